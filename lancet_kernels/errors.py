@@ -1,0 +1,17 @@
+"""What a user can do wrong, as exceptions with one clear line each.
+
+Every message says what was got, what was expected, and what to do. `UserError` is a ValueError, so
+callers who know nothing of this library still catch it the usual way.
+"""
+
+
+class UserError(ValueError):
+    """A value that the user gave is wrong. The message is one line: got, expected, what to do."""
+
+    def __init__(self, what: str, *, got: object, expected: object, do: str):
+        self.got, self.expected, self.do = got, expected, do
+        super().__init__(f"{what}: got {got}, expected {expected}; {do}")
+
+
+class CommunicationError(RuntimeError):
+    """A collective failed or ran out of time. The message names rank, operation and whom it waited for."""
