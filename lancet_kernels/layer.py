@@ -31,7 +31,8 @@ class MoELayer(nn.Module):
         d_model, d_ff: model width D, hidden width F of each expert.
         num_experts: E over all ranks; the group size must divide it.
         top_k: experts per token.
-        gate: a name of `lancet_kernels.ops.gates.GATES`, a spec with options such as ``"topk(renormalize=True)"``,
+        gate: a name of `lancet_kernels.ops.gates.GATES`, a spec with options such as
+        ``"topk(renormalize=True)"``,
             or a `Gate`.
         capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
             the others are dropped (contribute zero); None: dropless.
@@ -40,16 +41,18 @@ class MoELayer(nn.Module):
         group: the expert-parallel process group; None: all ranks.
         device, dtype: of the parameters. The router is computed in at least float32 whatever the dtype.
 
-    Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors. Nothing is stored on
-    the module, so `torch.compile(fullgraph=True)` and activation checkpointing see no side effect. Hand the sums of all
-    layers to `moe_losses` (one small all-reduce for all of them) and add ``losses.balance.mean()`` to
-    the loss with your coefficient.
+    Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
+    Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
+    no side effect. Hand the sums of all layers to `moe_losses` (one small all-reduce for all of them)
+    and add ``losses.balance.mean()`` to the loss with your coefficient.
 
-    Keys: gate "hash" routes by token id, so pass `token_ids`; without them the position counts as the id. Gate "random"
-    draws anew when `routing_step` changes (`set_routing_step`), so that recomputing a step gives the same routing.
+    Keys: gate "hash" routes by token id, so pass `token_ids`; without them the position counts as the
+    id. Gate "random" draws anew when `routing_step` changes (`set_routing_step`), so that recomputing a
+    step gives the same routing.
 
-    Checkpoints: in ``state_dict()`` the experts appear one by one under their global ids, ``experts.7.w1``, as views
-    of the parameters. So torch.distributed.checkpoint saves each expert once and loads it at any number of ranks.
+    Checkpoints: in ``state_dict()`` the experts appear one by one under their global ids,
+    ``experts.7.w1``, as views of the parameters. So torch.distributed.checkpoint saves each expert once
+    and loads it at any number of ranks.
     """
 
     def __init__(
@@ -129,7 +132,8 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Normal(0, 0.02) weights, zero biases. An expert's values depend on its global id, not on the ranks."""
+        """Normal(0, 0.02) weights, zero biases. An expert's values depend on its global id, not on the
+        ranks."""
         # One number from the default generator, so that ranks that were seeded alike stay alike.
         seed = int(torch.randint(2**62, ()))
         for name in self._expert_names():
@@ -212,7 +216,8 @@ class MoELayer(nn.Module):
             return nn.functional.linear(x_TD.to(dtype), self.router.to(dtype))
 
     def _keys(self, x_TD: Tensor, token_ids: Tensor | None) -> Tensor | None:
-        """What a keyed gate routes by, int64 [T]: token ids, or the token's global index mixed with the step."""
+        """What a keyed gate routes by, int64 [T]: token ids, or the token's global index mixed with the
+        step."""
         if self.gate.key is None:
             return None
         if self.gate.key == "token" and token_ids is not None:

@@ -1,7 +1,7 @@
 """Torch ops of the MoE layer: routing, dispatch, all-to-all, experts, combine.
 
-One file per op; each is `torch.ops.lancet.<name>` with a fake and an autograd formula, and stands beside a plain
-reference (`naive_*`) that tests compare it with.
+One file per op; each is `torch.ops.lancet.<name>` with a fake and an autograd formula, and stands beside
+a plain reference (`naive_*`) that tests compare it with.
 """
 
 from lancet_kernels.ops.all_to_all import all_to_all, exchange_counts, start_all_to_all

@@ -2,9 +2,9 @@
 
     W  ranks, L experts on each      C  capacity      D  width      R  real rows
 
-`exchange_counts` is phase one and runs once per layer: afterwards both sides know both directions, so the way back
-and both backward passes need no second exchange. `all_to_all` is phase two: row block [w] of the buffer
-goes to rank w. It is its own adjoint with the counts swapped.
+`exchange_counts` is phase one and runs once per layer: afterwards both sides know both directions, so
+the way back and both backward passes need no second exchange. `all_to_all` is phase two: row block [w]
+of the buffer goes to rank w. It is its own adjoint with the counts swapped.
 
 `start_all_to_all` gives the same in two halves, so that computation can run in between.
 """
@@ -29,7 +29,8 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 def exchange_counts(count_WL: Tensor, capacity: int, width: int, dtype: torch.dtype, group: str) -> Tensor:
     """Tell every rank how many rows it gets for each of its experts.
 
-    A header travels along (capacity, width, dtype), so that ranks that disagree all raise instead of one of them hanging.
+    A header travels along (capacity, width, dtype), so that ranks that disagree all raise instead of one
+    of them hanging.
 
     Args: count_WL int64, rows for expert l of rank w; group: a name from `group_name`.
     Returns: [W, L] int64, rows that rank w has for expert l of this rank.
@@ -148,7 +149,7 @@ def _backward(ctx, grad_WLCD):
 all_to_all.register_autograd(_backward, setup_context=_setup_context)
 
 
-class _named_failure:  # noqa: N801  (a context manager reads as a verb)
+class _named_failure:
     """Turn a failed collective into one line that says who waited, in which op, for whom."""
 
     def __init__(self, op: str, group: dist.ProcessGroup) -> None:

@@ -3,8 +3,8 @@
     T  tokens on this rank      W  ranks, L experts on each      C  capacity
     K  choices per token        D  model width
 
-Dropped choices contribute zero, whatever stands in the buffer. The sum over K is taken in a fixed order and in at
-least float32, then rounded once to the dtype of the buffer.
+Dropped choices contribute zero, whatever stands in the buffer. The sum over K is taken in a fixed order
+and in at least float32, then rounded once to the dtype of the buffer.
 """
 
 import torch

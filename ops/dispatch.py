@@ -4,9 +4,9 @@
     K  choices per token        W  ranks, L = E / W experts on each
     D  model width
 
-The buffer is [W, L, C, D]: expert e = w * L + l, one row per slot. Rows that nobody takes are zero here, but their content is no
-promise of the contract: nothing may read them. Dispatch and combine are each other's adjoint, so each one's
-backward is the other.
+The buffer is [W, L, C, D]: expert e = w * L + l, one row per slot. Rows that nobody takes are zero here,
+but their content is no promise of the contract: nothing may read them. Dispatch and combine are each
+other's adjoint, so each one's backward is the other.
 """
 
 import torch

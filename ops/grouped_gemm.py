@@ -3,8 +3,9 @@
     W  ranks, L experts here      A  input width       R  real rows (sum of counts)
     C  capacity                   B  output width
 
-Work: 2 * R * A * B FLOPs for each of forward, dX, dW. Padding is never multiplied, and what it holds does not matter. dX and dW
-are separate ops because a scheduler can only move what it can tell apart (Lancet, section 4).
+Work: 2 * R * A * B FLOPs for each of forward, dX, dW. Padding is never multiplied, and what it holds
+does not matter. dX and dW are separate ops because a scheduler can only move what it can tell apart
+(Lancet, section 4).
 """
 
 import torch
@@ -126,7 +127,7 @@ def _(dy_WLCB, count_WL):
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x_WLCA, count_WL, weight_LAB, bias_LB = inputs
+    x_WLCA, count_WL, weight_LAB, _ = inputs
     needs_dx, _, needs_dw = ctx.needs_input_grad[:3]
     ctx.save_for_backward(x_WLCA if needs_dw else None, count_WL, weight_LAB if needs_dx else None)
 

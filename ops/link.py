@@ -1,11 +1,13 @@
 """The link that all-to-alls travel on: what passed, how long it took, how long computation waited for it.
 
-On its own it only measures. With a bandwidth set (`emulate_link`) it also paces: an all-to-all is not done before
-a wire of that bandwidth would have carried its bytes. The wait is a deadline, not work, so computation that runs
-meanwhile hides it as it would hide a real transfer. Times measured so are emulated, and whoever prints them says so.
+On its own it only measures. With a bandwidth set (`emulate_link`) it also paces: an all-to-all is not
+done before a wire of that bandwidth would have carried its bytes. The wait is a deadline, not work, so
+computation that runs meanwhile hides it as it would hide a real transfer. Times measured so are
+emulated, and whoever prints them says so.
 
-The emulated wire of a rank is full duplex, carries one all-to-all at a time in the order they were issued, and starts when
-the last rank has entered. Only ranks of one machine can share it (they compare one monotonic clock).
+The emulated wire of a rank is full duplex, carries one all-to-all at a time in the order they were
+issued, and starts when the last rank has entered. Only ranks of one machine can share it (they compare
+one monotonic clock).
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     T  tokens      E  experts
 
-Load balance (Switch, Fedus et al. 2022, equation 4): E * sum_e f_e * P_e, with f_e the share of assignments that went to
-expert e (dropped ones included) and P_e the mean router probability. z-loss (ST-MoE, Zoph et al. 2022): mean of
-logsumexp(logits)^2. Both are products or means of sums, so parts and ranks add their sums first and apply the
-formula once.
+Load balance (Switch, Fedus et al. 2022, equation 4): E * sum_e f_e * P_e, with f_e the share of
+assignments that went to expert e (dropped ones included) and P_e the mean router probability. z-loss
+(ST-MoE, Zoph et al. 2022): mean of logsumexp(logits)^2. Both are products or means of sums, so parts and
+ranks add their sums first and apply the formula once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from lancet_kernels.ops.groups import group_of
 
 
 class RoutingSums(NamedTuple):
-    """What one part of one batch adds to the whole-batch losses of one layer. `add` two of them by `+` per field."""
+    """What one part of one batch adds to the whole-batch losses of one layer. `add` two of them by `+`
+    per field."""
 
     assigned_E: Tensor
     """int64: assignments of each expert, dropped ones included."""
@@ -47,7 +48,8 @@ def routing_sums(
     capacity: int,
     num_tokens: int,
 ) -> RoutingSums:
-    """The sums of one part: plain torch, differentiable in the logits (zero where the gate learns nothing)."""
+    """The sums of one part: plain torch, differentiable in the logits (zero where the gate learns
+    nothing)."""
     assigned_E = used_E - used_before_E
     kept_E = used_E.clamp(max=capacity) - used_before_E.clamp(max=capacity)
     if logits_TE is None:
@@ -64,7 +66,8 @@ class MoELosses(NamedTuple):
     """Losses and statistics of several layers, [layers] each unless said otherwise."""
 
     balance: Tensor
-    """Load-balance loss, 1 when perfectly balanced. Its mean over the ranks is the loss of the global batch."""
+    """Load-balance loss, 1 when perfectly balanced. Its mean over the ranks is the loss of the global
+    batch."""
     z: Tensor
     """z-loss; its mean over the ranks is the loss of the global batch."""
     dropped: Tensor
@@ -76,9 +79,9 @@ class MoELosses(NamedTuple):
 def moe_losses(sums: list[RoutingSums], group: str) -> MoELosses:
     """Apply the formulas: one small all-reduce of counts for all layers together.
 
-    f_e comes from all ranks, P_e from this one: the formula is linear in P, so the average over ranks (which the
-    gradient all-reduce takes anyway) is exactly the loss of the global batch. All ranks must have the
-    same number of tokens.
+    f_e comes from all ranks, P_e from this one: the formula is linear in P, so the average over ranks
+    (which the gradient all-reduce takes anyway) is exactly the loss of the global batch. All ranks must
+    have the same number of tokens.
     """
     counts = torch.stack([torch.stack([s.assigned_E, s.kept_E]) for s in sums])
     assigned_NE, kept_NE = torch.ops.lancet.sum_over_ranks(counts, group).unbind(1)

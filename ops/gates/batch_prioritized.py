@@ -1,7 +1,8 @@
 """Batch-prioritized routing (V-MoE, Riquelme et al. 2021, section 3.4 and Algorithm 2).
 
 Tokens take their slots by falling importance instead of by position, so that the least important are
-dropped: first all first choices by importance, then all second ones. Needs the whole batch: not partitionable.
+dropped: first all first choices by importance, then all second ones. Needs the whole batch: not
+partitionable.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
 """Hash and random gates: routing that is computed from a key instead of learned.
 
-Each (key, expert) pair gets a 64-bit number from a counter-based generator (splitmix64, Steele et al. 2014), and
-a token goes to the k experts with the largest numbers. There is no stream and no state: the number depends on
-the key alone, never on how the batch was cut. Hash (Roller et al. 2021) keys by token id: a token of the vocabulary
-always meets the same experts. Random (Zuo et al. 2022, Chen et al. 2023) keys by the global index of the token in the
-step's batch, mixed with the step.
+Each (key, expert) pair gets a 64-bit number from a counter-based generator (splitmix64, Steele et al.
+2014), and a token goes to the k experts with the largest numbers. There is no stream and no state: the
+number depends on the key alone, never on how the batch was cut. Hash (Roller et al. 2021) keys by token
+id: a token of the vocabulary always meets the same experts. Random (Zuo et al. 2022, Chen et al. 2023)
+keys by the global index of the token in the step's batch, mixed with the step.
 """
 
 from dataclasses import dataclass

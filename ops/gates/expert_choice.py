@@ -1,8 +1,8 @@
 """Expert choice (Zhou et al. 2022): every expert takes the C tokens that score highest with it.
 
 A token may be taken by any number of experts, so K = E: ``expert[t, e] = e`` for all, and the slot says
-whether the expert took the token (slot < C) or not (slot = C, that is: dropped). An expert compares all tokens:
-not partitionable.
+whether the expert took the token (slot < C) or not (slot = C, that is: dropped). An expert compares all
+tokens: not partitionable.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""GShard's top-2 gate: choice-order priority, weights normalized over the two (Lepikhin et al. 2020, Algorithm 1).
+"""GShard's top-2 gate: choice-order priority, weights normalized over the two (Lepikhin et al. 2020,
+Algorithm 1).
 
 Every first choice takes its slot before any second choice does, so a token's slot depends on the whole
 batch: not partitionable. The second expert is always used (GShard's random dispatch of the second expert is

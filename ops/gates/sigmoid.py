@@ -1,8 +1,8 @@
 """Sigmoid gate with group-limited selection and a correction bias (DeepSeek-V3, 2024, section 2.1.2).
 
-Experts lie in `groups` groups of E / groups. A group's score is the sum of its two best biased scores; only experts of
-the best `top_groups` groups can be chosen. The bias steers the selection alone; the weights are the plain sigmoids.
-Slots go in token order, so the gate is partitionable.
+Experts lie in `groups` groups of E / groups. A group's score is the sum of its two best biased scores;
+only experts of the best `top_groups` groups can be chosen. The bias steers the selection alone; the
+weights are the plain sigmoids. Slots go in token order, so the gate is partitionable.
 """
 
 from dataclasses import dataclass
