@@ -1,11 +1,13 @@
 """Training state on disk: whole or not at all, and readable at another number of ranks.
 
-One checkpoint is a folder `step-00000040/` with the files of torch.distributed.checkpoint and `checkpoint.json`: step, what was
-trained, and the size and CRC-32 of every file. It is written under a temporary name and renamed when complete, so a
-folder with the final name is whole; one whose files were damaged later fails its sums and is passed over.
+One checkpoint is a folder `step-00000040/` with the files of torch.distributed.checkpoint and
+`checkpoint.json`: step, what was trained, and the size and CRC-32 of every file. It is written under a
+temporary name and renamed when complete, so a folder with the final name is whole; one whose files were
+damaged later fails its sums and is passed over.
 
-Experts are stored one by one under global ids, in the model's state (see `MoELayer`) and in the optimizer's, so what
-was saved at 2 ranks loads at 1 or 4. With several machines the folder must be on a file system that all of them see.
+Experts are stored one by one under global ids, in the model's state (see `MoELayer`) and in the
+optimizer's, so what was saved at 2 ranks loads at 1 or 4. With several machines the folder must be on a
+file system that all of them see.
 """
 
 from __future__ import annotations
@@ -43,8 +45,14 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
     return state
 
 
-def _named_state(prefix: str, name: str, key: str, value: Tensor, owner: nn.Module, parameter) -> dict[str, Tensor]:
-    if isinstance(owner, MoELayer) and getattr(parameter, "is_expert", False) and value.shape == parameter.shape:
+def _named_state(
+    prefix: str, name: str, key: str, value: Tensor, owner: nn.Module, parameter
+) -> dict[str, Tensor]:
+    if (
+        isinstance(owner, MoELayer)
+        and getattr(parameter, "is_expert", False)
+        and value.shape == parameter.shape
+    ):
         return {f"{prefix}experts.{e}.{name}.{key}": value[i] for i, e in enumerate(owner.expert_ids())}
     return {f"{prefix}{name}.{key}": value}
 
@@ -64,7 +72,12 @@ def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def save_checkpoint(
-    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, about: Mapping[str, object], keep: int = 2
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    about: Mapping[str, object],
+    keep: int = 2,
 ) -> Path:
     """Write `folder/step-<step>` and delete all but the `keep` newest. Collective over all ranks.
 

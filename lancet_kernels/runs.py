@@ -35,7 +35,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: str | os.PathLike[str], name: str | None = None) -> "RunFolder":
-        """Make and lock `root/name`; without a name, the date and time, `-2`, `-3`, ... added if that is taken.
+        """Make and lock `root/name`; without a name, the date and time, `-2`, `-3`, ... added if that is
+        taken.
 
         Raises UserError if the name is taken or not a plain folder name, or the folder cannot be made.
         """
@@ -63,7 +64,8 @@ class RunFolder:
         """Lock the run that lies at `path`, to go on with it.
 
         `wait_s`: seconds to wait for another process to let go of it, for instance ranks that are just being
-        stopped. Raises UserError if there is no run at `path`, or a process (named by its pid) still holds it.
+        stopped. Raises UserError if there is no run at `path`, or a process (named by its pid) still
+        holds it.
         """
         path = Path(path)
         if not path.is_dir():
@@ -103,6 +105,11 @@ class RunFolder:
             self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
         self._metrics.write(json_text(metrics) + "\n")
         self._metrics.flush()
+
+    def read_metrics(self) -> list[dict[str, object]]:
+        """The lines of `metrics.jsonl`, in order."""
+        text = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
 
     def truncate_metrics(self, after_step: int) -> None:
         """Forget the metrics of steps later than `after_step`: a resumed run takes those steps again.
