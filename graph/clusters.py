@@ -1,0 +1,103 @@
+"""What can a cluster's devices and links do? One TOML file per cluster, read into a `Cluster`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lancet_kernels.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Peak numbers as the vendor states them, and beside each the share of it that real code reaches.
+
+    Units: TFLOP/s, 10^9 bytes, 10^9 bytes per second in one direction, microseconds.
+    """
+
+    name: str
+    description: str
+    device: str
+    gpus_per_node: int
+    peak_tflops: Mapping[str, float]
+    compute_efficiency: float
+    memory_gb: float
+    memory_gb_per_s: float
+    memory_efficiency: float
+    launch_us: float
+    """Fixed cost of one kernel: launch, ramp-up and tail. It is what makes over-partitioning lose."""
+    intra_node_gb_per_s: float
+    """Per GPU, to the other GPUs of its node together."""
+    inter_node_gb_per_s: float
+    """Per node, all its network cards together."""
+    link_efficiency: float
+    intra_node_latency_us: float
+    inter_node_latency_us: float
+
+    def tflops(self, dtype: str) -> float:
+        """Peak for a dtype; one that the file does not name counts as float32."""
+        return self.peak_tflops.get(dtype, self.peak_tflops["float32"])
+
+
+def cluster_names() -> list[str]:
+    """Names of the clusters that come with the library."""
+    folder = resources.files("lancet_kernels.graph") / "clusters"
+    return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
+
+
+def load_cluster(name: str | Path) -> Cluster:
+    """A cluster by its name, or from a TOML file of one's own (a path that ends in `.toml`).
+
+    Raises:
+        UserError: no such cluster or file, a key is missing or unknown, or a number is not positive.
+    """
+    if str(name).endswith(".toml"):
+        source = Path(name)
+    elif name in cluster_names():
+        source = resources.files("lancet_kernels.graph") / "clusters" / f"{name}.toml"
+    else:
+        raise UserError(
+            "cluster", got=name, expected=f"one of {', '.join(cluster_names())}", do="or give a .toml file"
+        )
+    try:
+        data = tomllib.loads(source.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise UserError(
+            "cluster file", got=f"{source} ({error})", expected="a readable TOML file", do="correct the file"
+        ) from error
+    return _cluster(data, str(source))
+
+
+def _cluster(data: dict[str, Any], source: str) -> Cluster:
+    expected = {f.name for f in fields(Cluster)}
+    wrong = expected.symmetric_difference(data)
+    if wrong:
+        raise UserError(
+            f"keys of cluster file {source}",
+            got=f"missing or unknown: {', '.join(sorted(wrong))}",
+            expected=f"exactly {', '.join(sorted(expected))}",
+            do="compare with the files that come with the library",
+        )
+    peaks = data["peak_tflops"]
+    if not isinstance(peaks, dict) or "float32" not in peaks:
+        raise UserError(
+            f"peak_tflops in {source}", got=peaks, expected="a table with float32 in it", do="add float32"
+        )
+    numbers = {k: v for k, v in data.items() if k not in ("name", "description", "device", "peak_tflops")}
+    for key, value in {**numbers, **{f"peak_tflops.{d}": v for d, v in peaks.items()}}.items():
+        latency = key.endswith("_us")
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or value < 0 or (value == 0 and not latency):
+            raise UserError(
+                f"{key} in cluster file {source}", got=value, expected="a positive number", do="correct it"
+            )
+    return Cluster(**data)

@@ -1,0 +1,260 @@
+"""What is one training step as plain data? An ordered, valid sequence of instructions over named tensors.
+
+Lancet (section 4) writes an instruction as I_n = (x_n, y_n, f_n): its inputs, outputs and operator. A
+`Program` is such a sequence with the tensors it names. Schedules work on Programs alone, so they run
+without torch, on made-up programs, and for clusters nobody has here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.reachability import Reachability
+
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class Kind(str, Enum):
+    """The resource an instruction occupies: the device's compute, or the link in one of three ways."""
+
+    COMPUTE = "compute"
+    ALL_TO_ALL = "all_to_all"
+    ALL_REDUCE = "all_reduce"
+    OTHER_COMMUNICATION = "other_communication"
+
+    @property
+    def is_communication(self) -> bool:
+        return self is not Kind.COMPUTE
+
+
+class Phase(str, Enum):
+    """The part of the training step an instruction belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor: `bytes` is what it adds to memory, by default the size of `shape` in `dtype`.
+
+    A tensor with `alias_of` shares that tensor's storage (a view, or the result of an in-place update)
+    and adds nothing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    bytes: int | None = None
+    alias_of: str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "shape", tuple(self.shape))
+        if self.dtype not in ITEM_BYTES:
+            raise UserError(
+                f"dtype of tensor {self.name}",
+                got=self.dtype,
+                expected=f"one of {', '.join(ITEM_BYTES)}",
+                do="name it as torch does, without the `torch.`",
+            )
+        if self.bytes is None:
+            object.__setattr__(self, "bytes", 0 if self.alias_of else self.content_bytes)
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of the values, whether or not the storage is shared."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operator applied to tensors. Costs are in `flops` and in `bytes` moved (to memory, or over the link).
+
+    `milliseconds`, where given, is a measured time and goes before every estimate. `mutates` names inputs
+    that are overwritten: readers of the old value stay before this instruction, readers of the new one after.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    kind: Kind = Kind.COMPUTE
+    phase: Phase = Phase.FORWARD
+    flops: float = 0.0
+    bytes: float = 0.0
+    milliseconds: float | None = None
+    mutates: tuple[str, ...] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self):
+        for name in ("inputs", "outputs", "mutates"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "kind", Kind(self.kind))
+        object.__setattr__(self, "phase", Phase(self.phase))
+
+
+@dataclass(frozen=True)
+class Program:
+    """An ordered, valid sequence of instructions with its tensors, inputs and outputs.
+
+    Raises:
+        UserError: a name is used twice, a tensor is read before it is made, made twice, or not described.
+    """
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    tensors: Mapping[str, TensorSpec]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in ("instructions", "inputs", "outputs"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check()
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each instruction by name."""
+        return {instruction.name: i for i, instruction in enumerate(self.instructions)}
+
+    @cached_property
+    def producer(self) -> dict[str, int]:
+        """Position of the instruction that makes each tensor; program inputs have none."""
+        return {t: i for i, instruction in enumerate(self.instructions) for t in instruction.outputs}
+
+    @cached_property
+    def consumers(self) -> dict[str, list[int]]:
+        """Positions of the instructions that read each tensor, in order."""
+        found: dict[str, list[int]] = {t: [] for t in self.tensors}
+        for i, instruction in enumerate(self.instructions):
+            for t in dict.fromkeys(instruction.inputs):
+                found[t].append(i)
+        return found
+
+    @cached_property
+    def storage(self) -> dict[str, str]:
+        """The tensor that owns the memory of each tensor: itself, or the end of its `alias_of` chain."""
+        owner: dict[str, str] = {}
+        for name in self.tensors:
+            root = name
+            while self.tensors[root].alias_of is not None:
+                root = self.tensors[root].alias_of
+            owner[name] = root
+        return owner
+
+    @cached_property
+    def dependencies(self) -> list[tuple[int, ...]]:
+        """For each instruction, the positions that must come before it: producers, and for storages that
+        are overwritten also the last writer (of a reader) and all readers so far (of a writer)."""
+        mutated = {self.storage[t] for i in self.instructions for t in i.mutates}
+        readers: dict[str, list[int]] = {s: [] for s in mutated}
+        writer: dict[str, int] = {}
+        result = []
+        for i, instruction in enumerate(self.instructions):
+            before = {self.producer[t] for t in instruction.inputs if t in self.producer}
+            touched = {self.storage[t] for t in (*instruction.inputs, *instruction.outputs)} & mutated
+            written = {self.storage[t] for t in instruction.mutates}
+            for s in touched | written:
+                if s in writer:
+                    before.add(writer[s])
+                if s in written:
+                    before.update(readers[s])
+                    readers[s], writer[s] = [], i
+                else:
+                    readers[s].append(i)
+            before.discard(i)
+            result.append(tuple(sorted(before)))
+        return result
+
+    @cached_property
+    def dependents(self) -> list[tuple[int, ...]]:
+        """For each instruction, the positions that wait for it."""
+        after: list[list[int]] = [[] for _ in self.instructions]
+        for i, before in enumerate(self.dependencies):
+            for j in before:
+                after[j].append(i)
+        return [tuple(a) for a in after]
+
+    @cached_property
+    def reachability(self) -> Reachability:
+        """Which instruction reaches which over directed paths."""
+        return Reachability.of(self.dependencies)
+
+    def positions(self, kind: Kind) -> list[int]:
+        """Positions of all instructions of one kind, in order."""
+        return [i for i, instruction in enumerate(self.instructions) if instruction.kind is kind]
+
+    def reordered(self, order: Sequence[str] | Sequence[int]) -> Program:
+        """The same instructions in another order, given by names or by positions.
+
+        Raises:
+            UserError: `order` is no permutation, or an instruction would come before one it depends on.
+        """
+        positions = [self.index.get(o, -1) if isinstance(o, str) else int(o) for o in order]
+        if sorted(positions) != list(range(len(self))):
+            missing = len(self) - len({p for p in positions if 0 <= p < len(self)})
+            raise UserError(
+                f"order for program {self.name}",
+                got=f"{len(positions)} entries, {missing} instructions missing",
+                expected=f"each of the {len(self)} instructions exactly once",
+                do="plan again for this program",
+            )
+        place = {p: k for k, p in enumerate(positions)}
+        for i, before in enumerate(self.dependencies):
+            for j in before:
+                if place[j] > place[i]:
+                    early, late = self.instructions[i].name, self.instructions[j].name
+                    raise UserError(
+                        f"order for program {self.name}",
+                        got=f"{early} before {late}",
+                        expected=f"{late} first, because {early} depends on it",
+                        do="fix the schedule that asked for this order",
+                    )
+        return replace(self, instructions=tuple(self.instructions[p] for p in positions))
+
+    def _check(self) -> None:
+        known = set(self.inputs)
+        names: set[str] = set()
+        for t, spec in self.tensors.items():
+            if spec.name != t or (spec.alias_of is not None and spec.alias_of not in self.tensors):
+                self._refuse(f"{t} described as {spec.name}, alias of {spec.alias_of}", "tensors that exist")
+        for instruction in self.instructions:
+            if instruction.name in names:
+                self._refuse(f"two instructions named {instruction.name}", "every name once")
+            names.add(instruction.name)
+            for t in (*instruction.inputs, *instruction.mutates):
+                if t not in known:
+                    self._refuse(f"{instruction.name} reads {t}", "tensors made before they are read")
+            for t in instruction.outputs:
+                if t in known:
+                    self._refuse(f"{instruction.name} makes {t} again", "every tensor made once")
+                known.add(t)
+        for t in (*known, *self.outputs):
+            if t not in self.tensors or t not in known:
+                self._refuse(f"tensor {t}", "only tensors that are described and made")
+
+    def _refuse(self, got: str, expected: str) -> None:
+        raise UserError(f"program {self.name}", got=got, expected=expected, do="correct the instruction list")

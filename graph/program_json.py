@@ -1,0 +1,87 @@
+"""How does a Program become JSON and back, and which Program is it? (`fingerprint`)"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
+
+FORMAT = "lancet-program"
+VERSION = 1
+
+
+def program_to_json(program: Program) -> dict[str, Any]:
+    """A dict of JSON values; `program_from_json` gives back an equal Program."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": program.name,
+        "tensors": [
+            [t.name, list(t.shape), t.dtype, t.bytes, t.alias_of] for t in program.tensors.values()
+        ],
+        "inputs": list(program.inputs),
+        "outputs": list(program.outputs),
+        "instructions": [
+            {
+                "name": i.name,
+                "op": i.op,
+                "inputs": list(i.inputs),
+                "outputs": list(i.outputs),
+                "kind": i.kind.value,
+                "phase": i.phase.value,
+                "flops": i.flops,
+                "bytes": i.bytes,
+                "milliseconds": i.milliseconds,
+                "mutates": list(i.mutates),
+                "attributes": dict(i.attributes),
+            }
+            for i in program.instructions
+        ],
+    }
+
+
+def program_from_json(data: dict[str, Any]) -> Program:
+    """The Program that `program_to_json` wrote.
+
+    Raises:
+        UserError: not a program of this version, or the program it describes is not valid.
+    """
+    found = (data.get("format"), data.get("version")) if isinstance(data, dict) else type(data).__name__
+    if found != (FORMAT, VERSION):
+        raise UserError(
+            "program JSON", got=found, expected=(FORMAT, VERSION), do="write it again with program_to_json"
+        )
+    try:
+        tensors = [
+            TensorSpec(name, tuple(shape), dtype, size, alias_of)
+            for name, shape, dtype, size, alias_of in data["tensors"]
+        ]
+        instructions = tuple(
+            Instruction(**{**i, "kind": Kind(i["kind"]), "phase": Phase(i["phase"])})
+            for i in data["instructions"]
+        )
+        return Program(
+            data["name"], instructions, {t.name: t for t in tensors}, data["inputs"], data["outputs"]
+        )
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            "program JSON", got=repr(error), expected="every field of its version", do="write it again"
+        ) from error
+
+
+def fingerprint(program: Program) -> str:
+    """64 hex digits that depend on the structure (names, ops, shapes, order, attributes), never on costs.
+
+    Two ranks that captured the same model agree on it, whatever each of them measured.
+    """
+    structure = program_to_json(program)
+    for instruction in structure["instructions"]:
+        for cost in ("flops", "bytes", "milliseconds"):
+            del instruction[cost]
+    text = json.dumps(structure, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()

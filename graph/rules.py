@@ -1,0 +1,248 @@
+"""Along which dimensions may an op be cut into parts? One table, einsum-like, for every op we know.
+
+From a rule follow Lancet's partition constraints (section 5.2): a matrix product `"t d, d f -> t f"` may
+be cut along t (first operand and result) or along f (second operand and result). An op without a rule is
+never partitioned.
+
+MoE ops are cut in a way of their own. A part of the batch sends anything from 0 to C rows to an expert, so
+behind the dispatch each part is *irregular*: it has the shape of the whole, and the parts' real rows
+add up to it. Where a range holds nothing but all-to-alls and experts, the capacity `c` is cut instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lancet_kernels.graph import equations
+from lancet_kernels.graph.equations import Equation, Shape
+from lancet_kernels.graph.program import Instruction, TensorSpec
+
+WHOLE = -1
+"""The tensor is not cut: every part uses all of it."""
+IRREGULAR = -2
+"""Each part has some of the rows, how many is known when running (the paper's A_irr)."""
+PARTIAL = -3
+"""Each part has a full-size summand; the whole is their sum."""
+CARRIED = -4
+"""Each part hands it on to the next one; the whole is what the last part hands out."""
+
+Tensors = Mapping[str, TensorSpec]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one op may be cut.
+
+    equations: alternatives, told apart by how many operands they have; the first that fits is taken.
+    derived: instead, the name of a function in `DERIVED` that writes the equation from shapes and attributes.
+    irregular: per operand `~` (irregular), `.` (whole) or a dimension name, for cuts behind the gate.
+    in_experts: the op belongs to the all-to-alls and experts, where the capacity may be cut.
+    carries: (input, output) positions of state that each part hands on to the next.
+    """
+
+    equations: tuple[str, ...] = ()
+    derived: str | None = None
+    irregular: tuple[str, ...] = ()
+    in_experts: bool = False
+    carries: tuple[tuple[int, int], ...] = ()
+
+    def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
+        """The parsed equation of this instruction, None when none of the rule's fits its operands."""
+        shapes = [tensors[t].shape for t in instruction.inputs], [tensors[t].shape for t in instruction.outputs]
+        ranks = tuple(len(s) for side in shapes for s in side)
+        texts = self.equations
+        if self.derived:
+            text = DERIVED[self.derived](*shapes, instruction.attributes)
+            texts = () if text is None else (text,)
+        for text in texts:
+            if _fits(text, ranks, len(shapes[0])):
+                return equations.parse(text, ranks)
+        return None
+
+    def assignments(
+        self, instruction: Instruction, tensors: Tensors, *, only_experts: bool
+    ) -> list[tuple[int, ...]]:
+        """Every way to cut the instruction: the axis (or WHOLE, IRREGULAR, ...) of each input and output.
+
+        `only_experts` says that the range holds nothing but all-to-alls and experts.
+
+        Example: `aten.mm` gives [(0, -1, 0), (-1, 1, 1)]: rows of the first operand, or columns of the second.
+        """
+        equation = self.equation(instruction, tensors)
+        if equation is None or instruction.attributes.get("partitionable") is False:
+            return []
+        operands = list(zip(instruction.inputs, equation.inputs, strict=True))
+        results = list(zip(instruction.outputs, equation.outputs, strict=True))
+        found: list[tuple[int, ...]] = []
+        if self.in_experts and not only_experts:
+            names: list[str] = []
+        else:
+            names = equation.cuttable
+        for name in names:
+            cut = [_axis(tensors[t].shape, names, name) for t, names in operands]
+            made = [_axis(tensors[t].shape, names, name) for t, names in results]
+            if name in equation.summed:
+                made = [PARTIAL] * len(made)
+            for source, target in self.carries:
+                cut[source], made[target] = WHOLE, CARRIED
+            if any(a >= 0 for a in cut) and WHOLE not in made:
+                found.append((*cut, *made))
+        if not only_experts:
+            found += self._irregular(instruction, equation, tensors)
+        return found
+
+    def _irregular(
+        self, instruction: Instruction, equation: Equation, tensors: Tensors
+    ) -> list[tuple[int, ...]]:
+        operands = [*zip(instruction.inputs, equation.inputs, strict=True)]
+        operands += zip(instruction.outputs, equation.outputs, strict=True)
+        found = []
+        for text in self.irregular:
+            marks = text.replace("->", ",").split(",")
+            if len(marks) == len(operands):
+                codes = {"~": IRREGULAR, ".": WHOLE}
+                pairs = zip(marks, operands, strict=True)
+                found.append(
+                    tuple(
+                        codes[m.strip()] if m.strip() in codes else _axis(tensors[t].shape, names, m.strip())
+                        for m, (t, names) in pairs
+                    )
+                )
+        return found
+
+    def capacity_dimensions(self, instruction: Instruction, tensors: Tensors) -> dict[str, int]:
+        """Which dimension of each operand is the capacity `c`: what an irregular part has 1/k of on average."""
+        equation = self.equation(instruction, tensors)
+        if equation is None:
+            return {}
+        pairs = [*zip(instruction.inputs, equation.inputs, strict=True)]
+        pairs += zip(instruction.outputs, equation.outputs, strict=True)
+        return {t: names.index("c") for t, names in pairs if "c" in names}
+
+
+def rule_for(instruction: Instruction) -> Rule | None:
+    """The rule of an instruction's op, None when it has none and so is never partitioned."""
+    return RULES.get(instruction.op)
+
+
+def _fits(text: str, ranks: tuple[int, ...], inputs: int) -> bool:
+    left, right = (side.split(",") for side in text.split("->"))
+    if len(left) != inputs or len(left) + len(right) != len(ranks):
+        return False
+    for operand, rank in zip([*left, *right], ranks, strict=True):
+        size = len(operand.split())
+        if operand.strip() != "-" and not ("..." in operand and rank >= size - 1) and rank != size:
+            return "(" in operand
+    return True
+
+
+def _axis(shape: Shape, names: tuple[str | None, ...], name: str) -> int:
+    """Where `name` is; a dimension of size one is broadcast and stays whole."""
+    at = names.index(name) if name in names else WHOLE
+    return WHOLE if at >= 0 and shape[at] == 1 else at
+
+
+def _view(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    return equations.view(inputs[0], outputs[0]) if len(inputs) == len(outputs) == 1 else None
+
+
+def _permute(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """`dims`: the order for a permute; two dimensions to swap for a transpose (`swap` true)."""
+    rank, dims = len(inputs[0]), attributes.get("dims")
+    if dims is None:
+        return equations.permute(2, (1, 0)) if rank == 2 else None
+    order = [d % rank for d in dims]
+    if attributes.get("swap"):
+        first, second = order
+        order = list(range(rank))
+        order[first], order[second] = second, first
+    return equations.permute(rank, order)
+
+
+def _along(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    dim = attributes.get("dim")
+    return None if dim is None else equations.along(inputs, outputs, dim)
+
+
+def _reduce(mark: str) -> Callable[[list[Shape], list[Shape], Mapping], str | None]:
+    """A reduction over `dims` (a list); `mark` says what a cut of a reduced dimension means."""
+
+    def write(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+        rank, dims = len(inputs[0]), attributes.get("dims")
+        if dims is None:
+            return None
+        reduced = {d % rank for d in dims}
+        source = [f"x{n}{mark if n in reduced else ''}" for n in range(rank)]
+        kept = len(outputs[0]) == rank
+        target = ["1" if n in reduced else f"x{n}" for n in range(rank) if kept or n not in reduced]
+        return f"{' '.join(source)} -> {' '.join(target) or '-'}"
+
+    return write
+
+
+DERIVED: dict[str, Callable[[list[Shape], list[Shape], Mapping], str | None]] = {
+    "elementwise": lambda inputs, outputs, attributes: equations.elementwise(inputs, outputs),
+    "view": _view,
+    "permute": _permute,
+    "along": _along,
+    "sum": _reduce("+"),
+    "mean": _reduce("!"),
+}
+
+_ELEMENTWISE = """add sub mul div neg pow sqrt rsqrt reciprocal exp log tanh sigmoid silu gelu relu erf abs
+    where maximum minimum eq ne lt le gt ge logical_and logical_not _to_copy clone copy detach alias
+    lift_fresh_copy expand square cos sin convert_element_type""".split()
+_VIEWS = "view reshape _unsafe_view unsqueeze squeeze flatten unflatten".split()
+_ALONG = "_softmax softmax _log_softmax cat split split_with_sizes slice select chunk cumsum".split()
+_ATTENTION = (
+    "b h s! d!, b h t! d!, b h t! d! -> b h s! d!",
+    "b h s! d!, b h t! d!, b h t! d! -> b h s! d!, b h s!",
+    "b h s! d!, b h t! d!, b h t! d!, b h s! t! -> b h s! d!",
+    "b h s! d!, b h t! d!, b h t! d!, b h s! t! -> b h s! d!, b h s!",
+)
+
+RULES: dict[str, Rule] = {
+    **{f"aten.{op}": Rule(derived="elementwise") for op in _ELEMENTWISE},
+    **{f"aten.{op}": Rule(derived="view") for op in _VIEWS},
+    **{f"aten.{op}": Rule(derived="along") for op in _ALONG},
+    **{f"aten.{op}": Rule(derived="permute") for op in ("permute", "transpose", "t")},
+    "aten.sum": Rule(derived="sum"),
+    "aten.mean": Rule(derived="mean"),
+    "aten.mm": Rule(("t d, d f -> t f",)),
+    "aten.addmm": Rule(("f, t d, d f -> t f",)),
+    "aten.bmm": Rule(("b t d, b d f -> b t f",)),
+    "aten.linear": Rule(("... d, f d -> ... f", "... d, f d, f -> ... f")),
+    "aten.embedding": Rule(("v! d, b -> b d", "v! d, b s -> b s d")),
+    "aten.native_layer_norm": Rule(("... d!, d!, d! -> ... d!, ... 1, ... 1",)),
+    "aten.layer_norm": Rule(("... d!, d!, d! -> ... d!",)),
+    "aten.rms_norm": Rule(("... d!, d! -> ... d!",)),
+    "aten.scaled_dot_product_attention": Rule(_ATTENTION),
+    "aten._scaled_dot_product_flash_attention": Rule(_ATTENTION),
+    "aten._scaled_dot_product_flash_attention_for_cpu": Rule(_ATTENTION),
+    "aten._scaled_dot_product_efficient_attention": Rule(_ATTENTION),
+    # logits[T, E], used[E] -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
+    "lancet.gate": Rule(("t e!, e! -> t k, t k, t k, e!",), carries=((1, 3),)),
+    # x[T, D], expert[T, K], slot[T, K] -> buffer[W, E_l, C, D], counts[W, E_l]
+    "lancet.dispatch": Rule(
+        ("t! d!, t! k, t! k -> w! e! c! d!, w! e!",), irregular=("t, t, t -> ~, ~",), carries=()
+    ),
+    "lancet.exchange_counts": Rule(("w! e! -> w! e!",), irregular=("~ -> ~",), in_experts=True),
+    "lancet.all_to_all": Rule(
+        ("w! e! c d!, w! e! -> w! e! c d!",), irregular=("~, ~ -> ~",), in_experts=True
+    ),
+    # x[W, E_l, C, D], weight[E_l, D, F], counts[W, E_l] -> y[W, E_l, C, F]
+    "lancet.grouped_gemm": Rule(
+        ("w! e! c d, e! d f!, w! e! -> w! e! c f!",), irregular=("~, ., ~ -> ~",), in_experts=True
+    ),
+    # x[W, E_l, C, D], dy[W, E_l, C, F], counts[W, E_l] -> dweight[E_l, D, F]
+    "lancet.grouped_gemm_wgrad": Rule(
+        ("w! e! c+ d!, w! e! c+ f!, w! e! -> e! d! f!",), irregular=(), in_experts=True
+    ),
+    "lancet.expert_activation": Rule(("w! e! c f! -> w! e! c f!",), irregular=("~ -> ~",), in_experts=True),
+    "lancet.expert_activation_backward": Rule(
+        ("w! e! c f!, w! e! c f! -> w! e! c f!",), irregular=("~, ~ -> ~",), in_experts=True
+    ),
+    # y[W, E_l, C, D], expert[T, K], slot[T, K], weight[T, K] -> out[T, D]
+    "lancet.combine": Rule(("w! e! c! d!, t k!, t k!, t k! -> t! d!",), irregular=("~, t, t, t -> t",)),
+}
