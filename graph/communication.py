@@ -98,7 +98,10 @@ class CommunicationModel:
             return cls.measured(samples)
         except (KeyError, TypeError) as error:
             raise UserError(
-                "communication points", got=repr(error), expected="collective, group, points", do="measure again"
+                "communication points",
+                got=repr(error),
+                expected="collective, group, points",
+                do="measure again",
             ) from error
 
 
@@ -107,7 +110,10 @@ def _sorted_points(key: tuple[str, str], samples: Iterable[tuple[float, float]])
     for size, ms in samples:
         if not (size >= 0 and ms >= 0):
             raise UserError(
-                f"sample of {key[0]}", got=(size, ms), expected="bytes and milliseconds >= 0", do="measure again"
+                f"sample of {key[0]}",
+                got=(size, ms),
+                expected="bytes and milliseconds >= 0",
+                do="measure again",
             )
         by_size.setdefault(float(size), []).append(float(ms))
     if not by_size:

@@ -19,9 +19,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "name": program.name,
-        "tensors": [
-            [t.name, list(t.shape), t.dtype, t.bytes, t.alias_of] for t in program.tensors.values()
-        ],
+        "tensors": [[t.name, list(t.shape), t.dtype, t.bytes, t.alias_of] for t in program.tensors.values()],
         "inputs": list(program.inputs),
         "outputs": list(program.outputs),
         "instructions": [
