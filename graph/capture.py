@@ -1,10 +1,10 @@
 """The one place that touches torch's private interfaces: from a module to its joint forward and backward
 graph, and back.
 
-    capture(module, inputs)  ->  Captured.joint: an fx graph of aten and lancet ops, forward and backward in one
-    Captured.compile(split)  ->  a function of the module's inputs that trains with the graphs `split` returns
+    capture(module, inputs)  ->  Captured.joint: one fx graph of aten and lancet ops, forward and backward
+    Captured.compile(split)  ->  a function of the module's inputs that trains with the graphs of `split`
 
-Works with torch 2.11 to 2.13. Nothing is run: tensors are fake while the graph is taken, so a model may
+Nothing is run: tensors are fake while the graph is taken, so a model may
 be larger than this machine.
 """
 

@@ -10,21 +10,22 @@ parameters alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels.layer import expert_parameters
+from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
+from lancet_kernels.ops.groups import group_name
 
 
 @dataclass
 class _Bucket:
     parameters: list[nn.Parameter]
-    missing: int = 0
-    flat: Tensor | None = None
-    work: dist.Work | None = field(default=None, repr=False)
+    missing: int
+    pending: PendingAllReduce | None = None
 
 
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -59,7 +60,7 @@ class GradientBuckets:
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = 4 << 20) -> None:
-        self._group = group
+        self._group = group_name(group)
         cuts = cut_into_buckets(replicated_parameters(model), bucket_bytes)
         self._buckets = [_Bucket(cut, len(cut)) for cut in cuts]
         self._next = 0
@@ -76,19 +77,16 @@ class GradientBuckets:
 
     def _start(self, bucket: _Bucket) -> None:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
-        bucket.flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        bucket.work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        bucket.pending = start_all_reduce(gradients, self._group)
 
     def finish(self) -> None:
         """Wait for all buckets and put the sums into `.grad`. Parameters without a gradient count as zero."""
         for bucket in self._buckets[self._next :]:
             self._start(bucket)
         for bucket in self._buckets:
-            bucket.work.wait()
-            sizes = [p.numel() for p in bucket.parameters]
-            for parameter, gradient in zip(bucket.parameters, bucket.flat.split(sizes), strict=True):
-                parameter.grad = gradient.view_as(parameter)
-            bucket.flat, bucket.work, bucket.missing = None, None, len(bucket.parameters)
+            for parameter, gradient in zip(bucket.parameters, bucket.pending.wait(), strict=True):
+                parameter.grad = gradient
+            bucket.pending, bucket.missing = None, len(bucket.parameters)
         self._next = 0
 
 
