@@ -195,6 +195,9 @@ def _stop_signals() -> Iterator[None]:
         yield
     finally:
         for name, handler in before.items():
+            if handler is signal.default_int_handler and last_stop > -math.inf:
+                # We are on our way out: a further Ctrl-C must not show where the interpreter was.
+                handler = signal.SIG_DFL
             # None: a handler that was not installed from Python, and cannot be put back from here.
             if handler is not None:
                 signal.signal(name, handler)
