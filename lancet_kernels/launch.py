@@ -130,6 +130,8 @@ def _worker_environment(device: str, environment: Mapping[str, str]) -> dict[str
         LAUNCHER_PID: str(os.getpid()),
         # Elastic's own default is 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
+        # Without it each rank whose launcher goes away warns in a page of native frames.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     if device == "cpu":
         variables |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

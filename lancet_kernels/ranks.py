@@ -137,7 +137,10 @@ class _FailureFiles(ErrorHandler):
         # First of all: the peers' errors follow within milliseconds.
         now = time.time_ns()
         lines = "".join(traceback.format_exception(error))
-        if not isinstance(error, UserError):
+        blames = _blames(error)
+        # Every peer of a failed rank loses it: no reason to leave a temporary file for each.
+        echo = blames == "peer" and self.log_folder is None
+        if not isinstance(error, UserError) and not echo:
             self.traceback_file = self._write_traceback(lines)
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if file:
@@ -145,7 +148,7 @@ class _FailureFiles(ErrorHandler):
                 "py_callstack": lines,
                 "timestamp": str(now // 10**9),
                 "time_ns": now,
-                "blames": _blames(error),
+                "blames": blames,
                 "traceback_file": self.traceback_file,
             }
             # Atomic, because elastic itself fails on half a file.
