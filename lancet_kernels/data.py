@@ -73,8 +73,7 @@ def load_corpus(path: str | None = None, tokenizer: str | None = None) -> Corpus
 def training_batch(
     tokens: np.ndarray, *, seed: int, step: int, global_batch: int, sequence: int, rank: int, ranks: int
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one step, each `[global_batch // ranks, sequence]` int64; targets are one
-    token on.
+    """Inputs and targets of one step, each `[global_batch // ranks, sequence]` int64, targets one token on.
 
     Rank r reads rows r * b to (r + 1) * b of the global batch, b = global_batch // ranks. Where a row starts
     is a hash of (seed, step, row). Raises UserError for sizes that do not fit.
@@ -91,9 +90,9 @@ def validation_batches(
     """This rank's rows of up to `max_batches` global batches, each pair as in `training_batch`.
 
     The windows are spread evenly over the tokens and predict no token twice; there are fewer batches if
-    that takes it, down to one, whose windows may then overlap. Every rank gets the same number of
-    batches, and together the ranks read the same windows however many they are. Raises UserError, on the
-    call rather than the first batch, for sizes that do not fit.
+    that takes it, down to one, whose windows may then overlap. Every rank gets the same number of batches,
+    and together the ranks read the same windows however many they are. Raises UserError, on the call rather
+    than at the first batch, for sizes that do not fit.
     """
     rows = _rows_of_rank(global_batch, rank, ranks)
     check_length(tokens, sequence, "validation")
@@ -111,8 +110,7 @@ def validation_batches(
 
 
 def check_length(tokens: np.ndarray, sequence: int, part: str) -> None:
-    """Raise UserError unless `tokens`, the `part` ("training", ...) of a corpus, hold one sequence and
-    its targets."""
+    """Raise UserError unless `tokens` hold one sequence and its targets; `part`: "training", "validation"."""
     if sequence < 1:
         raise UserError("sequence length", got=sequence, expected="at least 1", do="choose a longer one")
     if len(tokens) < sequence + 1:

@@ -92,18 +92,20 @@ def launch(
 def root_cause(failures: Mapping[int, object]) -> RankFailed:
     """The failure that the others follow from, out of elastic's `ProcessFailure` for each global rank.
 
-    The first rank that raised an error of its own; else the first that was killed or left without a word;
-    else the first that reported a lost connection. Elastic's own choice knows whole seconds only, and does
-    not know that a rank whose peer was killed merely reports it.
+    Elastic's own choice knows whole seconds only, and does not know that a rank whose peer was killed merely
+    reports it. In this order, and the first of its sort: a rank that raised an error of its own; that was
+    killed or left without a word; that waited in vain for a peer; that was ended by SIGTERM, which most are
+    by elastic itself; that saw a connection close.
     """
+    sorts = {"self": 0, "timeout": 2, "peer": 4}
 
-    def order(item: tuple[int, object]) -> tuple[int, int, int]:
+    def order(item: tuple[int, tuple[int, object]]) -> tuple[int, int, int]:
         place, (_, failure) = item
         record = _record(failure)
         if record:
-            return (3 if record["lost_peer"] else 0, record["time_ns"], place)
-        # Elastic ends the remaining ranks with SIGTERM, and lists them after those it found dead.
-        return (2 if failure.exitcode == -signal.SIGTERM else 1, 0, place)
+            return (sorts[record["blames"]], record["time_ns"], place)
+        # By place: elastic lists those it found dead before those that it ended.
+        return (3 if failure.exitcode == -signal.SIGTERM else 1, 0, place)
 
     _, (rank, failure) = min(enumerate(failures.items()), key=order)
     record = _record(failure)
@@ -119,8 +121,8 @@ def root_cause(failures: Mapping[int, object]) -> RankFailed:
 
 def _record(failure: object) -> dict | None:
     """What `report_errors` wrote about a failure; None if the rank had no time to write."""
-    message = failure.message
-    return message["extraInfo"] if isinstance(message, dict) else None
+    extra = failure.message["extraInfo"] if isinstance(failure.message, dict) else {}
+    return extra if "blames" in extra else None
 
 
 def _worker_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
@@ -128,6 +130,8 @@ def _worker_environment(device: str, environment: Mapping[str, str]) -> dict[str
         LAUNCHER_PID: str(os.getpid()),
         # Elastic's own default is 30 s.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
+        # Without it each rank whose launcher goes away warns in a page of native frames.
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     if device == "cpu":
         variables |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -193,6 +197,9 @@ def _stop_signals() -> Iterator[None]:
         yield
     finally:
         for name, handler in before.items():
+            if handler is signal.default_int_handler and last_stop > -math.inf:
+                # We are on our way out: a further Ctrl-C must not show where the interpreter was.
+                handler = signal.SIG_DFL
             # None: a handler that was not installed from Python, and cannot be put back from here.
             if handler is not None:
                 signal.signal(name, handler)

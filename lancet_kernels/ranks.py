@@ -29,9 +29,8 @@ from lancet_kernels.errors import CommunicationError, UserError
 LAUNCHER_PID = "LANCET_LAUNCHER_PID"
 WATCHDOG_INTERVAL_S = 0.5
 # How gloo and NCCL, which raise plain RuntimeErrors, say that a peer went away or did not answer.
-LOST_PEER = re.compile(
-    r"gloo|NCCL|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE
-)
+LOST_PEER = re.compile(r"gloo|NCCL|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
+TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -118,27 +117,38 @@ class _FailureFiles(ErrorHandler):
         self.rank = os.environ.get("RANK", "0")
         self.log_folder = log_folder
         self.traceback_file: str | None = None
-        self._crash = None
+        self._crash: int | None = None
 
     def initialize(self) -> None:
         """Send the stacks of a crash in native code to the log folder, not to the terminal."""
-        if self.log_folder is not None:
-            Path(self.log_folder).mkdir(parents=True, exist_ok=True)
-            self._crash = Path(self.log_folder, f"rank-{self.rank}.crash.txt").open("w", encoding="utf-8")
+        if self.log_folder is None:
+            return
+        self._crash_file = Path(self.log_folder, f"rank-{self.rank}.crash.txt")
+        try:
+            self._crash_file.parent.mkdir(parents=True, exist_ok=True)
+            self._crash = os.open(self._crash_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        except OSError:
+            # No reason not to train; a traceback goes to the temporary files instead.
+            self.log_folder = None
+        else:
             faulthandler.enable(self._crash)
 
     def record_exception(self, error: BaseException) -> None:
+        # First of all: the peers' errors follow within milliseconds.
+        now = time.time_ns()
         lines = "".join(traceback.format_exception(error))
-        if not isinstance(error, UserError):
+        blames = _blames(error)
+        # Every peer of a failed rank loses it: no reason to leave a temporary file for each.
+        echo = blames == "peer" and self.log_folder is None
+        if not isinstance(error, UserError) and not echo:
             self.traceback_file = self._write_traceback(lines)
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if file:
-            now = time.time_ns()
             extra = {
                 "py_callstack": lines,
                 "timestamp": str(now // 10**9),
                 "time_ns": now,
-                "lost_peer": _lost_peer(error),
+                "blames": blames,
                 "traceback_file": self.traceback_file,
             }
             # Atomic, because elastic itself fails on half a file.
@@ -149,14 +159,15 @@ class _FailureFiles(ErrorHandler):
         """What to tell the user when no launcher of ours does."""
         where = f"rank {self.rank} failed: " if under_launcher() else ""
         hint = f" (traceback in {self.traceback_file})" if self.traceback_file else ""
-        return f"{where}{_one_line(error)}{hint}"
+        what = str(error) if isinstance(error, UserError) else _one_line(error)
+        return f"{where}{what}{hint}"
 
     def close(self) -> None:
         """Remove the file for crashes: there was none."""
         if self._crash is not None:
             faulthandler.disable()
-            self._crash.close()
-            os.unlink(self._crash.name)
+            os.close(self._crash)
+            self._crash_file.unlink()
 
     def _write_traceback(self, lines: str) -> str | None:
         if self.log_folder is not None:
@@ -178,15 +189,14 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _lost_peer(error: BaseException | None) -> bool:
-    """Whether the error, or one it came from, says that another rank went away or did not answer."""
+def _blames(error: BaseException | None) -> str:
+    """What the error, or one it came from, complains of: "peer" that went away, "timeout", else "self"."""
     while error is not None:
-        if isinstance(error, (CommunicationError, dist.DistError, ConnectionError, TimeoutError)):
-            return True
-        if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
-            return True
+        lost = isinstance(error, (CommunicationError, dist.DistError, ConnectionError, TimeoutError))
+        if lost or (isinstance(error, RuntimeError) and LOST_PEER.search(str(error))):
+            return "timeout" if isinstance(error, TimeoutError) or TIMED_OUT.search(str(error)) else "peer"
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return False
+    return "self"
 
 
 def _place(device: str, local_rank: int) -> torch.device:

@@ -35,8 +35,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: str | os.PathLike[str], name: str | None = None) -> "RunFolder":
-        """Make and lock `root/name`; without a name, the date and time, `-2`, `-3`, ... added if that is
-        taken.
+        """Make and lock `root/name`; without a name, the date and time, with `-2`, ... if that is taken.
 
         Raises UserError if the name is taken or not a plain folder name, or the folder cannot be made.
         """
@@ -63,8 +62,8 @@ class RunFolder:
     def open(cls, path: str | os.PathLike[str], *, wait_s: float = 0.0) -> "RunFolder":
         """Lock the run that lies at `path`, to go on with it.
 
-        `wait_s`: seconds to wait for another process to let go of it, for instance ranks that are just being
-        stopped. Raises UserError if there is no run at `path`, or a process (named by its pid) still
+        `wait_s`: seconds to wait for another process to let go of it, for instance ranks that are just
+        being stopped. Raises UserError if there is no run at `path`, or a process, named by its pid, still
         holds it.
         """
         path = Path(path)

@@ -1,11 +1,13 @@
 """A planned order, put into an fx graph.
 
     reorder(graph, order)       nodes in the order of the plan, or an error
-    start_early_wait_late(gm)   each collective in two halves: issued at its place, waited for by its first reader
+    start_early_wait_late(gm)   each collective in two halves: issued at its place, waited for by its
+                                first reader
 
-Contract: afterwards the graph runs its instructions in exactly the order that was asked for; if that order is no valid
-one of this graph, nothing has been changed and UserError says which node would read what does not exist yet.
-Collectives are issued in the order of the plan on every rank, which is what keeps ranks from waiting for each other crosswise.
+Contract: afterwards the graph runs its instructions in exactly the order that was asked for; if that is
+no valid order of this graph, nothing has been changed and UserError says which node would read what does
+not exist yet. Every rank issues its collectives in the order of the plan, so that no two ranks can wait for
+each other crosswise.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def _place(graph: fx.Graph, wanted: list[fx.Node]) -> None:
 
 
 def start_early_wait_late(module: fx.GraphModule) -> None:
-    """Split each all-to-all and all-reduce into its start, where it stands, and its wait, before its first reader."""
+    """Split each all-to-all and all-reduce: its start stays, its wait goes before its first reader."""
     graph = module.graph
     for node in list(graph.nodes):
         start = _STARTS.get(op_name(node)) if is_instruction(node) else None
