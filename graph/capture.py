@@ -1,8 +1,9 @@
 """The one place that touches torch's private interfaces: from a module to its joint forward and backward
 graph, and back.
 
-    capture(module, inputs)  ->  Captured.joint: one fx graph of aten and lancet ops, forward and backward
-    Captured.compile(split)  ->  a function of the module's inputs that trains with the graphs of `split`
+    with capture(module, inputs) as captured:
+        captured.joint            one fx graph of aten and lancet ops, forward and backward
+        captured.compile(split)   a function of the module's inputs that trains with the graphs of `split`
 
 Nothing is run: tensors are fake while the graph is taken, so a model may
 be larger than this machine.
@@ -11,7 +12,7 @@ be larger than this machine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, fx, nn
@@ -48,7 +49,6 @@ class Captured:
     """The traced copy; shares the parameters of the original."""
     joint: fx.GraphModule
     _descriptors: object
-    _stack: contextlib.ExitStack
 
     @property
     def forward_outputs(self) -> int:
@@ -70,8 +70,7 @@ class Captured:
         def partition(joint: fx.GraphModule, _inputs, *, num_fwd_outputs: int, **_):
             return split(joint, num_fwd_outputs)
 
-        with self._stack:
-            call = aot_compile_joint_with_descriptors(self._descriptors, partition_fn=partition)
+        call = aot_compile_joint_with_descriptors(self._descriptors, partition_fn=partition)
         names = [*self._descriptors.params_spec, *self._descriptors.buffers_spec]
         module = self.module
 
@@ -82,24 +81,25 @@ class Captured:
         return run
 
 
-def capture(module: nn.Module, inputs: Sequence[object]) -> Captured:
-    """Take the joint graph of `module(*inputs)`.
+@contextlib.contextmanager
+def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
+    """Take the joint graph of `module(*inputs)`; compile it, if at all, before leaving the block.
+
+    Inside the block tensors are fake: run nothing there. The graph itself stays readable afterwards.
 
     Args: inputs: example inputs; their shapes are what the graph is for.
     Raises: CaptureError, with torch's reason, for a module that is not one graph (a branch on data, say).
     """
-    try:
-        traced = dynamo_graph_capture_for_export(module)(*inputs)
-    except Exception as error:
-        raise _refusal(module, error) from error
-    stack = contextlib.ExitStack()
-    try:
-        stack.enter_context(tracing(TracingContext(traced.meta["fake_mode"])))
-        joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs))
-    except Exception as error:
-        stack.close()
-        raise _refusal(module, error) from error
-    return Captured(traced, joint.graph_module, joint, stack)
+    with contextlib.ExitStack() as stack:
+        try:
+            traced = dynamo_graph_capture_for_export(module)(*inputs)
+            stack.enter_context(tracing(TracingContext(traced.meta["fake_mode"])))
+            joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs))
+        except UserError:
+            raise
+        except Exception as error:
+            raise _refusal(module, error) from error
+        yield Captured(traced, joint.graph_module, joint)
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -114,6 +114,13 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphMo
 def output_node(module: fx.GraphModule) -> fx.Node:
     """The output node of a graph."""
     return next(node for node in reversed(module.graph.nodes) if node.op == "output")
+
+
+def fake_mode_of(node: fx.Node) -> object:
+    """The mode in which an op of the node's graph can be called on `meta["val"]`s, to learn its result's
+    shape."""
+    value = node.meta["val"]
+    return (value[0] if isinstance(value, (tuple, list)) else value).fake_mode
 
 
 def is_tangent(node: fx.Node) -> bool:
