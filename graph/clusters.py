@@ -45,6 +45,8 @@ class Cluster:
     link_efficiency: float
     intra_node_latency_us: float
     inter_node_latency_us: float
+    per_peer_us: float
+    """What an all-to-all pays for each further rank, however small the message."""
 
     def tflops(self, dtype: str) -> float:
         """What real code reaches in a dtype; one that the file does not name counts as float32."""

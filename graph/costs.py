@@ -48,11 +48,9 @@ class CostModel:
     def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
         if instruction.milliseconds is not None:
             return instruction.milliseconds
-        if self.measured is not None and len(self.measured):
-            key = measurement_key(instruction, tensors, self.cluster.device)
-            found = self.measured.get(key)
-            if found is not None:
-                return found
+        found = self._measured_ms(instruction, tensors)
+        if found is not None:
+            return found
         if "whole_milliseconds" in instruction.attributes:
             return part_of_measured(instruction, self._fixed_ms(instruction))
         if instruction.kind.is_communication:
@@ -62,6 +60,13 @@ class CostModel:
         operands = [tensors[t].dtype for t in (*instruction.outputs, *instruction.inputs) if t in tensors]
         dtype = next((d for d in operands if "float" in d), "float32")
         return roofline_ms(self.cluster, dtype, instruction.flops, instruction.bytes)
+
+    def _measured_ms(self, instruction: Instruction, tensors: Tensors) -> float | None:
+        if self.measured is None or not len(self.measured):
+            return None
+        if not all(t in tensors for t in (*instruction.inputs, *instruction.outputs)):
+            return None
+        return self.measured.get(measurement_key(instruction, tensors, self.cluster.device))
 
     def _fixed_ms(self, instruction: Instruction) -> float:
         """What even an empty part costs: the message's latency, or the kernel's launch."""

@@ -33,19 +33,18 @@ def part_tensor(
     name = part_name(spec.name, part, parts)
     shape = list(spec.shape)
     if axis >= 0:
-        shape[axis] //= parts
-        return TensorSpec(name, tuple(shape), spec.dtype, spec.bytes // parts, spec.alias_of)
+        shape[axis] = -(-shape[axis] // parts)
+        return TensorSpec(name, tuple(shape), spec.dtype, -(-spec.bytes // parts), spec.alias_of)
     if axis == IRREGULAR and capacity_dimension is not None:
         shape[capacity_dimension] = -(-shape[capacity_dimension] // parts)
     return TensorSpec(name, tuple(shape), spec.dtype, spec.bytes, spec.alias_of)
 
 
-def divides(instruction: Instruction, tensors: Mapping[str, TensorSpec], axes: Axes, parts: int) -> bool:
-    """Can every operand be cut into equal parts? Uneven ones would not line up through a view."""
-    return all(
-        axes.get(t, WHOLE) < 0 or tensors[t].shape[axes[t]] % parts == 0
-        for t in (*instruction.inputs, *instruction.outputs)
-    )
+def can_be_cut(tensors: Mapping[str, TensorSpec], axes: Axes, parts: int) -> bool:
+    """Do the parts of all tensors line up? Equal parts always do, through views too; uneven ones only where
+    all tensors have the same size along their axes (the capacity)."""
+    sizes = {tensors[t].shape[a] for t, a in axes.items() if a >= 0}
+    return all(s % parts == 0 for s in sizes) or (len(sizes) == 1 and min(sizes) >= parts)
 
 
 def part_instruction(

@@ -222,10 +222,10 @@ RULES: dict[str, Rule] = {
     "aten._scaled_dot_product_flash_attention_for_cpu": Rule(_ATTENTION),
     "aten._scaled_dot_product_efficient_attention": Rule(_ATTENTION),
     # logits[T, E], used[E] -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
-    "lancet.gate": Rule(("t e!, e! -> t k, t k, t k, e!",), carries=((1, 3),)),
+    "lancet.gate": Rule(("t e!, - -> t k, t k, t k, -",), carries=((1, 3),)),
     # x[T, D], expert[T, K], slot[T, K] -> buffer[W, E_l, C, D], counts[W, E_l]
     "lancet.dispatch": Rule(
-        ("t! d!, t! k, t! k -> w! e! c! d!, w! e!",), irregular=("t, t, t -> ~, ~",), carries=()
+        ("t! d!, t! k, t! k -> w! e! c! d!, w! e!",), irregular=("t, t, t -> ~, ~",)
     ),
     "lancet.exchange_counts": Rule(("w! e! -> w! e!",), irregular=("~ -> ~",), in_experts=True),
     "lancet.all_to_all": Rule(

@@ -22,6 +22,7 @@ class StepBuilder:
         self.instructions: list[Instruction] = []
         self.inputs: list[str] = []
         self.outputs: list[str] = []
+        self.parameters: list[str] = []
         self.phase = Phase.FORWARD
         self._tape: list[Callable[[], None]] = []
         self._gradient: dict[str, str] = {}
@@ -33,9 +34,14 @@ class StepBuilder:
         return name
 
     def given(self, name: str, *shape: int, dtype: str | None = None) -> str:
-        """A program input: a parameter, optimizer state, or data."""
+        """A program input: optimizer state or data."""
         self.inputs.append(self.tensor(name, *shape, dtype=dtype))
         return name
+
+    def parameter(self, name: str, *shape: int) -> str:
+        """A weight."""
+        self.parameters.append(name)
+        return self.given(name, *shape)
 
     def shape(self, tensor: str) -> tuple[int, ...]:
         return self.tensors[tensor].shape
@@ -99,7 +105,7 @@ class StepBuilder:
 
     def finish(self) -> Program:
         return Program(
-            self.name, tuple(self.instructions), self.tensors, tuple(self.inputs), tuple(self.outputs)
+            self.name, self.instructions, self.tensors, self.inputs, self.outputs, self.parameters
         )
 
     # Ops that every Transformer has.
@@ -122,8 +128,8 @@ class StepBuilder:
         """x (..., D) to (..., F): a view to rows, one GEMM, a view back; backward dX, dW, db apart."""
         *leading, width = self.shape(x)
         rows = math.prod(leading)
-        weight = self.given(f"{name}.weight", width, features)
-        offset = self.given(f"{name}.bias", features) if bias else None
+        weight = self.parameter(f"{name}.weight", width, features)
+        offset = self.parameter(f"{name}.bias", features) if bias else None
         x_td = self.view(f"{name}.rows", x, rows, width) if len(leading) > 1 else x
         y = self.tensor(f"{name}.out", rows, features)
         work = 2.0 * rows * width * features
@@ -150,7 +156,7 @@ class StepBuilder:
 
     def layer_norm(self, name: str, x: str) -> str:
         *leading, width = self.shape(x)
-        scale, shift = self.given(f"{name}.weight", width), self.given(f"{name}.bias", width)
+        scale, shift = self.parameter(f"{name}.weight", width), self.parameter(f"{name}.bias", width)
         y = self.tensor(f"{name}.y", *leading, width)
         mean = self.tensor(f"{name}.mean", *leading, 1, dtype="float32")
         rstd = self.tensor(f"{name}.rstd", *leading, 1, dtype="float32")

@@ -99,7 +99,7 @@ class _TrainingStep:
         b, m = self.b, self.model
         self._on_backward_done("embedding")
         ids = b.given("ids", self.batch, m.sequence, dtype="int64")
-        table = b.given("embedding.weight", m.vocabulary, m.width)
+        table = b.parameter("embedding.weight", m.vocabulary, m.width)
         h = b.tensor("embedding.out", self.batch, m.sequence, m.width)
         rows = b.tensors[h].content_bytes
         b.emit("embedding", "aten.embedding", [table, ids], [h], bytes=2 * rows)
@@ -221,7 +221,7 @@ class _TrainingStep:
     def _experts(self, name: str, x: str, features: int, counts: str) -> str:
         b = self.b
         ranks, local, capacity, width = b.shape(x)
-        weight = b.given(f"{name}.weight", local, width, features)
+        weight = b.parameter(f"{name}.weight", local, width, features)
         y = b.tensor(f"{name}.y", ranks, local, capacity, features)
         work = 2.0 * ranks * local * capacity * width * features
         b.emit(name, "lancet.grouped_gemm", [x, weight, counts], [y], flops=work)
