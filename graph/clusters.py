@@ -17,6 +17,9 @@ else:
     import tomli as tomllib
 
 
+_TABLES = ("peak_tflops", "compute_efficiency")
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Peak numbers as the vendor states them, and beside each the share of it that real code reaches.
@@ -29,7 +32,7 @@ class Cluster:
     device: str
     gpus_per_node: int
     peak_tflops: Mapping[str, float]
-    compute_efficiency: float
+    compute_efficiency: Mapping[str, float]
     memory_gb: float
     memory_gb_per_s: float
     memory_efficiency: float
@@ -42,10 +45,13 @@ class Cluster:
     link_efficiency: float
     intra_node_latency_us: float
     inter_node_latency_us: float
+    per_peer_us: float
+    """What an all-to-all pays for each further rank, however small the message."""
 
     def tflops(self, dtype: str) -> float:
-        """Peak for a dtype; one that the file does not name counts as float32."""
-        return self.peak_tflops.get(dtype, self.peak_tflops["float32"])
+        """What real code reaches in a dtype; one that the file does not name counts as float32."""
+        named = dtype if dtype in self.peak_tflops else "float32"
+        return self.peak_tflops[named] * self.compute_efficiency[named]
 
 
 def cluster_names() -> list[str]:
@@ -87,13 +93,21 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
             expected=f"exactly {', '.join(sorted(expected))}",
             do="compare with the files that come with the library",
         )
-    peaks = data["peak_tflops"]
-    if not isinstance(peaks, dict) or "float32" not in peaks:
-        raise UserError(
-            f"peak_tflops in {source}", got=peaks, expected="a table with float32 in it", do="add float32"
-        )
-    numbers = {k: v for k, v in data.items() if k not in ("name", "description", "device", "peak_tflops")}
-    for key, value in {**numbers, **{f"peak_tflops.{d}": v for d, v in peaks.items()}}.items():
+    numbers = {k: v for k, v in data.items() if k not in ("name", "description", "device", *_TABLES)}
+    for table in _TABLES:
+        if not isinstance(data[table], dict) or "float32" not in data[table]:
+            raise UserError(
+                f"{table} in {source}", got=data[table], expected="a table with float32", do="add float32"
+            )
+        if set(data[table]) != set(data["peak_tflops"]):
+            raise UserError(
+                f"dtypes of {table} in {source}",
+                got=sorted(data[table]),
+                expected=sorted(data["peak_tflops"]),
+                do="name the same dtypes in both tables",
+            )
+        numbers |= {f"{table}.{dtype}": value for dtype, value in data[table].items()}
+    for key, value in numbers.items():
         latency = key.endswith("_us")
         good = isinstance(value, int | float) and not isinstance(value, bool)
         if not good or value < 0 or (value == 0 and not latency):

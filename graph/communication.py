@@ -134,6 +134,7 @@ def _all_to_all_ms(cluster: Cluster, gpus: int, size: float) -> float:
         leaving = local * size * (gpus - local) / gpus
         outside = leaving / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)
         latency = cluster.inter_node_latency_us
+    latency += cluster.per_peer_us * (gpus - 1)
     return latency * 1e-3 + max(inside, outside) * 1e3
 
 

@@ -118,6 +118,8 @@ class Instruction:
 class Program:
     """An ordered, valid sequence of instructions with its tensors, inputs and outputs.
 
+    `parameters` are the inputs that are weights: every part of a partitioned instruction uses all of them.
+
     Raises:
         UserError: a name is used twice, a tensor is read before it is made, made twice, or not described.
     """
@@ -127,9 +129,10 @@ class Program:
     tensors: Mapping[str, TensorSpec]
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
 
     def __post_init__(self):
-        for name in ("instructions", "inputs", "outputs"):
+        for name in ("instructions", "inputs", "outputs", "parameters"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check()
 
@@ -162,6 +165,14 @@ class Program:
             for t in dict.fromkeys(instruction.inputs):
                 found[t].append(i)
         return found
+
+    @cached_property
+    def parameter_set(self) -> frozenset[str]:
+        return frozenset(self.parameters)
+
+    @cached_property
+    def output_set(self) -> frozenset[str]:
+        return frozenset(self.outputs)
 
     @cached_property
     def storage(self) -> dict[str, str]:
@@ -261,6 +272,9 @@ class Program:
                 if t in known:
                     self._refuse(f"{instruction.name} makes {t} again", "every tensor made once")
                 known.add(t)
+        if not set(self.parameters) <= set(self.inputs):
+            strangers = sorted(set(self.parameters) - set(self.inputs))
+            self._refuse(f"parameters {', '.join(strangers)}", "parameters that are inputs")
         for t in (*known, *self.outputs):
             if t not in self.tensors or t not in known:
                 self._refuse(f"tensor {t}", "only tensors that are described and made")

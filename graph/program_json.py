@@ -22,6 +22,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
         "tensors": [[t.name, list(t.shape), t.dtype, t.bytes, t.alias_of] for t in program.tensors.values()],
         "inputs": list(program.inputs),
         "outputs": list(program.outputs),
+        "parameters": list(program.parameters),
         "instructions": [
             {
                 "name": i.name,
@@ -61,8 +62,9 @@ def program_from_json(data: dict[str, Any]) -> Program:
             Instruction(**{**i, "kind": Kind(i["kind"]), "phase": Phase(i["phase"])})
             for i in data["instructions"]
         )
+        described = {t.name: t for t in tensors}
         return Program(
-            data["name"], instructions, {t.name: t for t in tensors}, data["inputs"], data["outputs"]
+            data["name"], instructions, described, data["inputs"], data["outputs"], data["parameters"]
         )
     except UserError:
         raise

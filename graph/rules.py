@@ -49,10 +49,7 @@ class Rule:
 
     def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
         """The parsed equation of this instruction, None when none of the rule's fits its operands."""
-        shapes = (
-            [tensors[t].shape for t in instruction.inputs],
-            [tensors[t].shape for t in instruction.outputs],
-        )
+        shapes = [tensors[t].shape for t in instruction.inputs], [tensors[t].shape for t in instruction.outputs]
         ranks = tuple(len(s) for side in shapes for s in side)
         texts = self.equations
         if self.derived:
@@ -70,8 +67,7 @@ class Rule:
 
         `only_experts` says that the range holds nothing but all-to-alls and experts.
 
-        Example: `aten.mm` gives [(0, -1, 0), (-1, 1, 1)]: rows of the first operand, or columns of the
-        second.
+        Example: `aten.mm` gives [(0, -1, 0), (-1, 1, 1)]: rows of the first operand, or columns of the second.
         """
         equation = self.equation(instruction, tensors)
         if equation is None or instruction.attributes.get("partitionable") is False:
@@ -116,8 +112,7 @@ class Rule:
         return found
 
     def capacity_dimensions(self, instruction: Instruction, tensors: Tensors) -> dict[str, int]:
-        """Which dimension of each operand is the capacity `c`: what an irregular part has 1/k of on
-        average."""
+        """Which dimension of each operand is the capacity `c`: what an irregular part has 1/k of on average."""
         equation = self.equation(instruction, tensors)
         if equation is None:
             return {}
@@ -226,12 +221,11 @@ RULES: dict[str, Rule] = {
     "aten._scaled_dot_product_flash_attention": Rule(_ATTENTION),
     "aten._scaled_dot_product_flash_attention_for_cpu": Rule(_ATTENTION),
     "aten._scaled_dot_product_efficient_attention": Rule(_ATTENTION),
-    # logits[T, E], used[E] -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing,
-    # section 2.3)
-    "lancet.gate": Rule(("t e!, e! -> t k, t k, t k, e!",), carries=((1, 3),)),
+    # logits[T, E], used[E] -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
+    "lancet.gate": Rule(("t e!, - -> t k, t k, t k, -",), carries=((1, 3),)),
     # x[T, D], expert[T, K], slot[T, K] -> buffer[W, E_l, C, D], counts[W, E_l]
     "lancet.dispatch": Rule(
-        ("t! d!, t! k, t! k -> w! e! c! d!, w! e!",), irregular=("t, t, t -> ~, ~",), carries=()
+        ("t! d!, t! k, t! k -> w! e! c! d!, w! e!",), irregular=("t, t, t -> ~, ~",)
     ),
     "lancet.exchange_counts": Rule(("w! e! -> w! e!",), irregular=("~ -> ~",), in_experts=True),
     "lancet.all_to_all": Rule(

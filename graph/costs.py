@@ -1,0 +1,110 @@
+"""How long does an instruction take? Measured where it was measured, otherwise estimated.
+
+In this order: the time the instruction itself carries, the cache of measured times, the communication
+model (for collectives), the part's share of a whole that was measured, and the roofline: whichever of
+arithmetic and memory traffic is slower, plus the fixed cost of a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lancet_kernels.graph.clusters import Cluster
+from lancet_kernels.graph.communication import CommunicationModel
+from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
+from lancet_kernels.graph.program import Instruction, Kind, Program, TensorSpec
+
+Tensors = Mapping[str, TensorSpec]
+Cost = Callable[[Instruction, Tensors], float]
+"""Milliseconds of one instruction, given the specs of the tensors it names."""
+
+
+def roofline_ms(cluster: Cluster, dtype: str, flops: float, bytes: float) -> float:
+    """max(arithmetic, memory) + launch. No work at all (a view) costs nothing.
+
+    Example: 1 TFLOP of float16 on p4de (312 TFLOP/s at 0.5): 6.41 ms + 0.008 ms.
+    """
+    if flops <= 0 and bytes <= 0:
+        return 0.0
+    arithmetic = flops / (cluster.tflops(dtype) * 1e12)
+    memory = bytes / (cluster.memory_gb_per_s * cluster.memory_efficiency * 1e9)
+    return max(arithmetic, memory) * 1e3 + cluster.launch_us * 1e-3
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Times on one cluster; call it as a `Cost`. A collective's group is its attribute `group` ("world")."""
+
+    cluster: Cluster
+    communication: CommunicationModel
+    measured: MeasuredTimes | None = None
+
+    @classmethod
+    def for_cluster(cls, cluster: Cluster, gpus: int, measured: MeasuredTimes | None = None) -> CostModel:
+        """Roofline and calculated links for `gpus` ranks of a cluster."""
+        return cls(cluster, CommunicationModel.from_cluster(cluster, gpus), measured)
+
+    def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
+        if instruction.milliseconds is not None:
+            return instruction.milliseconds
+        found = self._measured_ms(instruction, tensors)
+        if found is not None:
+            return found
+        if "whole_milliseconds" in instruction.attributes:
+            return part_of_measured(instruction, self._fixed_ms(instruction))
+        if instruction.kind.is_communication:
+            return self.communication.milliseconds(
+                _collective(instruction), instruction.bytes, instruction.attributes.get("group", "world")
+            )
+        operands = [tensors[t].dtype for t in (*instruction.outputs, *instruction.inputs) if t in tensors]
+        dtype = next((d for d in operands if "float" in d), "float32")
+        return roofline_ms(self.cluster, dtype, instruction.flops, instruction.bytes)
+
+    def _measured_ms(self, instruction: Instruction, tensors: Tensors) -> float | None:
+        if self.measured is None or not len(self.measured):
+            return None
+        if not all(t in tensors for t in (*instruction.inputs, *instruction.outputs)):
+            return None
+        return self.measured.get(measurement_key(instruction, tensors, self.cluster.device))
+
+    def _fixed_ms(self, instruction: Instruction) -> float:
+        """What even an empty part costs: the message's latency, or the kernel's launch."""
+        if instruction.kind.is_communication:
+            group = instruction.attributes.get("group", "world")
+            return self.communication.latency(_collective(instruction), group)
+        return self.cluster.launch_us * 1e-3
+
+
+@dataclass(frozen=True)
+class GivenCosts:
+    """Costs for programs whose instructions all carry `milliseconds`; each part costs `overhead_ms` more."""
+
+    overhead_ms: float = 0.0
+
+    def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
+        if instruction.milliseconds is not None:
+            return instruction.milliseconds
+        if instruction.attributes.get("whole_milliseconds"):
+            parts = instruction.attributes["parts"]
+            return instruction.attributes["whole_milliseconds"] / parts + self.overhead_ms
+        return 0.0
+
+
+def part_of_measured(instruction: Instruction, fixed_ms: float) -> float:
+    """Time of a part of a measured whole: the fixed cost again, and 1/k of the rest."""
+    whole, parts = instruction.attributes["whole_milliseconds"], instruction.attributes["parts"]
+    fixed = min(fixed_ms, whole)
+    return fixed + (whole - fixed) / parts
+
+
+def durations(program: Program, cost: Cost) -> list[float]:
+    """Milliseconds of every instruction of a program, in its order."""
+    return [cost(instruction, program.tensors) for instruction in program.instructions]
+
+
+def _collective(instruction: Instruction) -> str:
+    """Kinds name their collective; other communication says it in the attribute `collective`."""
+    if instruction.kind is Kind.OTHER_COMMUNICATION:
+        return instruction.attributes.get("collective", "all_to_all")
+    return instruction.kind.value

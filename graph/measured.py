@@ -1,0 +1,96 @@
+"""Which op times were measured before? A JSON file on disk, keyed by op, shapes, dtypes and device.
+
+Lancet calls this the Caching Op Profiler (section 3): every op is timed once per shape and then reused. This
+file only stores; who measures is another matter.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program import Instruction, TensorSpec
+
+FORMAT = "lancet-measured-times"
+VERSION = 1
+
+
+def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec], device: str) -> str:
+    """Op, shapes and dtypes of all operands, and device, as one readable line.
+
+    Example: `aten.mm (4x8:float16, 8x2:float16) -> (4x2:float16) on V100`.
+    """
+
+    def side(names: tuple[str, ...]) -> str:
+        specs = [tensors[t] for t in names]
+        return ", ".join(f"{'x'.join(map(str, s.shape)) or 'scalar'}:{s.dtype}" for s in specs)
+
+    return f"{instruction.op} ({side(instruction.inputs)}) -> ({side(instruction.outputs)}) on {device}"
+
+
+class MeasuredTimes:
+    """Milliseconds by `measurement_key`. A file that is corrupt or foreign counts as empty, with one warning."""
+
+    def __init__(self, path: str | Path | None = None):
+        self.path = Path(path) if path is not None else None
+        self._times: dict[str, float] = self._read() if self.path is not None else {}
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def get(self, key: str) -> float | None:
+        """The measured milliseconds, None if this was never measured."""
+        return self._times.get(key)
+
+    def put(self, key: str, milliseconds: float) -> None:
+        """Remember one measurement; `save` writes it."""
+        if not (math.isfinite(milliseconds) and milliseconds >= 0):
+            raise UserError(
+                f"time of {key}", got=milliseconds, expected="milliseconds >= 0", do="measure it again"
+            )
+        self._times[key] = float(milliseconds)
+
+    def save(self) -> None:
+        """Write atomically: readers see the old file or the new one. What another process saved is kept."""
+        if self.path is None:
+            return
+        self._times = {**self._read(), **self._times}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        data = {"format": FORMAT, "version": VERSION, "milliseconds": self._times}
+        handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(data, file, indent=0, sort_keys=True)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    def _read(self) -> dict[str, float]:
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if (data["format"], data["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"format {data['format']}, version {data['version']}")
+            times = data["milliseconds"]
+            if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in times.values()):
+                raise ValueError("a time that is no number")
+            return {str(k): float(v) for k, v in times.items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if not getattr(self, "_warned", False):
+                self._warned = True
+                warnings.warn(
+                    f"measured times in {self.path} are not readable ({error}); they are ignored and will be"
+                    " measured again",
+                    stacklevel=3,
+                )
+            return {}

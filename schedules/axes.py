@@ -1,0 +1,125 @@
+"""Along which axis is each tensor of a range cut? (Lancet, section 5.2)
+
+A constraint satisfaction problem over the rule table: one variable per tensor (so the same tensor has one
+axis wherever it is used), one table constraint per instruction. Solved by CP-SAT; among the solutions
+the one that cuts most instructions is taken, and of those the one with the leading axes.
+
+Ranges that look alike (the layers of a model) share one solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ortools.sat.python import cp_model
+
+from lancet_kernels.graph.program import Kind, Program
+from lancet_kernels.graph.rules import WHOLE, rule_for
+
+PREFER_CUT = 1000
+"""Weight of a cut instruction against the position of an axis."""
+
+
+class AxisInference:
+    """Axes for ranges of one Program. `solved` counts the problems that went to the solver."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.solved = 0
+        self._by_signature: dict[tuple, tuple[int, ...] | None] = {}
+        self._by_range: dict[tuple[int, int], dict[str, int] | None] = {}
+
+    def axes(self, first: int, last: int) -> Mapping[str, int] | None:
+        """The axis of every tensor in positions first..last (both included) that is cut, or None.
+
+        None: the range holds no all-to-all, or one of its all-to-alls cannot be cut; an op without a rule or a
+        gate that needs the whole batch stands in the way.
+        """
+        key = first, last
+        if key not in self._by_range:
+            signature, tensors = range_signature(self.program, first, last)
+            if signature not in self._by_signature:
+                self._by_signature[signature] = self._solve(first, last, tensors)
+            solution = self._by_signature[signature]
+            self._by_range[key] = solution and {
+                t: a for t, a in zip(tensors, solution, strict=True) if a != WHOLE
+            }
+        return self._by_range[key]
+
+    def _solve(self, first: int, last: int, tensors: list[str]) -> tuple[int, ...] | None:
+        tables = self._tables(first, last)
+        if tables is None:
+            return None
+        self.solved += 1
+        made = {t for i in range(first, last + 1) for t in self.program.instructions[i].outputs}
+        model = cp_model.CpModel()
+        axis = {}
+        for t in tensors:
+            from_outside = t not in made
+            lowest = WHOLE if from_outside else -4
+            highest = WHOLE if t in self.program.parameter_set else len(self.program.tensors[t].shape) - 1
+            axis[t] = model.new_int_var(lowest, max(lowest, highest), t)
+        wishes = []
+        for i, table in tables.items():
+            instruction = self.program.instructions[i]
+            operands = (*instruction.inputs, *instruction.outputs)
+            is_cut = model.new_bool_var(instruction.name)
+            rows = [(1, *row) for row in table]
+            if instruction.kind is not Kind.ALL_TO_ALL:
+                rows.append((0, *[WHOLE] * len(operands)))
+            model.add_allowed_assignments([is_cut, *(axis[t] for t in operands)], rows)
+            wishes.append(PREFER_CUT * is_cut)
+        model.maximize(sum(wishes) - sum(axis.values()))
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 0
+        status = solver.solve(model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None
+        return tuple(solver.value(axis[t]) for t in tensors)
+
+    def _tables(self, first: int, last: int) -> dict[int, list[tuple[int, ...]]] | None:
+        """The ways to cut each instruction; None where it is plain that an all-to-all cannot be cut."""
+        program = self.program
+        instructions = program.instructions[first : last + 1]
+        if not any(i.kind is Kind.ALL_TO_ALL for i in instructions):
+            return None
+        rules = [rule_for(i) for i in instructions]
+        only_experts = all(rule is not None and rule.in_experts for rule in rules)
+        tables = {}
+        for i, (instruction, rule) in enumerate(zip(instructions, rules, strict=True), first):
+            table = (
+                rule.assignments(instruction, program.tensors, only_experts=only_experts) if rule else []
+            )
+            if not table and instruction.kind is Kind.ALL_TO_ALL:
+                return None
+            tables[i] = table
+        return tables
+
+
+def range_signature(program: Program, first: int, last: int) -> tuple[tuple, list[str]]:
+    """What a range looks like whatever its names are, and its tensors in order of appearance.
+
+    Two ranges with one signature have the same ops, shapes, attributes, costs and wiring, and the same of
+    their tensors are needed outside.
+    """
+    number: dict[str, int] = {}
+    rows = []
+    for i in range(first, last + 1):
+        instruction = program.instructions[i]
+        operands = []
+        for t in (*instruction.inputs, *instruction.outputs):
+            spec = program.tensors[t]
+            number.setdefault(t, len(number))
+            operands.append((number[t], spec.shape, spec.dtype, t in program.parameter_set))
+        outside = tuple(_needed_by(program, t, last) for t in instruction.outputs)
+        attributes = tuple(sorted((k, repr(v)) for k, v in instruction.attributes.items()))
+        costs = (instruction.flops, instruction.bytes, instruction.milliseconds)
+        rows.append((instruction.op, len(instruction.inputs), tuple(operands), outside, attributes, costs))
+    return tuple(rows), list(number)
+
+
+def _needed_by(program: Program, tensor: str, last: int) -> bool:
+    """Does anything behind the range read the tensor?"""
+    readers = program.consumers[tensor]
+    return bool(readers and readers[-1] > last) or tensor in program.output_set

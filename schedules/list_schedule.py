@@ -1,0 +1,289 @@
+"""Can a schedule that moves any ready work beat Algorithm 1? List scheduling by critical path, dW as filler.
+
+Beyond the paper. Whenever compute is free, the ready instruction with the longest path behind it runs. What no
+all-to-all waits for (weight gradients, optimizer steps, the reassembly of activations for the backward pass) is
+filler: it runs when nothing else is ready, which is exactly while an all-to-all is exposed, and the one that
+fits the gap best goes first. All-to-alls start the moment they can.
+
+The result is never predicted worse than the better of Algorithm 1 and the original order: `best_order`
+simulates all of them and takes the best one that respects the memory limit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lancet_kernels.graph.costs import Cost, durations
+from lancet_kernels.graph.program import Kind, Phase, Program
+from lancet_kernels.graph.reachability import bitset
+from lancet_kernels.schedules.memory import peak_memory, resident_bytes
+from lancet_kernels.schedules.simulate import run
+from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """An order that was found: positions, who found it, what it is predicted to take."""
+
+    order: list[int]
+    method: str
+    iteration_ms: float
+    peak_memory_bytes: int
+
+
+def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Ordered:
+    """The fastest of the original order, Algorithm 1, and the list schedules.
+
+    Within the memory limit where the original order is; where it is not, the limit is the original's peak.
+    """
+    ms = durations(program, cost)
+    original = measure(program, ms, list(range(len(program))), "original order")
+    limit = None
+    if memory_limit_bytes is not None:
+        limit = max(memory_limit_bytes, original.peak_memory_bytes)
+    candidates = [original]
+    candidates.append(measure(program, ms, order_by_slots(program, {}), "early communication"))
+    candidates.append(measure(program, ms, greedy_order(program, ms), "weight gradient greedy"))
+    for oldest_first in (False, True):
+        for refuse_beyond in (2.0, 1.0):
+            order = list_order(
+                program,
+                ms,
+                oldest_first=oldest_first,
+                refuse_beyond=refuse_beyond,
+                memory_limit_bytes=limit,
+            )
+            fill = "oldest first" if oldest_first else "best fit"
+            method = f"list schedule, {fill}, refuse beyond {refuse_beyond:g}"
+            candidates.append(measure(program, ms, order, method))
+    allowed = [c for c in candidates if limit is None or c.peak_memory_bytes <= limit]
+    return min(allowed, key=lambda c: (c.iteration_ms, c.peak_memory_bytes))
+
+
+def measure(program: Program, ms: Sequence[float], order: list[int], method: str) -> Ordered:
+    """Simulate an order."""
+    times = run(program, ms, order)
+    return Ordered(order, method, times.iteration_ms, peak_memory(program, times.start, times.end))
+
+
+def list_schedule(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Program:
+    """The program in its `best_order`."""
+    return program.reordered(best_order(program, cost, memory_limit_bytes=memory_limit_bytes).order)
+
+
+def list_order(
+    program: Program,
+    ms: Sequence[float],
+    *,
+    oldest_first: bool = False,
+    refuse_beyond: float = 2.0,
+    memory_limit_bytes: float | None = None,
+) -> list[int]:
+    """One list schedule, as positions.
+
+    Args:
+        ms: durations by position.
+        oldest_first: fillers in the program's order instead of by best fit. Best fit hides more; oldest first
+            completes the buckets of gradient all-reduces earlier, which counts where those are long.
+        refuse_beyond: a filler longer than this many times the gap is kept for a later one, if there is one.
+        memory_limit_bytes: while more than this is alive, fillers that free memory go before all else.
+    """
+    return _ListScheduler(program, ms, oldest_first, refuse_beyond, memory_limit_bytes).schedule()
+
+
+def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
+    """For each instruction, the longest path from its start to the end of the program, in milliseconds.
+
+    All-reduces count too; the optimizer behind them is what they delay.
+    """
+    length = [0.0] * len(program)
+    for i in reversed(range(len(program))):
+        length[i] = ms[i] + max((length[j] for j in program.dependents[i]), default=0.0)
+    return length
+
+
+class _ListScheduler:
+    """Plays the two resources forward in time and fixes, step by step, what goes next."""
+
+    def __init__(
+        self,
+        program: Program,
+        ms: Sequence[float],
+        oldest_first: bool,
+        refuse_beyond: float,
+        limit: float | None,
+    ):
+        self.program, self.ms = program, ms
+        self.oldest_first, self.refuse_beyond = oldest_first, refuse_beyond
+        self.pending = [len(before) for before in program.dependencies]
+        self.priority = critical_path(program, ms)
+        self.urgent_bits = bitset([i for i, x in enumerate(program.instructions) if _is_urgent(x.kind)])
+        self.is_filler = [
+            not program.reachability.descendants[i] & self.urgent_bits or _waits_for_backward(program, i)
+            for i in range(len(program))
+        ]
+        self.ready: list[tuple[float, int]] = []
+        self.fillers: set[int] = set()
+        self.urgent: list[tuple[float, int]] = []
+        self.reduces: list[list[float]] = []
+        self.order: list[int] = []
+        self.now = self.link_now = 0.0
+        self.link: tuple[float, int] | None = None
+        self.unsent = self.urgent_bits
+        self.memory = _Alive(program) if limit is not None else None
+        self.limit = limit
+
+    def schedule(self) -> list[int]:
+        for i, count in enumerate(self.pending):
+            if not count:
+                self._make_ready(i)
+        while len(self.order) < len(self.program):
+            self._advance_link()
+            i = self._next_compute()
+            if i is not None:
+                self._issue(i)
+                # The link works on while this runs: what it finishes by then becomes ready.
+                self.now += self.ms[i]
+                self._done(i)
+            elif self.link is not None:
+                self.now = self.link[0]
+            else:
+                self.now += self.reduces[0][0]
+        assert len(self.order) == len(self.program), "every instruction becomes ready"
+        return self.order
+
+    def _issue(self, i: int) -> None:
+        self.order.append(i)
+        if self.memory is not None:
+            self.memory.allocate(i)
+
+    def _done(self, i: int) -> None:
+        if self.memory is not None:
+            self.memory.release(i)
+        for j in self.program.dependents[i]:
+            self.pending[j] -= 1
+            if not self.pending[j]:
+                self._make_ready(j)
+
+    def _make_ready(self, i: int) -> None:
+        kind = self.program.instructions[i].kind
+        if kind is Kind.ALL_REDUCE:
+            self._issue(i)
+            self.reduces.append([self.ms[i], i])
+        elif _is_urgent(kind):
+            heapq.heappush(self.urgent, (-self.priority[i], i))
+        elif self.is_filler[i]:
+            self.fillers.add(i)
+        else:
+            heapq.heappush(self.ready, (-self.priority[i], i))
+
+    def _advance_link(self) -> None:
+        """Finish what the link has finished by now, and start the most urgent message that is ready."""
+        while True:
+            if self.link is not None and self.link[0] <= self.now:
+                self.link_now, i = self.link
+                self.link = None
+                self._done(i)
+            elif self.link is None and self._reduce_until(self.now):
+                continue
+            elif self.link is None and self.urgent:
+                _, i = heapq.heappop(self.urgent)
+                self._issue(i)
+                self.unsent &= ~(1 << i)
+                self.link = (self.now + self.ms[i], i)
+            else:
+                return
+
+    def _reduce_until(self, moment: float) -> bool:
+        """All-reduces use the link while nothing urgent does. Did one finish before this moment?"""
+        if not self.reduces:
+            self.link_now = moment
+            return False
+        left, i = self.reduces[0]
+        if self.link_now + left <= moment:
+            self.link_now += left
+            self.reduces.pop(0)
+            self._done(int(i))
+            return True
+        self.reduces[0][0] -= moment - self.link_now
+        self.link_now = moment
+        return False
+
+    def _next_compute(self) -> int | None:
+        if self.memory is not None and self.fillers and self.memory.alive > self.limit:
+            freeing = max(self.fillers, key=lambda i: (self.memory.net_release(i), -i))
+            if self.memory.net_release(freeing) > 0 or not self.ready:
+                return self._take(freeing)
+        if self.ready:
+            return heapq.heappop(self.ready)[1]
+        if not self.fillers:
+            return None
+        if self.link is None:
+            return self._take(max(self.fillers, key=lambda i: (self.priority[i], -i)))
+        gap = self.link[0] - self.now
+        fitting = [i for i in self.fillers if self.ms[i] <= self.refuse_beyond * gap or not self._later(i)]
+        if not fitting:
+            return None
+        if self.oldest_first:
+            return self._take(min(fitting))
+        return self._take(min(fitting, key=lambda i: (abs(gap - self.ms[i]), i)))
+
+    def _later(self, filler: int) -> bool:
+        """Will another all-to-all come that this filler could overlap?"""
+        return bool(self.unsent & ~self.program.reachability.descendants[filler])
+
+    def _take(self, filler: int) -> int:
+        self.fillers.discard(filler)
+        return filler
+
+
+def _is_urgent(kind: Kind) -> bool:
+    return kind.is_communication and kind is not Kind.ALL_REDUCE
+
+
+def _waits_for_backward(program: Program, i: int) -> bool:
+    """A forward computation whose results only the backward pass reads."""
+    instruction = program.instructions[i]
+    if instruction.phase is not Phase.FORWARD or instruction.kind is not Kind.COMPUTE:
+        return False
+    readers = [program.instructions[j] for j in program.dependents[i]]
+    return bool(readers) and all(r.phase is not Phase.FORWARD for r in readers)
+
+
+class _Alive:
+    """Bytes alive while instructions are issued one after another."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.alive = resident_bytes(program)
+        keep = {program.storage[t] for t in (*program.inputs, *program.outputs)}
+        self.touching: list[list[str]] = []
+        self.readers: dict[str, int] = {}
+        self.born: set[str] = {program.storage[t] for t in program.inputs}
+        for instruction in program.instructions:
+            touched = {program.storage[t] for t in (*instruction.inputs, *instruction.outputs)} - keep
+            self.touching.append(sorted(touched))
+            for s in touched:
+                self.readers[s] = self.readers.get(s, 0) + 1
+
+    def allocate(self, i: int) -> None:
+        for t in self.program.instructions[i].outputs:
+            s = self.program.storage[t]
+            if s not in self.born:
+                self.born.add(s)
+                self.alive += self.program.tensors[s].bytes
+
+    def release(self, i: int) -> None:
+        for s in self.touching[i]:
+            self.readers[s] -= 1
+            if not self.readers[s]:
+                self.alive -= self.program.tensors[s].bytes
+
+    def net_release(self, i: int) -> int:
+        """Bytes fewer alive once instruction i has run."""
+        made = {self.program.storage[t] for t in self.program.instructions[i].outputs} - self.born
+        freed = sum(self.program.tensors[s].bytes for s in self.touching[i] if self.readers[s] == 1)
+        return freed - sum(self.program.tensors[s].bytes for s in made)
+

@@ -1,0 +1,121 @@
+"""How long do partitioned instructions take as a pipeline? P(i, n, k) of Lancet, section 5.3.
+
+Two resources. Each part of an instruction starts when everything it depends on has ended and the instruction
+before it on the same resource has ended, in stage order. What is needed outside is then put together
+again; that time counts, as does the launch of every part.
+
+Example: compute 4, all-to-all 4, compute 4, no overhead, two parts of 2 each: compute 0-2, 2-4; link 2-4,
+4-6; compute 4-6, 6-8. P = 8 instead of 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.cut import can_be_cut, is_cut, part_instruction
+from lancet_kernels.graph.program import Program
+from lancet_kernels.graph.rules import CARRIED
+from lancet_kernels.schedules.axes import AxisInference, range_signature
+from lancet_kernels.schedules.ranges import outgoing, pipeline_order, reassembly_instruction
+
+IMPOSSIBLE = float("inf")
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """One part of an instruction (part None: it runs once), in milliseconds from the start of the pipeline."""
+
+    position: int
+    part: int | None
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Exact times of a partitioned range. `end_ms` is P(i, n, k): reassembly included."""
+
+    times: tuple[PartTime, ...]
+    end_ms: float
+
+
+def simulate_pipeline(
+    program: Program, first: int, last: int, axes: Mapping[str, int], parts: int, cost: Cost
+) -> Pipeline:
+    """Start and end of every part of positions first..last (both included)."""
+    free = {False: 0.0, True: 0.0}
+    ended: dict[tuple[int, int | None], float] = {}
+    part_ms = {
+        i: _part_ms(program, i, axes, parts, cost)
+        for i in range(first, last + 1)
+    }
+    cut = {i: is_cut(program.instructions[i], axes) for i in part_ms}
+    carried = {i: any(axes.get(t) == CARRIED for t in program.instructions[i].outputs) for i in part_ms}
+    times = []
+    for i, part in pipeline_order(program, first, last, axes, parts):
+        link = program.instructions[i].kind.is_communication
+        start = free[link]
+        for j in program.dependencies[i]:
+            if j >= first:
+                whole = parts - 1 if part is None else part
+                start = max(start, ended[j, whole if cut[j] else None])
+        if carried[i] and part:
+            start = max(start, ended[i, part - 1])
+        end = start + part_ms[i]
+        free[link] = ended[i, part] = end
+        times.append(PartTime(i, part, start, end))
+    finished = max(t.end_ms for t in times)
+    joined = sum(
+        cost(reassembly_instruction(program, t, axes[t], parts), program.tensors)
+        for t in outgoing(program, first, last, axes).reassembled
+    )
+    return Pipeline(tuple(times), max(finished, free[False]) + joined)
+
+
+def _part_ms(program: Program, i: int, axes: Mapping[str, int], parts: int, cost: Cost) -> float:
+    instruction = program.instructions[i]
+    if parts == 1 or not is_cut(instruction, axes):
+        return cost(instruction, program.tensors)
+    return cost(*part_instruction(instruction, program.tensors, axes, 0, parts))
+
+
+class PipelineCosts:
+    """P(i, n, k) for ranges of one Program; ranges that look alike are simulated once."""
+
+    def __init__(self, program: Program, cost: Cost):
+        self.program, self.cost = program, cost
+        self.inference = AxisInference(program)
+        self.simulated = 0
+        self._signatures: dict[tuple[int, int], int] = {}
+        self._numbers: dict[tuple, int] = {}
+        self._known: dict[tuple[int, int], float] = {}
+
+    def milliseconds(self, first: int, last: int, parts: int) -> float:
+        """P(first, last, parts); infinite where the range cannot be cut so. With one part, nothing is cut."""
+        key = self._signature(first, last), parts
+        if key not in self._known:
+            self._known[key] = self._simulate(first, last, parts)
+        return self._known[key]
+
+    def axes(self, first: int, last: int) -> Mapping[str, int] | None:
+        return self.inference.axes(first, last)
+
+    def _simulate(self, first: int, last: int, parts: int) -> float:
+        axes: Mapping[str, int] | None = {}
+        if parts > 1:
+            axes = self.inference.axes(first, last)
+            if axes is None or not can_be_cut(self.program.tensors, axes, parts):
+                return IMPOSSIBLE
+        self.simulated += 1
+        return simulate_pipeline(self.program, first, last, axes, parts, self.cost).end_ms
+
+    def _signature(self, first: int, last: int) -> int:
+        key = first, last
+        if key not in self._signatures:
+            signature, _ = range_signature(self.program, first, last)
+            self._signatures[key] = self._numbers.setdefault(signature, len(self._numbers))
+        return self._signatures[key]
+
+
