@@ -1,8 +1,8 @@
 """From an fx graph to a `Program`: any graph with functional collectives or our all-to-all in it.
 
 Every op node becomes an instruction; a tuple's elements are its outputs. What the graph says of shapes
-(`meta["val"]`) gives bytes and FLOPs, so nothing runs. `wait_tensor` costs nothing: whoever reads its
-result waits for the collective.
+(`meta["val"]`) gives bytes and FLOPs, so nothing runs. The exchange of counts, which blocks, counts as
+computation. `wait_tensor` costs nothing: whoever reads its result waits for the collective.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ NodeCost = Callable[[fx.Node], float]
 _KINDS = {
     "lancet.all_to_all": Kind.ALL_TO_ALL,
     "lancet.all_reduce_bucket": Kind.ALL_REDUCE,
-    "lancet.exchange_counts": Kind.OTHER_COMMUNICATION,
-    "lancet.sum_over_ranks": Kind.OTHER_COMMUNICATION,
     "_c10d_functional.all_to_all_single": Kind.ALL_TO_ALL,
     "_c10d_functional.all_reduce": Kind.ALL_REDUCE,
     "_c10d_functional.all_reduce_": Kind.ALL_REDUCE,

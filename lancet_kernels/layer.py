@@ -187,7 +187,7 @@ class MoELayer(nn.Module):
             self.top_k,
             capacity,
         )
-        count_WL = used_out_E.clamp(max=capacity).view(self.ranks, self.local_experts)
+        count_WL = ops.kept_counts(used_out_E, capacity, self.ranks)
         y_TD = self._experts(self._cast(x_TD), expert_TK, slot_TK, weight_TK, count_WL, capacity)
         if self.shared_up is not None:
             y_TD = y_TD + self.shared_down(activate(self.shared_up(x_TD), self.activation))

@@ -16,6 +16,7 @@ from lancet_kernels.ops.grouped_gemm import (
     grouped_gemm_dw,
     grouped_gemm_dx,
 )
+from lancet_kernels.ops.kept_counts import kept_counts
 from lancet_kernels.ops.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
 from lancet_kernels.ops.parts import local_slots, merge_parts, merge_slots
 
@@ -36,6 +37,7 @@ __all__ = [
     "grouped_gemm_dbias",
     "grouped_gemm_dw",
     "grouped_gemm_dx",
+    "kept_counts",
     "local_slots",
     "merge_parts",
     "merge_slots",

@@ -32,8 +32,8 @@ class AxisInference:
     def axes(self, first: int, last: int) -> Mapping[str, int] | None:
         """The axis of every tensor in positions first..last (both included) that is cut, or None.
 
-        None: the range holds no all-to-all, or one of its all-to-alls cannot be cut; an op without a rule or a
-        gate that needs the whole batch stands in the way.
+        None: the range holds no all-to-all, or one of its all-to-alls cannot be cut; an op without a
+        rule or a gate that needs the whole batch stands in the way.
         """
         key = first, last
         if key not in self._by_range:
@@ -88,9 +88,7 @@ class AxisInference:
         only_experts = all(rule is not None and rule.in_experts for rule in rules)
         tables = {}
         for i, (instruction, rule) in enumerate(zip(instructions, rules, strict=True), first):
-            table = (
-                rule.assignments(instruction, program.tensors, only_experts=only_experts) if rule else []
-            )
+            table = rule.assignments(instruction, program.tensors, only_experts=only_experts) if rule else []
             if not table and instruction.kind is Kind.ALL_TO_ALL:
                 return None
             tables[i] = table

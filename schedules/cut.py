@@ -94,10 +94,10 @@ class _Cutter:
                 f"{len(names) - len(self.inside)} unknown instructions", "instructions of the graph"
             )
         self.layers = [self._layer(node) for node in self.inside if op_name(node) == "lancet.dispatch"]
-        counting = self._counting()
-        self.cut = [node for node in self.inside if node not in counting and self._touches_cut(node)]
+        # Parts have counts of their own; who reads the whole's gets them from the whole's used slots.
+        self.late = [node for node in self.inside if op_name(node) == "lancet.kept_counts"]
+        self.cut = [node for node in self.inside if node not in self.late and self._touches_cut(node)]
         self.made = {element for node in self.cut for element in _with_elements(node)}
-        self.late = [node for node in self.inside if node in counting]
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.parts)]
         self.local: list[dict[_Layer, tuple[fx.Node, fx.Node]]] = [{} for _ in range(self.parts)]
         self.bounds = self._unit_bounds()
@@ -136,26 +136,6 @@ class _Cutter:
                 f"{dispatch.name} without its exchange of counts and all-to-all", "all three in the range"
             )
         return _Layer(dispatch, dispatch.args[1], dispatch.args[2], send.args[1], send.args[2])
-
-    def _counting(self) -> set[fx.Node]:
-        """Nodes that only turn the gate's used slots into counts: done once, on the whole, behind the
-        parts."""
-        found: set[fx.Node] = set()
-        used = {
-            user
-            for node in self.inside
-            if op_name(node) == "lancet.gate"
-            for user in node.users
-            if user.args[1] == 3
-        }
-        for node in self.inside:
-            if op_name(node) in ("lancet.gate", "lancet.exchange_counts", "lancet.all_to_all"):
-                continue
-            if any(source in used or source in found for source in node.all_input_nodes):
-                if op_name(node).startswith("lancet."):
-                    continue
-                found.add(node)
-        return found
 
     def _touches_cut(self, node: fx.Node) -> bool:
         if op_name(node).startswith("lancet."):

@@ -3,8 +3,8 @@
     T(n) = min over i < n and k <= K of T(i) + P(i, n, k)
 
 where T(n) is the best time of the first n instructions and P(i, n, k) that of instructions i to n as a
-pipeline of k parts. It runs over groups of consecutive instructions instead of single ones (gamma), over ranges
-up to a longest one (iota), and up to a most number of parts (rho).
+pipeline of k parts. It runs over groups of consecutive instructions instead of single ones (gamma), over
+ranges up to a longest one (iota), and up to a most number of parts (rho).
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class PartitionOptions:
             raise UserError("rho", got=self.most_parts, expected="at least 1 part", do="raise LANCET_RHO")
         for name, value in (("gamma", self.group_ms), ("iota", self.longest_range_ms)):
             if value is not None and not value > 0:
-                raise UserError(name, got=value, expected="milliseconds > 0", do=f"raise LANCET_{name.upper()}")
+                raise UserError(
+                    name, got=value, expected="milliseconds > 0", do=f"raise LANCET_{name.upper()}"
+                )
 
     @classmethod
     def from_environment(cls) -> PartitionOptions:
@@ -103,7 +105,8 @@ def choose_ranges(program: Program, cost: Cost, options: PartitionOptions | None
 
 
 def program_gates(program: Program, length: int) -> int:
-    """MoE layers in the first `length` instructions: gates, or pairs of all-to-alls where there is no gate."""
+    """MoE layers in the first `length` instructions: gates, or pairs of all-to-alls where there is no
+    gate."""
     instructions = program.instructions[:length]
     gates = sum(i.op == "lancet.gate" for i in instructions)
     return gates or sum(i.kind is Kind.ALL_TO_ALL for i in instructions) // 2

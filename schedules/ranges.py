@@ -18,7 +18,8 @@ from lancet_kernels.graph.rules import CARRIED, WHOLE
 
 @dataclass(frozen=True)
 class PartitionRange:
-    """Instructions first..last (names, both included) cut into `parts`; `axes` of the tensors that are cut."""
+    """Instructions first..last (names, both included) cut into `parts`; `axes` of the tensors that are
+    cut."""
 
     first: str
     last: str
@@ -75,8 +76,7 @@ def outgoing(program: Program, first: int, last: int, axes: Mapping[str, int]) -
     wanted = [
         t
         for t in made
-        if axes.get(t, WHOLE) != WHOLE
-        and (program.consumers[t][-1:] > [last] or t in program.output_set)
+        if axes.get(t, WHOLE) != WHOLE and (program.consumers[t][-1:] > [last] or t in program.output_set)
     ]
     reassembled: set[str] = set()
     viewed: set[int] = set()
@@ -91,7 +91,9 @@ def outgoing(program: Program, first: int, last: int, axes: Mapping[str, int]) -
             viewed.add(i)
             inputs = program.instructions[i].inputs
             wanted += [s for s in inputs if s in made and axes.get(s, WHOLE) != WHOLE]
-    in_order = sorted(reassembled, key=lambda t: (_first_reader_outside(program, t, last), program.producer[t]))
+    in_order = sorted(
+        reassembled, key=lambda t: (_first_reader_outside(program, t, last), program.producer[t])
+    )
     return Outgoing(tuple(in_order), tuple(sorted(viewed)))
 
 

@@ -107,8 +107,7 @@ def assign(program: Program, ms: Sequence[float]) -> dict[int, list[Unit]]:
             candidates = [
                 u
                 for u in unused
-                if u.overlaps >> a & 1
-                and not (is_filling and u.ms > 2 * remaining and u.overlaps >> (a + 1))
+                if u.overlaps >> a & 1 and not (is_filling and u.ms > 2 * remaining and u.overlaps >> (a + 1))
             ]
             if not candidates:
                 break
@@ -158,7 +157,8 @@ def order_by_slots(program: Program, slots: Mapping[int, float]) -> list[int]:
 
 
 def _already_filled(program: Program, ms: Sequence[float], a: int, movable: int) -> float:
-    """Computation other than movable weight gradients, between an all-to-all and the first one that needs it."""
+    """Computation other than movable weight gradients, between an all-to-all and the first one that
+    needs it."""
     needs = program.reachability.descendants[a]
     total = 0.0
     for i in range(a + 1, len(program)):
@@ -177,5 +177,3 @@ def assigned_names(program: Program, ms: Sequence[float]) -> dict[str, list[str]
         names[a]: [names[i] for unit in chosen for i in unit.positions]
         for a, chosen in assign(program, ms).items()
     }
-
-
