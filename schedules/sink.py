@@ -1,7 +1,9 @@
-"""Statistics do not stand in the middle of the forward pass: what no later all-to-all needs goes behind the last one.
+"""Statistics do not stand in the middle of the forward pass: what no later all-to-all needs goes behind
+the last one.
 
-The sums of the router losses read what the gate says of the whole batch. Where they stand they would keep the planner from
-cutting around them; behind the last forward all-to-all they are in nobody's way. The order of everything else stays.
+The sums of the router losses read what the gate says of the whole batch. Where they stand they would
+keep the planner from cutting around them; behind the last forward all-to-all they are in nobody's way.
+The order of everything else stays.
 """
 
 from __future__ import annotations
