@@ -1,0 +1,174 @@
+"""What was decided for a Program? A Plan: data that can be saved, read, explained, compared, and applied.
+
+A plan carries the fingerprint of its Program and refuses any other one. All ranks must run the same plan:
+they compare `Plan.fingerprint` before the first step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.program import Program
+from lancet_kernels.graph.program_json import fingerprint
+from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL
+from lancet_kernels.schedules.ranges import PartitionRange, expand
+from lancet_kernels.schedules.simulate import Timeline, simulate
+
+FORMAT = "lancet-plan"
+VERSION = 1
+_AXIS_NAMES = {IRREGULAR: "irregular", PARTIAL: "partial sums", CARRIED: "carried on"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the simulation expects of one iteration."""
+
+    iteration_ms: float
+    exposed_ms: float
+    """Communication time during which compute idles."""
+    peak_memory_gb: float
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Prediction:
+        return cls(timeline.iteration_ms, timeline.exposed_ms, timeline.peak_memory_bytes / 1e9)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a Program.
+
+    order: names of all instructions, parts and reassemblies included, as they are issued.
+    ranges: what is cut, into how many parts, along which axes.
+    blocking: communication that compute waits for (empty for Lancet's own plans).
+    method: who found the order.
+    without_rule: ops that are never partitioned because the rule table does not know them.
+    compared: predictions of other strategies for the same Program and costs.
+    """
+
+    program: str
+    program_fingerprint: str
+    strategy: str
+    order: tuple[str, ...]
+    ranges: tuple[PartitionRange, ...]
+    predicted: Prediction
+    blocking: tuple[str, ...] = ()
+    method: str = "original order"
+    without_rule: tuple[str, ...] = ()
+    compared: Mapping[str, Prediction] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """64 hex digits that depend on what is done, not on what is predicted: equal on ranks that agree."""
+        data = self.to_json()
+        for estimate in ("predicted", "compared", "method"):
+            del data[estimate]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+    def apply(self, program: Program) -> Program:
+        """The program as planned: ranges cut into parts, instructions in the planned order.
+
+        Raises:
+            UserError: the plan belongs to another program, or its order is not valid for this one.
+        """
+        self.check(program)
+        return expand(program, self.ranges).reordered(self.order)
+
+    def check(self, program: Program) -> None:
+        """Raise UserError unless the plan was made for this program."""
+        found = fingerprint(program)
+        if found != self.program_fingerprint:
+            raise UserError(
+                f"plan for {self.program}",
+                got=f"program {program.name} ({found[:12]})",
+                expected=f"the program it was made for ({self.program_fingerprint[:12]})",
+                do="plan again",
+            )
+
+    def simulate(self, program: Program, cost: Cost) -> Timeline:
+        """The timeline of the planned program."""
+        return simulate(self.apply(program), cost, blocking=frozenset(self.blocking))
+
+    def with_comparison(self, compared: Mapping[str, Prediction]) -> Plan:
+        """The same plan beside the predictions of other strategies."""
+        return replace(self, compared=dict(compared))
+
+    def to_json(self) -> dict[str, Any]:
+        """A dict of JSON values."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """The plan that `to_json` wrote.
+
+        Raises:
+            UserError: not a plan of this version.
+        """
+        found = (data.get("format"), data.get("version")) if isinstance(data, dict) else type(data).__name__
+        if found != (FORMAT, VERSION):
+            raise UserError("plan JSON", got=found, expected=(FORMAT, VERSION), do="plan again")
+        fields = {k: v for k, v in data.items() if k not in ("format", "version")}
+        try:
+            fields["ranges"] = tuple(PartitionRange(**r) for r in fields["ranges"])
+            fields["predicted"] = Prediction(**fields["predicted"])
+            fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
+            for name in ("order", "blocking", "without_rule"):
+                fields[name] = tuple(fields[name])
+            return cls(**fields)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                "plan JSON", got=repr(error), expected="every field of its version", do="plan again"
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path, program: Program | None = None) -> Plan:
+        """Read a plan; with `program`, refuse one that was made for another.
+
+        Raises:
+            UserError: the file is not readable as a plan, or belongs to another program.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError("plan file", got=f"{path} ({error})", expected="a saved plan", do="plan again") from error
+        plan = cls.from_json(data)
+        if program is not None:
+            plan.check(program)
+        return plan
+
+    def explain(self) -> str:
+        """What the plan does, and what it is expected to bring, as text."""
+        lines = [f"Plan `{self.strategy}` for {self.program} (program {self.program_fingerprint[:12]})", ""]
+        lines.append(f"{'predicted':<20}{'iteration ms':>14}{'exposed ms':>12}{'peak GB':>9}{'speedup':>9}")
+        for name, p in {**self.compared, self.strategy: self.predicted}.items():
+            speedup = p.iteration_ms / self.predicted.iteration_ms
+            lines.append(
+                f"{name:<20}{p.iteration_ms:>14.2f}{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.2f}{speedup:>8.2f}x"
+            )
+        lines += ["", f"Order: {self.method}, {len(self.order)} instructions."]
+        if self.blocking:
+            lines.append(f"Computation waits for {len(self.blocking)} collectives.")
+        lines.append(f"Partitioned ranges: {len(self.ranges) or 'none'}")
+        lines += [f"  {r.first} .. {r.last}: {r.parts} parts, {_axes_text(r)}" for r in self.ranges]
+        if self.without_rule:
+            lines.append(f"Never partitioned, because no rule is known: {', '.join(self.without_rule)}")
+        return "\n".join(lines)
+
+
+def _axes_text(cut: PartitionRange) -> str:
+    """How many tensors are cut along which axis. Example: `axis 0: 31, irregular: 7`."""
+    counts: dict[str, int] = {}
+    for axis in sorted(cut.axes.values(), reverse=True):
+        name = _AXIS_NAMES.get(axis, f"axis {axis}")
+        counts[name] = counts.get(name, 0) + 1
+    return "tensors by " + ", ".join(f"{name}: {count}" for name, count in counts.items())
