@@ -30,8 +30,10 @@ from torch._functorch.aot_autograd import (
 )
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.from_fx import forward_nodes
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 """(joint graph, number of forward outputs) -> (forward graph, backward graph)."""
@@ -105,6 +107,11 @@ def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the
     nodes."""
+    forward = forward_nodes(list(joint.graph.nodes))
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            # What torch's partitioner goes by: where the last forward node stands.
+            node.meta["partitioner_tag"] = "is_forward" if node in forward else "is_backward"
     placeholders = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
     return default_partition(
         joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=()
@@ -121,6 +128,14 @@ def fake_mode_of(node: fx.Node) -> object:
     shape."""
     value = node.meta["val"]
     return (value[0] if isinstance(value, (tuple, list)) else value).fake_mode
+
+
+def set_value(node: fx.Node, value: object) -> None:
+    """Say what a new node's result looks like, as tracing would have."""
+    node.meta["val"] = value
+    if isinstance(value, Tensor):
+        # Without it torch's partitioner takes the node for one that makes a tuple.
+        node.meta["tensor_meta"] = _extract_tensor_metadata(value)
 
 
 def is_tangent(node: fx.Node) -> bool:

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import flop_registry
 
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 
-NodeCost = Callable[[fx.Node], float]
-"""Milliseconds of a node."""
+NodeCost = Callable[[fx.Node], float | None]
+"""Milliseconds of a node; None leaves it to the cost model."""
 
 _KINDS = {
     "lancet.all_to_all": Kind.ALL_TO_ALL,
@@ -64,6 +64,20 @@ def is_instruction(node: fx.Node) -> bool:
     return node.op in ("call_function", "call_method", "call_module") and node.target is not operator.getitem
 
 
+def is_collective(node: fx.Node) -> bool:
+    """Does the node occupy the link instead of the device?"""
+    return is_instruction(node) and _kind(op_name(node)).is_communication
+
+
+def is_view(node: fx.Node) -> bool:
+    """Does the op return one tensor that shares its input's storage, whatever its strides?"""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or len(schema.returns) != 1 or not isinstance(node.meta.get("val"), Tensor):
+        return False
+    info = schema.returns[0].alias_info
+    return info is not None and not info.is_write and node.target.is_view
+
+
 def op_name(node: fx.Node) -> str:
     """`aten.mm`, `lancet.gate`: namespace and name of the op, without the overload."""
     if isinstance(node.target, torch._ops.OpOverload):
@@ -72,7 +86,12 @@ def op_name(node: fx.Node) -> str:
 
 
 def tensor_names(node: fx.Node) -> list[str]:
-    """Names of the tensors a node stands for: its own, its elements', or the element it takes."""
+    """Names of the tensors a node stands for: its own, its elements', or the element it takes.
+
+    A node that puts the parts of a tensor together goes by that tensor's name (`meta["stands_for"]`).
+    """
+    if "stands_for" in node.meta:
+        return [node.meta["stands_for"]]
     if node.target is operator.getitem:
         source, index = node.args
         return [f"{source.name}.{index}"]
@@ -202,6 +221,7 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
     if schema is None:
         return {}
     arguments = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    arguments.pop("group", None)  # names of process groups say nothing about the program
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items() if _is_plain(v)}
     if op_name(node) == "aten.transpose":
         plain |= {"dims": [plain.pop("dim0"), plain.pop("dim1")], "swap": True}

@@ -276,6 +276,12 @@ RULES: dict[str, Rule] = {
         irregular=("~ -> ~", "~, ~ -> ~"),
         in_experts=True,
     ),
+    # Backward of the experts: dy, counts, weight -> dx;  x, dy, counts -> dweight;  da, h, counts -> dh
+    "lancet.grouped_gemm_dx": Rule(("w! e! c f, w! e!, e! d! f -> w! e! c d!",), in_experts=True),
+    "lancet.grouped_gemm_dw": Rule(("w! e! c+ d!, w! e! c+ f!, w! e! -> e! d! f!",), in_experts=True),
+    "lancet.expert_activation_backward": Rule(
+        ("w! e! c f!, w! e! c g!, w! e! -> w! e! c g!",), in_experts=True
+    ),
     # y[W, E_l, C, D], expert[T, K], slot[T, K], weight[T, K] -> out[T, D]
     "lancet.combine": Rule(("w! e! c! d!, t k!, t k!, t k! -> t! d!",), irregular=("~, t, t, t -> t",)),
 }

@@ -74,8 +74,8 @@ class Transfer:
         self.started = time.monotonic()
         if link.gbps is not None:
             own = torch.tensor([self.started], dtype=torch.float64)
-            self._starts = torch.zeros(group.size(), dtype=torch.float64)
-            self._starts_work = dist.all_gather_into_tensor(self._starts, own, group=group, async_op=True)
+            self._starts = [torch.zeros_like(own) for _ in range(group.size())]
+            self._starts_work = dist.all_gather(self._starts, own, group=group, async_op=True)
 
     def finish(self, work: dist.Work) -> None:
         """Wait for the transfer (and for the emulated wire), and account for it."""
@@ -94,7 +94,7 @@ class Transfer:
 
     def _wait_for_wire(self) -> None:
         self._starts_work.wait()
-        begin = max(float(self._starts.max()), self._link._free_at)
+        begin = max(*map(float, self._starts), self._link._free_at)
         self._link._free_at = begin + self._size * 8 / (self._link.gbps * 1e9)
         remaining = self._link._free_at - time.monotonic()
         if remaining > 0:

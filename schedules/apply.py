@@ -13,7 +13,7 @@ each other crosswise.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from torch import fx
 
@@ -90,12 +90,15 @@ def _place(graph: fx.Graph, wanted: list[fx.Node]) -> None:
         cursor = node
 
 
-def start_early_wait_late(module: fx.GraphModule) -> None:
-    """Split each all-to-all and all-reduce: its start stays, its wait goes before its first reader."""
+def start_early_wait_late(module: fx.GraphModule, blocking: Collection[str] = ()) -> None:
+    """Split each all-to-all and all-reduce: its start stays, its wait goes before its first reader.
+
+    Args: blocking: names of collectives that are left in one piece.
+    """
     graph = module.graph
     for node in list(graph.nodes):
         start = _STARTS.get(op_name(node)) if is_instruction(node) else None
-        if start is None:
+        if start is None or node.name in blocking:
             continue
         name = node.name
         with graph.inserting_before(node):
@@ -128,3 +131,40 @@ def _readers(node: fx.Node) -> list[fx.Node]:
 
 def _position(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def full_order(graph: fx.Graph, planned: Sequence[str]) -> list[str]:
+    """Every instruction of a graph, the planned ones in their order, each other one as late as it may be.
+
+    What cutting added (slices, slots of parts) is in no plan: it goes right before its first reader, and
+    what nobody planned reads, last.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    placed: dict[str, None] = {}
+
+    def place(node: fx.Node) -> None:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            needed = [s for s in top.all_input_nodes if s.op == "call_function" and s.name not in placed]
+            if needed:
+                stack += needed
+                continue
+            placed[stack.pop().name] = None
+
+    for name in planned:
+        place(nodes[name])
+    known = set(planned)
+    came = [name for name in placed if name in known]
+    if came != list(planned):
+        wrong = next(a for a, b in zip(came, planned, strict=True) if a != b)
+        raise UserError(
+            "order of a plan",
+            got=f"{wrong} after something that reads it",
+            expected="an order of this graph",
+            do="plan again for this graph",
+        )
+    for node in graph.nodes:
+        if node.op == "call_function" and node.name not in placed:
+            place(node)
+    return [name for name in placed if is_instruction(nodes[name])]

@@ -22,15 +22,22 @@ import torch
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import fake_mode_of
-from lancet_kernels.graph.from_fx import is_instruction, op_name, tensor_names
+from lancet_kernels.graph.capture import fake_mode_of, set_value
+from lancet_kernels.graph.from_fx import is_instruction, is_view, op_name, tensor_names
 from lancet_kernels.graph.rules import IRREGULAR, PARTIAL, WHOLE
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 
 _SHAPED = {"aten.view": 1, "aten._unsafe_view": 1, "aten.reshape": 1, "aten.expand": 1}
 """Ops with an argument that is the shape of their result, and its position."""
-_COUNTED = {"lancet.all_to_all": (1, 2), "lancet.grouped_gemm": (1,), "lancet.expert_activation": (1,)}
+_COUNTED = {
+    "lancet.all_to_all": (1, 2),
+    "lancet.grouped_gemm": (1,),
+    "lancet.grouped_gemm_dx": (1,),
+    "lancet.grouped_gemm_dw": (2,),
+    "lancet.expert_activation": (1,),
+    "lancet.expert_activation_backward": (2,),
+}
 """Ops whose buffer has counts beside it, and the positions of the counts."""
 _CAPACITY = 2
 """The capacity among the dimensions of a buffer [W, L, C, D]."""
@@ -100,6 +107,7 @@ class _Cutter:
         self.made = {element for node in self.cut for element in _with_elements(node)}
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.parts)]
         self.local: list[dict[_Layer, tuple[fx.Node, fx.Node]]] = [{} for _ in range(self.parts)]
+        self.wholes: dict[fx.Node, fx.Node] = {}
         self.bounds = self._unit_bounds()
         self.fake_mode = fake_mode_of(self.inside[0])
 
@@ -201,7 +209,7 @@ class _Cutter:
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         values = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
         with self.fake_mode:
-            node.meta["val"] = target(*values[0], **values[1])
+            set_value(node, target(*values[0], **values[1]))
         return node
 
     def _part(self, node: fx.Node, part: int) -> fx.Node:
@@ -274,10 +282,25 @@ class _Cutter:
         for element in _with_elements(node):
             readers = [user for user in element.users if user not in self.made]
             if readers and tensor_names(element):
-                whole = self._whole(node, element)
+                whole = self._whole(element)
                 element.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in self.made)
 
-    def _whole(self, node: fx.Node, element: fx.Node) -> fx.Node:
+    def _whole(self, element: fx.Node) -> fx.Node:
+        """One node that is the whole tensor again; made once."""
+        if element not in self.wholes:
+            node = element.args[0] if element.target is operator.getitem else element
+            whole = self._view_again(node) if is_view(node) else self._join(node, element)
+            if whole.target is not operator.getitem:
+                whole.meta["stands_for"] = tensor_names(element)[0]
+            self.wholes[element] = whole
+        return self.wholes[element]
+
+    def _view_again(self, node: fx.Node) -> fx.Node:
+        """A view of the whole costs nothing; joining the parts of a view would copy them."""
+        args = fx.map_arg(node.args, lambda source: self._whole(source) if source in self.made else source)
+        return self._call(node.target, args, dict(node.kwargs), f"{node.name}_whole")
+
+    def _join(self, node: fx.Node, element: fx.Node) -> fx.Node:
         parts = [self.env[p][element] for p in range(self.parts)]
         name, axis = f"{element.name}_whole", self._axis(element)
         if op_name(node) == "lancet.gate" and element.args[1] == 3:

@@ -140,7 +140,9 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError("plan file", got=f"{path} ({error})", expected="a saved plan", do="plan again") from error
+            raise UserError(
+                "plan file", got=f"{path} ({error})", expected="a saved plan", do="plan again"
+            ) from error
         plan = cls.from_json(data)
         if program is not None:
             plan.check(program)

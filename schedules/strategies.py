@@ -1,8 +1,8 @@
 """What would each system do with this Program? Strategies as functions from Program and costs to a Plan.
 
 none              nothing overlaps an all-to-all (DeepSpeed, RAF without Lancet)
-tutel             all-to-all and experts pipelined along the capacity, forward and backward; best degree of 1, 2, 4, 8
-lancet-dw         weight gradients (and other ready work) behind all-to-alls (section 4)
+tutel             all-to-all and experts pipelined along the capacity, forward and backward; best degree
+of 1, 2, 4, 8 lancet-dw         weight gradients (and other ready work) behind all-to-alls (section 4)
 lancet-partition  ranges of the forward pass cut and pipelined (section 5), the order otherwise as it was
 lancet            both; where backward all-to-alls stay exposed, their experts are pipelined too
 """
@@ -128,7 +128,8 @@ def compare(
 
 
 def expert_ranges(program: Program) -> list[tuple[int, int]]:
-    """(first, last) from one all-to-all to the next with nothing but experts in between: what Tutel pipelines."""
+    """(first, last) from one all-to-all to the next with nothing but experts in between: what Tutel
+    pipelines."""
     inference = AxisInference(program)
     found: list[tuple[int, int]] = []
     positions = program.positions(Kind.ALL_TO_ALL)
@@ -155,7 +156,9 @@ def _cut(program: Program, pairs: Sequence[tuple[int, int]], parts: int) -> tupl
     return tuple(found)
 
 
-def _partitions(program: Program, cost: Cost, options: PlanningOptions) -> Iterable[tuple[PartitionRange, ...]]:
+def _partitions(
+    program: Program, cost: Cost, options: PlanningOptions
+) -> Iterable[tuple[PartitionRange, ...]]:
     """Ranges for rho, then, where that does not fit into memory, for at most 4 and 2 parts (section 7)."""
     most = options.partition.most_parts
     for parts in sorted({most, *(p for p in (4, 2) if p < most)}, reverse=True):
@@ -179,7 +182,9 @@ def _scheduled(
 ) -> Plan:
     expanded = expand(program, ranges)
     found = best_order(expanded, cost, memory_limit_bytes=options.limit_bytes)
-    return _plan(program, cost, strategy, ranges, expanded=expanded.reordered(found.order), method=found.method)
+    return _plan(
+        program, cost, strategy, ranges, expanded=expanded.reordered(found.order), method=found.method
+    )
 
 
 def _plan(
