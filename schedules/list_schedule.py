@@ -12,14 +12,14 @@ simulates all of them and takes the best one that respects the memory limit.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 from lancet_kernels.schedules.memory import peak_memory, resident_bytes
-from lancet_kernels.schedules.simulate import run
+from lancet_kernels.schedules.simulate import Times, run
 from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots
 
 
@@ -29,8 +29,15 @@ class Ordered:
 
     order: list[int]
     method: str
-    iteration_ms: float
-    peak_memory_bytes: int
+    times: Times
+
+    @property
+    def iteration_ms(self) -> float:
+        return self.times.iteration_ms
+
+    def peak_memory_bytes(self, program: Program) -> int:
+        """Needs a sweep over all tensors, so it is not known in advance."""
+        return peak_memory(program, self.times.start, self.times.end)
 
 
 def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Ordered:
@@ -40,12 +47,24 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
     """
     ms = durations(program, cost)
     original = measure(program, ms, list(range(len(program))), "original order")
-    limit = None
-    if memory_limit_bytes is not None:
-        limit = max(memory_limit_bytes, original.peak_memory_bytes)
-    candidates = [original]
-    candidates.append(measure(program, ms, order_by_slots(program, {}), "early communication"))
-    candidates.append(measure(program, ms, greedy_order(program, ms), "weight gradient greedy"))
+    candidates = [
+        original,
+        measure(program, ms, order_by_slots(program, {}), "early communication"),
+        measure(program, ms, greedy_order(program, ms), "weight gradient greedy"),
+        *_list_schedules(program, ms, None),
+    ]
+    candidates.sort(key=lambda c: c.iteration_ms)
+    if memory_limit_bytes is None:
+        return candidates[0]
+    limit = max(memory_limit_bytes, original.peak_memory_bytes(program))
+    fastest = next(c for c in candidates if c.peak_memory_bytes(program) <= limit)
+    if fastest is candidates[0]:
+        return fastest
+    careful = [c for c in _list_schedules(program, ms, limit) if c.peak_memory_bytes(program) <= limit]
+    return min([fastest, *careful], key=lambda c: c.iteration_ms)
+
+
+def _list_schedules(program: Program, ms: Sequence[float], limit: float | None) -> Iterator[Ordered]:
     for oldest_first in (False, True):
         for refuse_beyond in (2.0, 1.0):
             order = list_order(
@@ -56,16 +75,12 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
                 memory_limit_bytes=limit,
             )
             fill = "oldest first" if oldest_first else "best fit"
-            method = f"list schedule, {fill}, refuse beyond {refuse_beyond:g}"
-            candidates.append(measure(program, ms, order, method))
-    allowed = [c for c in candidates if limit is None or c.peak_memory_bytes <= limit]
-    return min(allowed, key=lambda c: (c.iteration_ms, c.peak_memory_bytes))
+            yield measure(program, ms, order, f"list schedule, {fill}, refuse beyond {refuse_beyond:g}")
 
 
 def measure(program: Program, ms: Sequence[float], order: list[int], method: str) -> Ordered:
     """Simulate an order."""
-    times = run(program, ms, order)
-    return Ordered(order, method, times.iteration_ms, peak_memory(program, times.start, times.end))
+    return Ordered(order, method, run(program, ms, order))
 
 
 def list_schedule(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Program:
