@@ -128,12 +128,13 @@ class _TrainingStep:
         loss = b.tensor("loss", 1, dtype="float32")
         target = b.given("target", self.batch, m.sequence, dtype="int64")
         size = b.tensors[logits].content_bytes
-        b.emit("cross_entropy", "lancet.cross_entropy", [logits, target], [loss], bytes=3 * size)
+        lse = b.tensor("logsumexp", self.batch, m.sequence, dtype="float32")
+        b.emit("cross_entropy", "lancet.cross_entropy", [logits, target], [loss, lse], bytes=3 * size)
         b.outputs.append(loss)
 
         def step() -> None:
             dlogits = b.tensor("d_logits", *b.shape(logits))
-            inputs = [logits, target]
+            inputs = [logits, target, lse]
             b.emit("cross_entropy.backward", "lancet.cross_entropy_backward", inputs, [dlogits], bytes=2 * size)
             b.send_gradient(logits, dlogits)
 

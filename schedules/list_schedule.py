@@ -12,6 +12,7 @@ simulates all of them and takes the best one that respects the memory limit.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -119,6 +120,15 @@ def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
     return length
 
 
+@dataclass
+class _Reduce:
+    """An all-reduce under way: when it could start, and the milliseconds it still needs the link for."""
+
+    position: int
+    ready_at: float
+    left: float
+
+
 class _ListScheduler:
     """Plays the two resources forward in time and fixes, step by step, what goes next."""
 
@@ -141,8 +151,8 @@ class _ListScheduler:
         ]
         self.ready: list[tuple[float, int]] = []
         self.fillers: set[int] = set()
-        self.urgent: list[tuple[float, int]] = []
-        self.reduces: list[list[float]] = []
+        self.urgent: list[tuple[float, int, float]] = []
+        self.reduces: deque[_Reduce] = deque()
         self.order: list[int] = []
         self.now = self.link_now = 0.0
         self.link: tuple[float, int] | None = None
@@ -153,7 +163,7 @@ class _ListScheduler:
     def schedule(self) -> list[int]:
         for i, count in enumerate(self.pending):
             if not count:
-                self._make_ready(i)
+                self._make_ready(i, 0.0)
         while len(self.order) < len(self.program):
             self._advance_link()
             i = self._next_compute()
@@ -161,12 +171,11 @@ class _ListScheduler:
                 self._issue(i)
                 # The link works on while this runs: what it finishes by then becomes ready.
                 self.now += self.ms[i]
-                self._done(i)
+                self._done(i, self.now)
             elif self.link is not None:
                 self.now = self.link[0]
-            else:
-                self.now += self.reduces[0][0]
-        assert len(self.order) == len(self.program), "every instruction becomes ready"
+            elif self.reduces:
+                self.now = max(self.link_now, self.reduces[0].ready_at) + self.reduces[0].left
         return self.order
 
     def _issue(self, i: int) -> None:
@@ -174,21 +183,21 @@ class _ListScheduler:
         if self.memory is not None:
             self.memory.allocate(i)
 
-    def _done(self, i: int) -> None:
+    def _done(self, i: int, moment: float) -> None:
         if self.memory is not None:
             self.memory.release(i)
         for j in self.program.dependents[i]:
             self.pending[j] -= 1
             if not self.pending[j]:
-                self._make_ready(j)
+                self._make_ready(j, moment)
 
-    def _make_ready(self, i: int) -> None:
+    def _make_ready(self, i: int, moment: float) -> None:
         kind = self.program.instructions[i].kind
         if kind is Kind.ALL_REDUCE:
             self._issue(i)
-            self.reduces.append([self.ms[i], i])
+            self.reduces.append(_Reduce(i, moment, self.ms[i]))
         elif _is_urgent(kind):
-            heapq.heappush(self.urgent, (-self.priority[i], i))
+            heapq.heappush(self.urgent, (-self.priority[i], i, moment))
         elif self.is_filler[i]:
             self.fillers.add(i)
         else:
@@ -197,33 +206,36 @@ class _ListScheduler:
     def _advance_link(self) -> None:
         """Finish what the link has finished by now, and start the most urgent message that is ready."""
         while True:
-            if self.link is not None and self.link[0] <= self.now:
+            if self.link is not None:
+                if self.link[0] > self.now:
+                    return
                 self.link_now, i = self.link
                 self.link = None
-                self._done(i)
-            elif self.link is None and self._reduce_until(self.now):
-                continue
-            elif self.link is None and self.urgent:
-                _, i = heapq.heappop(self.urgent)
-                self._issue(i)
-                self.unsent &= ~(1 << i)
-                self.link = (self.now + self.ms[i], i)
-            else:
+                self._done(i, self.link_now)
+            elif self.urgent:
+                begin = max(self.urgent[0][2], self.link_now)
+                if not self._reduce_until(begin):
+                    _, i, _ = heapq.heappop(self.urgent)
+                    self._issue(i)
+                    self.unsent &= ~(1 << i)
+                    self.link = (begin + self.ms[i], i)
+            elif not self._reduce_until(self.now):
                 return
 
     def _reduce_until(self, moment: float) -> bool:
-        """All-reduces use the link while nothing urgent does. Did one finish before this moment?"""
+        """All-reduces use the link while nothing urgent does. Did one finish by this moment?"""
         if not self.reduces:
-            self.link_now = moment
+            self.link_now = max(self.link_now, moment)
             return False
-        left, i = self.reduces[0]
-        if self.link_now + left <= moment:
-            self.link_now += left
-            self.reduces.pop(0)
-            self._done(int(i))
+        head = self.reduces[0]
+        end = max(self.link_now, head.ready_at) + head.left
+        if end <= moment:
+            self.reduces.popleft()
+            self.link_now = end
+            self._done(head.position, end)
             return True
-        self.reduces[0][0] -= moment - self.link_now
-        self.link_now = moment
+        head.left -= max(0.0, moment - max(self.link_now, head.ready_at))
+        self.link_now = max(self.link_now, moment)
         return False
 
     def _next_compute(self) -> int | None:
