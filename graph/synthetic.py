@@ -59,9 +59,7 @@ def training_step(
     """
     if isinstance(model, str):
         if model not in MODELS:
-            raise UserError(
-                "model", got=model, expected=f"one of {', '.join(MODELS)}", do="name one of these"
-            )
+            raise UserError("model", got=model, expected=f"one of {', '.join(MODELS)}", do="name one of these")
         model = MODELS[model]
     if gate not in GATES:
         raise UserError("gate", got=gate, expected=f"one of {', '.join(GATES)}", do="name one of these")
@@ -130,15 +128,14 @@ class _TrainingStep:
         loss = b.tensor("loss", 1, dtype="float32")
         target = b.given("target", self.batch, m.sequence, dtype="int64")
         size = b.tensors[logits].content_bytes
-        b.emit("cross_entropy", "lancet.cross_entropy", [logits, target], [loss], bytes=3 * size)
+        lse = b.tensor("logsumexp", self.batch, m.sequence, dtype="float32")
+        b.emit("cross_entropy", "lancet.cross_entropy", [logits, target], [loss, lse], bytes=3 * size)
         b.outputs.append(loss)
 
         def step() -> None:
             dlogits = b.tensor("d_logits", *b.shape(logits))
-            inputs = [logits, target]
-            b.emit(
-                "cross_entropy.backward", "lancet.cross_entropy_backward", inputs, [dlogits], bytes=2 * size
-            )
+            inputs = [logits, target, lse]
+            b.emit("cross_entropy.backward", "lancet.cross_entropy_backward", inputs, [dlogits], bytes=2 * size)
             b.send_gradient(logits, dlogits)
 
         b.on_backward(step)
@@ -214,7 +211,9 @@ class _TrainingStep:
         def step() -> None:
             dx = b.tensor(f"d_{name}.x", *b.shape(x))
             inputs = [b.gradient(y), back]
-            b.emit(f"{name}.backward", "lancet.all_to_all", inputs, [dx], kind=Kind.ALL_TO_ALL, bytes=size)
+            b.emit(
+                f"{name}.backward", "lancet.all_to_all", inputs, [dx], kind=Kind.ALL_TO_ALL, bytes=size
+            )
             b.send_gradient(x, dx)
 
         b.on_backward(step)
@@ -284,20 +283,12 @@ class _TrainingStep:
                 outputs = [b.tensor(f"{g}.mean", *b.shape(g), alias_of=g) for g in inputs]
                 reduced.update(zip([w for w, _ in shared], outputs, strict=True))
                 size = sum(b.tensors[g].content_bytes for g in inputs)
-                b.emit(
-                    f"{name}.all_reduce",
-                    "lancet.all_reduce",
-                    inputs,
-                    outputs,
-                    kind=Kind.ALL_REDUCE,
-                    bytes=size,
-                )
+                b.emit(f"{name}.all_reduce", "lancet.all_reduce", inputs, outputs, kind=Kind.ALL_REDUCE, bytes=size)
 
         b.on_backward(step)
 
     def _optimizer(self) -> None:
-        """SGD with momentum, one instruction per parameter: reads gradient, weight and momentum, writes
-        two."""
+        """SGD with momentum, one instruction per parameter: reads gradient, weight and momentum, writes two."""
         b = self.b
         b.phase = Phase.OPTIMIZER
         for weight, gradient in self.__dict__.get("reduced", {}).items():

@@ -12,14 +12,15 @@ simulates all of them and takes the best one that respects the memory limit.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 from lancet_kernels.schedules.memory import peak_memory, resident_bytes
-from lancet_kernels.schedules.simulate import run
+from lancet_kernels.schedules.simulate import Times, run
 from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots
 
 
@@ -29,8 +30,15 @@ class Ordered:
 
     order: list[int]
     method: str
-    iteration_ms: float
-    peak_memory_bytes: int
+    times: Times
+
+    @property
+    def iteration_ms(self) -> float:
+        return self.times.iteration_ms
+
+    def peak_memory_bytes(self, program: Program) -> int:
+        """Needs a sweep over all tensors, so it is not known in advance."""
+        return peak_memory(program, self.times.start, self.times.end)
 
 
 def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Ordered:
@@ -40,12 +48,24 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
     """
     ms = durations(program, cost)
     original = measure(program, ms, list(range(len(program))), "original order")
-    limit = None
-    if memory_limit_bytes is not None:
-        limit = max(memory_limit_bytes, original.peak_memory_bytes)
-    candidates = [original]
-    candidates.append(measure(program, ms, order_by_slots(program, {}), "early communication"))
-    candidates.append(measure(program, ms, greedy_order(program, ms), "weight gradient greedy"))
+    candidates = [
+        original,
+        measure(program, ms, order_by_slots(program, {}), "early communication"),
+        measure(program, ms, greedy_order(program, ms), "weight gradient greedy"),
+        *_list_schedules(program, ms, None),
+    ]
+    candidates.sort(key=lambda c: c.iteration_ms)
+    if memory_limit_bytes is None:
+        return candidates[0]
+    limit = max(memory_limit_bytes, original.peak_memory_bytes(program))
+    fastest = next(c for c in candidates if c.peak_memory_bytes(program) <= limit)
+    if fastest is candidates[0]:
+        return fastest
+    careful = [c for c in _list_schedules(program, ms, limit) if c.peak_memory_bytes(program) <= limit]
+    return min([fastest, *careful], key=lambda c: c.iteration_ms)
+
+
+def _list_schedules(program: Program, ms: Sequence[float], limit: float | None) -> Iterator[Ordered]:
     for oldest_first in (False, True):
         for refuse_beyond in (2.0, 1.0):
             order = list_order(
@@ -56,16 +76,12 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
                 memory_limit_bytes=limit,
             )
             fill = "oldest first" if oldest_first else "best fit"
-            method = f"list schedule, {fill}, refuse beyond {refuse_beyond:g}"
-            candidates.append(measure(program, ms, order, method))
-    allowed = [c for c in candidates if limit is None or c.peak_memory_bytes <= limit]
-    return min(allowed, key=lambda c: (c.iteration_ms, c.peak_memory_bytes))
+            yield measure(program, ms, order, f"list schedule, {fill}, refuse beyond {refuse_beyond:g}")
 
 
 def measure(program: Program, ms: Sequence[float], order: list[int], method: str) -> Ordered:
     """Simulate an order."""
-    times = run(program, ms, order)
-    return Ordered(order, method, times.iteration_ms, peak_memory(program, times.start, times.end))
+    return Ordered(order, method, run(program, ms, order))
 
 
 def list_schedule(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Program:
@@ -104,6 +120,15 @@ def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
     return length
 
 
+@dataclass
+class _Reduce:
+    """An all-reduce under way: when it could start, and the milliseconds it still needs the link for."""
+
+    position: int
+    ready_at: float
+    left: float
+
+
 class _ListScheduler:
     """Plays the two resources forward in time and fixes, step by step, what goes next."""
 
@@ -126,8 +151,8 @@ class _ListScheduler:
         ]
         self.ready: list[tuple[float, int]] = []
         self.fillers: set[int] = set()
-        self.urgent: list[tuple[float, int]] = []
-        self.reduces: list[list[float]] = []
+        self.urgent: list[tuple[float, int, float]] = []
+        self.reduces: deque[_Reduce] = deque()
         self.order: list[int] = []
         self.now = self.link_now = 0.0
         self.link: tuple[float, int] | None = None
@@ -138,7 +163,7 @@ class _ListScheduler:
     def schedule(self) -> list[int]:
         for i, count in enumerate(self.pending):
             if not count:
-                self._make_ready(i)
+                self._make_ready(i, 0.0)
         while len(self.order) < len(self.program):
             self._advance_link()
             i = self._next_compute()
@@ -146,12 +171,11 @@ class _ListScheduler:
                 self._issue(i)
                 # The link works on while this runs: what it finishes by then becomes ready.
                 self.now += self.ms[i]
-                self._done(i)
+                self._done(i, self.now)
             elif self.link is not None:
                 self.now = self.link[0]
-            else:
-                self.now += self.reduces[0][0]
-        assert len(self.order) == len(self.program), "every instruction becomes ready"
+            elif self.reduces:
+                self.now = max(self.link_now, self.reduces[0].ready_at) + self.reduces[0].left
         return self.order
 
     def _issue(self, i: int) -> None:
@@ -159,21 +183,21 @@ class _ListScheduler:
         if self.memory is not None:
             self.memory.allocate(i)
 
-    def _done(self, i: int) -> None:
+    def _done(self, i: int, moment: float) -> None:
         if self.memory is not None:
             self.memory.release(i)
         for j in self.program.dependents[i]:
             self.pending[j] -= 1
             if not self.pending[j]:
-                self._make_ready(j)
+                self._make_ready(j, moment)
 
-    def _make_ready(self, i: int) -> None:
+    def _make_ready(self, i: int, moment: float) -> None:
         kind = self.program.instructions[i].kind
         if kind is Kind.ALL_REDUCE:
             self._issue(i)
-            self.reduces.append([self.ms[i], i])
+            self.reduces.append(_Reduce(i, moment, self.ms[i]))
         elif _is_urgent(kind):
-            heapq.heappush(self.urgent, (-self.priority[i], i))
+            heapq.heappush(self.urgent, (-self.priority[i], i, moment))
         elif self.is_filler[i]:
             self.fillers.add(i)
         else:
@@ -182,33 +206,36 @@ class _ListScheduler:
     def _advance_link(self) -> None:
         """Finish what the link has finished by now, and start the most urgent message that is ready."""
         while True:
-            if self.link is not None and self.link[0] <= self.now:
+            if self.link is not None:
+                if self.link[0] > self.now:
+                    return
                 self.link_now, i = self.link
                 self.link = None
-                self._done(i)
-            elif self.link is None and self._reduce_until(self.now):
-                continue
-            elif self.link is None and self.urgent:
-                _, i = heapq.heappop(self.urgent)
-                self._issue(i)
-                self.unsent &= ~(1 << i)
-                self.link = (self.now + self.ms[i], i)
-            else:
+                self._done(i, self.link_now)
+            elif self.urgent:
+                begin = max(self.urgent[0][2], self.link_now)
+                if not self._reduce_until(begin):
+                    _, i, _ = heapq.heappop(self.urgent)
+                    self._issue(i)
+                    self.unsent &= ~(1 << i)
+                    self.link = (begin + self.ms[i], i)
+            elif not self._reduce_until(self.now):
                 return
 
     def _reduce_until(self, moment: float) -> bool:
-        """All-reduces use the link while nothing urgent does. Did one finish before this moment?"""
+        """All-reduces use the link while nothing urgent does. Did one finish by this moment?"""
         if not self.reduces:
-            self.link_now = moment
+            self.link_now = max(self.link_now, moment)
             return False
-        left, i = self.reduces[0]
-        if self.link_now + left <= moment:
-            self.link_now += left
-            self.reduces.pop(0)
-            self._done(int(i))
+        head = self.reduces[0]
+        end = max(self.link_now, head.ready_at) + head.left
+        if end <= moment:
+            self.reduces.popleft()
+            self.link_now = end
+            self._done(head.position, end)
             return True
-        self.reduces[0][0] -= moment - self.link_now
-        self.link_now = moment
+        head.left -= max(0.0, moment - max(self.link_now, head.ready_at))
+        self.link_now = max(self.link_now, moment)
         return False
 
     def _next_compute(self) -> int | None:

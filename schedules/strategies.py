@@ -1,16 +1,17 @@
 """What would each system do with this Program? Strategies as functions from Program and costs to a Plan.
 
 none              nothing overlaps an all-to-all (DeepSpeed, RAF without Lancet)
-tutel             all-to-all and experts pipelined along the capacity, forward and backward; best degree
-of 1, 2, 4, 8 lancet-dw         weight gradients (and other ready work) behind all-to-alls (section 4)
+tutel             all-to-all and experts pipelined along the capacity, forward and backward; best degree of 1, 2, 4, 8
+lancet-dw         weight gradients (and other ready work) behind all-to-alls (section 4)
 lancet-partition  ranges of the forward pass cut and pipelined (section 5), the order otherwise as it was
 lancet            both; where backward all-to-alls stay exposed, their experts are pipelined too
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
@@ -23,8 +24,9 @@ from lancet_kernels.schedules.list_schedule import best_order
 from lancet_kernels.schedules.partition_range import PartitionOptions, choose_ranges, forward_length
 from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.ranges import PartitionRange, expand
-from lancet_kernels.schedules.simulate import simulate
+from lancet_kernels.schedules.simulate import Timeline, simulate
 
+STRATEGIES = ("none", "tutel", "lancet-dw", "lancet-partition", "lancet")
 TUTEL_DEGREES = (1, 2, 4, 8)
 BACKWARD_DEGREES = (2, 4)
 
@@ -42,187 +44,194 @@ class PlanningOptions:
         return None if self.memory_limit_gb is None else self.memory_limit_gb * 1e9
 
 
-def plan_none(program: Program, cost: Cost, options: PlanningOptions = PlanningOptions()) -> Plan:
-    """The original order; computation waits for each all-to-all."""
-    return _plan(program, cost, "none", (), blocking=_waited_for(program, ()))
+class Planner:
+    """Plans for one Program and its costs; what several strategies need is worked out once."""
 
+    def __init__(self, program: Program, cost: Cost, options: PlanningOptions | None = None):
+        self.program, self.cost = program, cost
+        self.options = options or PlanningOptions()
+        self.inference = AxisInference(program)
+        self._plans: dict[str, Plan] = {}
+        self._strategies: dict[str, Callable[[], Plan]] = {
+            "none": self._none,
+            "tutel": self._tutel,
+            "lancet-dw": self._lancet_dw,
+            "lancet-partition": self._lancet_partition,
+            "lancet": self._lancet,
+        }
 
-def plan_tutel(program: Program, cost: Cost, options: PlanningOptions = PlanningOptions()) -> Plan:
-    """The best pipelining degree; computation waits for the all-to-alls outside the pipelines."""
-    plans = []
-    pairs = expert_ranges(program)
-    for degree in TUTEL_DEGREES:
-        ranges = _cut(program, pairs, degree)
-        plan = _plan(program, cost, "tutel", ranges, blocking=_waited_for(program, ranges))
-        plans.append(replace(plan, method=f"original order, degree {degree}"))
-    return _best(plans, options)
+    def plan(self, strategy: str) -> Plan:
+        """The plan of one strategy.
 
+        Raises:
+            UserError: no such strategy.
+        """
+        if strategy not in self._strategies:
+            raise UserError(
+                "strategy", got=strategy, expected=f"one of {', '.join(STRATEGIES)}", do="name one of these"
+            )
+        if strategy not in self._plans:
+            self._plans[strategy] = replace(self._strategies[strategy](), strategy=strategy)
+        return self._plans[strategy]
 
-def plan_lancet_dw(program: Program, cost: Cost, options: PlanningOptions = PlanningOptions()) -> Plan:
-    """The best order without partitioning."""
-    plans = [plan_none(program, cost), _scheduled(program, cost, "lancet-dw", (), options)]
-    return replace(_best(plans, options), strategy="lancet-dw")
+    def _none(self) -> Plan:
+        """The original order; computation waits for each all-to-all."""
+        return self._in_order((), blocking=self._waited_for(()))
 
+    def _tutel(self) -> Plan:
+        """The best degree; computation waits for the all-to-alls outside the pipelines."""
+        plans = []
+        for degree in TUTEL_DEGREES:
+            ranges = self._cut(self.expert_ranges, degree)
+            plan = self._in_order(ranges, blocking=self._waited_for(ranges))
+            plans.append(replace(plan, method=f"original order, degree {degree}"))
+        return self._best(plans)
 
-def plan_lancet_partition(program: Program, cost: Cost, options: PlanningOptions = PlanningOptions()) -> Plan:
-    """The best partition of the forward pass, in pipeline order."""
-    plans = [plan_none(program, cost), _plan(program, cost, "lancet-partition", ())]
-    for ranges in _partitions(program, cost, options):
-        plans.append(_plan(program, cost, "lancet-partition", ranges))
-        if _fits(plans[-1], options):
-            break
-    return replace(_best(plans, options), strategy="lancet-partition")
+    def _lancet_dw(self) -> Plan:
+        """The best order without partitioning."""
+        return self._best([self.plan("none"), self._scheduled(())])
 
+    def _lancet_partition(self) -> Plan:
+        """The best partition of the forward pass, in pipeline order."""
+        plans = [self.plan("none"), self._in_order(())]
+        for most_parts in self._part_limits():
+            plans.append(self._in_order(self._partition(most_parts)))
+            if self._fits(plans[-1]):
+                break
+        return self._best(plans)
 
-def plan_lancet(program: Program, cost: Cost, options: PlanningOptions = PlanningOptions()) -> Plan:
-    """Partition and schedule. Never predicted slower than `none`, `lancet-dw` or `lancet-partition`."""
-    plans = [plan_lancet_dw(program, cost, options), plan_lancet_partition(program, cost, options)]
-    backward = [p for p in expert_ranges(program) if _phase(program, p[0]) is Phase.BACKWARD]
-    for ranges in _partitions(program, cost, options):
-        plans.append(_scheduled(program, cost, "lancet", ranges, options))
-        for degree in BACKWARD_DEGREES:
-            more = _cut(program, backward, degree)
-            if more:
-                plans.append(_scheduled(program, cost, "lancet", (*ranges, *more), options))
-        if _fits(plans[-1], options):
-            break
-    return replace(_best(plans, options), strategy="lancet")
+    def _lancet(self) -> Plan:
+        """Partition and schedule. Never predicted slower than `none`, `lancet-dw` or `lancet-partition`."""
+        plans = [self.plan("lancet-dw"), self.plan("lancet-partition")]
+        backward = [r for r in self.expert_ranges if self.program.instructions[r[0]].phase is Phase.BACKWARD]
+        for most_parts in self._part_limits():
+            ranges = self._partition(most_parts)
+            found = [self._scheduled(ranges)]
+            found += [
+                self._scheduled((*ranges, *more))
+                for degree in BACKWARD_DEGREES
+                if (more := self._cut(backward, degree))
+            ]
+            plans += found
+            if any(self._fits(plan) for plan in found):
+                break
+        return self._best(plans)
 
+    @cached_property
+    def expert_ranges(self) -> list[tuple[int, int]]:
+        """(first, last) from an all-to-all to the next one, with nothing but experts in between: what Tutel
+        pipelines."""
+        found: list[tuple[int, int]] = []
+        positions = self.program.positions(Kind.ALL_TO_ALL)
+        for first, last in zip(positions, positions[1:], strict=False):
+            taken = bool(found) and found[-1][1] == first
+            rules = [rule_for(i) for i in self.program.instructions[first : last + 1]]
+            only_experts = all(rule is not None and rule.in_experts for rule in rules)
+            if only_experts and not taken and self.inference.axes(first, last) is not None:
+                found.append((first, last))
+        return found
 
-Strategy = Callable[[Program, Cost, PlanningOptions], Plan]
-STRATEGIES: dict[str, Strategy] = {
-    "none": plan_none,
-    "tutel": plan_tutel,
-    "lancet-dw": plan_lancet_dw,
-    "lancet-partition": plan_lancet_partition,
-    "lancet": plan_lancet,
-}
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(self.program)
+
+    def _cut(self, pairs: Sequence[tuple[int, int]], parts: int) -> tuple[PartitionRange, ...]:
+        """The ranges cut along the capacity, those that can be."""
+        if parts == 1:
+            return ()
+        names = [i.name for i in self.program.instructions]
+        cuts = ((first, last, self.inference.axes(first, last)) for first, last in pairs)
+        return tuple(
+            PartitionRange(names[first], names[last], parts, dict(axes))
+            for first, last, axes in cuts
+            if axes and can_be_cut(self.program.tensors, axes, parts)
+        )
+
+    def _part_limits(self) -> list[int]:
+        """rho, then, for when that does not fit into memory, 4 and 2 (section 7, hyper parameters)."""
+        most = self.options.partition.most_parts
+        return [most, *(p for p in (4, 2) if p < most)]
+
+    def _partition(self, most_parts: int) -> tuple[PartitionRange, ...]:
+        known = self.__dict__.setdefault("_partitions", {})
+        if most_parts not in known:
+            options = replace(self.options.partition, most_parts=most_parts)
+            known[most_parts] = choose_ranges(self.program, self.cost, options).ranges
+        return known[most_parts]
+
+    def _waited_for(self, ranges: Sequence[PartitionRange]) -> tuple[str, ...]:
+        """All-to-alls outside the ranges, and other communication that is not a gradient all-reduce."""
+        index = self.program.index
+        inside = {i for r in ranges for i in range(index[r.first], index[r.last] + 1)}
+        return tuple(
+            x.name
+            for i, x in enumerate(self.program.instructions)
+            if x.kind in (Kind.ALL_TO_ALL, Kind.OTHER_COMMUNICATION) and i not in inside
+        )
+
+    def _in_order(self, ranges: tuple[PartitionRange, ...], blocking: tuple[str, ...] = ()) -> Plan:
+        """Pipelines where the ranges are; everything else in its original order."""
+        expanded = expand(self.program, ranges)
+        timeline = simulate(expanded, self.cost, blocking=frozenset(blocking))
+        return replace(self._plan(expanded, ranges, timeline, "original order"), blocking=blocking)
+
+    def _scheduled(self, ranges: tuple[PartitionRange, ...]) -> Plan:
+        """The best order of the program with these ranges cut."""
+        expanded = expand(self.program, ranges)
+        found = best_order(expanded, self.cost, memory_limit_bytes=self.options.limit_bytes)
+        timeline = Timeline(expanded, found.times)
+        order = tuple(expanded.instructions[i].name for i in found.order)
+        return replace(self._plan(expanded, ranges, timeline, found.method), order=order)
+
+    def _plan(
+        self, expanded: Program, ranges: tuple[PartitionRange, ...], timeline: Timeline, method: str
+    ) -> Plan:
+        forward = self.program.instructions[: forward_length(self.program)]
+        return Plan(
+            program=self.program.name,
+            program_fingerprint=self._fingerprint,
+            strategy="",
+            order=tuple(i.name for i in expanded.instructions),
+            ranges=ranges,
+            predicted=Prediction.of(timeline),
+            method=method,
+            without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
+        )
+
+    def _fits(self, plan: Plan) -> bool:
+        limit = self.options.memory_limit_gb
+        return limit is None or plan.predicted.peak_memory_gb <= limit
+
+    def _best(self, plans: Sequence[Plan]) -> Plan:
+        """The fastest plan that fits into memory; where none does, the one that needs least."""
+        fitting = [p for p in plans if self._fits(p)]
+        if fitting:
+            return min(fitting, key=lambda p: p.predicted.iteration_ms)
+        return min(plans, key=lambda p: p.predicted.peak_memory_gb)
 
 
 def make_plan(
-    program: Program, cost: Cost, strategy: str = "lancet", options: PlanningOptions = PlanningOptions()
+    program: Program, cost: Cost, strategy: str = "lancet", options: PlanningOptions | None = None
 ) -> Plan:
-    """The plan of one strategy.
+    """The plan of one strategy, a name in `STRATEGIES`.
 
     Raises:
         UserError: no such strategy.
     """
-    if strategy not in STRATEGIES:
-        raise UserError("strategy", got=strategy, expected=f"one of {', '.join(STRATEGIES)}", do="name one")
-    return STRATEGIES[strategy](program, cost, options)
+    return Planner(program, cost, options).plan(strategy)
 
 
 def compare(
     program: Program,
     cost: Cost,
-    strategies: Iterable[str] = tuple(STRATEGIES),
-    options: PlanningOptions = PlanningOptions(),
+    strategies: Sequence[str] | None = None,
+    options: PlanningOptions | None = None,
 ) -> dict[str, Plan]:
-    """A plan per strategy, each with the predictions of all others in `compared`."""
-    plans = {name: make_plan(program, cost, name, options) for name in strategies}
+    """A plan per strategy (all by default), each with the predictions of the others in `compared`."""
+    planner = Planner(program, cost, options)
+    plans = {name: planner.plan(name) for name in strategies or STRATEGIES}
     predictions = {name: plan.predicted for name, plan in plans.items()}
     return {
         name: plan.with_comparison({n: p for n, p in predictions.items() if n != name})
         for name, plan in plans.items()
     }
-
-
-def expert_ranges(program: Program) -> list[tuple[int, int]]:
-    """(first, last) from one all-to-all to the next with nothing but experts in between: what Tutel
-    pipelines."""
-    inference = AxisInference(program)
-    found: list[tuple[int, int]] = []
-    positions = program.positions(Kind.ALL_TO_ALL)
-    for first, last in zip(positions, positions[1:], strict=False):
-        taken = bool(found) and found[-1][1] == first
-        rules = [rule_for(i) for i in program.instructions[first : last + 1]]
-        only_experts = all(rule is not None and rule.in_experts for rule in rules)
-        if only_experts and not taken and inference.axes(first, last) is not None:
-            found.append((first, last))
-    return found
-
-
-def _cut(program: Program, pairs: Sequence[tuple[int, int]], parts: int) -> tuple[PartitionRange, ...]:
-    """The ranges cut along the capacity, those that can be."""
-    if parts == 1:
-        return ()
-    inference = AxisInference(program)
-    names = [i.name for i in program.instructions]
-    found = []
-    for first, last in pairs:
-        axes = inference.axes(first, last)
-        if axes and can_be_cut(program.tensors, axes, parts):
-            found.append(PartitionRange(names[first], names[last], parts, dict(axes)))
-    return tuple(found)
-
-
-def _partitions(
-    program: Program, cost: Cost, options: PlanningOptions
-) -> Iterable[tuple[PartitionRange, ...]]:
-    """Ranges for rho, then, where that does not fit into memory, for at most 4 and 2 parts (section 7)."""
-    most = options.partition.most_parts
-    for parts in sorted({most, *(p for p in (4, 2) if p < most)}, reverse=True):
-        yield choose_ranges(program, cost, replace(options.partition, most_parts=parts)).ranges
-
-
-def _waited_for(program: Program, ranges: Sequence[PartitionRange]) -> tuple[str, ...]:
-    """All-to-alls outside the ranges, and other communication."""
-    inside = set()
-    for r in ranges:
-        inside |= set(range(program.index[r.first], program.index[r.last] + 1))
-    return tuple(
-        x.name
-        for i, x in enumerate(program.instructions)
-        if x.kind in (Kind.ALL_TO_ALL, Kind.OTHER_COMMUNICATION) and i not in inside
-    )
-
-
-def _scheduled(
-    program: Program, cost: Cost, strategy: str, ranges: tuple[PartitionRange, ...], options: PlanningOptions
-) -> Plan:
-    expanded = expand(program, ranges)
-    found = best_order(expanded, cost, memory_limit_bytes=options.limit_bytes)
-    return _plan(
-        program, cost, strategy, ranges, expanded=expanded.reordered(found.order), method=found.method
-    )
-
-
-def _plan(
-    program: Program,
-    cost: Cost,
-    strategy: str,
-    ranges: tuple[PartitionRange, ...],
-    *,
-    blocking: tuple[str, ...] = (),
-    expanded: Program | None = None,
-    method: str = "original order",
-) -> Plan:
-    expanded = expanded or expand(program, ranges)
-    forward = program.instructions[: forward_length(program)]
-    return Plan(
-        program=program.name,
-        program_fingerprint=fingerprint(program),
-        strategy=strategy,
-        order=tuple(i.name for i in expanded.instructions),
-        ranges=ranges,
-        predicted=Prediction.of(simulate(expanded, cost, blocking=frozenset(blocking))),
-        blocking=blocking,
-        method=method,
-        without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
-    )
-
-
-def _fits(plan: Plan, options: PlanningOptions) -> bool:
-    return options.memory_limit_gb is None or plan.predicted.peak_memory_gb <= options.memory_limit_gb
-
-
-def _best(plans: Sequence[Plan], options: PlanningOptions) -> Plan:
-    """The fastest plan that fits into memory; where none does, the one that needs least."""
-    fitting = [p for p in plans if _fits(p, options)]
-    if fitting:
-        return min(fitting, key=lambda p: p.predicted.iteration_ms)
-    return min(plans, key=lambda p: p.predicted.peak_memory_gb)
-
-
-def _phase(program: Program, i: int) -> Phase:
-    return program.instructions[i].phase

@@ -1,0 +1,79 @@
+"""Programs made up for tests: from a few words, at random, and a tiny MoE training step."""
+
+from hypothesis import strategies as st
+
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.synthetic import ModelShape, training_step
+
+KINDS = {"c": Kind.COMPUTE, "a": Kind.ALL_TO_ALL, "r": Kind.ALL_REDUCE}
+PHASES = {"f": Phase.FORWARD, "b": Phase.BACKWARD, "o": Phase.OPTIMIZER}
+
+
+def program(*lines: str, bytes: int = 100, outputs: tuple[str, ...] = ()) -> Program:
+    """`"name kind phase milliseconds inputs..."` per instruction; each makes one tensor of its name.
+
+    Example: `program("A c f 2", "X a f 3 A", "C c f 1 X")`.
+    """
+    instructions = []
+    tensors = {"in": TensorSpec("in", (1,), "int8", 0)}
+    for line in lines:
+        name, kind, phase, ms, *inputs = line.split()
+        tensors[name] = TensorSpec(name, (bytes,), "int8")
+        instructions.append(
+            Instruction(
+                f"{name}",
+                "made.up",
+                tuple(inputs) or ("in",),
+                (name,),
+                KINDS[kind],
+                PHASES[phase],
+                milliseconds=float(ms),
+            )
+        )
+    return Program("made", tuple(instructions), tensors, ("in",), outputs)
+
+
+def given(instruction, tensors) -> float:
+    """The cost that the instructions carry themselves."""
+    return instruction.milliseconds
+
+
+@st.composite
+def random_programs(draw, most: int = 24, all_reduces: bool = True) -> Program:
+    """Random DAGs: a forward part, a backward part, sometimes an optimizer; whole milliseconds."""
+    length = draw(st.integers(2, most))
+    forward = draw(st.integers(0, length))
+    kinds = "ccccaar" if all_reduces else "ccca"
+    lines = []
+    for i in range(length):
+        phase = "f" if i < forward else draw(st.sampled_from("bbbo"))
+        kind = "c" if phase == "o" else draw(st.sampled_from(kinds))
+        ms = draw(st.integers(0, 9))
+        earlier = [f"t{j}" for j in range(i)]
+        inputs = draw(st.lists(st.sampled_from(earlier), max_size=3, unique=True)) if earlier else []
+        lines.append(f"t{i} {kind} {phase} {ms} {' '.join(inputs)}")
+    return program(*lines, bytes=draw(st.integers(1, 1000)))
+
+
+def backward_of_layers(layers: int, all_to_all_ms: float, gradients_ms: list[float]) -> Program:
+    """A backward pass in small: per layer a dense dX with its weight gradients, and an MoE layer."""
+    lines = ["loss c f 1"]
+    upstream = "loss"
+    for n in range(layers):
+        lines.append(f"d{n} c b 2 {upstream}")
+        for k, ms in enumerate(gradients_ms):
+            lines.append(f"dw{n}_{k} c b {ms} {upstream}")
+        lines.append(f"dx{n} c b 2 d{n}")
+        lines.append(f"a{n} a b {all_to_all_ms} dx{n}")
+        lines.append(f"ex{n} c b 1 a{n}")
+        lines.append(f"exw{n} c b {gradients_ms[0]} a{n}")
+        lines.append(f"b{n} a b {all_to_all_ms} ex{n}")
+        upstream = f"b{n}"
+    lines.append(f"end c b 2 {upstream}")
+    return program(*lines)
+
+
+def tiny_step(*, gate: str = "switch", gpus: int = 2, batch: int = 8, layers: int = 2) -> Program:
+    """A training step of a tiny model."""
+    shape = ModelShape("tiny", layers=layers, width=64, heads=4, vocabulary=512, sequence=32)
+    return training_step(shape, gpus=gpus, batch=batch, gate=gate)
