@@ -30,6 +30,7 @@ from torch._functorch.aot_autograd import (
 )
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from lancet_kernels.errors import UserError
@@ -128,6 +129,11 @@ def fake_mode_of(node: fx.Node) -> object:
     shape."""
     value = node.meta["val"]
     return (value[0] if isinstance(value, (tuple, list)) else value).fake_mode
+
+
+def is_fake(value: object) -> bool:
+    """Is this a tensor without contents?"""
+    return isinstance(value, FakeTensor)
 
 
 def set_value(node: fx.Node, value: object) -> None:

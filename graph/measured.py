@@ -49,6 +49,10 @@ class MeasuredTimes:
         """The measured milliseconds, None if this was never measured."""
         return self._times.get(key)
 
+    def items(self) -> list[tuple[str, float]]:
+        """All keys and milliseconds."""
+        return list(self._times.items())
+
     def put(self, key: str, milliseconds: float) -> None:
         """Remember one measurement; `save` writes it."""
         if not (math.isfinite(milliseconds) and milliseconds >= 0):

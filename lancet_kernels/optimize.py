@@ -21,12 +21,11 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import Captured, capture, input_name
+from lancet_kernels.graph.capture import Captured, capture, input_name, is_fake
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
-from lancet_kernels.graph.from_fx import is_collective
-from lancet_kernels.graph.measure import measure_communication, measure_nodes
-from lancet_kernels.graph.program import Kind, Program
+from lancet_kernels.graph.profiler import Profiler
+from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.layer import moe_layers
 from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size
@@ -73,6 +72,7 @@ def optimize(
     strategy: str = "lancet",
     cluster: str | Path | Cluster | None = None,
     cache: str | Path | None = None,
+    times: str | Path | None = None,
     options: PlanningOptions | None = None,
     reduce_gradients: bool = True,
 ) -> OptimizedModule:
@@ -86,6 +86,8 @@ def optimize(
         strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
         cache: a plan file; read if it fits this model, else written. None: plan anew.
+        times: file of measured op times (default: in the user's cache folder). What is in it is not
+        measured again. options: the paper's hyper-parameters, a memory limit.
         reduce_gradients: sum the gradients of replicated parameters over the ranks, as part of the plan.
         Divide the
             loss by the number of ranks for an average, and use no DistributedDataParallel around it.
@@ -95,9 +97,10 @@ def optimize(
         raise UserError(
             "strategy", got=repr(strategy), expected=f"one of {', '.join(STRATEGIES)}", do="check the name"
         )
-    step = _Step(model, tuple(example_inputs), reduce_gradients)
+    step = _Step(model, tuple(example_inputs), reduce_gradients, times)
     with step.graph() as captured:
         module, inputs = captured.joint, step.graph_inputs(captured)
+    inputs = [_ones_like(value) if is_fake(value) else value for value in inputs]
     program, cost = step.costs(module, inputs, cluster)
     plan = _agree(step.group, program, lambda: _plan(program, cost, strategy, options, cache))
     with step.graph() as captured:
@@ -113,10 +116,13 @@ def optimize(
 class _Step:
     """One training step of a model on this rank: how to capture it, and what its ops cost."""
 
-    def __init__(self, model: nn.Module, inputs: tuple, reduce_gradients: bool) -> None:
+    def __init__(
+        self, model: nn.Module, inputs: tuple, reduce_gradients: bool, times: str | Path | None
+    ) -> None:
         self.model, self.inputs = model, inputs
         layers = moe_layers(model)
         self.group = layers[0]._group if layers else group_name(None)
+        self.profiler = Profiler(self.group, next(model.parameters()).device, times)
         self.reduce_group = ""
         if reduce_gradients and self.group:
             # A communicator of its own, so that an all-reduce never stands before an all-to-all in a queue.
@@ -147,8 +153,7 @@ class _Step:
                 continue
             name = input_name(node)
             if name is None:
-                example = node.meta["val"]
-                values.append((tuple(example.shape), example.dtype, example.device))
+                values.append(node.meta["val"])  # a tangent; still fake here
             elif name.startswith("input."):
                 values.append(flat[int(name.removeprefix("input."))])
             else:
@@ -162,27 +167,17 @@ class _Step:
         if cluster is not None:
             cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
             return Program.from_fx(module), CostModel.for_cluster(cluster, group_size(self.group))
-        program = self._measured_program(module, inputs)
-        largest = {
-            kind.value: max((int(program.instructions[i].bytes) for i in program.positions(kind)), default=0)
-            for kind in (Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
-        }
+        program = self.profiler.program(module, inputs)
         layers = moe_layers(self.model)
-        communication = measure_communication(largest, layers[0].d_model if layers else 1, self.group)
+        communication = self.profiler.communication(program, layers[0].d_model if layers else 1)
         return program, CostModel(load_cluster("local"), communication)
-
-    def _measured_program(self, module: fx.GraphModule, inputs: list[object]) -> Program:
-        values = [torch.ones(v[0], dtype=v[1], device=v[2]) if isinstance(v, tuple) else v for v in inputs]
-        times = measure_nodes(module, values, self.group)
-        costs = lambda node: None if is_collective(node) else times[node.name]  # noqa: E731
-        return Program.from_fx(module, costs)
 
     def measured_timeline(
         self, module: fx.GraphModule, inputs: list[object], plan: Plan, cost: Cost
     ) -> Timeline:
         """The planned step, simulated with the measured times of its very instructions, parts included."""
         blocking = {node_name(name) for name in plan.blocking}
-        return simulate(self._measured_program(module, inputs), cost, blocking=blocking)
+        return simulate(self.profiler.program(module, inputs), cost, blocking=blocking)
 
 
 def _plan(
@@ -227,6 +222,10 @@ def _agree(group: str, program: Program, make: Callable[[], Plan]) -> Plan:
             "plan across ranks", got=found, expected="one plan", do="start all ranks with one version"
         )
     return plan
+
+
+def _ones_like(fake: Tensor) -> Tensor:
+    return torch.ones(fake.shape, dtype=fake.dtype, device=fake.device)
 
 
 def _shapes(inputs: Sequence[object]) -> list[object]:
