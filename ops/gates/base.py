@@ -98,5 +98,4 @@ class Gate:
 
     def probabilities(self, logits_TE: Tensor) -> Tensor:
         """-> [T, E], rows sum to 1: what the load-balance loss averages. Differentiable."""
-        scores_TE = weights.scores(logits_TE, self.score)
-        return scores_TE if self.score == "softmax" else scores_TE / scores_TE.sum(-1, keepdim=True)
+        return weights.normalized_scores(logits_TE, self.score)
