@@ -4,6 +4,8 @@ The property that a partitioned MoE layer stands on: with `used` handed on, expe
 and the final `used` are the same bits however the batch was cut.
 """
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -93,7 +95,7 @@ def check_parts_route_as_the_whole(case: Case) -> None:
     assert torch.equal(case.used_E, before_E), "the gate wrote into its input"
 
     used_E, parts, sums = case.used_E, [], None
-    for start, stop in zip(case.cuts[:-1], case.cuts[1:], strict=True):
+    for start, stop in pairwise(case.cuts):
         part = case.route(start, stop, used_E)
         part_sums = case.sums(start, stop, used_E, part.used_E)
         sums = part_sums if sums is None else sums.plus(part_sums)
