@@ -240,3 +240,26 @@ def test_opcheck(relayout, dtype: torch.dtype) -> None:
     leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
     torch.library.opcheck(ops.grouped_gemm, (leaves[0], count, leaves[1], leaves[2]))
     torch.library.opcheck(ops.grouped_gemm, (x, count, weight, None))
+
+
+def test_empty_groups_that_grouped_mm_leaves_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the dw of an expert without rows is whatever memory held; here NaN stands for it."""
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def unwritten(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        out = grouped_mm(a, b, offs=offs)
+        if out.dim() == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", unwritten)
+    x, _, _, dy = (t.bfloat16() for t in operands(COUNTS, 4, 8, 16))
+    dw_LAB = ops.grouped_gemm_dw(x, dy, COUNTS)
+    assert torch.isfinite(dw_LAB).all()
+    assert not dw_LAB[1].any()
+
+
+def test_bias_gradient_of_many_rows_is_summed_in_float32() -> None:
+    """600 ones: a bfloat16 sum taken row by row stops at 256."""
+    dy_WLCB = torch.ones(1, 1, 600, 1, dtype=torch.bfloat16)
+    assert ops.grouped_gemm_dbias(dy_WLCB, torch.tensor([[600]])).item() == 600
