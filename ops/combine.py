@@ -65,13 +65,13 @@ def combine_dweight(x_TD: Tensor, buffer_WLCD: Tensor, expert_TK: Tensor, slot_T
     of its output).
     """
     rows_TKD = _kept_rows(buffer_WLCD, expert_TK, slot_TK)
-    return (rows_TKD * x_TD[:, None].to(rows_TKD.dtype)).sum(-1)
+    return (rows_TKD * x_TD[:, None].to(rows_TKD.dtype)).sum(-1).contiguous()
 
 
 @combine_dweight.register_fake
 def _(x_TD, buffer_WLCD, expert_TK, slot_TK):
     dtype = torch.promote_types(buffer_WLCD.dtype, torch.float32)
-    return torch.empty_like(expert_TK, dtype=dtype)
+    return expert_TK.new_empty(expert_TK.shape, dtype=dtype)
 
 
 def _setup_context(ctx, inputs, output) -> None:

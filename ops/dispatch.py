@@ -29,7 +29,7 @@ def naive_dispatch(
             if slot_TK[t, k] < capacity:
                 row_D = x_TD[t] if weight_TK is None else x_TD[t] * weight_TK[t, k]
                 buffer_ECD[expert_TK[t, k], slot_TK[t, k]] = row_D.to(x_TD.dtype)
-    return buffer_ECD.view(ranks, num_experts // ranks, capacity, -1)
+    return buffer_ECD.view(ranks, num_experts // ranks, capacity, x_TD.shape[1])
 
 
 def buffer_rows(expert_TK: Tensor, slot_TK: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -59,13 +59,13 @@ def dispatch(
     num_choices = expert_TK.shape[1]
     row_TK, kept_TK = buffer_rows(expert_TK, slot_TK, capacity)
     # Dropped rows all land on one extra row, which is cut off: no host sync to count the kept ones.
-    row_N = torch.where(kept_TK, row_TK, num_experts * capacity).view(-1)
+    row_N = torch.where(kept_TK, row_TK, num_experts * capacity).reshape(-1)
     x_ND = x_TD.repeat_interleave(num_choices, dim=0) if num_choices > 1 else x_TD
     if weight_TK is not None:
-        x_ND = (x_ND * weight_TK.view(-1, 1)).to(x_TD.dtype)
+        x_ND = (x_ND * weight_TK.reshape(-1, 1)).to(x_TD.dtype)
     buffer_RD = x_TD.new_zeros(num_experts * capacity + 1, x_TD.shape[1])
     buffer_RD.index_copy_(0, row_N, x_ND)
-    return buffer_RD[:-1].view(ranks, num_experts // ranks, capacity, -1)
+    return buffer_RD[:-1].view(ranks, num_experts // ranks, capacity, x_TD.shape[1])
 
 
 @dispatch.register_fake

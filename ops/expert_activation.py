@@ -64,7 +64,7 @@ def naive_expert_activation(h_WLCF: Tensor, count_WL: Tensor, kind: str) -> Tens
         for e in range(local_experts)
         for n in [int(count_WL[w, e])]
     ]
-    return torch.stack(out).view(ranks, local_experts, capacity, -1)
+    return torch.stack(out).unflatten(0, (ranks, local_experts))
 
 
 @torch.library.custom_op("lancet::expert_activation", mutates_args=())
@@ -91,7 +91,7 @@ def expert_activation_backward(da_WLCF: Tensor, h_WLCF: Tensor, count_WL: Tensor
 
 @expert_activation_backward.register_fake
 def _(da_WLCF, h_WLCF, count_WL, kind):
-    return torch.empty_like(h_WLCF)
+    return h_WLCF.new_empty(h_WLCF.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:

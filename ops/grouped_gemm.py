@@ -33,6 +33,22 @@ def _has_fast_path(*operands: Tensor) -> bool:
     return all(t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 for t in operands)
 
 
+def _for_fast_path(weight_LAB: Tensor) -> Tensor:
+    """The weight itself if grouped_mm takes its strides, else a contiguous copy.
+
+    It takes matrices whose rows (or columns) are dense and 16 bytes apart, or a multiple of that. A slice
+    of a wider weight need not be so.
+    """
+    _, rows, columns = weight_LAB.shape
+    _, row_stride, column_stride = weight_LAB.stride()
+    by_row = column_stride == 1 and row_stride >= columns and row_stride % 8 == 0
+    by_column = row_stride == 1 and column_stride >= rows and column_stride % 8 == 0
+    aligned = weight_LAB.stride(0) % 8 == 0 and weight_LAB.data_ptr() % 16 == 0
+    if aligned and (by_row or by_column):
+        return weight_LAB
+    return weight_LAB.clone(memory_format=torch.contiguous_format)
+
+
 def _group_bounds(count_WL: Tensor) -> list[int]:
     return [0, *count_WL.sum(0).cumsum(0).tolist()]
 
@@ -41,7 +57,7 @@ def _rows_times_weights(x_RA: Tensor, weight_LAB: Tensor, count_WL: Tensor) -> T
     """-> [R, B]: each expert's rows (R in expert order) times its weight."""
     if x_RA.shape[0] > 0 and _has_fast_path(x_RA, weight_LAB):
         end_L = count_WL.sum(0).cumsum(0).to(torch.int32)
-        return torch.nn.functional.grouped_mm(x_RA, weight_LAB, offs=end_L)
+        return torch.nn.functional.grouped_mm(x_RA, _for_fast_path(weight_LAB), offs=end_L)
     bounds = _group_bounds(count_WL)
     y_RB = x_RA.new_empty(x_RA.shape[0], weight_LAB.shape[2])
     for e, weight_AB in enumerate(weight_LAB):

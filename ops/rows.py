@@ -15,7 +15,7 @@ def real_rows_by_rank(count_WL: Tensor, capacity: int) -> Tensor:
     Example: C = 3, counts = [[1, 2], [0, 3]] -> [0, 3, 4, 9, 10, 11].
     """
     slot_C = torch.arange(capacity, device=count_WL.device)
-    return (slot_C < count_WL[..., None]).view(-1).nonzero().view(-1)
+    return (slot_C < count_WL[..., None]).reshape(-1).nonzero().view(-1)
 
 
 def real_rows_by_expert(count_WL: Tensor, capacity: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The gates by name, and how to read a gate's spec."""
 
 import ast
+import dataclasses
 from functools import lru_cache
 
 from lancet_kernels.errors import UserError
@@ -21,7 +22,7 @@ GATES: dict[str, type[Gate]] = {
 def parse_gate(spec: str) -> Gate:
     """Read a gate from its spec: a name, or a name with options, as `topk(softmax='after')`.
 
-    Raises: UserError for an unknown name, an unknown option, or a value that is no literal.
+    Raises: UserError for an unknown name, an unknown option, a value that is no literal or of the wrong type.
     """
     name, bracket, rest = spec.partition("(")
     name = name.strip()
@@ -32,11 +33,13 @@ def parse_gate(spec: str) -> Gate:
     try:
         call = ast.parse(f"gate({rest}", mode="eval").body
         options = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
-        if call.args or None in options:
-            raise TypeError("options are given by name")
+        if call.args or None in options or len(options) < len(call.keywords):
+            raise TypeError("options are given by name, each once")
         return GATES[name](**options)
+    except UserError:
+        raise
     except (SyntaxError, ValueError, TypeError, AttributeError) as error:
-        fields = ", ".join(GATES[name].__dataclass_fields__) or "none"
+        fields = ", ".join(field.name for field in dataclasses.fields(GATES[name])) or "none"
         raise UserError(
             f"options of gate {name}",
             got=repr(spec),

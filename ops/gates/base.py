@@ -44,6 +44,17 @@ class Gate:
     normalized: ClassVar[bool] = False
     scale: ClassVar[float] = 1.0
 
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, wanted = getattr(self, field.name), type(field.default)
+            if type(value) is not wanted and not (wanted is float and type(value) is int):
+                raise UserError(
+                    f"{field.name} of gate {self.name}",
+                    got=repr(value),
+                    expected=f"{wanted.__name__}, such as {field.default!r}",
+                    do="check the option",
+                )
+
     def __str__(self) -> str:
         changed = [
             f"{f.name}={getattr(self, f.name)!r}"
@@ -98,5 +109,4 @@ class Gate:
 
     def probabilities(self, logits_TE: Tensor) -> Tensor:
         """-> [T, E], rows sum to 1: what the load-balance loss averages. Differentiable."""
-        scores_TE = weights.scores(logits_TE, self.score)
-        return scores_TE if self.score == "softmax" else scores_TE / scores_TE.sum(-1, keepdim=True)
+        return weights.normalized_scores(logits_TE, self.score)

@@ -5,6 +5,7 @@ only experts of the best `top_groups` groups can be chosen. The bias steers the 
 weights are the plain sigmoids. Slots go in token order, so the gate is partitionable.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,9 +15,11 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.gates.base import Gate
 from lancet_kernels.ops.gates.slots import top_k_stable
+from lancet_kernels.ops.gates.weights import sigmoid
 
 
-@dataclass(frozen=True)
+# By keyword: `scale`, a name of the base class too, would otherwise be the first positional argument.
+@dataclass(frozen=True, kw_only=True)
 class Sigmoid(Gate):
     """groups, top_groups: group-limited selection; renormalize: weights of a token sum to `scale`."""
 
@@ -41,6 +44,13 @@ class Sigmoid(Gate):
                 expected=f"a divisor of num_experts ({num_experts})",
                 do="choose how many equal groups the experts form",
             )
+        if not (self.scale > 0 and math.isfinite(self.scale)):
+            raise UserError(
+                "scale of gate sigmoid",
+                got=self.scale,
+                expected="a positive number",
+                do="leave it out for weights that sum to 1",
+            )
         reachable = self.top_groups * (num_experts // self.groups)
         if not 1 <= self.top_groups <= self.groups or top_k > reachable:
             raise UserError(
@@ -51,7 +61,7 @@ class Sigmoid(Gate):
             )
 
     def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
-        score_TE = torch.sigmoid(logits_TE)
+        score_TE = sigmoid(logits_TE)
         if bias_E is not None:
             score_TE = score_TE + bias_E.to(score_TE.dtype)
         if self.top_groups < self.groups:
@@ -77,12 +87,13 @@ def naive_sigmoid(
     used = used_E.tolist()
     experts, slots, weights = [], [], []
     for logits_E in logits_TE:
-        biased = (torch.sigmoid(logits_E) + bias_E).tolist()
-        group_score = [sum(sorted(biased[g * size : (g + 1) * size])[-2:]) for g in range(gate.groups)]
+        biased_E = sigmoid(logits_E) + bias_E.to(logits_E.dtype)
+        best = [group.sort().values[-2:] for group in biased_E.split(size)]
+        group_score, biased = [two.sum().item() for two in best], biased_E.tolist()
         groups = sorted(range(gate.groups), key=lambda g: (-group_score[g], g))[: gate.top_groups]
         candidates = [e for e in range(num_experts) if e // size in groups]
         chosen = sorted(candidates, key=lambda e: (-biased[e], e))[:top_k]
-        weight_K = torch.sigmoid(logits_E[chosen])
+        weight_K = sigmoid(logits_E[chosen])
         weights.append((weight_K / weight_K.sum() if gate.renormalize else weight_K) * gate.scale)
         experts.append(chosen)
         slots.append([])
