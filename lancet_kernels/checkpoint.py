@@ -48,11 +48,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def _named_state(
     prefix: str, name: str, key: str, value: Tensor, owner: nn.Module, parameter
 ) -> dict[str, Tensor]:
-    if (
-        isinstance(owner, MoELayer)
-        and getattr(parameter, "is_expert", False)
-        and value.shape == parameter.shape
-    ):
+    if isinstance(owner, MoELayer) and name in owner.expert_names() and value.shape == parameter.shape:
         return {f"{prefix}experts.{e}.{name}.{key}": value[i] for i, e in enumerate(owner.expert_ids())}
     return {f"{prefix}{name}.{key}": value}
 
