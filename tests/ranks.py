@@ -97,7 +97,9 @@ class RankPool:
         try:
             for number in range(WORKERS):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, number), name=f"rank-{number}", daemon=True)
+                process = context.Process(
+                    target=_serve, args=(theirs, number), name=f"rank-{number}", daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._workers.append((process, ours))

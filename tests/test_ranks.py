@@ -1,4 +1,4 @@
-"""The helper of the tests across ranks: what it returns, and what it says when a worker fails, dies or hangs."""
+"""The pool of ranks: what it returns, and what it says when a worker fails, dies or hangs."""
 
 import os
 import signal
