@@ -49,9 +49,11 @@ class RankPool:
         ranks: int = 2,
         timeout_s: float = 60.0,
         collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+        leave_together: bool = True,
     ) -> list[Any]:
         """`function(*arguments)` on each rank, inside a process group. -> the results, by rank.
 
+        leave_together: ranks wait for each other at the end; not for a function that breaks the group.
         Raises: RankError, with the error of the rank that failed first, or saying which ranks died or hang.
         """
         if not all(process.is_alive() for process, _ in self._workers):
@@ -61,7 +63,8 @@ class RankPool:
         workers = self._workers[:ranks]
         with tempfile.TemporaryDirectory(prefix="lancet-tests-") as folder:
             for rank, (_, connection) in enumerate(workers):
-                task = (function, arguments, f"{folder}/store", rank, ranks, collective_timeout_s)
+                place = (f"{folder}/store", rank, ranks, collective_timeout_s)
+                task = (function, arguments, place, leave_together)
                 connection.send_bytes(pickle.dumps(task))
             answers = self._collect(workers, function.__name__, timeout_s)
         errors = [answer for answer in answers if answer[0] == "error"]
@@ -141,14 +144,13 @@ def _serve(connection: Connection, rank: int) -> None:
             connection.send_bytes(reply)
 
 
-def _run(
-    function: Callable[..., Any], arguments: tuple, store: str, rank: int, ranks: int, timeout_s: float
-) -> Any:
+def _run(function: Callable[..., Any], arguments: tuple, place: tuple, leave_together: bool) -> Any:
     import torch
     import torch.distributed as dist
 
     from lancet_kernels.ops.link import emulate_link, link
 
+    store, rank, ranks, timeout_s = place
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group(
@@ -162,7 +164,8 @@ def _run(
         link.read()
         result = function(*arguments)
         # Whoever leaves first closes its connections: wait, so that no peer sees that as a failure.
-        dist.barrier()
+        if leave_together:
+            dist.barrier()
         return result
     finally:
         emulate_link(None)
