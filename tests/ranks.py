@@ -138,8 +138,9 @@ def _serve(connection: Connection, rank: int) -> None:
             return
         try:
             reply = pickle.dumps(("result", time.monotonic(), _run(*pickle.loads(message))))
-        except BaseException:
-            reply = pickle.dumps(("error", time.monotonic(), f"rank {rank}: {traceback.format_exc()}"))
+        except BaseException as error:
+            failed_at = getattr(error, "failed_at", time.monotonic())
+            reply = pickle.dumps(("error", failed_at, f"rank {rank}: {traceback.format_exc()}"))
         with contextlib.suppress(OSError):
             connection.send_bytes(reply)
 
@@ -167,6 +168,10 @@ def _run(function: Callable[..., Any], arguments: tuple, place: tuple, leave_tog
         if leave_together:
             dist.barrier()
         return result
+    except BaseException as error:
+        # Before the group is destroyed, at which the others fail too.
+        error.failed_at = time.monotonic()
+        raise
     finally:
         emulate_link(None)
         dist.destroy_process_group()
