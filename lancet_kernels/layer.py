@@ -133,7 +133,7 @@ class MoELayer(nn.Module):
         """Normal(0, 0.02) weights, zero biases. An expert's values depend on its global id, not on the
         ranks."""
         # One number from the default generator, so that ranks that were seeded alike stay alike.
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         for name in self.expert_names():
             parameter = getattr(self, name)
             if parameter.is_meta:
