@@ -5,6 +5,7 @@ B  sequences per rank and step      S  sequence length      W  ranks
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -338,7 +339,8 @@ def _progress(first: int, last: int, rank: Rank) -> Iterator[int]:
 def _summary(run: RunFolder, trainer: Trainer, validation_loss: float) -> dict[str, object]:
     """What the run came to. Times and rates are medians over the steps, without the first (warm-up)."""
     options, config = trainer.options, trainer.model.config
-    metrics = run.read_metrics()
+    # JSON has no word for NaN, which a diverged run has.
+    metrics = [{k: math.nan if v is None else v for k, v in m.items()} for m in run.read_metrics()]
     steady = metrics[1:] or metrics
 
     def median(key: str) -> float:
