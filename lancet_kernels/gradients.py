@@ -69,7 +69,7 @@ class GradientBuckets:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
 
     def _ready(self, bucket: _Bucket) -> None:
-        if bucket.work is not None:
+        if bucket.pending is not None:
             # What is under way was copied from the first backward: the second gradient would be lost.
             raise RuntimeError("second backward before GradientBuckets.finish; call finish after each one")
         bucket.missing -= 1

@@ -13,7 +13,7 @@ import pytest
 
 from lancet_kernels.cli import main
 
-TINY = ["--sequence", "32", "--batch", "2", "--validation-batches", "1"]
+TINY = ["--sequence", "32", "--batch", "2", "--validation-batches", "1", "--strategy", "none"]
 SUMMARY = {
     "run": str,
     "model": str,
@@ -68,7 +68,7 @@ def lancet(tmp_path, text):
         process = subprocess.Popen(
             command,
             cwd=tmp_path,
-            env=os.environ | {"TMPDIR": str(temporary)},
+            env=os.environ | {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(tmp_path / "cache")},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -256,6 +256,11 @@ def test_killed_job_resumes_with_the_very_losses(lancet, tmp_path):
     kill_and_resume(
         lancet, tmp_path, "job", "--ranks", 2, "--gate", "sigmoid", "--top-k", 2, "--bias-rate", 0.1
     )
+
+
+def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
+    """The plan is kept with the run, so parts are added up in the same order."""
+    kill_and_resume(lancet, tmp_path, "job", "--ranks", 2, "--strategy", "lancet")
 
 
 def test_job_whose_launcher_is_killed_resumes_with_the_very_losses(lancet, tmp_path):
