@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from lancet_kernels.atomic import sync_folder, write_json_atomically
@@ -93,7 +92,7 @@ def save_checkpoint(
         temporary.mkdir(parents=True)
     _barrier()
     with _one_rank_is_enough():
-        dcp.save(training_state(model, optimizer), checkpoint_id=temporary)
+        _dcp().save(training_state(model, optimizer), checkpoint_id=temporary)
     _barrier()
     if _is_first():
         facts = {"step": step, "about": dict(about), "files": _sums(temporary)}
@@ -145,7 +144,7 @@ def load_checkpoint(
     _create_optimizer_state(optimizer)
     state = training_state(model, optimizer)
     with _one_rank_is_enough():
-        dcp.load(state, checkpoint_id=path)
+        _dcp().load(state, checkpoint_id=path)
     # Parameters were loaded in place through the views; this also takes what a module copies on loading.
     model.load_state_dict({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")})
     return int(facts["step"])
@@ -207,3 +206,10 @@ def _is_first() -> bool:
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def _dcp():
+    # Here, not above: it takes half a second to import, in every rank, and most runs keep no checkpoints.
+    import torch.distributed.checkpoint as dcp
+
+    return dcp

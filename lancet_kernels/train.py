@@ -27,7 +27,6 @@ from lancet_kernels.layer import moe_layers, set_routing_step
 from lancet_kernels.models import MODELS, GPT2MoE, ModelConfig, model_config
 from lancet_kernels.ops.gates import GATES, parse_gate
 from lancet_kernels.ops.link import emulate_link, link
-from lancet_kernels.optimize import optimize
 from lancet_kernels.options import (
     non_negative_float,
     non_negative_int,
@@ -37,7 +36,7 @@ from lancet_kernels.options import (
     positive_int,
 )
 from lancet_kernels.runs import RunFolder, resolve_run
-from lancet_kernels.schedules.strategies import STRATEGIES
+from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.step import TrainingStep
 
 _CHECKPOINTS = "checkpoints"
@@ -88,7 +87,7 @@ class TrainOptions:
     seed: int = option(0, "of weights and data order", parse=non_negative_int)
     validation_batches: int = option(8, "batches of the validation loss", parse=positive_int)
     strategy: str = option(
-        "lancet", "how all-to-alls are hidden; none: they are waited for", choices=tuple(STRATEGIES)
+        "lancet", "how all-to-alls are hidden; none: they are waited for", choices=STRATEGY_NAMES
     )
     link_gbps: float | None = option(
         None, "emulate a link of this many Gbit/s: pace every all-to-all (CPU ranks)", parse=positive_float
@@ -203,6 +202,9 @@ class Trainer:
         Args: cache: where the plan is kept, so that a resumed run adds its numbers in the same order.
         """
         if self.options.strategy != "none":
+            # Here, not above: the solver and torch's tracer take a second to import.
+            from lancet_kernels.optimize import optimize
+
             self.module = optimize(
                 self.module,
                 self.batch(1),
