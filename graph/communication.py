@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import Cluster
+
+from lancet_kernels.errors import UserError
 
 POINT_BYTES = tuple(1024 << n for n in range(22))
 """Where the model is sampled: 1 KB, 2 KB, ... 2 GB."""
@@ -98,7 +99,10 @@ class CommunicationModel:
             return cls.measured(samples)
         except (KeyError, TypeError) as error:
             raise UserError(
-                "communication points", got=repr(error), expected="collective, group, points", do="measure again"
+                "communication points",
+                got=repr(error),
+                expected="collective, group, points",
+                do="measure again",
             ) from error
 
 
@@ -107,7 +111,10 @@ def _sorted_points(key: tuple[str, str], samples: Iterable[tuple[float, float]])
     for size, ms in samples:
         if not (size >= 0 and ms >= 0):
             raise UserError(
-                f"sample of {key[0]}", got=(size, ms), expected="bytes and milliseconds >= 0", do="measure again"
+                f"sample of {key[0]}",
+                got=(size, ms),
+                expected="bytes and milliseconds >= 0",
+                do="measure again",
             )
         by_size.setdefault(float(size), []).append(float(ms))
     if not by_size:

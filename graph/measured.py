@@ -14,8 +14,9 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Instruction, TensorSpec
+
+from lancet_kernels.errors import UserError
 
 FORMAT = "lancet-measured-times"
 VERSION = 1

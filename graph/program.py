@@ -14,8 +14,9 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.reachability import Reachability
+
+from lancet_kernels.errors import UserError
 
 ITEM_BYTES = {
     "float64": 8,

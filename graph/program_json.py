@@ -6,8 +6,9 @@ import hashlib
 import json
 from typing import Any
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
+
+from lancet_kernels.errors import UserError
 
 FORMAT = "lancet-program"
 VERSION = 1
@@ -19,9 +20,7 @@ def program_to_json(program: Program) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "name": program.name,
-        "tensors": [
-            [t.name, list(t.shape), t.dtype, t.bytes, t.alias_of] for t in program.tensors.values()
-        ],
+        "tensors": [[t.name, list(t.shape), t.dtype, t.bytes, t.alias_of] for t in program.tensors.values()],
         "inputs": list(program.inputs),
         "outputs": list(program.outputs),
         "parameters": list(program.parameters),

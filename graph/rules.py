@@ -49,7 +49,10 @@ class Rule:
 
     def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
         """The parsed equation of this instruction, None when none of the rule's fits its operands."""
-        shapes = [tensors[t].shape for t in instruction.inputs], [tensors[t].shape for t in instruction.outputs]
+        shapes = (
+            [tensors[t].shape for t in instruction.inputs],
+            [tensors[t].shape for t in instruction.outputs],
+        )
         ranks = tuple(len(s) for side in shapes for s in side)
         texts = self.equations
         if self.derived:
@@ -190,11 +193,9 @@ DERIVED: dict[str, Callable[[list[Shape], list[Shape], Mapping], str | None]] = 
     "mean": _reduce("!"),
 }
 
-_ELEMENTWISE = """add sub mul div neg pow sqrt rsqrt reciprocal exp log tanh sigmoid silu gelu relu erf abs
-    where maximum minimum eq ne lt le gt ge logical_and logical_not _to_copy clone copy detach alias
-    lift_fresh_copy expand square cos sin convert_element_type""".split()
-_VIEWS = "view reshape _unsafe_view unsqueeze squeeze flatten unflatten".split()
-_ALONG = "_softmax softmax _log_softmax cat split split_with_sizes slice select chunk cumsum".split()
+_ELEMENTWISE = ["add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "exp", "log", "tanh", "sigmoid", "silu", "gelu", "relu", "erf", "abs", "where", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_not", "_to_copy", "clone", "copy", "detach", "alias", "lift_fresh_copy", "expand", "square", "cos", "sin", "convert_element_type"]
+_VIEWS = ["view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"]
+_ALONG = ["_softmax", "softmax", "_log_softmax", "cat", "split", "split_with_sizes", "slice", "select", "chunk", "cumsum"]
 _ATTENTION = (
     "b h s! d!, b h t! d!, b h t! d! -> b h s! d!",
     "b h s! d!, b h t! d!, b h t! d! -> b h s! d!, b h s!",
@@ -224,9 +225,7 @@ RULES: dict[str, Rule] = {
     # logits[T, E], used[E] -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
     "lancet.gate": Rule(("t e!, - -> t k, t k, t k, -",), carries=((1, 3),)),
     # x[T, D], expert[T, K], slot[T, K] -> buffer[W, E_l, C, D], counts[W, E_l]
-    "lancet.dispatch": Rule(
-        ("t! d!, t! k, t! k -> w! e! c! d!, w! e!",), irregular=("t, t, t -> ~, ~",)
-    ),
+    "lancet.dispatch": Rule(("t! d!, t! k, t! k -> w! e! c! d!, w! e!",), irregular=("t, t, t -> ~, ~",)),
     "lancet.exchange_counts": Rule(("w! e! -> w! e!",), irregular=("~ -> ~",), in_experts=True),
     "lancet.all_to_all": Rule(
         ("w! e! c d!, w! e! -> w! e! c d!",), irregular=("~, ~ -> ~",), in_experts=True

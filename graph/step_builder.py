@@ -104,9 +104,7 @@ class StepBuilder:
             self._tape.pop()()
 
     def finish(self) -> Program:
-        return Program(
-            self.name, self.instructions, self.tensors, self.inputs, self.outputs, self.parameters
-        )
+        return Program(self.name, self.instructions, self.tensors, self.inputs, self.outputs, self.parameters)
 
     # Ops that every Transformer has.
 

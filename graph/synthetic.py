@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.step_builder import StepBuilder
+
+from lancet_kernels.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ def training_step(
     """
     if isinstance(model, str):
         if model not in MODELS:
-            raise UserError("model", got=model, expected=f"one of {', '.join(MODELS)}", do="name one of these")
+            raise UserError(
+                "model", got=model, expected=f"one of {', '.join(MODELS)}", do="name one of these"
+            )
         model = MODELS[model]
     if gate not in GATES:
         raise UserError("gate", got=gate, expected=f"one of {', '.join(GATES)}", do="name one of these")
@@ -135,7 +138,9 @@ class _TrainingStep:
         def step() -> None:
             dlogits = b.tensor("d_logits", *b.shape(logits))
             inputs = [logits, target, lse]
-            b.emit("cross_entropy.backward", "lancet.cross_entropy_backward", inputs, [dlogits], bytes=2 * size)
+            b.emit(
+                "cross_entropy.backward", "lancet.cross_entropy_backward", inputs, [dlogits], bytes=2 * size
+            )
             b.send_gradient(logits, dlogits)
 
         b.on_backward(step)
@@ -211,9 +216,7 @@ class _TrainingStep:
         def step() -> None:
             dx = b.tensor(f"d_{name}.x", *b.shape(x))
             inputs = [b.gradient(y), back]
-            b.emit(
-                f"{name}.backward", "lancet.all_to_all", inputs, [dx], kind=Kind.ALL_TO_ALL, bytes=size
-            )
+            b.emit(f"{name}.backward", "lancet.all_to_all", inputs, [dx], kind=Kind.ALL_TO_ALL, bytes=size)
             b.send_gradient(x, dx)
 
         b.on_backward(step)
@@ -283,7 +286,14 @@ class _TrainingStep:
                 outputs = [b.tensor(f"{g}.mean", *b.shape(g), alias_of=g) for g in inputs]
                 reduced.update(zip([w for w, _ in shared], outputs, strict=True))
                 size = sum(b.tensors[g].content_bytes for g in inputs)
-                b.emit(f"{name}.all_reduce", "lancet.all_reduce", inputs, outputs, kind=Kind.ALL_REDUCE, bytes=size)
+                b.emit(
+                    f"{name}.all_reduce",
+                    "lancet.all_reduce",
+                    inputs,
+                    outputs,
+                    kind=Kind.ALL_REDUCE,
+                    bytes=size,
+                )
 
         b.on_backward(step)
 

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ortools.sat.python import cp_model
-
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.graph.rules import WHOLE, rule_for
+from ortools.sat.python import cp_model
 
 PREFER_CUT = 1000
 """Weight of a cut instruction against the position of an axis."""
@@ -88,9 +87,7 @@ class AxisInference:
         only_experts = all(rule is not None and rule.in_experts for rule in rules)
         tables = {}
         for i, (instruction, rule) in enumerate(zip(instructions, rules, strict=True), first):
-            table = (
-                rule.assignments(instruction, program.tensors, only_experts=only_experts) if rule else []
-            )
+            table = rule.assignments(instruction, program.tensors, only_experts=only_experts) if rule else []
             if not table and instruction.kind is Kind.ALL_TO_ALL:
                 return None
             tables[i] = table

@@ -313,4 +313,3 @@ class _Alive:
         made = {self.program.storage[t] for t in self.program.instructions[i].outputs} - self.born
         freed = sum(self.program.tensors[s].bytes for s in self.touching[i] if self.readers[s] == 1)
         return freed - sum(self.program.tensors[s].bytes for s in made)
-

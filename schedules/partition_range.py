@@ -13,11 +13,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.schedules.pipeline import PipelineCosts
 from lancet_kernels.schedules.ranges import PartitionRange
+
+from lancet_kernels.errors import UserError
 
 GROUPS_BETWEEN_MOE_LAYERS = 5
 """The paper's choice of gamma, where it is not given (section 7, hyper parameters)."""
@@ -42,7 +43,9 @@ class PartitionOptions:
             raise UserError("rho", got=self.most_parts, expected="at least 1 part", do="raise LANCET_RHO")
         for name, value in (("gamma", self.group_ms), ("iota", self.longest_range_ms)):
             if value is not None and not value > 0:
-                raise UserError(name, got=value, expected="milliseconds > 0", do=f"raise LANCET_{name.upper()}")
+                raise UserError(
+                    name, got=value, expected="milliseconds > 0", do=f"raise LANCET_{name.upper()}"
+                )
 
     @classmethod
     def from_environment(cls) -> PartitionOptions:

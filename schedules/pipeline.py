@@ -47,10 +47,7 @@ def simulate_pipeline(
     """Start and end of every part of positions first..last (both included)."""
     free = {False: 0.0, True: 0.0}
     ended: dict[tuple[int, int | None], float] = {}
-    part_ms = {
-        i: _part_ms(program, i, axes, parts, cost)
-        for i in range(first, last + 1)
-    }
+    part_ms = {i: _part_ms(program, i, axes, parts, cost) for i in range(first, last + 1)}
     cut = {i: is_cut(program.instructions[i], axes) for i in part_ms}
     carried = {i: any(axes.get(t) == CARRIED for t in program.instructions[i].outputs) for i in part_ms}
     times = []
@@ -117,5 +114,3 @@ class PipelineCosts:
             signature, _ = range_signature(self.program, first, last)
             self._signatures[key] = self._numbers.setdefault(signature, len(self._numbers))
         return self._signatures[key]
-
-

@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL
 from lancet_kernels.schedules.ranges import PartitionRange, expand
 from lancet_kernels.schedules.simulate import Timeline, simulate
+
+from lancet_kernels.errors import UserError
 
 FORMAT = "lancet-plan"
 VERSION = 1
@@ -140,7 +141,9 @@ class Plan:
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise UserError("plan file", got=f"{path} ({error})", expected="a saved plan", do="plan again") from error
+            raise UserError(
+                "plan file", got=f"{path} ({error})", expected="a saved plan", do="plan again"
+            ) from error
         plan = cls.from_json(data)
         if program is not None:
             plan.check(program)

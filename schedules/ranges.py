@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.cut import is_cut, part_instruction, part_name, reassembly
 from lancet_kernels.graph.program import Instruction, Program, TensorSpec
 from lancet_kernels.graph.rules import CARRIED, WHOLE
+
+from lancet_kernels.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,7 @@ def outgoing(program: Program, first: int, last: int, axes: Mapping[str, int]) -
     wanted = [
         t
         for t in made
-        if axes.get(t, WHOLE) != WHOLE
-        and (program.consumers[t][-1:] > [last] or t in program.output_set)
+        if axes.get(t, WHOLE) != WHOLE and (program.consumers[t][-1:] > [last] or t in program.output_set)
     ]
     reassembled: set[str] = set()
     viewed: set[int] = set()
@@ -91,7 +91,9 @@ def outgoing(program: Program, first: int, last: int, axes: Mapping[str, int]) -
             viewed.add(i)
             inputs = program.instructions[i].inputs
             wanted += [s for s in inputs if s in made and axes.get(s, WHOLE) != WHOLE]
-    in_order = sorted(reassembled, key=lambda t: (_first_reader_outside(program, t, last), program.producer[t]))
+    in_order = sorted(
+        reassembled, key=lambda t: (_first_reader_outside(program, t, last), program.producer[t])
+    )
     return Outgoing(tuple(in_order), tuple(sorted(viewed)))
 
 

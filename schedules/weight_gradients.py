@@ -107,8 +107,7 @@ def assign(program: Program, ms: Sequence[float]) -> dict[int, list[Unit]]:
             candidates = [
                 u
                 for u in unused
-                if u.overlaps >> a & 1
-                and not (is_filling and u.ms > 2 * remaining and u.overlaps >> (a + 1))
+                if u.overlaps >> a & 1 and not (is_filling and u.ms > 2 * remaining and u.overlaps >> (a + 1))
             ]
             if not candidates:
                 break
@@ -177,5 +176,3 @@ def assigned_names(program: Program, ms: Sequence[float]) -> dict[str, list[str]
         names[a]: [names[i] for unit in chosen for i in unit.positions]
         for a, chosen in assign(program, ms).items()
     }
-
-

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
-from made_programs import backward_of_layers, given, program, random_programs
-
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import durations
 from lancet_kernels.schedules.list_schedule import best_order, critical_path, list_order, list_schedule
 from lancet_kernels.schedules.optimum import optimal_order
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
+from made_programs import backward_of_layers, given, program, random_programs
+
+from lancet_kernels.errors import UserError
 
 
 def test_critical_path_by_hand():
@@ -77,7 +77,10 @@ def test_gap_to_the_optimum(capsys):
                 gaps["list"].append(best_order(p, given).iteration_ms / base - 1)
     with capsys.disabled():
         for name, found in gaps.items():
-            print(f"\ngap to the CP-SAT optimum, {name}: mean {sum(found) / len(found):.1%}, most {max(found):.1%}", end="")
+            print(
+                f"\ngap to the CP-SAT optimum, {name}: mean {sum(found) / len(found):.1%}, most {max(found):.1%}",
+                end="",
+            )
     assert max(gaps["greedy"]) < 0.25
     assert max(gaps["list"]) < 0.10
     assert sum(gaps["list"]) <= sum(gaps["greedy"])
