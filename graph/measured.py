@@ -36,7 +36,7 @@ def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec],
 
 
 class MeasuredTimes:
-    """Milliseconds by `measurement_key`. A file that is corrupt or foreign counts as empty, with one warning."""
+    """Milliseconds by `measurement_key`. A corrupt or foreign file counts as empty, with one warning."""
 
     def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path is not None else None

@@ -89,7 +89,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operator applied to tensors. Costs are in `flops` and in `bytes` moved (to memory, or over the link).
+    """One operator on tensors. Its work is in `flops` and in `bytes` moved (in memory, or over the link).
 
     `milliseconds`, where given, is a measured time and goes before every estimate. `mutates` names inputs
     that are overwritten: readers of the old value stay before this instruction, readers of the new one after.

@@ -70,7 +70,7 @@ class Rule:
 
         `only_experts` says that the range holds nothing but all-to-alls and experts.
 
-        Example: `aten.mm` gives [(0, -1, 0), (-1, 1, 1)]: rows of the first operand, or columns of the second.
+        Example: `aten.mm` gives [(0, -1, 0), (-1, 1, 1)]: rows of the first, or columns of the second.
         """
         equation = self.equation(instruction, tensors)
         if equation is None or instruction.attributes.get("partitionable") is False:
@@ -115,7 +115,7 @@ class Rule:
         return found
 
     def capacity_dimensions(self, instruction: Instruction, tensors: Tensors) -> dict[str, int]:
-        """Which dimension of each operand is the capacity `c`: what an irregular part has 1/k of on average."""
+        """Which dimension of each operand is the capacity `c`, of which an irregular part has about 1/k."""
         equation = self.equation(instruction, tensors)
         if equation is None:
             return {}
@@ -193,9 +193,21 @@ DERIVED: dict[str, Callable[[list[Shape], list[Shape], Mapping], str | None]] = 
     "mean": _reduce("!"),
 }
 
-_ELEMENTWISE = ["add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "exp", "log", "tanh", "sigmoid", "silu", "gelu", "relu", "erf", "abs", "where", "maximum", "minimum", "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_not", "_to_copy", "clone", "copy", "detach", "alias", "lift_fresh_copy", "expand", "square", "cos", "sin", "convert_element_type"]
+# fmt: off
+_ELEMENTWISE = [
+    "add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "exp", "log", "tanh",
+    "sigmoid", "silu", "gelu", "relu", "erf", "abs", "where", "maximum", "minimum", "eq", "ne",
+    "lt", "le", "gt", "ge", "logical_and", "logical_not", "_to_copy", "clone", "copy", "detach",
+    "alias", "lift_fresh_copy", "expand", "square", "cos", "sin", "convert_element_type",
+]
+# fmt: on
 _VIEWS = ["view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"]
-_ALONG = ["_softmax", "softmax", "_log_softmax", "cat", "split", "split_with_sizes", "slice", "select", "chunk", "cumsum"]
+# fmt: off
+_ALONG = [
+    "_softmax", "softmax", "_log_softmax", "cat", "split", "split_with_sizes", "slice", "select",
+    "chunk", "cumsum",
+]
+# fmt: on
 _ATTENTION = (
     "b h s! d!, b h t! d!, b h t! d! -> b h s! d!",
     "b h s! d!, b h t! d!, b h t! d! -> b h s! d!, b h s!",
@@ -222,7 +234,7 @@ RULES: dict[str, Rule] = {
     "aten._scaled_dot_product_flash_attention": Rule(_ATTENTION),
     "aten._scaled_dot_product_flash_attention_for_cpu": Rule(_ATTENTION),
     "aten._scaled_dot_product_efficient_attention": Rule(_ATTENTION),
-    # logits[T, E], used[E] -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
+    # logits[T, E], used[E] -> expert[T, K], slot[T, K], weight[T, K], used'[E] (section 2.3)
     "lancet.gate": Rule(("t e!, - -> t k, t k, t k, -",), carries=((1, 3),)),
     # x[T, D], expert[T, K], slot[T, K] -> buffer[W, E_l, C, D], counts[W, E_l]
     "lancet.dispatch": Rule(("t! d!, t! k, t! k -> w! e! c! d!, w! e!",), irregular=("t, t, t -> ~, ~",)),

@@ -298,7 +298,7 @@ class _TrainingStep:
         b.on_backward(step)
 
     def _optimizer(self) -> None:
-        """SGD with momentum, one instruction per parameter: reads gradient, weight and momentum, writes two."""
+        """SGD with momentum, one instruction per parameter: reads three tensors, writes two."""
         b = self.b
         b.phase = Phase.OPTIMIZER
         for weight, gradient in self.__dict__.get("reduced", {}).items():

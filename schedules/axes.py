@@ -31,8 +31,8 @@ class AxisInference:
     def axes(self, first: int, last: int) -> Mapping[str, int] | None:
         """The axis of every tensor in positions first..last (both included) that is cut, or None.
 
-        None: the range holds no all-to-all, or one of its all-to-alls cannot be cut; an op without a rule or a
-        gate that needs the whole batch stands in the way.
+        None: the range holds no all-to-all, or one that cannot be cut, because an op without a rule or a gate
+        that needs the whole batch stands in the way.
         """
         key = first, last
         if key not in self._by_range:

@@ -3,8 +3,8 @@
     T(n) = min over i < n and k <= K of T(i) + P(i, n, k)
 
 where T(n) is the best time of the first n instructions and P(i, n, k) that of instructions i to n as a
-pipeline of k parts. It runs over groups of consecutive instructions instead of single ones (gamma), over ranges
-up to a longest one (iota), and up to a most number of parts (rho).
+pipeline of k parts. It runs over groups of consecutive instructions instead of single ones (gamma), over
+ranges up to a longest one (iota), and up to a most number of parts (rho).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def choose_ranges(program: Program, cost: Cost, options: PartitionOptions | None
 
 
 def program_gates(program: Program, length: int) -> int:
-    """MoE layers in the first `length` instructions: gates, or pairs of all-to-alls where there is no gate."""
+    """MoE layers in the first `length` instructions: gates, or pairs of all-to-alls without a gate."""
     instructions = program.instructions[:length]
     gates = sum(i.op == "lancet.gate" for i in instructions)
     return gates or sum(i.kind is Kind.ALL_TO_ALL for i in instructions) // 2

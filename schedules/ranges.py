@@ -19,7 +19,7 @@ from lancet_kernels.errors import UserError
 
 @dataclass(frozen=True)
 class PartitionRange:
-    """Instructions first..last (names, both included) cut into `parts`; `axes` of the tensors that are cut."""
+    """Instructions first..last (names, both included) in `parts`; `axes` of the tensors that are cut."""
 
     first: str
     last: str
