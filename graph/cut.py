@@ -63,7 +63,7 @@ def part_instruction(
     }
     names = {t: spec.name for t, spec in specs.items()}
     inputs = [names[t] for t in instruction.inputs]
-    for source, target in rule.carries if rule else ():
+    for source, target in rule.carried(instruction, tensors) if rule else ():
         if part and operands[instruction.outputs[target]] == CARRIED:
             inputs[source] = part_name(instruction.outputs[target], part - 1, parts)
             specs[f"{instruction.inputs[source]} carried"] = part_tensor(

@@ -43,7 +43,8 @@ class Equation:
 
     @property
     def cuttable(self) -> list[str]:
-        """Names a part can be taken along: not `!`, and in every output that has names (or marked `+`)."""
+        """Names a part of the op can be taken along: not `!`, and in every output with names (or marked
+        `+`)."""
         named = [o for o in self.outputs if any(n is not None for n in o)]
         everywhere = [n for n in sorted(_names(named)) if all(n in o for o in named)]
         found = [n for n in everywhere if n not in self.whole and n in _names(self.inputs)]

@@ -14,9 +14,8 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
-from lancet_kernels.graph.program import Instruction, TensorSpec
-
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program import Instruction, TensorSpec
 
 FORMAT = "lancet-measured-times"
 VERSION = 1
@@ -36,7 +35,8 @@ def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec],
 
 
 class MeasuredTimes:
-    """Milliseconds by `measurement_key`. A corrupt or foreign file counts as empty, with one warning."""
+    """Milliseconds by `measurement_key`. A file that is corrupt or foreign counts as empty, with one
+    warning."""
 
     def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path is not None else None
@@ -48,6 +48,10 @@ class MeasuredTimes:
     def get(self, key: str) -> float | None:
         """The measured milliseconds, None if this was never measured."""
         return self._times.get(key)
+
+    def items(self) -> list[tuple[str, float]]:
+        """All keys and milliseconds."""
+        return list(self._times.items())
 
     def put(self, key: str, milliseconds: float) -> None:
         """Remember one measurement; `save` writes it."""

@@ -14,9 +14,8 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from lancet_kernels.graph.reachability import Reachability
-
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.reachability import Reachability
 
 ITEM_BYTES = {
     "float64": 8,
@@ -89,7 +88,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Instruction:
-    """One operator on tensors. Its work is in `flops` and in `bytes` moved (in memory, or over the link).
+    """One operator applied to tensors. Costs are in `flops` and in `bytes` moved (to memory, or over the
+    link).
 
     `milliseconds`, where given, is a measured time and goes before every estimate. `mutates` names inputs
     that are overwritten: readers of the old value stay before this instruction, readers of the new one after.
@@ -135,6 +135,14 @@ class Program:
         for name in ("instructions", "inputs", "outputs", "parameters"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check()
+
+    @classmethod
+    def from_fx(cls, module: Any, cost: Any = None, name: str = "graph") -> Program:
+        """The Program of an fx graph; see `lancet_kernels.graph.from_fx.program_from_fx`."""
+        # Here, not above: Programs need no torch.
+        from lancet_kernels.graph.from_fx import program_from_fx
+
+        return program_from_fx(module, cost, name)
 
     def __len__(self) -> int:
         return len(self.instructions)

@@ -36,16 +36,16 @@ class Rule:
 
     equations: alternatives, told apart by how many operands they have; the first that fits is taken.
     derived: instead, the name of a function in `DERIVED` that writes the equation from shapes and attributes.
-    irregular: per operand `~` (irregular), `.` (whole) or a dimension name, for cuts behind the gate.
-    in_experts: the op belongs to the all-to-alls and experts, where the capacity may be cut.
-    carries: (input, output) positions of state that each part hands on to the next.
+    irregular: per operand `~` (irregular), `^` (carried), `.` (whole) or a dimension name, for cuts
+    behind the gate. in_experts: the op belongs to the all-to-alls and experts, where the capacity may be cut.
+    carries: positions of outputs that each part hands on to the next, in place of the input alike.
     """
 
     equations: tuple[str, ...] = ()
     derived: str | None = None
     irregular: tuple[str, ...] = ()
     in_experts: bool = False
-    carries: tuple[tuple[int, int], ...] = ()
+    carries: tuple[int, ...] = ()
 
     def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
         """The parsed equation of this instruction, None when none of the rule's fits its operands."""
@@ -70,7 +70,8 @@ class Rule:
 
         `only_experts` says that the range holds nothing but all-to-alls and experts.
 
-        Example: `aten.mm` gives [(0, -1, 0), (-1, 1, 1)]: rows of the first, or columns of the second.
+        Example: `aten.mm` gives [(0, -1, 0), (-1, 1, 1)]: rows of the first operand, or columns of the
+        second.
         """
         equation = self.equation(instruction, tensors)
         if equation is None or instruction.attributes.get("partitionable") is False:
@@ -87,12 +88,23 @@ class Rule:
             made = [_axis(tensors[t].shape, names, name) for t, names in results]
             if name in equation.summed:
                 made = [PARTIAL] * len(made)
-            for source, target in self.carries:
-                cut[source], made[target] = WHOLE, CARRIED
+            for target in self.carries:
+                made[target] = CARRIED
             if any(a >= 0 for a in cut) and WHOLE not in made:
                 found.append((*cut, *made))
         if not only_experts:
             found += self._irregular(instruction, equation, tensors)
+        return found
+
+    def carried(self, instruction: Instruction, tensors: Tensors) -> list[tuple[int, int]]:
+        """(input, output) positions of what parts hand on: the input has the output's shape and dtype."""
+        found = []
+        for target in self.carries:
+            wanted = tensors[instruction.outputs[target]]
+            for source, name in enumerate(instruction.inputs):
+                if (tensors[name].shape, tensors[name].dtype) == (wanted.shape, wanted.dtype):
+                    found.append((source, target))
+                    break
         return found
 
     def _irregular(
@@ -104,7 +116,7 @@ class Rule:
         for text in self.irregular:
             marks = text.replace("->", ",").split(",")
             if len(marks) == len(operands):
-                codes = {"~": IRREGULAR, ".": WHOLE}
+                codes = {"~": IRREGULAR, ".": WHOLE, "^": CARRIED}
                 pairs = zip(marks, operands, strict=True)
                 found.append(
                     tuple(
@@ -115,7 +127,8 @@ class Rule:
         return found
 
     def capacity_dimensions(self, instruction: Instruction, tensors: Tensors) -> dict[str, int]:
-        """Which dimension of each operand is the capacity `c`, of which an irregular part has about 1/k."""
+        """Which dimension of each operand is the capacity `c`: what an irregular part has 1/k of on
+        average."""
         equation = self.equation(instruction, tensors)
         if equation is None:
             return {}
@@ -193,21 +206,11 @@ DERIVED: dict[str, Callable[[list[Shape], list[Shape], Mapping], str | None]] = 
     "mean": _reduce("!"),
 }
 
-# fmt: off
-_ELEMENTWISE = [
-    "add", "sub", "mul", "div", "neg", "pow", "sqrt", "rsqrt", "reciprocal", "exp", "log", "tanh",
-    "sigmoid", "silu", "gelu", "relu", "erf", "abs", "where", "maximum", "minimum", "eq", "ne",
-    "lt", "le", "gt", "ge", "logical_and", "logical_not", "_to_copy", "clone", "copy", "detach",
-    "alias", "lift_fresh_copy", "expand", "square", "cos", "sin", "convert_element_type",
-]
-# fmt: on
-_VIEWS = ["view", "reshape", "_unsafe_view", "unsqueeze", "squeeze", "flatten", "unflatten"]
-# fmt: off
-_ALONG = [
-    "_softmax", "softmax", "_log_softmax", "cat", "split", "split_with_sizes", "slice", "select",
-    "chunk", "cumsum",
-]
-# fmt: on
+_ELEMENTWISE = """add sub mul div neg pow sqrt rsqrt reciprocal exp log tanh sigmoid silu gelu relu erf abs
+    where maximum minimum eq ne lt le gt ge logical_and logical_not _to_copy clone copy detach alias
+    lift_fresh_copy expand square cos sin convert_element_type""".split()
+_VIEWS = "view reshape _unsafe_view unsqueeze squeeze flatten unflatten".split()
+_ALONG = "_softmax softmax _log_softmax cat split split_with_sizes slice select chunk cumsum".split()
 _ATTENTION = (
     "b h s! d!, b h t! d!, b h t! d! -> b h s! d!",
     "b h s! d!, b h t! d!, b h t! d! -> b h s! d!, b h s!",
@@ -234,25 +237,50 @@ RULES: dict[str, Rule] = {
     "aten._scaled_dot_product_flash_attention": Rule(_ATTENTION),
     "aten._scaled_dot_product_flash_attention_for_cpu": Rule(_ATTENTION),
     "aten._scaled_dot_product_efficient_attention": Rule(_ATTENTION),
-    # logits[T, E], used[E] -> expert[T, K], slot[T, K], weight[T, K], used'[E] (section 2.3)
-    "lancet.gate": Rule(("t e!, - -> t k, t k, t k, -",), carries=((1, 3),)),
-    # x[T, D], expert[T, K], slot[T, K] -> buffer[W, E_l, C, D], counts[W, E_l]
-    "lancet.dispatch": Rule(("t! d!, t! k, t! k -> w! e! c! d!, w! e!",), irregular=("t, t, t -> ~, ~",)),
+    # logits[T, E], used[E], key[T], bias[E], as far as the gate has them
+    #   -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
+    "lancet.gate": Rule(
+        (
+            "t e!, - -> t k, t k, t k, -",
+            "-, t -> t k, t k, t k, -",
+            "t e!, -, - -> t k, t k, t k, -",
+        ),
+        carries=(3,),
+    ),
+    # used'[E] -> counts[W, E_l]: behind a gate that is cut, or of a part of what a whole gate decided
+    "lancet.kept_counts": Rule(("e! -> w! l!",), irregular=("^ -> ~", ". -> ~")),
+    # x[T, D], expert[T, K], slot[T, K] -> buffer[W, E_l, C, D] (and counts[W, E_l])
+    "lancet.dispatch": Rule(
+        ("t! d!, t! k!, t! k! -> w! e! c! d!", "t! d!, t! k!, t! k! -> w! e! c! d!, w! e!"),
+        irregular=("t, t, t -> ~", "t, t, t -> ~, ~"),
+    ),
     "lancet.exchange_counts": Rule(("w! e! -> w! e!",), irregular=("~ -> ~",), in_experts=True),
+    # x[W, E_l, C, D], send counts[W, E_l] (, receive counts) -> y[W, E_l, C, D]
     "lancet.all_to_all": Rule(
-        ("w! e! c d!, w! e! -> w! e! c d!",), irregular=("~, ~ -> ~",), in_experts=True
+        ("w! e! c d!, w! e! -> w! e! c d!", "w! e! c d!, w! e!, w! e! -> w! e! c d!"),
+        irregular=("~, ~ -> ~", "~, ~, ~ -> ~"),
+        in_experts=True,
     ),
-    # x[W, E_l, C, D], weight[E_l, D, F], counts[W, E_l] -> y[W, E_l, C, F]
+    # x[W, E_l, C, D], counts[W, E_l], weight[E_l, D, F] (, bias[E_l, F]) -> y[W, E_l, C, F]
     "lancet.grouped_gemm": Rule(
-        ("w! e! c d, e! d f!, w! e! -> w! e! c f!",), irregular=("~, ., ~ -> ~",), in_experts=True
+        (
+            "w! e! c d, w! e!, e! d f! -> w! e! c f!",
+            "w! e! c d, w! e!, e! d f!, e! f! -> w! e! c f!",
+        ),
+        irregular=("~, ~, . -> ~", "~, ~, ., . -> ~"),
+        in_experts=True,
     ),
-    # x[W, E_l, C, D], dy[W, E_l, C, F], counts[W, E_l] -> dweight[E_l, D, F]
-    "lancet.grouped_gemm_wgrad": Rule(
-        ("w! e! c+ d!, w! e! c+ f!, w! e! -> e! d! f!",), irregular=(), in_experts=True
+    # h[W, E_l, C, F] (, counts[W, E_l]) -> a[W, E_l, C, F]
+    "lancet.expert_activation": Rule(
+        ("w! e! c f! -> w! e! c g!", "w! e! c f!, w! e! -> w! e! c g!"),
+        irregular=("~ -> ~", "~, ~ -> ~"),
+        in_experts=True,
     ),
-    "lancet.expert_activation": Rule(("w! e! c f! -> w! e! c f!",), irregular=("~ -> ~",), in_experts=True),
+    # Backward of the experts: dy, counts, weight -> dx;  x, dy, counts -> dweight;  da, h, counts -> dh
+    "lancet.grouped_gemm_dx": Rule(("w! e! c f, w! e!, e! d! f -> w! e! c d!",), in_experts=True),
+    "lancet.grouped_gemm_dw": Rule(("w! e! c+ d!, w! e! c+ f!, w! e! -> e! d! f!",), in_experts=True),
     "lancet.expert_activation_backward": Rule(
-        ("w! e! c f!, w! e! c f! -> w! e! c f!",), irregular=("~, ~ -> ~",), in_experts=True
+        ("w! e! c f!, w! e! c g!, w! e! -> w! e! c g!",), in_experts=True
     ),
     # y[W, E_l, C, D], expert[T, K], slot[T, K], weight[T, K] -> out[T, D]
     "lancet.combine": Rule(("w! e! c! d!, t k!, t k!, t k! -> t! d!",), irregular=("~, t, t, t -> t",)),

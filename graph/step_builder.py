@@ -1,4 +1,5 @@
-"""How is a training step written down op by op, without torch? Forward ops push their backward on a tape.
+"""How is a training step written down op by op, without torch? Forward ops that push their backward on a
+tape.
 
 Every method appends instructions as ahead-of-time autograd would order them: the input gradient (dX) first,
 then the weight gradient (dW) beside it. Work is counted in flops, traffic as the bytes of all operands.

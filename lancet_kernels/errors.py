@@ -15,3 +15,13 @@ class UserError(ValueError):
 
 class CommunicationError(RuntimeError):
     """A collective failed or ran out of time. The message names rank, operation and whom it waited for."""
+
+
+class RankFailed(RuntimeError):
+    """A rank died or raised, and the job was ended. The message is one line: the rank and its error."""
+
+    def __init__(self, rank: int, what: str, *, traceback_file: str | None = None):
+        self.rank, self.traceback_file = rank, traceback_file
+        super().__init__(
+            f"rank {rank} {what}" + (f" (traceback in {traceback_file})" if traceback_file else "")
+        )

@@ -1,1 +1,49 @@
-"""Torch ops of the MoE layer: routing, dispatch, all-to-all, experts, combine."""
+"""Torch ops of the MoE layer: routing, dispatch, all-to-all, experts, combine.
+
+One file per op; each is `torch.ops.lancet.<name>` with a fake and an autograd formula, and stands beside
+a plain reference (`naive_*`) that tests compare it with.
+"""
+
+from lancet_kernels.ops.all_reduce import all_reduce_bucket, start_all_reduce
+from lancet_kernels.ops.all_to_all import all_to_all, exchange_counts, start_all_to_all
+from lancet_kernels.ops.combine import combine, combine_dweight
+from lancet_kernels.ops.dispatch import dispatch
+from lancet_kernels.ops.expert_activation import expert_activation, expert_activation_backward
+from lancet_kernels.ops.gate import gate, gate_backward
+from lancet_kernels.ops.grouped_gemm import (
+    grouped_gemm,
+    grouped_gemm_dbias,
+    grouped_gemm_dw,
+    grouped_gemm_dx,
+)
+from lancet_kernels.ops.kept_counts import kept_counts
+from lancet_kernels.ops.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
+from lancet_kernels.ops.parts import local_slots, merge_parts, merge_slots
+
+__all__ = [
+    "MoELosses",
+    "RoutingSums",
+    "all_reduce_bucket",
+    "all_to_all",
+    "combine",
+    "combine_dweight",
+    "dispatch",
+    "exchange_counts",
+    "expert_activation",
+    "expert_activation_backward",
+    "gate",
+    "gate_backward",
+    "grouped_gemm",
+    "grouped_gemm_dbias",
+    "grouped_gemm_dw",
+    "grouped_gemm_dx",
+    "kept_counts",
+    "local_slots",
+    "merge_parts",
+    "merge_slots",
+    "moe_losses",
+    "routing_sums",
+    "start_all_reduce",
+    "start_all_to_all",
+    "sum_over_ranks",
+]

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ortools.sat.python import cp_model
+
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.graph.rules import WHOLE, rule_for
-from ortools.sat.python import cp_model
 
 PREFER_CUT = 1000
 """Weight of a cut instruction against the position of an axis."""
@@ -31,8 +32,8 @@ class AxisInference:
     def axes(self, first: int, last: int) -> Mapping[str, int] | None:
         """The axis of every tensor in positions first..last (both included) that is cut, or None.
 
-        None: the range holds no all-to-all, or one that cannot be cut, because an op without a rule or a gate
-        that needs the whole batch stands in the way.
+        None: the range holds no all-to-all, or one of its all-to-alls cannot be cut; an op without a
+        rule or a gate that needs the whole batch stands in the way.
         """
         key = first, last
         if key not in self._by_range:

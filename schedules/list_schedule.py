@@ -1,9 +1,9 @@
 """Can a schedule that moves any ready work beat Algorithm 1? List scheduling by critical path, dW as filler.
 
-Beyond the paper. Whenever compute is free, the ready instruction with the longest path behind it runs. What
-no all-to-all waits for (weight gradients, optimizer steps, the reassembly of activations for the backward
-pass) is filler: it runs when nothing else is ready, which is exactly while an all-to-all is exposed, and the
-one that fits the gap best goes first. All-to-alls start the moment they can.
+Beyond the paper. Whenever compute is free, the ready instruction with the longest path behind it runs.
+What no all-to-all waits for (weight gradients, optimizer steps, the reassembly of activations for the
+backward pass) is filler: it runs when nothing else is ready, which is exactly while an all-to-all is
+exposed, and the one that fits the gap best goes first. All-to-alls start the moment they can.
 
 The result is never predicted worse than the better of Algorithm 1 and the original order: `best_order`
 simulates all of them and takes the best one that respects the memory limit.

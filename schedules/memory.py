@@ -1,6 +1,5 @@
-"""How many bytes are alive at the worst moment?
-
-A storage lives from the start of its producer to the end of its last reader.
+"""How many bytes are alive at the worst moment? A storage lives from its producer's start to its last
+reader's end.
 
 Program inputs (parameters, optimizer state) and outputs stay. A weight gradient that waits keeps the
 activations it reads alive, and an all-to-all in flight keeps its buffers: both are counted, because readers

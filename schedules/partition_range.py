@@ -13,12 +13,11 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.schedules.pipeline import PipelineCosts
 from lancet_kernels.schedules.ranges import PartitionRange
-
-from lancet_kernels.errors import UserError
 
 GROUPS_BETWEEN_MOE_LAYERS = 5
 """The paper's choice of gamma, where it is not given (section 7, hyper parameters)."""
@@ -106,7 +105,8 @@ def choose_ranges(program: Program, cost: Cost, options: PartitionOptions | None
 
 
 def program_gates(program: Program, length: int) -> int:
-    """MoE layers in the first `length` instructions: gates, or pairs of all-to-alls without a gate."""
+    """MoE layers in the first `length` instructions: gates, or pairs of all-to-alls where there is no
+    gate."""
     instructions = program.instructions[:length]
     gates = sum(i.op == "lancet.gate" for i in instructions)
     return gates or sum(i.kind is Kind.ALL_TO_ALL for i in instructions) // 2

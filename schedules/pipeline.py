@@ -25,7 +25,8 @@ IMPOSSIBLE = float("inf")
 
 @dataclass(frozen=True)
 class PartTime:
-    """One part of an instruction (None: it runs once), in milliseconds from the start of the pipeline."""
+    """One part of an instruction (part None: it runs once), in milliseconds from the start of the
+    pipeline."""
 
     position: int
     part: int | None

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.cut import is_cut, part_instruction, part_name, reassembly
 from lancet_kernels.graph.program import Instruction, Program, TensorSpec
 from lancet_kernels.graph.rules import CARRIED, WHOLE
 
-from lancet_kernels.errors import UserError
-
 
 @dataclass(frozen=True)
 class PartitionRange:
-    """Instructions first..last (names, both included) in `parts`; `axes` of the tensors that are cut."""
+    """Instructions first..last (names, both included) cut into `parts`; `axes` of the tensors that are
+    cut."""
 
     first: str
     last: str

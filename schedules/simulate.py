@@ -36,7 +36,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Times:
-    """By position in the Program: start, end, and stretches on the link (all-reduces may have several)."""
+    """By position in the Program: start, end, and the stretches on the link (all-reduces may have
+    several)."""
 
     start: list[float]
     end: list[float]
@@ -153,7 +154,8 @@ def run(
 def _waits(
     program: Program, order: Sequence[int], blocking: Collection[str]
 ) -> tuple[list[int], list[Sequence[int]]]:
-    """How many instructions each one waits for, and who waits for it. Blocking adds waits in order."""
+    """How many instructions each one waits for, and who waits for it; blocking adds waits in program
+    order."""
     pending = [len(before) for before in program.dependencies]
     waiters: list[Sequence[int]] = list(program.dependents)
     if not blocking:

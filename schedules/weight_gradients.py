@@ -157,7 +157,8 @@ def order_by_slots(program: Program, slots: Mapping[int, float]) -> list[int]:
 
 
 def _already_filled(program: Program, ms: Sequence[float], a: int, movable: int) -> float:
-    """Computation other than movable weight gradients, up to the first one that needs the all-to-all."""
+    """Computation other than movable weight gradients, between an all-to-all and the first one that
+    needs it."""
     needs = program.reachability.descendants[a]
     total = 0.0
     for i in range(a + 1, len(program)):

@@ -1,0 +1,172 @@
+"""The one place that touches torch's private interfaces: from a module to its joint forward and backward
+graph, and back.
+
+    with capture(module, inputs) as captured:
+        captured.joint            one fx graph of aten and lancet ops, forward and backward
+        captured.compile(split)   a function of the module's inputs that trains with the graphs of `split`
+
+Nothing is run: tensors are fake while the graph is taken, so a model may
+be larger than this machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, fx, nn
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import (
+    aot_compile_joint_with_descriptors,
+    aot_export_joint_with_descriptors,
+)
+from torch._functorch.partitioners import default_partition
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.from_fx import forward_nodes
+
+Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
+"""(joint graph, number of forward outputs) -> (forward graph, backward graph)."""
+
+
+class CaptureError(UserError):
+    """The module cannot be captured as one graph. The message says what stands in the way."""
+
+
+@dataclass
+class Captured:
+    """A module's joint graph, and what is needed to run it."""
+
+    module: nn.Module
+    """The traced copy; shares the parameters of the original."""
+    joint: fx.GraphModule
+    _descriptors: object
+
+    @property
+    def forward_outputs(self) -> int:
+        """How many of the joint graph's outputs belong to the forward; the others are gradients."""
+        return sum(isinstance(d, PlainAOTOutput) for d in output_node(self.joint).meta["desc"])
+
+    def parameter_of_gradient(self) -> dict[int, str]:
+        """Position among the joint graph's outputs -> name of the parameter whose gradient stands there."""
+        descriptors = output_node(self.joint).meta["desc"]
+        return {
+            i: d.grad_of.target
+            for i, d in enumerate(descriptors)
+            if isinstance(d, GradAOTOutput) and isinstance(d.grad_of, ParamAOTInput)
+        }
+
+    def compile(self, split: Split) -> Callable[..., object]:
+        """A function of the module's inputs that runs the two graphs under autograd. Call it once."""
+
+        def partition(joint: fx.GraphModule, _inputs, *, num_fwd_outputs: int, **_):
+            return split(joint, num_fwd_outputs)
+
+        call = aot_compile_joint_with_descriptors(self._descriptors, partition_fn=partition)
+        names = [*self._descriptors.params_spec, *self._descriptors.buffers_spec]
+        module = self.module
+
+        def run(*inputs: object) -> object:
+            state = [_attribute(module, name) for name in names]
+            return call(*state, *inputs)
+
+        return run
+
+
+@contextlib.contextmanager
+def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
+    """Take the joint graph of `module(*inputs)`; compile it, if at all, before leaving the block.
+
+    Inside the block tensors are fake: run nothing there. The graph itself stays readable afterwards.
+
+    Args: inputs: example inputs; their shapes are what the graph is for.
+    Raises: CaptureError, with torch's reason, for a module that is not one graph (a branch on data, say).
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            traced = dynamo_graph_capture_for_export(module)(*inputs)
+            stack.enter_context(tracing(TracingContext(traced.meta["fake_mode"])))
+            joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs))
+        except UserError:
+            raise
+        except Exception as error:
+            raise _refusal(module, error) from error
+        yield Captured(traced, joint.graph_module, joint)
+
+
+def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the
+    nodes."""
+    forward = forward_nodes(list(joint.graph.nodes))
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            # What torch's partitioner goes by: where the last forward node stands.
+            node.meta["partitioner_tag"] = "is_forward" if node in forward else "is_backward"
+    placeholders = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    return default_partition(
+        joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=()
+    )
+
+
+def output_node(module: fx.GraphModule) -> fx.Node:
+    """The output node of a graph."""
+    return next(node for node in reversed(module.graph.nodes) if node.op == "output")
+
+
+def fake_mode_of(node: fx.Node) -> object:
+    """The mode in which an op of the node's graph can be called on `meta["val"]`s, to learn its result's
+    shape."""
+    value = node.meta["val"]
+    return (value[0] if isinstance(value, (tuple, list)) else value).fake_mode
+
+
+def is_fake(value: object) -> bool:
+    """Is this a tensor without contents?"""
+    return isinstance(value, FakeTensor)
+
+
+def set_value(node: fx.Node, value: object) -> None:
+    """Say what a new node's result looks like, as tracing would have."""
+    node.meta["val"] = value
+    if isinstance(value, Tensor):
+        # Without it torch's partitioner takes the node for one that makes a tuple.
+        node.meta["tensor_meta"] = _extract_tensor_metadata(value)
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Is this placeholder of a joint graph the gradient of an output?"""
+    return isinstance(node.meta.get("desc"), TangentAOTInput)
+
+
+def input_name(node: fx.Node) -> str | None:
+    """What a placeholder of a joint graph stands for: a parameter's name, `input.0`, or None (a tangent)."""
+    descriptor = node.meta.get("desc")
+    if isinstance(descriptor, PlainAOTInput):
+        return f"input.{descriptor.idx}"
+    return getattr(descriptor, "target", None)
+
+
+def _attribute(module: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)
+
+
+def _refusal(module: nn.Module, error: Exception) -> CaptureError:
+    reason = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+    return CaptureError(
+        f"capture of {type(module).__name__}",
+        got=f"{type(error).__name__}: {reason}",
+        expected="a module that torch.compile(fullgraph=True) accepts",
+        do="remove what it names, or train without optimize()",
+    )

@@ -1,0 +1,291 @@
+"""From an fx graph to a `Program`: any graph with functional collectives or our all-to-all in it.
+
+Every op node becomes an instruction; a tuple's elements are its outputs. What the graph says of shapes
+(`meta["val"]`) gives bytes and FLOPs, so nothing runs. The exchange of counts, which blocks, counts as
+computation. `wait_tensor` costs nothing: whoever reads its result waits for the collective.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
+
+NodeCost = Callable[[fx.Node], float | None]
+"""Milliseconds of a node; None leaves it to the cost model."""
+
+_KINDS = {
+    "lancet.all_to_all": Kind.ALL_TO_ALL,
+    "lancet.all_reduce_bucket": Kind.ALL_REDUCE,
+    "_c10d_functional.all_to_all_single": Kind.ALL_TO_ALL,
+    "_c10d_functional.all_reduce": Kind.ALL_REDUCE,
+    "_c10d_functional.all_reduce_": Kind.ALL_REDUCE,
+    "_c10d_functional.all_reduce_coalesced": Kind.ALL_REDUCE,
+}
+_COLLECTIVE_NAMESPACE = "_c10d_functional."
+_WAIT = "_c10d_functional.wait_tensor"
+
+
+def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: str = "graph") -> Program:
+    """The Program of an fx graph whose nodes carry `meta["val"]` (as every traced graph's do).
+
+    Args: cost: milliseconds of a node; None leaves the times to a cost model.
+    Instructions are named like their nodes; tensors too, element i of a tuple as `node.i`.
+    """
+    nodes = list(module.graph.nodes)
+    rows = real_rows(nodes)
+    forward = forward_nodes(nodes)
+    tensors: dict[str, TensorSpec] = {}
+    instructions, inputs = [], []
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr"):
+            for spec in _specs(node):
+                tensors[spec.name] = spec
+                inputs.append(spec.name)
+        elif is_instruction(node):
+            outputs = _specs(node)
+            tensors.update((spec.name, spec) for spec in outputs)
+            instructions.append(
+                _instruction(node, outputs, Phase.FORWARD if node in forward else Phase.BACKWARD, rows, cost)
+            )
+    results = [name for node in nodes if node.op == "output" for name in _tensor_names(node.all_input_nodes)]
+    return Program(name, tuple(instructions), tensors, tuple(inputs), tuple(dict.fromkeys(results)))
+
+
+def is_instruction(node: fx.Node) -> bool:
+    """Op nodes are; taking an element of a tuple is not."""
+    return node.op in ("call_function", "call_method", "call_module") and node.target is not operator.getitem
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Does the node occupy the link instead of the device?"""
+    return is_instruction(node) and _kind(op_name(node)).is_communication
+
+
+def is_view(node: fx.Node) -> bool:
+    """Does the op return one tensor that shares its input's storage, whatever its strides?"""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or len(schema.returns) != 1 or not isinstance(node.meta.get("val"), Tensor):
+        return False
+    info = schema.returns[0].alias_info
+    return info is not None and not info.is_write and node.target.is_view
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.mm`, `lancet.gate`: namespace and name of the op, without the overload."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target.overloadpacket)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def tensor_names(node: fx.Node) -> list[str]:
+    """Names of the tensors a node stands for: its own, its elements', or the element it takes.
+
+    A node that puts the parts of a tensor together goes by that tensor's name (`meta["stands_for"]`).
+    """
+    if "stands_for" in node.meta:
+        return [node.meta["stands_for"]]
+    if node.target is operator.getitem:
+        source, index = node.args
+        return [f"{source.name}.{index}"]
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        return [f"{node.name}.{i}" for i, v in enumerate(value) if isinstance(v, Tensor)]
+    return [node.name] if isinstance(value, Tensor) else []
+
+
+def _tensor_names(nodes: Iterable[fx.Node]) -> list[str]:
+    return [name for node in nodes for name in tensor_names(node)]
+
+
+def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
+    """Nodes of the forward: those no tangent reaches, of a joint graph; all, of any other graph."""
+    behind: set[fx.Node] = {n for n in nodes if n.op == "placeholder" and n.name.startswith("tangents")}
+    for node in nodes:
+        if any(source in behind for source in node.all_input_nodes):
+            behind.add(node)
+    return {node for node in nodes if node not in behind}
+
+
+def real_rows(nodes: list[fx.Node]) -> dict[fx.Node, int]:
+    """How many rows of each [W, L, C, D] buffer are expected to be real: T * K, or all slots if those
+    are fewer.
+
+    Costs of MoE ops follow from it. With a capacity, tokens are dropped, so it is an upper bound
+    (Lancet, section 3, takes C).
+    """
+    rows: dict[fx.Node, int] = {}
+    for node in nodes:
+        if not is_instruction(node) or not op_name(node).startswith("lancet."):
+            continue
+        if op_name(node) == "lancet.dispatch":
+            ranks, local_experts, capacity, _ = node.meta["val"].shape
+            rows[node] = min(node.args[1].meta["val"].numel(), ranks * local_experts * capacity)
+        else:
+            found = [rows[source] for source in node.all_input_nodes if source in rows]
+            if found:
+                rows[node] = found[0]
+    return rows
+
+
+def _instruction(
+    node: fx.Node, outputs: list[TensorSpec], phase: Phase, rows: dict[fx.Node, int], cost: NodeCost | None
+) -> Instruction:
+    op = op_name(node)
+    attributes = _attributes(node)
+    if node in rows:
+        attributes["rows"] = rows[node]
+    inputs = _tensor_names(node.all_input_nodes)
+    return Instruction(
+        name=node.name,
+        op=op,
+        inputs=tuple(dict.fromkeys(inputs)),
+        outputs=tuple(spec.name for spec in outputs),
+        kind=_kind(op),
+        phase=phase,
+        flops=_flops(node, op, rows),
+        bytes=_bytes(node, op, outputs, rows),
+        milliseconds=None if cost is None else cost(node),
+        mutates=_mutated(node),
+        attributes=attributes,
+    )
+
+
+def _kind(op: str) -> Kind:
+    if op in _KINDS:
+        return _KINDS[op]
+    if op.startswith(_COLLECTIVE_NAMESPACE) and op != _WAIT:
+        return Kind.OTHER_COMMUNICATION
+    return Kind.COMPUTE
+
+
+def _specs(node: fx.Node) -> list[TensorSpec]:
+    value = node.meta.get("val")
+    values = [v for v in value if isinstance(v, Tensor)] if isinstance(value, (tuple, list)) else [value]
+    aliases = _aliased(node)
+    return [
+        TensorSpec(
+            name, tuple(map(int, v.shape)), str(v.dtype).removeprefix("torch."), alias_of=aliases.get(i)
+        )
+        for i, (name, v) in enumerate(zip(tensor_names(node), values, strict=True))
+    ]
+
+
+def _aliased(node: fx.Node) -> dict[int, str]:
+    """Output position -> name of the input tensor whose storage it shares."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}
+    found = {}
+    for i, result in enumerate(schema.returns):
+        if result.alias_info is None:
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            same = (
+                argument.alias_info is not None
+                and argument.alias_info.before_set & result.alias_info.before_set
+            )
+            if same and isinstance(value, fx.Node) and tensor_names(value):
+                found[i] = tensor_names(value)[0]
+    if op_name(node) == _WAIT:
+        found[0] = tensor_names(node.args[0])[0]
+    # A list of views (unbind, split): every element shares the input's storage.
+    if 0 in found and isinstance(node.meta.get("val"), (tuple, list)):
+        found = dict.fromkeys(range(len(node.meta["val"])), found[0])
+    return found
+
+
+def _mutated(node: fx.Node) -> tuple[str, ...]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return ()
+    return tuple(
+        name
+        for argument, value in zip(schema.arguments, node.args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)
+        for name in tensor_names(value)
+    )
+
+
+def _attributes(node: fx.Node) -> dict[str, Any]:
+    """The arguments that are no tensors, by name, as far as JSON can hold them; `dims` for what reorders
+    or reduces."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}
+    arguments = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    arguments.pop("group", None)  # names of process groups say nothing about the program
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items() if _is_plain(v)}
+    if op_name(node) == "aten.transpose":
+        plain |= {"dims": [plain.pop("dim0"), plain.pop("dim1")], "swap": True}
+    elif op_name(node) in ("aten.sum", "aten.mean"):
+        dims = plain.pop("dim", None)
+        rank = node.args[0].meta["val"].dim()
+        plain["dims"] = list(range(rank)) if dims is None else dims
+    return plain
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return isinstance(value, (int, float, str, bool)) and not (
+        isinstance(value, float) and not math.isfinite(value)
+    )
+
+
+def _flops(node: fx.Node, op: str, rows: dict[fx.Node, int]) -> float:
+    """Of matrix products and attention; element-wise work is bound by memory and counted in bytes."""
+    if op in ("lancet.grouped_gemm", "lancet.grouped_gemm_dx"):
+        return 2.0 * rows.get(node, 0) * node.args[2].meta["val"][0].numel()
+    if op == "lancet.grouped_gemm_dw":
+        return 2.0 * rows.get(node, 0) * node.meta["val"][0].numel()
+    packet = getattr(node.target, "overloadpacket", None)
+    values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+    if packet in flop_registry:
+        return float(flop_registry[packet](*values, **node.kwargs, out_val=node.meta["val"]))
+    if op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention":
+        return _attention_flops(values, backward="backward" in op)
+    return 0.0
+
+
+def _attention_flops(values: list[Any], backward: bool) -> float:
+    """Query x key and probabilities x value, 2 FLOPs each; five products instead of two in the backward."""
+    tensors = [v for v in values if isinstance(v, Tensor) and v.dim() == 4]
+    query, key, value = tensors[1:4] if backward else tensors[:3]  # backward's first is the gradient
+    batch, heads, sequence, width = query.shape
+    product = 2.0 * batch * heads * sequence * key.shape[2] * max(width, value.shape[3])
+    return product * (5 if backward else 2)
+
+
+def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec], rows: dict[fx.Node, int]) -> float:
+    """Moved through memory: everything read and written, of a view nothing; of MoE buffers the real rows."""
+    if outputs and all(spec.alias_of is not None for spec in outputs):
+        return 0.0
+    values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    if op == "lancet.all_to_all":
+        return float(_buffer_bytes(node.args[0].meta["val"], rows.get(node)))
+    if _kind(op).is_communication:
+        return float(sum(spec.content_bytes for spec in outputs))
+    own = node.meta.get("val")
+    values += [v for v in own if isinstance(v, Tensor)] if isinstance(own, (tuple, list)) else [own]
+    in_experts = node in rows
+    return float(
+        sum(
+            _buffer_bytes(v, rows.get(node)) if in_experts and v.dim() == 4 else v.numel() * v.element_size()
+            for v in values
+            if isinstance(v, Tensor)
+        )
+    )
+
+
+def _buffer_bytes(buffer: Tensor, real: int | None) -> int:
+    """Bytes of the real rows of a [W, L, C, D] buffer."""
+    slots = buffer.shape[:-1].numel()
+    return min(slots, real or slots) * buffer.shape[-1] * buffer.element_size()

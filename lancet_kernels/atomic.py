@@ -1,0 +1,61 @@
+"""Files that are either the old one or the new one, whatever kills the process in between."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+
+def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Replace the file at `path` by one that holds `text` (UTF-8), on disk before this returns.
+
+    The text goes to a temporary file in the same folder, is synced, and takes the name `path` in one step.
+    A reader sees all of the old text or all of the new; a crash of the machine loses neither.
+    Raises OSError if the folder is missing or full; then the old file is untouched.
+    """
+    path = Path(path)
+    # The process id keeps two processes apart; a name that starts with a dot is no run and no metric.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json_atomically(path: str | os.PathLike[str], data: object) -> None:
+    """Replace the file at `path` by `data` as indented JSON; see `write_text_atomically` and `json_text`."""
+    write_text_atomically(path, json_text(data, indent=2) + "\n")
+
+
+def json_text(data: object, *, indent: int | None = None) -> str:
+    """`data` as strict JSON. NaN and infinities, which JSON has no word for, become null.
+
+    Raises TypeError for what JSON cannot hold, tensors included.
+    """
+    return json.dumps(_without_non_finite(data), indent=indent, allow_nan=False)
+
+
+def sync_folder(folder: str | os.PathLike[str]) -> None:
+    """Put the names in `folder` on disk: without it a rename may be forgotten when the machine crashes."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _without_non_finite(data: object) -> object:
+    if isinstance(data, float):
+        return data if math.isfinite(data) else None
+    if isinstance(data, Mapping):
+        return {key: _without_non_finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_without_non_finite(value) for value in data]
+    return data

@@ -1,0 +1,188 @@
+"""Training state on disk: whole or not at all, and readable at another number of ranks.
+
+One checkpoint is a folder `step-00000040/` with the files of torch.distributed.checkpoint and
+`checkpoint.json`: step, what was trained, and the size and CRC-32 of every file. It is written under a
+temporary name and renamed when complete, so a folder with the final name is whole; one whose files were
+damaged later fails its sums and is passed over.
+
+Experts are stored one by one under global ids, in the model's state (see `MoELayer`) and in the
+optimizer's, so what was saved at 2 ranks loads at 1 or 4. With several machines the folder must be on a
+file system that all of them see.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from lancet_kernels.atomic import sync_folder, write_json_atomically
+from lancet_kernels.errors import UserError
+from lancet_kernels.layer import MoELayer
+
+_FACTS = "checkpoint.json"
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Everything that training changes, as flat names to tensors that share memory with the originals.
+
+    `model.<name>` and `optimizer.<parameter>.<state>`; experts one by one under their global ids.
+    """
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for owner_name, owner in model.named_modules():
+        prefix = f"{owner_name}." if owner_name else ""
+        for name, parameter in owner.named_parameters(recurse=False):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                state |= _named_state(f"optimizer.{prefix}", name, key, value, owner, parameter)
+    return state
+
+
+def _named_state(
+    prefix: str, name: str, key: str, value: Tensor, owner: nn.Module, parameter
+) -> dict[str, Tensor]:
+    if (
+        isinstance(owner, MoELayer)
+        and getattr(parameter, "is_expert", False)
+        and value.shape == parameter.shape
+    ):
+        return {f"{prefix}experts.{e}.{name}.{key}": value[i] for i, e in enumerate(owner.expert_ids())}
+    return {f"{prefix}{name}.{key}": value}
+
+
+def _create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer allocate its state, changing no parameter: loading needs tensors to load into."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        # As a tensor where the optimizer keeps it so (capturable), a zero rate is still a zero rate.
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    about: Mapping[str, object],
+    keep: int = 2,
+) -> Path:
+    """Write `folder/step-<step>` and delete all but the `keep` newest. Collective over all ranks.
+
+    Args: about: what was trained (architecture and the like); `load_checkpoint` compares it.
+    """
+    final = folder / f"step-{step:08d}"
+    temporary = folder / f".{final.name}.tmp"
+    if _is_first():
+        for leftover in folder.glob(".step-*.tmp"):
+            shutil.rmtree(leftover)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    _barrier()
+    dcp.save(training_state(model, optimizer), checkpoint_id=temporary)
+    _barrier()
+    if _is_first():
+        facts = {"step": step, "about": dict(about), "files": _sums(temporary)}
+        write_json_atomically(temporary / _FACTS, facts)
+        temporary.rename(final)
+        sync_folder(folder)
+        for old in _folders(folder)[keep:]:
+            shutil.rmtree(old)
+    _barrier()
+    return final
+
+
+def find_checkpoint(folder: Path) -> Path | None:
+    """The newest whole checkpoint in `folder`; None if there is none. Damaged ones are named on stderr.
+
+    Decided on rank 0 for all ranks (collective).
+    """
+    found = [None]
+    if _is_first():
+        for candidate in _folders(folder):
+            damage = _damage(candidate)
+            if damage is None:
+                found = [str(candidate)]
+                break
+            print(f"passing over damaged checkpoint {candidate}: {damage}", file=sys.stderr)
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return Path(found[0]) if found[0] else None
+
+
+def load_checkpoint(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, about: Mapping[str, object]
+) -> int:
+    """Load `path` (from `find_checkpoint`) into model and optimizer, in place. Collective over all ranks.
+
+    Returns: the step after which it was saved.
+    Raises: UserError if it is a checkpoint of something else than `about`.
+    """
+    facts = json.loads((path / _FACTS).read_text(encoding="utf-8"))
+    for key, value in about.items():
+        saved = facts["about"].get(key)
+        if saved != value:
+            raise UserError(
+                f"resume: {key}",
+                got=f"{saved} in {path.parent.parent.name}/{path.name}",
+                expected=f"{value}, which this run asks for",
+                do=f"resume with the {key} that was saved, or start a new run",
+            )
+    _create_optimizer_state(optimizer)
+    state = training_state(model, optimizer)
+    dcp.load(state, checkpoint_id=path)
+    # Parameters were loaded in place through the views; this also takes what a module copies on loading.
+    model.load_state_dict({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")})
+    return int(facts["step"])
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Checkpoints by falling step."""
+    return sorted(folder.glob("step-*"), reverse=True)
+
+
+def _sums(folder: Path) -> dict[str, list[int]]:
+    """File name -> [size in bytes, CRC-32], of all files but the one that will hold this."""
+    return {p.name: _sum(p) for p in sorted(folder.iterdir()) if p.is_file() and p.name != _FACTS}
+
+
+def _sum(path: Path) -> list[int]:
+    crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            crc = zlib.crc32(piece, crc)
+    return [path.stat().st_size, crc]
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint; None if it is whole."""
+    try:
+        expected = json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{_FACTS} cannot be read ({type(error).__name__})"
+    actual = _sums(checkpoint)
+    for name, sums in expected.items():
+        if actual.get(name) != sums:
+            return f"{name} is {'changed' if name in actual else 'missing'}"
+    return None
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,248 @@
+"""Tokens to train a language model on, and which of them a rank reads at a step.
+
+A sample's place in the corpus depends on the seed, the step and its index in the global batch, on nothing
+else: any number of ranks reads the same global batch, and a resumed run reads what the killed one would have.
+"""
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+
+# Not part of what the interpreter ships, or (tests and their data) not always installed, or not plain source.
+NOT_LIBRARY = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
+)
+# One file in this many, and the same share of a single file, is for validation.
+VALIDATION_SHARE = 20
+# An encoding takes some hundred bytes a token: longer texts are encoded piece by piece.
+ENCODED_AT_ONCE = 4 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Text as tokens: 1-D arrays of uint8, uint16 or uint32, every token below `vocab_size`."""
+
+    name: str
+    vocab_size: int
+    train: np.ndarray
+    validation: np.ndarray
+
+
+def load_corpus(path: str | None = None, tokenizer: str | None = None) -> Corpus:
+    """Read a text file, a folder of them, or (no path) the Python sources of the running interpreter.
+
+    In a folder every regular text file below it counts, in the order of the names; hidden files and folders
+    and binary files (those with a NUL byte) are skipped. Every 20th file is for validation, or the last if
+    there are fewer; of a single file the last 5 % of the tokens. Files are joined by a newline.
+
+    `tokenizer` is a `tokenizer.json` of the tokenizers library; without one a token is a byte and the
+    vocabulary is 256.
+
+    Raises UserError for a path that is missing, unreadable or without text, a damaged tokenizer file, or a
+    tokenizer file when the tokenizers library is not installed.
+    """
+    encode, vocab_size = _byte_encoder() if tokenizer is None else _tokenizer_encoder(tokenizer)
+    name, files = _find_files(path)
+    texts = [text for file in files if (text := _read_text(file))]
+    if not texts:
+        raise UserError(
+            "data",
+            got=f"{name}, which has no text",
+            expected="a text file, or a folder with text files",
+            do="give another path",
+        )
+    if len(texts) == 1:
+        tokens = encode(texts)
+        cut = len(tokens) - len(tokens) // VALIDATION_SHARE
+        return Corpus(name, vocab_size, tokens[:cut], tokens[cut:])
+    held_out = set(range(VALIDATION_SHARE - 1, len(texts), VALIDATION_SHARE)) or {len(texts) - 1}
+    train = [text for index, text in enumerate(texts) if index not in held_out]
+    validation = [text for index, text in enumerate(texts) if index in held_out]
+    return Corpus(name, vocab_size, encode(train), encode(validation))
+
+
+def training_batch(
+    tokens: np.ndarray, *, seed: int, step: int, global_batch: int, sequence: int, rank: int, ranks: int
+) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of one step, each `[global_batch // ranks, sequence]` int64, targets one token on.
+
+    Rank r reads rows r * b to (r + 1) * b of the global batch, b = global_batch // ranks. Where a row starts
+    is a hash of (seed, step, row). Raises UserError for sizes that do not fit.
+    """
+    rows = _rows_of_rank(global_batch, rank, ranks)
+    check_length(tokens, sequence, "training")
+    starts = _hash(seed, step, rows) % np.uint64(len(tokens) - sequence)
+    return _windows(tokens, starts, sequence)
+
+
+def validation_batches(
+    tokens: np.ndarray, *, global_batch: int, sequence: int, rank: int, ranks: int, max_batches: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's rows of up to `max_batches` global batches, each pair as in `training_batch`.
+
+    The windows are spread evenly over the tokens and predict no token twice; there are fewer batches if
+    that takes it, down to one, whose windows may then overlap. Every rank gets the same number of batches,
+    and together the ranks read the same windows however many they are. Raises UserError, on the call rather
+    than at the first batch, for sizes that do not fit.
+    """
+    rows = _rows_of_rank(global_batch, rank, ranks)
+    check_length(tokens, sequence, "validation")
+    if max_batches < 1:
+        raise UserError("validation batches", got=max_batches, expected="at least 1", do="ask for more")
+    available = (len(tokens) - 1) // sequence
+    batches = min(max_batches, available // global_batch)
+    if batches:
+        windows = batches * global_batch
+        starts = np.arange(windows) * available // windows * sequence
+    else:
+        batches = 1
+        starts = np.arange(global_batch) * (len(tokens) - sequence - 1) // max(global_batch - 1, 1)
+    return (_windows(tokens, starts[batch * global_batch + rows], sequence) for batch in range(batches))
+
+
+def check_length(tokens: np.ndarray, sequence: int, part: str) -> None:
+    """Raise UserError unless `tokens` hold one sequence and its targets; `part`: "training", "validation"."""
+    if sequence < 1:
+        raise UserError("sequence length", got=sequence, expected="at least 1", do="choose a longer one")
+    if len(tokens) < sequence + 1:
+        raise UserError(
+            f"{part} data",
+            got=f"{len(tokens)} tokens",
+            expected=f"at least {sequence + 1} for sequences of {sequence}",
+            do="give more text or choose shorter sequences",
+        )
+
+
+def _rows_of_rank(global_batch: int, rank: int, ranks: int) -> np.ndarray:
+    if global_batch < 1 or global_batch % ranks:
+        raise UserError(
+            "global batch",
+            got=f"{global_batch} sequences for {ranks} ranks",
+            expected=f"a positive multiple of {ranks}",
+            do=f"choose {max(round(global_batch / ranks), 1) * ranks}",
+        )
+    rows = global_batch // ranks
+    return np.arange(rank * rows, (rank + 1) * rows)
+
+
+def _windows(tokens: np.ndarray, starts: np.ndarray, sequence: int) -> tuple[Tensor, Tensor]:
+    places = starts.astype(np.int64)[:, None] + np.arange(sequence + 1)
+    window = torch.from_numpy(tokens[places].astype(np.int64))
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def _hash(seed: int, step: int, rows: np.ndarray) -> np.ndarray:
+    """One uint64 per row: splitmix64's mixing function applied to the seed, then the step, then the row.
+
+    A hash rather than numpy's generators, whose streams may change from version to version.
+    """
+    state = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
+    state = _mix(state ^ np.uint64(step))
+    return _mix(state ^ rows.astype(np.uint64))
+
+
+def _mix(value: np.ndarray) -> np.ndarray:
+    """The next output of a splitmix64 generator in state `value` (uint64, wraps around)."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def _find_files(path: str | None) -> tuple[str, list[Path]]:
+    if path is None:
+        library = Path(sysconfig.get_paths()["stdlib"])
+        files = [file for file in _walk(library, skip=NOT_LIBRARY) if file.suffix == ".py"]
+        return f"python-stdlib-{sys.version_info.major}.{sys.version_info.minor}", files
+    place = Path(path)
+    if not place.exists():
+        raise UserError(
+            "data path",
+            got=f"{path}, which does not exist",
+            expected="a text file or a folder",
+            do="check the path",
+        )
+    return path, list(_walk(place)) if place.is_dir() else [place]
+
+
+def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """The regular files below `folder`, folder by folder, sorted: the same order on every file system."""
+    for parent, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
+        for name in sorted(names):
+            file = Path(parent, name)
+            if not name.startswith(".") and file.is_file():
+                yield file
+
+
+def _read_text(file: Path) -> bytes:
+    """The bytes of a text file; none of a binary one."""
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise UserError(
+            "data file",
+            got=f"{file} ({error.strerror})",
+            expected="a readable file",
+            do="check its permissions",
+        ) from error
+    return b"" if b"\0" in text else text
+
+
+def _byte_encoder() -> tuple[Callable[[list[bytes]], np.ndarray], int]:
+    return lambda texts: np.frombuffer(b"\n".join(texts), dtype=np.uint8), 256
+
+
+def _tokenizer_encoder(path: str) -> tuple[Callable[[list[bytes]], np.ndarray], int]:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise UserError(
+            "tokenizer",
+            got=path,
+            expected="the tokenizers library, which is not installed",
+            do="pip install 'lancet-kernels[tokenizers]'",
+        ) from error
+    try:
+        tokenizer = Tokenizer.from_file(path)
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(
+            "tokenizer",
+            got=f"{path} ({' '.join(str(error).split())})",
+            expected="a tokenizer.json of the tokenizers library",
+            do="check the file",
+        ) from error
+    # Ids may have gaps (added tokens), so their number is not a bound.
+    vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    dtype = np.min_scalar_type(vocab_size - 1)
+
+    def encode(texts: list[bytes]) -> np.ndarray:
+        joined = [text + b"\n" for text in texts[:-1]] + texts[-1:]
+        ids = [
+            np.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype=dtype)
+            for text in joined
+            for piece in _pieces(text.decode("utf-8", errors="replace"))
+        ]
+        return np.concatenate(ids)
+
+    return encode, vocab_size
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """`text` cut after a newline every ENCODED_AT_ONCE characters at most, where it has newlines."""
+    start = 0
+    while len(text) - start > ENCODED_AT_ONCE:
+        end = text.rfind("\n", start, start + ENCODED_AT_ONCE) + 1
+        end = end if end > start else start + ENCODED_AT_ONCE
+        yield text[start:end]
+        start = end
+    yield text[start:]

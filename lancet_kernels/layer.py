@@ -1,0 +1,333 @@
+"""`MoELayer`: a drop-in Mixture-of-Experts feed-forward, expert-parallel over a process group.
+
+T  tokens on this rank      E  experts in all       W  ranks, L = E / W experts on each
+D  d_model                  F  d_ff                 K  top_k      C  capacity
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lancet_kernels import ops
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.expert_activation import activate, check_activation, input_width
+from lancet_kernels.ops.gates import Gate, parse_gate
+from lancet_kernels.ops.groups import group_name, group_rank, group_size
+from lancet_kernels.ops.losses import RoutingSums
+
+
+class MoELayer(nn.Module):
+    """Experts behind a gate: x[..., D] -> [..., D], each token through K of E experts.
+
+    Experts are split over the ranks of `group`; everything else is replicated (all-reduce the gradients of
+    everything but `expert_parameters(model)`). Without torch.distributed the one rank has all experts.
+
+    Args:
+        d_model, d_ff: model width D, hidden width F of each expert.
+        num_experts: E over all ranks; the group size must divide it.
+        top_k: experts per token.
+        gate: a name of `lancet_kernels.ops.gates.GATES`, a spec with options such as
+        ``"topk(renormalize=True)"``,
+            or a `Gate`.
+        capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
+            the others are dropped (contribute zero); None: dropless.
+        activation: "gelu", "silu" or "swiglu". bias: biases in the experts (and the shared expert).
+        shared_expert_d_ff: hidden width of an expert that every token passes, in addition; None: none.
+        group: the expert-parallel process group; None: all ranks.
+        device, dtype: of the parameters. The router is computed in at least float32 whatever the dtype.
+
+    Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
+    Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
+    no side effect. Hand the sums of all layers to `moe_losses` (one small all-reduce for all of them)
+    and add ``losses.balance.mean()`` to the loss with your coefficient.
+
+    Keys: gate "hash" routes by token id, so pass `token_ids`; without them the position counts as the
+    id. Gate "random" draws anew when `routing_step` changes (`set_routing_step`), so that recomputing a
+    step gives the same routing.
+
+    Checkpoints: in ``state_dict()`` the experts appear one by one under their global ids,
+    ``experts.7.w1``, as views of the parameters. So torch.distributed.checkpoint saves each expert once
+    and loads it at any number of ranks.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        *,
+        top_k: int = 1,
+        gate: str | Gate = "switch",
+        capacity_factor: float | None = 1.25,
+        activation: str = "gelu",
+        bias: bool = False,
+        shared_expert_d_ff: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate = parse_gate(gate) if isinstance(gate, str) else gate
+        self._group = group_name(group)
+        self.ranks, self.rank = group_size(self._group), group_rank(self._group)
+        self._check(d_model, d_ff, num_experts, top_k, capacity_factor, activation, shared_expert_d_ff)
+        self.d_model, self.d_ff, self.num_experts, self.top_k = d_model, d_ff, num_experts, top_k
+        self.capacity_factor, self.activation = capacity_factor, activation
+        self.local_experts = num_experts // self.ranks
+
+        factory = {"device": device, "dtype": dtype}
+        hidden = input_width(activation, d_ff)
+        self.router = (
+            nn.Parameter(torch.empty(num_experts, d_model, **factory)) if self.gate.uses_logits else None
+        )
+        self.w1 = nn.Parameter(torch.empty(self.local_experts, d_model, hidden, **factory))
+        self.w2 = nn.Parameter(torch.empty(self.local_experts, d_ff, d_model, **factory))
+        self.b1 = nn.Parameter(torch.empty(self.local_experts, hidden, **factory)) if bias else None
+        self.b2 = nn.Parameter(torch.empty(self.local_experts, d_model, **factory)) if bias else None
+        self.shared_up = self.shared_down = None
+        if shared_expert_d_ff is not None:
+            shared_hidden = input_width(activation, shared_expert_d_ff)
+            self.shared_up = nn.Linear(d_model, shared_hidden, bias=bias, **factory)
+            self.shared_down = nn.Linear(shared_expert_d_ff, d_model, bias=bias, **factory)
+        if self.gate.uses_correction_bias:
+            self.register_buffer("correction_bias", torch.zeros(num_experts, device=device))
+        else:
+            self.correction_bias = None
+        if self.gate.key == "index":
+            self.register_buffer("routing_step", torch.zeros((), dtype=torch.int64, device=device))
+        for name in self._expert_names():
+            getattr(self, name).is_expert = True
+        self.reset_parameters()
+
+    def _check(self, d_model, d_ff, num_experts, top_k, capacity_factor, activation, shared_d_ff) -> None:
+        for what, value in (("d_model", d_model), ("d_ff", d_ff), ("num_experts", num_experts)):
+            if value < 1:
+                raise UserError(what, got=value, expected="at least 1", do="give a positive size")
+        if shared_d_ff is not None and shared_d_ff < 1:
+            raise UserError(
+                "shared_expert_d_ff", got=shared_d_ff, expected="at least 1 or None", do="leave it out"
+            )
+        if num_experts % self.ranks:
+            raise UserError(
+                "num_experts",
+                got=num_experts,
+                expected=f"a multiple of the {self.ranks} ranks of the group",
+                do="change the number of experts or of ranks",
+            )
+        if capacity_factor is not None and not (capacity_factor > 0 and math.isfinite(capacity_factor)):
+            raise UserError(
+                "capacity_factor",
+                got=capacity_factor,
+                expected="a positive number, or None for dropless",
+                do="use 1.25, say",
+            )
+        check_activation(activation)
+        self.gate.check(num_experts, top_k)
+        self.gate.check_capacity_factor(capacity_factor)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal(0, 0.02) weights, zero biases. An expert's values depend on its global id, not on the
+        ranks."""
+        # One number from the default generator, so that ranks that were seeded alike stay alike.
+        seed = int(torch.randint(2**62, ()))
+        for name in self._expert_names():
+            parameter = getattr(self, name)
+            if parameter.is_meta:
+                continue
+            for local in range(self.local_experts):
+                if name in ("b1", "b2"):
+                    parameter[local].zero_()
+                    continue
+                expert = self.rank * self.local_experts + local
+                generator = torch.Generator(parameter.device)
+                generator.manual_seed((seed + 2 * expert + (name == "w2")) % 2**63)
+                parameter[local].normal_(0.0, 0.02, generator=generator)
+        if self.router is not None:
+            self.router.normal_(0.0, 0.02)
+        for linear in (self.shared_up, self.shared_down):
+            if linear is not None:
+                linear.weight.normal_(0.0, 0.02)
+                if linear.bias is not None:
+                    linear.bias.zero_()
+
+    def capacity(self, num_tokens: int) -> int:
+        """C for T tokens on this rank: ceil(capacity_factor * T * K / E), at least 1; T if dropless."""
+        if self.capacity_factor is None:
+            return num_tokens
+        return max(1, math.ceil(self.capacity_factor * num_tokens * self.top_k / self.num_experts))
+
+    def forward(
+        self, x: Tensor, *, token_ids: Tensor | None = None, return_sums: bool = False
+    ) -> Tensor | tuple[Tensor, RoutingSums]:
+        """x [..., D] -> [..., D], and the layer's RoutingSums if asked for.
+
+        Args:
+            x: every rank the same number of tokens.
+            token_ids: int64, shaped like x without its last dimension; only gate "hash" looks at it.
+        Raises: UserError (wrong shape or dtype, NaN in the router, ranks that disagree), CommunicationError.
+        """
+        self._check_input(x, token_ids)
+        x_TD = x.reshape(-1, self.d_model)
+        num_tokens = x_TD.shape[0]
+        capacity = self.capacity(num_tokens)
+        logits_TE = self._logits(x_TD)
+        used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
+        expert_TK, slot_TK, weight_TK, used_out_E = ops.gate(
+            logits_TE,
+            used_E,
+            self._keys(x_TD, token_ids),
+            self.correction_bias,
+            str(self.gate),
+            self.top_k,
+            capacity,
+        )
+        count_WL = ops.kept_counts(used_out_E, capacity, self.ranks)
+        y_TD = self._experts(self._cast(x_TD), expert_TK, slot_TK, weight_TK, count_WL, capacity)
+        if self.shared_up is not None:
+            y_TD = y_TD + self.shared_down(activate(self.shared_up(x_TD), self.activation))
+        y = y_TD.view(x.shape)
+        if not return_sums:
+            return y
+        return y, ops.routing_sums(self.gate, logits_TE, used_E, used_out_E, capacity, num_tokens)
+
+    def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int) -> Tensor:
+        """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D]."""
+        received_WL = ops.exchange_counts(count_WL, capacity, self.d_model, x_TD.dtype, self._group)
+        sent_WLCD = ops.dispatch(x_TD, expert_TK, slot_TK, None, self.ranks, self.num_experts, capacity)
+        rows_WLCD = ops.all_to_all(sent_WLCD, count_WL, received_WL, self._group)
+        hidden = ops.grouped_gemm(rows_WLCD, received_WL, self._cast(self.w1), self._cast(self.b1))
+        hidden = ops.expert_activation(hidden, received_WL, self.activation)
+        rows_WLCD = ops.grouped_gemm(hidden, received_WL, self._cast(self.w2), self._cast(self.b2))
+        back_WLCD = ops.all_to_all(rows_WLCD, received_WL, count_WL, self._group)
+        return ops.combine(back_WLCD, expert_TK, slot_TK, weight_TK)
+
+    def _logits(self, x_TD: Tensor) -> Tensor | None:
+        """Router output [T, E] in float32, in float64 for a float64 model; autocast has no say."""
+        if self.router is None:
+            return None
+        dtype = torch.promote_types(self.router.dtype, torch.float32)
+        with torch.autocast(x_TD.device.type, enabled=False):
+            return nn.functional.linear(x_TD.to(dtype), self.router.to(dtype))
+
+    def _keys(self, x_TD: Tensor, token_ids: Tensor | None) -> Tensor | None:
+        """What a keyed gate routes by, int64 [T]: token ids, or the token's global index mixed with the
+        step."""
+        if self.gate.key is None:
+            return None
+        if self.gate.key == "token" and token_ids is not None:
+            return token_ids.reshape(-1)
+        index_T = torch.arange(x_TD.shape[0], device=x_TD.device) + self.rank * x_TD.shape[0]
+        return index_T + self.routing_step * (1 << 40) if self.gate.key == "index" else index_T
+
+    def _cast(self, tensor: Tensor | None) -> Tensor | None:
+        """To autocast's dtype where autocast is on: it does not know our ops."""
+        if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
+            return tensor
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+    def _check_input(self, x: Tensor, token_ids: Tensor | None) -> None:
+        if x.dim() < 1 or x.shape[-1] != self.d_model:
+            raise UserError(
+                "input of MoELayer",
+                got=f"shape {list(x.shape)}",
+                expected=f"[..., {self.d_model}]",
+                do="make the last dimension d_model",
+            )
+        if x.dtype != self.w1.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise UserError(
+                "input of MoELayer",
+                got=x.dtype,
+                expected=f"{self.w1.dtype} (the dtype of its parameters)",
+                do="convert one of them, or use torch.autocast",
+            )
+        if token_ids is not None and token_ids.shape != x.shape[:-1]:
+            raise UserError(
+                "token_ids of MoELayer",
+                got=f"shape {list(token_ids.shape)}",
+                expected=list(x.shape[:-1]),
+                do="give one id per token",
+            )
+
+    @torch.no_grad()
+    def update_correction_bias(self, assigned_E: Tensor, rate: float) -> None:
+        """After a step, push under-used experts up and over-used ones down (DeepSeek-V3, section 2.1.2).
+
+        Args: assigned_E: assignments over all ranks (`MoELosses.assigned[layer]`), so that ranks stay equal.
+        """
+        if self.correction_bias is None:
+            raise UserError(
+                "gate", got=self.gate.name, expected="sigmoid", do="only that gate has a correction bias"
+            )
+        load_E = assigned_E.to(self.correction_bias.dtype)
+        self.correction_bias += rate * torch.sign(load_E.mean() - load_E)
+
+    def _expert_names(self) -> Iterator[str]:
+        return (name for name in ("w1", "b1", "w2", "b2") if getattr(self, name) is not None)
+
+    def expert_ids(self) -> range:
+        """Global ids of the experts on this rank."""
+        return range(self.rank * self.local_experts, (self.rank + 1) * self.local_experts)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self._expert_names():
+            stacked = destination.pop(prefix + name)
+            for local, expert in enumerate(self.expert_ids()):
+                destination[f"{prefix}experts.{expert}.{name}"] = stacked[local]
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        for name in self._expert_names():
+            keys = [f"{prefix}experts.{expert}.{name}" for expert in self.expert_ids()]
+            if all(key in state_dict for key in keys):
+                state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
+        # A full checkpoint also has the other ranks' experts: not ours to load, not unexpected either.
+        for key in [k for k in state_dict if k.startswith(prefix + "experts.")]:
+            expert = key.removeprefix(prefix + "experts.").split(".")[0]
+            if expert.isdigit() and int(expert) < self.num_experts and int(expert) not in self.expert_ids():
+                del state_dict[key]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.d_model}, d_ff={self.d_ff}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"gate={self.gate}, capacity_factor={self.capacity_factor}, activation={self.activation}, "
+            f"experts {self.expert_ids().start} to {self.expert_ids().stop - 1} here"
+        )
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """All MoE layers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that differ between ranks: never all-reduce their gradients."""
+    return [p for p in model.parameters() if getattr(p, "is_expert", False)]
+
+
+def set_routing_step(model: nn.Module, step: int) -> None:
+    """Tell the random gates of a model which training step it is."""
+    for layer in moe_layers(model):
+        if layer.gate.key == "index":
+            layer.routing_step.fill_(step)
+
+
+def moe_losses(sums: list[RoutingSums], group: dist.ProcessGroup | None = None) -> ops.MoELosses:
+    """Load-balance loss, z-loss and statistics of the layers whose sums are given (see `ops.losses`).
+
+    Collective over `group` (None: all ranks): one small all-reduce.
+    """
+    if not sums:
+        raise UserError(
+            "sums",
+            got="none",
+            expected="one RoutingSums per MoE layer",
+            do="call forward with return_sums=True",
+        )
+    return ops.losses.moe_losses(sums, group_name(group))

@@ -1,0 +1,159 @@
+"""GPT-2 with Mixture-of-Experts layers, as in the Lancet paper (section 7): every other block's
+feed-forward is one.
+
+B  sequences on this rank      S  sequence length      V  vocabulary
+D  model width                 T = B * S tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.layer import MoELayer
+from lancet_kernels.ops.losses import RoutingSums
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a GPT-2 MoE model."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    vocab: int = 50257
+    num_experts: int = 2
+    top_k: int = 1
+    gate: str = "switch"
+    capacity_factor: float | None = 1.25
+    activation: str = "gelu"
+
+
+MODELS = {
+    config.name: config
+    for config in (
+        ModelConfig("gpt2-tiny-moe", layers=4, width=128, heads=4, sequence=128),
+        ModelConfig("gpt2-s-moe", layers=12, width=768, heads=12, sequence=512),
+        ModelConfig("gpt2-l-moe", layers=24, width=1024, heads=16, sequence=512),
+    )
+}
+
+
+def model_config(name: str, **changes: object) -> ModelConfig:
+    """The configuration of a known model, with some fields replaced.
+
+    Raises: UserError for an unknown name.
+    """
+    if name not in MODELS:
+        raise UserError("model", got=repr(name), expected=f"one of {', '.join(MODELS)}", do="check the name")
+    return replace(MODELS[name], **changes)
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention. [B, S, D] -> [B, S, D]."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        batch, sequence, width = x_BSD.shape
+        qkv = self.qkv(x_BSD).view(batch, sequence, 3, self.heads, width // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+
+
+class FeedForward(nn.Module):
+    """The dense feed-forward of a block, four times as wide inside."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    """Attention, then a dense or a Mixture-of-Experts feed-forward, each behind a layer norm and a
+    residual."""
+
+    def __init__(self, config: ModelConfig, moe: bool, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
+        self.attention = Attention(config.width, config.heads)
+        self.moe = moe
+        if moe:
+            self.feed_forward = MoELayer(
+                config.width,
+                4 * config.width,
+                config.num_experts,
+                top_k=config.top_k,
+                gate=config.gate,
+                capacity_factor=config.capacity_factor,
+                activation=config.activation,
+                group=group,
+            )
+        else:
+            self.feed_forward = FeedForward(config.width)
+
+    def forward(self, x_BSD: Tensor, token_BS: Tensor) -> tuple[Tensor, RoutingSums | None]:
+        x_BSD = x_BSD + self.attention(self.norm1(x_BSD))
+        h_BSD = self.norm2(x_BSD)
+        if not self.moe:
+            return x_BSD + self.feed_forward(h_BSD), None
+        y_BSD, sums = self.feed_forward(h_BSD, token_ids=token_BS, return_sums=True)
+        return x_BSD + y_BSD, sums
+
+
+class GPT2MoE(nn.Module):
+    """Tokens [B, S] -> logits [B, S, V] and the RoutingSums of each MoE layer.
+
+    Blocks 1, 3, 5, ... (counted from 0) have the experts. The output projection shares the embedding's
+    weight.
+    """
+
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab, config.width)
+        self.position_embedding = nn.Embedding(config.sequence, config.width)
+        self.blocks = nn.ModuleList(Block(config, i % 2 == 1, group) for i in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.apply(_initialize)
+
+    def forward(self, token_BS: Tensor) -> tuple[Tensor, list[RoutingSums]]:
+        sequence = token_BS.shape[1]
+        if sequence > self.config.sequence:
+            raise UserError(
+                "sequence length",
+                got=sequence,
+                expected=f"at most {self.config.sequence} for {self.config.name}",
+                do="shorten the input",
+            )
+        position_S = torch.arange(sequence, device=token_BS.device)
+        x_BSD = self.token_embedding(token_BS) + self.position_embedding(position_S)
+        sums = []
+        for block in self.blocks:
+            x_BSD, layer_sums = block(x_BSD, token_BS)
+            if layer_sums is not None:
+                sums.append(layer_sums)
+        return nn.functional.linear(self.norm(x_BSD), self.token_embedding.weight), sums
+
+
+def _initialize(module: nn.Module) -> None:
+    """GPT-2's initialization: normal(0, 0.02), zero biases. MoE layers initialize themselves."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, 0.0, 0.02)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,229 @@
+"""One rank of a job: who it is, how it joins the others, and how it ends when something fails.
+
+Works under `lancet_kernels.launch`, under torchrun, and alone.
+"""
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+from lancet_kernels.atomic import write_text_atomically
+from lancet_kernels.errors import CommunicationError, UserError
+
+# Set by our launcher alone: the process whose end must end the rank.
+LAUNCHER_PID = "LANCET_LAUNCHER_PID"
+WATCHDOG_INTERVAL_S = 0.5
+# How gloo and NCCL, which raise plain RuntimeErrors, say that a peer went away or did not answer.
+LOST_PEER = re.compile(r"gloo|NCCL|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
+TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among `world`; `local_rank` counts on this machine only."""
+
+    rank: int
+    world: int
+    local_rank: int
+    device: torch.device
+
+
+def under_launcher() -> bool:
+    """Whether this process is a rank that a launcher, ours or torchrun, has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_ranks(device: str, timeout_s: float) -> Rank:
+    """Join the other ranks, on "cpu" (gloo, one compute thread) or "cuda" (NCCL, GPU number LOCAL_RANK).
+
+    timeout_s: how long a collective may wait for a peer before it raises. Alone (no launcher, or a world of
+    one) there is no process group. Raises UserError if there is no such device.
+    """
+    rank, world, local_rank = (
+        int(os.environ[name]) if under_launcher() else alone
+        for name, alone in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
+    place = _place(device, local_rank)
+    if place.type == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(place)
+    if world > 1:
+        dist.init_process_group(
+            "nccl" if place.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_s),
+            device_id=place if place.type == "cuda" else None,
+        )
+    return Rank(rank, world, local_rank, place)
+
+
+def report_errors(main: Callable[[], int], log_folder: str | os.PathLike[str] | None = None) -> int:
+    """Run `main` and return its exit code; when it fails under a launcher, end this process within seconds.
+
+    A failure is recorded for the launcher, and the traceback is written to `log_folder` (default: the
+    system's folder for temporary files). Our launcher prints the one line there is to print; under torchrun,
+    or alone, this function prints it. A UserError is the user's to correct and leaves no traceback.
+
+    Wrap the whole program in it: from here on the rank ends when its launcher does, even inside a collective.
+    """
+    if under_launcher():
+        # The defaults end the process at once; Python's KeyboardInterrupt waits for the collective to return.
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(stop, signal.SIG_DFL)
+        _watch_launcher()
+    handler = _FailureFiles(log_folder)
+    try:
+        code = record(main, error_handler=handler)() or 0
+    except SystemExit as leave:
+        if isinstance(leave.code, str):
+            print(leave.code, file=sys.stderr)
+        code = leave.code if isinstance(leave.code, int) else 1
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
+    except Exception as error:
+        if LAUNCHER_PID not in os.environ:
+            print(handler.line(error), file=sys.stderr)
+        code = 1
+    handler.close()
+    if code and under_launcher():
+        # Not the usual way out: freeing a process group whose peers wait in a collective may block.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+    return code
+
+
+class _FailureFiles(ErrorHandler):
+    """Elastic's error file, with what `launch.root_cause` needs, and the traceback for the user."""
+
+    def __init__(self, log_folder: str | os.PathLike[str] | None):
+        self.rank = os.environ.get("RANK", "0")
+        self.log_folder = log_folder
+        self.traceback_file: str | None = None
+        self._crash: int | None = None
+
+    def initialize(self) -> None:
+        """Send the stacks of a crash in native code to the log folder, not to the terminal."""
+        if self.log_folder is None:
+            return
+        self._crash_file = Path(self.log_folder, f"rank-{self.rank}.crash.txt")
+        try:
+            self._crash_file.parent.mkdir(parents=True, exist_ok=True)
+            self._crash = os.open(self._crash_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        except OSError:
+            # No reason not to train; a traceback goes to the temporary files instead.
+            self.log_folder = None
+        else:
+            faulthandler.enable(self._crash)
+
+    def record_exception(self, error: BaseException) -> None:
+        # First of all: the peers' errors follow within milliseconds.
+        now = time.time_ns()
+        lines = "".join(traceback.format_exception(error))
+        blames = _blames(error)
+        # Every peer of a failed rank loses it: no reason to leave a temporary file for each.
+        echo = blames == "peer" and self.log_folder is None
+        if not isinstance(error, UserError) and not echo:
+            self.traceback_file = self._write_traceback(lines)
+        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if file:
+            extra = {
+                "py_callstack": lines,
+                "timestamp": str(now // 10**9),
+                "time_ns": now,
+                "blames": blames,
+                "traceback_file": self.traceback_file,
+            }
+            # Atomic, because elastic itself fails on half a file.
+            message = {"message": _one_line(error), "extraInfo": extra}
+            write_text_atomically(file, json.dumps({"message": message}))
+
+    def line(self, error: BaseException) -> str:
+        """What to tell the user when no launcher of ours does."""
+        where = f"rank {self.rank} failed: " if under_launcher() else ""
+        hint = f" (traceback in {self.traceback_file})" if self.traceback_file else ""
+        what = str(error) if isinstance(error, UserError) else _one_line(error)
+        return f"{where}{what}{hint}"
+
+    def close(self) -> None:
+        """Remove the file for crashes: there was none."""
+        if self._crash is not None:
+            faulthandler.disable()
+            os.close(self._crash)
+            self._crash_file.unlink()
+
+    def _write_traceback(self, lines: str) -> str | None:
+        if self.log_folder is not None:
+            path = Path(self.log_folder, f"rank-{self.rank}.traceback.txt")
+        else:
+            path = Path(tempfile.gettempdir(), f"lancet-{os.getpid()}-rank-{self.rank}.traceback.txt")
+        try:
+            write_text_atomically(path, lines)
+        except OSError:
+            return None
+        return str(path)
+
+
+def _one_line(error: BaseException) -> str:
+    """`Type: message` in one line, without the C++ frames that torch appends, at most some 400 characters."""
+    text = " ".join(str(error).split("\nException raised from")[0].split())
+    if len(text) > 400:
+        text = text[:400] + " ..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _blames(error: BaseException | None) -> str:
+    """What the error, or one it came from, complains of: "peer" that went away, "timeout", else "self"."""
+    while error is not None:
+        lost = isinstance(error, (CommunicationError, dist.DistError, ConnectionError, TimeoutError))
+        if lost or (isinstance(error, RuntimeError) and LOST_PEER.search(str(error))):
+            return "timeout" if isinstance(error, TimeoutError) or TIMED_OUT.search(str(error)) else "peer"
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "self"
+
+
+def _place(device: str, local_rank: int) -> torch.device:
+    if device == "cpu":
+        return torch.device("cpu")
+    if device != "cuda":
+        raise UserError("device", got=repr(device), expected="cpu or cuda", do="choose one of them")
+    count = torch.cuda.device_count()
+    if local_rank >= count:
+        raise UserError(
+            "CUDA devices",
+            got=count,
+            expected=f"at least {local_rank + 1}, one for each rank on this machine",
+            do="use fewer ranks or the device cpu",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _watch_launcher() -> None:
+    """End this process when our launcher is gone; a thread, as the main one may sit in a collective."""
+    launcher = int(os.environ.get(LAUNCHER_PID, 0))
+    if not launcher:
+        return
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(WATCHDOG_INTERVAL_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher-watchdog", daemon=True).start()

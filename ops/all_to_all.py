@@ -1,0 +1,169 @@
+"""Irregular all-to-all in two phases: counts first, then the real rows alone (Lancet, section 6, figure 10).
+
+    W  ranks, L experts on each      C  capacity      D  width      R  real rows
+
+`exchange_counts` is phase one and runs once per layer: afterwards both sides know both directions, so
+the way back and both backward passes need no second exchange. `all_to_all` is phase two: row block [w]
+of the buffer goes to rank w. It is its own adjoint with the counts swapped.
+
+`start_all_to_all` gives the same in two halves, so that computation can run in between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.ops.groups import group_of
+from lancet_kernels.ops.link import Transfer, link
+from lancet_kernels.ops.rows import compact, expand, real_rows_by_rank
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@torch.library.custom_op("lancet::exchange_counts", mutates_args=())
+def exchange_counts(count_WL: Tensor, capacity: int, width: int, dtype: torch.dtype, group: str) -> Tensor:
+    """Tell every rank how many rows it gets for each of its experts.
+
+    A header travels along (capacity, width, dtype), so that ranks that disagree all raise instead of one
+    of them hanging.
+
+    Args: count_WL int64, rows for expert l of rank w; group: a name from `group_name`.
+    Returns: [W, L] int64, rows that rank w has for expert l of this rank.
+    Raises: UserError (ranks disagree), CommunicationError (a peer did not come).
+    """
+    if not group:
+        return count_WL.clone()
+    ranks, local_experts = count_WL.shape
+    header = torch.tensor([capacity, width, _DTYPES.index(dtype), local_experts], device=count_WL.device)
+    sent = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
+    received = torch.empty_like(sent)
+    process_group = group_of(group)
+    with _named_failure("exchange_counts", process_group):
+        dist.all_to_all_single(received, sent, group=process_group)
+    _check_headers(received[:, :4].tolist(), process_group)
+    return received[:, 4:].contiguous()
+
+
+def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:
+    own = headers[group.rank()]
+    for peer, header in enumerate(headers):
+        if header != own:
+            raise UserError(
+                "MoE layer across ranks (capacity, width, dtype, experts per rank)",
+                got=f"{_describe(own)} on rank {group.rank()} and {_describe(header)} on rank {peer}",
+                expected="the same on every rank",
+                do="give every rank the same number of tokens and the same layer",
+            )
+
+
+def _describe(header: list[int]) -> tuple:
+    return (*header[:2], str(_DTYPES[header[2]]).removeprefix("torch."), header[3])
+
+
+@exchange_counts.register_fake
+def _(count_WL, capacity, width, dtype, group):
+    return torch.empty_like(count_WL)
+
+
+@dataclass
+class PendingAllToAll:
+    """An all-to-all under way. `wait` gives the received buffer."""
+
+    work: dist.Work | None
+    transfer: Transfer | None
+    received_RD: Tensor
+    row_R: Tensor
+    shape_WLC: tuple[int, int, int]
+    group: dist.ProcessGroup | None
+
+    def wait(self) -> Tensor:
+        """-> [W, L, C, D]. Bounded by the process group's timeout; raises CommunicationError."""
+        if self.work is not None:
+            with _named_failure("all_to_all", self.group):
+                self.transfer.finish(self.work)
+        return expand(self.received_RD, self.row_R, self.shape_WLC)
+
+
+def start_all_to_all(
+    buffer_WLCD: Tensor, send_count_WL: Tensor, receive_count_WL: Tensor, group: str
+) -> PendingAllToAll:
+    """Begin to send the real rows; the buffer may be reused at once.
+
+    Args: send_count_WL, receive_count_WL: int64, rows of each (rank, expert) that leave and that come.
+    """
+    capacity = buffer_WLCD.shape[2]
+    sent_RD = compact(buffer_WLCD, real_rows_by_rank(send_count_WL, capacity))
+    row_R = real_rows_by_rank(receive_count_WL, capacity)
+    shape = tuple(buffer_WLCD.shape[:3])
+    if not group:
+        return PendingAllToAll(None, None, sent_RD, row_R, shape, None)
+    process_group = group_of(group)
+    rank = process_group.rank()
+    send_rows, receive_rows = send_count_WL.sum(1).tolist(), receive_count_WL.sum(1).tolist()
+    received_RD = sent_RD.new_empty(sum(receive_rows), sent_RD.shape[1])
+    row_bytes = sent_RD.shape[1] * sent_RD.element_size()
+    transfer = link.start(
+        process_group,
+        sent=(sum(send_rows) - send_rows[rank]) * row_bytes,
+        received=(sum(receive_rows) - receive_rows[rank]) * row_bytes,
+        cuda=sent_RD.is_cuda,
+    )
+    with _named_failure("all_to_all", process_group):
+        work = dist.all_to_all_single(
+            received_RD, sent_RD, receive_rows, send_rows, group=process_group, async_op=True
+        )
+    return PendingAllToAll(work, transfer, received_RD, row_R, shape, process_group)
+
+
+@torch.library.custom_op("lancet::all_to_all", mutates_args=())
+def all_to_all(buffer_WLCD: Tensor, send_count_WL: Tensor, receive_count_WL: Tensor, group: str) -> Tensor:
+    """Exchange the real rows and wait. -> [W, L, C, D]; rows from rank w in block [w]."""
+    return start_all_to_all(buffer_WLCD, send_count_WL, receive_count_WL, group).wait()
+
+
+@all_to_all.register_fake
+def _(buffer_WLCD, send_count_WL, receive_count_WL, group):
+    return torch.empty_like(buffer_WLCD, memory_format=torch.contiguous_format)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, send_count_WL, receive_count_WL, ctx.group = inputs
+    ctx.save_for_backward(send_count_WL, receive_count_WL)
+
+
+def _backward(ctx, grad_WLCD):
+    send_count_WL, receive_count_WL = ctx.saved_tensors
+    return (
+        torch.ops.lancet.all_to_all(grad_WLCD, receive_count_WL, send_count_WL, ctx.group),
+        None,
+        None,
+        None,
+    )
+
+
+all_to_all.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _named_failure:
+    """Turn a failed collective into one line that says who waited, in which op, for whom."""
+
+    def __init__(self, op: str, group: dist.ProcessGroup) -> None:
+        self.op, self.group = op, group
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
+            rank, ranks = self.group.rank(), self.group.size()
+            peers = ", ".join(str(peer) for peer in range(ranks) if peer != rank)
+            reason = str(error).splitlines()[0]
+            raise CommunicationError(
+                f"rank {rank}: {self.op} failed while waiting for rank(s) {peers}: {reason}; "
+                "look for the first rank that failed, and at the process group's timeout"
+            ) from error

@@ -1,0 +1,102 @@
+"""The gate as one torch op: which experts, which slots, with what weight.
+
+    T  tokens on this rank      E  experts in all
+    K  choices per token        C  capacity
+
+One op for all gates; `spec` says which (see ops/gates). Integers and weights come out of the same op because
+the planner moves and cuts a gate as a whole: to call it part by part, hand `used` on.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.gates import parse_gate
+
+
+@torch.library.custom_op("lancet::gate", mutates_args=())
+def gate(
+    logits_TE: Tensor | None,
+    used_E: Tensor,
+    key_T: Tensor | None,
+    bias_E: Tensor | None,
+    spec: str,
+    top_k: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Route T tokens.
+
+    Args:
+        logits_TE: router output, float32 or float64; None for gates that learn nothing.
+        used_E: int64, assignments that earlier parts of this batch made (zeros for a whole batch).
+        key_T: int64, token ids or global token indices, for gates that are keyed; else None.
+        bias_E: selection bias, for the sigmoid gate; else None.
+        spec: the gate with its options. capacity: C, in slots per expert.
+    Returns:
+        expert_TK int64, slot_TK int64 (>= C: dropped), weight_TK (dtype of the logits), used'_E int64.
+    Raises: UserError if a logit is not finite (on CUDA an asynchronous assertion: no host sync).
+    """
+    chosen = parse_gate(spec)
+    if logits_TE is not None:
+        _check_finite(logits_TE)
+    num_experts = used_E.numel()
+    expert_TK = chosen.select(logits_TE, key_T, bias_E, num_experts, top_k)
+    slot_TK, used_out_E = chosen.assign_slots(logits_TE, expert_TK, used_E, capacity)
+    weight_TK = chosen.weights(logits_TE, expert_TK, torch.float32)
+    return expert_TK, slot_TK, weight_TK, used_out_E
+
+
+def _check_finite(logits_TE: Tensor) -> None:
+    finite_TE = torch.isfinite(logits_TE)
+    if logits_TE.is_cuda:
+        torch._assert_async(finite_TE.all(), "router logits are not finite")
+    elif not finite_TE.all():
+        token = int((~finite_TE).any(-1).nonzero()[0])
+        raise UserError(
+            "router logits",
+            got=f"NaN or infinity, first at token {token} of {logits_TE.shape[0]}",
+            expected="finite numbers",
+            do="check the layer's input and router weight, or lower the learning rate",
+        )
+
+
+@gate.register_fake
+def _(logits_TE, used_E, key_T, bias_E, spec, top_k, capacity):
+    given = logits_TE if logits_TE is not None else key_T
+    num_choices = parse_gate(spec).num_choices(used_E.shape[0], top_k)
+    expert_TK = used_E.new_empty(given.shape[0], num_choices)
+    dtype = torch.float32 if logits_TE is None else logits_TE.dtype
+    weight_TK = torch.empty_like(expert_TK, dtype=dtype)
+    return expert_TK, torch.empty_like(expert_TK), weight_TK, torch.empty_like(used_E)
+
+
+@torch.library.custom_op("lancet::gate_backward", mutates_args=())
+def gate_backward(grad_TK: Tensor, logits_TE: Tensor, expert_TK: Tensor, spec: str) -> Tensor:
+    """Gradient of the logits, [T, E], from the gradient of the weights, [T, K]."""
+    return parse_gate(spec).weights_backward(grad_TK, logits_TE, expert_TK).contiguous()
+
+
+@gate_backward.register_fake
+def _(grad_TK, logits_TE, expert_TK, spec):
+    return logits_TE.new_empty(logits_TE.shape)
+
+
+def _setup_context(ctx, inputs: Sequence, output: Sequence) -> None:
+    logits_TE, *_, spec, _top_k, _capacity = inputs
+    expert_TK, slot_TK, _weight_TK, used_out_E = output
+    ctx.mark_non_differentiable(expert_TK, slot_TK, used_out_E)
+    ctx.save_for_backward(logits_TE, expert_TK)
+    ctx.spec = spec
+
+
+def _backward(ctx, _grad_expert, _grad_slot, grad_weight_TK, _grad_used):
+    logits_TE, expert_TK = ctx.saved_tensors
+    grad_TE = None
+    if logits_TE is not None and ctx.needs_input_grad[0]:
+        grad_TE = torch.ops.lancet.gate_backward(grad_weight_TK, logits_TE, expert_TK, ctx.spec)
+    return grad_TE, None, None, None, None, None, None
+
+
+gate.register_autograd(_backward, setup_context=_setup_context)

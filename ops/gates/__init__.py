@@ -1,0 +1,63 @@
+"""The gates by name, and how to read a gate's spec."""
+
+import ast
+import dataclasses
+from functools import lru_cache
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.gates.base import Gate
+from lancet_kernels.ops.gates.batch_prioritized import BatchPrioritized
+from lancet_kernels.ops.gates.counter import Hash, Random
+from lancet_kernels.ops.gates.expert_choice import ExpertChoice
+from lancet_kernels.ops.gates.gshard import GShard
+from lancet_kernels.ops.gates.sigmoid import Sigmoid
+from lancet_kernels.ops.gates.topk import Switch, TopK
+
+GATES: dict[str, type[Gate]] = {
+    gate.name: gate for gate in (Switch, TopK, GShard, BatchPrioritized, ExpertChoice, Hash, Random, Sigmoid)
+}
+
+
+@lru_cache
+def parse_gate(spec: str) -> Gate:
+    """Read a gate from its spec: a name, or a name with options, as `topk(softmax='after')`.
+
+    Raises: UserError for an unknown name, an unknown option, a value that is no literal or of the wrong type.
+    """
+    name, bracket, rest = spec.partition("(")
+    name = name.strip()
+    if name not in GATES:
+        raise UserError("gate", got=repr(spec), expected=f"one of {', '.join(GATES)}", do="check the name")
+    if not bracket:
+        return GATES[name]()
+    try:
+        call = ast.parse(f"gate({rest}", mode="eval").body
+        options = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+        if call.args or None in options or len(options) < len(call.keywords):
+            raise TypeError("options are given by name, each once")
+        return GATES[name](**options)
+    except UserError:
+        raise
+    except (SyntaxError, ValueError, TypeError, AttributeError) as error:
+        fields = ", ".join(field.name for field in dataclasses.fields(GATES[name])) or "none"
+        raise UserError(
+            f"options of gate {name}",
+            got=repr(spec),
+            expected=f"name=value pairs of: {fields}",
+            do=f"write them as {name}(option=value)",
+        ) from error
+
+
+__all__ = [
+    "GATES",
+    "BatchPrioritized",
+    "ExpertChoice",
+    "GShard",
+    "Gate",
+    "Hash",
+    "Random",
+    "Sigmoid",
+    "Switch",
+    "TopK",
+    "parse_gate",
+]

@@ -1,0 +1,61 @@
+"""Expert choice (Zhou et al. 2022): every expert takes the C tokens that score highest with it.
+
+A token may be taken by any number of experts, so K = E: ``expert[t, e] = e`` for all, and the slot says
+whether the expert took the token (slot < C) or not (slot = C, that is: dropped). An expert compares all
+tokens: not partitionable.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.gates.base import Gate
+
+
+@dataclass(frozen=True)
+class ExpertChoice(Gate):
+    """Each expert takes its C best tokens, by softmax probability over the experts."""
+
+    name: ClassVar[str] = "expert-choice"
+    partitionable: ClassVar[bool] = False
+
+    def check_capacity_factor(self, capacity_factor: float | None) -> None:
+        if capacity_factor is None:
+            raise UserError(
+                "capacity_factor of gate expert-choice",
+                got=None,
+                expected="a number",
+                do="give one: it says how many tokens each expert takes",
+            )
+
+    def num_choices(self, num_experts: int, top_k: int) -> int:
+        return num_experts
+
+    def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
+        return torch.arange(num_experts, device=logits_TE.device).repeat(logits_TE.shape[0], 1)
+
+    def assign_slots(self, logits_TE, expert_TK, used_E, capacity: int) -> tuple[Tensor, Tensor]:
+        num_tokens = logits_TE.shape[0]
+        taken = min(capacity, num_tokens)
+        order_TE = torch.sort(torch.softmax(logits_TE, -1), dim=0, descending=True, stable=True).indices
+        slot_TE = torch.full_like(expert_TK, capacity)
+        rank_C1 = torch.arange(taken, device=logits_TE.device)[:, None]
+        slot_TE.scatter_(0, order_TE[:taken], rank_C1.expand(taken, used_E.numel()))
+        return slot_TE, used_E + taken
+
+
+def naive_expert_choice(logits_TE: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reference, one expert after the other. -> expert_TE, slot_TE, weight_TE, used'_E."""
+    num_tokens, num_experts = logits_TE.shape
+    probability_TE = torch.softmax(logits_TE, -1)
+    slot_TE = torch.full((num_tokens, num_experts), capacity)
+    used = []
+    for e in range(num_experts):
+        best = sorted(range(num_tokens), key=lambda t: (-probability_TE[t, e].item(), t))[:capacity]
+        for slot, t in enumerate(best):
+            slot_TE[t, e] = slot
+        used.append(len(best))
+    return torch.arange(num_experts).repeat(num_tokens, 1), slot_TE, probability_TE, torch.tensor(used)

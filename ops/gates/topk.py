@@ -1,0 +1,79 @@
+"""Switch (top-1) and top-k gates with token-order priority: the partitionable, learned ones.
+
+Switch: Fedus et al. 2022. Top-k: Shazeer et al. 2017, Mixtral (softmax after selection), and Qwen's
+renormalized softmax.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.gates.base import Gate
+from lancet_kernels.ops.gates.slots import top_k_stable
+
+
+@dataclass(frozen=True)
+class TopK(Gate):
+    """The k largest logits of each token.
+
+    softmax: "before" selection (weights are probabilities over all experts) or "after" (over the chosen).
+    renormalize: divide the weights of a token by their sum.
+    """
+
+    name: ClassVar[str] = "topk"
+    softmax: str = "before"
+    renormalize: bool = False
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        super().check(num_experts, top_k)
+        if self.softmax not in ("before", "after"):
+            raise UserError(
+                "softmax of gate topk",
+                got=repr(self.softmax),
+                expected="'before' or 'after'",
+                do="say whether the softmax comes before or after the selection",
+            )
+
+    @property
+    def normalized(self) -> bool:
+        return self.renormalize or self.softmax == "after"
+
+    def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
+        return top_k_stable(logits_TE, top_k)
+
+
+@dataclass(frozen=True)
+class Switch(Gate):
+    """The largest logit of each token; its softmax probability is the weight."""
+
+    name: ClassVar[str] = "switch"
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        super().check(num_experts, top_k)
+        if top_k != 1:
+            raise UserError("top_k of gate switch", got=top_k, expected=1, do="use gate='topk' for more")
+
+    def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
+        return top_k_stable(logits_TE, 1)
+
+
+def naive_topk(
+    logits_TE: Tensor, used_E: Tensor, top_k: int, softmax: str = "before", renormalize: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reference, one token after the other. -> expert_TK, slot_TK, weight_TK, used'_E."""
+    used = used_E.tolist()
+    experts, slots, weights = [], [], []
+    for logits_E in logits_TE:
+        chosen = sorted(range(len(used)), key=lambda e: (-logits_E[e].item(), e))[:top_k]
+        probability_E = torch.softmax(logits_E, 0)
+        weight_K = torch.softmax(logits_E[chosen], 0) if softmax == "after" else probability_E[chosen]
+        experts.append(chosen)
+        weights.append(weight_K / weight_K.sum() if renormalize else weight_K)
+        slots.append([])
+        for e in chosen:
+            slots[-1].append(used[e])
+            used[e] += 1
+    return torch.tensor(experts), torch.tensor(slots), torch.stack(weights), torch.tensor(used)

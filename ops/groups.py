@@ -1,0 +1,30 @@
+"""Process groups as ops see them: by name, because an op's arguments are plain data.
+
+The empty name means "one rank": no torch.distributed needed.
+"""
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """The name to hand to the ops. None means all ranks, or the one rank there is."""
+    if not dist.is_available() or not dist.is_initialized():
+        return ""
+    group = group or dist.group.WORLD
+    return group.group_name if group.size() > 1 else ""
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of a name from `group_name` (not of the empty one)."""
+    return _resolve_process_group(name)
+
+
+def group_size(name: str) -> int:
+    """How many ranks; 1 for the empty name."""
+    return group_of(name).size() if name else 1
+
+
+def group_rank(name: str) -> int:
+    """This rank's place in the group; 0 for the empty name."""
+    return group_of(name).rank() if name else 0

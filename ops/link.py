@@ -1,0 +1,116 @@
+"""The link that all-to-alls travel on: what passed, how long it took, how long computation waited for it.
+
+On its own it only measures. With a bandwidth set (`emulate_link`) it also paces: an all-to-all is not
+done before a wire of that bandwidth would have carried its bytes. The wait is a deadline, not work, so
+computation that runs meanwhile hides it as it would hide a real transfer. Times measured so are
+emulated, and whoever prints them says so.
+
+The emulated wire of a rank is full duplex, carries one all-to-all at a time in the order they were
+issued, and starts when the last rank has entered. Only ranks of one machine can share it (they compare
+one monotonic clock).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from lancet_kernels.errors import UserError
+
+
+@dataclass
+class Traffic:
+    """What went over the link since it was last read."""
+
+    all_to_all_ms: float = 0.0
+    """From the start of each all-to-all to its end, added up."""
+    exposed_ms: float = 0.0
+    """Of that, the time the computing thread (CUDA: the computing stream) stood still."""
+    bytes_sent: int = 0
+    """Bytes of rows that left this rank for another one; padding and own rows do not travel."""
+    count: int = 0
+
+
+class Link:
+    """The link of this process. `link` below is the only one; ops report to it."""
+
+    def __init__(self) -> None:
+        self.gbps: float | None = None
+        self._traffic = Traffic()
+        self._free_at = 0.0
+        self._cuda_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def read(self) -> Traffic:
+        """The traffic since the last call; starts a new count. On CUDA this waits for the device."""
+        if self._cuda_events:
+            torch.cuda.synchronize()
+            elapsed = sum(start.elapsed_time(end) for start, end in self._cuda_events)
+            self._traffic.all_to_all_ms += elapsed
+            self._traffic.exposed_ms += elapsed
+            self._cuda_events.clear()
+        traffic, self._traffic = self._traffic, Traffic()
+        return traffic
+
+    def start(self, group: dist.ProcessGroup, sent: int, received: int, cuda: bool) -> Transfer:
+        """A transfer begins. sent, received: bytes to and from other ranks."""
+        self._traffic.bytes_sent += sent
+        self._traffic.count += 1
+        return Transfer(self, group, max(sent, received), cuda)
+
+
+class Transfer:
+    """One all-to-all on the link, from its start until `finish`."""
+
+    def __init__(self, link: Link, group: dist.ProcessGroup, size: int, cuda: bool) -> None:
+        self._link, self._size = link, size
+        self._starts = None
+        self._event = None
+        if cuda:
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        self.started = time.monotonic()
+        if link.gbps is not None:
+            own = torch.tensor([self.started], dtype=torch.float64)
+            self._starts = [torch.zeros_like(own) for _ in range(group.size())]
+            self._starts_work = dist.all_gather(self._starts, own, group=group, async_op=True)
+
+    def finish(self, work: dist.Work) -> None:
+        """Wait for the transfer (and for the emulated wire), and account for it."""
+        link, before = self._link, time.monotonic()
+        work.wait()
+        if self._event is not None:
+            end = torch.cuda.Event(enable_timing=True)
+            end.record()
+            link._cuda_events.append((self._event, end))
+            return
+        if self._starts is not None:
+            self._wait_for_wire()
+        now = time.monotonic()
+        link._traffic.all_to_all_ms += (now - self.started) * 1e3
+        link._traffic.exposed_ms += (now - before) * 1e3
+
+    def _wait_for_wire(self) -> None:
+        self._starts_work.wait()
+        begin = max(*map(float, self._starts), self._link._free_at)
+        self._link._free_at = begin + self._size * 8 / (self._link.gbps * 1e9)
+        remaining = self._link._free_at - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)
+
+
+link = Link()
+
+
+def emulate_link(gbps: float | None) -> None:
+    """Pace every all-to-all of this process as if the wire carried `gbps` Gbit/s; None: as fast as it goes.
+
+    Call it on every rank with the same value. CPU ranks on one machine only.
+    Raises: UserError if the bandwidth is not a positive number.
+    """
+    if gbps is not None and not gbps > 0:
+        raise UserError("link bandwidth", got=gbps, expected="Gbit/s > 0", do="leave it out for no emulation")
+    link.gbps = gbps
+    link._free_at = 0.0

@@ -1,0 +1,170 @@
+"""A planned order, put into an fx graph.
+
+    reorder(graph, order)       nodes in the order of the plan, or an error
+    start_early_wait_late(gm)   each collective in two halves: issued at its place, waited for by its
+                                first reader
+
+Contract: afterwards the graph runs its instructions in exactly the order that was asked for; if that is
+no valid order of this graph, nothing has been changed and UserError says which node would read what does
+not exist yet. Every rank issues its collectives in the order of the plan, so that no two ranks can wait for
+each other crosswise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+
+from torch import fx
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.from_fx import is_instruction, op_name
+from lancet_kernels.ops.all_reduce import start_all_reduce
+from lancet_kernels.ops.all_to_all import start_all_to_all
+
+_STARTS: dict[str, Callable] = {
+    "lancet.all_to_all": start_all_to_all,
+    "lancet.all_reduce_bucket": start_all_reduce,
+}
+
+
+def wait(pending: object) -> object:
+    """Wait for what a start function returned. -> its result."""
+    return pending.wait()
+
+
+def instruction_order(graph: fx.Graph) -> list[str]:
+    """Names of the instruction nodes, in the order in which they run."""
+    return [node.name for node in graph.nodes if is_instruction(node)]
+
+
+def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
+    """Put the instruction nodes of a graph into `order`; elements of tuples follow their producer.
+
+    Raises: UserError if `order` is not each instruction once, or reads a result before it is made.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    present = instruction_order(graph)
+    if sorted(order) != sorted(present):
+        difference = sorted(set(order) ^ set(present))[:3]
+        raise UserError(
+            "order of a plan",
+            got=f"{len(order)} instructions, different in {', '.join(difference) or 'repetitions'}",
+            expected=f"each of the graph's {len(present)} instructions once",
+            do="plan again for this graph",
+        )
+    wanted: list[fx.Node] = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    made = set(wanted)
+    for name in order:
+        node = nodes[name]
+        missing = [source.name for source in node.all_input_nodes if source not in made]
+        if missing:
+            raise UserError(
+                "order of a plan",
+                got=f"{name} before {missing[0]}",
+                expected=f"{missing[0]} first, whose result {name} reads",
+                do="plan again for this graph",
+            )
+        elements = _with_elements(node)
+        wanted += elements
+        made.update(elements)
+    _place(graph, wanted)
+    graph.lint()
+    assert instruction_order(graph) == list(order)
+
+
+def _with_elements(node: fx.Node) -> list[fx.Node]:
+    """The node and everything that only takes elements out of its tuple."""
+    found = [node]
+    for user in node.users:
+        if user.target is operator.getitem:
+            found += _with_elements(user)
+    return found
+
+
+def _place(graph: fx.Graph, wanted: list[fx.Node]) -> None:
+    """Move nodes to the front of the graph, in the given order."""
+    cursor = graph._root
+    for node in wanted:
+        cursor.append(node)
+        cursor = node
+
+
+def start_early_wait_late(module: fx.GraphModule, blocking: Collection[str] = ()) -> None:
+    """Split each all-to-all and all-reduce: its start stays, its wait goes before its first reader.
+
+    Args: blocking: names of collectives that are left in one piece.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        start = _STARTS.get(op_name(node)) if is_instruction(node) else None
+        if start is None or node.name in blocking:
+            continue
+        name = node.name
+        with graph.inserting_before(node):
+            pending = graph.call_function(start, node.args, node.kwargs)
+        pending.name = f"{name}_start"
+        readers = _readers(node)
+        first = min(readers, key=_position(graph).__getitem__) if readers else graph.output_node()
+        elements = [user for user in node.users if user.target is operator.getitem]
+        with graph.inserting_before(first):
+            result = graph.call_function(wait, (pending,))
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+        result.name = name
+        cursor = result
+        for element in elements:
+            cursor.append(element)
+            cursor = element
+    graph.lint()
+    module.recompile()
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Who needs the result: users, or for a tuple the users of its elements."""
+    found = []
+    for user in node.users:
+        found += _readers(user) if user.target is operator.getitem else [user]
+    return found
+
+
+def _position(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}
+
+
+def full_order(graph: fx.Graph, planned: Sequence[str]) -> list[str]:
+    """Every instruction of a graph, the planned ones in their order, each other one as late as it may be.
+
+    What cutting added (slices, slots of parts) is in no plan: it goes right before its first reader, and
+    what nobody planned reads, last.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    placed: dict[str, None] = {}
+
+    def place(node: fx.Node) -> None:
+        stack = [node]
+        while stack:
+            top = stack[-1]
+            needed = [s for s in top.all_input_nodes if s.op == "call_function" and s.name not in placed]
+            if needed:
+                stack += needed
+                continue
+            placed[stack.pop().name] = None
+
+    for name in planned:
+        place(nodes[name])
+    known = set(planned)
+    came = [name for name in placed if name in known]
+    if came != list(planned):
+        wrong = next(a for a, b in zip(came, planned, strict=True) if a != b)
+        raise UserError(
+            "order of a plan",
+            got=f"{wrong} after something that reads it",
+            expected="an order of this graph",
+            do="plan again for this graph",
+        )
+    for node in graph.nodes:
+        if node.op == "call_function" and node.name not in placed:
+            place(node)
+    return [name for name in placed if is_instruction(nodes[name])]

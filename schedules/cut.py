@@ -1,0 +1,355 @@
+"""A range of a forward graph, cut into parts: the nodes of every part, and the whole tensors again behind it.
+
+Lancet, section 5 and figures 5(c) and 8. Of `range` = [dispatch, all_to_all, ..., next layer's
+attention] and k = 2 it makes
+
+    dispatch_0 dispatch_1 all_to_all_0 ...  (in the order that was asked for)  and, where somebody behind
+    the range reads a tensor of it, one node that puts the parts together.
+
+How a tensor is cut says its axis (see `graph.rules`): a dimension; WHOLE (all parts use it as it is);
+PARTIAL (parts add up). Behind the gate, buffers are irregular: each part has its own slots, counts and
+exchange of counts, and its buffers have room for no more than its own tokens. `CutError` means that the
+range can't be cut like that; the graph is then as it was.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture import fake_mode_of, set_value
+from lancet_kernels.graph.from_fx import is_instruction, is_view, op_name, tensor_names
+from lancet_kernels.graph.rules import IRREGULAR, PARTIAL, WHOLE
+
+aten, lancet = torch.ops.aten, torch.ops.lancet
+
+_SHAPED = {"aten.view": 1, "aten._unsafe_view": 1, "aten.reshape": 1, "aten.expand": 1}
+"""Ops with an argument that is the shape of their result, and its position."""
+_COUNTED = {
+    "lancet.all_to_all": (1, 2),
+    "lancet.grouped_gemm": (1,),
+    "lancet.grouped_gemm_dx": (1,),
+    "lancet.grouped_gemm_dw": (2,),
+    "lancet.expert_activation": (1,),
+    "lancet.expert_activation_backward": (2,),
+}
+"""Ops whose buffer has counts beside it, and the positions of the counts."""
+_CAPACITY = 2
+"""The capacity among the dimensions of a buffer [W, L, C, D]."""
+_READS_SLOTS = ("lancet.dispatch", "lancet.combine", "lancet.combine_dweight")
+
+
+class CutError(UserError):
+    """A range cannot be cut into parts as asked."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What to cut: instructions by name (in any order), how many parts, and the axis of every tensor
+    they touch."""
+
+    instructions: tuple[str, ...]
+    parts: int
+    axes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The routing of an MoE layer whose dispatch lies in the range."""
+
+    dispatch: fx.Node
+    expert: fx.Node
+    slot: fx.Node
+    count: fx.Node
+    exchange: fx.Node
+
+    @property
+    def num_experts(self) -> int:
+        return self.dispatch.args[5]
+
+    @property
+    def capacity(self) -> int:
+        return self.dispatch.args[6]
+
+
+def cut_range(graph: fx.Graph, cut: Cut, order: Sequence[tuple[str, int]] | None = None) -> list[str]:
+    """Replace the instructions of a range by those of its parts.
+
+    Args: order: (instruction, part) in the order to run; default: all parts of an instruction, then the next.
+    Returns: names of the new instruction nodes, in order.
+    Raises: CutError.
+    """
+    before = {node.name for node in graph.nodes}
+    _Cutter(graph, cut).run(order)
+    return [node.name for node in graph.nodes if node.name not in before and is_instruction(node)]
+
+
+class _Cutter:
+    """`env[p][node]` is what stands for `node` in part p."""
+
+    def __init__(self, graph: fx.Graph, cut: Cut) -> None:
+        self.graph, self.axes, self.parts = graph, cut.axes, cut.parts
+        names = set(cut.instructions)
+        self.inside = [node for node in graph.nodes if node.name in names]
+        if len(self.inside) != len(names) or not names:
+            raise _refuse(
+                f"{len(names) - len(self.inside)} unknown instructions", "instructions of the graph"
+            )
+        self.layers = [self._layer(node) for node in self.inside if op_name(node) == "lancet.dispatch"]
+        # Parts have counts of their own; who reads the whole's gets them from the whole's used slots.
+        self.late = [node for node in self.inside if op_name(node) == "lancet.kept_counts"]
+        self.cut = [node for node in self.inside if node not in self.late and self._touches_cut(node)]
+        self.made = {element for node in self.cut for element in _with_elements(node)}
+        self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.parts)]
+        self.local: list[dict[_Layer, tuple[fx.Node, fx.Node]]] = [{} for _ in range(self.parts)]
+        self.wholes: dict[fx.Node, fx.Node] = {}
+        self.bounds = self._unit_bounds()
+        self.fake_mode = fake_mode_of(self.inside[0])
+
+    def run(self, order: Sequence[tuple[str, int]] | None) -> None:
+        """Insert the parts behind the range, mend its readers, take the originals out."""
+        nodes = {node.name: node for node in self.cut}
+        if order is None:
+            order = [(node.name, part) for node in self.cut for part in range(self.parts)]
+        order = [(name, part) for name, part in order if name in nodes]
+        if sorted(order) != sorted((name, part) for name in nodes for part in range(self.parts)):
+            raise _refuse("an order that is not every instruction once per part", "all of them")
+        end = _with_elements(self.inside[-1])[-1].next
+        with self.graph.inserting_before(end):
+            for name, part in order:
+                self._copy(nodes[name], part)
+            for layer in self.layers:
+                self._mend_slots(layer)
+            for node in self.cut:
+                self._reassemble(node)
+        for node in self.late:
+            for moved in _with_elements(node):
+                end.prepend(moved)
+        for node in reversed(self.cut):
+            for element in reversed(_with_elements(node)):
+                self.graph.erase_node(element)
+        self.graph.lint()
+
+    # What is in the range
+
+    def _layer(self, dispatch: fx.Node) -> _Layer:
+        send = next((u for u in dispatch.users if op_name(u) == "lancet.all_to_all"), None)
+        if send is None or send not in self.inside or send.args[2] not in self.inside:
+            raise _refuse(
+                f"{dispatch.name} without its exchange of counts and all-to-all", "all three in the range"
+            )
+        return _Layer(dispatch, dispatch.args[1], dispatch.args[2], send.args[1], send.args[2])
+
+    def _touches_cut(self, node: fx.Node) -> bool:
+        if op_name(node).startswith("lancet."):
+            return True
+        touched = [name for n in (*node.all_input_nodes, *_with_elements(node)) for name in tensor_names(n)]
+        return any(self.axes.get(name, WHOLE) != WHOLE for name in touched)
+
+    def _unit_bounds(self) -> list[int]:
+        """Borders of the parts, in units of the shortest dimension that is cut."""
+        sizes = set()
+        for node in self.cut:
+            for n in (*node.all_input_nodes, *_with_elements(node)):
+                axis = self._axis(n)
+                if axis >= 0:
+                    sizes.add(n.meta["val"].shape[axis])
+        units = min(sizes, default=0)
+        if units < self.parts or any(size % units for size in sizes):
+            raise _refuse(
+                f"{self.parts} parts of dimensions {sorted(sizes)}", "dimensions that the parts divide alike"
+            )
+        self.units = units
+        return [units * p // self.parts for p in range(self.parts + 1)]
+
+    def _axis(self, node: fx.Node) -> int:
+        names = tensor_names(node)
+        return self.axes.get(names[0], WHOLE) if len(names) == 1 else WHOLE
+
+    def _window(self, size: int, part: int) -> tuple[int, int]:
+        """First and behind-the-last index of a part in a dimension of that size."""
+        scale = size // self.units
+        return self.bounds[part] * scale, self.bounds[part + 1] * scale
+
+    # One instruction of one part
+
+    def _copy(self, node: fx.Node, part: int) -> None:
+        op = op_name(node)
+        args = list(fx.map_arg(tuple(node.args), lambda source: self._part(source, part)))
+        if op == "lancet.gate" and part > 0:
+            args[1] = self.env[part - 1][_element(node, 3)]
+        elif op == "lancet.exchange_counts" and self._layer_of_count(node.args[0]):
+            args[1] = self._part_capacity(self._layer_of_count(node.args[0]), part)
+        elif op == "lancet.dispatch":
+            layer = next(found for found in self.layers if found.dispatch is node)
+            args[2], args[6] = self._local(layer, part)[0], self._part_capacity(layer, part)
+        elif op == "lancet.combine":
+            args[2] = self._local(self._layer_of_slot(node.args[2]), part)[0]
+        elif op in _COUNTED and self._axis(node.args[0]) == _CAPACITY:
+            for position in _COUNTED[op]:
+                args[position] = self._window_counts(node.args[position], node.args[0], part)
+        elif op in _SHAPED and self._axis(node) >= 0:
+            args[_SHAPED[op]] = self._part_shape(node, part)
+        copy = self._call(node.target, tuple(args), dict(node.kwargs), f"{node.name}_part{part}")
+        self.env[part][node] = copy
+        self._copy_elements(node, copy, part)
+
+    def _copy_elements(self, node: fx.Node, copy: fx.Node, part: int) -> None:
+        for user in node.users:
+            if user.target is operator.getitem:
+                element = self._call(operator.getitem, (copy, user.args[1]), {}, f"{user.name}_part{part}")
+                self.env[part][user] = element
+
+    def _call(self, target, args: tuple, kwargs: dict, name: str) -> fx.Node:
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        values = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+        with self.fake_mode:
+            set_value(node, target(*values[0], **values[1]))
+        return node
+
+    def _part(self, node: fx.Node, part: int) -> fx.Node:
+        """What stands for a node in a part: its copy, its local counts, a slice of it, or itself."""
+        if node in self.env[part]:
+            return self.env[part][node]
+        if node in self.made:
+            raise _refuse(
+                f"{node.name} of part {part} read before it is made", "an order that makes it first"
+            )
+        layer = self._layer_of_count(node)
+        if layer is not None:
+            return self._local(layer, part)[1]
+        axis = self._axis(node)
+        found = node
+        if axis >= 0:
+            first, behind = self._window(node.meta["val"].shape[axis], part)
+            found = self._call(aten.slice.Tensor, (node, axis, first, behind), {}, f"{node.name}_part{part}")
+        elif axis != WHOLE:
+            raise _refuse(f"{node.name}, which is made outside, irregular", "an all-to-all with its dispatch")
+        self.env[part][node] = found
+        return found
+
+    def _part_shape(self, node: fx.Node, part: int) -> list[int]:
+        shape, axis = list(node.meta["val"].shape), self._axis(node)
+        first, behind = self._window(shape[axis], part)
+        shape[axis] = behind - first
+        return shape
+
+    # The routing of a part
+
+    def _layer_of_count(self, node: fx.Node) -> _Layer | None:
+        return next((layer for layer in self.layers if layer.count is node), None)
+
+    def _layer_of_slot(self, node: fx.Node) -> _Layer:
+        found = next((layer for layer in self.layers if layer.slot is node), None)
+        if found is None:
+            raise _refuse("a combine without its dispatch", "both in the range")
+        return found
+
+    def _part_capacity(self, layer: _Layer, part: int) -> int:
+        """A token goes to an expert once at most, so a part needs no more slots than it has tokens."""
+        return min(layer.capacity, self._part(layer.expert, part).meta["val"].shape[0])
+
+    def _local(self, layer: _Layer, part: int) -> tuple[fx.Node, fx.Node]:
+        """The part's own slots [T, K] and counts [W, L]."""
+        if layer not in self.local[part]:
+            capacity = self._part_capacity(layer, part)
+            args = (self._part(layer.expert, part), self._part(layer.slot, part), layer.num_experts)
+            name = f"{layer.dispatch.name}_slots_part{part}"
+            both = self._call(lancet.local_slots.default, (*args, layer.capacity, capacity), {}, name)
+            slot = self._call(operator.getitem, (both, 0), {}, f"{name}_slot")
+            count = self._call(operator.getitem, (both, 1), {}, f"{name}_count")
+            shape = list(layer.count.meta["val"].shape)
+            count = self._call(aten.view.default, (count, shape), {}, f"{name}_counts")
+            self.local[part][layer] = slot, count
+        return self.local[part][layer]
+
+    def _window_counts(self, count: fx.Node, buffer: fx.Node, part: int) -> fx.Node:
+        """Real rows among the slots of a part, where the capacity is cut: counts less what earlier parts
+        hold."""
+        first, behind = self._window(buffer.meta["val"].shape[_CAPACITY], part)
+        less = self._call(aten.sub.Tensor, (count, first), {}, f"{count.name}_behind{part}")
+        return self._call(aten.clamp.default, (less, 0, behind - first), {}, f"{count.name}_part{part}")
+
+    # The whole again
+
+    def _reassemble(self, node: fx.Node) -> None:
+        """Give readers outside the parts whole tensors."""
+        for element in _with_elements(node):
+            readers = [user for user in element.users if user not in self.made]
+            if readers and tensor_names(element):
+                whole = self._whole(element)
+                element.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in self.made)
+
+    def _whole(self, element: fx.Node) -> fx.Node:
+        """One node that is the whole tensor again; made once."""
+        if element not in self.wholes:
+            node = element.args[0] if element.target is operator.getitem else element
+            whole = self._view_again(node) if is_view(node) else self._join(node, element)
+            if whole.target is not operator.getitem:
+                whole.meta["stands_for"] = tensor_names(element)[0]
+            self.wholes[element] = whole
+        return self.wholes[element]
+
+    def _view_again(self, node: fx.Node) -> fx.Node:
+        """A view of the whole costs nothing; joining the parts of a view would copy them."""
+        args = fx.map_arg(node.args, lambda source: self._whole(source) if source in self.made else source)
+        return self._call(node.target, args, dict(node.kwargs), f"{node.name}_whole")
+
+    def _join(self, node: fx.Node, element: fx.Node) -> fx.Node:
+        parts = [self.env[p][element] for p in range(self.parts)]
+        name, axis = f"{element.name}_whole", self._axis(element)
+        if op_name(node) == "lancet.gate" and element.args[1] == 3:
+            return parts[-1]
+        if op_name(node) == "lancet.exchange_counts" or axis == PARTIAL:
+            total = parts[0]
+            for other in parts[1:]:
+                total = self._call(aten.add.Tensor, (total, other), {}, name)
+            return total
+        if axis >= 0:
+            return self._call(aten.cat.default, (parts, axis), {}, name)
+        if axis == IRREGULAR:
+            counts = [self._part(_count_of(node), p) for p in range(self.parts)]
+            args = (parts, counts, element.meta["val"].shape[2])
+            return self._call(lancet.merge_parts.default, args, {}, name)
+        raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
+
+    def _mend_slots(self, layer: _Layer) -> None:
+        """Whoever reads merged buffers behind the range needs the slots that rows have there."""
+        readers = [u for u in layer.slot.users if u not in self.made and op_name(u) in _READS_SLOTS]
+        if not readers:
+            return
+        experts = [self._part(layer.expert, p) for p in range(self.parts)]
+        slots, counts = zip(*(self._local(layer, p) for p in range(self.parts)), strict=True)
+        args = (experts, list(slots), list(counts), layer.capacity)
+        merged = self._call(lancet.merge_slots.default, args, {}, f"{layer.slot.name}_merged")
+        for reader in readers:
+            reader.replace_input_with(layer.slot, merged)
+
+
+def _count_of(node: fx.Node) -> fx.Node:
+    """The counts that say which rows of an op's result are real."""
+    op = op_name(node)
+    if op == "lancet.dispatch":
+        send = next(user for user in node.users if op_name(user) == "lancet.all_to_all")
+        return send.args[1]
+    return node.args[2] if op == "lancet.all_to_all" else node.args[1]
+
+
+def _element(node: fx.Node, index: int) -> fx.Node:
+    return next(user for user in node.users if user.target is operator.getitem and user.args[1] == index)
+
+
+def _with_elements(node: fx.Node) -> list[fx.Node]:
+    """The node and, of a tuple, the nodes that take its elements."""
+    return [node, *(user for user in node.users if user.target is operator.getitem)]
+
+
+def _refuse(got: str, expected: str) -> CutError:
+    return CutError(
+        "range to cut", got=got, expected=expected, do="leave the range whole, or choose another one"
+    )

@@ -1,0 +1,359 @@
+"""Ranks are real processes here, and so are the signals."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lancet_kernels.errors import CommunicationError, RankFailed, UserError
+from lancet_kernels.launch import (
+    SHUTDOWN_S,
+    Rank,
+    launch,
+    report_errors,
+    root_cause,
+    start_ranks,
+    under_launcher,
+)
+from lancet_kernels.ranks import _blames, _one_line
+
+WORKER = """
+import ctypes, os, signal, sys, time
+from pathlib import Path
+from lancet_kernels.errors import UserError
+from lancet_kernels.launch import report_errors, start_ranks
+
+folder, mode, *rest = sys.argv[1:]
+fails = os.environ.get("RANK") == "1"
+
+def main():
+    Path(folder, f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+    if mode == "early" and fails:
+        raise ValueError("early")
+    import torch, torch.distributed as dist
+    me = start_ranks("cpu", 1.5 if mode == "timeout" else 60)
+    number = torch.tensor([me.rank + 1.0])
+    dist.all_reduce(number)
+    Path(folder, f"seen-{me.rank}").write_text(repr([
+        me.world, me.local_rank, number.item(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"],
+        os.environ.get("EXTRA"), rest,
+    ]))
+    if mode == "work":
+        return 0
+    if fails:
+        if mode == "raise":
+            raise ValueError("boom\\nsecond line")
+        if mode == "user":
+            raise UserError("top_k", got=9, expected="at most 4", do="choose fewer")
+        if mode == "code":
+            return 7
+        if mode == "segv":
+            ctypes.string_at(0)
+        if mode in ("SIGKILL", "SIGTERM"):
+            os.kill(os.getpid(), getattr(signal, mode))
+        time.sleep(60)
+    dist.all_reduce(number)
+    return 0
+
+sys.exit(report_errors(main, os.environ.get("LOG_FOLDER")))
+"""
+
+# What the command line does with the launcher's exceptions.
+LAUNCHER = """
+import sys
+from lancet_kernels.errors import RankFailed
+from lancet_kernels.launch import launch
+try:
+    launch(2, sys.argv[1:])
+except RankFailed as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """A folder with the two programs; whatever still runs of them at the end is killed, and a failure."""
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    yield tmp_path
+    left = [pid for pid in pids(tmp_path) if running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(file.read_text()) for file in sorted(folder.glob("pid-*"))]
+
+
+def running(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has waited for does not."""
+    try:
+        os.kill(pid, 0)
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:
+        return not Path("/proc").exists()  # macOS: signals only
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_for(condition, seconds: float) -> float:
+    """Seconds until `condition()` holds; fails the test if that takes longer than allowed."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, "timed out"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def worker(job: Path, mode: str, *rest: str) -> list[str]:
+    return [str(job / "worker.py"), str(job), mode, *rest]
+
+
+def failure_of(job: Path, mode: str, **options) -> str:
+    """The one line that `launch` raises, with all ranks gone well before any of them would time out."""
+    start = time.monotonic()
+    with pytest.raises(RankFailed) as caught:
+        launch(2, worker(job, mode), **options)
+    assert time.monotonic() - start < 15
+    assert len(pids(job)) == 2
+    assert not any(running(pid) for pid in pids(job))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_ranks_meet_and_get_arguments_and_environment_as_given(job, capfd):
+    before = dict(os.environ)
+    launch(2, worker(job, "work", "a b", "$$x ${local_rank} $", ""), environment={"EXTRA": "1"})
+    for rank in (0, 1):
+        seen = (job / f"seen-{rank}").read_text()
+        assert seen == repr([2, rank, 3.0, 1, "1", "1", ["a b", "$$x ${local_rank} $", ""]])
+    assert dict(os.environ) == before
+    assert sorted(file.name for file in job.iterdir() if file.name.startswith("lancet")) == []
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("mode", "text"), [("raise", "boom second line"), ("early", "early")])
+def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, mode, text):
+    handler = signal.getsignal(signal.SIGINT)
+    line = failure_of(job, mode, environment={"LOG_FOLDER": str(job / "logs")})
+    file = job / "logs" / "rank-1.traceback.txt"
+    assert line == f"rank 1 failed: ValueError: {text} (traceback in {file})"
+    assert "worker.py" in file.read_text()
+    assert "ValueError: " in file.read_text()
+    assert capfd.readouterr().err == ""
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_terminal_gets_that_one_line_and_nothing_else(job):
+    command = [sys.executable, str(job / "launcher.py"), *worker(job, "raise")]
+    environment = os.environ | {"LOG_FOLDER": str(job / "logs")}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    file = job / "logs" / "rank-1.traceback.txt"
+    line = f"rank 1 failed: ValueError: boom second line (traceback in {file})\n"
+    assert (result.returncode, result.stdout, result.stderr) == (1, "", line)
+
+
+@pytest.mark.parametrize(
+    ("mode", "line"),
+    [
+        ("SIGKILL", "rank 1 was killed by SIGKILL (out of memory, or killed by hand)"),
+        ("SIGTERM", "rank 1 was killed by SIGTERM"),
+        ("segv", "rank 1 was killed by SIGSEGV"),
+        ("code", "rank 1 ended with exit code 7"),
+        ("user", "rank 1 failed: UserError: top_k: got 9, expected at most 4; choose fewer"),
+    ],
+)
+def test_a_rank_that_ends_while_its_peer_waits_is_named(job, capfd, mode, line):
+    assert failure_of(job, mode) == line
+    assert capfd.readouterr().err == ""
+
+
+def test_a_peer_that_never_answers_is_reported_by_who_waits(job):
+    line = failure_of(job, "timeout")
+    assert line.startswith("rank 0 failed: ")
+    assert "imed out" in line
+
+
+def test_stacks_of_a_crash_are_in_a_file(job):
+    failure_of(job, "segv", environment={"LOG_FOLDER": str(job / "logs")})
+    assert "Segmentation fault" in (job / "logs" / "rank-1.crash.txt").read_text()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_launcher_ends_all_quietly(job, number, code):
+    launcher = start_hanging_job(job)
+    launcher.send_signal(number)
+    # Before the SIGKILL that elastic keeps for ranks that do not end on SIGTERM.
+    _, errors = launcher.communicate(timeout=SHUTDOWN_S - 0.5)
+    assert (launcher.returncode, errors) == (code, "")
+    assert not any(running(pid) for pid in pids(job))
+
+
+def test_impatient_ctrl_c_leaves_nobody_behind(job):
+    launcher = start_hanging_job(job)
+    while launcher.poll() is None:
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.01)
+    # The last of the signals may hit the interpreter when it is as good as gone.
+    assert launcher.returncode in (130, -signal.SIGINT)
+    assert launcher.communicate()[1] == ""
+    assert not any(running(pid) for pid in pids(job))
+
+
+def test_ctrl_c_to_the_process_group_ends_all_quietly(job):
+    launcher = start_hanging_job(job)
+    os.killpg(launcher.pid, signal.SIGINT)
+    _, errors = launcher.communicate(timeout=10)
+    assert (launcher.returncode, errors) == (130, "")
+    assert not any(running(pid) for pid in pids(job))
+
+
+def test_ranks_end_when_the_launcher_is_killed(job):
+    launcher = start_hanging_job(job)
+    launcher.kill()
+    took = wait_for(lambda: not any(running(pid) for pid in pids(job)), 5)
+    assert took < 2
+    assert launcher.communicate(timeout=10) == ("", "")
+
+
+def start_hanging_job(job: Path) -> subprocess.Popen:
+    """A launcher whose rank 1 sleeps and whose rank 0 waits for it in a collective."""
+    launcher = subprocess.Popen(
+        [sys.executable, str(job / "launcher.py"), *worker(job, "hang")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for(lambda: (job / "seen-0").exists() and (job / "seen-1").exists(), 30)
+    time.sleep(0.2)
+    assert len(pids(job)) == 2
+    assert all(running(pid) for pid in pids(job))
+    return launcher
+
+
+def test_under_torchrun_a_failed_rank_says_one_line(job):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | {"LOG_FOLDER": str(job / "logs")}
+    result = subprocess.run(
+        [*command, *worker(job, "raise")], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode != 0
+    file = job / "logs" / "rank-1.traceback.txt"
+    line = f"rank 1 failed: ValueError: boom second line (traceback in {file})"
+    assert result.stderr.count(line) == 1
+    assert not any(running(pid) for pid in pids(job))
+
+
+def test_alone_there_is_no_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    try:
+        assert not under_launcher()
+        assert start_ranks("cpu", 1) == Rank(0, 1, 0, torch.device("cpu"))
+        assert torch.get_num_threads() == 1
+        assert not torch.distributed.is_initialized()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_device_that_is_not_there(monkeypatch):
+    with pytest.raises(UserError, match="device: got 'tpu', expected cpu or cuda"):
+        start_ranks("tpu", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("RANK", "6")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="CUDA devices: got 2, expected at least 3"):
+        start_ranks("cuda", 1)
+
+
+def test_no_ranks_is_an_error():
+    with pytest.raises(UserError, match="ranks: got 0, expected at least 1"):
+        launch(0, ["-c", ""])
+
+
+def test_alone_errors_are_one_line(tmp_path, capsys):
+    def main(error):
+        raise error
+
+    assert report_errors(lambda: 0) == 0
+    assert report_errors(lambda: 3) == 3
+    assert report_errors(lambda: sys.exit(5)) == 5
+    assert report_errors(lambda: main(KeyboardInterrupt())) == 130
+    assert capsys.readouterr().err == ""
+    assert report_errors(lambda: main(UserError("K", got=3, expected=2, do="less"))) == 1
+    assert capsys.readouterr().err == "K: got 3, expected 2; less\n"
+    assert report_errors(lambda: main(ValueError("no\nway")), tmp_path) == 1
+    file = tmp_path / "rank-0.traceback.txt"
+    assert capsys.readouterr().err == f"ValueError: no way (traceback in {file})\n"
+    assert os.listdir(tmp_path) == ["rank-0.traceback.txt"]
+
+
+def raised(blames: str, time_ns: int) -> SimpleNamespace:
+    extra = {"blames": blames, "time_ns": time_ns, "traceback_file": None}
+    return SimpleNamespace(exitcode=1, message={"message": blames, "extraInfo": extra})
+
+
+def ended(exitcode: int) -> SimpleNamespace:
+    return SimpleNamespace(exitcode=exitcode, message="")
+
+
+@pytest.mark.parametrize(
+    ("failures", "rank"),
+    [
+        ({0: raised("peer", 20), 1: raised("self", 30)}, 1),
+        ({0: raised("self", 20), 1: raised("self", 10), 2: raised("self", 30)}, 1),
+        ({0: raised("peer", 20), 1: raised("peer", 10)}, 1),
+        ({0: raised("timeout", 20), 1: raised("peer", 10)}, 0),
+        ({0: raised("peer", 1), 2: ended(-9), 1: ended(-15)}, 2),
+        ({0: raised("timeout", 1), 2: ended(3)}, 2),
+        ({0: raised("timeout", 1), 1: ended(-15)}, 0),
+        ({0: raised("peer", 1), 3: ended(-15), 1: ended(-15)}, 3),
+        ({0: ended(-15), 1: raised("self", 1)}, 1),
+        ({0: ended(-9), 1: raised("self", 1)}, 1),
+    ],
+)
+def test_root_cause(failures, rank):
+    assert root_cause(failures).rank == rank
+
+
+def chained(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "blames"),
+    [
+        (ValueError("timed out"), "self"),
+        (RuntimeError("shape mismatch"), "self"),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), "peer"),
+        (RuntimeError("gloo: Timed out waiting 30000ms for recv operation to complete"), "timeout"),
+        (CommunicationError("all_to_all with rank 3"), "peer"),
+        (chained(ValueError("step failed"), ConnectionResetError()), "peer"),
+        (chained(ValueError("bad"), KeyError("x")), "self"),
+        (TimeoutError(), "timeout"),
+    ],
+)
+def test_what_an_error_blames(error, blames):
+    assert _blames(error) == blames
+
+
+def test_one_line_leaves_out_native_frames_and_is_bounded():
+    assert _one_line(RuntimeError("lost\n peer\nException raised from f at x.cpp:1\nframe #0: g")) == (
+        "RuntimeError: lost peer"
+    )
+    assert _one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert len(_one_line(ValueError("x" * 9999))) < 450

@@ -1,0 +1,210 @@
+"""Inputs that several op tests share: routings that overflow, counts with holes, poisoned buffers.
+
+Tensors come from a drawn seed, shapes and the kind of difficulty from hypothesis itself, so that a failing
+example shrinks to a small shape quickly and is printed as a few numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lancet_kernels import ops
+
+QUICK = settings(deadline=None, max_examples=40)
+LONG = settings(deadline=None, max_examples=1000)
+
+SEEDS = st.integers(0, 2**32 - 1)
+DTYPES = st.sampled_from([torch.float32, torch.float64])
+
+
+class Routing(NamedTuple):
+    """What a gate returns."""
+
+    expert_TK: Tensor
+    slot_TK: Tensor
+    weight_TK: Tensor
+    used_E: Tensor
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def skewed_logits(kind: str, tokens: int, experts: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Router logits [T, E].
+
+    kind: "normal"; "ties" (three values, so most choices are ties); "skewed" (expert e is preferred by
+    4 * e, so that some overflow and others stay empty); "one" (all tokens alike).
+    """
+    rng = generator(seed)
+    normal_TE = torch.randn(tokens, experts, dtype=dtype, generator=rng)
+    if kind == "ties":
+        return torch.randint(-1, 2, (tokens, experts), generator=rng).to(dtype)
+    if kind == "skewed":
+        order_E = torch.randperm(experts, generator=rng)
+        return normal_TE + 4 * order_E.to(dtype)
+    return normal_TE[:1].repeat(tokens, 1) if kind == "one" else normal_TE
+
+
+@st.composite
+def logits_cases(draw: st.DrawFn, min_tokens: int = 0, max_tokens: int = 40, min_experts: int = 1) -> Tensor:
+    """Router logits of 0 to 40 tokens and 1 to 16 experts, in all kinds and both dtypes."""
+    return skewed_logits(
+        draw(st.sampled_from(["normal", "ties", "skewed", "one"])),
+        draw(st.integers(min_tokens, max_tokens)),
+        draw(st.integers(min_experts, 16)),
+        draw(DTYPES),
+        draw(SEEDS),
+    )
+
+
+def used_before(experts: int, seed: int) -> Tensor:
+    """Assignments of imaginary earlier parts, int64 [E]."""
+    return torch.randint(0, 5, (experts,), generator=generator(seed))
+
+
+def no_use(experts: int) -> Tensor:
+    return torch.zeros(experts, dtype=torch.int64)
+
+
+def assert_same_routing(actual: Routing, expected: Routing, rtol: float = 0.0) -> None:
+    """Integers identical; weights identical, or within `rtol` of each."""
+    for name in ("expert_TK", "slot_TK", "used_E"):
+        got, wanted = getattr(actual, name), getattr(expected, name)
+        assert got.dtype == torch.int64
+        assert torch.equal(got, wanted), f"{name}: {got.tolist()} instead of {wanted.tolist()}"
+    assert actual.weight_TK.dtype == expected.weight_TK.dtype
+    if rtol:
+        torch.testing.assert_close(actual.weight_TK, expected.weight_TK, rtol=rtol, atol=0)
+    else:
+        assert torch.equal(actual.weight_TK, expected.weight_TK)
+
+
+def reference_routing(naive: tuple[Tensor, ...], dtype: torch.dtype) -> Routing:
+    """The result of a `naive_*` gate in the dtypes of the op; without tokens it has no rows to infer from."""
+    return Routing(naive[0].long(), naive[1].long(), naive[2].to(dtype), naive[3])
+
+
+def empty_routing(used_E: Tensor, num_choices: int, dtype: torch.dtype) -> Routing:
+    """What every gate gives for no tokens."""
+    nothing = torch.zeros(0, num_choices, dtype=torch.int64)
+    return Routing(nothing, nothing, torch.zeros(0, num_choices, dtype=dtype), used_E)
+
+
+def weight_rtol(logits: Tensor) -> float:
+    """Rounding of exp(x): its argument is off by an eps of x, and a few operations more."""
+    largest = float(logits.abs().max()) if logits.numel() else 0.0
+    return (8 + 2 * largest) * torch.finfo(logits.dtype).eps
+
+
+@dataclass
+class Batch:
+    """A routed batch, with all that dispatch and combine need."""
+
+    x_TD: Tensor
+    routing: Routing
+    ranks: int
+    num_experts: int
+    capacity: int
+
+    @property
+    def args(self) -> tuple[Tensor, Tensor]:
+        return self.routing.expert_TK, self.routing.slot_TK
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.ranks, self.num_experts, self.capacity
+
+    @property
+    def count_WL(self) -> Tensor:
+        return self.routing.used_E.clamp(max=self.capacity).view(self.ranks, -1)
+
+    def padding(self) -> Tensor:
+        """-> [W, L, C] bool: rows of the buffer that hold nothing."""
+        return padding_of(self.count_WL, self.capacity)
+
+
+def routed_batch(
+    tokens: int,
+    width: int,
+    ranks: int,
+    local_experts: int,
+    top_k: int,
+    capacity: int,
+    *,
+    kind: str = "skewed",
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> Batch:
+    """Tokens routed by a top-k gate. Capacity small against T * K / E drops some."""
+    experts = ranks * local_experts
+    logits_TE = skewed_logits(kind, tokens, experts, torch.float64, seed)
+    routing = Routing(*ops.gate(logits_TE, no_use(experts), None, None, "topk", top_k, capacity))
+    x_TD = torch.randn(tokens, width, dtype=torch.float64, generator=generator(seed + 1)).to(dtype)
+    return Batch(x_TD, routing, ranks, experts, capacity)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Odd sizes, one token, none, several experts per rank, all to one expert, capacity from 0 to enough."""
+    ranks, local_experts = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    tokens = draw(st.sampled_from([0, 1, 2, 3, 7, 13]))
+    return routed_batch(
+        tokens,
+        draw(st.sampled_from([1, 3, 5, 8])),
+        ranks,
+        local_experts,
+        draw(st.integers(1, min(3, ranks * local_experts))),
+        draw(st.integers(0, max(1, tokens))),
+        kind=draw(st.sampled_from(["normal", "ties", "skewed", "one"])),
+        seed=draw(SEEDS),
+    )
+
+
+@st.composite
+def counts(draw: st.DrawFn, max_capacity: int = 5) -> tuple[Tensor, int]:
+    """counts [W, L] and C: full, partly filled and empty blocks; sometimes nothing at all."""
+    ranks, local_experts = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    capacity = draw(st.integers(0, max_capacity))
+    rows = st.lists(st.integers(0, capacity), min_size=local_experts, max_size=local_experts)
+    count = draw(st.lists(rows, min_size=ranks, max_size=ranks))
+    return torch.tensor(count), capacity
+
+
+def padding_of(count_WL: Tensor, capacity: int) -> Tensor:
+    """-> [W, L, C] bool: the rows that are not real."""
+    return torch.arange(capacity) >= count_WL[..., None]
+
+
+def poisoned(buffer_WLCD: Tensor, count_WL: Tensor) -> Tensor:
+    """A copy with NaN in every row that is not real."""
+    padding_WLC = padding_of(count_WL, buffer_WLCD.shape[2])
+    return buffer_WLCD.masked_fill(padding_WLC[..., None], torch.nan)
+
+
+def with_gaps(tensor: Tensor) -> Tensor:
+    """The same values, non-contiguous, with NaN (or, in integers, nonsense) between them."""
+    wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), 0)
+    wide.fill_(torch.nan if tensor.is_floating_point() else -(2**40))
+    wide[..., ::2] = tensor
+    return wide[..., ::2]
+
+
+def transposed_in_memory(tensor: Tensor) -> Tensor:
+    """The same values with the first two dimensions swapped in memory."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def assert_as_exact_as_torch(actual: Tensor, same_dtype: Tensor, exact: Tensor) -> None:
+    """`actual` errs at most twice as much as torch in the same dtype, both against float64."""
+    assert actual.dtype == same_dtype.dtype
+    assert exact.dtype == torch.float64
+    own = (actual.double() - exact).abs().max()
+    allowed = 2 * (same_dtype.double() - exact).abs().max()
+    assert own <= allowed, f"largest error {own:.3g}, torch's own {allowed / 2:.3g}"

@@ -1,0 +1,134 @@
+"""Imports go one way only: symmetric <- kernels <- ops <- graph <- schedules <- the rest (shared design).
+
+Read from the sources, so that an import inside a function, which no test may ever run, counts as well.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "lancet_kernels"
+ORDER = ["symmetric", "kernels", "ops", "graph", "schedules"]
+TOP = len(ORDER)
+LEAVES = {f"{PACKAGE}.errors", f"{PACKAGE}.atomic"}
+
+
+def sources(root: Path) -> Iterator[tuple[str, bool, Path]]:
+    """(module, is it a package, file) of everything that is installed; the mapped folders included."""
+    folders = [(root / PACKAGE, PACKAGE)]
+    folders += [(root / part, f"{PACKAGE}.{part}") for part in ("ops", "graph", "schedules")]
+    for folder, prefix in folders:
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            package = parts[-1] == "__init__"
+            yield ".".join([prefix, *(parts[:-1] if package else parts)]), package, file
+
+
+def level(module: str) -> int:
+    """Place in ORDER; what is in none of the folders stands above them all."""
+    parts = module.split(".")
+    return ORDER.index(parts[1]) if len(parts) > 1 and parts[1] in ORDER else TOP
+
+
+def imported(module: str, is_package: bool, text: str, known: set[str]) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import of this package, wherever it stands."""
+    for node in ast.walk(ast.parse(text)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".") if is_package else module.split(".")[:-1]
+                base = ".".join(package[: len(package) - node.level + 1] + ([base] if base else []))
+            # `from lancet_kernels import ops` imports the module ops, `... import MoELayer` the package.
+            names = [f"{base}.{a.name}" if f"{base}.{a.name}" in known else base for a in node.names]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            function = (
+                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            )
+            if function in ("import_module", "__import__"):
+                names = [str(node.args[0].value)]
+        for name in names:
+            if name == PACKAGE or name.startswith(PACKAGE + "."):
+                yield node.lineno, name
+
+
+def violations(root: Path) -> list[str]:
+    """One line per import that goes the wrong way."""
+    found = list(sources(root))
+    # The folders are known even where one is still missing: its first module will be in it.
+    known = {module for module, _, _ in found} | {f"{PACKAGE}.{part}" for part in ORDER}
+    wrong = []
+    for module, is_package, file in found:
+        for line, name in imported(module, is_package, file.read_text(encoding="utf-8"), known):
+            if module in LEAVES or (name not in LEAVES and level(name) > level(module)):
+                wrong.append(f"{file.relative_to(root)}:{line}: {module} imports {name}")
+    return wrong
+
+
+def test_imports_go_one_way() -> None:
+    assert not violations(ROOT), "\n".join(violations(ROOT))
+
+
+def test_every_source_is_looked_at() -> None:
+    modules = {module for module, _, _ in sources(ROOT)}
+    assert {PACKAGE, f"{PACKAGE}.layer", f"{PACKAGE}.ops", f"{PACKAGE}.ops.gates.topk"} <= modules
+    assert modules >= LEAVES
+
+
+GOOD = {
+    "lancet_kernels/__init__.py": "from lancet_kernels.layer import Layer",
+    "lancet_kernels/layer.py": "from lancet_kernels import ops\nimport lancet_kernels.schedules.plan",
+    "lancet_kernels/errors.py": "import os",
+    "lancet_kernels/symmetric/__init__.py": "from lancet_kernels.errors import UserError",
+    "lancet_kernels/kernels/__init__.py": "from ..symmetric import heap\nfrom .. import errors",
+    "ops/__init__.py": "from . import gates\nfrom .gates import x\nfrom lancet_kernels.kernels import k",
+    "ops/gates/__init__.py": "from .. import dispatch\nimport torch",
+    "graph/__init__.py": "from lancet_kernels.ops import gates",
+    "schedules/plan.py": "import lancet_kernels.graph.program as p",
+}
+
+BAD = [
+    ("ops/x.py", "from lancet_kernels.graph import program", "ops.x imports lancet_kernels.graph"),
+    ("ops/x.py", "import lancet_kernels.schedules.plan", "ops.x imports lancet_kernels.schedules.plan"),
+    ("ops/x.py", "import lancet_kernels", "ops.x imports lancet_kernels"),
+    ("ops/x.py", "from lancet_kernels import MoELayer", "ops.x imports lancet_kernels"),
+    ("ops/x.py", "from lancet_kernels import layer", "ops.x imports lancet_kernels.layer"),
+    ("ops/x.py", "from .. import layer", "ops.x imports lancet_kernels.layer"),
+    ("ops/x.py", "from ..graph.program import Program", "ops.x imports lancet_kernels.graph.program"),
+    ("ops/gates/x.py", "from ...schedules import plan", "gates.x imports lancet_kernels.schedules.plan"),
+    ("ops/gates/__init__.py", "from ... import graph", "ops.gates imports lancet_kernels.graph"),
+    ("ops/x.py", "def f():\n    from lancet_kernels.layer import Layer", "x.py:2: lancet_kernels.ops.x"),
+    ("ops/x.py", "if TYPE_CHECKING:\n    import lancet_kernels.graph", "imports lancet_kernels.graph"),
+    ("ops/x.py", "import_module('lancet_kernels.layer')", "ops.x imports lancet_kernels.layer"),
+    ("ops/x.py", "importlib.import_module('lancet_kernels.graph')", "imports lancet_kernels.graph"),
+    ("graph/x.py", "from lancet_kernels.schedules.plan import Plan", "graph.x imports"),
+    ("schedules/x.py", "from lancet_kernels.layer import Layer", "schedules.x imports"),
+    ("lancet_kernels/kernels/x.py", "from lancet_kernels.ops import gates", "kernels.x imports"),
+    ("lancet_kernels/symmetric/x.py", "from ..kernels import device", "symmetric.x imports"),
+    ("lancet_kernels/errors.py", "from lancet_kernels.symmetric import heap", "errors imports"),
+    ("lancet_kernels/atomic.py", "from lancet_kernels.errors import UserError", "atomic imports"),
+]
+
+
+def write_tree(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_a_made_up_good_tree_passes(tmp_path: Path) -> None:
+    write_tree(tmp_path, GOOD)
+    assert violations(tmp_path) == []
+
+
+@pytest.mark.parametrize(("file", "text", "message"), BAD)
+def test_a_made_up_violation_is_found(tmp_path: Path, file: str, text: str, message: str) -> None:
+    write_tree(tmp_path, GOOD | {file: text})
+    (wrong,) = violations(tmp_path)
+    assert message in wrong
+    assert wrong.startswith(file + ":")
