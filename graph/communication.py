@@ -12,9 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lancet_kernels.graph.clusters import Cluster
-
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.clusters import Cluster
 
 POINT_BYTES = tuple(1024 << n for n in range(22))
 """Where the model is sampled: 1 KB, 2 KB, ... 2 GB."""

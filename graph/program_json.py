@@ -6,9 +6,8 @@ import hashlib
 import json
 from typing import Any
 
-from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
-
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 
 FORMAT = "lancet-program"
 VERSION = 1

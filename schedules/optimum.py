@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lancet_kernels.graph.costs import Cost, durations
-from lancet_kernels.graph.program import Kind, Program
 from ortools.sat.python import cp_model
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs import Cost, durations
+from lancet_kernels.graph.program import Kind, Program
 
 UNITS_PER_MS = 1_000_000
 """The solver works in whole nanoseconds."""

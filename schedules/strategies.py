@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.cut import can_be_cut
 from lancet_kernels.graph.program import Kind, Phase, Program
@@ -26,8 +27,6 @@ from lancet_kernels.schedules.partition_range import PartitionOptions, choose_ra
 from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.ranges import PartitionRange, expand
 from lancet_kernels.schedules.simulate import Timeline, simulate
-
-from lancet_kernels.errors import UserError
 
 STRATEGIES = ("none", "tutel", "lancet-dw", "lancet-partition", "lancet")
 TUTEL_DEGREES = (1, 2, 4, 8)

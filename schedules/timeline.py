@@ -8,10 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event
-
-from lancet_kernels.errors import UserError
 
 COLOURS = {
     "forward": "#4c78a8",

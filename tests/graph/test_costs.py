@@ -4,6 +4,8 @@ import json
 import warnings
 
 import pytest
+
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import cluster_names, load_cluster
 from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.costs import CostModel, GivenCosts, roofline_ms
@@ -11,8 +13,6 @@ from lancet_kernels.graph.cut import can_be_cut, part_instruction, part_tensor, 
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
 from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL
-
-from lancet_kernels.errors import UserError
 
 T, D, F = 64, 32, 128
 

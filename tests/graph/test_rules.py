@@ -1,11 +1,11 @@
 """Equations and rules against cuts written down by hand."""
 
 import pytest
+
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.equations import elementwise, parse, permute, view
 from lancet_kernels.graph.program import Instruction, TensorSpec
 from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL, RULES, WHOLE, rule_for
-
-from lancet_kernels.errors import UserError
 
 
 def cuts(op, inputs, outputs, *, only_experts=False, **attributes):
@@ -100,10 +100,10 @@ def test_capacity_is_cut_only_where_nothing_but_experts_is_in_the_range():
     exchange = "lancet.all_to_all", [BUFFER, (W, E)], [BUFFER]
     assert cuts(*exchange) == {(IRREGULAR, IRREGULAR, IRREGULAR)}
     assert cuts(*exchange, only_experts=True) == {(2, WHOLE, 2)}
-    experts = "lancet.grouped_gemm", [BUFFER, (E, D, F), (W, E)], [(W, E, C, F)]
-    assert cuts(*experts) == {(IRREGULAR, WHOLE, IRREGULAR, IRREGULAR)}
+    experts = "lancet.grouped_gemm", [BUFFER, (W, E), (E, D, F)], [(W, E, C, F)]
+    assert cuts(*experts) == {(IRREGULAR, IRREGULAR, WHOLE, IRREGULAR)}
     assert cuts(*experts, only_experts=True) == {(2, WHOLE, WHOLE, 2)}
-    wgrad = "lancet.grouped_gemm_wgrad", [BUFFER, (W, E, C, F), (W, E)], [(E, D, F)]
+    wgrad = "lancet.grouped_gemm_dw", [BUFFER, (W, E, C, F), (W, E)], [(E, D, F)]
     assert cuts(*wgrad, only_experts=True) == {(2, 2, WHOLE, PARTIAL)}
 
 

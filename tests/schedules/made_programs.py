@@ -1,6 +1,7 @@
 """Programs made up for tests: from a few words, at random, and a tiny MoE training step."""
 
 from hypothesis import strategies as st
+
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.graph.synthetic import ModelShape, training_step
 

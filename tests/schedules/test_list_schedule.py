@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
+from made_programs import backward_of_layers, given, program, random_programs
+
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import durations
 from lancet_kernels.schedules.list_schedule import best_order, critical_path, list_order, list_schedule
 from lancet_kernels.schedules.optimum import optimal_order
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
-from made_programs import backward_of_layers, given, program, random_programs
-
-from lancet_kernels.errors import UserError
 
 
 def test_critical_path_by_hand():

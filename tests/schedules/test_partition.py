@@ -6,6 +6,9 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
+from made_programs import program, tiny_step
+
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel, GivenCosts, durations
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
@@ -20,9 +23,6 @@ from lancet_kernels.schedules.partition_range import (
 from lancet_kernels.schedules.pipeline import IMPOSSIBLE, PipelineCosts, simulate_pipeline
 from lancet_kernels.schedules.ranges import PartitionRange, expand, stages
 from lancet_kernels.schedules.simulate import simulate
-from made_programs import program, tiny_step
-
-from lancet_kernels.errors import UserError
 
 
 def moe_chain(*milliseconds: float, size: int = 8, saved: bool = False) -> Program:
@@ -105,7 +105,7 @@ def test_no_axes_without_an_all_to_all_or_around_a_gate_of_the_whole_batch():
     at = p.index
     assert inference.axes(at["layer0.norm1"], at["layer0.residual2"]) is None
     assert inference.axes(at["layer1.moe.gate"], at["layer1.residual2"]) is None
-    behind = inference.axes(at["layer1.moe.dispatch"], at["layer1.residual2"])
+    behind = inference.axes(at["layer1.moe.kept_counts"], at["layer1.residual2"])
     assert behind["layer1.moe.expert"] == 0
     assert behind["layer1.moe.buffer"] == IRREGULAR
     # An irregular tensor cannot come from outside: the experts alone can only be cut along the capacity.

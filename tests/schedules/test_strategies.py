@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
+from made_programs import given, program, random_programs, tiny_step
+
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.program import Kind
@@ -17,9 +20,6 @@ from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions, compare, make_plan
 from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
-from made_programs import given, program, random_programs, tiny_step
-
-from lancet_kernels.errors import UserError
 
 
 def paper_setting(model, cluster, gpus, gate="switch"):
