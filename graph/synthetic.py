@@ -59,7 +59,9 @@ def training_step(
     """
     if isinstance(model, str):
         if model not in MODELS:
-            raise UserError("model", got=model, expected=f"one of {', '.join(MODELS)}", do="name one of these")
+            raise UserError(
+                "model", got=model, expected=f"one of {', '.join(MODELS)}", do="name one of these"
+            )
         model = MODELS[model]
     if gate not in GATES:
         raise UserError("gate", got=gate, expected=f"one of {', '.join(GATES)}", do="name one of these")
@@ -135,7 +137,9 @@ class _TrainingStep:
         def step() -> None:
             dlogits = b.tensor("d_logits", *b.shape(logits))
             inputs = [logits, target, lse]
-            b.emit("cross_entropy.backward", "lancet.cross_entropy_backward", inputs, [dlogits], bytes=2 * size)
+            b.emit(
+                "cross_entropy.backward", "lancet.cross_entropy_backward", inputs, [dlogits], bytes=2 * size
+            )
             b.send_gradient(logits, dlogits)
 
         b.on_backward(step)
@@ -162,7 +166,8 @@ class _TrainingStep:
         buffer_shape = (self.gpus, m.experts_per_gpu, capacity, width)
         buffer = b.tensor(f"{name}.buffer", *buffer_shape)
         counts = b.tensor(f"{name}.counts", *buffer_shape[:2], dtype="int32")
-        b.emit(f"{name}.dispatch", "lancet.dispatch", [x_td, expert, slot], [buffer, counts])
+        b.emit(f"{name}.kept_counts", "lancet.kept_counts", [after], [counts])
+        b.emit(f"{name}.dispatch", "lancet.dispatch", [x_td, expert, slot], [buffer])
         received_counts = b.tensor(f"{name}.received_counts", *buffer_shape[:2], dtype="int32")
         b.emit(
             f"{name}.exchange_counts",
@@ -176,7 +181,7 @@ class _TrainingStep:
         self._on_dispatch_backward(name, x_td, buffer)
         received = self._all_to_all(f"{name}.all_to_all_dispatch", buffer, counts, received_counts)
         hidden = self._experts(f"{name}.expert_up", received, 4 * width, received_counts)
-        active = self._activation(f"{name}.expert_activation", hidden)
+        active = self._activation(f"{name}.expert_activation", hidden, received_counts)
         done = self._experts(f"{name}.expert_down", active, width, received_counts)
         returned = self._all_to_all(f"{name}.all_to_all_combine", done, received_counts, counts)
         return self._combine(name, returned, [expert, slot, weight], x)
@@ -206,14 +211,12 @@ class _TrainingStep:
         b = self.b
         y = b.tensor(f"{name}.y", *b.shape(x))
         size = b.tensors[x].content_bytes
-        b.emit(name, "lancet.all_to_all", [x, counts], [y], kind=Kind.ALL_TO_ALL, bytes=size)
+        b.emit(name, "lancet.all_to_all", [x, counts, back], [y], kind=Kind.ALL_TO_ALL, bytes=size)
 
         def step() -> None:
             dx = b.tensor(f"d_{name}.x", *b.shape(x))
-            inputs = [b.gradient(y), back]
-            b.emit(
-                f"{name}.backward", "lancet.all_to_all", inputs, [dx], kind=Kind.ALL_TO_ALL, bytes=size
-            )
+            inputs = [b.gradient(y), back, counts]
+            b.emit(f"{name}.backward", "lancet.all_to_all", inputs, [dx], kind=Kind.ALL_TO_ALL, bytes=size)
             b.send_gradient(x, dx)
 
         b.on_backward(step)
@@ -225,14 +228,14 @@ class _TrainingStep:
         weight = b.parameter(f"{name}.weight", local, width, features)
         y = b.tensor(f"{name}.y", ranks, local, capacity, features)
         work = 2.0 * ranks * local * capacity * width * features
-        b.emit(name, "lancet.grouped_gemm", [x, weight, counts], [y], flops=work)
+        b.emit(name, "lancet.grouped_gemm", [x, counts, weight], [y], flops=work)
 
         def step() -> None:
             dy = b.gradient(y)
             dx = b.tensor(f"d_{name}.x", *b.shape(x))
-            b.emit(f"{name}.dX", "lancet.grouped_gemm", [dy, weight, counts], [dx], flops=work)
+            b.emit(f"{name}.dX", "lancet.grouped_gemm_dx", [dy, counts, weight], [dx], flops=work)
             grad = b.tensor(f"d_{name}.weight", local, width, features)
-            b.emit(f"{name}.dW", "lancet.grouped_gemm_wgrad", [x, dy, counts], [grad], flops=work)
+            b.emit(f"{name}.dW", "lancet.grouped_gemm_dw", [x, dy, counts], [grad], flops=work)
             b.outputs.append(grad)
             b.send_weight_gradient(weight, grad)
             b.send_gradient(x, dx)
@@ -240,14 +243,15 @@ class _TrainingStep:
         b.on_backward(step)
         return y
 
-    def _activation(self, name: str, x: str) -> str:
+    def _activation(self, name: str, x: str, counts: str) -> str:
         b = self.b
         y = b.tensor(f"{name}.y", *b.shape(x))
-        b.emit(name, "lancet.expert_activation", [x], [y])
+        b.emit(name, "lancet.expert_activation", [x, counts], [y])
 
         def step() -> None:
             dx = b.tensor(f"d_{name}.x", *b.shape(x))
-            b.emit(f"{name}.backward", "lancet.expert_activation_backward", [b.gradient(y), x], [dx])
+            inputs = [b.gradient(y), x, counts]
+            b.emit(f"{name}.backward", "lancet.expert_activation_backward", inputs, [dx])
             b.send_gradient(x, dx)
 
         b.on_backward(step)
@@ -283,12 +287,19 @@ class _TrainingStep:
                 outputs = [b.tensor(f"{g}.mean", *b.shape(g), alias_of=g) for g in inputs]
                 reduced.update(zip([w for w, _ in shared], outputs, strict=True))
                 size = sum(b.tensors[g].content_bytes for g in inputs)
-                b.emit(f"{name}.all_reduce", "lancet.all_reduce", inputs, outputs, kind=Kind.ALL_REDUCE, bytes=size)
+                b.emit(
+                    f"{name}.all_reduce",
+                    "lancet.all_reduce",
+                    inputs,
+                    outputs,
+                    kind=Kind.ALL_REDUCE,
+                    bytes=size,
+                )
 
         b.on_backward(step)
 
     def _optimizer(self) -> None:
-        """SGD with momentum, one instruction per parameter: reads gradient, weight and momentum, writes two."""
+        """SGD with momentum, one instruction per parameter: reads three tensors, writes two."""
         b = self.b
         b.phase = Phase.OPTIMIZER
         for weight, gradient in self.__dict__.get("reduced", {}).items():

@@ -1,7 +1,8 @@
 """What would each system do with this Program? Strategies as functions from Program and costs to a Plan.
 
 none              nothing overlaps an all-to-all (DeepSpeed, RAF without Lancet)
-tutel             all-to-all and experts pipelined along the capacity, forward and backward; best degree of 1, 2, 4, 8
+tutel             all-to-alls and experts pipelined along the capacity in the best of 1, 2, 4, 8 parts,
+                  forward and backward
 lancet-dw         weight gradients (and other ready work) behind all-to-alls (section 4)
 lancet-partition  ranges of the forward pass cut and pipelined (section 5), the order otherwise as it was
 lancet            both; where backward all-to-alls stay exposed, their experts are pipelined too
@@ -10,8 +11,9 @@ lancet            both; where backward all-to-alls stay exposed, their experts a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
@@ -36,7 +38,7 @@ class PlanningOptions:
     """partition: the paper's hyper-parameters. memory_limit_gb: no plan is predicted to need more, unless the
     program in its original order already does."""
 
-    partition: PartitionOptions = PartitionOptions()
+    partition: PartitionOptions = field(default_factory=PartitionOptions)
     memory_limit_gb: float | None = None
 
     @property
@@ -123,7 +125,7 @@ class Planner:
         pipelines."""
         found: list[tuple[int, int]] = []
         positions = self.program.positions(Kind.ALL_TO_ALL)
-        for first, last in zip(positions, positions[1:], strict=False):
+        for first, last in pairwise(positions):
             taken = bool(found) and found[-1][1] == first
             rules = [rule_for(i) for i in self.program.instructions[first : last + 1]]
             only_experts = all(rule is not None and rule.in_experts for rule in rules)

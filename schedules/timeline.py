@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def save_picture(
 
 def _refuse_overlap(events: Sequence[Event], rank: int) -> None:
     # Timestamps are sums of floats: a difference below a picosecond is no overlap.
-    for before, after in zip(events, events[1:], strict=False):
+    for before, after in pairwise(events):
         if after.start_ms < before.end_ms - 1e-9:
             raise UserError(
                 f"timeline of rank {rank}",

@@ -77,7 +77,8 @@ def test_gap_to_the_optimum(capsys):
                 gaps["list"].append(best_order(p, given).iteration_ms / base - 1)
     with capsys.disabled():
         for name, found in gaps.items():
-            print(f"\ngap to the CP-SAT optimum, {name}: mean {sum(found) / len(found):.1%}, most {max(found):.1%}", end="")
+            mean = sum(found) / len(found)
+            print(f"\ngap to the CP-SAT optimum, {name}: mean {mean:.1%}, most {max(found):.1%}", end="")
     assert max(gaps["greedy"]) < 0.25
     assert max(gaps["list"]) < 0.10
     assert sum(gaps["list"]) <= sum(gaps["greedy"])

@@ -1,5 +1,7 @@
 """Start and end times against ones worked out by hand."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
@@ -76,7 +78,7 @@ def test_every_timeline_is_possible(p):
         assert all(times.end[j] <= times.start[i] + 1e-9 for j in before)
     for resource in (COMPUTE, LINK):
         on_track = sorted((e.start_ms, e.end_ms) for e in timeline.events if e.resource == resource)
-        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(on_track, on_track[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-9 for a, b in pairwise(on_track))
     busy = sum(i.milliseconds for i in p.instructions if i.kind is Kind.COMPUTE)
     everything = sum(i.milliseconds for i in p.instructions)
     assert busy <= timeline.iteration_ms + 1e-9

@@ -29,9 +29,7 @@ def test_labels_by_absence_of_paths():
 
 
 def test_best_fit_takes_the_gradient_nearest_to_what_is_left():
-    p = program(
-        "L c f 1", "w2 c b 2 L", "w5 c b 5 L", "w3 c b 3 L", "x c b 1 L", "A a b 7 x", "y c b 1 A"
-    )
+    p = program("L c f 1", "w2 c b 2 L", "w5 c b 5 L", "w3 c b 3 L", "x c b 1 L", "A a b 7 x", "y c b 1 A")
     # |7 - 5| is least, then of what is left (2) the gradient of 2; 3 stays where it was.
     assert assigned_names(p, durations(p, given)) == {"A": ["w5", "w2"]}
     scheduled = schedule_weight_gradients(p, given)
@@ -39,7 +37,16 @@ def test_best_fit_takes_the_gradient_nearest_to_what_is_left():
 
 
 def test_a_gradient_twice_too_long_waits_for_a_later_all_to_all():
-    lines = ["L c f 1", "w5 c b 5 L", "w3 c b 3 L", "x c b 1 L", "A a b 4 x", "y c b 1 A", "B a b 5 y", "z c b 1 B"]
+    lines = [
+        "L c f 1",
+        "w5 c b 5 L",
+        "w3 c b 3 L",
+        "x c b 1 L",
+        "A a b 4 x",
+        "y c b 1 A",
+        "B a b 5 y",
+        "z c b 1 B",
+    ]
     p = program(*lines)
     # A (4): 3 and 5 are equally near; the first in order is 5, which overfills it. B gets 3.
     assert assigned_names(p, durations(p, given)) == {"A": ["w5"], "B": ["w3"]}
@@ -54,7 +61,9 @@ def test_the_last_chance_is_taken_even_if_it_does_not_fit():
 
 
 def test_other_work_behind_an_all_to_all_fills_it_already():
-    p = program("L c f 1", "w c b 3 L", "x c b 1 L", "A a b 4 x", "free c b 4 x", "y c b 1 A free", "B a b 1 y")
+    p = program(
+        "L c f 1", "w c b 3 L", "x c b 1 L", "A a b 4 x", "free c b 4 x", "y c b 1 A free", "B a b 1 y"
+    )
     assert assigned_names(p, durations(p, given)) == {"B": ["w"]}
 
 
@@ -88,7 +97,10 @@ def test_greedy_shortens_a_training_step():
     assert simulate(schedule_weight_gradients(p, given), given).iteration_ms < simulate(p, given).iteration_ms
     step = tiny_step(gpus=16, batch=8)
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
-    assert simulate(schedule_weight_gradients(step, cost), cost).iteration_ms <= simulate(step, cost).iteration_ms
+    assert (
+        simulate(schedule_weight_gradients(step, cost), cost).iteration_ms
+        <= simulate(step, cost).iteration_ms
+    )
 
 
 @settings(max_examples=150, deadline=None)

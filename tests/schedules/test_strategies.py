@@ -1,0 +1,220 @@
+"""Plans: valid, ordered as promised, never predicted worse, saved and read back; planning time."""
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given as hypothesis_given
+from hypothesis import settings
+from made_programs import given, program, random_programs, tiny_step
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.clusters import load_cluster
+from lancet_kernels.graph.costs import CostModel
+from lancet_kernels.graph.program import Kind
+from lancet_kernels.graph.synthetic import MODELS, PAPER_BATCH, ModelShape, training_step
+from lancet_kernels.schedules.list_schedule import list_schedule
+from lancet_kernels.schedules.partition_range import PartitionOptions
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.simulate import simulate
+from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions, compare, make_plan
+from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
+
+
+def paper_setting(model, cluster, gpus, gate="switch"):
+    step = training_step(model, gpus=gpus, batch=PAPER_BATCH[cluster, model], gate=gate)
+    return step, CostModel.for_cluster(load_cluster(cluster), gpus)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return paper_setting("gpt2-s-moe", "p4de", 16)
+
+
+@pytest.fixture(scope="module")
+def plans(small):
+    return compare(*small)
+
+
+def test_predictions_are_what_the_planned_program_simulates_to(small, plans):
+    step, cost = small
+    assert list(plans) == list(STRATEGIES)
+    for name, plan in plans.items():
+        timeline = plan.simulate(step, cost)
+        assert plan.strategy == name
+        assert timeline.iteration_ms == pytest.approx(plan.predicted.iteration_ms)
+        assert timeline.exposed_ms == pytest.approx(plan.predicted.exposed_ms)
+        assert timeline.peak_memory_bytes / 1e9 == pytest.approx(plan.predicted.peak_memory_gb)
+        assert tuple(i.name for i in plan.apply(step).instructions) == plan.order
+
+
+def test_none_hides_nothing_of_the_all_to_alls(small, plans):
+    step, cost = small
+    all_to_all = sum(cost(i, step.tensors) for i in step.instructions if i.kind is Kind.ALL_TO_ALL)
+    assert plans["none"].predicted.exposed_ms >= all_to_all
+    assert plans["none"].ranges == ()
+    assert plans["none"].order == tuple(i.name for i in step.instructions)
+
+
+def test_tutel_pipelines_nothing_but_all_to_alls_and_experts(small, plans):
+    ops = set()
+    for r in plans["tutel"].ranges:
+        assert set(r.axes.values()) <= {2, -3}
+        first, last = small[0].index[r.first], small[0].index[r.last]
+        ops |= {i.op for i in small[0].instructions[first : last + 1]}
+    assert all("all_to_all" in op or "expert" in op or "grouped_gemm" in op for op in ops)
+    assert len(plans["tutel"].ranges) == 12  # six MoE layers, forward and backward
+
+
+def test_each_half_helps_and_both_help_more(plans):
+    times = {name: plan.predicted.iteration_ms for name, plan in plans.items()}
+    assert times["lancet"] < min(times["lancet-dw"], times["lancet-partition"])
+    assert max(times["lancet-dw"], times["lancet-partition"]) < times["none"]
+    assert times["lancet"] < times["tutel"] < times["none"]
+
+
+def test_batch_prioritized_gates_are_never_inside_a_range():
+    step, cost = paper_setting("gpt2-s-moe", "p3dn", 16, gate="batch_prioritized")
+    plan = make_plan(step, cost)
+    assert plan.ranges
+    for r in plan.ranges:
+        inside = step.instructions[step.index[r.first] : step.index[r.last] + 1]
+        assert not any(i.op == "lancet.gate" for i in inside)
+
+
+def test_memory_limit():
+    step, cost = paper_setting("gpt2-s-moe", "p4de", 16)
+    need = make_plan(step, cost, "none").predicted.peak_memory_gb
+    for name, plan in compare(step, cost, options=PlanningOptions(memory_limit_gb=need)).items():
+        assert plan.predicted.peak_memory_gb <= need, name
+
+
+def test_fewer_parts_where_memory_is_short():
+    """Every part of an irregular buffer has the size of the whole: on many parts, memory decides."""
+    shape = ModelShape("wide", layers=2, width=64, heads=4, vocabulary=64, sequence=32, capacity_factor=16.0)
+    step = training_step(shape, gpus=16, batch=64)
+    cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
+    free = make_plan(step, cost, "lancet-partition")
+    limit = free.predicted.peak_memory_gb * 0.9
+    bound = make_plan(step, cost, "lancet-partition", PlanningOptions(memory_limit_gb=limit))
+    assert bound.predicted.peak_memory_gb <= max(
+        limit, make_plan(step, cost, "none").predicted.peak_memory_gb
+    )
+
+
+def test_save_load_and_explain(small, plans, tmp_path):
+    step, _ = small
+    for plan in plans.values():
+        path = tmp_path / "plan.json"
+        plan.save(path)
+        again = Plan.load(path, step)
+        assert again == plan
+        assert again.fingerprint == plan.fingerprint
+    text = plans["lancet"].explain()
+    assert "tutel" in text
+    assert "irregular" in text
+    assert "lancet.cross_entropy" in text
+    assert len({p.fingerprint for p in plans.values()}) == len(plans)
+
+
+def test_fingerprints_do_not_depend_on_predictions(plans):
+    plan = plans["lancet"]
+    other = replace(plan, predicted=replace(plan.predicted, iteration_ms=1.0), compared={})
+    assert other.fingerprint == plan.fingerprint
+
+
+def test_a_plan_for_another_program_is_refused(plans, tmp_path):
+    plans["lancet"].save(tmp_path / "plan.json")
+    with pytest.raises(UserError, match="plan again"):
+        Plan.load(tmp_path / "plan.json", tiny_step())
+    with pytest.raises(UserError, match="plan again"):
+        plans["lancet"].apply(tiny_step())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "lancet-plan", "version": 1}'])
+def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(UserError):
+        Plan.load(path)
+    with pytest.raises(UserError, match="plan file"):
+        Plan.load(tmp_path / "nothing.json")
+
+
+def test_unknown_strategy():
+    with pytest.raises(UserError, match="strategy: got magic"):
+        make_plan(tiny_step(), given, "magic")
+
+
+@settings(max_examples=60, deadline=None)
+@hypothesis_given(random_programs(most=16))
+def test_every_plan_of_a_random_program_is_valid_and_never_worse(p):
+    plans = compare(p, given)
+    for plan in plans.values():
+        assert tuple(i.name for i in plan.apply(p).instructions) == plan.order
+    best_known = min(simulate(p, given).iteration_ms, plans["none"].predicted.iteration_ms)
+    assert plans["lancet"].predicted.iteration_ms <= best_known + 1e-9
+    assert json.loads(json.dumps(plans["lancet"].to_json())) is not None
+
+
+@settings(max_examples=15, deadline=None)
+@hypothesis_given(random_programs(most=16, all_reduces=False))
+def test_lancet_is_never_worse_than_its_halves(p):
+    times = {name: plan.predicted.iteration_ms for name, plan in compare(p, given).items()}
+    assert times["lancet"] <= min(times["none"], times["lancet-dw"], times["lancet-partition"]) + 1e-9
+
+
+def test_gpt2_l_moe_plans_in_ten_seconds():
+    step, cost = paper_setting("gpt2-l-moe", "p4de", 16)
+    start = time.process_time()
+    compare(step, cost)
+    assert time.process_time() - start < 10
+
+
+def test_planning_grows_about_linearly_with_layers():
+    cost = CostModel.for_cluster(load_cluster("p4de"), 16)
+    seconds = []
+    for layers in (12, 24, 48):
+        step = training_step(replace(MODELS["gpt2-l-moe"], layers=layers), gpus=16, batch=48)
+        start = time.process_time()
+        make_plan(step, cost)
+        seconds.append(time.process_time() - start)
+    # Four times the layers: about four times the time. Six leaves room for a busy machine.
+    assert seconds[2] < 6 * max(seconds[0], 0.3)
+
+
+@pytest.mark.long
+def test_ten_thousand_instructions_in_thirty_seconds():
+    step = training_step(replace(MODELS["gpt2-l-moe"], layers=144), gpus=16, batch=8)
+    assert len(step) > 10_000
+    cost = CostModel.for_cluster(load_cluster("p4de"), 16)
+    start = time.process_time()
+    make_plan(step, cost)
+    assert time.process_time() - start < 30
+
+
+def test_ten_thousand_instructions_are_scheduled_in_seconds():
+    step = training_step(replace(MODELS["gpt2-l-moe"], layers=144), gpus=16, batch=8)
+    cost = CostModel.for_cluster(load_cluster("p4de"), 16)
+    start = time.process_time()
+    greedy = schedule_weight_gradients(step, cost)
+    assert time.process_time() - start < 20
+    assert simulate(greedy, cost).iteration_ms < simulate(step, cost).iteration_ms
+
+
+def test_group_size_and_range_length_are_respected():
+    step, cost = paper_setting("gpt2-s-moe", "p4de", 16)
+    options = PlanningOptions(PartitionOptions(most_parts=2, longest_range_ms=8.0))
+    plan = make_plan(step, cost, "lancet-partition", options)
+    assert all(r.parts <= 2 for r in plan.ranges)
+    for r in plan.ranges:
+        inside = step.instructions[step.index[r.first] : step.index[r.last] + 1]
+        assert sum(cost(i, step.tensors) for i in inside) <= 8.0
+
+
+def test_no_all_to_all_at_all():
+    p = program("A c f 1", "B c b 1 A", "C c b 2 A")
+    for plan in compare(p, given).values():
+        assert plan.predicted.iteration_ms == 4
+    assert list_schedule(p, given).instructions[0].name == "A"
