@@ -35,6 +35,8 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.from_fx import forward_nodes
+from lancet_kernels.graph.program import Phase
+from lancet_kernels.graph.run import GraphRunner, Recorder
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 """(joint graph, number of forward outputs) -> (forward graph, backward graph)."""
@@ -67,13 +69,25 @@ class Captured:
             if isinstance(d, GradAOTOutput) and isinstance(d.grad_of, ParamAOTInput)
         }
 
-    def compile(self, split: Split) -> Callable[..., object]:
-        """A function of the module's inputs that runs the two graphs under autograd. Call it once."""
+    def compile(self, split: Split, recorder: Recorder | None = None) -> Callable[..., object]:
+        """A function of the module's inputs that runs the two graphs under autograd. Call it once.
+
+        Args: recorder: collects when instructions run, while it is on.
+        """
+        recorder = recorder or Recorder()
+
+        def runner(phase: Phase) -> Callable[..., GraphRunner]:
+            return lambda graph, _inputs: GraphRunner(graph, phase, recorder)
 
         def partition(joint: fx.GraphModule, _inputs, *, num_fwd_outputs: int, **_):
             return split(joint, num_fwd_outputs)
 
-        call = aot_compile_joint_with_descriptors(self._descriptors, partition_fn=partition)
+        call = aot_compile_joint_with_descriptors(
+            self._descriptors,
+            partition_fn=partition,
+            fw_compiler=runner(Phase.FORWARD),
+            bw_compiler=runner(Phase.BACKWARD),
+        )
         names = [*self._descriptors.params_spec, *self._descriptors.buffers_spec]
         module = self.module
 
