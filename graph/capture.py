@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
@@ -109,7 +110,9 @@ def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            traced = dynamo_graph_capture_for_export(module)(*inputs)
+            # A graph is for one set of shapes, also when the module was traced for another one before.
+            with torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
+                traced = dynamo_graph_capture_for_export(module)(*inputs)
             stack.enter_context(tracing(TracingContext(traced.meta["fake_mode"])))
             joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs))
         except UserError:
@@ -120,7 +123,8 @@ def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the nodes.
+    """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the
+    nodes.
 
     What stands behind the first node that a tangent reaches is backward, even if no tangent reaches it.
     """

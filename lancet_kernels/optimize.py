@@ -69,7 +69,8 @@ class OptimizedModule(nn.Module):
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[list[Event]]:
-        """Inside the block, iterations are recorded on this rank; the events are there when it ends (CPU ranks).
+        """Inside the block, iterations are recorded on this rank; the events are there when it ends (CPU
+        ranks).
 
         Clocks beside every instruction cost time: look at the order and the overlap, not at the total.
         """

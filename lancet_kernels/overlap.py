@@ -1,8 +1,9 @@
 """How much all-to-all do the strategies really hide? Measured on ranks of this machine, all in one run.
 
 The same model, seeds and data for every strategy; rounds interleave them, so that whatever else the
-machine does falls on all alike; medians over rounds, the first ones left out. The link is slow enough that all-to-all takes a given share of
-the blocking iteration (the paper: up to 40 %). An iteration is forward, backward and gradient all-reduce.
+machine does falls on all alike; medians over rounds, the first ones left out. The link is slow enough
+that all-to-all takes a given share of the blocking iteration (the paper: up to 40 %). An iteration is
+forward, backward and gradient all-reduce.
 """
 
 from __future__ import annotations

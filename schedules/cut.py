@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
@@ -311,12 +311,22 @@ class _Cutter:
                 total = self._call(aten.add.Tensor, (total, other), {}, name)
             return total
         if axis >= 0:
-            return self._call(aten.cat.default, (parts, axis), {}, name)
+            return self._concatenate(parts, axis, element.meta["val"], name)
         if axis == IRREGULAR:
             counts = [self._part(_count_of(node), p) for p in range(self.parts)]
             args = (parts, counts, element.meta["val"].shape[2])
             return self._call(lancet.merge_parts.default, args, {}, name)
         raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
+
+    def _concatenate(self, parts: list[fx.Node], axis: int, whole: Tensor, name: str) -> fx.Node:
+        """Parts one after the other, in the memory layout of the uncut tensor: its readers may count on it."""
+        order = sorted(range(whole.dim()), key=lambda d: -whole.stride(d))
+        if order == list(range(whole.dim())):
+            return self._call(aten.cat.default, (parts, axis), {}, name)
+        laid_out = [self._call(aten.permute.default, (part, order), {}, f"{name}_laid_out") for part in parts]
+        joined = self._call(aten.cat.default, (laid_out, order.index(axis)), {}, f"{name}_joined")
+        back = [order.index(d) for d in range(whole.dim())]
+        return self._call(aten.permute.default, (joined, back), {}, name)
 
     def _mend_slots(self, layer: _Layer) -> None:
         """Whoever reads merged buffers behind the range needs the slots that rows have there."""
