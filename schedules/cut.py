@@ -319,7 +319,8 @@ class _Cutter:
         raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
 
     def _concatenate(self, parts: list[fx.Node], axis: int, whole: Tensor, name: str) -> fx.Node:
-        """Parts one after the other, in the memory layout of the uncut tensor: its readers may count on it."""
+        """Parts one after the other, in the memory layout of the uncut tensor: its readers may count on
+        it."""
         order = sorted(range(whole.dim()), key=lambda d: -whole.stride(d))
         if order == list(range(whole.dim())):
             return self._call(aten.cat.default, (parts, axis), {}, name)
