@@ -21,6 +21,7 @@ from torch import nn
 
 from lancet_kernels.ops.link import emulate_link, link
 from lancet_kernels.optimize import OptimizedModule, optimize
+from lancet_kernels.schedules.timeline import save_picture
 
 BASELINES = ("none", "tutel")
 
@@ -127,3 +128,31 @@ def _mean_over_ranks(values: Sequence[float]) -> list[float]:
         dist.all_reduce(numbers)
         numbers /= dist.get_world_size()
     return numbers.tolist()
+
+
+def save_timeline(module: OptimizedModule, inputs: Sequence[object], path: str | Path, write: bool) -> None:
+    """A picture of one iteration, predicted and as it ran on this rank. Collective; `write` on one rank
+    only."""
+    with module.recorded() as events:
+        iteration(module, inputs)
+    if write:
+        save_picture({"predicted": module.timeline.events, "measured": events}, path)
+
+
+def table(found: dict) -> str:
+    """The figures of `report` for people."""
+    rows = [f"{'strategy':<18}{'iteration ms':>14}{'exposed ms':>12}{'predicted ms':>14}{'error':>8}"]
+    for name, iteration_ms in found["iteration_ms"].items():
+        rows.append(
+            f"{name:<18}{iteration_ms:>14.1f}{found['exposed_ms'][name]:>12.1f}"
+            f"{found['predicted_ms'][name]:>14.1f}{found['prediction_errors'][name]:>8.1%}"
+        )
+    rows.append(
+        f"link {found['link']}; lancet against the better baseline {found['speedup_vs_best_baseline']:.2f}x, "
+        + ", ".join(
+            f"exposed {-found[f'exposed_reduction_vs_{name}']:+.0%} against {name}"
+            for name in BASELINES
+            if f"exposed_reduction_vs_{name}" in found
+        )
+    )
+    return "\n".join(rows)
