@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from lancet_kernels.graph.from_fx import is_instruction
+from lancet_kernels.graph.from_fx import is_instruction, op_name
 from lancet_kernels.graph.program import Phase
 
 
@@ -52,6 +52,7 @@ class _Clocked(fx.Interpreter):
     def run_node(self, node: fx.Node) -> object:
         begin = time.monotonic()
         result = super().run_node(node)
-        if is_instruction(node):
+        # Standing still until a collective is done is not computing.
+        if is_instruction(node) and op_name(node) != "wait":
             self.recorder.computed.append((node.name, self.phase, begin, time.monotonic()))
         return result

@@ -28,7 +28,7 @@ from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.run import Recorder
-from lancet_kernels.layer import moe_layers
+from lancet_kernels.layer import expert_parameters, moe_layers
 from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size
 from lancet_kernels.ops.link import link
 from lancet_kernels.schedules.apply import reorder
@@ -112,11 +112,10 @@ def optimize(
         strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
         cache: a plan file; read if it fits this model, else written. None: plan anew.
-        times: file of measured op times (default: in the user's cache folder). What is in it is not
-        measured again. options: the paper's hyper-parameters, a memory limit.
+        times: file of measured op times (default: in the user's cache folder); they are not measured again.
+        options: the paper's hyper-parameters, a memory limit.
         reduce_gradients: sum the gradients of replicated parameters over the ranks, as part of the plan.
-        Divide the
-            loss by the number of ranks for an average, and use no DistributedDataParallel around it.
+            Divide the loss by the number of ranks for an average; use no DistributedDataParallel around it.
     Raises: CaptureError (no single graph, with torch's reason), UserError (strategy, ranks that disagree).
     """
     if strategy not in STRATEGIES:
@@ -153,9 +152,8 @@ class _Step:
         if reduce_gradients and self.group:
             # A communicator of its own, so that an all-reduce never stands before an all-to-all in a queue.
             self.reduce_group = group_name(dist.new_group())
-        self.experts = {
-            name for name, parameter in model.named_parameters() if getattr(parameter, "is_expert", False)
-        }
+        experts = {id(parameter) for parameter in expert_parameters(model)}
+        self.experts = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
 
     @contextlib.contextmanager
     def graph(self) -> Iterator[Captured]:
