@@ -67,7 +67,7 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
 
 def _list_schedules(program: Program, ms: Sequence[float], limit: float | None) -> Iterator[Ordered]:
     for oldest_first in (False, True):
-        for refuse_beyond in (2.0, 1.0):
+        for refuse_beyond in (2.0, 1.0, float("inf")):
             order = list_order(
                 program,
                 ms,

@@ -54,6 +54,7 @@ class Planner:
         self.options = options or PlanningOptions()
         self.inference = AxisInference(program)
         self._plans: dict[str, Plan] = {}
+        self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
         self._strategies: dict[str, Callable[[], Plan]] = {
             "none": self._none,
             "tutel": self._tutel,
@@ -155,11 +156,10 @@ class Planner:
         return [most, *(p for p in (4, 2) if p < most)]
 
     def _partition(self, most_parts: int) -> tuple[PartitionRange, ...]:
-        known = self.__dict__.setdefault("_partitions", {})
-        if most_parts not in known:
+        if most_parts not in self._partitions:
             options = replace(self.options.partition, most_parts=most_parts)
-            known[most_parts] = choose_ranges(self.program, self.cost, options).ranges
-        return known[most_parts]
+            self._partitions[most_parts] = choose_ranges(self.program, self.cost, options).ranges
+        return self._partitions[most_parts]
 
     def _waited_for(self, ranges: Sequence[PartitionRange]) -> tuple[str, ...]:
         """All-to-alls outside the ranges, and other communication that is not a gradient all-reduce."""
