@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
+from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.memory import peak_memory, resident_bytes
 from lancet_kernels.schedules.simulate import Times, run
 from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots
@@ -80,7 +81,8 @@ def _list_schedules(program: Program, ms: Sequence[float], limit: float | None) 
 
 
 def measure(program: Program, ms: Sequence[float], order: list[int], method: str) -> Ordered:
-    """Simulate an order."""
+    """Simulate an order, with its communication issued as early as it can be."""
+    order = issue_early(program, order)
     return Ordered(order, method, run(program, ms, order))
 
 

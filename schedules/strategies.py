@@ -22,6 +22,7 @@ from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.schedules.axes import AxisInference
+from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.list_schedule import best_order
 from lancet_kernels.schedules.partition_range import PartitionOptions, choose_ranges, forward_length
 from lancet_kernels.schedules.plan import Plan, Prediction
@@ -174,6 +175,9 @@ class Planner:
     def _in_order(self, ranges: tuple[PartitionRange, ...], blocking: tuple[str, ...] = ()) -> Plan:
         """Pipelines where the ranges are; everything else in its original order."""
         expanded = expand(self.program, ranges)
+        if ranges:
+            order = issue_early(expanded, range(len(expanded)), fixed=frozenset(blocking))
+            expanded = expanded.reordered(order)
         timeline = simulate(expanded, self.cost, blocking=frozenset(blocking))
         return replace(self._plan(expanded, ranges, timeline, "original order"), blocking=blocking)
 
