@@ -106,13 +106,18 @@ def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the
-    nodes."""
+    """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the nodes.
+
+    What stands behind the first node that a tangent reaches is backward, even if no tangent reaches it.
+    """
     forward = forward_nodes(list(joint.graph.nodes))
+    tag = "is_forward"
     for node in joint.graph.nodes:
         if node.op == "call_function":
-            # What torch's partitioner goes by: where the last forward node stands.
-            node.meta["partitioner_tag"] = "is_forward" if node in forward else "is_backward"
+            if node not in forward:
+                tag = "is_backward"
+            # What torch's partitioner goes by.
+            node.meta["partitioner_tag"] = tag
     placeholders = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
     return default_partition(
         joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=()

@@ -12,16 +12,18 @@ file system that all of them see.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shutil
 import sys
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from lancet_kernels.atomic import sync_folder, write_json_atomically
@@ -29,6 +31,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.layer import MoELayer
 
 _FACTS = "checkpoint.json"
+_INDEX = ".metadata"
+_STEP = re.compile(r"step-\d{8,}")
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -48,11 +52,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
 def _named_state(
     prefix: str, name: str, key: str, value: Tensor, owner: nn.Module, parameter
 ) -> dict[str, Tensor]:
-    if (
-        isinstance(owner, MoELayer)
-        and getattr(parameter, "is_expert", False)
-        and value.shape == parameter.shape
-    ):
+    if isinstance(owner, MoELayer) and name in owner.expert_names() and value.shape == parameter.shape:
         return {f"{prefix}experts.{e}.{name}.{key}": value[i] for i, e in enumerate(owner.expert_ids())}
     return {f"{prefix}{name}.{key}": value}
 
@@ -91,7 +91,8 @@ def save_checkpoint(
         shutil.rmtree(final, ignore_errors=True)
         temporary.mkdir(parents=True)
     _barrier()
-    dcp.save(training_state(model, optimizer), checkpoint_id=temporary)
+    with _one_rank_is_enough():
+        _dcp().save(training_state(model, optimizer), checkpoint_id=temporary)
     _barrier()
     if _is_first():
         facts = {"step": step, "about": dict(about), "files": _sums(temporary)}
@@ -142,15 +143,21 @@ def load_checkpoint(
             )
     _create_optimizer_state(optimizer)
     state = training_state(model, optimizer)
-    dcp.load(state, checkpoint_id=path)
+    with _one_rank_is_enough():
+        _dcp().load(state, checkpoint_id=path)
     # Parameters were loaded in place through the views; this also takes what a module copies on loading.
     model.load_state_dict({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")})
     return int(facts["step"])
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Checkpoints by falling step."""
-    return sorted(folder.glob("step-*"), reverse=True)
+    """Checkpoints by falling step; whatever else lies there is not ours."""
+    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _sums(folder: Path) -> dict[str, list[int]]:
@@ -169,14 +176,27 @@ def _sum(path: Path) -> list[int]:
 def _damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None if it is whole."""
     try:
-        expected = json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError) as error:
+        facts = json.loads((checkpoint / _FACTS).read_text(encoding="utf-8"))
+        step, about, expected = facts["step"], facts["about"], facts["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{_FACTS} cannot be read ({type(error).__name__})"
+    if step != _step_of(checkpoint) or not isinstance(about, dict) or not isinstance(expected, dict):
+        return f"{_FACTS} is changed"
     actual = _sums(checkpoint)
-    for name, sums in expected.items():
-        if actual.get(name) != sums:
-            return f"{name} is {'changed' if name in actual else 'missing'}"
+    for name in sorted({_INDEX, *expected, *actual}):
+        if name not in actual:
+            return f"{name} is missing"
+        if actual[name] != expected.get(name):
+            return f"{name} is changed"
     return None
+
+
+@contextlib.contextmanager
+def _one_rank_is_enough() -> Iterator[None]:
+    """Without the warning that there is no torch.distributed, which is what a user of one rank wants."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _is_first() -> bool:
@@ -186,3 +206,10 @@ def _is_first() -> bool:
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
+
+
+def _dcp():
+    # Here, not above: it takes half a second to import, in every rank, and most runs keep no checkpoints.
+    import torch.distributed.checkpoint as dcp
+
+    return dcp

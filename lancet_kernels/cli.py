@@ -8,14 +8,14 @@ code that is not 0.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 
+from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.launch import launch, report_errors, start_ranks, under_launcher
 from lancet_kernels.options import add_options, to_options
-from lancet_kernels.runs import resolve_run
+from lancet_kernels.runs import read_config, resolve_run
 from lancet_kernels.train import TrainOptions, check_options, train
 
 
@@ -82,7 +82,7 @@ def _with_options_of(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]
 ) -> argparse.Namespace:
     """Parse again, with the resumed run's options as defaults."""
-    saved = json.loads((resolve_run(arguments.runs, arguments.resume) / "config.json").read_text("utf-8"))
+    saved = read_config(resolve_run(arguments.runs, arguments.resume))
     known = {name: saved[name] for name in TrainOptions.__dataclass_fields__ if name in saved}
     arguments.command.set_defaults(**(known | {"runs": arguments.runs}))
     return parser.parse_args(argv)
@@ -93,7 +93,7 @@ def _train_here(options: TrainOptions, arguments: argparse.Namespace) -> int:
     rank = start_ranks(options.chosen_device(), options.timeout)
     summary = train(options, rank, arguments.resume)
     if summary is not None:
-        print(json.dumps(summary) if arguments.json else _report(options, summary), flush=True)
+        print(json_text(summary) if arguments.json else _report(options, summary), flush=True)
     return 0
 
 

@@ -69,6 +69,9 @@ class GradientBuckets:
                 parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._ready(bucket))
 
     def _ready(self, bucket: _Bucket) -> None:
+        if bucket.pending is not None:
+            # What is under way was copied from the first backward: the second gradient would be lost.
+            raise RuntimeError("second backward before GradientBuckets.finish; call finish after each one")
         bucket.missing -= 1
         # In bucket order on every rank, whatever order backward finished them in: collectives must match.
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
@@ -115,7 +118,9 @@ def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:
     if not gradients:
         device = parameters[0].device if parameters else None
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch._foreach_norm(gradients)
+    # In its own dtype the norm of a bf16 gradient would have 8 bits, and an fp16 one would overflow.
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
+    norms = torch._foreach_norm(gradients, 2, wide)
     return torch.stack([n.double() for n in norms]).square().sum()
 
 

@@ -100,8 +100,6 @@ class MoELayer(nn.Module):
             self.correction_bias = None
         if self.gate.key == "index":
             self.register_buffer("routing_step", torch.zeros((), dtype=torch.int64, device=device))
-        for name in self._expert_names():
-            getattr(self, name).is_expert = True
         self.reset_parameters()
 
     def _check(self, d_model, d_ff, num_experts, top_k, capacity_factor, activation, shared_d_ff) -> None:
@@ -135,8 +133,8 @@ class MoELayer(nn.Module):
         """Normal(0, 0.02) weights, zero biases. An expert's values depend on its global id, not on the
         ranks."""
         # One number from the default generator, so that ranks that were seeded alike stay alike.
-        seed = int(torch.randint(2**62, ()))
-        for name in self._expert_names():
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        for name in self.expert_names():
             parameter = getattr(self, name)
             if parameter.is_meta:
                 continue
@@ -169,7 +167,7 @@ class MoELayer(nn.Module):
 
         Args:
             x: every rank the same number of tokens.
-            token_ids: int64, shaped like x without its last dimension; only gate "hash" looks at it.
+            token_ids: int64 or int32, shaped like x without its last dimension; only gate "hash" looks at it.
         Raises: UserError (wrong shape or dtype, NaN in the router, ranks that disagree), CommunicationError.
         """
         self._check_input(x, token_ids)
@@ -221,7 +219,8 @@ class MoELayer(nn.Module):
         if self.gate.key is None:
             return None
         if self.gate.key == "token" and token_ids is not None:
-            return token_ids.reshape(-1)
+            # The hash is 64 bits wide; int32 would wrap and route otherwise.
+            return token_ids.reshape(-1).to(torch.int64)
         index_T = torch.arange(x_TD.shape[0], device=x_TD.device) + self.rank * x_TD.shape[0]
         return index_T + self.routing_step * (1 << 40) if self.gate.key == "index" else index_T
 
@@ -246,6 +245,13 @@ class MoELayer(nn.Module):
                 expected=f"{self.w1.dtype} (the dtype of its parameters)",
                 do="convert one of them, or use torch.autocast",
             )
+        if token_ids is not None and token_ids.dtype not in (torch.int64, torch.int32):
+            raise UserError(
+                "token_ids of MoELayer",
+                got=token_ids.dtype,
+                expected="int64 or int32",
+                do="give the ids that the embedding gets",
+            )
         if token_ids is not None and token_ids.shape != x.shape[:-1]:
             raise UserError(
                 "token_ids of MoELayer",
@@ -267,7 +273,8 @@ class MoELayer(nn.Module):
         load_E = assigned_E.to(self.correction_bias.dtype)
         self.correction_bias += rate * torch.sign(load_E.mean() - load_E)
 
-    def _expert_names(self) -> Iterator[str]:
+    def expert_names(self) -> Iterator[str]:
+        """Names of the parameters [L, ...] that hold the experts of this rank."""
         return (name for name in ("w1", "b1", "w2", "b2") if getattr(self, name) is not None)
 
     def expert_ids(self) -> range:
@@ -276,13 +283,13 @@ class MoELayer(nn.Module):
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self._expert_names():
+        for name in self.expert_names():
             stacked = destination.pop(prefix + name)
             for local, expert in enumerate(self.expert_ids()):
                 destination[f"{prefix}experts.{expert}.{name}"] = stacked[local]
 
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
-        for name in self._expert_names():
+        for name in self.expert_names():
             keys = [f"{prefix}experts.{expert}.{name}" for expert in self.expert_ids()]
             if all(key in state_dict for key in keys):
                 state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
@@ -307,8 +314,11 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that differ between ranks: never all-reduce their gradients."""
-    return [p for p in model.parameters() if getattr(p, "is_expert", False)]
+    """The parameters that differ between ranks: never all-reduce their gradients.
+
+    Found through the layers, not by a mark on the parameter, which a copy of the model would lose.
+    """
+    return [getattr(layer, name) for layer in moe_layers(model) for name in layer.expert_names()]
 
 
 def set_routing_step(model: nn.Module, step: int) -> None:

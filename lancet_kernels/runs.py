@@ -87,16 +87,7 @@ class RunFolder:
 
     def read_config(self) -> dict[str, object]:
         """What `write_config` wrote. Raises UserError if it is missing or not JSON."""
-        path = self.path / "config.json"
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                "run configuration",
-                got=f"{path} ({_reason(error)})",
-                expected="the JSON file of a run",
-                do="name a run that was started by lancet train",
-            ) from error
+        return read_config(self.path)
 
     def append_metrics(self, metrics: Mapping[str, object]) -> None:
         """Add one line to `metrics.jsonl`, handed to the system before this returns."""
@@ -174,6 +165,20 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def read_config(run: Path) -> dict[str, object]:
+    """The `config.json` of the run in the folder `run`. Raises UserError if it is missing or not JSON."""
+    path = run / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "run configuration",
+            got=f"{path} ({_reason(error)})",
+            expected="the JSON file of a run",
+            do="name a run that was started by lancet train",
+        ) from error
 
 
 def resolve_run(root: str | os.PathLike[str], name_or_path: str) -> Path:

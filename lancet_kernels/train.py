@@ -5,6 +5,7 @@ B  sequences per rank and step      S  sequence length      W  ranks
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 import time
@@ -22,7 +23,7 @@ from lancet_kernels.data import Corpus, check_length, load_corpus, training_batc
 from lancet_kernels.errors import UserError
 from lancet_kernels.gradients import GradientBuckets, broadcast_replicated, clip_gradients
 from lancet_kernels.launch import Rank
-from lancet_kernels.layer import moe_layers, moe_losses, set_routing_step
+from lancet_kernels.layer import moe_layers, set_routing_step
 from lancet_kernels.models import MODELS, GPT2MoE, ModelConfig, model_config
 from lancet_kernels.ops.gates import GATES, parse_gate
 from lancet_kernels.ops.link import emulate_link, link
@@ -35,6 +36,8 @@ from lancet_kernels.options import (
     positive_int,
 )
 from lancet_kernels.runs import RunFolder, resolve_run
+from lancet_kernels.schedules import STRATEGY_NAMES
+from lancet_kernels.step import TrainingStep
 
 _CHECKPOINTS = "checkpoints"
 _RATES = {"adamw": 1e-3, "sgd": 0.1}
@@ -83,6 +86,9 @@ class TrainOptions:
     bias_rate: float = option(0.001, "step of the sigmoid gate's correction bias", parse=non_negative_float)
     seed: int = option(0, "of weights and data order", parse=non_negative_int)
     validation_batches: int = option(8, "batches of the validation loss", parse=positive_int)
+    strategy: str = option(
+        "lancet", "how all-to-alls are hidden; none: they are waited for", choices=STRATEGY_NAMES
+    )
     link_gbps: float | None = option(
         None, "emulate a link of this many Gbit/s: pace every all-to-all (CPU ranks)", parse=positive_float
     )
@@ -176,7 +182,13 @@ class Trainer:
             broadcast_replicated(self.model, dist.group.WORLD)
             # A communicator of its own: on CUDA, all-reduces then never queue before an all-to-all.
             self.group = dist.new_group()
-            self.buckets = GradientBuckets(self.model, self.group)
+        self.module: nn.Module = TrainingStep(
+            self.model,
+            rank.world,
+            options.balance_weight,
+            options.z_weight,
+            torch.bfloat16 if rank.device.type == "cuda" else None,
+        )
         self.about = {
             **{k: v for k, v in asdict(config).items() if k != "name"},
             "model": config.name,
@@ -184,35 +196,47 @@ class Trainer:
         }
         emulate_link(options.link_gbps if rank.world > 1 else None)
 
-    def _losses(self, tokens: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, object]:
-        """-> (cross-entropy per token, what to differentiate, MoELosses), means over this rank's tokens."""
-        input_BS, target_BS = (t.to(self.rank.device) for t in tokens)
-        with torch.autocast(
-            self.rank.device.type, dtype=torch.bfloat16, enabled=self.rank.device.type == "cuda"
-        ):
-            logits_BSV, sums = self.model(input_BS)
-        loss = nn.functional.cross_entropy(logits_BSV.flatten(0, 1).float(), target_BS.flatten())
-        moe = moe_losses(sums)
-        weighted = self.options.balance_weight * moe.balance.mean() + self.options.z_weight * moe.z.mean()
-        return loss.detach(), loss + weighted, moe
+    def plan(self, cache: Path) -> None:
+        """Train with the plan of the chosen strategy from here on; "none" trains as the module stands.
+
+        Args: cache: where the plan is kept, so that a resumed run adds its numbers in the same order.
+        """
+        if self.options.strategy != "none":
+            # Here, not above: the solver and torch's tracer take a second to import.
+            from lancet_kernels.optimize import optimize
+
+            self.module = optimize(
+                self.module,
+                self.batch(1),
+                strategy=self.options.strategy,
+                cache=cache,
+                reduce_gradients=self.rank.world > 1,
+            )
+        elif self.rank.world > 1:
+            self.buckets = GradientBuckets(self.model, self.group)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of a step on this rank, [B, S] int64 each."""
+        tokens = training_batch(
+            self.corpus.train,
+            seed=self.options.seed,
+            step=step,
+            global_batch=self.options.batch * self.rank.world,
+            sequence=self.sequence,
+            rank=self.rank.rank,
+            ranks=self.rank.world,
+        )
+        return tuple(t.to(self.rank.device) for t in tokens)
 
     def step(self, step: int) -> dict[str, float]:
         """One training step (they count from 1). Returns its metrics, the same on every rank."""
         options, rank = self.options, self.rank
         begin = time.perf_counter()
         link.read()
-        tokens = training_batch(
-            self.corpus.train,
-            seed=options.seed,
-            step=step,
-            global_batch=options.batch * rank.world,
-            sequence=self.sequence,
-            rank=rank.rank,
-            ranks=rank.world,
-        )
+        tokens = self.batch(step)
         set_routing_step(self.model, step)
-        loss, total, moe = self._losses(tokens)
-        (total / rank.world).backward()
+        result = self.module(*tokens)
+        result.objective.backward()
         if self.buckets is not None:
             self.buckets.finish()
         norm = clip_gradients(self.model, options.clip, self.group)
@@ -221,12 +245,12 @@ class Trainer:
             group["lr"] = rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        for layer, assigned_E in zip(moe_layers(self.model), moe.assigned, strict=True):
+        for layer, assigned_E in zip(moe_layers(self.model), result.assigned, strict=True):
             if layer.correction_bias is not None:
                 layer.update_correction_bias(assigned_E, options.bias_rate)
         traffic = link.read()
         mean = self._mean_over_ranks(
-            [loss, moe.balance.detach().mean(), moe.dropped.mean(), traffic.all_to_all_ms, traffic.exposed_ms]
+            [result.loss, result.balance, result.dropped, traffic.all_to_all_ms, traffic.exposed_ms]
         )
         seconds = time.perf_counter() - begin
         return {
@@ -259,7 +283,8 @@ class Trainer:
             ranks=self.rank.world,
             max_batches=self.options.validation_batches,
         )
-        losses = [float(self._losses(tokens)[0]) for tokens in batches]
+        device = self.rank.device
+        losses = [float(self.module(*(t.to(device) for t in tokens)).loss) for tokens in batches]
         return self._mean_over_ranks([statistics.fmean(losses)])[0]
 
 
@@ -271,6 +296,7 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
     check_options(options, rank.world)
     trainer = Trainer(options, rank, load_corpus(options.data, options.tokenizer))
     run, path = _open_run(options, rank, resume)
+    trainer.plan(path / "plan.json")
     first = _restore(trainer, path, options.steps) + 1 if resume else 1
     if run is not None:
         run.write_config(asdict(replace(options, experts=trainer.model.config.num_experts)))
@@ -338,7 +364,8 @@ def _progress(first: int, last: int, rank: Rank) -> Iterator[int]:
 def _summary(run: RunFolder, trainer: Trainer, validation_loss: float) -> dict[str, object]:
     """What the run came to. Times and rates are medians over the steps, without the first (warm-up)."""
     options, config = trainer.options, trainer.model.config
-    metrics = run.read_metrics()
+    # JSON has no word for NaN, which a diverged run has.
+    metrics = [{k: math.nan if v is None else v for k, v in m.items()} for m in run.read_metrics()]
     steady = metrics[1:] or metrics
 
     def median(key: str) -> float:

@@ -22,6 +22,10 @@ from lancet_kernels.ops.groups import group_of
 from lancet_kernels.ops.link import Transfer, link
 from lancet_kernels.ops.rows import compact, expand, real_rows_by_rank
 
+_HEADER = 4
+# Messages come in multiples of this: ranks with different numbers of experts must still understand each
+# other, and gloo ends the process when two ranks expect messages of different sizes.
+_MESSAGE = 64
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -40,13 +44,14 @@ def exchange_counts(count_WL: Tensor, capacity: int, width: int, dtype: torch.dt
         return count_WL.clone()
     ranks, local_experts = count_WL.shape
     header = torch.tensor([capacity, width, _DTYPES.index(dtype), local_experts], device=count_WL.device)
-    sent = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
+    message = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
+    sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
     received = torch.empty_like(sent)
     process_group = group_of(group)
     with _named_failure("exchange_counts", process_group):
         dist.all_to_all_single(received, sent, group=process_group)
-    _check_headers(received[:, :4].tolist(), process_group)
-    return received[:, 4:].contiguous()
+    _check_headers(received[:, :_HEADER].tolist(), process_group)
+    return received[:, _HEADER : _HEADER + local_experts].contiguous()
 
 
 def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:

@@ -1,0 +1,327 @@
+"""Checkpoints: bit-identical at another number of ranks, whole or not at all, refused for another model."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from lancet_kernels import MoELayer, UserError, set_routing_step
+from lancet_kernels.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, training_state
+from lancet_kernels.models import GPT2MoE, ModelConfig
+
+SHAPE = {"d_model": 4, "d_ff": 6, "num_experts": 8, "bias": True, "shared_expert_d_ff": 5}
+ABOUT = {"model": "small", "num_experts": 4}
+
+
+def layer_state(seed: int) -> dict[str, Tensor]:
+    """The state of a layer, all experts; its values depend on the seed and the name alone."""
+    torch.manual_seed(seed)
+    layer = MoELayer(**SHAPE, gate="sigmoid", top_k=2)
+    return {name: torch.randn_like(tensor) for name, tensor in layer.state_dict().items()}
+
+
+def save_layer_on_rank(folder: str) -> list[str]:
+    layer = MoELayer(**SHAPE, gate="sigmoid", top_k=2)
+    layer.load_state_dict(whole_state(seed=1))
+    state = layer.state_dict()
+    dcp.save(state, checkpoint_id=folder)
+    return sorted(state)
+
+
+def whole_state(seed: int) -> dict[str, Tensor]:
+    """As `layer_state`, without a layer: works at any number of ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"router": (8, 4), "correction_bias": (8,)}
+    shapes |= {"shared_up.weight": (5, 4), "shared_up.bias": (5,)}
+    shapes |= {"shared_down.weight": (4, 5), "shared_down.bias": (4,)}
+    for e in range(8):
+        shapes |= {f"experts.{e}.w1": (4, 6), f"experts.{e}.w2": (6, 4)}
+        shapes |= {f"experts.{e}.b1": (6,), f"experts.{e}.b2": (4,)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def load_layer_on_rank(folder: str) -> dict[str, Tensor]:
+    layer = MoELayer(**SHAPE, gate="sigmoid", top_k=2)
+    state = layer.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    layer.load_state_dict(state)
+    return {name: tensor.clone() for name, tensor in layer.state_dict().items()} | {
+        f"own.{name}": getattr(layer, name).detach().clone() for name in ("w1", "w2", "b1", "b2")
+    }
+
+
+def test_layer_saved_on_two_ranks_loads_on_any(pool, tmp_path):
+    names = pool.run(save_layer_on_rank, str(tmp_path / "layer"), ranks=2)
+    wanted = whole_state(seed=1)
+    assert sorted({*names[0], *names[1]}) == sorted(wanted)
+    for rank in range(2):
+        experts = {int(name.split(".")[1]) for name in names[rank] if name.startswith("experts.")}
+        assert experts == set(range(4 * rank, 4 * rank + 4)), "ids are not global"
+    for ranks in (1, 2, 4):
+        seen = set()
+        for rank, got in enumerate(pool.run(load_layer_on_rank, str(tmp_path / "layer"), ranks=ranks)):
+            first, last = rank * 8 // ranks, (rank + 1) * 8 // ranks
+            for name in ("w1", "w2", "b1", "b2"):
+                experts = [wanted[f"experts.{e}.{name}"] for e in range(first, last)]
+                assert torch.equal(got.pop(f"own.{name}"), torch.stack(experts))
+            for name, tensor in got.items():
+                assert torch.equal(tensor, wanted[name]), name
+            seen |= got.keys()
+        assert seen == wanted.keys()
+
+
+def test_whole_state_dict_loads_strictly():
+    """Of one rank, as from torch.save; a checkpoint of another layer does not."""
+    layer = MoELayer(**SHAPE, gate="sigmoid", top_k=2)
+    layer.load_state_dict(whole_state(seed=1))
+    assert torch.equal(layer.w2[5], whole_state(seed=1)["experts.5.w2"])
+    small = MoELayer(4, 6, 4, bias=True, shared_expert_d_ff=5, gate="sigmoid", top_k=2)
+    with pytest.raises(RuntimeError, match=r"(?s)experts\.4\.b1"):
+        small.load_state_dict(whole_state(seed=1))
+    missing = whole_state(seed=1)
+    del missing["experts.3.w1"]
+    with pytest.raises(RuntimeError, match=r"(?i)missing key"):
+        layer.load_state_dict(missing)
+
+
+# ---- model and optimizer
+
+
+def small_model(seed: int = 0) -> GPT2MoE:
+    torch.manual_seed(seed)
+    shape = {"layers": 2, "width": 8, "heads": 2, "sequence": 8, "vocab": 11}
+    return GPT2MoE(ModelConfig("small", **shape, num_experts=4, top_k=2, gate="sigmoid"))
+
+
+def make_optimizer(kind: str, model: GPT2MoE) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def take_steps(model: GPT2MoE, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    """Something like training, the same on any number of ranks: gradients from names and steps alone."""
+    for step in steps:
+        for name, parameter in model.named_parameters():
+            owner = model.get_submodule(name.rpartition(".")[0])
+            # Rank r's experts are rows of one whole [E, ...] gradient.
+            experts = isinstance(owner, MoELayer) and name.rpartition(".")[2] in owner.expert_names()
+            shape = (4, *parameter.shape[1:]) if experts else parameter.shape
+            generator = torch.Generator().manual_seed(step * 1000 + sum(map(ord, name)))
+            whole = torch.randn(shape, generator=generator)
+            ids = owner.expert_ids() if experts else range(0)
+            parameter.grad = whole[ids.start : ids.stop].clone() if experts else whole
+        optimizer.step()
+        for module in model.modules():
+            if isinstance(module, MoELayer):
+                module.update_correction_bias(torch.tensor([step, 1, 2, 3]), 0.5)
+
+
+def save_on_rank(kind: str, folder: str) -> dict[str, Tensor]:
+    model = small_model()
+    optimizer = make_optimizer(kind, model)
+    take_steps(model, optimizer, range(1, 4))
+    save_checkpoint(Path(folder), 3, model, optimizer, ABOUT)
+    return cloned(training_state(model, optimizer))
+
+
+def load_on_rank(kind: str, folder: str) -> tuple[dict, dict, float]:
+    """-> the state as loaded, and after two more steps; the learning rate."""
+    model = small_model(seed=9)
+    optimizer = make_optimizer(kind, model)
+    found = find_checkpoint(Path(folder))
+    assert load_checkpoint(found, model, optimizer, ABOUT) == 3
+    assert all(p.grad is None for p in model.parameters())
+    loaded = cloned(training_state(model, optimizer))
+    take_steps(model, optimizer, range(4, 6))
+    return loaded, cloned(training_state(model, optimizer)), optimizer.param_groups[0]["lr"]
+
+
+def cloned(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def assert_same(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
+    for name, tensor in actual.items():
+        assert torch.equal(tensor, wanted[name]), name
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_training_state_saved_on_two_ranks_loads_on_any(pool, tmp_path, kind):
+    saved = pool.run(save_on_rank, kind, str(tmp_path), ranks=2)
+    whole = saved[0] | saved[1]
+    per_parameter = {"sgd": {"momentum_buffer"}, "adamw": {"exp_avg", "exp_avg_sq", "step"}}[kind]
+    assert {name.rpartition(".")[2] for name in whole if name.startswith("optimizer.")} == per_parameter
+    model = small_model()
+    optimizer = make_optimizer(kind, model)
+    take_steps(model, optimizer, range(1, 4))
+    assert_same(cloned(training_state(model, optimizer)), whole)
+    take_steps(model, optimizer, range(4, 6))
+    further = cloned(training_state(model, optimizer))
+    for ranks in (1, 2, 4):
+        union: dict[str, Tensor] = {}
+        after: dict[str, Tensor] = {}
+        for loaded, stepped, rate in pool.run(load_on_rank, kind, str(tmp_path), ranks=ranks):
+            assert rate == {"sgd": 0.1, "adamw": 0.01}[kind]
+            assert_same(loaded, {name: whole[name] for name in loaded})
+            union |= loaded
+            after |= stepped
+        assert_same(union, whole)
+        assert_same(after, further)
+
+
+def test_state_shares_memory_with_the_model():
+    model = small_model()
+    optimizer = make_optimizer("sgd", model)
+    take_steps(model, optimizer, range(1, 2))
+    for tensor in training_state(model, optimizer).values():
+        tensor.fill_(7)
+    assert all((p == 7).all() for p in model.parameters())
+    assert all((s["momentum_buffer"] == 7).all() for s in optimizer.state.values())
+
+
+def test_routing_step_is_part_of_the_state():
+    layer = MoELayer(4, 4, 4, gate="random")
+    set_routing_step(layer, 12)
+    assert layer.state_dict()["routing_step"].item() == 12
+
+
+# ---- damage
+
+
+@pytest.fixture
+def two_checkpoints(tmp_path) -> Path:
+    """Steps 3 and 5 of a run of one rank."""
+    folder = tmp_path / "run" / "checkpoints"
+    model = small_model()
+    optimizer = make_optimizer("sgd", model)
+    take_steps(model, optimizer, range(1, 4))
+    save_checkpoint(folder, 3, model, optimizer, ABOUT)
+    take_steps(model, optimizer, range(4, 6))
+    save_checkpoint(folder, 5, model, optimizer, ABOUT)
+    return folder
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def rewrite_facts(change):
+    def damage(checkpoint: Path) -> None:
+        path = checkpoint / "checkpoint.json"
+        facts = json.loads(path.read_text())
+        path.write_text(json.dumps(change(facts)))
+
+    return damage
+
+
+def data_file(checkpoint: Path) -> Path:
+    return max(checkpoint.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+DAMAGES = {
+    "a bit": lambda c: flip(data_file(c), data_file(c).stat().st_size // 2),
+    "first byte": lambda c: flip(data_file(c), 0),
+    "last byte": lambda c: flip(data_file(c), -1),
+    "cut short": lambda c: data_file(c).write_bytes(data_file(c).read_bytes()[:-1]),
+    "empty": lambda c: data_file(c).write_bytes(b""),
+    "longer": lambda c: data_file(c).write_bytes(data_file(c).read_bytes() + b"\0"),
+    "data gone": lambda c: data_file(c).unlink(),
+    "index gone": lambda c: (c / ".metadata").unlink(),
+    "index changed": lambda c: flip(c / ".metadata", 100),
+    "facts gone": lambda c: (c / "checkpoint.json").unlink(),
+    "facts cut": lambda c: (c / "checkpoint.json").write_text('{"step": 5, "ab'),
+    "facts empty": lambda c: (c / "checkpoint.json").write_text(""),
+    "facts no text": lambda c: (c / "checkpoint.json").write_bytes(b"\xff\xfe\0"),
+    "facts null": lambda c: (c / "checkpoint.json").write_text("null"),
+    "facts a list": lambda c: (c / "checkpoint.json").write_text("[1]"),
+    "no sums": rewrite_facts(lambda facts: facts | {"files": []}),
+    "sums of nothing": rewrite_facts(lambda facts: facts | {"files": {}}),
+    "another step": rewrite_facts(lambda facts: facts | {"step": 4}),
+    "no description": rewrite_facts(lambda facts: {k: v for k, v in facts.items() if k != "about"}),
+    "all gone": lambda c: [path.unlink() for path in c.iterdir()],
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_checkpoint_is_passed_over(two_checkpoints, capsys, name):
+    newest = two_checkpoints / "step-00000005"
+    assert find_checkpoint(two_checkpoints) == newest
+    DAMAGES[name](newest)
+    assert find_checkpoint(two_checkpoints) == two_checkpoints / "step-00000003"
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"passing over damaged checkpoint {newest}: ")
+    assert len(warning.splitlines()) == 1
+    model = small_model(seed=9)
+    optimizer = make_optimizer("sgd", model)
+    assert load_checkpoint(two_checkpoints / "step-00000003", model, optimizer, ABOUT) == 3
+    wanted = small_model()
+    take_steps(wanted, make_optimizer("sgd", wanted), range(1, 4))
+    assert_same(cloned(model.state_dict()), cloned(wanted.state_dict()))
+
+
+def test_no_whole_checkpoint_is_none(two_checkpoints, tmp_path):
+    for checkpoint in two_checkpoints.iterdir():
+        DAMAGES["a bit"](checkpoint)
+    assert find_checkpoint(two_checkpoints) is None
+    assert find_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_temporary_folder_of_a_killed_save_is_ignored_and_replaced(two_checkpoints):
+    leftover = two_checkpoints / ".step-00000007.tmp"
+    shutil.copytree(two_checkpoints / "step-00000005", leftover)
+    (two_checkpoints / "step-notes.txt").write_text("mine")
+    assert find_checkpoint(two_checkpoints) == two_checkpoints / "step-00000005"
+    model = small_model()
+    optimizer = make_optimizer("sgd", model)
+    take_steps(model, optimizer, range(1, 8))
+    assert save_checkpoint(two_checkpoints, 7, model, optimizer, ABOUT) == two_checkpoints / "step-00000007"
+    names = sorted(path.name for path in two_checkpoints.iterdir())
+    assert names == ["step-00000005", "step-00000007", "step-notes.txt"], (
+        "two are kept, nothing of others touched"
+    )
+    assert find_checkpoint(two_checkpoints) == two_checkpoints / "step-00000007"
+
+
+def test_saving_a_step_again_replaces_it(two_checkpoints):
+    model = small_model(seed=3)
+    optimizer = make_optimizer("sgd", model)
+    take_steps(model, optimizer, range(1, 2))
+    save_checkpoint(two_checkpoints, 5, model, optimizer, ABOUT)
+    other = small_model(seed=9)
+    load_checkpoint(find_checkpoint(two_checkpoints), other, make_optimizer("sgd", other), ABOUT)
+    assert_same(cloned(other.state_dict()), cloned(model.state_dict()))
+
+
+def test_checkpoint_of_something_else_is_refused(two_checkpoints):
+    model = small_model(seed=9)
+    before = cloned(model.state_dict())
+    found = find_checkpoint(two_checkpoints)
+    with pytest.raises(UserError) as caught:
+        load_checkpoint(found, model, make_optimizer("sgd", model), ABOUT | {"num_experts": 8})
+    assert str(caught.value) == (
+        "resume: num_experts: got 4 in run/step-00000005, expected 8, which this run asks for; "
+        "resume with the num_experts that was saved, or start a new run"
+    )
+    assert_same(cloned(model.state_dict()), before)
+
+
+def find_on_rank(folder: str) -> str:
+    # Only rank 0 looks: the others may not see the damage yet.
+    if dist.get_rank() == 1:
+        sys.stderr = None
+    return find_checkpoint(Path(folder)).name
+
+
+def test_all_ranks_find_the_same_checkpoint(pool, two_checkpoints):
+    DAMAGES["cut short"](two_checkpoints / "step-00000005")
+    assert pool.run(find_on_rank, str(two_checkpoints)) == ["step-00000003"] * 2

@@ -1,0 +1,212 @@
+"""Gradients across ranks: buckets against plain all-reduces, clipping against one process."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lancet_kernels import MoELayer, expert_parameters
+from lancet_kernels.gradients import (
+    GradientBuckets,
+    broadcast_replicated,
+    clip_gradients,
+    cut_into_buckets,
+    replicated_parameters,
+)
+
+
+class Odd(nn.Module):
+    """A tied weight, a parameter that nobody uses, one used on some ranks only, a frozen one, experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.moe = MoELayer(4, 6, 4, capacity_factor=None)
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.sometimes = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.low = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    def forward(self, token_BS: Tensor, sometimes: bool) -> Tensor:
+        x = self.moe(self.embedding(token_BS)) * self.frozen * self.low.float()
+        return self.head(x * self.sometimes if sometimes else x)
+
+
+def backward_on(model: Odd, step: int, rank: int) -> None:
+    token_BS = torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+    y = model(token_BS, sometimes=rank % 2 == 0)
+    (nn.functional.cross_entropy(y.flatten(0, 1), token_BS.flatten()) / dist.get_world_size()).backward()
+
+
+def buckets_on_rank(bucket_bytes: int) -> list[str]:
+    """What differs, over three steps, from one all-reduce per gradient."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    bucketed = Odd()
+    torch.manual_seed(0)
+    plain = Odd()
+    buckets = GradientBuckets(bucketed, dist.new_group(), bucket_bytes=bucket_bytes)
+    wrong = []
+    for step in range(3):
+        backward_on(bucketed, step, rank)
+        buckets.finish()
+        backward_on(plain, step, rank)
+        experts = {id(p) for p in (plain.moe.w1, plain.moe.w2)}
+        for (name, p), q in zip(plain.named_parameters(), bucketed.parameters(), strict=True):
+            if p.requires_grad and id(p) not in experts:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                dist.all_reduce(p.grad)
+            if (p.grad is None) != (q.grad is None) or (
+                p.grad is not None and not torch.equal(p.grad, q.grad)
+            ):
+                wrong.append(f"{name} in step {step}")
+            if q.grad is not None and q.grad.shape != q.shape:
+                wrong.append(f"shape of {name}")
+        bucketed.zero_grad(set_to_none=step == 0)
+        plain.zero_grad(set_to_none=step == 0)
+    return wrong
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+def test_buckets_equal_one_all_reduce_per_gradient(pool, bucket_bytes):
+    """Bitwise: two numbers have one sum."""
+    assert pool.run(buckets_on_rank, bucket_bytes, ranks=2) == [[], []]
+
+
+def overlap_on_rank() -> list[bool]:
+    """Whether buckets were under way when backward ended, and the whole model's were in `finish`."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    buckets = GradientBuckets(model, dist.group.WORLD, bucket_bytes=1)
+    started = []
+    real = dist.all_reduce
+    dist.all_reduce = lambda *a, **k: started.append(1) or real(*a, **k)
+    try:
+        model(torch.ones(2, 8)).sum().backward()
+        during = len(started)
+        buckets.finish()
+    finally:
+        dist.all_reduce = real
+    return [during == 8, len(started) == 8]
+
+
+def test_buckets_start_during_backward(pool):
+    assert pool.run(overlap_on_rank) == [[True, True]] * 2
+
+
+def twice_on_rank() -> str:
+    model = nn.Linear(2, 2)
+    buckets = GradientBuckets(model, dist.group.WORLD)
+    model(torch.ones(1, 2)).sum().backward()
+    try:
+        model(torch.ones(1, 2)).sum().backward()
+    except RuntimeError as error:
+        buckets.finish()
+        return str(error)
+    buckets.finish()
+    return f"no error, and the gradient is {model.bias.grad.tolist()}"
+
+
+def test_second_backward_before_finish_is_refused(pool):
+    """The sums under way are those of the first: the second gradient would be lost without a word."""
+    for answer in pool.run(twice_on_rank):
+        assert "finish" in answer
+        assert "no error" not in answer
+
+
+def test_cut_into_buckets():
+    sizes = [
+        (4, torch.float32),
+        (2, torch.float32),
+        (8, torch.bfloat16),
+        (1, torch.float32),
+        (5, torch.float32),
+    ]
+    parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
+    cuts = cut_into_buckets(parameters, bucket_bytes=24)
+    assert [[p.numel() for p in cut] for cut in cuts] == [[5, 1], [8], [2, 4]]
+    assert cut_into_buckets([], 24) == []
+    flat = [p for cut in cut_into_buckets(parameters, 1) for p in cut]
+    assert all(a is b for a, b in zip(flat, reversed(parameters), strict=True))
+
+
+def test_replicated_and_expert_parameters_are_all_there_is():
+    model = Odd()
+    replicated, experts = replicated_parameters(model), expert_parameters(model)
+    assert {id(p) for p in experts} == {id(model.moe.w1), id(model.moe.w2)}
+    wanted = {n for n, p in model.named_parameters() if p.requires_grad} - {"moe.w1", "moe.w2"}
+    assert {n for n, p in model.named_parameters() if any(p is q for q in replicated)} == wanted
+
+
+# ---- clipping
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """A gradient for every name; experts' as of all of them together."""
+    shapes = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+    for name in ("moe.w1", "moe.w2"):
+        shapes[name] = (4, *shapes[name][1:])
+    generator = torch.Generator().manual_seed(5)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def clip_on_rank(largest: float | None) -> tuple[float, dict[str, Tensor]]:
+    model = Odd()
+    for name, grad in whole_gradients(model).items():
+        parameter = model.get_parameter(name)
+        ids = model.moe.expert_ids()
+        mine = grad[ids.start : ids.stop] if name.startswith("moe.w") else grad
+        parameter.grad = mine.to(parameter.dtype, copy=True)
+    norm = clip_gradients(model, largest, dist.group.WORLD)
+    return norm.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("largest", [None, 1.0, 1e6])
+def test_clipping_across_expert_shards_equals_one_process(pool, ranks, largest):
+    whole = {name: nn.Parameter(torch.zeros_like(grad)) for name, grad in whole_gradients(Odd()).items()}
+    for name, grad in whole_gradients(Odd()).items():
+        whole[name].grad = grad.to(torch.bfloat16).float() if name == "low" else grad
+    before = whole["moe.w1"].grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(whole.values(), float("inf") if largest is None else largest)
+    results = pool.run(clip_on_rank, largest, ranks=ranks)
+    assert (largest == 1.0) == (not torch.equal(whole["moe.w1"].grad, before))
+    for rank, (got, gradients) in enumerate(results):
+        torch.testing.assert_close(got, norm.item(), rtol=1e-6, atol=0)
+        for name, grad in gradients.items():
+            wanted = whole[name].grad
+            wanted = wanted.chunk(ranks)[rank] if name.startswith("moe.w") else wanted
+            tolerance = 1e-2 if name == "low" else 1e-5
+            torch.testing.assert_close(grad.float(), wanted, rtol=tolerance, atol=0)
+    assert all(one[0] == two[0] for one, two in pairwise(results)), "ranks scale differently"
+
+
+def test_clipping_without_gradients_or_group():
+    assert clip_gradients(Odd(), 1.0, None).item() == 0
+    model = nn.Linear(1, 1, bias=False)
+    model.weight.grad = torch.tensor([[-3.0]])
+    assert clip_gradients(model, 1.5, None).item() == 3
+    assert abs(model.weight.grad.item() + 1.5) < 1e-5
+
+
+def broadcast_on_rank() -> dict[str, Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = Odd()
+    model.register_buffer("count", torch.tensor([dist.get_rank() + 5]))
+    own = {name: p.detach().clone() for name, p in model.named_parameters()}
+    broadcast_replicated(model, dist.group.WORLD)
+    return {"own": own, "now": {n: t.detach().clone() for n, t in model.state_dict().items()}}
+
+
+def test_broadcast_makes_replicated_ones_equal(pool):
+    first, second = pool.run(broadcast_on_rank)
+    assert torch.equal(second["now"]["count"], torch.tensor([5]))
+    for name in ("embedding.weight", "moe.router", "sometimes"):
+        assert not torch.equal(first["own"][name], second["own"][name]) or name == "sometimes"
+        assert torch.equal(second["now"][name], first["own"][name])
+    assert torch.equal(second["now"]["moe.experts.2.w1"], second["own"]["moe.w1"][0]), (
+        "experts were overwritten"
+    )

@@ -1,0 +1,417 @@
+"""`lancet train` as a user calls it: real ranks, signals, and what is left on disk and on screen."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lancet_kernels.cli import main
+
+TINY = ["--sequence", "32", "--batch", "2", "--validation-batches", "1", "--strategy", "none"]
+SUMMARY = {
+    "run": str,
+    "model": str,
+    "gate": str,
+    "experts": int,
+    "ranks": int,
+    "device": str,
+    "data": str,
+    "steps": int,
+    "loss_first": float,
+    "loss_last": float,
+    "validation_loss": float,
+    "balance_loss": float,
+    "dropped": float,
+    "tokens_per_s": float,
+    "step_ms": float,
+    "all_to_all_ms": float,
+    "exposed_ms": float,
+    "link": str,
+}
+GATES = [
+    ["switch"],
+    ["topk", "--top-k", "2"],
+    ["topk(softmax='after')", "--top-k", "2"],
+    ["gshard"],
+    ["batch-prioritized", "--top-k", "2"],
+    ["expert-choice"],
+    ["hash"],
+    ["random"],
+    ["sigmoid(groups=2,top_groups=1)", "--top-k", "2"],
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A small text to train on: faster to read than a standard library."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text("".join(f"{i} times {i + 1} is {i * (i + 1)}\n" for i in range(2000)))
+    return path
+
+
+@pytest.fixture
+def lancet(tmp_path, text):
+    """Start `lancet train` in an empty folder; whatever still runs when the test ends is ended."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    started = []
+
+    def start(*arguments: object, fresh: bool = True) -> subprocess.Popen:
+        common = [*TINY, "--data", str(text)] if fresh else []
+        command = [sys.executable, "-m", "lancet_kernels.cli", "train", *common, *map(str, arguments)]
+        process = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=os.environ | {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(tmp_path / "cache")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        for pid in job_pids(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.wait(10)
+        process.stdout.close()
+        process.stderr.close()
+
+
+def job_ranks(launcher: int) -> dict[int, int]:
+    """Rank -> pid of the living ranks that the process `launcher` has started."""
+    ranks = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                if f"LANCET_LAUNCHER_PID={launcher}".encode() in variables:
+                    ranks |= {int(v[5:]): int(entry.name) for v in variables if v.startswith(b"RANK=")}
+        except OSError:
+            continue  # it has just ended
+    return ranks
+
+
+def job_pids(launcher: int) -> list[int]:
+    """The living processes of a started command (not yet waited for): it and its ranks."""
+    stat = Path(f"/proc/{launcher}/stat")
+    alive = stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+    return [launcher] * alive + list(job_ranks(launcher).values())
+
+
+def temporary_files(folder: Path) -> list[str]:
+    """What a command left in its folder for temporary files; torch's cache of compiled code is torch's."""
+    return [path.name for path in (folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+
+
+def finish(process: subprocess.Popen, timeout_s: float = 90) -> tuple[str, str]:
+    out, err = process.communicate(timeout=timeout_s)
+    assert process.returncode == 0, err
+    return out, err
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_step(folder: Path, step: int, timeout_s: float = 60) -> None:
+    """Until the run in `folder` has logged `step`."""
+    deadline = time.monotonic() + timeout_s
+    file = folder / "metrics.jsonl"
+    while not file.exists() or len(file.read_text().splitlines()) < step:
+        assert time.monotonic() < deadline, f"no step {step} within {timeout_s} s"
+        time.sleep(0.02)
+
+
+def wait_for_end(launcher: int, timeout_s: float) -> None:
+    """Until none of its ranks lives."""
+    deadline = time.monotonic() + timeout_s
+    while left := job_ranks(launcher):
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.05)
+
+
+# ---- results
+
+
+def test_json_summary_and_run_folder(lancet, tmp_path):
+    out, err = finish(lancet("--steps", 4, "--json", "--gate", "topk", "--top-k", 2))
+    lines = out.splitlines()
+    assert len(lines) == 1, "only the summary goes to standard output"
+    summary = json.loads(lines[0])
+    assert {key: type(value) for key, value in summary.items()} == SUMMARY
+    run = tmp_path / "runs" / summary["run"]
+    assert (tmp_path / "runs" / "latest").resolve() == run
+    assert json.loads((run / "summary.json").read_text()) == summary
+    metrics = metrics_of(run)
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
+    assert summary["loss_first"] == metrics[0]["loss"]
+    assert summary["loss_last"] == metrics[-1]["loss"]
+    assert abs(metrics[0]["loss"] - math.log(256)) < 0.2
+    assert (summary["ranks"], summary["experts"], summary["steps"]) == (2, 4, 4)
+    assert 0 < summary["exposed_ms"] <= summary["all_to_all_ms"] < summary["step_ms"]
+    assert summary["link"] == "real"
+    assert "Traceback" not in err
+    assert temporary_files(tmp_path) == []
+
+
+def test_emulated_link_is_labelled_and_slower(lancet, tmp_path):
+    out, _ = finish(lancet("--steps", 2, "--link-gbps", "0.05"))
+    assert "emulated link" in out
+    assert "{" not in out, "the report for people"
+    summary = json.loads((tmp_path / "runs" / "latest" / "summary.json").read_text())
+    assert summary["link"] == "emulated, 0.05 Gbit/s"
+    # Two MoE layers, four all-to-alls each, about 32 of 64 rows of 512 bytes to the other rank.
+    assert summary["all_to_all_ms"] > 8 * 16 * 512 * 8 / 0.05e9 * 1e3
+
+
+def test_losses_do_not_depend_on_the_number_of_ranks(lancet, tmp_path):
+    """Dropless, the same global batch: equal up to fp32 rounding, which training makes grow."""
+    same = ["--steps", 20, "--capacity-factor", "none", "--experts", 4, "--gate", "topk", "--top-k", 2]
+    same += ["--balance-weight", "0.1", "--z-weight", "0.01", "--optimizer", "sgd"]
+    metrics = {}
+    for ranks in (1, 2):
+        finish(lancet(*same, "--ranks", ranks, "--batch", 4 // ranks, "--name", f"w{ranks}"))
+        metrics[ranks] = metrics_of(tmp_path / "runs" / f"w{ranks}")
+    assert metrics[1][-1]["loss"] < metrics[1][0]["loss"] - 0.5, "it does not learn"
+    for one, two in zip(metrics[1], metrics[2], strict=True):
+        for key in ("loss", "balance_loss", "gradient_norm"):
+            # Rounding of 1e-7 in the first step, at most some hundred times that in the last.
+            allowed = 1e-6 * one["step"] * (10 if key == "gradient_norm" else 1)
+            assert abs(one[key] / two[key] - 1) < allowed, f"{key} of step {one['step']}"
+        assert one["dropped"] == two["dropped"] == 0
+    validation = [json.loads((tmp_path / f"runs/w{w}/summary.json").read_text()) for w in (1, 2)]
+    assert abs(validation[0]["validation_loss"] / validation[1]["validation_loss"] - 1) < 2e-5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate[0])
+def test_every_gate_trains_on_four_ranks(lancet, gate):
+    out, _ = finish(lancet("--steps", 20, "--ranks", 4, "--json", "--gate", *gate))
+    summary = json.loads(out.splitlines()[-1])
+    assert summary["loss_last"] < summary["loss_first"] - 0.5
+    assert summary["ranks"] == 4
+
+
+def test_diverged_training_still_reports(text, tmp_path, monkeypatch, capfd):
+    """NaN is no JSON; a gate without router does not notice that the numbers are gone."""
+    monkeypatch.chdir(tmp_path)
+    run = [
+        "train",
+        *TINY,
+        "--data",
+        str(text),
+        "--ranks",
+        "1",
+        "--steps",
+        "4",
+        "--gate",
+        "hash",
+        "--lr",
+        "1e30",
+    ]
+
+    def refuse(name):
+        raise AssertionError(f"{name} is not JSON")
+
+    assert main([*run, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out, parse_constant=refuse)["loss_last"] is None
+    assert main(run) == 0
+    assert "-> nan" in capfd.readouterr().out
+
+
+# ---- kill and resume
+
+
+def exact(metrics: list[dict]) -> list[tuple]:
+    """What must be the very same in a resumed run."""
+    keys = ("step", "loss", "balance_loss", "dropped", "gradient_norm", "learning_rate")
+    return [tuple(m[key] for key in keys) for m in metrics]
+
+
+def kill_and_resume(lancet, tmp_path: Path, what: str, *arguments: object) -> None:
+    """Kill a run behind its second checkpoint, resume it, and compare with a run that was left alone."""
+    arguments = [*arguments, "--steps", 40, "--checkpoint-every", 5, "--warmup", 20]
+    finish(lancet(*arguments, "--name", "whole"))
+    run = tmp_path / "runs" / "killed"
+    process = lancet(*arguments, "--name", "killed")
+    wait_for_step(run, 12)
+    ranks = job_ranks(process.pid)
+    assert len(ranks) == int(arguments[1])
+    os.kill(process.pid, signal.SIGKILL)
+    if what == "job":
+        for pid in ranks.values():
+            os.kill(pid, signal.SIGKILL)
+    taken = len(metrics_of(run)) if what == "job" else 12
+    assert 12 <= taken < 40, "killed too late"
+    # At once, and with nothing but the name: the options are those of the run.
+    finish(lancet("--resume", "killed", fresh=False))
+    whole, resumed = metrics_of(tmp_path / "runs" / "whole"), metrics_of(run)
+    assert [m["step"] for m in resumed] == list(range(1, 41))
+    assert exact(resumed) == exact(whole)
+    summaries = [json.loads((tmp_path / f"runs/{n}/summary.json").read_text()) for n in ("whole", "killed")]
+    assert summaries[0]["validation_loss"] == summaries[1]["validation_loss"]
+    assert (tmp_path / "runs" / "latest").resolve() == run
+    wait_for_end(process.pid, 3)
+
+
+def test_killed_job_resumes_with_the_very_losses(lancet, tmp_path):
+    kill_and_resume(
+        lancet, tmp_path, "job", "--ranks", 2, "--gate", "sigmoid", "--top-k", 2, "--bias-rate", 0.1
+    )
+
+
+def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
+    """The plan is kept with the run, so parts are added up in the same order."""
+    kill_and_resume(lancet, tmp_path, "job", "--ranks", 2, "--strategy", "lancet")
+
+
+def test_job_whose_launcher_is_killed_resumes_with_the_very_losses(lancet, tmp_path):
+    """The ranks notice by themselves; the resumed job waits for them to let go of the run."""
+    kill_and_resume(lancet, tmp_path, "launcher", "--ranks", 2, "--gate", "random", "--optimizer", "sgd")
+
+
+@pytest.mark.long
+def test_killed_job_of_four_ranks_resumes_with_the_very_losses(lancet, tmp_path):
+    kill_and_resume(lancet, tmp_path, "job", "--ranks", 4)
+
+
+@pytest.mark.long
+def test_run_resumes_at_another_number_of_ranks(lancet, tmp_path):
+    """The global batch stays the same: so do the losses, up to rounding."""
+    same = ["--capacity-factor", "none", "--experts", 4, "--checkpoint-every", 5, "--name", "run"]
+    finish(lancet(*same, "--ranks", 2, "--batch", 2, "--steps", 10))
+    finish(lancet("--resume", "run", "--ranks", 4, "--batch", 1, "--steps", 15, fresh=False))
+    resumed = metrics_of(tmp_path / "runs" / "run")
+    finish(lancet(*same[:-1], "whole", "--ranks", 2, "--batch", 2, "--steps", 15))
+    whole = metrics_of(tmp_path / "runs" / "whole")
+    assert exact(resumed[:10]) == exact(whole[:10])
+    for one, two in zip(whole[10:], resumed[10:], strict=True):
+        assert one["learning_rate"] == two["learning_rate"]
+        assert abs(one["loss"] / two["loss"] - 1) < 2e-5
+
+
+# ---- failures
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_rank_ends_the_job(lancet, tmp_path, rank):
+    process = lancet("--steps", 100000, "--name", "run")
+    wait_for_step(tmp_path / "runs" / "run", 3)
+    os.kill(job_ranks(process.pid)[rank], signal.SIGKILL)
+    begin = time.monotonic()
+    out, err = process.communicate(timeout=20)
+    assert time.monotonic() - begin < 8
+    assert process.returncode == 1
+    assert out == ""
+    assert err.splitlines() == [
+        f"lancet: rank {rank} was killed by SIGKILL (out of memory, or killed by hand)"
+    ]
+    wait_for_end(process.pid, 3)
+    # The other rank's word on its lost peer may stay; the folder of the launcher may not.
+    assert all(name.endswith(".traceback.txt") for name in temporary_files(tmp_path))
+
+
+def test_interrupted_job_leaves_no_process(lancet, tmp_path):
+    process = lancet("--steps", 100000, "--name", "run")
+    wait_for_step(tmp_path / "runs" / "run", 3)
+    os.kill(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+    wait_for_end(process.pid, 3)
+
+
+WRONG = {
+    "model": (["--model", "gpt3"], "model: got 'gpt3', expected one of gpt2-tiny-moe"),
+    "experts": (["--experts", 3], "experts: got 3, expected a multiple of the 2 ranks"),
+    "top-k": (["--gate", "topk", "--top-k", 9], "top_k: got 9, expected 1 to num_experts (4)"),
+    "top-k of switch": (["--top-k", 2], "top_k of gate switch: got 2, expected 1"),
+    "gate": (["--gate", "best"], "gate: got 'best', expected one of switch"),
+    "gate option": (["--gate", "topk(sharp=1)"], "options of gate topk"),
+    "capacity": (["--capacity-factor", 0], "--capacity-factor: got 0, expected a number above 0"),
+    "dropless": (
+        ["--gate", "expert-choice", "--capacity-factor", "none"],
+        "capacity_factor of gate expert-choice",
+    ),
+    "data": (["--data", "nowhere.txt"], "data: got nowhere.txt, expected an existing path"),
+    "tokenizer": (["--tokenizer", "none.json"], "tokenizer: got none.json, expected an existing path"),
+    "sequence": (["--sequence", 1000], "sequence: got 1000, expected at most 128"),
+    "steps": (["--steps", 0], "--steps: got 0, expected a whole number of at least 1"),
+    "ranks": (["--ranks", "two"], "--ranks: invalid"),
+    "lr": (["--lr", "nan"], "--lr: got nan, expected a number above 0"),
+    "option": (["--stepz", 3], "unrecognized arguments: --stepz 3"),
+    "resume": (["--resume", "never"], "run: got never, expected a run in runs (which has none)"),
+    "name": (["--name", "a/b"], "run name: got 'a/b', expected a plain folder name"),
+    "short data": (["--data", "short.txt"], "training data: got 38 tokens, expected at least 129"),
+    "no text": (["--ranks", 1, "--data", "empty"], "data: got empty, which has no text"),
+}
+
+
+# Only a rank finds out; the others are known to be wrong before a rank starts.
+FOUND_BY_RANKS = ("name", "short data")
+
+
+def refused(capfd, *arguments: object) -> str:
+    """The one line that `lancet train` says in this process."""
+    try:
+        code = main(["train", *map(str, arguments)])
+    except SystemExit as leave:
+        code = leave.code
+    out, err = capfd.readouterr()
+    return check_refusal(code, out, err)
+
+
+def check_refusal(code: int, out: str, err: str) -> str:
+    assert code > 0
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_value_is_one_line(lancet, tmp_path, monkeypatch, capfd, name):
+    arguments, message = WRONG[name]
+    (tmp_path / "short.txt").write_text("a" * 40)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    if name in FOUND_BY_RANKS:
+        begin = time.monotonic()
+        process = lancet(*arguments, fresh=name == "name")
+        out, err = process.communicate(timeout=60)
+        assert message in check_refusal(process.returncode, out, err)
+        assert time.monotonic() - begin < 20
+    else:
+        assert message in refused(capfd, *arguments)
+    runs = tmp_path / "runs"
+    assert not runs.exists() or list(runs.iterdir()) == [], "a run that never was left a folder"
+
+
+def test_wrong_resume_is_one_line(lancet, tmp_path, monkeypatch, capfd):
+    finish(lancet("--steps", 4, "--checkpoint-every", 2, "--name", "run", "--ranks", 1))
+    run = tmp_path / "runs" / "run"
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and path.name != "lock"}
+    for arguments, message in [
+        (["--name", "run"], "run name: got run, which exists in runs"),
+        (["--resume", "run", "--gate", "topk"], "resume: gate: got switch in run/step-00000004"),
+        (["--resume", "run", "--experts", 8], "resume: num_experts: got 2 in run/step-00000004"),
+        (["--resume", "run", "--model", "gpt2-s-moe"], "resume: layers: got 4 in run/step-00000004"),
+        (["--resume", "run", "--optimizer", "sgd"], "resume: optimizer: got adamw in run/step-00000004"),
+    ]:
+        assert message in refused(capfd, *arguments, "--ranks", 1)
+    process = lancet("--resume", "run", fresh=False)
+    out, err = process.communicate(timeout=60)
+    message = "steps: got 4, with 4 already taken, expected more than 4"
+    assert message in check_refusal(process.returncode, out, err)
+    after = {path: path.read_bytes() for path in before}
+    assert after == before, "a resume that was refused changed the run"
+    (run / "config.json").write_text('{"model": "gpt2')
+    assert "run configuration: got" in refused(capfd, "--resume", "run")

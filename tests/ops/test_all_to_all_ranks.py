@@ -1,0 +1,244 @@
+"""all_to_all and exchange_counts on real ranks: bitwise right, only real rows on the wire, bounded waits.
+
+W ranks      L experts on each      C capacity      D width
+"""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lancet_kernels import CommunicationError
+from lancet_kernels.ops import all_to_all, exchange_counts, start_all_to_all
+from lancet_kernels.ops.groups import group_name
+from lancet_kernels.ops.link import emulate_link, link
+
+C, D = 5, 8
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+COUNTS = ["mixed", "none", "full", "to rank 0", "empty experts", "only own"]
+
+
+def all_counts(kind: str, ranks: int, local_experts: int) -> Tensor:
+    """[W, W, L]: rows that each rank sends to each expert of each rank; any rank can work them out."""
+    shape = (ranks, ranks, local_experts)
+    counts = torch.randint(0, C + 1, shape, generator=torch.Generator().manual_seed(ranks + local_experts))
+    if kind == "none":
+        counts.zero_()
+    elif kind == "full":
+        counts.fill_(C)
+    elif kind == "to rank 0":
+        counts[:, 1:] = 0
+        counts[:, 0] = C
+    elif kind == "empty experts":
+        counts[:, :, ::2] = 0
+    elif kind == "only own":
+        counts *= torch.eye(ranks, dtype=torch.int64)[:, :, None]
+    return counts
+
+
+def all_rows(counts: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
+    """[W, W, L, C, D]: the send buffer of each rank, NaN where there is no row."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(*counts.shape, C, D, generator=generator, dtype=torch.float64)
+    return rows.masked_fill(torch.arange(C)[:, None] >= counts[..., None, None], torch.nan).to(dtype)
+
+
+def without_padding(rows: Tensor) -> Tensor:
+    """The padding of what arrives is zero."""
+    return rows.nan_to_num(0.0)
+
+
+class SentBytes:
+    """What torch.distributed.all_to_all_single is given to send to other ranks, in bytes per call."""
+
+    def __enter__(self) -> list[int]:
+        calls: list[int] = []
+        self._real = dist.all_to_all_single
+
+        def counted(output, input, output_split_sizes=None, input_split_sizes=None, group=None, **options):
+            rank = dist.get_rank(group)
+            rows = input_split_sizes or [len(input) // dist.get_world_size(group)] * dist.get_world_size(
+                group
+            )
+            assert sum(rows) == len(input), "more is handed over than the splits say"
+            row = input[0].numel() * input.element_size() if len(input) else 0
+            calls.append((sum(rows) - rows[rank]) * row)
+            return self._real(output, input, output_split_sizes, input_split_sizes, group=group, **options)
+
+        dist.all_to_all_single = counted
+        return calls
+
+    def __exit__(self, *_):
+        dist.all_to_all_single = self._real
+
+
+def exchange_on_rank(kind: str, local_experts: int, dtype: torch.dtype) -> dict:
+    """Counts, rows, and the gradients back, of this rank; and the bytes of each step."""
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), group_name(None)
+    counts = all_counts(kind, ranks, local_experts)
+    buffer = all_rows(counts, dtype, seed=1)[rank].requires_grad_()
+    received = exchange_counts(counts[rank], C, D, dtype, group)
+    link.read()
+    with SentBytes() as calls:
+        out = all_to_all(buffer, counts[rank], received, group)
+        forward = link.read()
+        out.backward(all_rows(received[None], dtype, seed=2 + rank)[0])
+    backward = link.read()
+    return {
+        "received": received,
+        "out": out.detach(),
+        "grad": buffer.grad,
+        "calls": calls,
+        "link": [forward.bytes_sent, backward.bytes_sent],
+        "count": [forward.count, backward.count],
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", COUNTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_rows_arrive_and_padding_never_travels(pool, dtype, kind, ranks):
+    for local_experts in (1, 3):
+        results = pool.run(exchange_on_rank, kind, local_experts, dtype, ranks=ranks)
+        counts = all_counts(kind, ranks, local_experts)
+        sent = all_rows(counts, dtype, seed=1)
+        # The gradient that rank r's output gets; [r, w] of it came from rank w.
+        back = torch.stack([all_rows(counts[:, r][None], dtype, seed=2 + r)[0] for r in range(ranks)])
+        row_bytes = D * torch.empty((), dtype=dtype).element_size()
+        for r, got in enumerate(results):
+            assert torch.equal(got["received"], counts[:, r])
+            assert torch.equal(got["out"], without_padding(sent[:, r]))
+            assert torch.equal(got["grad"], without_padding(back[:, r]))
+            forward = (counts[r].sum() - counts[r, r].sum()).item() * row_bytes
+            backward = (counts[:, r].sum() - counts[r, r].sum()).item() * row_bytes
+            assert got["calls"] == [forward, backward], "bytes handed to torch.distributed"
+            assert got["link"] == [forward, backward], "bytes that the link reports"
+            assert got["count"] == [1, 1]
+
+
+def test_alone_nothing_travels():
+    counts = torch.tensor([[2, 0, 5]])
+    buffer = all_rows(counts[None], torch.float32, seed=1)[0].requires_grad_()
+    link.read()
+    received = exchange_counts(counts, C, D, torch.float32, "")
+    out = all_to_all(buffer, counts, received, "")
+    out.sum().backward()
+    assert torch.equal(received, counts)
+    assert torch.equal(out, without_padding(buffer.detach()))
+    assert buffer.grad.sum() == 7 * D
+    assert link.read().bytes_sent == 0
+
+
+# ---- the emulated link
+
+GBPS = 0.02
+ROWS, WIDTH = 100, 1250  # 500 kB of float32 to each other rank: 0.2 s at 0.02 Gbit/s
+
+
+def paced_on_rank(gbps: float | None, busy_s: float) -> dict:
+    """One all-to-all of ROWS rows to each rank, with `busy_s` of computation while it is under way."""
+    ranks, group = dist.get_world_size(), group_name(None)
+    counts = torch.full((ranks, 1), ROWS)
+    buffer = torch.randn(ranks, 1, ROWS, WIDTH)
+    start_all_to_all(buffer, counts, counts, group).wait()
+    emulate_link(gbps)
+    dist.barrier()
+    link.read()
+    begin = time.monotonic()
+    pending = start_all_to_all(buffer, counts, counts, group)
+    buffer.fill_(torch.nan)  # it may be reused at once
+    a = torch.randn(128, 128)
+    while time.monotonic() - begin < busy_s:
+        a = torch.tanh(a @ a)
+    out = pending.wait()
+    total = time.monotonic() - begin
+    traffic = link.read()
+    return {
+        "total": total * 1e3,
+        "all_to_all": traffic.all_to_all_ms,
+        "exposed": traffic.exposed_ms,
+        "bytes": traffic.bytes_sent,
+        "finite": bool(out.isfinite().all()),
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_emulated_link_takes_its_time(pool, ranks):
+    wire_ms = (ranks - 1) * ROWS * WIDTH * 4 * 8 / (GBPS * 1e9) * 1e3
+    for got in pool.run(paced_on_rank, GBPS, 0.0, ranks=ranks):
+        assert got["finite"]
+        assert got["bytes"] == (ranks - 1) * ROWS * WIDTH * 4
+        assert wire_ms * 0.999 <= got["all_to_all"] < wire_ms + 500
+        assert got["exposed"] > 0.9 * wire_ms
+        assert got["total"] >= got["all_to_all"] * 0.999
+    for got in pool.run(paced_on_rank, None, 0.0, ranks=ranks):
+        assert got["all_to_all"] < wire_ms / 2, "slow without an emulated link"
+
+
+def test_computation_hides_the_emulated_link(pool):
+    wire_ms = ROWS * WIDTH * 4 * 8 / (GBPS * 1e9) * 1e3
+    for got in pool.run(paced_on_rank, GBPS, 0.75 * wire_ms / 1e3):
+        assert got["all_to_all"] >= wire_ms * 0.999
+        assert got["exposed"] < 0.6 * wire_ms
+        assert got["total"] < 1.5 * wire_ms, "one after the other"
+    for got in pool.run(paced_on_rank, GBPS, 1.5 * wire_ms / 1e3):
+        assert got["exposed"] < 0.4 * wire_ms
+
+
+def two_at_once_on_rank() -> float:
+    counts = torch.full((2, 1), ROWS)
+    buffer = torch.randn(2, 1, ROWS, WIDTH)
+    emulate_link(GBPS)
+    dist.barrier()
+    begin = time.monotonic()
+    pending = [start_all_to_all(buffer, counts, counts, group_name(None)) for _ in range(2)]
+    for transfer in pending:
+        transfer.wait()
+    return time.monotonic() - begin
+
+
+def test_emulated_link_carries_one_at_a_time(pool):
+    wire_s = ROWS * WIDTH * 4 * 8 / (GBPS * 1e9)
+    assert min(pool.run(two_at_once_on_rank)) >= 2 * wire_s * 0.999
+
+
+# ---- a peer that does not come
+
+
+def absent_on_rank(op: str) -> tuple[str, str, float]:
+    """Rank 1 stays away; the others say what they got to hear, and when."""
+    group, ranks = group_name(None), dist.get_world_size()
+    counts = torch.ones(ranks, 1, dtype=torch.int64)
+    buffer = torch.ones(ranks, 1, C, D)
+    # The first collective also makes the connections: a peer that leaves comes later.
+    exchange_counts(counts, C, D, torch.float32, group)
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+        return "absent", "", 0.0
+    begin = time.monotonic()
+    try:
+        if op == "exchange_counts":
+            exchange_counts(counts, C, D, torch.float32, group)
+        elif op == "all_to_all":
+            all_to_all(buffer, counts, counts, group)
+        else:
+            emulate_link(1.0)
+            start_all_to_all(buffer, counts, counts, group).wait()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "no error", "", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("op", ["exchange_counts", "all_to_all", "emulated"])
+def test_peer_that_never_comes(pool, op):
+    results = pool.run(absent_on_rank, op, ranks=4, collective_timeout_s=1.0, leave_together=False)
+    name = "exchange_counts" if op == "exchange_counts" else "all_to_all"
+    for rank in (0, 2, 3):
+        kind, message, seconds = results[rank]
+        peers = ", ".join(str(peer) for peer in range(4) if peer != rank)
+        assert kind == CommunicationError.__name__, message
+        assert message.startswith(f"rank {rank}: {name} failed while waiting for rank(s) {peers}: ")
+        assert "\n" not in message
+        assert 0.9 < seconds < 2.4
