@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
@@ -35,6 +36,8 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.from_fx import forward_nodes
+from lancet_kernels.graph.program import Phase
+from lancet_kernels.graph.run import GraphRunner, Recorder
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 """(joint graph, number of forward outputs) -> (forward graph, backward graph)."""
@@ -67,13 +70,25 @@ class Captured:
             if isinstance(d, GradAOTOutput) and isinstance(d.grad_of, ParamAOTInput)
         }
 
-    def compile(self, split: Split) -> Callable[..., object]:
-        """A function of the module's inputs that runs the two graphs under autograd. Call it once."""
+    def compile(self, split: Split, recorder: Recorder | None = None) -> Callable[..., object]:
+        """A function of the module's inputs that runs the two graphs under autograd. Call it once.
+
+        Args: recorder: collects when instructions run, while it is on.
+        """
+        recorder = recorder or Recorder()
+
+        def runner(phase: Phase) -> Callable[..., GraphRunner]:
+            return lambda graph, _inputs: GraphRunner(graph, phase, recorder)
 
         def partition(joint: fx.GraphModule, _inputs, *, num_fwd_outputs: int, **_):
             return split(joint, num_fwd_outputs)
 
-        call = aot_compile_joint_with_descriptors(self._descriptors, partition_fn=partition)
+        call = aot_compile_joint_with_descriptors(
+            self._descriptors,
+            partition_fn=partition,
+            fw_compiler=runner(Phase.FORWARD),
+            bw_compiler=runner(Phase.BACKWARD),
+        )
         names = [*self._descriptors.params_spec, *self._descriptors.buffers_spec]
         module = self.module
 
@@ -95,7 +110,9 @@ def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            traced = dynamo_graph_capture_for_export(module)(*inputs)
+            # A graph is for one set of shapes, also when the module was traced for another one before.
+            with torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
+                traced = dynamo_graph_capture_for_export(module)(*inputs)
             stack.enter_context(tracing(TracingContext(traced.meta["fake_mode"])))
             joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs))
         except UserError:
@@ -106,7 +123,8 @@ def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the nodes.
+    """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the
+    nodes.
 
     What stands behind the first node that a tangent reaches is backward, even if no tangent reaches it.
     """

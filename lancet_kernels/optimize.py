@@ -25,15 +25,17 @@ from lancet_kernels.graph.capture import Captured, capture, input_name, is_fake
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.profiler import Profiler
-from lancet_kernels.graph.program import Program
+from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
+from lancet_kernels.graph.run import Recorder
 from lancet_kernels.layer import moe_layers
 from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size
+from lancet_kernels.ops.link import link
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
 from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
-from lancet_kernels.schedules.simulate import Timeline, simulate
+from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions, make_plan
 
@@ -52,17 +54,41 @@ class OptimizedModule(nn.Module):
         plan: Plan,
         timeline: Timeline,
         inputs: Sequence[object],
+        recorder: Recorder,
     ) -> None:
         super().__init__()
         self.module = module
         self.plan, self.timeline = plan, timeline
-        self._run = run
+        self._run, self._recorder = run, recorder
         self._expected = _shapes(inputs)
 
     def forward(self, *inputs: object) -> object:
         if torch.is_grad_enabled() and _shapes(inputs) == self._expected:
             return self._run(*inputs)
         return self.module(*inputs)
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[list[Event]]:
+        """Inside the block, iterations are recorded on this rank; the events are there when it ends (CPU
+        ranks).
+
+        Clocks beside every instruction cost time: look at the order and the overlap, not at the total.
+        """
+        events: list[Event] = []
+        self._recorder.on, self._recorder.computed, link.log = True, [], []
+        try:
+            yield events
+        finally:
+            computed, moved = self._recorder.computed, link.log
+            self._recorder.on, link.log = False, None
+        begin = min((start for _, _, start, _ in computed), default=0.0)
+        for name, phase, start, end in computed:
+            events.append(
+                Event(name, COMPUTE, (start - begin) * 1e3, (end - begin) * 1e3, Kind.COMPUTE, phase)
+            )
+        for start, end in moved:
+            times = (start - begin) * 1e3, (end - begin) * 1e3
+            events.append(Event("all-to-all", LINK, *times, Kind.ALL_TO_ALL, Phase.FORWARD))
 
 
 def optimize(
@@ -103,14 +129,14 @@ def optimize(
     inputs = [_ones_like(value) if is_fake(value) else value for value in inputs]
     program, cost = step.costs(module, inputs, cluster)
     plan = _agree(step.group, program, lambda: _plan(program, cost, strategy, options, cache))
+    recorder = Recorder()
     with step.graph() as captured:
         realize(captured.joint, program, plan)
         module = captured.joint
-        run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan))
+        run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder)
     timeline = plan.simulate(program, cost) if cluster else step.measured_timeline(module, inputs, plan, cost)
-    return OptimizedModule(
-        model, run, replace(plan, predicted=Prediction.of(timeline)), timeline, example_inputs
-    )
+    plan = replace(plan, predicted=Prediction.of(timeline))
+    return OptimizedModule(model, run, plan, timeline, example_inputs, recorder)
 
 
 class _Step:

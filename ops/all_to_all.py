@@ -122,6 +122,7 @@ def start_all_to_all(
         work = dist.all_to_all_single(
             received_RD, sent_RD, receive_rows, send_rows, group=process_group, async_op=True
         )
+    transfer.watch(work)
     return PendingAllToAll(work, transfer, received_RD, row_R, shape, process_group)
 
 

@@ -26,7 +26,7 @@ class Traffic:
     """What went over the link since it was last read."""
 
     all_to_all_ms: float = 0.0
-    """From the start of each all-to-all to its end, added up."""
+    """Time in which an all-to-all was under way."""
     exposed_ms: float = 0.0
     """Of that, the time the computing thread (CUDA: the computing stream) stood still."""
     bytes_sent: int = 0
@@ -41,7 +41,10 @@ class Link:
         self.gbps: float | None = None
         self._traffic = Traffic()
         self._free_at = 0.0
+        self._last_end = 0.0
         self._cuda_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.log: list[tuple[float, float]] | None = None
+        """If a list: start and end of every all-to-all, in seconds on the monotonic clock (CPU ranks)."""
 
     def read(self) -> Traffic:
         """The traffic since the last call; starts a new count. On CUDA this waits for the device."""
@@ -61,6 +64,16 @@ class Link:
         return Transfer(self, group, max(sent, received), cuda)
 
 
+    def _account(self, started: float, ended: float, waited: float) -> None:
+        """A transfer that was done: seconds on the monotonic clock, and how long somebody waited."""
+        begin = max(started, self._last_end)
+        self._last_end = max(ended, begin)
+        self._traffic.all_to_all_ms += (self._last_end - begin) * 1e3
+        self._traffic.exposed_ms += waited * 1e3
+        if self.log is not None:
+            self.log.append((begin, self._last_end))
+
+
 class Transfer:
     """One all-to-all on the link, from its start until `finish`."""
 
@@ -68,6 +81,7 @@ class Transfer:
         self._link, self._size = link, size
         self._starts = None
         self._event = None
+        self._done: list[float] = []
         if cuda:
             self._event = torch.cuda.Event(enable_timing=True)
             self._event.record()
@@ -76,6 +90,11 @@ class Transfer:
             own = torch.tensor([self.started], dtype=torch.float64)
             self._starts = [torch.zeros_like(own) for _ in range(group.size())]
             self._starts_work = dist.all_gather(self._starts, own, group=group, async_op=True)
+
+    def watch(self, work: dist.Work) -> None:
+        """Take note of when the transfer is really done: whoever waits for it may come much later."""
+        if self._event is None:
+            work.get_future().add_done_callback(lambda _: self._done.append(time.monotonic()))
 
     def finish(self, work: dist.Work) -> None:
         """Wait for the transfer (and for the emulated wire), and account for it."""
@@ -86,19 +105,21 @@ class Transfer:
             end.record()
             link._cuda_events.append((self._event, end))
             return
+        done = self._done[0] if self._done else time.monotonic()
         if self._starts is not None:
-            self._wait_for_wire()
+            done = max(done, self._wait_for_wire())
         now = time.monotonic()
-        link._traffic.all_to_all_ms += (now - self.started) * 1e3
-        link._traffic.exposed_ms += (now - before) * 1e3
+        link._account(self.started, min(done, now), now - before)
 
-    def _wait_for_wire(self) -> None:
+    def _wait_for_wire(self) -> float:
+        """Until a wire would have carried the bytes. -> when that was."""
         self._starts_work.wait()
         begin = max(*map(float, self._starts), self._link._free_at)
         self._link._free_at = begin + self._size * 8 / (self._link.gbps * 1e9)
         remaining = self._link._free_at - time.monotonic()
         if remaining > 0:
             time.sleep(remaining)
+        return self._link._free_at
 
 
 link = Link()

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
@@ -158,7 +158,7 @@ class _Cutter:
             for n in (*node.all_input_nodes, *_with_elements(node)):
                 axis = self._axis(n)
                 if axis >= 0:
-                    sizes.add(n.meta["val"].shape[axis])
+                    sizes.add(_shape(n)[axis])
         units = min(sizes, default=0)
         if units < self.parts or any(size % units for size in sizes):
             raise _refuse(
@@ -226,7 +226,7 @@ class _Cutter:
         axis = self._axis(node)
         found = node
         if axis >= 0:
-            first, behind = self._window(node.meta["val"].shape[axis], part)
+            first, behind = self._window(_shape(node)[axis], part)
             found = self._call(aten.slice.Tensor, (node, axis, first, behind), {}, f"{node.name}_part{part}")
         elif axis != WHOLE:
             raise _refuse(f"{node.name}, which is made outside, irregular", "an all-to-all with its dispatch")
@@ -234,7 +234,7 @@ class _Cutter:
         return found
 
     def _part_shape(self, node: fx.Node, part: int) -> list[int]:
-        shape, axis = list(node.meta["val"].shape), self._axis(node)
+        shape, axis = _shape(node), self._axis(node)
         first, behind = self._window(shape[axis], part)
         shape[axis] = behind - first
         return shape
@@ -252,7 +252,7 @@ class _Cutter:
 
     def _part_capacity(self, layer: _Layer, part: int) -> int:
         """A token goes to an expert once at most, so a part needs no more slots than it has tokens."""
-        return min(layer.capacity, self._part(layer.expert, part).meta["val"].shape[0])
+        return min(layer.capacity, _shape(self._part(layer.expert, part))[0])
 
     def _local(self, layer: _Layer, part: int) -> tuple[fx.Node, fx.Node]:
         """The part's own slots [T, K] and counts [W, L]."""
@@ -263,7 +263,7 @@ class _Cutter:
             both = self._call(lancet.local_slots.default, (*args, layer.capacity, capacity), {}, name)
             slot = self._call(operator.getitem, (both, 0), {}, f"{name}_slot")
             count = self._call(operator.getitem, (both, 1), {}, f"{name}_count")
-            shape = list(layer.count.meta["val"].shape)
+            shape = _shape(layer.count)
             count = self._call(aten.view.default, (count, shape), {}, f"{name}_counts")
             self.local[part][layer] = slot, count
         return self.local[part][layer]
@@ -271,7 +271,7 @@ class _Cutter:
     def _window_counts(self, count: fx.Node, buffer: fx.Node, part: int) -> fx.Node:
         """Real rows among the slots of a part, where the capacity is cut: counts less what earlier parts
         hold."""
-        first, behind = self._window(buffer.meta["val"].shape[_CAPACITY], part)
+        first, behind = self._window(_shape(buffer)[_CAPACITY], part)
         less = self._call(aten.sub.Tensor, (count, first), {}, f"{count.name}_behind{part}")
         return self._call(aten.clamp.default, (less, 0, behind - first), {}, f"{count.name}_part{part}")
 
@@ -311,12 +311,23 @@ class _Cutter:
                 total = self._call(aten.add.Tensor, (total, other), {}, name)
             return total
         if axis >= 0:
-            return self._call(aten.cat.default, (parts, axis), {}, name)
+            return self._concatenate(parts, axis, element.meta["val"], name)
         if axis == IRREGULAR:
             counts = [self._part(_count_of(node), p) for p in range(self.parts)]
-            args = (parts, counts, element.meta["val"].shape[2])
+            args = (parts, counts, _shape(element)[2])
             return self._call(lancet.merge_parts.default, args, {}, name)
         raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
+
+    def _concatenate(self, parts: list[fx.Node], axis: int, whole: Tensor, name: str) -> fx.Node:
+        """Parts one after the other, in the memory layout of the uncut tensor: its readers may count on
+        it."""
+        order = sorted(range(whole.dim()), key=lambda d: -whole.stride(d))
+        if order == list(range(whole.dim())):
+            return self._call(aten.cat.default, (parts, axis), {}, name)
+        laid_out = [self._call(aten.permute.default, (part, order), {}, f"{name}_laid_out") for part in parts]
+        joined = self._call(aten.cat.default, (laid_out, order.index(axis)), {}, f"{name}_joined")
+        back = [order.index(d) for d in range(whole.dim())]
+        return self._call(aten.permute.default, (joined, back), {}, name)
 
     def _mend_slots(self, layer: _Layer) -> None:
         """Whoever reads merged buffers behind the range needs the slots that rows have there."""
@@ -329,6 +340,11 @@ class _Cutter:
         merged = self._call(lancet.merge_slots.default, args, {}, f"{layer.slot.name}_merged")
         for reader in readers:
             reader.replace_input_with(layer.slot, merged)
+
+
+def _shape(node: fx.Node) -> list[int]:
+    """Sizes as plain numbers: a graph's inputs may carry symbols that stand for one."""
+    return [int(size) for size in node.meta["val"].shape]
 
 
 def _count_of(node: fx.Node) -> fx.Node:

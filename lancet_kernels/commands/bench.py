@@ -1,0 +1,150 @@
+"""`lancet bench overlap`: how much all-to-all each strategy hides, measured in one run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from lancet_kernels.atomic import json_text, write_json_atomically
+from lancet_kernels.data import load_corpus, training_batch
+from lancet_kernels.launch import Rank, launch, start_ranks, under_launcher
+from lancet_kernels.models import MODELS, GPT2MoE
+from lancet_kernels.options import (
+    add_options,
+    non_negative_int,
+    option,
+    positive_float,
+    positive_int,
+    to_options,
+)
+from lancet_kernels.schedules import STRATEGY_NAMES
+from lancet_kernels.step import TrainingStep
+from lancet_kernels.train import TrainOptions, build_config, check_options
+
+
+@dataclass(frozen=True)
+class OverlapOptions:
+    """What to measure. The fields are the options of `lancet bench overlap`."""
+
+    model: str = option("gpt2-tiny-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
+    gate: str = option("switch", "as in lancet train", metavar="GATE")
+    ranks: int = option(2, "processes on this machine", parse=positive_int)
+    batch: int = option(8, "sequences per rank", parse=positive_int)
+    sequence: int | None = option(None, "tokens per sequence (default: the model's)", parse=positive_int)
+    rounds: int = option(20, "measured iterations of every strategy, in turn", parse=positive_int)
+    warmup: int = option(3, "iterations of every strategy that are left out", parse=non_negative_int)
+    share: float = option(
+        0.4, "of the blocking iteration that all-to-all shall take; sets the link", parse=positive_float
+    )
+    link_gbps: float | None = option(
+        None, "emulate this many Gbit/s instead of choosing by --share", parse=positive_float
+    )
+    seed: int = option(0, "of weights and data", parse=non_negative_int)
+    timeout: float = option(300.0, "seconds that a rank waits for another one", parse=positive_float)
+
+    def for_training(self) -> TrainOptions:
+        """The same model and data as options of `lancet train`."""
+        return TrainOptions(
+            model=self.model,
+            gate=self.gate,
+            ranks=self.ranks,
+            batch=self.batch,
+            sequence=self.sequence,
+            seed=self.seed,
+            device="cpu",
+        )
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `lancet`."""
+    group = commands.add_parser(
+        "bench", help="measure on this machine", description="Measure on this machine."
+    )
+    benches = group.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
+    command = benches.add_parser(
+        "overlap",
+        help="how much all-to-all each strategy hides",
+        description="Run all strategies in turn, on the same model, seeds and data, over an emulated link on "
+        "which all-to-all takes a given share of the blocking iteration.",
+    )
+    add_options(command, OverlapOptions)
+    command.add_argument("--timeline", metavar="FILE", help="write a picture, predicted and measured (.png)")
+    command.add_argument("--output", metavar="FILE", help="write the figures as JSON to a file, too")
+    command.add_argument("--json", action="store_true", help="print the figures as JSON")
+    command.set_defaults(run=run)
+
+
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Start the ranks, or be one. -> exit code."""
+    options: OverlapOptions = to_options(OverlapOptions, arguments)
+    if under_launcher() or options.ranks == 1:
+        return _measure_here(options, arguments)
+    check_options(options.for_training(), options.ranks)
+    launch(options.ranks, ["-m", "lancet_kernels.cli", *argv])
+    return 0
+
+
+def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int:
+    # Here, not above: it brings the solver and torch's tracer.
+    from lancet_kernels import overlap
+
+    rank = start_ranks("cpu", options.timeout)
+    step, inputs = _step(options, rank)
+    if options.link_gbps is None:
+        gbps = overlap.slow_link(step, inputs, options.share)
+    else:
+        gbps = options.link_gbps
+        overlap.emulate_link(gbps)
+    _say(rank, f"emulated link of {gbps:.3g} Gbit/s; planning")
+    optimized = overlap.prepare(step, inputs, STRATEGY_NAMES)
+    _say(rank, f"measuring {options.rounds} rounds of {len(optimized)} strategies")
+    measured = overlap.measure(optimized, inputs, options.rounds, options.warmup)
+    found = overlap.report(measured, "lancet", "emulated") | {"link_gbps": gbps} | _conditions(options, rank)
+    if arguments.timeline:
+        overlap.save_timeline(optimized["lancet"], inputs, arguments.timeline, rank.rank == 0)
+    if rank.rank == 0:
+        if arguments.output:
+            write_json_atomically(Path(arguments.output), found)
+        print(json_text(found) if arguments.json else overlap.table(found), flush=True)
+    return 0
+
+
+def _step(options: OverlapOptions, rank: Rank) -> tuple[TrainingStep, tuple[torch.Tensor, torch.Tensor]]:
+    """The training step and one batch of this rank."""
+    corpus = load_corpus()
+    config = build_config(options.for_training(), rank.world, corpus.vocab_size)
+    torch.manual_seed(options.seed)
+    step = TrainingStep(GPT2MoE(config), rank.world)
+    inputs = training_batch(
+        corpus.train,
+        seed=options.seed,
+        step=1,
+        global_batch=options.batch * rank.world,
+        sequence=options.sequence or config.sequence,
+        rank=rank.rank,
+        ranks=rank.world,
+    )
+    return step, inputs
+
+
+def _conditions(options: OverlapOptions, rank: Rank) -> dict[str, object]:
+    return {
+        "model": options.model,
+        "gate": options.gate,
+        "ranks": rank.world,
+        "batch": options.batch,
+        "rounds": options.rounds,
+        "device": "cpu",
+        "threads_per_rank": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def _say(rank: Rank, text: str) -> None:
+    if rank.rank == 0:
+        print(text, file=sys.stderr, flush=True)

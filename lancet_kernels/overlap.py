@@ -1,0 +1,158 @@
+"""How much all-to-all do the strategies really hide? Measured on ranks of this machine, all in one run.
+
+The same model, seeds and data for every strategy; rounds interleave them, so that whatever else the
+machine does falls on all alike; medians over rounds, the first ones left out. The link is slow enough
+that all-to-all takes a given share of the blocking iteration (the paper: up to 40 %). An iteration is
+forward, backward and gradient all-reduce.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lancet_kernels.ops.link import emulate_link, link
+from lancet_kernels.optimize import OptimizedModule, optimize
+from lancet_kernels.schedules.timeline import save_picture
+
+BASELINES = ("none", "tutel")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians of one strategy, means over the ranks, in milliseconds per iteration."""
+
+    iteration_ms: float
+    exposed_ms: float
+    all_to_all_ms: float
+    predicted_ms: float
+    predicted_exposed_ms: float
+
+
+def prepare(
+    step: nn.Module, inputs: Sequence[object], strategies: Sequence[str], times: str | Path | None = None
+) -> dict[str, OptimizedModule]:
+    """The step under each strategy. Collective. Args: times: file of measured op times."""
+    return {name: optimize(step, inputs, strategy=name, times=times) for name in strategies}
+
+
+def measure(
+    optimized: dict[str, OptimizedModule], inputs: Sequence[object], rounds: int, warmup: int = 2
+) -> dict[str, Measured]:
+    """Run all strategies in turn, `rounds` times after `warmup` rounds. Collective."""
+    taken: dict[str, list[Iteration]] = {name: [] for name in optimized}
+    for round_number in range(warmup + rounds):
+        for name, module in optimized.items():
+            one = iteration(module, inputs)
+            if round_number >= warmup:
+                taken[name].append(one)
+    found = {}
+    for name, module in optimized.items():
+        medians = [statistics.median(column) for column in zip(*taken[name], strict=True)][:3]
+        predicted = module.plan.predicted
+        found[name] = Measured(*_mean_over_ranks(medians), predicted.iteration_ms, predicted.exposed_ms)
+    return found
+
+
+class Iteration(NamedTuple):
+    """One forward and backward on this rank."""
+
+    iteration_ms: float
+    exposed_ms: float
+    all_to_all_ms: float
+    bytes_sent: int
+
+
+def iteration(module: nn.Module, inputs: Sequence[object]) -> Iteration:
+    """Run one; the first output of the module is differentiated. Collective."""
+    module.zero_grad(set_to_none=True)
+    if dist.is_initialized():
+        dist.barrier()
+    link.read()
+    begin = time.perf_counter()
+    outputs = module(*inputs)
+    (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).backward()
+    elapsed_ms = (time.perf_counter() - begin) * 1e3
+    traffic = link.read()
+    return Iteration(elapsed_ms, traffic.exposed_ms, traffic.all_to_all_ms, traffic.bytes_sent)
+
+
+def slow_link(step: nn.Module, inputs: Sequence[object], share: float = 0.4, rounds: int = 5) -> float:
+    """Gbit/s of an emulated link on which all-to-all takes `share` of the blocking iteration. Collective.
+
+    Sets that link. The blocking iteration is the plain step, whose all-to-alls block.
+    """
+    emulate_link(None)
+    taken = [iteration(step, inputs) for _ in range(rounds + 1)][1:]
+    compute_ms, size = _mean_over_ranks(
+        [statistics.median(t.iteration_ms - t.exposed_ms for t in taken), taken[-1].bytes_sent]
+    )
+    target_ms = compute_ms * share / (1 - share)
+    gbps = size * 8 / (target_ms * 1e-3) / 1e9
+    emulate_link(gbps)
+    return gbps
+
+
+def report(measured: dict[str, Measured], best: str, link_name: str) -> dict[str, object]:
+    """The figures that are asked for, of strategy `best` against the baselines that were run."""
+    own = measured[best]
+    baselines = {name: measured[name] for name in BASELINES if name in measured}
+    errors = {name: abs(m.predicted_ms / m.iteration_ms - 1) for name, m in measured.items()}
+    found: dict[str, object] = {
+        "link": link_name,
+        "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
+        "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
+        "all_to_all_ms": {name: m.all_to_all_ms for name, m in measured.items()},
+        "predicted_ms": {name: m.predicted_ms for name, m in measured.items()},
+        "predicted_exposed_ms": {name: m.predicted_exposed_ms for name, m in measured.items()},
+        "prediction_error": statistics.fmean(errors.values()),
+        "prediction_errors": errors,
+        "speedup_vs_best_baseline": min(m.iteration_ms for m in baselines.values()) / own.iteration_ms,
+    }
+    for name, m in baselines.items():
+        found[f"exposed_reduction_vs_{name}"] = 1 - own.exposed_ms / m.exposed_ms if m.exposed_ms else 0.0
+    return found
+
+
+def _mean_over_ranks(values: Sequence[float]) -> list[float]:
+    numbers = torch.tensor(values, dtype=torch.float64)
+    if dist.is_initialized():
+        dist.all_reduce(numbers)
+        numbers /= dist.get_world_size()
+    return numbers.tolist()
+
+
+def save_timeline(module: OptimizedModule, inputs: Sequence[object], path: str | Path, write: bool) -> None:
+    """A picture of one iteration, predicted and as it ran on this rank. Collective; `write` on one rank
+    only."""
+    with module.recorded() as events:
+        iteration(module, inputs)
+    if write:
+        save_picture({"predicted": module.timeline.events, "measured": events}, path)
+
+
+def table(found: dict) -> str:
+    """The figures of `report` for people."""
+    rows = [f"{'strategy':<18}{'iteration ms':>14}{'exposed ms':>12}{'predicted ms':>14}{'error':>8}"]
+    for name, iteration_ms in found["iteration_ms"].items():
+        rows.append(
+            f"{name:<18}{iteration_ms:>14.1f}{found['exposed_ms'][name]:>12.1f}"
+            f"{found['predicted_ms'][name]:>14.1f}{found['prediction_errors'][name]:>8.1%}"
+        )
+    rows.append(
+        f"link {found['link']}; lancet against the better baseline {found['speedup_vs_best_baseline']:.2f}x, "
+        + ", ".join(
+            f"exposed {-found[f'exposed_reduction_vs_{name}']:+.0%} against {name}"
+            for name in BASELINES
+            if f"exposed_reduction_vs_{name}" in found
+        )
+    )
+    return "\n".join(rows)
