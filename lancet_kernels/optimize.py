@@ -37,7 +37,7 @@ from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
 from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
-from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions, make_plan
+from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
 
 
 class OptimizedModule(nn.Module):
@@ -127,14 +127,19 @@ def optimize(
         module, inputs = captured.joint, step.graph_inputs(captured)
     inputs = [_ones_like(value) if is_fake(value) else value for value in inputs]
     program, cost = step.costs(module, inputs, cluster)
-    plan = _agree(step.group, program, lambda: _plan(program, cost, strategy, options, cache))
+    plans = _agree(step.group, program, lambda: _plans(program, cost, strategy, options, cache))
+    if cluster is None:
+        timelines = [step.measured_timeline(inputs, program, plan, cost) for plan in plans]
+    else:
+        timelines = [plan.simulate(program, cost) for plan in plans]
+    timeline, plan = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
+    plan = replace(plan, predicted=Prediction.of(timeline))
+    if cache is not None and group_rank(step.group) == 0:
+        plan.save(cache)
     recorder = Recorder()
     with step.graph() as captured:
         realize(captured.joint, program, plan)
-        module = captured.joint
         run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder)
-    timeline = plan.simulate(program, cost) if cluster else step.measured_timeline(module, inputs, plan, cost)
-    plan = replace(plan, predicted=Prediction.of(timeline))
     return OptimizedModule(model, run, plan, timeline, example_inputs, recorder)
 
 
@@ -196,32 +201,30 @@ class _Step:
         communication = self.profiler.communication(program, layers[0].d_model if layers else 1)
         return program, CostModel(load_cluster("local"), communication)
 
-    def measured_timeline(
-        self, module: fx.GraphModule, inputs: list[object], plan: Plan, cost: Cost
-    ) -> Timeline:
+    def measured_timeline(self, inputs: list[object], program: Program, plan: Plan, cost: Cost) -> Timeline:
         """The planned step, simulated with the measured times of its very instructions, parts included."""
+        with self.graph() as captured:
+            realize(captured.joint, program, plan)
         blocking = {node_name(name) for name in plan.blocking}
-        return simulate(self.profiler.program(module, inputs), cost, blocking=blocking)
+        return simulate(self.profiler.program(captured.joint, inputs), cost, blocking=blocking)
 
 
-def _plan(
+def _plans(
     program: Program, cost: Cost, strategy: str, options: PlanningOptions | None, cache: str | Path | None
-) -> Plan:
-    """Make the plan, or read the one in `cache` if it is for this program and strategy."""
+) -> list[Plan]:
+    """The plan in `cache` if it is for this program and strategy; else what to choose from, best guess
+    first."""
     if cache is not None and Path(cache).exists():
         try:
             plan = Plan.load(cache, program)
             if plan.strategy == strategy:
-                return plan
+                return [plan]
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)
-    plan = make_plan(program, cost, strategy, options or PlanningOptions())
-    if cache is not None:
-        plan.save(cache)
-    return plan
+    return Planner(program, cost, options).candidates(strategy)
 
 
-def _agree(group: str, program: Program, make: Callable[[], Plan]) -> Plan:
+def _agree(group: str, program: Program, make: Callable[[], list[Plan]]) -> list[Plan]:
     """The plan of rank 0 on every rank, which all have the same program. Raises: UserError naming who
     has not."""
     if not group:
@@ -237,15 +240,15 @@ def _agree(group: str, program: Program, make: Callable[[], Plan]) -> Plan:
             expected="the same on every rank",
             do="give every rank the same model and the same input shapes",
         )
-    made = [make().to_json() if rank == 0 else None]
+    made = [[plan.to_json() for plan in make()] if rank == 0 else None]
     dist.broadcast_object_list(made, src=dist.get_global_rank(process_group, 0), group=process_group)
-    plan = Plan.from_json(made[0])
-    dist.all_gather_object(found, plan.fingerprint, group=process_group)
-    if len(set(found)) != 1:
+    plans = [Plan.from_json(data) for data in made[0]]
+    dist.all_gather_object(found, [plan.fingerprint for plan in plans], group=process_group)
+    if any(other != found[0] for other in found):
         raise UserError(
             "plan across ranks", got=found, expected="one plan", do="start all ranks with one version"
         )
-    return plan
+    return plans
 
 
 def _ones_like(fake: Tensor) -> Tensor:

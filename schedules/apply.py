@@ -138,14 +138,24 @@ def full_order(graph: fx.Graph, planned: Sequence[str]) -> list[str]:
 
     What cutting added (slices, slots of parts) is in no plan: it goes right before its first reader, and
     what nobody planned reads, last.
+
+    Raises: UserError if a planned instruction stands before another one that it reads.
     """
     nodes = {node.name: node for node in graph.nodes}
+    known = set(planned)
     placed: dict[str, None] = {}
 
     def place(node: fx.Node) -> None:
         stack = [node]
         while stack:
             top = stack[-1]
+            if top is not node and top.name in known:
+                raise UserError(
+                    "order of a plan",
+                    got=f"{node.name} before {top.name}",
+                    expected=f"{top.name} first, which it reads",
+                    do="plan again for this graph",
+                )
             needed = [s for s in top.all_input_nodes if s.op == "call_function" and s.name not in placed]
             if needed:
                 stack += needed
@@ -154,16 +164,6 @@ def full_order(graph: fx.Graph, planned: Sequence[str]) -> list[str]:
 
     for name in planned:
         place(nodes[name])
-    known = set(planned)
-    came = [name for name in placed if name in known]
-    if came != list(planned):
-        wrong = next(a for a, b in zip(came, planned, strict=True) if a != b)
-        raise UserError(
-            "order of a plan",
-            got=f"{wrong} after something that reads it",
-            expected="an order of this graph",
-            do="plan again for this graph",
-        )
     for node in graph.nodes:
         if node.op == "call_function" and node.name not in placed:
             place(node)

@@ -66,7 +66,6 @@ class _Layer:
     expert: fx.Node
     slot: fx.Node
     count: fx.Node
-    exchange: fx.Node
 
     @property
     def num_experts(self) -> int:
@@ -138,12 +137,12 @@ class _Cutter:
     # What is in the range
 
     def _layer(self, dispatch: fx.Node) -> _Layer:
-        send = next((u for u in dispatch.users if op_name(u) == "lancet.all_to_all"), None)
-        if send is None or send not in self.inside or send.args[2] not in self.inside:
-            raise _refuse(
-                f"{dispatch.name} without its exchange of counts and all-to-all", "all three in the range"
-            )
-        return _Layer(dispatch, dispatch.args[1], dispatch.args[2], send.args[1], send.args[2])
+        gate = dispatch.args[1].args[0]
+        used = _element(gate, 3)
+        count = next((user for user in used.users if op_name(user) == "lancet.kept_counts"), None)
+        if count is None:
+            raise _refuse(f"{dispatch.name} whose gate has no kept_counts", "an MoELayer")
+        return _Layer(dispatch, dispatch.args[1], dispatch.args[2], count)
 
     def _touches_cut(self, node: fx.Node) -> bool:
         if op_name(node).startswith("lancet."):
@@ -186,7 +185,7 @@ class _Cutter:
         elif op == "lancet.exchange_counts" and self._layer_of_count(node.args[0]):
             args[1] = self._part_capacity(self._layer_of_count(node.args[0]), part)
         elif op == "lancet.dispatch":
-            layer = next(found for found in self.layers if found.dispatch is node)
+            layer = self._layer_of_dispatch(node)
             args[2], args[6] = self._local(layer, part)[0], self._part_capacity(layer, part)
         elif op == "lancet.combine":
             args[2] = self._local(self._layer_of_slot(node.args[2]), part)[0]
@@ -227,7 +226,7 @@ class _Cutter:
         found = node
         if axis >= 0:
             first, behind = self._window(_shape(node)[axis], part)
-            found = self._call(aten.slice.Tensor, (node, axis, first, behind), {}, f"{node.name}_part{part}")
+            found = self._call(aten.slice.Tensor, (node, axis, first, behind), {}, f"{node.name}_slice{part}")
         elif axis != WHOLE:
             raise _refuse(f"{node.name}, which is made outside, irregular", "an all-to-all with its dispatch")
         self.env[part][node] = found
@@ -243,6 +242,9 @@ class _Cutter:
 
     def _layer_of_count(self, node: fx.Node) -> _Layer | None:
         return next((layer for layer in self.layers if layer.count is node), None)
+
+    def _layer_of_dispatch(self, node: fx.Node) -> _Layer:
+        return next(layer for layer in self.layers if layer.dispatch is node)
 
     def _layer_of_slot(self, node: fx.Node) -> _Layer:
         found = next((layer for layer in self.layers if layer.slot is node), None)
@@ -273,7 +275,7 @@ class _Cutter:
         hold."""
         first, behind = self._window(_shape(buffer)[_CAPACITY], part)
         less = self._call(aten.sub.Tensor, (count, first), {}, f"{count.name}_behind{part}")
-        return self._call(aten.clamp.default, (less, 0, behind - first), {}, f"{count.name}_part{part}")
+        return self._call(aten.clamp.default, (less, 0, behind - first), {}, f"{count.name}_slice{part}")
 
     # The whole again
 
@@ -313,7 +315,10 @@ class _Cutter:
         if axis >= 0:
             return self._concatenate(parts, axis, element.meta["val"], name)
         if axis == IRREGULAR:
-            counts = [self._part(_count_of(node), p) for p in range(self.parts)]
+            count = (
+                self._layer_of_dispatch(node).count if op_name(node) == "lancet.dispatch" else _count_of(node)
+            )
+            counts = [self._part(count, p) for p in range(self.parts)]
             args = (parts, counts, _shape(element)[2])
             return self._call(lancet.merge_parts.default, args, {}, name)
         raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
@@ -349,11 +354,7 @@ def _shape(node: fx.Node) -> list[int]:
 
 def _count_of(node: fx.Node) -> fx.Node:
     """The counts that say which rows of an op's result are real."""
-    op = op_name(node)
-    if op == "lancet.dispatch":
-        send = next(user for user in node.users if op_name(user) == "lancet.all_to_all")
-        return send.args[1]
-    return node.args[2] if op == "lancet.all_to_all" else node.args[1]
+    return node.args[2] if op_name(node) == "lancet.all_to_all" else node.args[1]
 
 
 def _element(node: fx.Node, index: int) -> fx.Node:

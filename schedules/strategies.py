@@ -21,6 +21,7 @@ from lancet_kernels.graph.cut import can_be_cut
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.rules import rule_for
+from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.list_schedule import best_order
@@ -29,7 +30,7 @@ from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.ranges import PartitionRange, expand
 from lancet_kernels.schedules.simulate import Timeline, simulate
 
-STRATEGIES = ("none", "tutel", "lancet-dw", "lancet-partition", "lancet")
+STRATEGIES = STRATEGY_NAMES
 TUTEL_DEGREES = (1, 2, 4, 8)
 BACKWARD_DEGREES = (2, 4)
 
@@ -78,18 +79,39 @@ class Planner:
             self._plans[strategy] = replace(self._strategies[strategy](), strategy=strategy)
         return self._plans[strategy]
 
+    def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
+        """The plan of a strategy and its nearest rivals, at most `most`, best prediction first.
+
+        For who can try them out: a part of an op is estimated until it is measured.
+        """
+        plans = [self.plan(strategy)]
+        if strategy == "tutel":
+            plans += self._tutel_degrees()
+        elif strategy in ("lancet", "lancet-partition"):
+            scheduled = strategy == "lancet"
+            plans.append(self.plan("lancet-dw" if scheduled else "none"))
+            for parts in self._part_limits():
+                ranges = self._partition(parts)
+                plans.append(self._scheduled(ranges) if scheduled else self._in_order(ranges))
+        distinct = {p.fingerprint: p for p in (replace(plan, strategy=strategy) for plan in plans)}
+        return sorted(distinct.values(), key=lambda p: p.predicted.iteration_ms)[:most]
+
     def _none(self) -> Plan:
         """The original order; computation waits for each all-to-all."""
         return self._in_order((), blocking=self._waited_for(()))
 
     def _tutel(self) -> Plan:
-        """The best degree; computation waits for the all-to-alls outside the pipelines."""
+        """The best degree."""
+        return self._best(self._tutel_degrees())
+
+    def _tutel_degrees(self) -> list[Plan]:
+        """A plan per degree; computation waits for the all-to-alls outside the pipelines."""
         plans = []
         for degree in TUTEL_DEGREES:
             ranges = self._cut(self.expert_ranges, degree)
             plan = self._in_order(ranges, blocking=self._waited_for(ranges))
             plans.append(replace(plan, method=f"original order, degree {degree}"))
-        return self._best(plans)
+        return plans
 
     def _lancet_dw(self) -> Plan:
         """The best order without partitioning."""
