@@ -15,7 +15,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 run: $(INSTALLED)
-	$(BIN)/lancet train
+	$(BIN)/lancet train --compare 8
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest

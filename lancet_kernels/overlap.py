@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Measured:
 
 
 def prepare(
-    step: nn.Module, inputs: Sequence[object], strategies: Sequence[str], times: str | Path | None = None
+    step: nn.Module, inputs: Sequence[object], strategies: Iterable[str], times: str | Path | None = None
 ) -> dict[str, OptimizedModule]:
     """The step under each strategy. Collective. Args: times: file of measured op times."""
     return {name: optimize(step, inputs, strategy=name, times=times) for name in strategies}

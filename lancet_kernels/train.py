@@ -92,6 +92,11 @@ class TrainOptions:
     link_gbps: float | None = option(
         None, "emulate a link of this many Gbit/s: pace every all-to-all (CPU ranks)", parse=positive_float
     )
+    compare: int = option(
+        0,
+        "at the end, compare this many iterations of none and the plan on a slow emulated link (CPU ranks)",
+        parse=non_negative_int,
+    )
     device: str = option(
         "auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
     )
@@ -144,6 +149,13 @@ def check_options(options: TrainOptions, ranks: int) -> None:
     for what, path in (("data", options.data), ("tokenizer", options.tokenizer)):
         if path is not None and not Path(path).exists():
             raise UserError(what, got=path, expected="an existing path", do=f"check --{what}")
+    if options.compare and (options.chosen_device() == "cuda" or ranks == 1 or options.strategy == "none"):
+        raise UserError(
+            "compare",
+            got=f"{ranks} rank(s) on {options.chosen_device()} with strategy {options.strategy}",
+            expected="at least 2 CPU ranks and another strategy than none",
+            do="leave --compare out",
+        )
     if options.link_gbps is not None and options.chosen_device() == "cuda":
         raise UserError(
             "link-gbps", got="device cuda", expected="cpu", do="only CPU ranks can share an emulated link"
@@ -272,6 +284,28 @@ class Trainer:
             dist.all_reduce(numbers, group=self.group)
         return (numbers / self.rank.world).tolist()
 
+    def compare(self, picture: Path) -> dict[str, object]:
+        """Blocking iterations against planned ones on an emulated link, interleaved; see `overlap`.
+
+        The link is the one of the run, or one on which all-to-all takes 40 % of a blocking iteration.
+        """
+        # Here, not above: the solver and torch's tracer take a second to import.
+        from lancet_kernels import overlap
+
+        step, inputs = getattr(self.module, "module", self.module), self.batch(1)
+        gbps = self.options.link_gbps or overlap.slow_link(step, inputs)
+        modules = overlap.prepare(step, inputs, dict.fromkeys(("none", self.options.strategy)))
+        measured = overlap.measure(modules, inputs, self.options.compare)
+        overlap.save_timeline(modules[self.options.strategy], inputs, picture, self.rank.rank == 0)
+        return {
+            "link": "emulated",
+            "link_gbps": gbps,
+            "iterations": self.options.compare,
+            "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
+            "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
+            "timeline": str(picture),
+        }
+
     @torch.no_grad()
     def validation_loss(self) -> float:
         """Mean cross-entropy over the validation batches of all ranks."""
@@ -311,10 +345,13 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
                 path / _CHECKPOINTS, step, trainer.model, trainer.optimizer, trainer.about
             )
     validation_loss = trainer.validation_loss()
+    comparison = trainer.compare(path / "timeline.png") if options.compare else None
     if run is None:
         return None
     with run:
         summary = _summary(run, trainer, validation_loss)
+        if comparison is not None:
+            summary["comparison"] = comparison
         run.write_summary(summary)
     return summary
 

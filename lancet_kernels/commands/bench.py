@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from lancet_kernels.options import (
     positive_int,
     to_options,
 )
+from lancet_kernels.ranks import LAUNCHER_PID
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.step import TrainingStep
 from lancet_kernels.train import TrainOptions, build_config, check_options
@@ -101,7 +104,11 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
         gbps = options.link_gbps
         overlap.emulate_link(gbps)
     _say(rank, f"emulated link of {gbps:.3g} Gbit/s; planning")
-    optimized = overlap.prepare(step, inputs, STRATEGY_NAMES)
+    # Measured anew: what was remembered may come from a busier or quieter hour.
+    times = Path(tempfile.gettempdir(), f"lancet-times-{os.environ.get(LAUNCHER_PID, os.getpid())}.json")
+    optimized = overlap.prepare(step, inputs, STRATEGY_NAMES, times)
+    if rank.rank == 0:
+        times.unlink()
     _say(rank, f"measuring {options.rounds} rounds of {len(optimized)} strategies")
     measured = overlap.measure(optimized, inputs, options.rounds, options.warmup)
     found = overlap.report(measured, "lancet", "emulated") | {"link_gbps": gbps} | _conditions(options, rank)

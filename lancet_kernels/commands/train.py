@@ -79,5 +79,16 @@ def _report(options: TrainOptions, summary: dict) -> str:
             f"{get('exposed_ms'):.1f} ms of it exposed{emulated}",
             f"  routing      {get('dropped'):.1%} dropped, load-balance loss {get('balance_loss'):.3f}",
             f"  written to   {options.runs}/{get('run')}",
+            *(_comparison(summary["comparison"]) if "comparison" in summary else ()),
         )
     )
+
+
+def _comparison(found: dict) -> list[str]:
+    """Blocking against planned iterations, for people."""
+    rows = [f"  compared on an emulated link of {found['link_gbps']:.3g} Gbit/s:"]
+    for name, iteration_ms in found["iteration_ms"].items():
+        rows.append(
+            f"    {name:<18} {iteration_ms:.1f} ms per iteration, {found['exposed_ms'][name]:.1f} ms exposed"
+        )
+    return [*rows, f"    timeline in {found['timeline']}"]
