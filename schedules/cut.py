@@ -24,7 +24,7 @@ from torch import fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
 from lancet_kernels.graph.from_fx import is_instruction, is_view, op_name, tensor_names
-from lancet_kernels.graph.rules import IRREGULAR, PARTIAL, WHOLE
+from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 
@@ -35,6 +35,7 @@ _COUNTED = {
     "lancet.grouped_gemm": (1,),
     "lancet.grouped_gemm_dx": (1,),
     "lancet.grouped_gemm_dw": (2,),
+    "lancet.grouped_gemm_dbias": (1,),
     "lancet.expert_activation": (1,),
     "lancet.expert_activation_backward": (2,),
 }
@@ -146,8 +147,6 @@ class _Cutter:
         return _Layer(dispatch, dispatch.args[1], dispatch.args[2], send.args[1], send.args[2])
 
     def _touches_cut(self, node: fx.Node) -> bool:
-        if op_name(node).startswith("lancet."):
-            return True
         touched = [name for n in (*node.all_input_nodes, *_with_elements(node)) for name in tensor_names(n)]
         return any(self.axes.get(name, WHOLE) != WHOLE for name in touched)
 
@@ -303,7 +302,7 @@ class _Cutter:
     def _join(self, node: fx.Node, element: fx.Node) -> fx.Node:
         parts = [self.env[p][element] for p in range(self.parts)]
         name, axis = f"{element.name}_whole", self._axis(element)
-        if op_name(node) == "lancet.gate" and element.args[1] == 3:
+        if axis == CARRIED:
             return parts[-1]
         if op_name(node) == "lancet.exchange_counts" or axis == PARTIAL:
             total = parts[0]
