@@ -41,10 +41,14 @@ def part_tensor(
 
 
 def can_be_cut(tensors: Mapping[str, TensorSpec], axes: Axes, parts: int) -> bool:
-    """Do the parts of all tensors line up? Equal parts always do, through views too; uneven ones only where
-    all tensors have the same size along their axes (the capacity)."""
+    """Do the parts of all tensors line up? Parts are whole units of the shortest dimension that is cut, so
+    it must divide the others. Equal parts line up through views too; uneven ones only where all tensors
+    have the same size along their axes (the capacity)."""
     sizes = {tensors[t].shape[a] for t, a in axes.items() if a >= 0}
-    return all(s % parts == 0 for s in sizes) or (len(sizes) == 1 and min(sizes) >= parts)
+    units = min(sizes, default=0)
+    if units < parts or any(s % units for s in sizes):
+        return False
+    return units % parts == 0 or len(sizes) == 1
 
 
 def part_instruction(

@@ -8,6 +8,7 @@ Grammar, beside einsum's names separated by spaces:
     name+    appears in inputs only; cutting it gives partial results that add up to the whole one
     (a b)    one dimension that holds a and b, a slowest: a cut of `a` cuts it in contiguous pieces
     -        a scalar, or an operand without dimensions that matter: always whole
+    *        a result that means nothing beyond its part (a seed that nobody uses): the last part's will do
 
 A plain name that appears in inputs only is a contraction whose partial sums are not worth having in a
 pipeline; `contractions` still lists it, because tensor-parallel layouts follow from it.
@@ -35,6 +36,8 @@ class Equation:
     """Names marked `!`."""
     summed: frozenset[str]
     """Names marked `+`."""
+    any_part: tuple[int, ...] = ()
+    """Positions of the outputs marked `*`."""
 
     @property
     def contractions(self) -> frozenset[str]:
@@ -85,11 +88,14 @@ def parse(text: str, ranks: tuple[int, ...]) -> Equation:
         _operand(text, o, rank, whole, summed) for o, rank in zip([*inputs, *outputs], ranks, strict=True)
     ]
     split = len(inputs)
-    return Equation(tuple(operands[:split]), tuple(operands[split:]), frozenset(whole), frozenset(summed))
+    any_part = tuple(n for n, o in enumerate(outputs) if o == "*")
+    return Equation(
+        tuple(operands[:split]), tuple(operands[split:]), frozenset(whole), frozenset(summed), any_part
+    )
 
 
 def _operand(text: str, operand: str, rank: int, whole: set[str], summed: set[str]) -> tuple[str | None, ...]:
-    if operand == "-":
+    if operand in ("-", "*"):
         return (None,) * rank
     tokens = operand.replace("(", " ( ").replace(")", " ) ").split()
     names: list[str | None] = []

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.ops.gates import parse_gate
 
 NodeCost = Callable[[fx.Node], float | None]
 """Milliseconds of a node; None leaves it to the cost model."""
@@ -142,6 +143,8 @@ def _instruction(
     attributes = _attributes(node)
     if node in rows:
         attributes["rows"] = rows[node]
+    if op == "lancet.gate":
+        attributes["partitionable"] = parse_gate(attributes["spec"]).partitionable
     inputs = _tensor_names(node.all_input_nodes)
     return Instruction(
         name=node.name,

@@ -18,13 +18,18 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.reachability import Reachability
 
 ITEM_BYTES = {
+    "complex128": 16,
+    "complex64": 8,
     "float64": 8,
+    "uint64": 8,
     "int64": 8,
     "float32": 4,
     "int32": 4,
+    "uint32": 4,
     "float16": 2,
     "bfloat16": 2,
     "int16": 2,
+    "uint16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
     "int8": 1,

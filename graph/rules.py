@@ -11,10 +11,11 @@ add up to it. Where a range holds nothing but all-to-alls and experts, the capac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lancet_kernels.graph import equations
+from lancet_kernels.graph.derived import DERIVED
 from lancet_kernels.graph.equations import Equation, Shape
 from lancet_kernels.graph.program import Instruction, TensorSpec
 
@@ -88,7 +89,7 @@ class Rule:
             made = [_axis(tensors[t].shape, names, name) for t, names in results]
             if name in equation.summed:
                 made = [PARTIAL] * len(made)
-            for target in self.carries:
+            for target in (*self.carries, *equation.any_part):
                 made[target] = CARRIED
             if any(a >= 0 for a in cut) and WHOLE not in made:
                 found.append((*cut, *made))
@@ -148,7 +149,7 @@ def _fits(text: str, ranks: tuple[int, ...], inputs: int) -> bool:
         return False
     for operand, rank in zip([*left, *right], ranks, strict=True):
         size = len(operand.split())
-        if operand.strip() != "-" and not ("..." in operand and rank >= size - 1) and rank != size:
+        if operand.strip() not in ("-", "*") and not ("..." in operand and rank >= size - 1) and rank != size:
             return "(" in operand
     return True
 
@@ -159,84 +160,44 @@ def _axis(shape: Shape, names: tuple[str | None, ...], name: str) -> int:
     return WHOLE if at >= 0 and shape[at] == 1 else at
 
 
-def _view(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    return equations.view(inputs[0], outputs[0]) if len(inputs) == len(outputs) == 1 else None
-
-
-def _permute(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """`dims`: the order for a permute; two dimensions to swap for a transpose (`swap` true)."""
-    rank, dims = len(inputs[0]), attributes.get("dims")
-    if dims is None:
-        return equations.permute(2, (1, 0)) if rank == 2 else None
-    order = [d % rank for d in dims]
-    if attributes.get("swap"):
-        first, second = order
-        order = list(range(rank))
-        order[first], order[second] = second, first
-    return equations.permute(rank, order)
-
-
-def _along(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    dim = attributes.get("dim")
-    return None if dim is None else equations.along(inputs, outputs, dim)
-
-
-def _reduce(mark: str) -> Callable[[list[Shape], list[Shape], Mapping], str | None]:
-    """A reduction over `dims` (a list); `mark` says what a cut of a reduced dimension means."""
-
-    def write(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-        rank, dims = len(inputs[0]), attributes.get("dims")
-        if dims is None:
-            return None
-        reduced = {d % rank for d in dims}
-        source = [f"x{n}{mark if n in reduced else ''}" for n in range(rank)]
-        kept = len(outputs[0]) == rank
-        target = ["1" if n in reduced else f"x{n}" for n in range(rank) if kept or n not in reduced]
-        return f"{' '.join(source)} -> {' '.join(target) or '-'}"
-
-    return write
-
-
-DERIVED: dict[str, Callable[[list[Shape], list[Shape], Mapping], str | None]] = {
-    "elementwise": lambda inputs, outputs, attributes: equations.elementwise(inputs, outputs),
-    "view": _view,
-    "permute": _permute,
-    "along": _along,
-    "sum": _reduce("+"),
-    "mean": _reduce("!"),
-}
-
-_ELEMENTWISE = """add sub mul div neg pow sqrt rsqrt reciprocal exp log tanh sigmoid silu gelu relu erf abs
-    where maximum minimum eq ne lt le gt ge logical_and logical_not _to_copy clone copy detach alias
-    lift_fresh_copy expand square cos sin convert_element_type""".split()
-_VIEWS = "view reshape _unsafe_view unsqueeze squeeze flatten unflatten".split()
-_ALONG = "_softmax softmax _log_softmax cat split split_with_sizes slice select chunk cumsum".split()
-_ATTENTION = (
-    "b h s! d!, b h t! d!, b h t! d! -> b h s! d!",
-    "b h s! d!, b h t! d!, b h t! d! -> b h s! d!, b h s!",
-    "b h s! d!, b h t! d!, b h t! d!, b h s! t! -> b h s! d!",
-    "b h s! d!, b h t! d!, b h t! d!, b h s! t! -> b h s! d!, b h s!",
-)
+_ELEMENTWISE = """add sub rsub mul div neg pow sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log1p
+    sin cos tan tanh sigmoid erf silu gelu relu leaky_relu elu hardtanh hardswish softplus log_sigmoid_forward
+    abs sign round floor ceil trunc remainder fmod addcmul addcdiv lerp where masked_fill
+    maximum minimum clamp clamp_min clamp_max eq ne lt le gt ge isnan isinf
+    logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
+    zeros_like ones_like full_like _to_copy clone copy detach alias lift_fresh_copy expand""".split()
+_VIEWS = "view reshape _unsafe_view unsqueeze flatten".split()
+_ALONG = """_softmax softmax _log_softmax log_softmax cat split split_with_sizes slice select chunk unbind
+    cumsum""".split()
+_REDUCED = "mean logsumexp amax amin all any argmax argmin var_mean var std prod".split()
+_ATTENTION = """scaled_dot_product_attention _scaled_dot_product_flash_attention
+    _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
+    _scaled_dot_product_cudnn_attention""".split()
 
 RULES: dict[str, Rule] = {
     **{f"aten.{op}": Rule(derived="elementwise") for op in _ELEMENTWISE},
     **{f"aten.{op}": Rule(derived="view") for op in _VIEWS},
     **{f"aten.{op}": Rule(derived="along") for op in _ALONG},
     **{f"aten.{op}": Rule(derived="permute") for op in ("permute", "transpose", "t")},
+    **{f"aten.{op}": Rule(derived="reduce") for op in _REDUCED},
+    **{f"aten.{op}": Rule(derived="last_two") for op in ("tril", "triu")},
+    **{f"aten.{op}": Rule(derived="norm") for op in ("native_layer_norm", "layer_norm", "rms_norm")},
+    **{f"aten.{op}": Rule(derived="attention") for op in _ATTENTION},
     "aten.sum": Rule(derived="sum"),
-    "aten.mean": Rule(derived="mean"),
+    "aten.squeeze": Rule(derived="squeeze"),
+    "aten.unflatten": Rule(derived="unflatten"),
+    "aten.stack": Rule(derived="stack"),
+    "aten.gather": Rule(derived="gather"),
+    "aten.repeat": Rule(derived="repeat"),
+    "aten.constant_pad_nd": Rule(derived="pad"),
+    "aten._fused_rms_norm": Rule(derived="norm"),
     "aten.mm": Rule(("t d, d f -> t f",)),
-    "aten.addmm": Rule(("f, t d, d f -> t f",)),
+    "aten.mv": Rule(("t d, d -> t",)),
+    "aten.addmm": Rule(("f, t d, d f -> t f", "t f, t d, d f -> t f")),
     "aten.bmm": Rule(("b t d, b d f -> b t f",)),
+    "aten.baddbmm": Rule(("b t f, b t d, b d f -> b t f",)),
     "aten.linear": Rule(("... d, f d -> ... f", "... d, f d, f -> ... f")),
-    "aten.embedding": Rule(("v! d, b -> b d", "v! d, b s -> b s d")),
-    "aten.native_layer_norm": Rule(("... d!, d!, d! -> ... d!, ... 1, ... 1",)),
-    "aten.layer_norm": Rule(("... d!, d!, d! -> ... d!",)),
-    "aten.rms_norm": Rule(("... d!, d! -> ... d!",)),
-    "aten.scaled_dot_product_attention": Rule(_ATTENTION),
-    "aten._scaled_dot_product_flash_attention": Rule(_ATTENTION),
-    "aten._scaled_dot_product_flash_attention_for_cpu": Rule(_ATTENTION),
-    "aten._scaled_dot_product_efficient_attention": Rule(_ATTENTION),
+    "aten.embedding": Rule(("v! d, ... -> ... d",)),
     # logits[T, E], used[E], key[T], bias[E], as far as the gate has them
     #   -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
     "lancet.gate": Rule(
@@ -279,6 +240,7 @@ RULES: dict[str, Rule] = {
     # Backward of the experts: dy, counts, weight -> dx;  x, dy, counts -> dweight;  da, h, counts -> dh
     "lancet.grouped_gemm_dx": Rule(("w! e! c f, w! e!, e! d! f -> w! e! c d!",), in_experts=True),
     "lancet.grouped_gemm_dw": Rule(("w! e! c+ d!, w! e! c+ f!, w! e! -> e! d! f!",), in_experts=True),
+    "lancet.grouped_gemm_dbias": Rule(("w! e! c+ f!, w! e! -> e! f!",), in_experts=True),
     "lancet.expert_activation_backward": Rule(
         ("w! e! c f!, w! e! c g!, w! e! -> w! e! c g!",), in_experts=True
     ),

@@ -76,7 +76,32 @@ class AxisInference:
         status = solver.solve(model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
-        return tuple(solver.value(axis[t]) for t in tensors)
+        found = {t: solver.value(axis[t]) for t in tensors}
+        useful = self._with_an_all_to_all(first, last, found)
+        return tuple(found[t] if t in useful else WHOLE for t in tensors)
+
+    def _with_an_all_to_all(self, first: int, last: int, axes: Mapping[str, int]) -> set[str]:
+        """The cut tensors that hang together with an all-to-all: to cut others would gain nothing.
+
+        Example: the transpose of a weight that is read behind the range could be cut, but what for.
+        """
+        leader = {t: t for t, a in axes.items() if a != WHOLE}
+
+        def find(t: str) -> str:
+            while leader[t] != t:
+                leader[t] = leader[leader[t]]
+                t = leader[t]
+            return t
+
+        seeds = []
+        for instruction in self.program.instructions[first : last + 1]:
+            cut = [t for t in (*instruction.inputs, *instruction.outputs) if t in leader]
+            for t in cut[1:]:
+                leader[find(t)] = find(cut[0])
+            if instruction.kind is Kind.ALL_TO_ALL:
+                seeds += cut
+        roots = {find(t) for t in seeds}
+        return {t for t in leader if find(t) in roots}
 
     def _tables(self, first: int, last: int) -> dict[int, list[tuple[int, ...]]] | None:
         """The ways to cut each instruction; None where it is plain that an all-to-all cannot be cut."""

@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
 from lancet_kernels.graph.from_fx import is_instruction, is_view, op_name, tensor_names
-from lancet_kernels.graph.rules import IRREGULAR, PARTIAL, WHOLE
+from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 
@@ -35,6 +35,7 @@ _COUNTED = {
     "lancet.grouped_gemm": (1,),
     "lancet.grouped_gemm_dx": (1,),
     "lancet.grouped_gemm_dw": (2,),
+    "lancet.grouped_gemm_dbias": (1,),
     "lancet.expert_activation": (1,),
     "lancet.expert_activation_backward": (2,),
 }
@@ -126,6 +127,9 @@ class _Cutter:
                 self._mend_slots(layer)
             for node in self.cut:
                 self._reassemble(node)
+            for whole in reversed(self.wholes.values()):
+                if not whole.users:
+                    self.graph.erase_node(whole)
         for node in self.late:
             for moved in _with_elements(node):
                 end.prepend(moved)
@@ -145,8 +149,6 @@ class _Cutter:
         return _Layer(dispatch, dispatch.args[1], dispatch.args[2], count)
 
     def _touches_cut(self, node: fx.Node) -> bool:
-        if op_name(node).startswith("lancet."):
-            return True
         touched = [name for n in (*node.all_input_nodes, *_with_elements(node)) for name in tensor_names(n)]
         return any(self.axes.get(name, WHOLE) != WHOLE for name in touched)
 
@@ -179,7 +181,8 @@ class _Cutter:
 
     def _copy(self, node: fx.Node, part: int) -> None:
         op = op_name(node)
-        args = list(fx.map_arg(tuple(node.args), lambda source: self._part(source, part)))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._part(source, part))
+        args = list(args)
         if op == "lancet.gate" and part > 0:
             args[1] = self.env[part - 1][_element(node, 3)]
         elif op == "lancet.exchange_counts" and self._layer_of_count(node.args[0]):
@@ -194,7 +197,7 @@ class _Cutter:
                 args[position] = self._window_counts(node.args[position], node.args[0], part)
         elif op in _SHAPED and self._axis(node) >= 0:
             args[_SHAPED[op]] = self._part_shape(node, part)
-        copy = self._call(node.target, tuple(args), dict(node.kwargs), f"{node.name}_part{part}")
+        copy = self._call(node.target, tuple(args), dict(kwargs), f"{node.name}_part{part}")
         self.env[part][node] = copy
         self._copy_elements(node, copy, part)
 
@@ -205,10 +208,11 @@ class _Cutter:
                 self.env[part][user] = element
 
     def _call(self, target, args: tuple, kwargs: dict, name: str) -> fx.Node:
-        node = self.graph.create_node("call_function", target, args, kwargs, name)
         values = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
         with self.fake_mode:
-            set_value(node, target(*values[0], **values[1]))
+            value = target(*values[0], **values[1])
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        set_value(node, value)
         return node
 
     def _part(self, node: fx.Node, part: int) -> fx.Node:
@@ -291,21 +295,30 @@ class _Cutter:
         """One node that is the whole tensor again; made once."""
         if element not in self.wholes:
             node = element.args[0] if element.target is operator.getitem else element
-            whole = self._view_again(node) if is_view(node) else self._join(node, element)
+            whole = self._view_again(node) or self._join(node, element)
             if whole.target is not operator.getitem:
                 whole.meta["stands_for"] = tensor_names(element)[0]
             self.wholes[element] = whole
         return self.wholes[element]
 
-    def _view_again(self, node: fx.Node) -> fx.Node:
-        """A view of the whole costs nothing; joining the parts of a view would copy them."""
+    def _view_again(self, node: fx.Node) -> fx.Node | None:
+        """A view of the whole costs nothing; joining the parts of a view would copy them.
+
+        None for what is no view, or no longer is one: joined parts are contiguous, whatever strides the
+        original had (attention's result, transposed, had others).
+        """
+        if not is_view(node):
+            return None
         args = fx.map_arg(node.args, lambda source: self._whole(source) if source in self.made else source)
-        return self._call(node.target, args, dict(node.kwargs), f"{node.name}_whole")
+        try:
+            return self._call(node.target, args, dict(node.kwargs), f"{node.name}_whole")
+        except (RuntimeError, ValueError):
+            return None
 
     def _join(self, node: fx.Node, element: fx.Node) -> fx.Node:
         parts = [self.env[p][element] for p in range(self.parts)]
         name, axis = f"{element.name}_whole", self._axis(element)
-        if op_name(node) == "lancet.gate" and element.args[1] == 3:
+        if axis == CARRIED:
             return parts[-1]
         if op_name(node) == "lancet.exchange_counts" or axis == PARTIAL:
             total = parts[0]

@@ -1,8 +1,12 @@
-"""Statistics do not stand in the middle of the forward pass: what no later all-to-all needs goes behind
-the last one.
+"""Statistics and constants do not stand in the middle of the forward pass.
 
-The sums of the router losses read what the gate says of the whole batch. Where they stand they would
-keep the planner from cutting around them; behind the last forward all-to-all they are in nobody's way.
+Statistics are what no later all-to-all needs: they go behind everything that does not read them. The sums
+of the router losses read what the gate says of the whole batch. Where they stand they would keep the
+planner from cutting around them; at the end of the forward pass they are in nobody's way.
+
+Constants are vectors made from nothing (the positions that a keyed gate routes by): they go to the front,
+because a part needs its slice of one, which has to exist before the range that is cut.
+
 The order of everything else stays.
 """
 
@@ -14,13 +18,37 @@ from lancet_kernels.graph.program import Kind, Phase, Program
 def sink_statistics(program: Program) -> list[str]:
     """Names of the instructions in the new order: a valid one, for `apply.reorder`."""
     instructions = program.instructions
-    all_to_alls = [i for i in program.positions(Kind.ALL_TO_ALL) if instructions[i].phase is Phase.FORWARD]
+    forward = [i for i, instruction in enumerate(instructions) if instruction.phase is Phase.FORWARD]
+    all_to_alls = {i for i in program.positions(Kind.ALL_TO_ALL) if i in set(forward)}
     if not all_to_alls:
         return [instruction.name for instruction in instructions]
-    last = all_to_alls[-1]
-    reached = [False] * len(program)
+    last = max(all_to_alls)
+    front = _constants(program, last)
+    needed = [False] * len(program)
     for i in reversed(range(last + 1)):
-        reached[i] = i in all_to_alls or any(reached[j] for j in program.dependents[i])
-    stays = [i for i in range(last + 1) if reached[i]]
-    sinks = [i for i in range(last + 1) if not reached[i]]
-    return [instructions[i].name for i in (*stays, *sinks, *range(last + 1, len(program)))]
+        needed[i] = i in all_to_alls or any(needed[j] for j in program.dependents[i])
+    before = [i for i in range(last + 1) if needed[i] and i not in front]
+    sinks = [i for i in range(last + 1) if not needed[i] and i not in front]
+    waits = set(sinks)
+    for i in range(last + 1, len(program)):
+        if instructions[i].phase is not Phase.FORWARD or not waits.isdisjoint(program.dependencies[i]):
+            waits.add(i)
+    behind = [i for i in range(last + 1, len(program)) if i not in waits]
+    rest = [i for i in range(last + 1, len(program)) if i in waits]
+    return [instructions[i].name for i in (*sorted(front), *before, *behind, *sinks, *rest)]
+
+
+def _constants(program: Program, last: int) -> set[int]:
+    """Up to position `last`: made from scalars and other constants alone, and at most a vector."""
+    inputs = set(program.inputs)
+    found: set[int] = set()
+    for i, instruction in enumerate(program.instructions[: last + 1]):
+        if instruction.phase is not Phase.FORWARD or instruction.mutates or instruction.kind.is_communication:
+            continue
+        is_known = all(
+            program.producer[t] in found if t not in inputs else not program.tensors[t].shape
+            for t in instruction.inputs
+        )
+        if is_known and all(len(program.tensors[t].shape) <= 1 for t in instruction.outputs):
+            found.add(i)
+    return found

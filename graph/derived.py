@@ -1,0 +1,181 @@
+"""Equations that depend on an op's shapes and attributes: views, reductions, attention, norms, ...
+
+Each function takes the shapes of the inputs (every tensor once), those of the outputs, and the attributes
+of an instruction, and writes its equation (`graph.equations`), or None: then there is no way to cut it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from lancet_kernels.graph import equations
+from lancet_kernels.graph.equations import Shape
+
+Derivation = Callable[[list[Shape], list[Shape], Mapping], "str | None"]
+
+
+def _elementwise(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
+    return equations.elementwise(inputs, outputs)
+
+
+def _view(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    return equations.view(inputs[0], outputs[0]) if len(inputs) == len(outputs) == 1 else None
+
+
+def _squeeze(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """A dimension that is squeezed where its size is one must not become one by being cut."""
+    rank = len(inputs[0])
+    dims = attributes.get("dim", range(rank))
+    named = {d % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims)}
+    source = [f"x{n}{'!' if n in named else ''}" for n in range(rank)]
+    target = [source[n] for n in range(rank) if n not in named or inputs[0][n] != 1]
+    return _equation([source], [target])
+
+
+def _unflatten(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """The dimension that is split stays whole: its sizes are an argument."""
+    rank, dim = len(inputs[0]), attributes.get("dim")
+    if dim is None:
+        return None
+    dim %= rank
+    source = [f"x{n}" for n in range(rank)]
+    split = [f"y{n}!" for n in range(len(outputs[0]) - rank + 1)]
+    return _equation(
+        [[*source[:dim], source[dim] + "!", *source[dim + 1 :]]], [source[:dim] + split + source[dim + 1 :]]
+    )
+
+
+def _permute(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """`dims`: the order for a permute; two dimensions to swap for a transpose (`swap` true)."""
+    rank, dims = len(inputs[0]), attributes.get("dims")
+    if dims is None:
+        return equations.permute(2, (1, 0)) if rank == 2 else None
+    order = [d % rank for d in dims]
+    if attributes.get("swap"):
+        first, second = order
+        order = list(range(rank))
+        order[first], order[second] = second, first
+    return equations.permute(rank, order)
+
+
+def _along(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """Works along `dim`, by default the first."""
+    return equations.along(inputs, outputs, attributes.get("dim", 0))
+
+
+def _stack(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """Makes the dimension `dim` (by default the first); every other one may be cut."""
+    rank = len(inputs[0])
+    dim = attributes.get("dim", 0) % (rank + 1)
+    names = [f"x{n}" for n in range(rank)]
+    return _equation([names] * len(inputs), [[*names[:dim], "new!", *names[dim:]]])
+
+
+def _gather(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """Source and index: other dimensions than `dim` may be cut where the index has all of them."""
+    if len(inputs) != 2 or "dim" not in attributes or len(inputs[0]) != len(inputs[1]):
+        return None
+    dim = attributes["dim"] % max(len(inputs[0]), 1)
+    sizes = enumerate(zip(*inputs, strict=True))
+    names = [f"x{n}" + ("!" if n == dim or a != b else "") for n, (a, b) in sizes]
+    return _equation([names, names], [names])
+
+
+def _last_two(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """Works on matrices (tril): what stands before the last two dimensions may be cut."""
+    return "... r! c! -> ... r! c!" if len(inputs) == 1 and len(inputs[0]) >= 2 else None
+
+
+def _repeat(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """Dimensions that are not repeated may be cut."""
+    rank, sizes = len(outputs[0]), outputs[0]
+    shift = rank - len(inputs[0])
+    names = [f"x{n}" + ("" if n >= shift and inputs[0][n - shift] == sizes[n] else "!") for n in range(rank)]
+    return _equation([names[shift:]], [names])
+
+
+def _pad(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """`pad`: (before, after) from the last dimension on; those that are not padded may be cut."""
+    pad = attributes.get("pad")
+    if pad is None:
+        return None
+    rank = len(inputs[0])
+    padded = {rank - 1 - n for n in range(len(pad) // 2) if pad[2 * n] or pad[2 * n + 1]}
+    names = [f"x{n}" + ("!" if n in padded else "") for n in range(rank)]
+    return _equation([names], [names])
+
+
+def _reduce(mark: str) -> Derivation:
+    """A reduction over `dims` or `dim`; `mark` says what a cut of a reduced dimension means."""
+
+    def write(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+        rank, dims = len(inputs[0]), attributes.get("dims", attributes.get("dim"))
+        if dims is None or len(inputs) != 1:
+            return None
+        dims = [dims] if isinstance(dims, int) else dims or range(rank)
+        reduced = {d % max(rank, 1) for d in dims}
+        source = [f"x{n}{mark if n in reduced else ''}" for n in range(rank)]
+        kept = len(outputs[0]) == rank
+        target = ["1" if n in reduced else f"x{n}" for n in range(rank) if kept or n not in reduced]
+        return _equation([source], [target] * len(outputs))
+
+    return write
+
+
+def _norm(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """Over the last dimensions, those of `normalized_shape` (by default one); weight and bias, as far as
+    there are any, stay whole."""
+    rank, normalized = len(inputs[0]), len(attributes.get("normalized_shape", "D"))
+    free = rank - normalized
+    names = [f"x{n}" + ("!" if n >= free else "") for n in range(rank)]
+    statistics = [*names[:free], *["1"] * normalized]
+    return _equation(
+        [names] + [names[free:]] * (len(inputs) - 1), [names] + [statistics] * (len(outputs) - 1)
+    )
+
+
+def _attention(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """query, key, value and a mask, if any -> result, logsumexp, and what the backward wants besides.
+
+    Never with dropout: random numbers must not depend on how the batch is cut. Without it, seeds and
+    the like are worth nothing, and any part's will do.
+    """
+    if len(inputs) not in (3, 4) or any(len(s) != 4 for s in inputs[:3]) or attributes.get("dropout_p"):
+        return None
+    same_heads = inputs[0][1] == inputs[1][1] == inputs[2][1]
+    heads = "h" if same_heads else "h!"
+    kept = ["b", heads, "s!", "d!"]
+    shared = ["b", heads if same_heads else "g!"]
+    operands = [kept, [*shared, "t!", "d!"], [*shared, "t!", "e!"]]
+    if len(inputs) == 4:
+        rank = len(inputs[3])
+        operands.append(["b", heads, "s!", "t!"][4 - rank :] if 0 < rank <= 4 else [])
+    results = [["b", heads, "s!", "e!"]]
+    for shape in outputs[1:]:
+        is_logsumexp = len(results) == 1 and len(shape) >= 3
+        results.append(["b", heads, "l!", "1"][: len(shape)] if is_logsumexp else ["*"])
+    return _equation(operands, results)
+
+
+def _equation(inputs: list[list[str]], outputs: list[list[str]]) -> str:
+    left, right = (", ".join(" ".join(names) or "-" for names in side) for side in (inputs, outputs))
+    return f"{left} -> {right}"
+
+
+DERIVED: dict[str, Derivation] = {
+    "elementwise": _elementwise,
+    "view": _view,
+    "squeeze": _squeeze,
+    "unflatten": _unflatten,
+    "permute": _permute,
+    "along": _along,
+    "stack": _stack,
+    "gather": _gather,
+    "last_two": _last_two,
+    "repeat": _repeat,
+    "pad": _pad,
+    "sum": _reduce("+"),
+    "reduce": _reduce("!"),
+    "norm": _norm,
+    "attention": _attention,
+}

@@ -1,0 +1,62 @@
+"""Captured models of the zoo, with real values for every placeholder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from model_zoo import Size, make_model
+from torch import Tensor, fx, nn
+
+from lancet_kernels.graph.capture import capture, input_name
+from lancet_kernels.graph.program import Program
+from lancet_kernels.schedules.apply import reorder
+from lancet_kernels.schedules.sink import sink_statistics
+
+
+@dataclass(frozen=True)
+class Step:
+    """A model's joint graph (statistics out of the way), its Program, and what it is called with."""
+
+    model: nn.Module
+    inputs: tuple[Tensor, ...]
+    joint: fx.GraphModule
+    program: Program
+    values: tuple[Tensor, ...]
+    forward_outputs: int
+
+
+@contextmanager
+def captured_step(name: str, size: Size | None = None) -> Iterator[Step]:
+    """Inside the block the graph may be changed and run."""
+    model, inputs = make_model(name, size)
+    with capture(model, inputs) as captured:
+        reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
+        captured.joint.recompile()
+        program = Program.from_fx(captured.joint)
+        joint, outputs = captured.joint, captured.forward_outputs
+    yield Step(model, inputs, joint, program, tuple(_values(joint, model, inputs)), outputs)
+
+
+@lru_cache(maxsize=32)
+def read_only_step(name: str, size: Size | None = None) -> Step:
+    """The same, made once: not to be changed."""
+    with captured_step(name, size) as step:
+        return step
+
+
+def _values(joint: fx.GraphModule, model: nn.Module, inputs: tuple[Tensor, ...]) -> Iterator[Tensor]:
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    for node in joint.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        name = input_name(node)
+        if name is None:
+            yield torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+        elif name.startswith("input."):
+            yield inputs[int(name.removeprefix("input."))]
+        else:
+            yield state[name].detach()

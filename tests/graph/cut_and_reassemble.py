@@ -1,0 +1,230 @@
+"""One op, cut as its rule says, run part by part, put together again, and compared with the uncut op.
+
+Written without a look at `schedules.cut`, so that both are checked against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lancet_kernels.graph.from_fx import op_name, tensor_names
+from lancet_kernels.graph.program import Instruction, Program
+from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE, Rule, rule_for
+
+Values = Mapping[fx.Node, object]
+
+EXACT = frozenset(
+    f"aten.{op}"
+    for op in """add sub rsub mul div neg sqrt reciprocal square relu abs sign round floor ceil trunc where
+    masked_fill maximum minimum clamp clamp_min clamp_max eq ne lt le gt ge isnan isinf
+    logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
+    zeros_like ones_like full_like _to_copy clone copy detach alias lift_fresh_copy expand
+    view reshape _unsafe_view unsqueeze flatten cat split split_with_sizes slice select chunk unbind
+    permute transpose t amax amin all any argmax argmin tril triu squeeze unflatten stack gather repeat
+    constant_pad_nd embedding""".split()
+) | {"lancet.all_to_all", "lancet.gate"}
+"""Ops whose parts do the very same arithmetic. Of the others, sums may be taken in another order, or a
+vectorized function may round otherwise at the end of an array."""
+
+SHAPE_ARGUMENT = {"aten.view": 1, "aten.reshape": 1, "aten._unsafe_view": 1, "aten.expand": 1}
+COUNTS = {
+    "lancet.all_to_all": (1, 2),
+    "lancet.grouped_gemm": (1,),
+    "lancet.grouped_gemm_dx": (1,),
+    "lancet.grouped_gemm_dw": (2,),
+    "lancet.grouped_gemm_dbias": (1,),
+    "lancet.expert_activation": (1,),
+    "lancet.expert_activation_backward": (2,),
+}
+CAPACITY = 2
+
+
+class WrongRule(AssertionError):
+    """The parts, cut and put together as the rule says, are not the uncut result."""
+
+
+class UnequalUnits(Exception):
+    """These sizes cannot be cut into that many parts."""
+
+
+def one_op(target: Callable, args: Sequence[object], kwargs: Mapping | None = None) -> tuple[fx.Node, Values]:
+    """A node that applies an op to tensors, in a graph of its own, and the values of its inputs."""
+    graph, values, known = fx.Graph(), {}, {}
+    mode = FakeTensorMode()
+
+    def placeholder(leaf: object) -> object:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in known:
+            node = graph.placeholder(f"in{len(known)}")
+            node.meta["val"] = mode.from_tensor(leaf)
+            known[id(leaf)] = node
+            values[node] = leaf
+        return known[id(leaf)]
+
+    args, kwargs = torch.utils._pytree.tree_map(placeholder, (tuple(args), dict(kwargs or {})))
+    node = graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with mode:
+        node.meta["val"] = target(*fake_args, **fake_kwargs)
+    graph.output(node)
+    fx.GraphModule(torch.nn.Module(), graph)
+    return node, values
+
+
+def instruction_of(node: fx.Node) -> tuple[Instruction, Program]:
+    program = _program_of(node.graph.owning_module)
+    return program.instructions[program.index[node.name]], program
+
+
+@lru_cache(maxsize=8)
+def _program_of(module: fx.GraphModule) -> Program:
+    return Program.from_fx(module)
+
+
+def ways(node: fx.Node, rule: Rule | None = None) -> list[tuple[int, ...]]:
+    """Every assignment the rule offers that needs no other op of an MoE layer."""
+    instruction, program = instruction_of(node)
+    rule = rule or rule_for(instruction)
+    found = [
+        way
+        for only_experts in (False, True)
+        for way in (rule.assignments(instruction, program.tensors, only_experts=only_experts) if rule else [])
+    ]
+    return [way for way in dict.fromkeys(found) if IRREGULAR not in way]
+
+
+def check_node(node: fx.Node, values: Values, parts: Sequence[int], rule: Rule | None = None) -> int:
+    """Prove every way to cut the node for every number of parts. -> how many proofs.
+
+    Raises: WrongRule.
+    """
+    instruction, program = instruction_of(node)
+    rule = rule or rule_for(instruction)
+    proofs = 0
+    for way in ways(node, rule):
+        for count in parts:
+            try:
+                check_way(node, values, instruction, program, rule, way, count)
+            except UnequalUnits:
+                continue
+            proofs += 1
+    return proofs
+
+
+def check_way(
+    node: fx.Node,
+    values: Values,
+    instruction: Instruction,
+    program: Program,
+    rule: Rule,
+    way: tuple[int, ...],
+    parts: int,
+) -> None:
+    """One way, one number of parts."""
+    axes = dict(zip((*instruction.inputs, *instruction.outputs), way, strict=True))
+    shapes = {t: program.tensors[t].shape for t in axes}
+    sizes = {shapes[t][a] for t, a in axes.items() if a >= 0}
+    units = min(sizes)
+    if units < parts or any(size % units for size in sizes):
+        raise UnequalUnits
+
+    def window(size: int, p: int) -> tuple[int, int]:
+        scale = size // units
+        return units * p // parts * scale, units * (p + 1) // parts * scale
+
+    carried = {instruction.inputs[i]: o for i, o in rule.carried(instruction, program.tensors)}
+    # The uncut op first.
+    expected = _tensors(_call(node, fx.map_arg((node.args, node.kwargs), values.__getitem__)))
+    pieces: list[list[Tensor]] = []
+    where = f"{instruction.op} {[shapes[t] for t in axes]} cut {way} into {parts}"
+    for p in range(parts):
+
+        def part(source: fx.Node, p: int = p) -> object:
+            (name,) = tensor_names(source) or (None,)
+            if p and name in carried:
+                return pieces[-1][carried[name]]
+            axis = axes.get(name, WHOLE)
+            if axis < 0:
+                return values[source]
+            first, behind = window(shapes[name][axis], p)
+            return values[source].narrow(axis, first, behind - first)
+
+        args, kwargs = fx.map_arg((node.args, node.kwargs), part)
+        args = list(args)
+        if instruction.op in SHAPE_ARGUMENT and way[-1] >= 0:
+            shape = list(shapes[instruction.outputs[0]])
+            first, behind = window(shape[way[-1]], p)
+            shape[way[-1]] = behind - first
+            args[SHAPE_ARGUMENT[instruction.op]] = shape
+        if instruction.op in COUNTS and way[0] == CAPACITY:
+            first, behind = window(shapes[instruction.inputs[0]][CAPACITY], p)
+            for position in COUNTS[instruction.op]:
+                args[position] = (args[position] - first).clamp(0, behind - first)
+        try:
+            pieces.append(_tensors(_call(node, (args, kwargs))))
+        except (RuntimeError, IndexError, ValueError) as error:
+            raise WrongRule(f"{where}: part {p} does not run: {error}") from error
+    for n, (whole, axis) in enumerate(zip(expected, way[len(instruction.inputs) :], strict=True)):
+        if axis == CARRIED and n not in rule.carries:
+            continue  # marked `*`: nobody may rely on it
+        _compare(f"{where}, result {n}", _joined([piece[n] for piece in pieces], axis), whole, instruction.op)
+
+
+def _call(node: fx.Node, arguments: tuple) -> object:
+    args, kwargs = arguments
+    return node.target(*args, **kwargs)
+
+
+def _tensors(result: object) -> list[Tensor]:
+    return [t for t in result if isinstance(t, Tensor)] if isinstance(result, (tuple, list)) else [result]
+
+
+def _joined(parts: list[Tensor], axis: int) -> Tensor:
+    if axis == PARTIAL:
+        return sum(parts[1:], parts[0])
+    if axis == CARRIED:
+        return parts[-1]
+    return torch.cat(parts, axis)
+
+
+def _compare(where: str, found: Tensor, expected: Tensor, op: str) -> None:
+    if found.shape != expected.shape:
+        raise WrongRule(f"{where}: shape {list(found.shape)} instead of {list(expected.shape)}")
+    if torch.equal(found, expected):
+        return
+    exact = op in EXACT or not expected.is_floating_point()
+    tolerance = 0.0 if exact else 1e-12
+    try:
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+    except AssertionError as error:
+        raise WrongRule(f"{where}: {error}") from error
+
+
+class Recorder(fx.Interpreter):
+    """Runs a graph and keeps every value."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: dict[fx.Node, object] = {}
+
+    def run_node(self, node: fx.Node) -> object:
+        self.values[node] = super().run_node(node)
+        return self.values[node]
+
+
+def key_of(node: fx.Node) -> tuple:
+    """What makes two nodes the same proof: op, overload, shapes, dtypes, attributes."""
+    leaves = [leaf for source in node.all_input_nodes for leaf in _leaves(source.meta["val"])]
+    values = [(tuple(v.shape), v.dtype) if isinstance(v, Tensor) else v for v in leaves]
+    plain = fx.map_arg((node.args, node.kwargs), lambda n: "tensor")
+    return op_name(node), str(node.target), repr(values), repr(plain)
+
+
+def _leaves(value: object) -> list[object]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]

@@ -1,0 +1,58 @@
+"""Every rule of the table is proven in torch: cut, run part by part, put together, compare in fp64."""
+
+import pytest
+from capturing import read_only_step
+from cut_and_reassemble import Recorder, check_node, key_of, one_op
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_zoo import MODELS, Size
+from samples import IRREGULAR_ONLY, ONLY_ON_CUDA, SAMPLES, Draw
+
+from lancet_kernels.graph.from_fx import forward_nodes, is_instruction, op_name
+from lancet_kernels.graph.rules import RULES
+
+PARTS = (2, 3, 5)
+PROVEN: dict[tuple, int] = {}
+"""Ops of several models are proven once: by op, shapes and attributes -> number of proofs."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_forward_op_of_a_model_as_its_rule_says(name):
+    """On the values that it has in the model: each op once per shapes, each way, 2 to 5 parts."""
+    step = read_only_step(name, Size(batch=5))
+    recorder = Recorder(step.joint)
+    recorder.run(*step.values)
+    forward = forward_nodes(list(step.joint.graph.nodes))
+    own = {key_of(node): node for node in step.joint.graph.nodes if is_instruction(node) and node in forward}
+    for key, node in own.items():
+        if key not in PROVEN:
+            PROVEN[key] = check_node(node, recorder.values, PARTS)
+    proofs = [PROVEN[key] for key in own]
+    assert sum(map(bool, proofs)) >= 50
+    assert sum(proofs) >= 150
+
+
+def test_every_rule_has_a_proof():
+    assert SAMPLES.keys() | ONLY_ON_CUDA | IRREGULAR_ONLY == RULES.keys()
+
+
+@pytest.mark.parametrize("op", SAMPLES)
+@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_a_rule_on_drawn_shapes(op, data):
+    prove(op, data)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("op", SAMPLES)
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_rule_on_many_drawn_shapes(op, data):
+    prove(op, data)
+
+
+def prove(op, data, rule=None):
+    target, args, kwargs = SAMPLES[op](Draw(data.draw))
+    node, values = one_op(target, args, kwargs)
+    assert op_name(node) == op
+    return check_node(node, values, PARTS, rule)
