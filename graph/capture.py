@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
@@ -113,8 +114,14 @@ def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
             # A graph is for one set of shapes, also when the module was traced for another one before.
             with torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
                 traced = dynamo_graph_capture_for_export(module)(*inputs)
-            stack.enter_context(tracing(TracingContext(traced.meta["fake_mode"])))
-            joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs))
+            fake_mode = traced.meta["fake_mode"]
+            stack.enter_context(tracing(TracingContext(fake_mode)))
+            # Left to itself, torch gives real inputs symbolic sizes, and marks them for good when the graph
+            # has run: whoever captures with the same tensors again would get a graph with symbols.
+            static = pytree.tree_map_only(
+                Tensor, lambda tensor: fake_mode.from_tensor(tensor, static_shapes=True), tuple(inputs)
+            )
+            joint = aot_export_joint_with_descriptors(stack, traced, static)
         except UserError:
             raise
         except Exception as error:
