@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 import torch._dynamo.config
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
@@ -114,25 +115,19 @@ def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
             # Sizes are numbers, also when this class of module was captured with others before.
             with torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
                 traced = dynamo_graph_capture_for_export(module)(*inputs)
-            stack.enter_context(tracing(TracingContext(traced.meta["fake_mode"])))
-            joint = aot_export_joint_with_descriptors(stack, traced, tuple(inputs))
+            fake_mode = traced.meta["fake_mode"]
+            stack.enter_context(tracing(TracingContext(fake_mode)))
+            # Left to itself, torch gives real inputs symbolic sizes, and marks them for good when the graph
+            # has run: whoever captures with the same tensors again would get a graph with symbols.
+            static = pytree.tree_map_only(
+                Tensor, lambda tensor: fake_mode.from_tensor(tensor, static_shapes=True), tuple(inputs)
+            )
+            joint = aot_export_joint_with_descriptors(stack, traced, static)
         except UserError:
             raise
         except Exception as error:
             raise _refusal(module, error) from error
-        _make_sizes_numbers(joint.graph_module)
         yield Captured(traced, joint.graph_module, joint)
-
-
-def _make_sizes_numbers(joint: fx.GraphModule) -> None:
-    """Inputs have symbols for sizes, though each stands for one number; whoever compares sizes wants it."""
-    for node in joint.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "placeholder" and isinstance(value, Tensor):
-            sizes = [int(n) for n in value.shape], [int(n) for n in value.stride()]
-            with value.fake_mode:
-                plain = torch.empty_strided(*sizes, dtype=value.dtype, device=value.device)
-            set_value(node, plain.requires_grad_(value.requires_grad))
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
