@@ -76,6 +76,8 @@ class _TrainingStep:
         self.model, self.gpus, self.batch, self.partitionable = model, gpus, batch, partitionable
         self.b = StepBuilder(f"{model.name}, {gpus} GPUs, batch {batch}", dtype)
         self.tokens = batch * model.sequence
+        # Parameter to the gradient the optimizer reads: reduced over the ranks, or an expert's own.
+        self.final_gradient: dict[str, str] = {}
 
     def write(self) -> Program:
         b, m = self.b, self.model
@@ -276,16 +278,16 @@ class _TrainingStep:
     def _on_backward_done(self, name: str) -> None:
         """The gradients of replicated parameters that are complete by now travel in one bucket."""
         b = self.b
-        reduced = self.__dict__.setdefault("reduced", {})
+        final = self.final_gradient
 
         def step() -> None:
-            ready = [(w, g) for w, g in b.weight_gradients if w not in reduced]
+            ready = [(w, g) for w, g in b.weight_gradients if w not in final]
             shared = [(w, g) for w, g in ready if ".expert_" not in w]
-            reduced.update(ready)
+            final.update(ready)
             if shared:
                 inputs = [g for _, g in shared]
                 outputs = [b.tensor(f"{g}.mean", *b.shape(g), alias_of=g) for g in inputs]
-                reduced.update(zip([w for w, _ in shared], outputs, strict=True))
+                final.update(zip([w for w, _ in shared], outputs, strict=True))
                 size = sum(b.tensors[g].content_bytes for g in inputs)
                 b.emit(
                     f"{name}.all_reduce",
@@ -302,7 +304,7 @@ class _TrainingStep:
         """SGD with momentum, one instruction per parameter: reads three tensors, writes two."""
         b = self.b
         b.phase = Phase.OPTIMIZER
-        for weight, gradient in self.__dict__.get("reduced", {}).items():
+        for weight, gradient in self.final_gradient.items():
             momentum = b.given(f"{weight}.momentum", *b.shape(weight), dtype="float32")
             updated = b.tensor(f"{weight}.updated", *b.shape(weight), alias_of=weight)
             b.emit(

@@ -113,7 +113,8 @@ def range_signature(program: Program, first: int, last: int) -> tuple[tuple, lis
         outside = tuple(_needed_by(program, t, last) for t in instruction.outputs)
         attributes = tuple(sorted((k, repr(v)) for k, v in instruction.attributes.items()))
         costs = (instruction.flops, instruction.bytes, instruction.milliseconds)
-        rows.append((instruction.op, len(instruction.inputs), tuple(operands), outside, attributes, costs))
+        what = instruction.op, instruction.kind, len(instruction.inputs)
+        rows.append((what, tuple(operands), outside, attributes, costs))
     return tuple(rows), list(number)
 
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
-from lancet_kernels.schedules.memory import peak_memory, resident_bytes
+from lancet_kernels.schedules.issue import issue_early
+from lancet_kernels.schedules.memory import AliveBytes, peak_memory
 from lancet_kernels.schedules.simulate import Times, run
 from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots
 
@@ -42,7 +43,7 @@ class Ordered:
 
 
 def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Ordered:
-    """The fastest of the original order, Algorithm 1, and the list schedules.
+    """The fastest of the original order, Algorithm 1, and the list schedules, its communication issued early.
 
     Within the memory limit where the original order is; where it is not, the limit is the original's peak.
     """
@@ -55,6 +56,18 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
         *_list_schedules(program, ms, None),
     ]
     candidates.sort(key=lambda c: c.iteration_ms)
+    best = _within(program, ms, candidates, original, memory_limit_bytes)
+    return replace(best, order=issue_early(program, best.order))
+
+
+def _within(
+    program: Program,
+    ms: Sequence[float],
+    candidates: list[Ordered],
+    original: Ordered,
+    memory_limit_bytes: float | None,
+) -> Ordered:
+    """The first candidate within the limit, or a list schedule that kept an eye on it."""
     if memory_limit_bytes is None:
         return candidates[0]
     limit = max(memory_limit_bytes, original.peak_memory_bytes(program))
@@ -66,15 +79,10 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
 
 
 def _list_schedules(program: Program, ms: Sequence[float], limit: float | None) -> Iterator[Ordered]:
+    work = _Work(program, ms)
     for oldest_first in (False, True):
-        for refuse_beyond in (2.0, 1.0):
-            order = list_order(
-                program,
-                ms,
-                oldest_first=oldest_first,
-                refuse_beyond=refuse_beyond,
-                memory_limit_bytes=limit,
-            )
+        for refuse_beyond in (2.0, 1.0, float("inf")):
+            order = _ListScheduler(work, oldest_first, refuse_beyond, limit).schedule()
             fill = "oldest first" if oldest_first else "best fit"
             yield measure(program, ms, order, f"list schedule, {fill}, refuse beyond {refuse_beyond:g}")
 
@@ -106,7 +114,7 @@ def list_order(
         refuse_beyond: a filler longer than this many times the gap is kept for a later one, if there is one.
         memory_limit_bytes: while more than this is alive, fillers that free memory go before all else.
     """
-    return _ListScheduler(program, ms, oldest_first, refuse_beyond, memory_limit_bytes).schedule()
+    return _ListScheduler(_Work(program, ms), oldest_first, refuse_beyond, memory_limit_bytes).schedule()
 
 
 def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
@@ -129,26 +137,33 @@ class _Reduce:
     left: float
 
 
+class _Work:
+    """What all list schedules of a program share: critical paths, the urgent messages, what is filler."""
+
+    def __init__(self, program: Program, ms: Sequence[float]):
+        self.program, self.ms = program, ms
+        self.priority = critical_path(program, ms)
+        self.urgent = bitset([i for i, x in enumerate(program.instructions) if _is_urgent(x.kind)])
+        self.is_filler = [
+            not program.reachability.descendants[i] & self.urgent or _waits_for_backward(program, i)
+            for i in range(len(program))
+        ]
+
+
 class _ListScheduler:
     """Plays the two resources forward in time and fixes, step by step, what goes next."""
 
     def __init__(
         self,
-        program: Program,
-        ms: Sequence[float],
+        work: _Work,
         oldest_first: bool,
         refuse_beyond: float,
         limit: float | None,
     ):
-        self.program, self.ms = program, ms
+        self.program, self.ms = work.program, work.ms
         self.oldest_first, self.refuse_beyond = oldest_first, refuse_beyond
-        self.pending = [len(before) for before in program.dependencies]
-        self.priority = critical_path(program, ms)
-        self.urgent_bits = bitset([i for i, x in enumerate(program.instructions) if _is_urgent(x.kind)])
-        self.is_filler = [
-            not program.reachability.descendants[i] & self.urgent_bits or _waits_for_backward(program, i)
-            for i in range(len(program))
-        ]
+        self.pending = [len(before) for before in self.program.dependencies]
+        self.priority, self.is_filler = work.priority, work.is_filler
         self.ready: list[tuple[float, int]] = []
         self.fillers: set[int] = set()
         self.urgent: list[tuple[float, int, float]] = []
@@ -156,8 +171,8 @@ class _ListScheduler:
         self.order: list[int] = []
         self.now = self.link_now = 0.0
         self.link: tuple[float, int] | None = None
-        self.unsent = self.urgent_bits
-        self.memory = _Alive(program) if limit is not None else None
+        self.unsent = work.urgent
+        self.memory = AliveBytes(self.program) if limit is not None else None
         self.limit = limit
 
     def schedule(self) -> list[int]:
@@ -277,39 +292,3 @@ def _waits_for_backward(program: Program, i: int) -> bool:
         return False
     readers = [program.instructions[j] for j in program.dependents[i]]
     return bool(readers) and all(r.phase is not Phase.FORWARD for r in readers)
-
-
-class _Alive:
-    """Bytes alive while instructions are issued one after another."""
-
-    def __init__(self, program: Program):
-        self.program = program
-        self.alive = resident_bytes(program)
-        keep = {program.storage[t] for t in (*program.inputs, *program.outputs)}
-        self.touching: list[list[str]] = []
-        self.readers: dict[str, int] = {}
-        self.born: set[str] = {program.storage[t] for t in program.inputs}
-        for instruction in program.instructions:
-            touched = {program.storage[t] for t in (*instruction.inputs, *instruction.outputs)} - keep
-            self.touching.append(sorted(touched))
-            for s in touched:
-                self.readers[s] = self.readers.get(s, 0) + 1
-
-    def allocate(self, i: int) -> None:
-        for t in self.program.instructions[i].outputs:
-            s = self.program.storage[t]
-            if s not in self.born:
-                self.born.add(s)
-                self.alive += self.program.tensors[s].bytes
-
-    def release(self, i: int) -> None:
-        for s in self.touching[i]:
-            self.readers[s] -= 1
-            if not self.readers[s]:
-                self.alive -= self.program.tensors[s].bytes
-
-    def net_release(self, i: int) -> int:
-        """Bytes fewer alive once instruction i has run."""
-        made = {self.program.storage[t] for t in self.program.instructions[i].outputs} - self.born
-        freed = sum(self.program.tensors[s].bytes for s in self.touching[i] if self.readers[s] == 1)
-        return freed - sum(self.program.tensors[s].bytes for s in made)

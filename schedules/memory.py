@@ -47,3 +47,39 @@ def peak_memory(program: Program, start: Sequence[float], end: Sequence[float]) 
         alive += change
         peak = max(peak, alive)
     return peak
+
+
+class AliveBytes:
+    """Bytes alive while instructions are issued one after another."""
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.alive = resident_bytes(program)
+        keep = {program.storage[t] for t in (*program.inputs, *program.outputs)}
+        self.touching: list[list[str]] = []
+        self.readers: dict[str, int] = {}
+        self.born: set[str] = {program.storage[t] for t in program.inputs}
+        for instruction in program.instructions:
+            touched = {program.storage[t] for t in (*instruction.inputs, *instruction.outputs)} - keep
+            self.touching.append(sorted(touched))
+            for s in touched:
+                self.readers[s] = self.readers.get(s, 0) + 1
+
+    def allocate(self, i: int) -> None:
+        for t in self.program.instructions[i].outputs:
+            s = self.program.storage[t]
+            if s not in self.born:
+                self.born.add(s)
+                self.alive += self.program.tensors[s].bytes
+
+    def release(self, i: int) -> None:
+        for s in self.touching[i]:
+            self.readers[s] -= 1
+            if not self.readers[s]:
+                self.alive -= self.program.tensors[s].bytes
+
+    def net_release(self, i: int) -> int:
+        """Bytes fewer alive once instruction i has run."""
+        made = {self.program.storage[t] for t in self.program.instructions[i].outputs} - self.born
+        freed = sum(self.program.tensors[s].bytes for s in self.touching[i] if self.readers[s] == 1)
+        return freed - sum(self.program.tensors[s].bytes for s in made)

@@ -22,6 +22,7 @@ from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.schedules.axes import AxisInference
+from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.list_schedule import best_order
 from lancet_kernels.schedules.partition_range import PartitionOptions, choose_ranges, forward_length
 from lancet_kernels.schedules.plan import Plan, Prediction
@@ -54,6 +55,7 @@ class Planner:
         self.options = options or PlanningOptions()
         self.inference = AxisInference(program)
         self._plans: dict[str, Plan] = {}
+        self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
         self._strategies: dict[str, Callable[[], Plan]] = {
             "none": self._none,
             "tutel": self._tutel,
@@ -155,11 +157,10 @@ class Planner:
         return [most, *(p for p in (4, 2) if p < most)]
 
     def _partition(self, most_parts: int) -> tuple[PartitionRange, ...]:
-        known = self.__dict__.setdefault("_partitions", {})
-        if most_parts not in known:
+        if most_parts not in self._partitions:
             options = replace(self.options.partition, most_parts=most_parts)
-            known[most_parts] = choose_ranges(self.program, self.cost, options).ranges
-        return known[most_parts]
+            self._partitions[most_parts] = choose_ranges(self.program, self.cost, options).ranges
+        return self._partitions[most_parts]
 
     def _waited_for(self, ranges: Sequence[PartitionRange]) -> tuple[str, ...]:
         """All-to-alls outside the ranges, and other communication that is not a gradient all-reduce."""
@@ -174,6 +175,9 @@ class Planner:
     def _in_order(self, ranges: tuple[PartitionRange, ...], blocking: tuple[str, ...] = ()) -> Plan:
         """Pipelines where the ranges are; everything else in its original order."""
         expanded = expand(self.program, ranges)
+        if ranges:
+            order = issue_early(expanded, range(len(expanded)), fixed=frozenset(blocking))
+            expanded = expanded.reordered(order)
         timeline = simulate(expanded, self.cost, blocking=frozenset(blocking))
         return replace(self._plan(expanded, ranges, timeline, "original order"), blocking=blocking)
 

@@ -158,7 +158,10 @@ PLAIN = [
         for m in ("program", "program_json", "reachability", "clusters", "communication", "costs")
     ),
     *(f"graph/{m}.py" for m in ("measured", "cut", "equations", "rules", "step_builder", "synthetic")),
-    *(f"schedules/{m}.py" for m in ("simulate", "memory", "weight_gradients", "list_schedule", "optimum")),
+    *(
+        f"schedules/{m}.py"
+        for m in ("simulate", "memory", "weight_gradients", "list_schedule", "issue", "optimum")
+    ),
     *(f"schedules/{m}.py" for m in ("axes", "pipeline", "ranges", "partition_range", "plan", "strategies")),
     "schedules/timeline.py",
 ]

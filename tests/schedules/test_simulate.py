@@ -8,6 +8,7 @@ from hypothesis import settings
 from made_programs import given, program, random_programs
 
 from lancet_kernels.graph.program import Kind
+from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.memory import peak_memory
 from lancet_kernels.schedules.simulate import COMPUTE, LINK, simulate
 
@@ -67,6 +68,24 @@ def test_memory_counts_what_a_late_reader_keeps_alive():
 def test_memory_of_no_time_at_all():
     p = program("A c f 0", "B c f 0 A")
     assert peak_memory(p, [0, 0], [0, 0]) == 200
+
+
+def test_communication_is_issued_behind_what_it_needs():
+    p = program("A c f 1", "B c f 4", "X a f 2 A", "Y a f 2 B", "Z a f 2 A", "C c f 1 X")
+    names = [p.instructions[i].name for i in issue_early(p, range(6))]
+    assert names == ["A", "X", "B", "Y", "Z", "C"]  # Z stays behind Y: all-to-alls keep their order
+    names = [p.instructions[i].name for i in issue_early(p, range(6), fixed={"X"})]
+    assert names == ["A", "B", "X", "Y", "Z", "C"]
+
+
+@settings(max_examples=150, deadline=None)
+@hypothesis_given(random_programs())
+def test_issuing_early_changes_no_time(p):
+    early = p.reordered(issue_early(p, range(len(p))))
+    before, after = simulate(p, given).times, simulate(early, given).times
+    for i, instruction in enumerate(p.instructions):
+        assert after.start[early.index[instruction.name]] == before.start[i]
+        assert after.end[early.index[instruction.name]] == before.end[i]
 
 
 @settings(max_examples=150, deadline=None)
