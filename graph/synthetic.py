@@ -4,7 +4,8 @@ Section 7: GPT-2 in which every other feed-forward layer is an MoE layer, two ex
 512, SGD with momentum, the batch that fits the device. Assumed where the paper is silent: float32 (on p3dn
 it gives the share of all-to-all, about 40 %, and its ratio to the experts, about 3.4, that the paper shows;
 float16 gives twice that), top-1, capacity factor 1.25, one gradient all-reduce per layer, and all-to-alls
-that carry the full capacity.
+that carry the full capacity (`padded=False`: only real rows, as this library's own all-to-all sends them).
+Embedding and output projection share one weight, as in GPT-2.
 """
 
 from __future__ import annotations
@@ -30,7 +31,21 @@ class ModelShape:
     moe_every: int = 2
     experts_per_gpu: int = 2
     experts_per_token: int = 1
-    capacity_factor: float = 1.25
+    capacity_factor: float | None = 1.25
+    """None: dropless, a slot for every token in every expert's buffer."""
+    padded: bool = True
+    """Do all-to-alls and experts work on the full capacity, or on as many rows as there are tokens?"""
+
+    def capacity(self, tokens: int, experts: int) -> int:
+        """Slots per expert for the tokens of one rank."""
+        if self.capacity_factor is None:
+            return tokens
+        return max(1, math.ceil(self.capacity_factor * tokens * self.experts_per_token / experts))
+
+    def rows(self, tokens: int, experts: int) -> int:
+        """Rows of an expert buffer that cost something."""
+        slots = experts * self.capacity(tokens, experts)
+        return slots if self.padded else min(slots, tokens * self.experts_per_token)
 
 
 MODELS = {
@@ -45,8 +60,17 @@ PAPER_BATCH = {
 }
 """Sequences per GPU in the paper's experiments, by cluster and model."""
 
-GATES = {"switch": True, "batch_prioritized": False}
-"""Can the gate decide from a part of the batch?"""
+GATES = {
+    "switch": True,
+    "topk": True,
+    "gshard": False,
+    "batch-prioritized": False,
+    "expert-choice": False,
+    "hash": True,
+    "random": True,
+    "sigmoid": True,
+}
+"""Can the gate decide from a part of the batch? The gates of `lancet_kernels.ops`, named without torch."""
 
 
 def training_step(
@@ -76,6 +100,8 @@ class _TrainingStep:
         self.model, self.gpus, self.batch, self.partitionable = model, gpus, batch, partitionable
         self.b = StepBuilder(f"{model.name}, {gpus} GPUs, batch {batch}", dtype)
         self.tokens = batch * model.sequence
+        experts = model.experts_per_gpu * gpus
+        self.real_share = model.rows(self.tokens, experts) / (experts * model.capacity(self.tokens, experts))
         # Parameter to the gradient the optimizer reads: reduced over the ranks, or an expert's own.
         self.final_gradient: dict[str, str] = {}
 
@@ -104,16 +130,24 @@ class _TrainingStep:
         self._on_backward_done("embedding")
         ids = b.given("ids", self.batch, m.sequence, dtype="int64")
         table = b.parameter("embedding.weight", m.vocabulary, m.width)
+        places = b.parameter("position.weight", m.sequence, m.width)
+        found = b.tensor("embedding.found", self.batch, m.sequence, m.width)
         h = b.tensor("embedding.out", self.batch, m.sequence, m.width)
         rows = b.tensors[h].content_bytes
-        b.emit("embedding", "aten.embedding", [table, ids], [h], bytes=2 * rows)
+        b.emit("embedding", "aten.embedding", [table, ids], [found], bytes=2 * rows)
+        b.emit("embedding.position", "aten.add", [found, places], [h])
 
         def step() -> None:
-            grad = b.tensor("d_embedding.weight", m.vocabulary, m.width)
+            dplaces = b.tensor("d_position.weight", m.sequence, m.width)
+            b.emit("embedding.position.dW", "aten.sum", [b.gradient(h)], [dplaces], dims=[0])
+            b.send_weight_gradient(places, dplaces)
+            grad = b.tensor("d_embedding.rows", m.vocabulary, m.width)
             inputs = [b.gradient(h), ids]
             traffic = rows + b.tensors[grad].content_bytes
             b.emit("embedding.dW", "aten.embedding_dense_backward", inputs, [grad], bytes=traffic)
-            b.send_weight_gradient(table, grad)
+            total = b.tensor("d_embedding.weight", m.vocabulary, m.width)
+            b.emit("embedding.dW.sum", "aten.add", ["d_head.weight", grad], [total])
+            b.send_weight_gradient(table, total)
 
         b.on_backward(step)
         return h
@@ -127,8 +161,7 @@ class _TrainingStep:
     def _head(self, h: str) -> None:
         b, m = self.b, self.model
         self._on_backward_done("head")
-        x = b.layer_norm("final_norm", h)
-        logits = b.linear("head", x, m.vocabulary, bias=False)
+        logits = self._output_projection(b.layer_norm("final_norm", h))
         loss = b.tensor("loss", 1, dtype="float32")
         target = b.given("target", self.batch, m.sequence, dtype="int64")
         size = b.tensors[logits].content_bytes
@@ -146,11 +179,41 @@ class _TrainingStep:
 
         b.on_backward(step)
 
+    def _emit(self, name: str, op: str, inputs: list[str], outputs: list[str], flops: float = 0.0) -> None:
+        """An instruction on expert buffers [W, L, C, D], of which only some rows may cost something."""
+        specs = [self.b.tensors[t] for t in (*inputs, *outputs)]
+        shares = [self.real_share if len(spec.shape) == 4 else 1.0 for spec in specs]
+        traffic = sum(spec.content_bytes * share for spec, share in zip(specs, shares, strict=True))
+        self.b.emit(name, op, inputs, outputs, flops=flops, bytes=traffic)
+
+    def _output_projection(self, x: str) -> str:
+        """By the embedding's weight; its gradient waits for the embedding's own."""
+        b, m = self.b, self.model
+        table, shape = "embedding.weight", b.shape(x)
+        x_td = b.view("head.rows", x, self.tokens, m.width)
+        weight = b.tensor("head.weight", m.width, m.vocabulary, alias_of=table)
+        b.emit("head.t", "aten.t", [table], [weight], bytes=0)
+        y = b.tensor("head.out", self.tokens, m.vocabulary)
+        work = 2.0 * self.tokens * m.width * m.vocabulary
+        b.emit("head", "aten.mm", [x_td, weight], [y], flops=work)
+
+        def step() -> None:
+            dx = b.tensor("d_head.x", self.tokens, m.width)
+            b.emit("head.dX", "aten.mm", [b.gradient(y), table], [dx], flops=work)
+            grad = b.tensor("d_head.weight", m.vocabulary, m.width)
+            dy_t = b.tensor("d_head.out.t", m.vocabulary, self.tokens, alias_of=b.gradient(y))
+            b.emit(dy_t, "aten.t", [b.gradient(y)], [dy_t], bytes=0)
+            b.emit("head.dW", "aten.mm", [dy_t, x_td], [grad], flops=work)
+            b.send_gradient(x_td, dx)
+
+        b.on_backward(step)
+        return b.view("head.y", y, *shape[:2], m.vocabulary)
+
     def _moe(self, name: str, x: str) -> str:
         b, m = self.b, self.model
         width, tokens, k = m.width, self.tokens, m.experts_per_token
         experts = m.experts_per_gpu * self.gpus
-        capacity = math.ceil(m.capacity_factor * tokens * k / experts)
+        capacity = m.capacity(tokens, experts)
         x_td = b.view(f"{name}.rows", x, tokens, width)
         logits = b.linear(f"{name}.router", x_td, experts, bias=False)
         used = b.given(f"{name}.used", experts, dtype="int32")
@@ -169,7 +232,7 @@ class _TrainingStep:
         buffer = b.tensor(f"{name}.buffer", *buffer_shape)
         counts = b.tensor(f"{name}.counts", *buffer_shape[:2], dtype="int32")
         b.emit(f"{name}.kept_counts", "lancet.kept_counts", [after], [counts])
-        b.emit(f"{name}.dispatch", "lancet.dispatch", [x_td, expert, slot], [buffer])
+        self._emit(f"{name}.dispatch", "lancet.dispatch", [x_td, expert, slot], [buffer])
         received_counts = b.tensor(f"{name}.received_counts", *buffer_shape[:2], dtype="int32")
         b.emit(
             f"{name}.exchange_counts",
@@ -204,7 +267,7 @@ class _TrainingStep:
         def step() -> None:
             grad = b.tensor(f"d_{name}.x", *b.shape(x_td))
             inputs = [b.gradient(buffer), f"{name}.expert", f"{name}.slot"]
-            b.emit(f"{name}.dispatch.backward", "lancet.dispatch_backward", inputs, [grad])
+            self._emit(f"{name}.dispatch.backward", "lancet.dispatch_backward", inputs, [grad])
             b.send_gradient(x_td, grad)
 
         b.on_backward(step)
@@ -212,7 +275,7 @@ class _TrainingStep:
     def _all_to_all(self, name: str, x: str, counts: str, back: str) -> str:
         b = self.b
         y = b.tensor(f"{name}.y", *b.shape(x))
-        size = b.tensors[x].content_bytes
+        size = b.tensors[x].content_bytes * self.real_share
         b.emit(name, "lancet.all_to_all", [x, counts, back], [y], kind=Kind.ALL_TO_ALL, bytes=size)
 
         def step() -> None:
@@ -229,15 +292,15 @@ class _TrainingStep:
         ranks, local, capacity, width = b.shape(x)
         weight = b.parameter(f"{name}.weight", local, width, features)
         y = b.tensor(f"{name}.y", ranks, local, capacity, features)
-        work = 2.0 * ranks * local * capacity * width * features
-        b.emit(name, "lancet.grouped_gemm", [x, counts, weight], [y], flops=work)
+        work = 2.0 * ranks * local * capacity * width * features * self.real_share
+        self._emit(name, "lancet.grouped_gemm", [x, counts, weight], [y], flops=work)
 
         def step() -> None:
             dy = b.gradient(y)
             dx = b.tensor(f"d_{name}.x", *b.shape(x))
-            b.emit(f"{name}.dX", "lancet.grouped_gemm_dx", [dy, counts, weight], [dx], flops=work)
+            self._emit(f"{name}.dX", "lancet.grouped_gemm_dx", [dy, counts, weight], [dx], flops=work)
             grad = b.tensor(f"d_{name}.weight", local, width, features)
-            b.emit(f"{name}.dW", "lancet.grouped_gemm_dw", [x, dy, counts], [grad], flops=work)
+            self._emit(f"{name}.dW", "lancet.grouped_gemm_dw", [x, dy, counts], [grad], flops=work)
             b.outputs.append(grad)
             b.send_weight_gradient(weight, grad)
             b.send_gradient(x, dx)
@@ -248,12 +311,12 @@ class _TrainingStep:
     def _activation(self, name: str, x: str, counts: str) -> str:
         b = self.b
         y = b.tensor(f"{name}.y", *b.shape(x))
-        b.emit(name, "lancet.expert_activation", [x, counts], [y])
+        self._emit(name, "lancet.expert_activation", [x, counts], [y])
 
         def step() -> None:
             dx = b.tensor(f"d_{name}.x", *b.shape(x))
             inputs = [b.gradient(y), x, counts]
-            b.emit(f"{name}.backward", "lancet.expert_activation_backward", inputs, [dx])
+            self._emit(f"{name}.backward", "lancet.expert_activation_backward", inputs, [dx])
             b.send_gradient(x, dx)
 
         b.on_backward(step)
@@ -262,13 +325,13 @@ class _TrainingStep:
     def _combine(self, name: str, returned: str, routing: list[str], like: str) -> str:
         b = self.b
         out = b.tensor(f"{name}.out", self.tokens, self.model.width)
-        b.emit(f"{name}.combine", "lancet.combine", [returned, *routing], [out])
+        self._emit(f"{name}.combine", "lancet.combine", [returned, *routing], [out])
 
         def step() -> None:
             grad = b.tensor(f"d_{name}.returned", *b.shape(returned))
             dweight = b.tensor(f"d_{name}.gate_weight", *b.shape(routing[2]), dtype="float32")
             inputs = [b.gradient(out), returned, *routing]
-            b.emit(f"{name}.combine.backward", "lancet.combine_backward", inputs, [grad, dweight])
+            self._emit(f"{name}.combine.backward", "lancet.combine_backward", inputs, [grad, dweight])
             b.send_gradient(returned, grad)
             b.send_gradient(routing[2], dweight)
 

@@ -37,12 +37,16 @@ def label(event: Event, weight_gradients: frozenset[str] = frozenset()) -> str:
     return event.phase.value
 
 
-def perfetto_trace(events_by_rank: Mapping[int, Sequence[Event]]) -> dict[str, Any]:
+def perfetto_trace(
+    events_by_rank: Mapping[int, Sequence[Event]], weight_gradients: Sequence[str] = ()
+) -> dict[str, Any]:
     """Chrome trace JSON: a process per rank, a track per resource, times in microseconds.
 
+    Args: weight_gradients: names of the instructions that are categorized as dW.
     Raises:
         UserError: two events overlap on a track.
     """
+    gradients = frozenset(weight_gradients)
     entries: list[dict[str, Any]] = []
     for rank, events in events_by_rank.items():
         entries.append(
@@ -60,7 +64,7 @@ def perfetto_trace(events_by_rank: Mapping[int, Sequence[Event]]) -> dict[str, A
                     "pid": rank,
                     "tid": track,
                     "name": e.name,
-                    "cat": label(e),
+                    "cat": label(e, gradients),
                     "ts": e.start_ms * 1e3,
                     "dur": (e.end_ms - e.start_ms) * 1e3,
                 }
@@ -69,9 +73,18 @@ def perfetto_trace(events_by_rank: Mapping[int, Sequence[Event]]) -> dict[str, A
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
 
 
-def save_trace(events: Sequence[Event], path: str | Path, *, rank: int = 0) -> None:
-    """Write the trace of one rank; open it at ui.perfetto.dev or chrome://tracing."""
-    Path(path).write_text(json.dumps(perfetto_trace({rank: events})), encoding="utf-8")
+def save_trace(
+    events: Sequence[Event],
+    path: str | Path,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    weight_gradients: Sequence[str] = (),
+) -> None:
+    """Write the trace of `ranks` ranks from `rank` on that are all alike; open it at ui.perfetto.dev or
+    chrome://tracing."""
+    trace = perfetto_trace({rank + i: events for i in range(ranks)}, weight_gradients)
+    Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
 
 def save_picture(

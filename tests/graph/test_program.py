@@ -91,7 +91,7 @@ def test_views_add_no_memory():
     assert TensorSpec("x", (4, 2), "float16").bytes == 16
 
 
-@pytest.mark.parametrize("gate", ["switch", "batch_prioritized"])
+@pytest.mark.parametrize("gate", ["switch", "batch-prioritized"])
 def test_json_both_ways(gate):
     p = training_step("gpt2-s-moe", gpus=2, batch=2, gate=gate)
     again = program_from_json(json.loads(json.dumps(program_to_json(p))))

@@ -100,7 +100,7 @@ def test_axes_of_a_training_step():
 
 
 def test_no_axes_without_an_all_to_all_or_around_a_gate_of_the_whole_batch():
-    p = tiny_step(gate="batch_prioritized")
+    p = tiny_step(gate="batch-prioritized")
     inference = AxisInference(p)
     at = p.index
     assert inference.axes(at["layer0.norm1"], at["layer0.residual2"]) is None
@@ -207,7 +207,7 @@ def test_dynamic_program_equals_brute_force(milliseconds, overhead, longest):
     assert simulate(expand(p, found.ranges), cost).iteration_ms <= found.forward_ms + 1e-9
 
 
-@pytest.mark.parametrize("gate", ["switch", "batch_prioritized"])
+@pytest.mark.parametrize("gate", ["switch", "batch-prioritized"])
 @pytest.mark.parametrize("batch", [2, 4, 6])
 def test_dynamic_program_equals_brute_force_on_a_tiny_model(gate, batch):
     p = tiny_step(gpus=16, batch=batch, gate=gate)

@@ -75,7 +75,7 @@ def test_each_half_helps_and_both_help_more(plans):
 
 
 def test_batch_prioritized_gates_are_never_inside_a_range():
-    step, cost = paper_setting("gpt2-s-moe", "p3dn", 16, gate="batch_prioritized")
+    step, cost = paper_setting("gpt2-s-moe", "p3dn", 16, gate="batch-prioritized")
     plan = make_plan(step, cost)
     assert plan.ranges
     for r in plan.ranges:

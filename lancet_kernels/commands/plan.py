@@ -1,0 +1,199 @@
+"""`lancet plan`: what each strategy would need on a cluster, and the plan of one; runs nothing."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lancet_kernels.atomic import json_text
+from lancet_kernels.errors import UserError
+from lancet_kernels.models import MODELS
+from lancet_kernels.ops.gates import GATES
+from lancet_kernels.options import (
+    add_options,
+    option,
+    positive_float,
+    positive_float_or_none,
+    positive_int,
+    to_options,
+)
+from lancet_kernels.schedules import STRATEGY_NAMES
+
+if TYPE_CHECKING:
+    from lancet_kernels.simulation import Setting, Simulated
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What to plan for. The fields are the options of `lancet plan`."""
+
+    model: str = option("gpt2-s-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
+    cluster: str = option(
+        "p4de", "p3dn, p4de, dgx-h100, local, or a .toml file of your own", metavar="CLUSTER"
+    )
+    gpus: int = option(16, "a part of one node, or whole nodes", parse=positive_int)
+    gate: str = option(
+        "switch", f"{', '.join(GATES)}; options as in 'topk(renormalize=True)'", metavar="GATE"
+    )
+    top_k: int | None = option(None, "experts per token (default: 2 for gshard, else 1)", parse=positive_int)
+    batch: int | None = option(
+        None, "sequences per GPU (default: the paper's; 8 where it has none)", parse=positive_int
+    )
+    experts_per_gpu: int = option(2, "experts that each GPU hosts", parse=positive_int)
+    capacity_factor: float | None = option(
+        1.25, "room per expert, relative to a perfect balance; none: dropless", parse=positive_float_or_none
+    )
+    dtype: str = option("float32", "dtype of activations and weights", metavar="DTYPE")
+    memory_gb: float | None = option(
+        None, "memory that a plan may need (default: the GPU's)", parse=positive_float
+    )
+    strategy: str = option("lancet", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
+
+    def setting(self) -> Setting:
+        """As what is simulated."""
+        from lancet_kernels.simulation import Setting
+
+        return Setting(
+            model=self.model,
+            cluster=self.cluster,
+            gpus=self.gpus,
+            gate=self.gate,
+            batch=self.batch,
+            experts_per_gpu=self.experts_per_gpu,
+            top_k=self.top_k,
+            capacity_factor=self.capacity_factor,
+            dtype=self.dtype,
+        )
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `lancet`."""
+    command = commands.add_parser(
+        "plan",
+        help="plan a training step for a cluster, without having one",
+        description="Plan the training step of a model for a cluster, by simulation: no GPU, no ranks.",
+    )
+    add_options(command, PlanOptions)
+    command.add_argument("--timeline", metavar="FILE", help="draw all strategies on one time axis (.png)")
+    command.add_argument(
+        "--trace", metavar="FILE", help="write the strategy's timeline for ui.perfetto.dev (.json)"
+    )
+    command.add_argument("--save", metavar="FILE", help="write the strategy's plan (.json)")
+    command.add_argument("--json", action="store_true", help="print the figures as JSON")
+    command.set_defaults(run=run)
+
+
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Plan, and write what was asked for. -> exit code."""
+    # Here, not above: it brings the solver.
+    from lancet_kernels.simulation import simulate_setting
+
+    options: PlanOptions = to_options(PlanOptions, arguments)
+    start = time.perf_counter()
+    found = simulate_setting(options.setting(), options.memory_gb)
+    total = time.perf_counter() - start
+    written = _write_files(found, options.strategy, arguments)
+    if arguments.json:
+        print(
+            json_text(report(found, options.strategy, options.memory_gb) | {"total_seconds": total} | written)
+        )
+    else:
+        print(_text(found, options, written))
+    return 0
+
+
+def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> dict[str, object]:
+    """The figures as JSON values; times are simulated, planning seconds are measured here."""
+    from lancet_kernels.simulation import ASSUMPTIONS
+
+    setting, plans = found.setting, found.plans
+    limit = setting.hardware.memory_gb if memory_gb is None else memory_gb
+    predicted = {name: plan.predicted for name, plan in plans.items()}
+    baseline = min(predicted[name].iteration_ms for name in ("none", "tutel"))
+    return {
+        "simulated": True,
+        "model": setting.model,
+        "cluster": setting.hardware.name,
+        "gpus": setting.gpus,
+        "gate": setting.gate,
+        "batch": setting.sequences,
+        "dtype": setting.dtype,
+        "memory_limit_gb": limit,
+        "instructions": len(found.program),
+        "planning_seconds": dict(found.seconds),
+        "iteration_ms": {name: p.iteration_ms for name, p in predicted.items()},
+        "exposed_ms": {name: p.exposed_ms for name, p in predicted.items()},
+        "peak_memory_gb": {name: p.peak_memory_gb for name, p in predicted.items()},
+        "fits_memory": {name: p.peak_memory_gb <= limit for name, p in predicted.items()},
+        "speedup_vs_best_baseline": baseline / predicted["lancet"].iteration_ms,
+        "strategy": strategy,
+        "plan_fingerprint": plans[strategy].fingerprint,
+        "assumptions": list(ASSUMPTIONS),
+    }
+
+
+def _text(found: Simulated, options: PlanOptions, written: dict[str, str]) -> str:
+    plan = found.plans[options.strategy]
+    limit = found.setting.hardware.memory_gb if options.memory_gb is None else options.memory_gb
+    lines = [f"Simulated, nothing was run: {found.setting.describe()}", "", plan.explain(), ""]
+    if plan.predicted.peak_memory_gb > limit:
+        lines.append(f"Does not fit: {plan.predicted.peak_memory_gb:.1f} GB of {limit:.1f} GB.")
+    lines.append(f"Planned in {found.seconds[options.strategy]:.2f} s.")
+    lines += [f"{what} written to {path}" for what, path in written.items()]
+    return "\n".join(lines)
+
+
+def _write_files(found: Simulated, strategy: str, arguments: argparse.Namespace) -> dict[str, str]:
+    """Every file that was asked for. -> what it is: where it is."""
+    written: dict[str, str] = {}
+    if arguments.save:
+        with _writing(arguments.save):
+            found.plans[strategy].save(arguments.save)
+        written["plan"] = arguments.save
+    if arguments.trace:
+        from lancet_kernels.schedules.timeline import save_trace
+
+        with _writing(arguments.trace):
+            save_trace(
+                found.timeline(strategy).events,
+                arguments.trace,
+                ranks=found.setting.gpus,
+                weight_gradients=_weight_gradients(found),
+            )
+        written["trace"] = arguments.trace
+    if arguments.timeline:
+        from lancet_kernels.schedules.timeline import save_picture
+
+        rows = {name: found.timeline(name).events for name in found.plans}
+        with _writing(arguments.timeline):
+            save_picture(
+                rows,
+                arguments.timeline,
+                weight_gradients=_weight_gradients(found),
+                title=f"Simulated: {found.setting.describe()}",
+            )
+        written["timeline"] = arguments.timeline
+    return written
+
+
+def _weight_gradients(found: Simulated) -> list[str]:
+    from lancet_kernels.schedules.weight_gradients import weight_gradients
+
+    return [found.program.instructions[i].name for i in weight_gradients(found.program)]
+
+
+@contextlib.contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """A file that cannot be written, or has an ending that no picture has, is the user's mistake."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            "output file", got=f"{path} ({error})", expected="a writable file", do="name another one"
+        ) from error

@@ -1,0 +1,177 @@
+"""What would every strategy need on a cluster that nobody has here? One setting, simulated.
+
+A setting names model, cluster, GPUs, gate and batch. Its training step is written down op by op without torch
+tensors, its costs come from the cluster file, its times from simulating the plans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.clusters import Cluster, load_cluster
+from lancet_kernels.graph.costs import CostModel
+from lancet_kernels.graph.program import Program
+from lancet_kernels.graph.synthetic import PAPER_BATCH, ModelShape, training_step
+from lancet_kernels.models import model_config
+from lancet_kernels.ops.gates import parse_gate
+from lancet_kernels.schedules.partition_range import PartitionOptions
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.simulate import Timeline
+from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
+
+LIKE = {"dgx-h100": "p4de"}
+"""Clusters the paper did not use, and the one of its clusters with as much memory per GPU."""
+
+ASSUMPTIONS = (
+    "times come from the cluster file: a roofline of peak numbers times an efficiency factor, plus a fixed "
+    "cost per kernel; links as bandwidth, latency and a cost per peer",
+    "tokens are spread evenly over the experts; a part of k of an irregular all-to-all takes the time of C/k",
+    "one compute stream and one link per GPU that do not slow each other down; all ranks alike; all-reduces "
+    "give way to all-to-alls",
+    "none: computation waits for every all-to-all (RAF; also DeepSpeed, apart from its kernels)",
+    "tutel: all-to-alls and experts cut along the capacity, forward and backward, best degree of 1, 2, 4, 8",
+    "attention is one fused kernel that stores no S x S matrix; no dropout; SGD with momentum",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is simulated.
+
+    cluster: a name, or the path of a TOML file. batch: None for the paper's, by cluster and model.
+    """
+
+    model: str
+    cluster: str
+    gpus: int
+    gate: str = "switch"
+    batch: int | None = None
+    experts_per_gpu: int = 2
+    top_k: int | None = None
+    capacity_factor: float | None = 1.25
+    dtype: str = "float32"
+    padded: bool = False
+    """Do all-to-alls and experts work on the full capacity (the paper's cost model), or on real rows?"""
+    layers: int | None = None
+    """Instead of the model's own number."""
+
+    @cached_property
+    def hardware(self) -> Cluster:
+        return load_cluster(self.cluster)
+
+    @property
+    def sequences(self) -> int:
+        """The batch per GPU."""
+        if self.batch is not None:
+            return self.batch
+        known = LIKE.get(self.hardware.name, self.hardware.name), self.model
+        return PAPER_BATCH.get(known, 8)
+
+    @property
+    def shape(self) -> ModelShape:
+        """Raises: UserError for an unknown model, or a gate that cannot work with these experts."""
+        gate = parse_gate(self.gate)
+        config = model_config(self.model)
+        top_k = self.top_k or (2 if gate.name == "gshard" else 1)
+        gate.check(self.experts_per_gpu * self.gpus, top_k)
+        gate.check_capacity_factor(self.capacity_factor)
+        return ModelShape(
+            self.model,
+            self.layers or config.layers,
+            config.width,
+            config.heads,
+            config.vocab,
+            config.sequence,
+            experts_per_gpu=self.experts_per_gpu,
+            experts_per_token=top_k,
+            capacity_factor=self.capacity_factor,
+            padded=self.padded,
+        )
+
+    def program(self) -> Program:
+        """One rank's training step. Raises: UserError."""
+        gate = parse_gate(self.gate).name
+        return training_step(
+            self.shape, gpus=self.gpus, batch=self.sequences, gate=gate, dtype=self._checked_dtype()
+        )
+
+    def cost(self) -> CostModel:
+        """Raises: UserError for GPUs that are not whole nodes."""
+        return CostModel.for_cluster(self.hardware, self.gpus)
+
+    def _checked_dtype(self) -> str:
+        known = self.hardware.peak_tflops
+        if self.dtype not in known:
+            raise UserError(
+                "dtype",
+                got=self.dtype,
+                expected=f"one of {', '.join(known)}",
+                do="the cluster file names these",
+            )
+        return self.dtype
+
+    def describe(self) -> str:
+        """One line for headings."""
+        return (
+            f"{self.model}, gate {self.gate}, {self.gpus} GPUs of {self.hardware.name} "
+            f"({self.hardware.description}), {self.sequences} sequences per GPU, {self.dtype}"
+        )
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A setting with its plans."""
+
+    setting: Setting
+    program: Program
+    cost: CostModel
+    plans: Mapping[str, Plan]
+    seconds: Mapping[str, float]
+    """Wall time of making each plan, with those it builds on (`lancet` is made first)."""
+    cpu_seconds: Mapping[str, float]
+
+    def timeline(self, strategy: str) -> Timeline:
+        """The simulated iteration of one plan."""
+        return self.plans[strategy].simulate(self.program, self.cost)
+
+
+def simulate_setting(setting: Setting, memory_limit_gb: float | None = None) -> Simulated:
+    """Plans of all strategies.
+
+    Args: memory_limit_gb: no plan needs more, unless the original order does (None: the GPU's memory).
+    Raises: UserError for whatever of the setting is wrong.
+    """
+    # The links first: GPUs that are not whole nodes are a clearer complaint than what follows from them.
+    cost = setting.cost()
+    program = setting.program()
+    limit = setting.hardware.memory_gb if memory_limit_gb is None else memory_limit_gb
+    planner = _TimedPlanner(program, cost, PlanningOptions(PartitionOptions.from_environment(), limit))
+    # lancet builds on its halves: made first, its time holds all that it needs.
+    planner.plan("lancet")
+    plans = {name: planner.plan(name) for name in STRATEGIES}
+    predicted = {name: plan.predicted for name, plan in plans.items()}
+    plans = {
+        name: plan.with_comparison({n: p for n, p in predicted.items() if n != name})
+        for name, plan in plans.items()
+    }
+    return Simulated(setting, program, cost, plans, planner.seconds, planner.cpu_seconds)
+
+
+class _TimedPlanner(Planner):
+    """A planner that knows how long each plan took, those made on the way included."""
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*arguments)
+        self.seconds: dict[str, float] = {}
+        self.cpu_seconds: dict[str, float] = {}
+
+    def plan(self, strategy: str) -> Plan:
+        wall, cpu = time.perf_counter(), time.process_time()
+        plan = super().plan(strategy)
+        self.seconds.setdefault(strategy, time.perf_counter() - wall)
+        self.cpu_seconds.setdefault(strategy, time.process_time() - cpu)
+        return plan
