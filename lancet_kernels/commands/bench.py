@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import tempfile
@@ -12,10 +13,13 @@ from pathlib import Path
 
 import torch
 
+from lancet_kernels import netns
 from lancet_kernels.atomic import json_text, write_json_atomically
 from lancet_kernels.data import load_corpus, training_batch
+from lancet_kernels.errors import UserError
 from lancet_kernels.launch import Rank, launch, start_ranks, under_launcher
 from lancet_kernels.models import MODELS, GPT2MoE
+from lancet_kernels.ops.link import emulate_link
 from lancet_kernels.options import (
     add_options,
     non_negative_int,
@@ -39,13 +43,18 @@ class OverlapOptions:
     ranks: int = option(2, "processes on this machine", parse=positive_int)
     batch: int = option(8, "sequences per rank", parse=positive_int)
     sequence: int | None = option(None, "tokens per sequence (default: the model's)", parse=positive_int)
+    link: str = option(
+        "emulated",
+        "emulated: all-to-alls are paced; netns: a real wire between network namespaces (root, 2 ranks)",
+        choices=("emulated", "netns"),
+    )
     rounds: int = option(20, "measured iterations of every strategy, in turn", parse=positive_int)
     warmup: int = option(3, "iterations of every strategy that are left out", parse=non_negative_int)
     share: float = option(
         0.4, "of the blocking iteration that all-to-all shall take; sets the link", parse=positive_float
     )
     link_gbps: float | None = option(
-        None, "emulate this many Gbit/s instead of choosing by --share", parse=positive_float
+        None, "a link of this many Gbit/s instead of one chosen by --share", parse=positive_float
     )
     seed: int = option(0, "of weights and data", parse=non_negative_int)
     timeout: float = option(300.0, "seconds that a rank waits for another one", parse=positive_float)
@@ -79,6 +88,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     command.add_argument("--timeline", metavar="FILE", help="write a picture, predicted and measured (.png)")
     command.add_argument("--output", metavar="FILE", help="write the figures as JSON to a file, too")
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
+    # For ourselves: a wire must have its speed before the ranks that use it start.
+    command.add_argument("--only-choose-link", action="store_true", help=argparse.SUPPRESS)
     command.set_defaults(run=run)
 
 
@@ -88,8 +99,27 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if under_launcher() or options.ranks == 1:
         return _measure_here(options, arguments)
     check_options(options.for_training(), options.ranks)
-    launch(options.ranks, ["-m", "lancet_kernels.cli", *argv])
+    command = ["-m", "lancet_kernels.cli", *argv]
+    if options.link == "emulated":
+        launch(options.ranks, command)
+        return 0
+    lacking = netns.missing() if options.ranks == netns.RANKS else f"{netns.RANKS} ranks"
+    if lacking:
+        raise UserError(
+            "link netns", got=f"a machine without {lacking}", expected=lacking, do="use --link emulated"
+        )
+    gbps = options.link_gbps or _chosen_speed(argv, options)
+    netns.run_on_wire([*command, "--link-gbps", str(gbps)], gbps)
     return 0
+
+
+def _chosen_speed(argv: Sequence[str], options: OverlapOptions) -> float:
+    """Gbit/s at which all-to-all takes the wanted share: computed from a few blocking iterations."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "speed.json")
+        command = ["-m", "lancet_kernels.cli", *argv, "--link", "emulated", "--output", str(file)]
+        launch(options.ranks, [*command, "--only-choose-link"])
+        return json.loads(file.read_text())["link_gbps"]
 
 
 def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int:
@@ -98,12 +128,13 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
 
     rank = start_ranks("cpu", options.timeout)
     step, inputs = _step(options, rank)
-    if options.link_gbps is None:
-        gbps = overlap.slow_link(step, inputs, options.share)
-    else:
-        gbps = options.link_gbps
-        overlap.emulate_link(gbps)
-    _say(rank, f"emulated link of {gbps:.3g} Gbit/s; planning")
+    gbps = options.link_gbps or overlap.slow_link(step, inputs, options.share)
+    if arguments.only_choose_link:
+        if rank.rank == 0:
+            write_json_atomically(Path(arguments.output), {"link_gbps": gbps})
+        return 0
+    emulate_link(gbps if options.link == "emulated" else None)
+    _say(rank, f"{options.link} link of {gbps:.3g} Gbit/s; planning")
     # Measured anew: what was remembered may come from a busier or quieter hour.
     times = Path(tempfile.gettempdir(), f"lancet-times-{os.environ.get(LAUNCHER_PID, os.getpid())}.json")
     optimized = overlap.prepare(step, inputs, STRATEGY_NAMES, times)
@@ -111,7 +142,9 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
         times.unlink()
     _say(rank, f"measuring {options.rounds} rounds of {len(optimized)} strategies")
     measured = overlap.measure(optimized, inputs, options.rounds, options.warmup)
-    found = overlap.report(measured, "lancet", "emulated") | {"link_gbps": gbps} | _conditions(options, rank)
+    found = (
+        overlap.report(measured, "lancet", options.link) | {"link_gbps": gbps} | _conditions(options, rank)
+    )
     if arguments.timeline:
         overlap.save_timeline(optimized["lancet"], inputs, arguments.timeline, rank.rank == 0)
     if rank.rank == 0:
