@@ -127,23 +127,51 @@ def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
             raise
         except Exception as error:
             raise _refusal(module, error) from error
+        _make_sizes_numbers(module, joint.graph_module)
         yield Captured(traced, joint.graph_module, joint)
+
+
+def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
+    """Sizes of inputs are symbols, though each stands for one number; whoever compares sizes wants that.
+
+    Raises: CaptureError for a size that depends on data.
+    """
+
+    def plain(value: object) -> object:
+        if not isinstance(value, Tensor) or all(type(n) is int for n in (*value.shape, *value.stride())):
+            return value
+        sizes = [int(n) for n in value.shape], [int(n) for n in value.stride()]
+        with value.fake_mode:
+            made = torch.empty_strided(*sizes, dtype=value.dtype, device=value.device)
+        return made.requires_grad_(value.requires_grad)
+
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        try:
+            if isinstance(value, (tuple, list)):
+                node.meta["val"] = type(value)(map(plain, value))
+            elif isinstance(value, Tensor):
+                set_value(node, plain(value))
+            elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise ValueError(f"{node.target} makes a number that depends on data")
+        except (RuntimeError, ValueError) as error:
+            raise _refusal(module, error) from error
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the
-    nodes.
-
-    What stands behind the first node that a tangent reaches is backward, even if no tangent reaches it.
-    """
+    nodes on each side."""
     forward = forward_nodes(list(joint.graph.nodes))
-    tag = "is_forward"
+    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
+    first_backward = next((node for node in nodes if node not in forward), None)
+    for node in nodes[nodes.index(first_backward) :] if first_backward else ():
+        if node in forward:
+            # Only the backward reads it, but it needs no tangent: the transpose of a weight.
+            first_backward.prepend(node)
     for node in joint.graph.nodes:
         if node.op == "call_function":
-            if node not in forward:
-                tag = "is_backward"
-            # What torch's partitioner goes by.
-            node.meta["partitioner_tag"] = tag
+            # What torch's partitioner goes by: where the last forward node stands.
+            node.meta["partitioner_tag"] = "is_forward" if node in forward else "is_backward"
     placeholders = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
     return default_partition(
         joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=()

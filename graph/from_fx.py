@@ -191,9 +191,10 @@ def _aliased(node: fx.Node) -> dict[int, str]:
         if result.alias_info is None:
             continue
         for argument, value in zip(schema.arguments, node.args, strict=False):
-            same = (
-                argument.alias_info is not None
-                and argument.alias_info.before_set & result.alias_info.before_set
+            # `Tensor(a -> *)`: an op that returns a list of views of the argument.
+            same = argument.alias_info is not None and (
+                argument.alias_info.before_set & result.alias_info.before_set
+                or "*" in argument.alias_info.after_set
             )
             if same and isinstance(value, fx.Node) and tensor_names(value):
                 found[i] = tensor_names(value)[0]

@@ -45,6 +45,10 @@ _CAPACITY = 2
 _READS_SLOTS = ("lancet.dispatch", "lancet.combine", "lancet.combine_dweight")
 
 
+_Replacement = tuple[fx.Node, fx.Node, fx.Node]
+"""(reader, what it reads, what it shall read instead)"""
+
+
 class CutError(UserError):
     """A range cannot be cut into parts as asked."""
 
@@ -120,16 +124,26 @@ class _Cutter:
         if sorted(order) != sorted((name, part) for name in nodes for part in range(self.parts)):
             raise _refuse("an order that is not every instruction once per part", "all of them")
         end = _with_elements(self.inside[-1])[-1].next
-        with self.graph.inserting_before(end):
-            for name, part in order:
-                self._copy(nodes[name], part)
-            for layer in self.layers:
-                self._mend_slots(layer)
-            for node in self.cut:
-                self._reassemble(node)
-            for whole in reversed(self.wholes.values()):
-                if not whole.users:
-                    self.graph.erase_node(whole)
+        present = set(self.graph.nodes)
+        try:
+            with self.graph.inserting_before(end):
+                for name, part in order:
+                    self._copy(nodes[name], part)
+                replacements = [r for layer in self.layers for r in self._mended_slots(layer)]
+                replacements += [r for node in self.cut for r in self._reassembled(node)]
+        except (RuntimeError, ValueError, IndexError) as error:
+            for node in reversed(self.graph.nodes):
+                if node not in present:
+                    self.graph.erase_node(node)
+            if isinstance(error, CutError):
+                raise
+            reason = str(error).splitlines()[0]
+            raise _refuse(f"parts that do not fit together: {reason}", "axes that the rules allow") from error
+        for reader, old, new in replacements:
+            reader.replace_input_with(old, new)
+        for whole in reversed(self.wholes.values()):
+            if not whole.users:
+                self.graph.erase_node(whole)
         for node in self.late:
             for moved in _with_elements(node):
                 end.prepend(moved)
@@ -141,12 +155,10 @@ class _Cutter:
     # What is in the range
 
     def _layer(self, dispatch: fx.Node) -> _Layer:
-        gate = dispatch.args[1].args[0]
-        used = _element(gate, 3)
-        count = next((user for user in used.users if op_name(user) == "lancet.kept_counts"), None)
-        if count is None:
-            raise _refuse(f"{dispatch.name} whose gate has no kept_counts", "an MoELayer")
-        return _Layer(dispatch, dispatch.args[1], dispatch.args[2], count)
+        send = next((user for user in dispatch.users if op_name(user) == "lancet.all_to_all"), None)
+        if send is None or op_name(send.args[1]) != "lancet.kept_counts":
+            raise _refuse(f"{dispatch.name} without all-to-all or kept_counts", "the ops of an MoELayer")
+        return _Layer(dispatch, dispatch.args[1], dispatch.args[2], send.args[1])
 
     def _touches_cut(self, node: fx.Node) -> bool:
         touched = [name for n in (*node.all_input_nodes, *_with_elements(node)) for name in tensor_names(n)]
@@ -283,13 +295,15 @@ class _Cutter:
 
     # The whole again
 
-    def _reassemble(self, node: fx.Node) -> None:
-        """Give readers outside the parts whole tensors."""
+    def _reassembled(self, node: fx.Node) -> list[_Replacement]:
+        """Readers outside the parts get whole tensors."""
+        found = []
         for element in _with_elements(node):
             readers = [user for user in element.users if user not in self.made]
             if readers and tensor_names(element):
                 whole = self._whole(element)
-                element.replace_all_uses_with(whole, delete_user_cb=lambda user: user not in self.made)
+                found += [(reader, element, whole) for reader in readers]
+        return found
 
     def _whole(self, element: fx.Node) -> fx.Node:
         """One node that is the whole tensor again; made once."""
@@ -347,17 +361,16 @@ class _Cutter:
         back = [order.index(d) for d in range(whole.dim())]
         return self._call(aten.permute.default, (joined, back), {}, name)
 
-    def _mend_slots(self, layer: _Layer) -> None:
+    def _mended_slots(self, layer: _Layer) -> list[_Replacement]:
         """Whoever reads merged buffers behind the range needs the slots that rows have there."""
         readers = [u for u in layer.slot.users if u not in self.made and op_name(u) in _READS_SLOTS]
         if not readers:
-            return
+            return []
         experts = [self._part(layer.expert, p) for p in range(self.parts)]
         slots, counts = zip(*(self._local(layer, p) for p in range(self.parts)), strict=True)
         args = (experts, list(slots), list(counts), layer.capacity)
         merged = self._call(lancet.merge_slots.default, args, {}, f"{layer.slot.name}_merged")
-        for reader in readers:
-            reader.replace_input_with(layer.slot, merged)
+        return [(reader, layer.slot, merged) for reader in readers]
 
 
 def _shape(node: fx.Node) -> list[int]:

@@ -173,7 +173,11 @@ def check_way(
     for n, (whole, axis) in enumerate(zip(expected, way[len(instruction.inputs) :], strict=True)):
         if axis == CARRIED and n not in rule.carries:
             continue  # marked `*`: nobody may rely on it
-        _compare(f"{where}, result {n}", _joined([piece[n] for piece in pieces], axis), whole, instruction.op)
+        try:
+            joined = _joined([piece[n] for piece in pieces], axis)
+        except (RuntimeError, IndexError) as error:
+            raise WrongRule(f"{where}: the parts do not go together: {error}") from error
+        _compare(f"{where}, result {n}", joined, whole, instruction.op)
 
 
 def _call(node: fx.Node, arguments: tuple) -> object:

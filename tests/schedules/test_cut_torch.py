@@ -12,8 +12,8 @@ from torch import fx
 
 from lancet_kernels.graph.cut import can_be_cut
 from lancet_kernels.graph.from_fx import op_name
-from lancet_kernels.graph.program import Kind, Phase
-from lancet_kernels.graph.rules import IRREGULAR, rule_for
+from lancet_kernels.graph.program import Phase
+from lancet_kernels.graph.rules import IRREGULAR
 from lancet_kernels.ops.gates import parse_gate
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.cut import Cut, cut_range
@@ -36,7 +36,14 @@ GATES = {
 def size(gate: str = "topk", dropless: bool = False) -> Size:
     capacity = None if dropless and gate != "expert-choice" else 1.0
     return Size(
-        batch=8, sequence=3, width=8, heads=2, vocab=11, gate=gate, top_k=GATES[gate], capacity_factor=capacity
+        batch=8,
+        sequence=3,
+        width=8,
+        heads=2,
+        vocab=11,
+        gate=gate,
+        top_k=GATES[gate],
+        capacity_factor=capacity,
     )
 
 
@@ -51,7 +58,9 @@ def forward_ranges(step: Step) -> list[tuple[int, int]]:
     """Ranges that may be cut: around all layers where the gates can be, else from gate to gate."""
     instructions = step.program.instructions
     gates = [i for i, x in enumerate(instructions) if x.op == "lancet.gate"]
-    combines = [i for i, x in enumerate(instructions) if x.op == "lancet.combine" and x.phase is Phase.FORWARD]
+    combines = [
+        i for i, x in enumerate(instructions) if x.op == "lancet.combine" and x.phase is Phase.FORWARD
+    ]
     if parse_gate(instructions[gates[0]].attributes["spec"]).partitionable:
         return [(gates[0], combines[-1])]
     return [(gate + 1, combine) for gate, combine in zip(gates, combines, strict=True)]

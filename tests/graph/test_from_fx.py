@@ -1,0 +1,193 @@
+"""From fx graphs to Programs: kinds, phases, aliases, bytes and FLOPs, by hand and of captured models."""
+
+import time
+
+import pytest
+import torch
+from capturing import read_only_step
+from model_zoo import Size
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lancet_kernels.graph.capture import capture
+from lancet_kernels.graph.program import Kind, Phase, Program
+from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients, weight_gradients
+
+aten, collectives = torch.ops.aten, torch.ops._c10d_functional
+T, D, F = 6, 8, 10
+ITEM = 4
+
+
+class Builder:
+    """An fx graph written by hand, with fake values."""
+
+    def __init__(self) -> None:
+        self.graph, self.mode = fx.Graph(), FakeTensorMode()
+
+    def input(self, name: str, *shape: int, dtype=torch.float32) -> fx.Node:
+        node = self.graph.placeholder(name)
+        with self.mode:
+            node.meta["val"] = torch.empty(shape, dtype=dtype)
+        return node
+
+    def call(self, target, *args, **kwargs) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.mode:
+            node.meta["val"] = target(*values[0], **values[1])
+        return node
+
+    def module(self, *results: fx.Node) -> fx.GraphModule:
+        self.graph.output(results)
+        return fx.GraphModule(nn.Module(), self.graph)
+
+
+def test_a_linear_layer_by_hand():
+    model = nn.Linear(D, F)
+    with capture(model, (torch.randn(T, D, requires_grad=True),)) as captured:
+        program = Program.from_fx(captured.joint)
+    by_op: dict[str, list] = {}
+    for i in program.instructions:
+        by_op.setdefault(i.op, []).append(i)
+    (forward,) = by_op["aten.addmm"]
+    assert forward.phase is Phase.FORWARD
+    assert forward.kind is Kind.COMPUTE
+    assert forward.flops == 2 * T * D * F
+    assert forward.bytes == ITEM * (F + T * D + D * F + T * F)
+    gradients = by_op["aten.mm"]
+    assert {i.flops for i in gradients} == {2 * T * D * F}
+    assert {i.phase for i in gradients} == {Phase.BACKWARD}
+    assert {i.bytes for i in gradients} == {ITEM * (T * F + F * D + T * D)}
+    shapes = {program.tensors[i.outputs[0]].shape for i in gradients}
+    assert shapes == {(T, D), (F, D)} or shapes == {(T, D), (D, F)}
+    for view in by_op["aten.t"]:
+        assert view.bytes == view.flops == 0
+        assert program.tensors[view.outputs[0]].alias_of == view.inputs[0]
+        assert program.tensors[view.outputs[0]].bytes == 0
+    assert program.tensors[forward.outputs[0]].bytes == ITEM * T * F
+    assert program.outputs[0] == forward.outputs[0]
+
+
+def test_functional_collectives():
+    b = Builder()
+    x, w = b.input("x", 4, D), b.input("w", D, D)
+    sent = b.call(collectives.all_to_all_single.default, x, [2, 2], [2, 2], "0")
+    arrived = b.call(collectives.wait_tensor.default, sent)
+    y = b.call(aten.mm.default, arrived, w)
+    reduced = b.call(collectives.all_reduce.default, w, "sum", "0")
+    done = b.call(collectives.wait_tensor.default, reduced)
+    gathered = b.call(collectives.all_gather_into_tensor.default, y, 2, "0")
+    module = b.module(y, done, b.call(collectives.wait_tensor.default, gathered))
+
+    program = Program.from_fx(module, name="by hand")
+    kinds = {i.name: i.kind for i in program.instructions}
+    assert kinds[sent.name] is Kind.ALL_TO_ALL
+    assert kinds[reduced.name] is Kind.ALL_REDUCE
+    assert kinds[gathered.name] is Kind.OTHER_COMMUNICATION
+    assert kinds[arrived.name] is kinds[y.name] is Kind.COMPUTE
+    at = program.index
+    assert program.instructions[at[sent.name]].bytes == ITEM * 4 * D
+    assert program.instructions[at[gathered.name]].bytes == ITEM * 2 * 4 * D
+    assert program.instructions[at[arrived.name]].bytes == 0
+    assert program.tensors[arrived.name].alias_of == sent.name
+    assert program.storage[arrived.name] == sent.name
+    assert all(i.phase is Phase.FORWARD for i in program.instructions)
+    assert program.inputs == ("x", "w")
+    assert program.outputs == (y.name, done.name, module.graph.find_nodes(op="output")[0].args[0][2].name)
+
+
+def test_costs_from_a_callback():
+    b = Builder()
+    x, w = b.input("x", T, D), b.input("w", D, F)
+    y = b.call(aten.mm.default, x, w)
+    z = b.call(aten.relu.default, y)
+    program = Program.from_fx(b.module(z), cost=lambda node: 2.5 if node is y else None)
+    assert [i.milliseconds for i in program.instructions] == [2.5, None]
+
+
+def test_mutation_and_tuples():
+    b = Builder()
+    x = b.input("x", 4, 6)
+    first = b.call(aten.split.Tensor, x, 3, 1)
+    taken = b.call(lambda pair: pair[0], first)  # an op that is no OpOverload
+    b.call(aten.add_.Tensor, x, 1.0)
+    program = Program.from_fx(b.module(taken))
+    split, _, add = program.instructions
+    assert split.outputs == (f"{first.name}.0", f"{first.name}.1")
+    assert [program.tensors[t].alias_of for t in split.outputs] == ["x", "x"]
+    assert add.mutates == ("x",)
+    assert 0 in program.dependencies[2]
+
+
+def test_types_that_cuda_ops_return():
+    b = Builder()
+    x = b.input("seed", 2, dtype=torch.uint64)
+    program = Program.from_fx(b.module(b.call(aten.clone.default, x)))
+    assert [spec.bytes for spec in program.tensors.values()] == [16, 16]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+def test_a_captured_model(name):
+    size = Size()
+    step = read_only_step(name, size)
+    program = step.program
+    sends = [program.instructions[i] for i in program.positions(Kind.ALL_TO_ALL)]
+    moe_layers = size.layers // 2
+    assert [i.phase for i in sends] == [Phase.FORWARD] * 2 * moe_layers + [Phase.BACKWARD] * 2 * moe_layers
+    rows = size.batch * size.sequence * size.top_k
+    assert {i.bytes for i in sends} == {rows * size.width * 8}
+    assert {i.attributes["rows"] for i in sends} == {rows}
+    for op in ("lancet.grouped_gemm", "lancet.grouped_gemm_dx", "lancet.grouped_gemm_dw"):
+        gemms = [i for i in program.instructions if i.op == op]
+        assert len(gemms) == 2 * moe_layers
+        hidden = size.width * 2
+        inner = 2 * hidden if name == "llama" else 4 * size.width if name == "gpt2" else hidden
+        outer = hidden if name != "gpt2" else 4 * size.width
+        widths = {2.0 * rows * size.width * inner, 2.0 * rows * size.width * outer}
+        assert {i.flops for i in gemms} == widths
+    # What the forward pass reads, no tangent reaches.
+    made_later = {t for i in program.instructions if i.phase is Phase.BACKWARD for t in i.outputs}
+    assert not any(made_later & set(i.inputs) for i in program.instructions if i.phase is Phase.FORWARD)
+
+
+def test_ten_thousand_nodes_in_seconds(capsys):
+    """A training step written by hand: layers with an all-to-all each, dX and dW apart."""
+    b = Builder()
+    layers = 10_000 // 7
+    x, w = b.input("x", 4, D), b.input("w", D, D)
+    gradient = b.input("tangents_1", 4, D)
+    kept = []
+    for _ in range(layers):
+        x = b.call(aten.mm.default, x, w)
+        kept.append(x)
+        x = b.call(collectives.wait_tensor.default, _all_to_all(b, x))
+    results = [x]
+    for saved in reversed(kept):
+        gradient = b.call(collectives.wait_tensor.default, _all_to_all(b, gradient))
+        results.append(b.call(aten.mm.default, b.call(aten.t.default, saved), gradient))
+        gradient = b.call(aten.mm.default, gradient, w)
+    module = b.module(*results, gradient)
+    while len(module.graph.nodes) < 10_000:
+        with module.graph.inserting_before(module.graph.output_node()):
+            node = module.graph.call_function(aten.relu.default, (x,))
+            node.meta["val"] = x.meta["val"]
+    started = time.perf_counter()
+    program = Program.from_fx(module)
+    made = time.perf_counter()
+    assert program.reachability.reaches(0, 1)
+    reached = time.perf_counter()
+    scheduled = schedule_weight_gradients(program, lambda i, t: float(i.flops > 0 or i.kind.is_communication))
+    done = time.perf_counter()
+    assert len(scheduled) == len(program) >= 9_990
+    assert len(weight_gradients(program)) >= layers
+    with capsys.disabled():
+        print(
+            f"\n{len(program)} instructions: from_fx {made - started:.1f} s, reachability "
+            f"{reached - made:.1f} s, weight gradients {done - reached:.1f} s",
+            end="",
+        )
+    assert done - started < 30
+
+
+def _all_to_all(b: Builder, x: fx.Node) -> fx.Node:
+    return b.call(collectives.all_to_all_single.default, x, [2, 2], [2, 2], "0")
