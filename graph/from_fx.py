@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.ops.gates import parse_gate
 
 NodeCost = Callable[[fx.Node], float | None]
 """Milliseconds of a node; None leaves it to the cost model."""
@@ -216,7 +217,7 @@ def _mutated(node: fx.Node) -> tuple[str, ...]:
 
 def _attributes(node: fx.Node) -> dict[str, Any]:
     """The arguments that are no tensors, by name, as far as JSON can hold them; `dims` for what reorders
-    or reduces."""
+    or reduces; of a gate, whether it can decide from part of a batch."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {}
@@ -229,6 +230,8 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
         dims = plain.pop("dim", None)
         rank = node.args[0].meta["val"].dim()
         plain["dims"] = list(range(rank)) if dims is None else dims
+    elif op_name(node) == "lancet.gate":
+        plain["partitionable"] = parse_gate(plain["spec"]).partitionable
     return plain
 
 
