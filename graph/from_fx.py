@@ -220,7 +220,7 @@ def _mutated(node: fx.Node) -> tuple[str, ...]:
 
 def _attributes(node: fx.Node) -> dict[str, Any]:
     """The arguments that are no tensors, by name, as far as JSON can hold them; `dims` for what reorders
-    or reduces."""
+    or reduces; of a gate, whether it can decide from part of a batch."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {}
@@ -233,6 +233,8 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
         dims = plain.pop("dim", None)
         rank = node.args[0].meta["val"].dim()
         plain["dims"] = list(range(rank)) if dims is None else dims
+    elif op_name(node) == "lancet.gate":
+        plain["partitionable"] = parse_gate(plain["spec"]).partitionable
     return plain
 
 

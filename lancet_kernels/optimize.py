@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import Captured, capture, input_name, is_fake
+from lancet_kernels.graph.capture import Captured, capture, input_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.profiler import Profiler
@@ -123,11 +123,9 @@ def optimize(
             "strategy", got=repr(strategy), expected=f"one of {', '.join(STRATEGIES)}", do="check the name"
         )
     step = _Step(model, tuple(example_inputs), reduce_gradients, times)
-    with step.graph() as captured:
-        module, inputs = captured.joint, step.graph_inputs(captured)
-    inputs = [_ones_like(value) if is_fake(value) else value for value in inputs]
+    module, inputs = _captured_alike(step)
     program, cost = step.costs(module, inputs, cluster)
-    plans = _agree(step.group, program, lambda: _plans(program, cost, strategy, options, cache))
+    plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache))
     if cluster is None:
         timelines = [step.measured_timeline(inputs, program, plan, cost) for plan in plans]
     else:
@@ -158,7 +156,8 @@ class _Step:
             # A communicator of its own, so that an all-reduce never stands before an all-to-all in a queue.
             self.reduce_group = group_name(dist.new_group())
         experts = {id(parameter) for parameter in expert_parameters(model)}
-        self.experts = {name for name, parameter in model.named_parameters() if id(parameter) in experts}
+        names = model.named_parameters(remove_duplicate=False)
+        self.experts = {name for name, parameter in names if id(parameter) in experts}
 
     @contextlib.contextmanager
     def graph(self) -> Iterator[Captured]:
@@ -173,7 +172,7 @@ class _Step:
 
     def graph_inputs(self, captured: Captured) -> list[object]:
         """A value for each placeholder of the joint graph: parameters, buffers, the inputs, ones as
-        tangents."""
+        tangents. Call it outside `graph`, in which parameters have no contents."""
         state = dict(captured.module.named_parameters()) | dict(captured.module.named_buffers())
         flat = pytree.tree_leaves(self.inputs)
         values = []
@@ -182,7 +181,8 @@ class _Step:
                 continue
             name = input_name(node)
             if name is None:
-                values.append(node.meta["val"])  # a tangent; still fake here
+                tangent = node.meta["val"]
+                values.append(torch.ones(tangent.shape, dtype=tangent.dtype, device=tangent.device))
             elif name.startswith("input."):
                 values.append(flat[int(name.removeprefix("input."))])
             else:
@@ -224,35 +224,72 @@ def _plans(
     return Planner(program, cost, options).candidates(strategy)
 
 
-def _agree(group: str, program: Program, make: Callable[[], list[Plan]]) -> list[Plan]:
-    """The plan of rank 0 on every rank, which all have the same program. Raises: UserError naming who
-    has not."""
+def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:
+    """The joint graph and a value for each of its inputs; nothing has been run before all ranks have the
+    same.
+
+    Raises: CaptureError (this rank's), UserError naming the ranks that have another graph, or none.
+    """
+    found, refusal, module, inputs = "", None, None, []
+    try:
+        with step.graph() as captured:
+            module = captured.joint
+        # Out here, where the parameters are real again.
+        inputs = step.graph_inputs(captured)
+        found = fingerprint(Program.from_fx(module))
+    except UserError as error:
+        refusal = error
+    fingerprints = _all_gather(step.group, found)
+    if refusal is not None:
+        raise refusal
+    for others, what in (
+        ([peer for peer, other in enumerate(fingerprints) if not other], "no graph"),
+        ([peer for peer, other in enumerate(fingerprints) if other != fingerprints[0]], "another one"),
+    ):
+        if others:
+            raise UserError(
+                "training step across ranks",
+                got=f"{what} on rank(s) {', '.join(map(str, others))}",
+                expected=f"the graph of rank 0 on all {len(fingerprints)} ranks",
+                do="give every rank the same model and the same input shapes",
+            )
+    return module, inputs
+
+
+def _plans_of_first(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:
+    """The plans of rank 0 on every rank. Raises: UserError on all ranks if rank 0 has none."""
     if not group:
         return make()
-    process_group, rank = group_of(group), group_rank(group)
-    found: list = [None] * group_size(group)
-    dist.all_gather_object(found, fingerprint(program), group=process_group)
-    others = [peer for peer, other in enumerate(found) if other != found[0]]
-    if others:
+    process_group, box, failure = group_of(group), [None], None
+    if group_rank(group) == 0:
+        try:
+            box = [[plan.to_json() for plan in make()]]
+        except Exception as error:
+            failure, box = error, [f"{type(error).__name__}: {error}"]
+    # Also when it failed: the others wait for it.
+    dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+    if failure is not None:
+        raise failure
+    if isinstance(box[0], str):
+        raise UserError("plan of rank 0", got=box[0], expected="a plan", do="see what rank 0 says")
+    plans = [Plan.from_json(data) for data in box[0]]
+    if len(set(_all_gather(group, tuple(plan.fingerprint for plan in plans)))) != 1:
         raise UserError(
-            "model across ranks",
-            got=f"another training step on rank(s) {', '.join(map(str, others))} than on rank 0",
-            expected="the same on every rank",
-            do="give every rank the same model and the same input shapes",
-        )
-    made = [[plan.to_json() for plan in make()] if rank == 0 else None]
-    dist.broadcast_object_list(made, src=dist.get_global_rank(process_group, 0), group=process_group)
-    plans = [Plan.from_json(data) for data in made[0]]
-    dist.all_gather_object(found, [plan.fingerprint for plan in plans], group=process_group)
-    if any(other != found[0] for other in found):
-        raise UserError(
-            "plan across ranks", got=found, expected="one plan", do="start all ranks with one version"
+            "plan across ranks",
+            got="different ones",
+            expected="one plan",
+            do="start all ranks with one version",
         )
     return plans
 
 
-def _ones_like(fake: Tensor) -> Tensor:
-    return torch.ones(fake.shape, dtype=fake.dtype, device=fake.device)
+def _all_gather(group: str, value: object) -> list:
+    """The value of every rank of the group; of this process alone where there is no group."""
+    if not group:
+        return [value]
+    found: list = [None] * group_size(group)
+    dist.all_gather_object(found, value, group=group_of(group))
+    return found
 
 
 def _shapes(inputs: Sequence[object]) -> list[object]:

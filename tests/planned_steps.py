@@ -1,0 +1,304 @@
+"""A small training step on the ranks of a job, run as it stands and with plans: what both give.
+
+    step = SmallStep(case)          on every rank
+    step.plain()                    the module itself, replicated gradients summed over the ranks
+    step.planned(plan)              forward and backward graph of the plan, run by hand
+    step.plan_of(...), step.cut(...), step.shuffled(...)      plans to try
+
+One capture serves any number of plans. Experts of the case stay empty and tokens are dropped (`skew`).
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from lancet_kernels import expert_parameters, moe_losses, set_routing_step
+from lancet_kernels.graph.capture import input_name, output_node
+from lancet_kernels.graph.from_fx import op_name
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.program_json import fingerprint
+from lancet_kernels.models import GPT2MoE, ModelConfig
+from lancet_kernels.optimize import _Step
+from lancet_kernels.schedules.axes import AxisInference
+from lancet_kernels.schedules.partition_range import PartitionOptions
+from lancet_kernels.schedules.plan import Plan, Prediction
+from lancet_kernels.schedules.ranges import PartitionRange, expand
+from lancet_kernels.schedules.realize import realize, split_as_planned
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from lancet_kernels.step import TrainingStep
+
+VOCABULARY = 13
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A GPT-2 with experts in every other block, and its batch."""
+
+    gate: str = "switch"
+    top_k: int = 1
+    capacity_factor: float | None = 0.75
+    activation: str = "gelu"
+    layers: int = 4
+    width: int = 8
+    experts: int = 4
+    batch: int = 8
+    sequence: int = 6
+    dtype: torch.dtype = torch.float64
+
+
+class StepWithLogits(TrainingStep):
+    """TrainingStep that also shows the logits of every token: a token that is routed otherwise has others."""
+
+    def forward(self, token_BS: Tensor, target_BS: Tensor) -> tuple[Tensor, ...]:
+        logits_BSV, sums = self.model(token_BS)
+        cross_entropy = nn.functional.cross_entropy(logits_BSV.flatten(0, 1), target_BS.flatten())
+        moe = moe_losses(sums)
+        objective = cross_entropy + self.balance_weight * moe.balance.mean() + self.z_weight * moe.z.mean()
+        return objective / self.ranks, moe.dropped.mean(), moe.assigned, logits_BSV.detach()
+
+
+def build_step(case: StepCase) -> tuple[StepWithLogits, tuple[Tensor, Tensor]]:
+    """The step and this rank's batch: parameters large enough that gradients are of order one."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    config = ModelConfig(
+        "small",
+        layers=case.layers,
+        width=case.width,
+        heads=2,
+        sequence=case.sequence,
+        vocab=VOCABULARY,
+        num_experts=case.experts,
+        top_k=case.top_k,
+        gate=case.gate,
+        capacity_factor=case.capacity_factor,
+        activation=case.activation,
+    )
+    model = GPT2MoE(config).to(case.dtype)
+    replicated, own = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2 + rank)
+    experts = {id(parameter) for parameter in expert_parameters(model)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = own if id(parameter) in experts else replicated
+            values = torch.randn(parameter.shape, generator=noise, dtype=torch.float64)
+            parameter.add_(0.3 * values.to(case.dtype))
+        for block in model.blocks:
+            if block.moe:
+                _skew(block)
+    set_routing_step(model, 3)
+    step = StepWithLogits(model, ranks, balance_weight=0.1, z_weight=0.01)
+    generator = torch.Generator().manual_seed(10 + rank)
+    # Few token ids, so that the hash gate leaves experts empty, too.
+    tokens = torch.randint(0, 3, (case.batch, case.sequence), generator=generator)
+    targets = torch.randint(0, VOCABULARY, (case.batch, case.sequence), generator=generator)
+    return step, (tokens, targets)
+
+
+def _skew(block: nn.Module) -> None:
+    """What all tokens have in common draws them to expert 0 and keeps them from the last one."""
+    layer = block.feed_forward
+    if layer.router is None:
+        return
+    common = block.norm2.bias
+    common.add_(common.sign())
+    pull = common / common.norm()
+    layer.router[0] += 0.3 * pull
+    layer.router[-1] -= 9 * pull
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """What `.grad` holds, by name."""
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def sum_over_ranks(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of replicated parameters added up over the ranks, those of experts as they are."""
+    experts = {id(parameter) for parameter in expert_parameters(model)}
+    result = dict(found)
+    for name, parameter in model.named_parameters():
+        if name in result and id(parameter) not in experts and dist.is_initialized():
+            dist.all_reduce(result[name])
+    return result
+
+
+@dataclass
+class Outcome:
+    """What a step gave: the outputs of the forward, and the gradients by parameter."""
+
+    outputs: list[Tensor]
+    gradients: dict[str, Tensor]
+
+    def distance(self, other: Outcome) -> float:
+        """The largest difference of any number, relative to the largest of its tensor where that is over
+        1."""
+        assert self.gradients.keys() == other.gradients.keys()
+        assert len(self.outputs) == len(other.outputs)
+        pairs = [*zip(self.outputs, other.outputs, strict=True)]
+        pairs += [(self.gradients[name], other.gradients[name]) for name in self.gradients]
+        worst = 0.0
+        for mine, theirs in pairs:
+            assert mine.shape == theirs.shape
+            assert mine.dtype == theirs.dtype
+            if mine.numel():
+                difference = (mine.double() - theirs.double()).abs().max()
+                assert difference.isfinite()
+                worst = max(worst, float(difference / theirs.double().abs().max().clamp(min=1.0)))
+        return worst
+
+
+def dear_communication(instruction: Instruction, _tensors: Mapping) -> float:
+    """Costs under which everything is worth cutting: 4 ms an all-to-all, 0.2 ms an op, hardly any
+    overhead."""
+    parts = instruction.attributes.get("parts", 1)
+    if instruction.kind is Kind.ALL_TO_ALL:
+        return 4.0 / parts + 0.01
+    if instruction.kind is Kind.ALL_REDUCE:
+        return 1.0
+    if instruction.op in ("lancet.split", "lancet.reassemble") or not (
+        instruction.bytes or instruction.flops
+    ):
+        return 0.0
+    return 0.2 / parts + 0.002
+
+
+class SmallStep:
+    """One captured step on this rank."""
+
+    def __init__(self, case: StepCase) -> None:
+        self.module, self.inputs = build_step(case)
+        self._step = _Step(self.module, self.inputs, True, None)
+        with self._step.graph() as captured:
+            self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
+            self.parameters = captured.parameter_of_gradient()
+        self.values = self._step.graph_inputs(captured)
+        self.program = Program.from_fx(self.joint)
+        self.inference = AxisInference(self.program)
+        self.names = [i.name for i in self.program.instructions]
+
+    def plain(self) -> Outcome:
+        """The module as it stands, without any graph."""
+        self.module.zero_grad(set_to_none=True)
+        outputs = self.module(*self.inputs)
+        outputs[0].backward()
+        found = sum_over_ranks(self.module, gradients(self.module))
+        self.module.zero_grad(set_to_none=True)
+        return Outcome([o.detach().clone() for o in outputs], found)
+
+    def planned(self, plan: Plan) -> Outcome:
+        """The step as the plan wants it."""
+        forward, backward = self.halves(plan)
+        return self.run(forward, backward)
+
+    def halves(self, plan: Plan) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward graph of a plan."""
+        joint = copy.deepcopy(self.joint)
+        assert [n.name for n in joint.graph.nodes] == [n.name for n in self.joint.graph.nodes]
+        realize(joint, self.program, plan)
+        return split_as_planned(joint, self.forward_outputs, plan)
+
+    @torch.no_grad()
+    def run(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Outcome:
+        """Both graphs with this rank's values; the objective's gradient is one."""
+        by_name = dict(
+            zip([n.name for n in self.joint.graph.nodes if n.op == "placeholder"], self.values, strict=True)
+        )
+        wanted = [n.name for n in forward.graph.nodes if n.op == "placeholder"]
+        results = forward(*(by_name[name] for name in wanted))
+        saved = output_node(forward).args[0][self.forward_outputs :]
+        known = {n.name: value for n, value in zip(saved, results[self.forward_outputs :], strict=True)}
+        tangents = [n for n in backward.graph.nodes if n.op == "placeholder" and n.name not in known]
+        assert [input_name(n) for n in tangents] == [None], "one tangent: the objective's"
+        known[tangents[0].name] = torch.ones_like(results[0])
+        found = backward(*(known[n.name] for n in backward.graph.nodes if n.op == "placeholder"))
+        grads: dict[str, Tensor] = {}
+        for position, name in self.parameters.items():
+            if found[position - self.forward_outputs] is not None:
+                grads[name] = found[position - self.forward_outputs].clone()
+        return Outcome([r.clone() for r in results[: self.forward_outputs]], grads)
+
+    # Plans
+
+    def planner(self, most_parts: int) -> Planner:
+        """What the library would choose, were communication dear."""
+        options = PlanningOptions(partition=PartitionOptions(most_parts=most_parts))
+        return Planner(self.program, dear_communication, options)
+
+    def by_hand(self, ranges: list[PartitionRange], seed: int | None = None) -> Plan:
+        """A plan that cuts these ranges; with a seed, in a random valid order."""
+        expanded = expand(self.program, ranges)
+        order = [i.name for i in expanded.instructions]
+        if seed is not None:
+            order = random_order(expanded, seed)
+        return Plan(
+            program=self.program.name,
+            program_fingerprint=fingerprint(self.program),
+            strategy="by hand",
+            order=tuple(order),
+            ranges=tuple(ranges),
+            predicted=Prediction(0.0, 0.0, 0.0),
+        )
+
+    def cut(self, first: str, last: str, parts: int) -> PartitionRange | None:
+        """The range of these instructions in that many parts, None if it has no axes."""
+        axes = self.inference.axes(self.program.index[first], self.program.index[last])
+        return PartitionRange(first, last, parts, dict(axes)) if axes else None
+
+    def named(self, op: str, phase: Phase = Phase.FORWARD) -> list[str]:
+        """Instructions with that op, in order."""
+        return [i.name for i in self.program.instructions if i.op == op and i.phase is phase]
+
+    def candidates(self) -> dict[str, tuple[str, str]]:
+        """Ranges worth trying, by what they hold: (first, last)."""
+        gates, combines = self.named("lancet.gate"), self.named("lancet.combine")
+        sends = self.named("lancet.all_to_all")
+        back = self.named("lancet.all_to_all", Phase.BACKWARD)
+        behind = self.names[self.program.index[gates[0]] + 1]
+        attentions = [
+            i.name for i in self.program.instructions if "attention" in i.op and i.phase is Phase.FORWARD
+        ]
+        found = {
+            "experts": (sends[0], sends[1]),
+            "behind the gate": (behind, combines[0]),
+            "layer": (gates[0], combines[0]),
+            "experts of the backward": (back[0], back[1]),
+        }
+        if len(gates) > 1:
+            found["into the next block"] = (gates[0], attentions[2])
+            found["from attention"] = (attentions[1], combines[0])
+            found["two layers"] = (gates[0], combines[1])
+        return found
+
+
+def random_order(program: Program, seed: int) -> list[str]:
+    """A random valid order, the forward before the backward; the same on every rank."""
+    chosen = random.Random(seed)
+    missing = [len(set(program.dependencies[i])) for i in range(len(program))]
+    ready = [i for i in range(len(program)) if not missing[i]]
+    order = []
+    while ready:
+        first = [i for i in ready if program.instructions[i].phase is Phase.FORWARD] or ready
+        i = chosen.choice(sorted(first))
+        ready.remove(i)
+        order.append(program.instructions[i].name)
+        for j in set(program.dependents[i]):
+            missing[j] -= 1
+            if not missing[j]:
+                ready.append(j)
+    assert len(order) == len(program)
+    return order
+
+
+def parts_of_gates(module: fx.GraphModule) -> int:
+    """How many gate nodes a graph has."""
+    return sum(n.op == "call_function" and op_name(n) == "lancet.gate" for n in module.graph.nodes)
+
+
+def with_order(plan: Plan, order: list[str]) -> Plan:
+    """The plan in another order."""
+    return replace(plan, order=tuple(order))
