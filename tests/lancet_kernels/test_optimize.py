@@ -1,5 +1,4 @@
-"""`optimize`: whatever the plan, the mathematics of the module; and what happens where a plan does not
-fit."""
+"""`optimize`: whatever the plan, the mathematics of the module; and what happens where a plan does not fit."""
 
 from dataclasses import dataclass, replace
 
@@ -96,8 +95,11 @@ def check_case(pool, case: StepCase, parts: tuple[int, ...], orders: int = 0) ->
         for one in tried:
             assert one.distance < BOUND, (case, one)
         assert (dropped > 0) == (case.capacity_factor is not None and "expert-choice" not in case.gate)
-        if parse_gate(case.gate).uses_logits and "expert-choice" not in case.gate and "sigmoid" not in
-        case.gate:
+        if (
+            parse_gate(case.gate).uses_logits
+            and "expert-choice" not in case.gate
+            and "sigmoid" not in case.gate
+        ):
             assert 0 in assigned, "the case was meant to leave experts empty"
     tried = by_rank[0][0]
     assert [one.plan for one in tried] == [one.plan for one in by_rank[1][0]]
@@ -106,8 +108,9 @@ def check_case(pool, case: StepCase, parts: tuple[int, ...], orders: int = 0) ->
     partitionable = parse_gate(case.gate).partitionable
     assert any(one.gate_is_cut for one in tried) == partitionable, "gates are cut exactly if they may be"
     for strategy in ("lancet-partition", "lancet"):
-        assert any(one.parts for one in tried if one.plan.startswith(f"{strategy} ")), f"{strategy} cut
-        nothing"
+        assert any(one.parts for one in tried if one.plan.startswith(f"{strategy} ")), (
+            f"{strategy} cut nothing"
+        )
     return tried
 
 
