@@ -144,9 +144,9 @@ class _Work:
         self.program, self.ms = program, ms
         self.priority = critical_path(program, ms)
         self.urgent = bitset([i for i, x in enumerate(program.instructions) if _is_urgent(x.kind)])
+        self.needed_by_none = [not d & self.urgent for d in program.reachability.descendants]
         self.is_filler = [
-            not program.reachability.descendants[i] & self.urgent or _waits_for_backward(program, i)
-            for i in range(len(program))
+            unneeded or _waits_for_backward(program, i) for i, unneeded in enumerate(self.needed_by_none)
         ]
 
 
@@ -164,6 +164,7 @@ class _ListScheduler:
         self.oldest_first, self.refuse_beyond = oldest_first, refuse_beyond
         self.pending = [len(before) for before in self.program.dependencies]
         self.priority, self.is_filler = work.priority, work.is_filler
+        self.needed_by_none = work.needed_by_none
         self.ready: list[tuple[float, int]] = []
         self.fillers: set[int] = set()
         self.urgent: list[tuple[float, int, float]] = []
@@ -274,6 +275,8 @@ class _ListScheduler:
 
     def _later(self, filler: int) -> bool:
         """Will another all-to-all come that this filler could overlap?"""
+        if self.needed_by_none[filler]:
+            return bool(self.unsent)
         return bool(self.unsent & ~self.program.reachability.descendants[filler])
 
     def _take(self, filler: int) -> int:
