@@ -76,7 +76,7 @@ def load_cluster(name: str | Path) -> Cluster:
         )
     try:
         data = tomllib.loads(source.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(
             "cluster file", got=f"{source} ({error})", expected="a readable TOML file", do="correct the file"
         ) from error

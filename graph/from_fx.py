@@ -254,11 +254,19 @@ def _flops(node: fx.Node, op: str, rows: dict[fx.Node, int]) -> float:
         return 2.0 * rows.get(node, 0) * node.meta["val"][0].numel()
     packet = getattr(node.target, "overloadpacket", None)
     values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+    if op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention":
+        # torch's registry does not know that fused kernels skip what a causal mask hides.
+        return _attention_flops(values, "backward" in op) * (0.5 if _is_causal(node) else 1.0)
     if packet in flop_registry:
         return float(flop_registry[packet](*values, **node.kwargs, out_val=node.meta["val"]))
-    if op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention":
-        return _attention_flops(values, backward="backward" in op)
     return 0.0
+
+
+def _is_causal(node: fx.Node) -> bool:
+    return any(
+        argument.name == "is_causal" and value is True
+        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
+    ) or bool(node.kwargs.get("is_causal", False))
 
 
 def _attention_flops(values: list[Any], backward: bool) -> float:

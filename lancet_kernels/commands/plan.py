@@ -98,9 +98,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     total = time.perf_counter() - start
     written = _write_files(found, options.strategy, arguments)
     if arguments.json:
-        print(
-            json_text(report(found, options.strategy, options.memory_gb) | {"total_seconds": total} | written)
-        )
+        figures = report(found, options.strategy, options.memory_gb)
+        print(json_text(figures | {"total_planning_seconds": total, "files": written}))
     else:
         print(_text(found, options, written))
     return 0

@@ -1,0 +1,130 @@
+"""One setting of the paper, simulated, as numbers that travel between processes."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
+from lancet_kernels.schedules.simulate import Timeline
+from lancet_kernels.simulation import Setting, Simulated, simulate_setting
+
+Factor = Callable[[Instruction], float]
+
+BASELINES = ("none", "tutel")
+
+
+def _noise(instruction: Instruction) -> float:
+    """Log-normal, 10 %, the same for an instruction in every run."""
+    return math.exp(random.Random(instruction.name).gauss(0.0, 0.1))
+
+
+WHAT_IF: dict[str, Factor] = {
+    "links 20 % slower": lambda i: 1.25 if i.kind.is_communication else 1.0,
+    "links 20 % faster": lambda i: 1 / 1.2 if i.kind.is_communication else 1.0,
+    "computation 20 % slower": lambda i: 1.0 if i.kind.is_communication else 1.25,
+    "computation 20 % faster": lambda i: 1.0 if i.kind.is_communication else 1 / 1.2,
+    "every time off by 10 %": _noise,
+}
+"""What if the cluster is not what its file says? Factors on the times that the plans were made with."""
+
+
+@dataclass(frozen=True)
+class Decomposition:
+    """Where an iteration goes, in milliseconds (figure 13)."""
+
+    iteration_ms: float
+    computation_ms: float
+    """Not overlapped."""
+    overlapped_ms: float
+    communication_ms: float
+    """Not overlapped: computation idles."""
+    peak_memory_gb: float
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Decomposition:
+        busy = sum(e - s for _, s, e in timeline.times.link)
+        computing = sum(timeline.times.end[i] - timeline.times.start[i] for i in timeline.times.compute)
+        overlapped = busy - timeline.exposed_ms
+        return cls(
+            timeline.iteration_ms,
+            computing - overlapped,
+            overlapped,
+            timeline.exposed_ms,
+            timeline.peak_memory_bytes / 1e9,
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one setting came to, per strategy."""
+
+    setting: Setting
+    batch: int
+    memory_gb: float
+    instructions: int
+    strategies: Mapping[str, Decomposition]
+    unpadded: Decomposition
+    """The plan `lancet` when its all-to-alls send only real rows, as Lancet's irregular ones do."""
+    planning_seconds: float
+    """CPU time of the plan `lancet`."""
+    what_if: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Iteration time of the unchanged plans under each of `WHAT_IF`."""
+
+    def iteration(self, strategy: str) -> float:
+        return self.strategies[strategy].iteration_ms
+
+    def fits(self, strategy: str) -> bool:
+        return self.strategies[strategy].peak_memory_gb <= self.memory_gb
+
+    @property
+    def speedup(self) -> float:
+        """Of lancet over the better baseline."""
+        return min(map(self.iteration, BASELINES)) / self.iteration("lancet")
+
+
+def measure(setting: Setting, what_if: bool = False) -> Measured:
+    """Plan and simulate one setting. `what_if`: also with costs that differ from the planned ones."""
+    # Programs are many small objects without cycles: looking for cycles takes an eighth of the time.
+    gc.disable()
+    try:
+        found = simulate_setting(setting)
+        return Measured(
+            setting,
+            setting.sequences,
+            setting.hardware.memory_gb,
+            len(found.program),
+            {name: Decomposition.of(found.timeline(name)) for name in found.plans},
+            Decomposition.of(
+                found.plans["lancet"].simulate(found.program, _scaled(found.cost, _only_real_rows(setting)))
+            ),
+            found.cpu_seconds["lancet"],
+            {name: _under(found, factor) for name, factor in WHAT_IF.items()} if what_if else {},
+        )
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def _only_real_rows(setting: Setting) -> Factor:
+    """Capacity is room for more rows than there are; unpadded all-to-alls take that much less time."""
+    share = 1.0 / max(1.0, setting.capacity_factor or 1.0) if setting.padded else 1.0
+    return lambda i: share if i.kind is Kind.ALL_TO_ALL else 1.0
+
+
+def _under(found: Simulated, factor: Factor) -> dict[str, float]:
+    cost = _scaled(found.cost, factor)
+    return {
+        name: found.plans[name].simulate(found.program, cost).iteration_ms for name in (*BASELINES, "lancet")
+    }
+
+
+def _scaled(cost: Cost, factor: Factor) -> Cost:
+    def scaled(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
+        return cost(instruction, tensors) * factor(instruction)
+
+    return scaled
