@@ -26,7 +26,7 @@ class Size:
     sequence: int = 6
     width: int = 16
     heads: int = 4
-    vocab: int = 23
+    vocab: int = 37
     layers: int = 4
     num_experts: int = 4
     top_k: int = 1
@@ -294,7 +294,8 @@ def make_model(
 ) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """A model and the inputs of one step; the same ones every time.
 
-    Weights are drawn larger than for training, so that routing is skewed and tokens are dropped.
+    Weights are drawn larger than for training, so that routing is skewed and tokens are dropped. All tokens
+    differ: equal ones would tie wherever tokens compete, and then the last bit of a product decides.
     """
     size = size or Size()
     torch.manual_seed(0)
@@ -305,7 +306,8 @@ def make_model(
                 parameter.normal_(0.0, 0.3)
     generator = torch.Generator().manual_seed(1)
     shape = size.batch, size.sequence
-    token_BS, target_BS = torch.randint(size.vocab, (2, *shape), generator=generator)
+    drawn = [torch.randperm(size.vocab, generator=generator) for _ in range(2)]
+    token_BS, target_BS = (d[: size.batch * size.sequence].view(shape) for d in drawn)
     if not name.startswith("bert"):
         return model, (token_BS, target_BS)
     type_BS = torch.randint(2, shape, generator=generator)

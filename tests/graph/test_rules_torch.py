@@ -45,7 +45,7 @@ def test_a_rule_on_drawn_shapes(op, data):
 
 @pytest.mark.long
 @pytest.mark.parametrize("op", SAMPLES)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_a_rule_on_many_drawn_shapes(op, data):
     prove(op, data)

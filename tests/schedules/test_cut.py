@@ -14,7 +14,7 @@ from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.cut import Cut, CutError, cut_range
 from lancet_kernels.schedules.sink import sink_statistics
 
-SIZE = Size(batch=4, sequence=3, width=8, heads=2, vocab=11, num_experts=5, top_k=2, gate="topk")
+SIZE = Size(batch=4, sequence=3, width=8, heads=2, vocab=29, num_experts=5, top_k=2, gate="topk")
 
 
 @pytest.fixture

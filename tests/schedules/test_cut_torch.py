@@ -41,7 +41,7 @@ def size(gate: str = "topk", dropless: bool = False) -> Size:
         sequence=3,
         width=8,
         heads=2,
-        vocab=11,
+        vocab=29,
         gate=gate,
         top_k=GATES[gate],
         capacity_factor=capacity,
