@@ -179,12 +179,15 @@ def is_tangent(node: fx.Node) -> bool:
     return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
-def input_name(node: fx.Node) -> str | None:
-    """What a placeholder of a joint graph stands for: a parameter's name, `input.0`, or None (a tangent)."""
+def input_position(node: fx.Node) -> int | None:
+    """Which of the module's inputs, counted through dicts and lists, a placeholder of a joint graph stands for."""
     descriptor = node.meta.get("desc")
-    if isinstance(descriptor, PlainAOTInput):
-        return f"input.{descriptor.idx}"
-    return getattr(descriptor, "target", None)
+    return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
+
+
+def state_name(node: fx.Node) -> str | None:
+    """The parameter or buffer that a placeholder of a joint graph stands for; None: an input or a tangent."""
+    return getattr(node.meta.get("desc"), "target", None)
 
 
 def _attribute(module: nn.Module, name: str) -> Tensor:
