@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -84,12 +85,19 @@ class Captured:
         def partition(joint: fx.GraphModule, _inputs, *, num_fwd_outputs: int, **_):
             return split(joint, num_fwd_outputs)
 
-        call = aot_compile_joint_with_descriptors(
-            self._descriptors,
-            partition_fn=partition,
-            fw_compiler=runner(Phase.FORWARD),
-            bw_compiler=runner(Phase.BACKWARD),
-        )
+        def compile_joint() -> Callable[..., object]:
+            return aot_compile_joint_with_descriptors(
+                self._descriptors,
+                partition_fn=partition,
+                fw_compiler=runner(Phase.FORWARD),
+                bw_compiler=runner(Phase.BACKWARD),
+            )
+
+        try:
+            call = compile_joint()
+        except TensorifyScalarRestartAnalysis:
+            # A number among the inputs: torch has now noted that it is constant, and asks to be called again.
+            call = compile_joint()
         names = [*self._descriptors.params_spec, *self._descriptors.buffers_spec]
         module = self.module
 
@@ -143,7 +151,8 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphMo
                 tag = "is_backward"
             # What torch's partitioner goes by.
             node.meta["partitioner_tag"] = tag
-    placeholders = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    # A number among them has no value there.
+    placeholders = [node.meta.get("val") for node in joint.graph.nodes if node.op == "placeholder"]
     return default_partition(
         joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=()
     )
@@ -180,7 +189,7 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def input_position(node: fx.Node) -> int | None:
-    """Which of the module's inputs, counted through dicts and lists, a placeholder of a joint graph stands for."""
+    """Which input of the module, counted through dicts and lists, a placeholder stands for."""
     descriptor = node.meta.get("desc")
     return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
 
