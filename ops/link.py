@@ -63,7 +63,6 @@ class Link:
         self._traffic.count += 1
         return Transfer(self, group, max(sent, received), cuda)
 
-
     def _account(self, started: float, ended: float, waited: float) -> None:
         """A transfer that was done: seconds on the monotonic clock, and how long somebody waited."""
         begin = max(started, self._last_end)

@@ -161,7 +161,7 @@ def test_uneven_parts_keep_the_mathematics(pool):
 @pytest.mark.parametrize("gate", [*GATE_CASES, *DROPLESS, *UNEVEN])
 def test_all_plans_keep_the_mathematics(pool, gate):
     case = {**GATE_CASES, **DROPLESS, **UNEVEN}[gate]
-    check_case(pool, case, (1, 2, 3, 4, 5, 6, 7, 8), orders=2)
+    check_case(pool, case, (1, 2, 3, 4, 5, 6, 7, 8), orders=1)
 
 
 def test_grid_has_every_gate():
