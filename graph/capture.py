@@ -19,6 +19,7 @@ import torch
 import torch._dynamo.config
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -85,12 +86,19 @@ class Captured:
         def partition(joint: fx.GraphModule, _inputs, *, num_fwd_outputs: int, **_):
             return split(joint, num_fwd_outputs)
 
-        call = aot_compile_joint_with_descriptors(
-            self._descriptors,
-            partition_fn=partition,
-            fw_compiler=runner(Phase.FORWARD),
-            bw_compiler=runner(Phase.BACKWARD),
-        )
+        def compile_joint() -> Callable[..., object]:
+            return aot_compile_joint_with_descriptors(
+                self._descriptors,
+                partition_fn=partition,
+                fw_compiler=runner(Phase.FORWARD),
+                bw_compiler=runner(Phase.BACKWARD),
+            )
+
+        try:
+            call = compile_joint()
+        except TensorifyScalarRestartAnalysis:
+            # A number among the inputs: torch has now noted that it is constant, and asks to be called again.
+            call = compile_joint()
         names = [*self._descriptors.params_spec, *self._descriptors.buffers_spec]
         module = self.module
 
@@ -172,7 +180,8 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphMo
         if node.op == "call_function":
             # What torch's partitioner goes by: where the last forward node stands.
             node.meta["partitioner_tag"] = "is_forward" if node in forward else "is_backward"
-    placeholders = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    # A number among them has no value there.
+    placeholders = [node.meta.get("val") for node in joint.graph.nodes if node.op == "placeholder"]
     return default_partition(
         joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=()
     )
@@ -208,12 +217,15 @@ def is_tangent(node: fx.Node) -> bool:
     return isinstance(node.meta.get("desc"), TangentAOTInput)
 
 
-def input_name(node: fx.Node) -> str | None:
-    """What a placeholder of a joint graph stands for: a parameter's name, `input.0`, or None (a tangent)."""
+def input_position(node: fx.Node) -> int | None:
+    """Which input of the module, counted through dicts and lists, a placeholder stands for."""
     descriptor = node.meta.get("desc")
-    if isinstance(descriptor, PlainAOTInput):
-        return f"input.{descriptor.idx}"
-    return getattr(descriptor, "target", None)
+    return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
+
+
+def state_name(node: fx.Node) -> str | None:
+    """The parameter or buffer that a placeholder of a joint graph stands for; None: an input or a tangent."""
+    return getattr(node.meta.get("desc"), "target", None)
 
 
 def _attribute(module: nn.Module, name: str) -> Tensor:

@@ -171,7 +171,7 @@ def _kind(op: str) -> Kind:
 
 def _specs(node: fx.Node) -> list[TensorSpec]:
     value = node.meta.get("val")
-    values = [v for v in value if isinstance(v, Tensor)] if isinstance(value, (tuple, list)) else [value]
+    values = [v for v in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(v, Tensor)]
     aliases = _aliased(node)
     return [
         TensorSpec(

@@ -21,7 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import Captured, capture, input_name
+from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.profiler import Profiler
@@ -179,14 +179,13 @@ class _Step:
         for node in captured.joint.graph.nodes:
             if node.op != "placeholder":
                 continue
-            name = input_name(node)
-            if name is None:
+            if is_tangent(node):
                 tangent = node.meta["val"]
                 values.append(torch.ones(tangent.shape, dtype=tangent.dtype, device=tangent.device))
-            elif name.startswith("input."):
-                values.append(flat[int(name.removeprefix("input."))])
+            elif (position := input_position(node)) is not None:
+                values.append(flat[position])
             else:
-                values.append(state[name].detach())
+                values.append(state[state_name(node)].detach())
         return values
 
     def costs(
@@ -217,6 +216,7 @@ def _plans(
     if cache is not None and Path(cache).exists():
         try:
             plan = Plan.load(cache, program)
+            plan.apply(program)
             if plan.strategy == strategy:
                 return [plan]
         except UserError as error:
@@ -225,8 +225,7 @@ def _plans(
 
 
 def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:
-    """The joint graph and a value for each of its inputs; nothing has been run before all ranks have the
-    same.
+    """The joint graph and a value for each of its inputs. All ranks have the same before anything runs.
 
     Raises: CaptureError (this rank's), UserError naming the ranks that have another graph, or none.
     """

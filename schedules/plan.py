@@ -116,6 +116,9 @@ class Plan:
         fields = {k: v for k, v in data.items() if k not in ("format", "version")}
         try:
             fields["ranges"] = tuple(PartitionRange(**r) for r in fields["ranges"])
+            for found in fields["ranges"]:
+                if not all(type(number) is int for number in (found.parts, *found.axes.values())):
+                    raise TypeError(f"range from {found.first}: parts and axes are whole numbers")
             fields["predicted"] = Prediction(**fields["predicted"])
             fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
             for name in ("order", "blocking", "without_rule"):
