@@ -128,9 +128,10 @@ def optimize(
     plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache))
     if cluster is None:
         timelines = [step.measured_timeline(inputs, program, plan, cost) for plan in plans]
+        timeline, plan = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
     else:
-        timelines = [plan.simulate(program, cost) for plan in plans]
-    timeline, plan = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
+        plan = plans[0]
+        timeline = plan.simulate(program, cost)
     plan = replace(plan, predicted=Prediction.of(timeline))
     if cache is not None and group_rank(step.group) == 0:
         plan.save(cache)

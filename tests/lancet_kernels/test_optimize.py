@@ -27,7 +27,7 @@ from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.buckets import insert_all_reduces
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import node_name
-from lancet_kernels.schedules.strategies import STRATEGIES, make_plan
+from lancet_kernels.schedules.strategies import STRATEGIES, Planner
 from lancet_kernels.train import TrainOptions, train
 from tests.planned_steps import (
     Outcome,
@@ -171,18 +171,18 @@ def test_grid_has_every_gate():
 # ---- The module that `optimize` returns
 
 
-def plan_dearly(program, _cost, strategy, options):
-    """`make_plan` as if communication were dear: tiny models would not be cut otherwise."""
-    return make_plan(program, dear_communication, strategy, options)
+def plan_dearly(program, _cost, options):
+    """A planner as if communication were dear: tiny models would not be cut otherwise."""
+    return Planner(program, dear_communication, options)
 
 
 def optimized(module: nn.Module, inputs: tuple, strategy: str = "lancet", **options) -> OptimizedModule:
     """`optimize` without measuring, with plans that cut."""
-    library.make_plan = plan_dearly
+    library.Planner = plan_dearly
     try:
         return optimize(module, inputs, strategy=strategy, cluster="p3dn", **options)
     finally:
-        library.make_plan = make_plan
+        library.Planner = Planner
 
 
 def outcome_of(module: nn.Module, inputs: tuple, reduced: bool) -> Outcome:
@@ -510,15 +510,16 @@ def counted_plans():
     """Strategies that are planned inside the block."""
     planned: list[str] = []
 
-    def count(program, cost, strategy, options):
-        planned.append(strategy)
-        return plan_dearly(program, cost, strategy, options)
+    class Counting(Planner):
+        def candidates(self, strategy):
+            planned.append(strategy)
+            return super().candidates(strategy)
 
-    library.make_plan = count
+    library.Planner = lambda program, _cost, options: Counting(program, dear_communication, options)
     try:
         yield planned
     finally:
-        library.make_plan = make_plan
+        library.Planner = Planner
 
 
 def write_plan_file(path: Path, kind: str) -> None:
@@ -550,9 +551,11 @@ def test_plan_files(small_step, tmp_path, capsys, kind):
     path = tmp_path / "plan.json"
     arguments = small_step.program, dear_communication, "lancet", None, path
     with counted_plans() as planned:
-        first = library._plan(*arguments)
+        first = library._plans(*arguments)[0]
+        first.save(path)
         write_plan_file(path, kind)
-        second = library._plan(*arguments)
+        second = library._plans(*arguments)[0]
+        second.save(path)
     assert first.ranges, "nothing was cut, so no part can be strange"
     assert second.fingerprint == first.fingerprint == Plan.load(path, small_step.program).fingerprint
     assert len(planned) == (1 if kind == "fitting" else 2)
