@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -89,25 +88,19 @@ class Measured:
 
 def measure(setting: Setting, what_if: bool = False) -> Measured:
     """Plan and simulate one setting. `what_if`: also with costs that differ from the planned ones."""
-    # Programs are many small objects without cycles: looking for cycles takes an eighth of the time.
-    gc.disable()
-    try:
-        found = simulate_setting(setting)
-        return Measured(
-            setting,
-            setting.sequences,
-            setting.hardware.memory_gb,
-            len(found.program),
-            {name: Decomposition.of(found.timeline(name)) for name in found.plans},
-            Decomposition.of(
-                found.plans["lancet"].simulate(found.program, _scaled(found.cost, _only_real_rows(setting)))
-            ),
-            found.cpu_seconds["lancet"],
-            {name: _under(found, factor) for name, factor in WHAT_IF.items()} if what_if else {},
-        )
-    finally:
-        gc.enable()
-        gc.collect()
+    found = simulate_setting(setting)
+    return Measured(
+        setting,
+        setting.sequences,
+        setting.hardware.memory_gb,
+        len(found.program),
+        {name: Decomposition.of(found.timeline(name)) for name in found.plans},
+        Decomposition.of(
+            found.plans["lancet"].simulate(found.program, _scaled(found.cost, _only_real_rows(setting)))
+        ),
+        found.cpu_seconds["lancet"],
+        {name: _under(found, factor) for name, factor in WHAT_IF.items()} if what_if else {},
+    )
 
 
 def _only_real_rows(setting: Setting) -> Factor:

@@ -23,7 +23,7 @@ FURTHER_ASSUMPTIONS = (
 def text(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """All figures, and what they assume."""
     lines = [
-        "Figures of the Lancet paper (MLSys 2024) again, by simulation: nothing here was run on a GPU.",
+        "Figures of the Lancet paper (MLSys 2024) by simulation: nothing here was run on a GPU.",
         "",
     ]
     for number, data in figures.items():
