@@ -10,6 +10,7 @@ parameters alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,6 +92,33 @@ class GradientBuckets:
                 parameter.grad = gradient
             bucket.pending, bucket.missing = None, len(bucket.parameters)
         self._next = 0
+
+
+def call_with_summed_gradients(module: nn.Module, inputs: Sequence[object], group: str) -> object:
+    """`module(*inputs)`, whose backward sums the gradients of replicated parameters over `group`, one by one.
+
+    For calls now and then: nothing is bucketed, and computation waits for each sum.
+    """
+    wanted = {id(parameter) for parameter in replicated_parameters(module)}
+    summed = {
+        name: _SumOverRanks.apply(parameter, group)
+        for name, parameter in module.named_parameters()
+        if id(parameter) in wanted
+    }
+    return torch.func.functional_call(module, summed, tuple(inputs))
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The tensor itself; the sum over the ranks for its gradient."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return start_all_reduce([grad], ctx.group).wait()[0], None
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.gradients import call_with_summed_gradients
 from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
@@ -44,7 +45,8 @@ class OptimizedModule(nn.Module):
     """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
 
     With gradients enabled and inputs of the planned shapes it runs the plan; otherwise (validation, an
-    odd last batch) it runs the original module. plan: what was decided. timeline: the simulated iteration.
+    odd last batch) it runs the original module, whose gradients it sums over the ranks as the plan would.
+    plan: what was decided. timeline: the simulated iteration.
     """
 
     def __init__(
@@ -55,16 +57,23 @@ class OptimizedModule(nn.Module):
         timeline: Timeline,
         inputs: Sequence[object],
         recorder: Recorder,
+        reduce_group: str,
     ) -> None:
         super().__init__()
         self.module = module
+        self.train(module.training)
         self.plan, self.timeline = plan, timeline
         self._run, self._recorder = run, recorder
-        self._expected = _shapes(inputs)
+        self._expected = module.training, _shapes(inputs)
+        self._reduce_group = reduce_group
 
     def forward(self, *inputs: object) -> object:
-        if torch.is_grad_enabled() and _shapes(inputs) == self._expected:
+        if not torch.is_grad_enabled():
+            return self.module(*inputs)
+        if (self.module.training, _shapes(inputs)) == self._expected:
             return self._run(*inputs)
+        if self._reduce_group:
+            return call_with_summed_gradients(self.module, inputs, self._reduce_group)
         return self.module(*inputs)
 
     @contextlib.contextmanager
@@ -139,7 +148,7 @@ def optimize(
     with step.graph() as captured:
         realize(captured.joint, program, plan)
         run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder)
-    return OptimizedModule(model, run, plan, timeline, example_inputs, recorder)
+    return OptimizedModule(model, run, plan, timeline, example_inputs, recorder, step.reduce_group)
 
 
 class _Step:
@@ -214,6 +223,10 @@ def _plans(
 ) -> list[Plan]:
     """The plan in `cache` if it is for this program and strategy; else what to choose from, best guess
     first."""
+    if cache is not None and not Path(cache).parent.is_dir():
+        raise UserError(
+            "plan file", got=f"{cache} in a folder that is missing", expected="a folder", do="make the folder"
+        )
     if cache is not None and Path(cache).exists():
         try:
             plan = Plan.load(cache, program)
@@ -294,6 +307,6 @@ def _all_gather(group: str, value: object) -> list:
 
 def _shapes(inputs: Sequence[object]) -> list[object]:
     return [
-        (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
         for leaf in pytree.tree_leaves(inputs)
     ]
