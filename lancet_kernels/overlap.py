@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lancet_kernels.ops.link import emulate_link, link
-from lancet_kernels.optimize import OptimizedModule, optimize
+from lancet_kernels.optimization import OptimizedModule, optimize
 from lancet_kernels.schedules.timeline import save_picture
 
 BASELINES = ("none", "tutel")

@@ -215,7 +215,7 @@ class Trainer:
         """
         if self.options.strategy != "none":
             # Here, not above: the solver and torch's tracer take a second to import.
-            from lancet_kernels.optimize import optimize
+            from lancet_kernels.optimization import optimize
 
             self.module = optimize(
                 self.module,

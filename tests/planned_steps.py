@@ -25,7 +25,7 @@ from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.models import GPT2MoE, ModelConfig
-from lancet_kernels.optimize import _Step
+from lancet_kernels.optimization import _Step
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan, Prediction

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import lancet_kernels.optimize as library
+import lancet_kernels.optimization as library
 from lancet_kernels import MoELayer, UserError, expert_parameters
 from lancet_kernels.cli import main
 from lancet_kernels.graph.capture import CaptureError, capture
@@ -21,7 +21,7 @@ from lancet_kernels.graph.program import Phase
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.ops.gates import GATES, parse_gate
 from lancet_kernels.ops.groups import group_name
-from lancet_kernels.optimize import OptimizedModule, optimize
+from lancet_kernels.optimization import OptimizedModule, optimize
 from lancet_kernels.ranks import Rank
 from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.buckets import insert_all_reduces
