@@ -245,7 +245,7 @@ class _Cutter:
         found = node
         if axis >= 0:
             first, behind = self._window(node.meta["val"].shape[axis], part)
-            found = self._call(aten.slice.Tensor, (node, axis, first, behind), {}, f"{node.name}_part{part}")
+            found = self._call(aten.slice.Tensor, (node, axis, first, behind), {}, f"{node.name}_slice{part}")
         elif axis != WHOLE:
             raise _refuse(f"{node.name}, which is made outside, irregular", "an all-to-all with its dispatch")
         self.env[part][node] = found
@@ -291,7 +291,7 @@ class _Cutter:
         hold."""
         first, behind = self._window(buffer.meta["val"].shape[_CAPACITY], part)
         less = self._call(aten.sub.Tensor, (count, first), {}, f"{count.name}_behind{part}")
-        return self._call(aten.clamp.default, (less, 0, behind - first), {}, f"{count.name}_part{part}")
+        return self._call(aten.clamp.default, (less, 0, behind - first), {}, f"{count.name}_window{part}")
 
     # The whole again
 

@@ -1,6 +1,6 @@
 """Captured models, cut into parts, compute what they computed: loss, every gradient, every routing decision.
 
-In fp64, one rank, skewed routing with drops: the losses and gradients agree to 1e-10, experts and slots exactly.
+In fp64, one rank, skewed routing with drops: losses and gradients agree to 1e-10, experts and slots exactly.
 """
 
 import pytest
@@ -12,8 +12,8 @@ from torch import fx
 
 from lancet_kernels.graph.cut import can_be_cut
 from lancet_kernels.graph.from_fx import op_name
-from lancet_kernels.graph.program import Kind, Phase
-from lancet_kernels.graph.rules import IRREGULAR, rule_for
+from lancet_kernels.graph.program import Phase
+from lancet_kernels.graph.rules import IRREGULAR
 from lancet_kernels.ops.gates import parse_gate
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.cut import Cut, cut_range
