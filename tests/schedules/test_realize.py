@@ -19,13 +19,15 @@ def slow_link(instruction, tensors) -> float:
 
 
 CASES = [("gpt2", "tutel"), ("gpt2", "lancet-partition"), ("gpt2", "lancet"), ("bert", "lancet")]
-LONG = [(name, strategy) for name in MODELS for strategy in ("tutel", "lancet-partition", "lancet")]
+LONG = [
+    pytest.param(name, strategy, marks=pytest.mark.long)
+    for name in MODELS
+    for strategy in ("tutel", "lancet-partition", "lancet")
+    if (name, strategy) not in CASES
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy"),
-    [*CASES, *(pytest.param(*c, marks=pytest.mark.long) for c in LONG if c not in CASES)],
-)
+@pytest.mark.parametrize(("name", "strategy"), [*CASES, *LONG])
 def test_a_plan_trains_as_the_module_does(name, strategy):
     size = Size(batch=8, sequence=4, width=8, heads=2, top_k=2, gate="topk", capacity_factor=1.0)
     model, inputs = make_model(name, size)
