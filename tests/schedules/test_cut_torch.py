@@ -1,7 +1,6 @@
 """Captured models, cut into parts, compute what they computed: loss, every gradient, every routing decision.
 
-In fp64, one rank, skewed routing with drops: the losses and gradients agree to 1e-10, experts and slots
-exactly.
+In fp64, one rank, skewed routing with drops: losses and gradients agree to 1e-10, experts and slots exactly.
 """
 
 import pytest
