@@ -44,12 +44,15 @@ def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: 
     rows = real_rows(nodes)
     forward = forward_nodes(nodes)
     tensors: dict[str, TensorSpec] = {}
-    instructions, inputs = [], []
+    instructions, inputs, parameters = [], [], []
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             for spec in _specs(node):
                 tensors[spec.name] = spec
                 inputs.append(spec.name)
+                # In a joint graph a parameter says whose it is; the attributes of any other graph are its own.
+                if node.op == "get_attr" or hasattr(node.meta.get("desc"), "target"):
+                    parameters.append(spec.name)
         elif is_instruction(node):
             outputs = _specs(node)
             tensors.update((spec.name, spec) for spec in outputs)
@@ -57,7 +60,8 @@ def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: 
                 _instruction(node, outputs, Phase.FORWARD if node in forward else Phase.BACKWARD, rows, cost)
             )
     results = [name for node in nodes if node.op == "output" for name in _tensor_names(node.all_input_nodes)]
-    return Program(name, tuple(instructions), tensors, tuple(inputs), tuple(dict.fromkeys(results)))
+    outputs = tuple(dict.fromkeys(results))
+    return Program(name, tuple(instructions), tensors, tuple(inputs), outputs, tuple(parameters))
 
 
 def is_instruction(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import torch
 from model_zoo import Size, make_model
 from torch import Tensor, fx, nn
 
-from lancet_kernels.graph.capture import capture, input_name
+from lancet_kernels.graph.capture import capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.sink import sink_statistics
@@ -53,10 +53,9 @@ def _values(joint: fx.GraphModule, model: nn.Module, inputs: tuple[Tensor, ...])
     for node in joint.graph.nodes:
         if node.op != "placeholder":
             continue
-        name = input_name(node)
-        if name is None:
+        if is_tangent(node):
             yield torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype)
-        elif name.startswith("input."):
-            yield inputs[int(name.removeprefix("input."))]
+        elif (position := input_position(node)) is not None:
+            yield inputs[position]
         else:
-            yield state[name].detach()
+            yield state[state_name(node)].detach()

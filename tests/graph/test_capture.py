@@ -7,7 +7,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import CaptureError, capture, input_name, is_tangent, split_joint
+from lancet_kernels.graph.capture import (
+    CaptureError,
+    capture,
+    input_position,
+    is_tangent,
+    split_joint,
+    state_name,
+)
 from lancet_kernels.graph.from_fx import op_name, tensor_names
 from lancet_kernels.graph.program import Phase, Program
 
@@ -74,12 +81,14 @@ def test_what_placeholders_stand_for():
     model, inputs = make_model("llama")
     with capture(model, inputs) as captured:
         nodes = [n for n in captured.joint.graph.nodes if n.op == "placeholder"]
-        names = [input_name(n) for n in nodes]
+        positions = {input_position(n) for n in nodes} - {None}
+        names = {state_name(n) for n in nodes} - {None}
         tangents = [n for n in nodes if is_tangent(n)]
     state = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    assert set(names) - {None} <= state | {"input.0", "input.1"}
-    assert {"input.0", "input.1"} <= set(names)
-    assert names.count(None) == len(tangents) == 1
+    assert names <= state
+    assert positions == {0, 1}
+    assert len(nodes) == len(names) + len(positions) + len(tangents)
+    assert len(tangents) == 1
 
 
 @pytest.mark.parametrize("name", MODELS)
