@@ -50,7 +50,8 @@ def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: 
             for spec in _specs(node):
                 tensors[spec.name] = spec
                 inputs.append(spec.name)
-                # In a joint graph a parameter says whose it is; the attributes of any other graph are its own.
+                # In a joint graph a parameter says whose it is; the attributes of any other graph are
+                # its own.
                 if node.op == "get_attr" or hasattr(node.meta.get("desc"), "target"):
                     parameters.append(spec.name)
         elif is_instruction(node):
