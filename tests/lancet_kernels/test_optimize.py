@@ -448,6 +448,20 @@ def test_one_process_needs_no_group():
     assert outcome_of(ready, inputs, True).distance(outcome_of(module, inputs, True)) < BOUND
 
 
+def test_the_same_tensors_can_be_captured_again():
+    """A run must not mark its inputs as of changing size: B = S, so that torch takes both for one symbol."""
+    module, inputs = build_step(StepCase(layers=2, batch=6, sequence=6))
+    plain = outcome_of(module, inputs, reduced=True)
+    for _ in range(2):
+        ready = optimized(module, inputs)
+        assert outcome_of(ready, inputs, reduced=True).distance(plain) < BOUND
+    with capture(module, inputs) as captured:
+        names = [node.name for node in captured.joint.graph.nodes]
+        shapes = [n.meta["val"].shape for n in captured.joint.graph.nodes if n.op == "placeholder"]
+    assert not [name for name in names if "sym" in name]
+    assert {type(size) for shape in shapes for size in shape} == {int}
+
+
 def test_module_that_cannot_be_captured():
     with pytest.raises(CaptureError, match=r"capture of Branching: got .*, expected a module that") as caught:
         optimize(Branching(), (torch.ones(4, 8),))
