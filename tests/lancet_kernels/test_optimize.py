@@ -63,7 +63,7 @@ DROPLESS = {
 UNEVEN = {
     "switch-uneven": StepCase(batch=7, layers=2),
     "topk-uneven": StepCase("topk", 2, batch=5, layers=2, activation="swiglu"),
-    "gshard-uneven": StepCase("gshard", 2, batch=7, layers=2, experts=2),
+    "gshard-uneven": StepCase("gshard", 2, batch=7, layers=2),
 }
 
 
