@@ -221,7 +221,7 @@ class MoELayer(nn.Module):
         if self.gate.key == "token" and token_ids is not None:
             # The hash is 64 bits wide; int32 would wrap and route otherwise.
             return token_ids.reshape(-1).to(torch.int64)
-        index_T = torch.arange(x_TD.shape[0], device=x_TD.device) + self.rank * x_TD.shape[0]
+        index_T = ops.token_index(x_TD.shape[0], self._group, x_TD.device)
         return index_T + self.routing_step * (1 << 40) if self.gate.key == "index" else index_T
 
     def _cast(self, tensor: Tensor | None) -> Tensor | None:

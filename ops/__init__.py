@@ -19,6 +19,7 @@ from lancet_kernels.ops.grouped_gemm import (
 from lancet_kernels.ops.kept_counts import kept_counts
 from lancet_kernels.ops.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
 from lancet_kernels.ops.parts import local_slots, merge_parts, merge_slots
+from lancet_kernels.ops.token_index import token_index
 
 __all__ = [
     "MoELosses",
@@ -46,4 +47,5 @@ __all__ = [
     "start_all_reduce",
     "start_all_to_all",
     "sum_over_ranks",
+    "token_index",
 ]

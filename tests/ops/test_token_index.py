@@ -1,0 +1,23 @@
+"""Indices of this rank's tokens: against a list, and the same graph on every rank."""
+
+import torch
+
+from lancet_kernels.ops import token_index
+from lancet_kernels.ops.groups import group_name
+from lancet_kernels.ops.token_index import naive_token_index
+
+
+def indices_on_rank() -> tuple[list[int], int]:
+    group = group_name(None)
+    index = token_index(3, group, torch.device("cpu"))
+    assert torch.equal(index, naive_token_index(3, torch.distributed.get_rank()))
+    torch.library.opcheck(torch.ops.lancet.token_index.default, (3, group, torch.device("cpu")))
+    return index.tolist(), index.dtype == torch.int64
+
+
+def test_every_rank_has_its_own(pool):
+    assert pool.run(indices_on_rank, ranks=2) == [([0, 1, 2], True), ([3, 4, 5], True)]
+
+
+def test_one_process():
+    assert token_index(2, "", torch.device("cpu")).tolist() == [0, 1]
