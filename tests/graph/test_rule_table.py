@@ -130,7 +130,6 @@ MUTATIONS: dict[str, tuple[str, Rule]] = {
         "aten._scaled_dot_product_flash_attention_for_cpu",
         Rule(("b h s d!, b h s d!, b h s d! -> b h s d!, b h s",)),
     ),
-    "view as a permutation": ("aten.view", Rule(("a b -> b a", "a b c -> c b a"))),
     "view's faster dimension": ("aten.view", Rule(("a b -> b", "a b c -> a c"))),
     "permute as if nothing moved": ("aten.permute", Rule(derived="elementwise")),
     "transpose as if nothing moved": ("aten.transpose", Rule(derived="elementwise")),

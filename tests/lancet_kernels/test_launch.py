@@ -125,7 +125,8 @@ def failure_of(job: Path, mode: str, **options) -> str:
     with pytest.raises(RankFailed) as caught:
         launch(2, worker(job, mode), **options)
     assert time.monotonic() - start < 15
-    assert len(pids(job)) == 2
+    # On a busy machine the other rank may be ended before it could write its number.
+    assert len(pids(job)) in (1, 2)
     assert not any(running(pid) for pid in pids(job))
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -83,7 +83,7 @@ def test_dimensions_that_do_not_line_up(step):
 def test_a_dispatch_without_its_all_to_all(step):
     names, axes = first_layer(step)
     cut = tuple(n for n in names if not n.startswith("all_to_all"))
-    refuses(step, Cut(cut, 2, axes), "without its exchange of counts and all-to-all")
+    refuses(step, Cut(cut, 2, axes), "made outside, irregular")
 
 
 def test_an_order_that_is_not_every_part_once(step):
