@@ -136,7 +136,7 @@ def test_what_no_plan_knows_goes_right_before_its_first_reader():
     module, _ = layer()
     assert full_order(module.graph, ["b", "a", "s", "c", "d"]) == ["b", "a", "s", "pair", "c", "d"]
     assert full_order(module.graph, ["d", "c"]) == ["a", "s", "d", "b", "pair", "c"]
-    with pytest.raises(UserError, match="d before s.* s first, which it reads"):
+    with pytest.raises(UserError, match=r"d before s.* s first, which it reads"):
         full_order(module.graph, ["d", "s", "c"])
 
 
