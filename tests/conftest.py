@@ -1,8 +1,14 @@
 """Fixtures of all tests."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+# Before anything imports Triton: without a GPU kernels run in its interpreter, here and in child processes.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.ranks import RankPool
 

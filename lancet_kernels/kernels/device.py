@@ -1,0 +1,147 @@
+"""How does device code talk to another PE? Remote pointer, put, signal, wait, fence: this file alone knows.
+
+Symmetric memory (`lancet_kernels.symmetric`) gives every PE the same regions. Of a region a kernel gets
+`region_ptr`, its own copy; `peers_ptr`, an int64 table of the base address of every PE's copy, as this PE
+sees it; and an offset in elements, the same on every PE.
+
+    row of PE 2:       remote_pointer(region_ptr, peers_ptr, 2) + offset
+    it has arrived:    put_signal(signals_ptr, signal_peers_ptr, 2, index, word)
+    PE 2 waits:        wait(signals_ptr + index, word, ...)
+
+Two transports compile from the same kernels. Pure Triton (NVSHMEM=False) stores through the table: it
+serves CPU processes in the interpreter, several PEs on one GPU, and NVLink. With NVSHMEM=True a peer whose
+table entry is 0 (no pointer reaches it) is served by NVSHMEM's device functions (`nvshmem_device.py`).
+
+Signals are words that only grow: `epoch << 32 | value`. A wait is for "at least", so nobody resets a flag.
+
+Memory order. A put is plain stores by all threads of the program; `put_signal` first joins the threads
+(barrier), then one of them writes the word with release at system scope, which by cumulativity publishes
+what the others wrote. `wait` reads with acquire at system scope and hands the value to all threads through
+a barrier. Rows that a TMA load then reads were written by ordinary stores of another PE, through another
+proxy: call `fence_tma` between the wait and such a load.
+"""
+
+import triton
+import triton.language as tl
+
+from lancet_kernels.kernels import nvshmem_device
+
+# A report (int64 [8]) says which wait ran out of time first:
+# [claimed, rank, peer, op, index, expected, seen, -].
+REPORT_WORDS = tl.constexpr(8)
+LOW_WORD = tl.constexpr(0xFFFFFFFF)
+
+
+@triton.jit
+def remote_pointer(region_ptr, peers_ptr, peer):
+    """Base of `peer`'s copy of the region, typed like `region_ptr`. 0 if no pointer reaches it."""
+    return tl.load(peers_ptr + peer).to(region_ptr.dtype)
+
+
+@triton.jit
+def word(epoch, value):
+    """The signal word: epoch in the high half, value (a row count, say) in the low one."""
+    return (epoch.to(tl.int64) << 32) | value.to(tl.int64)
+
+
+@triton.jit
+def low_word(seen):
+    """The value that travelled with a signal."""
+    return (seen & LOW_WORD).to(tl.int32)
+
+
+@triton.jit
+def put_rows(
+    region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, scale_ptr, num_rows, D,
+    SCALED: tl.constexpr, NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
+
+    With SCALED, row i is multiplied by scale[i] in float32 and rounded once. NVSHMEM puts cannot scale.
+    Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
+    """
+    base = tl.load(peers_ptr + peer)
+    if NVSHMEM and base == 0:
+        for i in range(num_rows):
+            row = tl.load(row_ptr + i).to(tl.int64)
+            nvshmem_device.put_row(region_ptr + offset + i * D, source_ptr + row * D, D, peer)
+    else:
+        target_ptr = base.to(region_ptr.dtype) + offset
+        i_row = tl.arange(0, ROWS)
+        m_row = i_row < num_rows
+        row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
+        if SCALED:
+            scale = tl.load(scale_ptr + i_row, mask=m_row, other=0.0).to(tl.float32)
+        for d in range(0, D, BLOCK):
+            i_d = d + tl.arange(0, BLOCK)
+            m = m_row[:, None] & (i_d < D)[None, :]
+            # [ROWS, BLOCK]
+            b_x = tl.load(source_ptr + row[:, None] * D + i_d[None, :], mask=m)
+            if SCALED:
+                b_x = (b_x.to(tl.float32) * scale[:, None]).to(region_ptr.dtype.element_ty)
+            tl.store(target_ptr + i_row[:, None].to(tl.int64) * D + i_d[None, :], b_x, mask=m)
+
+
+@triton.jit
+def fence(NVSHMEM: tl.constexpr):
+    """Everything this program has put is ordered before what it puts or signals next."""
+    tl.debug_barrier()
+    if NVSHMEM:
+        nvshmem_device.fence()
+
+
+@triton.jit
+def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr):
+    """Set word `index` of the peer's signals, after everything that this program has put before."""
+    fence(NVSHMEM)
+    base = tl.load(peers_ptr + peer)
+    if NVSHMEM and base == 0:
+        nvshmem_device.set_signal(signals_ptr + index, value, peer)
+    else:
+        tl.atomic_xchg(base.to(signals_ptr.dtype) + index, value, sem="release", scope="sys")
+
+
+@triton.jit
+def failed(report_ptr):
+    """Has any wait of this PE run out of time? Then whatever is computed is not to be trusted."""
+    return tl.load(report_ptr, volatile=True) != 0
+
+
+@triton.jit
+def _report(report_ptr, rank, peer, op, index, expected, seen):
+    free = tl.full((), 0, tl.int64)
+    if tl.atomic_cas(report_ptr, free, free + 1) == 0:
+        tl.store(report_ptr + 1, rank)
+        tl.store(report_ptr + 2, peer)
+        tl.store(report_ptr + 3, op)
+        tl.store(report_ptr + 4, index)
+        tl.store(report_ptr + 5, expected)
+        tl.store(report_ptr + 6, seen)
+
+
+@triton.jit
+def wait(signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index):
+    """Wait until the word is `at_least`, but not longer than `max_polls` looks. -> the word seen last.
+
+    When time is up the first to notice writes rank, peer, op, index, expected and seen to the report, and
+    every later wait of this PE looks only once: the launch ends, and its caller raises.
+    """
+    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+    if seen < at_least:
+        polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
+        while (seen < at_least) & (polls < max_polls):
+            seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+            polls += 1
+        if seen < at_least:
+            _report(report_ptr, rank, peer, op, index, at_least, seen)
+    return seen
+
+
+@triton.jit
+def fence_tma(TMA: tl.constexpr):
+    """Between a wait and a TMA load of what has arrived: the rows came through the generic proxy."""
+    if TMA:
+        # Not a flag and not ordering between PEs: the one PTX instruction that Triton has no word for.
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -1,0 +1,40 @@
+"""Where do kernels run here: compiled on a GPU, or in Triton's interpreter on the CPU?
+
+The interpreter is chosen once, by TRITON_INTERPRET=1 in the environment before anything imports Triton. It
+is for proof, not for speed: it runs the very same kernels, program after program, on CPU tensors.
+"""
+
+import torch
+import triton
+
+from lancet_kernels.errors import UserError
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+
+def check_device(what: str, tensor: torch.Tensor) -> None:
+    """Raise UserError if no kernel can run on the device of `tensor` in this process."""
+    if INTERPRETED and tensor.device.type != "cpu":
+        raise UserError(
+            what,
+            got=f"a tensor on {tensor.device}",
+            expected="one on the CPU, because TRITON_INTERPRET is set",
+            do="unset it to run on a GPU",
+        )
+    if not INTERPRETED and tensor.device.type != "cuda":
+        raise UserError(
+            what,
+            got=f"a tensor on {tensor.device}",
+            expected="one on a CUDA device",
+            do="set TRITON_INTERPRET=1 before Python starts to run the kernels on a CPU, for proof not speed",
+        )
+
+
+def needs_upcast(dtype: torch.dtype) -> bool:
+    """Must operands of `tl.dot` be cast to float32 first? bf16 in the interpreter gives garbage otherwise."""
+    return INTERPRETED and dtype == torch.bfloat16
+
+
+def max_polls(timeout_s: float) -> int:
+    """How many looks at a signal `timeout_s` allows: about 20 us each in the interpreter, 0.5 us on a GPU."""
+    return max(1, int(timeout_s / (20e-6 if INTERPRETED else 0.5e-6)))

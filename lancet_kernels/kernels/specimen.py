@@ -1,0 +1,38 @@
+"""A kernel with one configuration, as data: what is needed to compile it for a GPU that is not there.
+
+Every kernel module offers ``specimens(arch)``; `lancet kernels` and the tests compile them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """One kernel x configuration.
+
+    Attributes:
+        name: of the kernel; config: short text, e.g. "128x128x64 w8 s3 bf16".
+        kernel: the `triton.jit` function.
+        signature: argument name -> type ("*bf16", "i32", "i64"), without the constexprs.
+        constexprs: constexpr name -> value.
+        aligned: names of the pointers and integers that are multiples of 16.
+        num_warps, num_stages: launch options.
+        nvshmem: link the NVSHMEM bitcode.
+        wgmma, tma: what the machine code of sm_90 must contain.
+    """
+
+    name: str
+    config: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    aligned: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 3
+    nvshmem: bool = False
+    wgmma: bool = False
+    tma: bool = False
+    options: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""Symmetric memory: regions that every PE has, and the addresses by which the others reach them."""
