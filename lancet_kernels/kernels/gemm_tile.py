@@ -98,6 +98,19 @@ def _store(ptr, value, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def _quarters(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """-> the four column blocks [BM, BN / 4] of a tile, from left to right.
+
+    An epilogue on a whole 128x256 tile holds pointers, masks and a second operand of that size beside the
+    accumulators: compiled for sm_90 it spills (gelu 304 local loads and stores). A quarter at a time does not.
+    """
+    left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+    q0, q1 = left.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
+    q2, q3 = right.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
+    return q0, q1, q2, q3
+
+
+@triton.jit
 def _add_bias(acc, bias_ptr, n0, N, BN: tl.constexpr):
     i_n = n0 + tl.arange(0, BN)
     b_bias = tl.load(bias_ptr + i_n, mask=i_n < N, other=0.0).to(tl.float32)
@@ -132,6 +145,29 @@ def _rows_times_weight(
 
 
 @triton.jit
+def _finish_forward(
+    acc, acc_up, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, N, ld_out,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Bias, pre-activation and activation of a block of columns; `acc_up` counts for swiglu only."""
+    PAIR: tl.constexpr = ACT == "swiglu"
+    ld_pre = 2 * N if PAIR else N
+    if HAS_BIAS:
+        acc = _add_bias(acc, bias_ptr, n0, N, BN)
+    if SAVE_PRE:
+        _store(pre_ptr, acc, m0, n0, rows, N, ld_pre, BM, BN)
+    if PAIR:
+        if HAS_BIAS:
+            acc_up = _add_bias(acc_up, bias_ptr + N, n0, N, BN)
+        if SAVE_PRE:
+            _store(pre_ptr + N, acc_up, m0, n0, rows, N, ld_pre, BM, BN)
+        acc = silu(acc) * acc_up
+    else:
+        acc = activate(acc, ACT)
+    _store(out_ptr, acc, m0, n0, rows, N, ld_out, BM, BN)
+
+
+@triton.jit
 def forward_tile(
     x_ptr, w_ptr, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N, ldx, ld_out,
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, UPCAST: tl.constexpr,
@@ -152,17 +188,13 @@ def forward_tile(
     acc, acc_up = _rows_times_weight(
         x_ptr, w_ptr, rows, m0, n0, K, N, ldx, PAIR, UPCAST, TMA, BM, BN, BK
     )  # fmt: skip
-    if HAS_BIAS:
-        acc = _add_bias(acc, bias_ptr, n0, N, BN)
-        if PAIR:
-            acc_up = _add_bias(acc_up, bias_ptr + N, n0, N, BN)
-    if SAVE_PRE:
-        ld_pre = 2 * N if PAIR else N
-        _store(pre_ptr, acc, m0, n0, rows, N, ld_pre, BM, BN)
-        if PAIR:
-            _store(pre_ptr + N, acc_up, m0, n0, rows, N, ld_pre, BM, BN)
-    acc = silu(acc) * acc_up if PAIR else activate(acc, ACT)
-    _store(out_ptr, acc, m0, n0, rows, N, ld_out, BM, BN)
+    quarter = _quarters(acc, BM, BN)
+    quarter_up = _quarters(acc_up, BM, BN)
+    for i in tl.static_range(4):
+        _finish_forward(
+            quarter[i], quarter_up[i], bias_ptr, pre_ptr, out_ptr, rows, m0, n0 + i * (BN // 4), N, ld_out,
+            ACT, HAS_BIAS, SAVE_PRE, BM, BN // 4,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -171,6 +203,24 @@ def _load_pre(pre_ptr, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
     i_n = n0 + tl.arange(0, BN)
     m = (i_m < rows)[:, None] & (i_n < N)[None, :]
     return tl.load(pre_ptr + i_m[:, None].to(tl.int64) * ld + i_n[None, :], mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _finish_dgrad(
+    acc, pre_ptr, out_ptr, rows, m0, n0, N, ld_out,
+    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The activation's backward on a block of columns, and the store."""
+    if ACT == "swiglu":
+        b_gate = _load_pre(pre_ptr, m0, n0, rows, N, 2 * N, BM, BN)
+        _store(out_ptr + N, acc * silu(b_gate), m0, n0, rows, N, ld_out, BM, BN)
+        b_up = _load_pre(pre_ptr + N, m0, n0, rows, N, 2 * N, BM, BN)
+        acc = acc * b_up * dsilu(b_gate)
+    elif ACT == "gelu":
+        acc = acc * dgelu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
+    elif ACT == "silu":
+        acc = acc * dsilu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
+    _store(out_ptr, acc, m0, n0, rows, N, ld_out, BM, BN)
 
 
 @triton.jit
@@ -199,16 +249,11 @@ def dgrad_tile(
         acc = _dot(b_dy, b_w.T, acc, UPCAST)
         p_dy += BK
         p_w += BK
-    if ACT == "swiglu":
-        b_gate = _load_pre(pre_ptr, m0, n0, rows, N, 2 * N, BM, BN)
-        _store(out_ptr + N, acc * silu(b_gate), m0, n0, rows, N, ld_out, BM, BN)
-        b_up = _load_pre(pre_ptr + N, m0, n0, rows, N, 2 * N, BM, BN)
-        acc = acc * b_up * dsilu(b_gate)
-    elif ACT == "gelu":
-        acc = acc * dgelu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
-    elif ACT == "silu":
-        acc = acc * dsilu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
-    _store(out_ptr, acc, m0, n0, rows, N, ld_out, BM, BN)
+    quarter = _quarters(acc, BM, BN)
+    for i in tl.static_range(4):
+        _finish_dgrad(
+            quarter[i], pre_ptr, out_ptr, rows, m0, n0 + i * (BN // 4), N, ld_out, ACT, BM, BN // 4
+        )  # fmt: skip
 
 
 @triton.jit
@@ -278,7 +323,9 @@ def wgrad_tile(
             acc, x_ptr + row * ldx, dy_ptr + row * ld_dy, rows, m0, n0, A, B, ldx, ld_dy,
             UPCAST, TMA, BM, BN, BK,
         )  # fmt: skip
-    _store(dw_ptr, acc, m0, n0, A, B, B, BM, BN)
+    quarter = _quarters(acc, BM, BN)
+    for i in tl.static_range(4):
+        _store(dw_ptr, quarter[i], m0, n0 + i * (BN // 4), A, B, B, BM, BN // 4)
     if HAS_DBIAS and m0 == 0:
         sums = tl.zeros((BN,), tl.float32)
         for s in range(num_segments):
