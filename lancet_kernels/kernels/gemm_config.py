@@ -74,7 +74,7 @@ def default_config(
     halve block_n.
     """
     if dtype.itemsize == 4:
-        config = GemmConfig(64, 64, 32, 4, 2)
+        config = GemmConfig(64, 64, 16, 4, 3)
     elif arch >= 90 and m > 64 and n * accumulators > 128:
         config = GemmConfig(128, 256 // accumulators, 64, 8, 3)
     elif m > 64:
@@ -93,7 +93,7 @@ def candidates(
     yield default
     widest = max(16, 2 * n)
     for block_m, block_n, block_k, num_warps, num_stages, group_m in product(
-        (64, 128, 256), (32, 64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4, 5), (4, 8, 16)
+        (64, 128, 256), (32, 64, 128, 256), (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), (4, 8, 16)
     ):
         config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, group_m)
         fits = block_m <= max(64, 2 * m) and block_n <= widest and block_k <= max(32, 2 * k)

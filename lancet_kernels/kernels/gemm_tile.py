@@ -102,7 +102,8 @@ def _quarters(acc, BM: tl.constexpr, BN: tl.constexpr):
     """-> the four column blocks [BM, BN / 4] of a tile, from left to right.
 
     An epilogue on a whole 128x256 tile holds pointers, masks and a second operand of that size beside the
-    accumulators: compiled for sm_90 it spills (gelu 304 local loads and stores). A quarter at a time does not.
+    accumulators: compiled for sm_90 it spills (gelu: 304 local loads and stores). A quarter at a time
+    does not.
     """
     left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
     q0, q1 = left.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
@@ -190,9 +191,9 @@ def forward_tile(
     )  # fmt: skip
     quarter = _quarters(acc, BM, BN)
     quarter_up = _quarters(acc_up, BM, BN)
-    for i in tl.static_range(4):
+    for q in tl.static_range(4):
         _finish_forward(
-            quarter[i], quarter_up[i], bias_ptr, pre_ptr, out_ptr, rows, m0, n0 + i * (BN // 4), N, ld_out,
+            quarter[q], quarter_up[q], bias_ptr, pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ld_out,
             ACT, HAS_BIAS, SAVE_PRE, BM, BN // 4,
         )  # fmt: skip
 
@@ -250,9 +251,9 @@ def dgrad_tile(
         p_dy += BK
         p_w += BK
     quarter = _quarters(acc, BM, BN)
-    for i in tl.static_range(4):
+    for q in tl.static_range(4):
         _finish_dgrad(
-            quarter[i], pre_ptr, out_ptr, rows, m0, n0 + i * (BN // 4), N, ld_out, ACT, BM, BN // 4
+            quarter[q], pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ld_out, ACT, BM, BN // 4
         )  # fmt: skip
 
 
@@ -264,11 +265,17 @@ def add_outer_products(
     """-> acc + x[:rows, m0:m0+BM]^T @ dy[:rows, n0:n0+BN], float32 [BM, BN]. Nothing happens for no rows."""
     x_desc, p_x, i_r, i_m = _block(x_ptr, rows, A, ldx, 0, m0, BK, BM, TMA)
     dy_desc, p_dy, _, i_n = _block(dy_ptr, rows, B, ld_dy, 0, n0, BK, BN, TMA)
+    if not TMA:
+        # sm_80 copies asynchronously what reaches the dot as it is; a transposed block it would not.
+        p_x = x_ptr + i_r[None, :].to(tl.int64) * ldx + i_m[:, None]
     for r in range(0, rows, BK):
         m_r = i_r < rows - r
-        b_x = _load(x_desc, p_x, m_r[:, None] & (i_m < A)[None, :], r, m0, TMA)
+        if TMA:
+            b_x = x_desc.load([r, m0]).T
+        else:
+            b_x = tl.load(p_x, mask=m_r[None, :] & (i_m < A)[:, None], other=0.0)
         b_dy = _load(dy_desc, p_dy, m_r[:, None] & (i_n < B)[None, :], r, n0, TMA)
-        acc = _dot(b_x.T, b_dy, acc, UPCAST)
+        acc = _dot(b_x, b_dy, acc, UPCAST)
         p_x += tl.cast(ldx, tl.int64) * BK
         p_dy += tl.cast(ld_dy, tl.int64) * BK
     return acc
@@ -324,8 +331,8 @@ def wgrad_tile(
             UPCAST, TMA, BM, BN, BK,
         )  # fmt: skip
     quarter = _quarters(acc, BM, BN)
-    for i in tl.static_range(4):
-        _store(dw_ptr, quarter[i], m0, n0 + i * (BN // 4), A, B, B, BM, BN // 4)
+    for q in tl.static_range(4):
+        _store(dw_ptr, quarter[q], m0, n0 + q * (BN // 4), A, B, B, BM, BN // 4)
     if HAS_DBIAS and m0 == 0:
         sums = tl.zeros((BN,), tl.float32)
         for s in range(num_segments):
