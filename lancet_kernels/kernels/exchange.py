@@ -113,6 +113,8 @@ class Exchange:
         self.released = self._region("released", (banks, self.world))
         self._epoch = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self.report = torch.zeros(device.REPORT_WORDS.value, dtype=torch.int64, device=memory.device)
+        # Only kernels that must reach a peer without a pointer carry NVSHMEM's code.
+        self.nvshmem = bool((self.rows.peers == 0).any())
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
@@ -155,7 +157,7 @@ class Exchange:
     def _send_release(self, words: Tensor) -> None:
         release_kernel[(self.world,)](
             words, self.released.local, self.released.peers, self.rank, self.world, self.banks,
-            NVSHMEM=self.memory.uses_nvshmem, num_warps=1,
+            NVSHMEM=self.nvshmem, num_warps=1,
         )  # fmt: skip
 
     def max_polls(self) -> int:

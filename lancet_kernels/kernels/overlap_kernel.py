@@ -56,7 +56,7 @@ def dense_tile(
                        "none", UPCAST, TMA, BM, BN, BK)  # fmt: skip
     if KINDS & 4:
         if kind == TN:
-            wgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, 0, 1, 1, 0, p + 6, 1, m * BM, n * BN, M, N,
+            wgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, 0, 1, 1, K, p + 6, 1, m * BM, n * BN, M, N, M, N,
                        False, UPCAST, TMA, BM, BN, BK)  # fmt: skip
 
 
@@ -172,7 +172,7 @@ def overlap_kernel(
                     dw_ptr, db_ptr = dweight_out_ptr, dbias_out_ptr
                 wgrad_tile(
                     x_ptr, dy_ptr, dw_ptr + local.to(tl.int64) * A * B, db_ptr + local * B, local, W, L, C,
-                    arrived_ptr + bank * W * L * chunks, chunks, m * BM, n * BN, A, B,
+                    arrived_ptr + bank * W * L * chunks, chunks, m * BM, n * BN, A, B, A, B,
                     HAS_BIAS, UPCAST, TMA, BM, BN, BK,
                 )  # fmt: skip
         if DENSE_KINDS != 0:
