@@ -95,6 +95,7 @@ class Answer:
 
     out: Tensor
     dx: Tensor
+    dweight: Tensor
     dw1: Tensor
     dw2: Tensor
     db1: Tensor | None
@@ -113,6 +114,7 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Answer]:
         x, dy = (t.to(dtype) for t in tokens_of(case, rank))
         x.requires_grad_()
         routing = routing_of(case, rank)
+        weight = routing.weight.to(dtype).requires_grad_()
         out = torch.zeros_like(x)
         for e in range(case.experts):
             w1, b1, w2, b2 = (None if p is None else p[e % case.local] for p in parameters[e // case.local])
@@ -122,9 +124,9 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Answer]:
                 h = x[mine] @ w1
                 h = activate(h if b1 is None else h + b1, case.activation) @ w2
                 h = h if b2 is None else h + b2
-                out = out.index_add(0, mine, h * routing.weight[mine, k, None].to(dtype))
+                out = out.index_add(0, mine, h * weight[mine, k, None])
         out.backward(dy)
-        answers.append(Answer(out.detach(), x.grad, *[None] * 4))
+        answers.append(Answer(out.detach(), x.grad, weight.grad, *[None] * 4))
     for answer, (w1, b1, w2, b2) in zip(answers, parameters, strict=True):
         zero = lambda p: None if p is None else torch.zeros_like(p) if p.grad is None else p.grad  # noqa: E731
         answer.dw1, answer.db1, answer.dw2, answer.db2 = zero(w1), zero(b1), zero(w2), zero(b2)
