@@ -184,12 +184,12 @@ def test_absent_rank_is_named(pool, step):
         # Who notices first tells the others.
         assert message.startswith(f"rank {rank}: {name} failed")
         assert waited in message
-        assert seconds < 2.0
+        assert seconds < 5
         assert after.startswith(f"rank {rank}: barrier failed: ")
     kind, message, seconds, _ = results[1]
     assert kind == "CommunicationError"
     assert f"{name} failed: rank 0 gave up waiting for rank(s) 1" in message
-    assert seconds < 0.5, "the late one has nothing to wait for"
+    assert seconds < 0.7, "the late one has nothing to wait for"
 
 
 # ---- what is left behind
