@@ -38,6 +38,13 @@ def _fence(_semantic=None):
 
 
 @core.extern
+def _quiet(_semantic=None):
+    return core.extern_elementwise(
+        "", "", [], {(): ("nvshmem_quiet", core.dtype("int32"))}, is_pure=False, _semantic=_semantic
+    )
+
+
+@core.extern
 def _signal_op(address, value, operation, pe, _semantic=None):
     return core.extern_elementwise(
         "",
@@ -65,6 +72,12 @@ def put_row(target_ptr, source_ptr, num_elements, peer):
 def fence():
     """Puts to a PE before it arrive before those after it."""
     _fence()
+
+
+@triton.jit
+def quiet():
+    """All puts of the calling threads have arrived."""
+    _quiet()
 
 
 @triton.jit
