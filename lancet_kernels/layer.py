@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.expert_activation import activate, check_activation, input_width
-from lancet_kernels.ops.fused_experts import LayerExchange, fused_experts
 from lancet_kernels.ops.gates import Gate, parse_gate
 from lancet_kernels.ops.groups import group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums
-
 
 BACKENDS = ("torch", "fused")
 
@@ -94,7 +92,12 @@ class MoELayer(nn.Module):
                 "backend", got=repr(backend), expected=f"one of {', '.join(BACKENDS)}", do="check the name"
             )
         self.backend = backend
-        self._exchange = LayerExchange(self._group, self.local_experts, d_model, d_ff, activation)
+        self._exchange = None
+        if backend == "fused":
+            # Only here: the kernels need Triton, which not every machine has.
+            from lancet_kernels.ops.fused_experts import LayerExchange
+
+            self._exchange = LayerExchange(self._group, self.local_experts, d_model, d_ff, activation)
 
         factory = {"device": device, "dtype": dtype}
         hidden = input_width(activation, d_ff)
@@ -212,7 +215,9 @@ class MoELayer(nn.Module):
 
     def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int) -> Tensor:
         """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D]."""
-        if self.backend == "fused":
+        if self._exchange is not None:
+            from lancet_kernels.ops.fused_experts import fused_experts
+
             parameters = (self._cast(p) for p in (self.w1, self.b1, self.w2, self.b2))
             return fused_experts(
                 x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, *parameters, self._exchange
@@ -324,7 +329,8 @@ class MoELayer(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"d_model={self.d_model}, d_ff={self.d_ff}, num_experts={self.num_experts}, top_k={self.top_k}, "
-            f"gate={self.gate}, capacity_factor={self.capacity_factor}, activation={self.activation}, backend={self.backend}, "
+            f"gate={self.gate}, capacity_factor={self.capacity_factor}, activation={self.activation}, "
+            f"backend={self.backend}, "
             f"experts {self.expert_ids().start} to {self.expert_ids().stop - 1} here"
         )
 

@@ -15,6 +15,8 @@ each capacity. Backward exchanges are free again when the backward ends: layers 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -38,10 +40,18 @@ from lancet_kernels.symmetric import SymmetricMemory, create
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class FusedMemory:
-    """Symmetric memory of one process group on one device, and what layers share in it. Collective to make."""
+class _Alone:
+    """Stands for the group where there is no torch.distributed."""
 
-    _of_group: dict[tuple[str, torch.device], FusedMemory] = {}  # noqa: RUF012 (one for all, on purpose)
+
+ALONE = _Alone()
+
+
+class FusedMemory:
+    """Symmetric memory of one process group on one device, and what its layers share. Collective to make."""
+
+    # By process group itself, not by its name: a group made later may have the name of one that is gone.
+    _of_group: ClassVar[WeakKeyDictionary[object, dict[torch.device, FusedMemory]]] = WeakKeyDictionary()
 
     def __init__(self, memory: SymmetricMemory) -> None:
         self.memory = memory
@@ -51,16 +61,11 @@ class FusedMemory:
     @classmethod
     def of(cls, group: str, device: torch.device, timeout_s: float) -> FusedMemory:
         """The one of this group; made by the first layer that asks, at the same point on every rank."""
-        key = group, device
-        if key not in cls._of_group:
-            cls._of_group[key] = cls(create(group_of(group) if group else None, device, timeout_s))
-        return cls._of_group[key]
-
-    @classmethod
-    def close(cls, group: str) -> None:
-        """Free what a group's layers have (before the group is destroyed); they make new ones if used again."""
-        for key in [key for key in cls._of_group if key[0] == group]:
-            cls._of_group.pop(key).memory.close()
+        process_group = group_of(group) if group else None
+        of_device = cls._of_group.setdefault(process_group or ALONE, {})
+        if device not in of_device:
+            of_device[device] = cls(create(process_group, device, timeout_s))
+        return of_device[device]
 
     def backward(self, **sizes) -> Exchange:
         """The backward exchange that all layers of these sizes share."""
@@ -189,7 +194,14 @@ class _FusedExperts(torch.autograd.Function):
     def backward(ctx, dy):
         forward, backward = ctx.exchanges
         gradients = moe_backward(
-            forward, ctx.saved, backward, dy.contiguous(), ctx.routing, ctx.experts, ctx.config, dense=ctx.dense
+            forward,
+            ctx.saved,
+            backward,
+            dy.contiguous(),
+            ctx.routing,
+            ctx.experts,
+            ctx.config,
+            dense=ctx.dense,
         )
         forward.release(ctx.saved.use)
         backward.watch()

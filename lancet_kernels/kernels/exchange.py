@@ -195,7 +195,7 @@ class Exchange:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "world", "banks"])
 def release_kernel(
     use_ptr, released_ptr, released_peers_ptr, rank, world, banks, NVSHMEM: tl.constexpr
 ):  # fmt: skip
