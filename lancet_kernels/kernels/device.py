@@ -153,7 +153,9 @@ def wait(signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index):
 
 
 @triton.jit
-def wait_all(signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr):
+def wait_all(
+    signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr
+):  # fmt: skip
     """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`.
 
     signal_ptrs, mask, peers, indices: [SIZE]. A report names the first that is missing.

@@ -24,7 +24,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.exchange import Exchange, Use
-from lancet_kernels.kernels.gemm_config import GemmConfig, default_config
+from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_kernel import NN, NT, TN, overlap_kernel
 from lancet_kernels.kernels.tasks import LaunchShape, build_tasks
 
@@ -57,7 +57,13 @@ class OverlapConfig:
 
     @classmethod
     def default(
-        cls, capacity: int, width: int, hidden: int, dtype: torch.dtype, device: torch.device, pes_here: int = 1
+        cls,
+        width: int,
+        hidden: int,
+        activation: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        pes_here: int = 1,
     ) -> OverlapConfig:
         """A sensible choice for the device; small tiles in the interpreter, where only proof counts."""
         if device.type != "cuda":
@@ -67,11 +73,24 @@ class OverlapConfig:
         arch = 10 * properties.major + properties.minor
         programs = max(1, properties.multi_processor_count // pes_here)
         return cls(
-            default_config(capacity, hidden, width, dtype, arch, accumulators=2),
+            overlap_tile(activation, dtype, arch),
             programs=programs,
             comm_programs=max(1, programs // 8),
             tma=arch >= 90 and width * dtype.itemsize % 16 == 0 and hidden * dtype.itemsize % 16 == 0,
         )
+
+
+def overlap_tile(activation: str, dtype: torch.dtype, arch: int) -> GemmConfig:
+    """The tile that fits beside everything else in the kernel without spilling (compiled 2026-11-21).
+
+    128x256 and, for swiglu's two accumulators, 128x128 spill 24 to 40 bytes on sm_90 in the fused kernel, as
+    does 128x128 on sm_80 backward.
+    """
+    if dtype.itemsize == 4:
+        return GemmConfig(64, 64, 32, 4, 2)
+    if arch >= 90:
+        return GemmConfig(128, 64 if activation == "swiglu" else 128, 64, 8, 4)
+    return GemmConfig(128, 64, 32, 8 if activation == "swiglu" else 4, 4)
 
 
 @dataclass(frozen=True)
@@ -142,9 +161,10 @@ class SavedPass:
 
 @dataclass(frozen=True)
 class ExpertGradients:
-    """dx [T, D], of the rows of this PE's tokens; the others like the experts' parameters."""
+    """dx [T, D], of this PE's tokens; dweight float32 [T, K]; the others like the experts' parameters."""
 
     dx: Tensor
+    dweight: Tensor
     dw1: Tensor
     db1: Tensor | None
     dw2: Tensor
@@ -200,6 +220,7 @@ def moe_backward(
     dh = torch.empty_like(saved.pre)
     gradients = ExpertGradients(
         torch.empty_like(dy),
+        torch.empty_like(routing.weight),
         torch.empty_like(experts.w1),
         None if experts.b1 is None else torch.empty_like(experts.b1),
         torch.empty_like(experts.w2),
@@ -210,7 +231,7 @@ def moe_backward(
         source=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
         earlier=saved.use, saved_rows=forward.rows.local, saved_hidden=saved.hidden,
         dweight_in=gradients.dw2, dbias_in=gradients.db2, dweight_out=gradients.dw1, dbias_out=gradients.db1,
-        out=gradients.dx,
+        out=gradients.dx, saved_results=forward.results.local, dweight=gradients.dweight,
     )  # fmt: skip
     backward.release(use)
     return gradients
@@ -232,10 +253,12 @@ class _Launch:
         }
         blocks = -(-out.shape[0] // self.config.reduce_tokens)
         wgrads: tuple[tuple[int, int], ...] = ()
+        dweight_blocks = blocks if self.backward else 0
         if self.backward:
             wgrads = self._grid(self.hidden, exchange.width), self._grid(exchange.width, self.width_in)
         problems = tuple(self._grid(*gemm.c.shape) for gemm in self.dense)
         first, second = {"put": True, "tiles_in": tiles["tiles_in"], "dense": problems}, {}
+        first["dweight_blocks"] = dweight_blocks
         rest = first if not self.config.split else second
         rest |= {"tiles_out": tiles["tiles_out"], "wgrads": wgrads, "reduce_blocks": blocks}
         for stages in filter(None, (first, second)):
@@ -272,19 +295,21 @@ class _Launch:
         overlap_kernel[(config.programs,)](
             tasks, tasks.shape[0], self.use.words, self.use.next_counter(), earlier.words, exchange.report,
             exchange.rank, exchange.max_polls(),
-            exchange.world, exchange.local_experts, exchange.capacity, exchange.width, self.hidden, self.width_in,
-            exchange.chunks, routing.expert.shape[0], routing.expert.shape[1],
+            exchange.world, exchange.local_experts, exchange.capacity, exchange.width, self.hidden,
+            self.width_in, exchange.chunks, routing.expert.shape[0], routing.expert.shape[1],
             get("source"), routing.token, tensors.get("scale", routing.weight), routing.count,
             exchange.rows.local, exchange.rows.peers, exchange.arrived.local, exchange.arrived.peers,
             exchange.released.local, exchange.results.local, exchange.results.peers,
             exchange.returned.local, exchange.returned.peers,
-            get("weight_in"), get("bias_in"), get("pre"), get("hidden"), get("weight_out"), get("bias_out"), stage,
-            self.use.ready, self.use.done,
+            get("weight_in"), get("bias_in"), get("pre"), get("hidden"), get("weight_out"), get("bias_out"),
+            stage, self.use.ready, self.use.done,
             get("saved_rows"), get("saved_hidden"), get("dweight_in"), get("dbias_in"), get("dweight_out"),
             get("dbias_out"),
-            get("out"), routing.expert, routing.slot, routing.weight, words,
+            get("out"), routing.expert, routing.slot, routing.weight, get("saved_results"),
+            tensors.get("dweight", routing.weight), words,
             HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
             HAS_WGRAD=bool(shape.wgrads), HAS_REDUCE=shape.reduce_blocks > 0,
+            HAS_DWEIGHT=shape.dweight_blocks > 0,
             DENSE_KINDS=sum({1 << DENSE_KINDS[problem.kind] for problem in self.dense}) if shape.dense else 0,
             BACKWARD=self.backward, ACT=self.experts.activation, HAS_BIAS=self.experts.b1 is not None,
             SAVE_PRE=True, SCALED=self.backward, WEIGHTED=not self.backward, BANKS=exchange.banks,

@@ -20,6 +20,7 @@ TILE_OUT = tl.constexpr(2)
 WGRAD = tl.constexpr(3)
 DENSE = tl.constexpr(4)
 REDUCE = tl.constexpr(5)
+DWEIGHT = tl.constexpr(6)
 TASK_WORDS = tl.constexpr(6)
 
 # A row of the table of independent GEMMs: kind, a, b, c, M, N, K. Kinds, by what is transposed:
@@ -71,14 +72,17 @@ def overlap_kernel(
     rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
     results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
     # The two GEMMs of an expert, in the order of this direction.
-    weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, weight_out_ptr, bias_out_ptr, stage_ptr, ready_ptr, done_ptr,
+    weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, weight_out_ptr, bias_out_ptr, stage_ptr,
+    ready_ptr, done_ptr,
     # Weight gradients.
     saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
-    # Combine, and independent GEMMs.
-    out_ptr, expert_ptr, slot_ptr, weight_ptr, problems_ptr,
+    # Combine and the gradient of its weights, and independent GEMMs.
+    out_ptr, expert_ptr, slot_ptr, weight_ptr, saved_results_ptr, dweight_ptr, problems_ptr,
     HAS_PUT: tl.constexpr, HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, HAS_WGRAD: tl.constexpr,
-    HAS_REDUCE: tl.constexpr, DENSE_KINDS: tl.constexpr, BACKWARD: tl.constexpr,
-    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, SCALED: tl.constexpr, WEIGHTED: tl.constexpr,
+    HAS_REDUCE: tl.constexpr, HAS_DWEIGHT: tl.constexpr, DENSE_KINDS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, SCALED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -106,8 +110,8 @@ def overlap_kernel(
             if kind == PUT:
                 bodies.put_chunk(
                     a, local, epoch, rank, W, L, C, D, chunks, source_ptr, token_ptr, scale_ptr, count_ptr,
-                    rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
-                    BANKS, SCALED, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK,
+                    rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, max_polls,
+                    report_ptr, BANKS, SCALED, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK,
                 )  # fmt: skip
         if HAS_IN:
             if kind == TILE_IN:
@@ -130,7 +134,8 @@ def overlap_kernel(
         if HAS_OUT:
             if kind == TILE_OUT:
                 count = bodies.wait_rows(
-                    a, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, False, BANKS, BM
+                    a, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, False,
+                    BANKS, BM,
                 )  # fmt: skip
                 if m * BM < count:
                     if HAS_IN:
@@ -144,13 +149,14 @@ def overlap_kernel(
                         if tl.load(results_peers_ptr + a) == 0:
                             y_ptr = stage_ptr + segment * D
                     if BACKWARD:
-                        dgrad_tile(hidden_ptr + segment * H, weight_out_ptr + local.to(tl.int64) * D * H, pre_ptr,
-                                   y_ptr, count, m * BM, n * BN, H, D, H, D,
+                        dgrad_tile(hidden_ptr + segment * H, weight_out_ptr + local.to(tl.int64) * D * H,
+                                   pre_ptr, y_ptr, count, m * BM, n * BN, H, D, H, D,
                                    "none", UPCAST, TMA, BM, BN, BK)  # fmt: skip
                     else:
                         forward_tile(hidden_ptr + segment * F, weight_out_ptr + local.to(tl.int64) * F * D,
-                                     bias_out_ptr + local * D, pre_ptr, y_ptr, count, m * BM, n * BN, F, D, F, D,
-                                     "none", HAS_BIAS, False, UPCAST, TMA, BM, BN, BK)  # fmt: skip
+                                     bias_out_ptr + local * D, pre_ptr, y_ptr, count, m * BM, n * BN,
+                                     F, D, F, D, "none", HAS_BIAS, False, UPCAST, TMA,
+                                     BM, BN, BK)  # fmt: skip
                     bodies.return_tile(
                         a, local, m, n, count, epoch, rank, W, L, C, D, chunks, tl.cdiv(D, BN),
                         stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
@@ -160,10 +166,10 @@ def overlap_kernel(
             if kind == WGRAD:
                 if HAS_IN:
                     bodies.wait_expert(
-                        local, epoch, rank, W, L, chunks, tiles_in, arrived_ptr, ready_ptr, max_polls, report_ptr,
-                        TMA, BANKS, BM,
+                        local, epoch, rank, W, L, chunks, tiles_in, arrived_ptr, ready_ptr, max_polls,
+                        report_ptr, TMA, BANKS, BM,
                     )  # fmt: skip
-                # Of the gradient rows' bank, and of the forward pass's: 0 is dW2 = hidden^T dy, 1 is dW1 = x^T dh.
+                # 0 is dW2 = hidden^T dy; 1 is dW1 = x^T dh, whose x lies in the bank of the forward pass.
                 earlier_bank = tl.load(earlier_use_ptr) % BANKS
                 x_ptr, dy_ptr, A, B = saved_hidden_ptr, rows_ptr + bank * W * L * C * D, F, D
                 dw_ptr, db_ptr = dweight_in_ptr, dbias_in_ptr
@@ -178,6 +184,13 @@ def overlap_kernel(
         if DENSE_KINDS != 0:
             if kind == DENSE:
                 dense_tile(problems_ptr, a, local, m, rows_ptr, DENSE_KINDS, UPCAST, TMA, BM, BN, BK)
+        if HAS_DWEIGHT:
+            if kind == DWEIGHT:
+                earlier = tl.load(earlier_use_ptr) % BANKS
+                bodies.dweight_block(
+                    a, W, L, C, D, T, K, source_ptr, saved_results_ptr + earlier * W * L * C * D, expert_ptr,
+                    slot_ptr, dweight_ptr, BT, BD,
+                )  # fmt: skip
         if HAS_REDUCE:
             if kind == REDUCE:
                 bodies.reduce_block(

@@ -57,19 +57,17 @@ def put_chunk(
 
 
 @triton.jit
-def wait_rows(source, local, m, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, TMA: tl.constexpr,
-              BANKS: tl.constexpr, BM: tl.constexpr):  # fmt: skip
-    """Wait until chunk m of the source's rows for expert `local` is here. -> how many rows there are in all."""
+def wait_rows(
+    source, local, m, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr,
+    TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Wait until chunk m of the source's rows for expert `local` is here. -> how many rows come in all."""
     index = (((epoch % BANKS) * W + source) * L + local) * chunks
     word = device.word(epoch, tl.full((), 0, tl.int64))
-    seen = device.wait(
-        arrived_ptr + index, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index
-    )
+    seen = device.wait(arrived_ptr + index, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index)
     count = device.low_word(seen)
     if (m > 0) & (m * BM < count):
-        device.wait(
-            arrived_ptr + index + m, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index + m
-        )
+        device.wait(arrived_ptr + index + m, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index + m)
     device.fence_tma(TMA)
     return count
 
@@ -110,10 +108,8 @@ def return_tile(
         staged = (segment.to(tl.int64) * C + m * BM) * D + n * BN
         target = ((bank * W * L + expert) * C + m * BM) * D + n * BN
         width = tl.minimum(D - n * BN, BN)
-        for r in range(0, tl.minimum(count - m * BM, BM)):
-            device.put_row(
-                results_ptr + target + r * D, stage_ptr + staged + r * D, width, source, NVSHMEM
-            )
+        for r in range(tl.minimum(count - m * BM, BM)):
+            device.put_row(results_ptr + target + r * D, stage_ptr + staged + r * D, width, source, NVSHMEM)
     device.quiet(NVSHMEM)
     done = tl.atomic_add(done_ptr + segment * chunks + m, 1, sem="acq_rel", scope="gpu")
     if done == tiles - 1:
@@ -123,11 +119,13 @@ def return_tile(
 
 
 @triton.jit
-def wait_expert(local, epoch, rank, W, L, chunks, tiles, arrived_ptr, ready_ptr, max_polls, report_ptr,
-                TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr):  # fmt: skip
+def wait_expert(
+    local, epoch, rank, W, L, chunks, tiles, arrived_ptr, ready_ptr, max_polls, report_ptr,
+    TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
     """Wait until the first GEMM of all rows of expert `local`, of all sources, is done (for its dW)."""
     expected = tl.full((), 0, tl.int64)
-    for source in range(0, W):
+    for source in range(W):
         expected += tl.cdiv(
             wait_rows(source, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr,
                       False, BANKS, BM), BM
@@ -151,13 +149,13 @@ def reduce_block(
     word = device.word(epoch, tl.full((), 0, tl.int64))
     i_t = block * BT + tl.arange(0, BT)
     m_t = i_t < T
-    for k in range(0, K):
+    for k in range(K):
         expert = tl.load(expert_ptr + i_t * K + k, mask=m_t, other=0)
         slot = tl.load(slot_ptr + i_t * K + k, mask=m_t, other=C)
         index = (bank * W * L + expert) * chunks + slot // BM
         device.wait_all(
-            returned_ptr + index, m_t & (slot < C), word, max_polls, report_ptr, rank, expert // L, WAIT_RESULTS,
-            index, BT,
+            returned_ptr + index, m_t & (slot < C), word, max_polls, report_ptr, rank, expert // L,
+            WAIT_RESULTS, index, BT,
         )  # fmt: skip
     poison = tl.where(device.failed(report_ptr), float("nan"), 0.0)
     for d in range(0, D, BD):
@@ -165,7 +163,7 @@ def reduce_block(
         m_d = i_d < D
         # [BT, BD]
         b_sum = tl.zeros([BT, BD], tl.float32)
-        for k in range(0, K):
+        for k in range(K):
             expert = tl.load(expert_ptr + i_t * K + k, mask=m_t, other=0)
             slot = tl.load(slot_ptr + i_t * K + k, mask=m_t, other=C)
             m = (m_t & (slot < C))[:, None] & m_d[None, :]
@@ -176,4 +174,31 @@ def reduce_block(
                 b_x = tl.where(m, b_x * weight[:, None], 0.0)
             b_sum += b_x
         out = (b_sum + poison).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + i_t[:, None].to(tl.int64) * D + i_d[None, :], out, mask=m_t[:, None] & m_d[None, :])
+        p_out = out_ptr + i_t[:, None].to(tl.int64) * D + i_d[None, :]
+        tl.store(p_out, out, mask=m_t[:, None] & m_d[None, :])
+
+
+@triton.jit
+def dweight_block(
+    block, W, L, C, D, T, K, dy_ptr, results_ptr, expert_ptr, slot_ptr, dweight_ptr,
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """DWEIGHT: dweight[t, k] = dy[t] . results[expert[t, k], slot[t, k]] in float32; zero where dropped.
+
+    results [E, C, D]: those of the forward pass, which its bank still holds.
+    """
+    i_t = (block * BT + tl.arange(0, BT)).to(tl.int64)
+    m_t = i_t < T
+    for k in range(K):
+        expert = tl.load(expert_ptr + i_t * K + k, mask=m_t, other=0)
+        slot = tl.load(slot_ptr + i_t * K + k, mask=m_t, other=C)
+        m_kept = m_t & (slot < C)
+        # [BT, BD]
+        b_sum = tl.zeros([BT, BD], tl.float32)
+        for d in range(0, D, BD):
+            i_d = d + tl.arange(0, BD)
+            m = m_kept[:, None] & (i_d < D)[None, :]
+            b_dy = tl.load(dy_ptr + i_t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(tl.float32)
+            p_y = results_ptr + ((expert * C + slot) * D)[:, None] + i_d[None, :]
+            b_sum += b_dy * tl.load(p_y, mask=m, other=0.0).to(tl.float32)
+        tl.store(dweight_ptr + i_t * K + k, tl.sum(b_sum, 1), mask=m_t)

@@ -5,7 +5,7 @@ W  ranks, L experts on each    T  tokens per rank    K  choices    C  capacity  
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from lancet_kernels.ops.gates.slots import slots_in_token_order
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a pass and how its tokens choose: "random", "one" (all to expert 0), "few" (half are empty)."""
+    """Sizes of a pass and how its tokens choose: "random", "one" (all to expert 0), "few" (half empty)."""
 
     world: int = 2
     local: int = 2
@@ -37,8 +37,8 @@ class Case:
         return self.world * self.local
 
     def __str__(self) -> str:
-        sizes = f"W{self.world}L{self.local}T{self.tokens}K{self.choices}C{self.capacity}D{self.width}F{self.hidden}"
-        return f"{sizes}-{self.activation}-{self.choose}-{str(self.dtype)[6:]}"
+        sizes = f"W{self.world}L{self.local}T{self.tokens}K{self.choices}C{self.capacity}"
+        return f"{sizes}D{self.width}F{self.hidden}-{self.activation}-{self.choose}-{str(self.dtype)[6:]}"
 
 
 def _normal(case: Case, *shape: int, seed: int) -> Tensor:
@@ -95,6 +95,7 @@ class Answer:
 
     out: Tensor
     dx: Tensor
+    dweight: Tensor
     dw1: Tensor
     dw2: Tensor
     db1: Tensor | None
@@ -103,31 +104,29 @@ class Answer:
 
 def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Answer]:
     """All ranks' answers in plain torch, in `dtype`, from autograd."""
-    wide = replace(case)
     parameters = []
     for rank in range(case.world):
-        experts = experts_of(wide, rank)
-        parameters.append(
-            [None if p is None else p.to(dtype).requires_grad_() for p in (experts.w1, experts.b1, experts.w2, experts.b2)]
-        )
+        experts = experts_of(case, rank)
+        given = experts.w1, experts.b1, experts.w2, experts.b2
+        parameters.append([None if p is None else p.to(dtype).requires_grad_() for p in given])
     answers = []
     for rank in range(case.world):
         x, dy = (t.to(dtype) for t in tokens_of(case, rank))
         x.requires_grad_()
         routing = routing_of(case, rank)
+        weight = routing.weight.to(dtype).requires_grad_()
         out = torch.zeros_like(x)
         for e in range(case.experts):
-            w1, b1, w2, b2 = (
-                None if p is None else p[e % case.local] for p in parameters[e // case.local]
-            )
+            w1, b1, w2, b2 = (None if p is None else p[e % case.local] for p in parameters[e // case.local])
             for k in range(case.choices):
-                mine = ((routing.expert[:, k] == e) & (routing.slot[:, k] < case.capacity)).nonzero().view(-1)
+                kept = (routing.expert[:, k] == e) & (routing.slot[:, k] < case.capacity)
+                mine = kept.nonzero().view(-1)
                 h = x[mine] @ w1
                 h = activate(h if b1 is None else h + b1, case.activation) @ w2
                 h = h if b2 is None else h + b2
-                out = out.index_add(0, mine, h * routing.weight[mine, k, None].to(dtype))
+                out = out.index_add(0, mine, h * weight[mine, k, None])
         out.backward(dy)
-        answers.append(Answer(out.detach(), x.grad, *[None] * 4))
+        answers.append(Answer(out.detach(), x.grad, weight.grad, *[None] * 4))
     for answer, (w1, b1, w2, b2) in zip(answers, parameters, strict=True):
         zero = lambda p: None if p is None else torch.zeros_like(p) if p.grad is None else p.grad  # noqa: E731
         answer.dw1, answer.db1, answer.dw2, answer.db2 = zero(w1), zero(b1), zero(w2), zero(b2)
