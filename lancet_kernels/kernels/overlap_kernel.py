@@ -61,7 +61,10 @@ def dense_tile(
                        False, UPCAST, TMA, BM, BN, BK)  # fmt: skip
 
 
-@triton.jit
+# Not a variant for each size, and none in which a 1 is a constant.
+@triton.jit(
+    do_not_specialize=["num_tasks", "counter", "rank", "max_polls", "W", "L", "C", "chunks", "T", "K"]
+)
 def overlap_kernel(
     # What to do, and the use it belongs to.
     tasks_ptr, num_tasks, use_ptr, counter, earlier_use_ptr, report_ptr, rank, max_polls,
