@@ -58,6 +58,8 @@ class Config:
         stream: passes of the layer on every PE, or one string for each PE.
         chunks: of rows from a source to a peer. warps: parts of a chunk, each stored by another warp.
         tiles: parts of a chunk of results, each made by another task. programs: resident on each PE.
+        gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
+            reads what the forward left, and stands for any later reader.
         sparse: which chunks have rows depends on epoch, source and peer; else all have.
         landing: of stores and signals; exact: waits for equality (weak_memory).
         broken: a key of BROKEN, or "" for the protocol as it is.
@@ -70,6 +72,7 @@ class Config:
     tiles: int = 1
     banks: int = 2
     programs: int = 1
+    gradients: bool = False
     sparse: bool = False
     landing: str = SIGNAL
     exact: bool = False
@@ -148,7 +151,7 @@ class Task:
     def signal(self, key: Key, word: int) -> Message:
         covers = 0 if self.broken == "relaxed signal" else self.covered
         name, peer, *index = key
-        text = f"PE {peer}'s {name}{index} := {word >> LOW}"
+        text = f"PE {peer}'s {self.script.exchange}{name}{index} := {word >> LOW}"
         message = Message(self.script.place(*key), word, text, True, covers)
         self.steps.append((SEND, self.script.message(message), f"signals {text}"))
         return message
@@ -159,13 +162,14 @@ class Script:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        self.exchange = ""
         self.places: dict[Key, int] = {}
         self.messages: list[Message] = []
         self.needed_until: dict[int, dict[int, tuple[int, int]]] = {}
 
     def place(self, *key: str | int) -> int:
-        """("rows", at, bank, source, chunk, warp), ("arrived", at, bank, source, chunk), ..."""
-        return self.places.setdefault(key, len(self.places))
+        """("rows", at, bank, source, chunk, warp), ("arrived", at, bank, source, chunk), and so on."""
+        return self.places.setdefault((f"{self.exchange}{key[0]}", *key[1:]), len(self.places))
 
     def whole(self, key: Key) -> list[int]:
         """The places of all warps' parts."""
@@ -186,6 +190,7 @@ class Script:
 
     def launches(self, rank: int) -> list[list[list[Step]]]:
         launches: list[list[list[Step]]] = []
+        backwards = 0
         for kind, epoch in self.config.passes(rank):
             if kind == "F":
                 launches.append(self._forward(rank, epoch))
@@ -193,6 +198,14 @@ class Script:
                 self._keep(rank, epoch, launch=1 << LOW)
             else:
                 backward, release = self._backward(rank, epoch), self._release(rank, epoch)
+                backwards += 1
+                if self.config.gradients:
+                    # Passes of the second exchange are counted in the order of the backwards.
+                    self.exchange = "gradient "
+                    backward += self._forward(rank, backwards)
+                    self._keep(rank, backwards, launch=len(launches))
+                    release = self._release(rank, backwards) + release
+                    self.exchange = ""
                 self._keep(
                     rank, epoch, launch=len(launches) + (self.config.broken == "release before the backward")
                 )

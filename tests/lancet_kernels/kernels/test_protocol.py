@@ -28,6 +28,9 @@ RIGHT = [
     (393, Config(NESTED, chunks=2, landing=AWAITED)),
     (4_779, Config(BY_TURNS, chunks=2, programs=3, sparse=True, landing=AWAITED)),
     (185, Config("F1 F2 F3 B3 B2 B1 F4 B4", banks=3, landing=AWAITED)),
+    (789, Config(NESTED, gradients=True, chunks=2, sparse=True, landing=AWAITED)),
+    (11_285, Config(BY_TURNS, gradients=True, chunks=2, programs=2, landing=AWAITED)),
+    (5_124, Config(NESTED, gradients=True, ranks=3, landing=AWAITED)),
     (3_245, Config(BY_TURNS, ranks=3, landing=AWAITED)),
     (8_942, Config(NESTED, ranks=3, chunks=2, landing=AWAITED)),
     (7_434, Config(NESTED, ranks=3, chunks=2, sparse=True, landing=AWAITED)),
@@ -67,7 +70,7 @@ CAUGHT = {
 def name(config: Config) -> str:
     said = [config.stream.replace(" ", ""), config.landing]
     said += [f"{getattr(config, what)}{what}" for what in ("ranks", "chunks", "tiles", "programs", "warps")]
-    return "-".join(said + ["sparse"] * config.sparse)
+    return "-".join([*said, *(["gradients"] * config.gradients), *(["sparse"] * config.sparse)])
 
 
 def run(config: Config) -> Result:
@@ -139,10 +142,12 @@ def orders(epochs: int) -> Iterator[str]:
     yield from extend([], 0, frozenset())
 
 
+@pytest.mark.parametrize("gradients", [False, True], ids=["", "gradients"])
 @pytest.mark.parametrize("banks", [2, 3])
-def test_host_refuses_exactly_the_orders_that_would_hang(banks: int) -> None:
+def test_host_refuses_exactly_the_orders_that_would_hang(banks: int, gradients: bool) -> None:
     verdicts = {
-        order: explore(build(Config(order, banks=banks, landing=AWAITED))).wrong for order in orders(4)
+        order: explore(build(Config(order, banks=banks, gradients=gradients, landing=AWAITED))).wrong
+        for order in orders(4)
     }
     assert len(verdicts) == 105
     for order, wrong in verdicts.items():
