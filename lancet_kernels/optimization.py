@@ -109,6 +109,7 @@ def optimize(
     cache: str | Path | None = None,
     times: str | Path | None = None,
     options: PlanningOptions | None = None,
+    plan: str | Path | None = None,
     reduce_gradients: bool = True,
 ) -> OptimizedModule:
     """Plan a training step of `model` and return a module that trains with the plan.
@@ -123,9 +124,11 @@ def optimize(
         cache: a plan file; read if it fits this model, else written. None: plan anew.
         times: file of measured op times (default: in the user's cache folder); they are not measured again.
         options: the paper's hyper-parameters, a memory limit.
+        plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
         reduce_gradients: sum the gradients of replicated parameters over the ranks, as part of the plan.
             Divide the loss by the number of ranks for an average; use no DistributedDataParallel around it.
-    Raises: CaptureError (no single graph, with torch's reason), UserError (strategy, ranks that disagree).
+    Raises: CaptureError (no single graph, with torch's reason), UserError (strategy, ranks that disagree, a
+    plan that is for something else).
     """
     if strategy not in STRATEGIES:
         raise UserError(
@@ -134,21 +137,24 @@ def optimize(
     step = _Step(model, tuple(example_inputs), reduce_gradients, times)
     module, inputs = _captured_alike(step)
     program, cost = step.costs(module, inputs, cluster)
-    plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache))
-    if cluster is None:
-        timelines = [step.measured_timeline(inputs, program, plan, cost) for plan in plans]
-        timeline, plan = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
+    if plan is None:
+        plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache))
     else:
-        plan = plans[0]
-        timeline = plan.simulate(program, cost)
-    plan = replace(plan, predicted=Prediction.of(timeline))
+        plans = _plans_of_first(step.group, lambda: [_given_plan(plan, program, strategy)])
+    if cluster is None:
+        timelines = [step.measured_timeline(inputs, program, found, cost) for found in plans]
+        timeline, chosen = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
+    else:
+        chosen = plans[0]
+        timeline = chosen.simulate(program, cost)
+    chosen = replace(chosen, predicted=Prediction.of(timeline))
     if cache is not None and group_rank(step.group) == 0:
-        plan.save(cache)
+        chosen.save(cache)
     recorder = Recorder()
     with step.graph() as captured:
-        realize(captured.joint, program, plan)
-        run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder)
-    return OptimizedModule(model, run, plan, timeline, example_inputs, recorder, step.reduce_group)
+        realize(captured.joint, program, chosen)
+        run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder)
+    return OptimizedModule(model, run, chosen, timeline, example_inputs, recorder, step.reduce_group)
 
 
 class _Step:
@@ -236,6 +242,20 @@ def _plans(
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)
     return Planner(program, cost, options).candidates(strategy)
+
+
+def _given_plan(path: str | Path, program: Program, strategy: str) -> Plan:
+    """The plan in a file. Raises: UserError unless it is a plan of this strategy for this program."""
+    plan = Plan.load(path, program)
+    plan.apply(program)
+    if plan.strategy != strategy:
+        raise UserError(
+            "plan file",
+            got=f"{path} of strategy {plan.strategy}",
+            expected=f"a plan of strategy {strategy}",
+            do="name the plan's strategy, or another plan",
+        )
+    return plan
 
 
 def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:

@@ -89,6 +89,9 @@ class TrainOptions:
     strategy: str = option(
         "lancet", "how all-to-alls are hidden; none: they are waited for", choices=STRATEGY_NAMES
     )
+    plan: str | None = option(
+        None, "use this plan, the plan.json of another run of the same step", parse=str, metavar="FILE"
+    )
     link_gbps: float | None = option(
         None, "emulate a link of this many Gbit/s: pace every all-to-all (CPU ranks)", parse=positive_float
     )
@@ -149,6 +152,13 @@ def check_options(options: TrainOptions, ranks: int) -> None:
     for what, path in (("data", options.data), ("tokenizer", options.tokenizer)):
         if path is not None and not Path(path).exists():
             raise UserError(what, got=path, expected="an existing path", do=f"check --{what}")
+    if options.plan is not None and (options.strategy == "none" or not Path(options.plan).is_file()):
+        raise UserError(
+            "plan",
+            got=f"{options.plan} with strategy {options.strategy}",
+            expected="a plan file, and another strategy than none",
+            do="check --plan and --strategy",
+        )
     if options.compare and (options.chosen_device() == "cuda" or ranks == 1 or options.strategy == "none"):
         raise UserError(
             "compare",
@@ -222,6 +232,7 @@ class Trainer:
                 self.batch(1),
                 strategy=self.options.strategy,
                 cache=cache,
+                plan=self.options.plan,
                 reduce_gradients=self.rank.world > 1,
             )
         elif self.rank.world > 1:
@@ -333,7 +344,8 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
     trainer.plan(path / "plan.json")
     first = _restore(trainer, path, options.steps) + 1 if resume else 1
     if run is not None:
-        run.write_config(asdict(replace(options, experts=trainer.model.config.num_experts)))
+        # The run has the plan in its own folder from here on.
+        run.write_config(asdict(replace(options, experts=trainer.model.config.num_experts, plan=None)))
         run.truncate_metrics(first - 1)
         run.point_latest()
     for step in _progress(first, options.steps, rank):

@@ -537,6 +537,10 @@ def plans_on_rank(cache: str, kinds: list[str]) -> list[tuple[bool, str, float]]
             ready = optimize(module, inputs, cluster="p3dn", cache=cache)
         assert Plan.load(cache).fingerprint == ready.plan.fingerprint, "the file has another plan"
         found.append((bool(planned), said.getvalue(), outcome_of(ready, inputs, True).distance(plain)))
+    with counted_plans() as planned:
+        given = optimize(module, inputs, cluster="p3dn", plan=cache)
+    assert not planned
+    assert given.plan.fingerprint == ready.plan.fingerprint
     return found
 
 
@@ -597,6 +601,16 @@ def test_plan_files(small_step, tmp_path, capsys, kind):
     said = capsys.readouterr().err
     ignored = kind not in ("fitting", "other strategy")
     assert said.count("\n") == said.count("lancet: planning anew: ") == ignored, said
+
+
+@pytest.mark.parametrize("kind", ["fitting", "damaged", "foreign", "reordered", "other strategy"])
+def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
+    path = tmp_path / "plan.json"
+    made = library._plans(small_step.program, dear_communication, "lancet", None, None)[0]
+    made.save(path)
+    write_plan_file(path, kind)
+    with contextlib.nullcontext() if kind == "fitting" else pytest.raises(UserError):
+        assert library._given_plan(path, small_step.program, "lancet").fingerprint == made.fingerprint
 
 
 def test_plan_files_of_two_ranks(pool, tmp_path):
