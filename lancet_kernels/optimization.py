@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -121,9 +121,9 @@ def optimize(
         example_inputs: real inputs of one step; they are run a few times to measure the ops.
         strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
-        cache: a plan file; read if it fits this model, else written. None: plan anew.
+        cache: a plan file; read if it is for this model, strategy and options, else written. None: plan anew.
         times: file of measured op times (default: in the user's cache folder); they are not measured again.
-        options: the paper's hyper-parameters, a memory limit.
+        options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
         plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
         reduce_gradients: sum the gradients of replicated parameters over the ranks, as part of the plan.
             Divide the loss by the number of ranks for an average; use no DistributedDataParallel around it.
@@ -227,8 +227,9 @@ class _Step:
 def _plans(
     program: Program, cost: Cost, strategy: str, options: PlanningOptions | None, cache: str | Path | None
 ) -> list[Plan]:
-    """The plan in `cache` if it is for this program and strategy; else what to choose from, best guess
-    first."""
+    """The plan in `cache` if it is for this program, strategy and options; else what to choose from, best
+    guess first."""
+    options = options or PlanningOptions.from_environment()
     if cache is not None and not Path(cache).parent.is_dir():
         raise UserError(
             "plan file", got=f"{cache} in a folder that is missing", expected="a folder", do="make the folder"
@@ -237,7 +238,7 @@ def _plans(
         try:
             plan = Plan.load(cache, program)
             plan.apply(program)
-            if plan.strategy == strategy:
+            if (plan.strategy, plan.options) == (strategy, asdict(options)):
                 return [plan]
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)

@@ -35,6 +35,7 @@ from lancet_kernels.options import (
     positive_float_or_none,
     positive_int,
 )
+from lancet_kernels.planning_flags import PlanningFlags
 from lancet_kernels.runs import RunFolder, resolve_run
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.step import TrainingStep
@@ -44,7 +45,7 @@ _RATES = {"adamw": 1e-3, "sgd": 0.1}
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(PlanningFlags):
     """What to train, on what, how long. The fields are the options of `lancet train`."""
 
     model: str = option("gpt2-tiny-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
@@ -226,12 +227,14 @@ class Trainer:
         if self.options.strategy != "none":
             # Here, not above: the solver and torch's tracer take a second to import.
             from lancet_kernels.optimization import optimize
+            from lancet_kernels.schedules.strategies import PlanningOptions
 
             self.module = optimize(
                 self.module,
                 self.batch(1),
                 strategy=self.options.strategy,
                 cache=cache,
+                options=PlanningOptions(self.options.partition()),
                 plan=self.options.plan,
                 reduce_gradients=self.rank.world > 1,
             )
@@ -302,10 +305,14 @@ class Trainer:
         """
         # Here, not above: the solver and torch's tracer take a second to import.
         from lancet_kernels import overlap
+        from lancet_kernels.schedules.strategies import PlanningOptions
 
         step, inputs = getattr(self.module, "module", self.module), self.batch(1)
         gbps = self.options.link_gbps or overlap.slow_link(step, inputs)
-        modules = overlap.prepare(step, inputs, dict.fromkeys(("none", self.options.strategy)))
+        options = PlanningOptions(self.options.partition())
+        modules = overlap.prepare(
+            step, inputs, dict.fromkeys(("none", self.options.strategy)), options=options
+        )
         measured = overlap.measure(modules, inputs, self.options.compare)
         overlap.save_timeline(modules[self.options.strategy], inputs, picture, self.rank.rank == 0)
         return {
