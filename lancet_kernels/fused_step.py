@@ -48,15 +48,20 @@ class FusedChoice:
         if self.lowering not in CHOICES:
             raise UserError("lowering", got=repr(self.lowering), expected=f"one of {CHOICES}", do="name one")
 
-    def groups(self, module: fx.GraphModule, program: Program, cost: Cost) -> tuple[FusedGroup, ...]:
-        """The decision for every MoE layer: that of the stored plan, or the one predicted faster."""
+    @property
+    def interpreted(self) -> bool:
+        """Do kernels run in the interpreter? It proves, and times of it say nothing."""
         from lancet_kernels.kernels.runtime import INTERPRETED
 
+        return INTERPRETED
+
+    def groups(self, module: fx.GraphModule, program: Program, cost: Cost) -> tuple[FusedGroup, ...]:
+        """The decision for every MoE layer: that of the stored plan, or the one predicted faster."""
         if self.stored is not None:
             found = self._stored(program)
             if found:
                 return found
-        lowering = "fused" if self.lowering == "auto" and INTERPRETED else self.lowering
+        lowering = "fused" if self.lowering == "auto" and self.interpreted else self.lowering
         timeline = Planner(program, cost, self.options).plan(self.strategy).simulate(program, cost)
         return choose_groups(module, program, cost, timeline, lowering=lowering)
 

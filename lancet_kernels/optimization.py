@@ -145,6 +145,7 @@ def optimize(
             "strategy", got=repr(strategy), expected=f"one of {', '.join(STRATEGIES)}", do="check the name"
         )
     step = _Step(model, tuple(example_inputs), reduce_gradients, times)
+    measured = cluster is None
     module, inputs = _captured_alike(step)
     program, cost = step.costs(module, inputs, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
@@ -153,13 +154,14 @@ def optimize(
         step.fused = _groups_of_first(step.group, lambda: choose.groups(module, program, cost))
         module, inputs = _captured_alike(step)
         program, cost = step.costs(module, inputs, cluster)
+        measured = measured and not choose.interpreted
     elif backend not in (None, "torch"):
         raise UserError("backend", got=repr(backend), expected="torch or fused", do="check the name")
     if plan is None:
         plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache))
     else:
         plans = _plans_of_first(step.group, lambda: [_given_plan(plan, program, strategy)])
-    if cluster is None:
+    if measured:
         timelines = [step.measured_timeline(inputs, program, found, cost) for found in plans]
         timeline, chosen = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
     else:
