@@ -409,7 +409,8 @@ def specimens(arch: int) -> Iterator[Specimen]:
         for dtype in dtypes:
             configs = {default_config(m, 4096, 4096, dtype, arch, accumulators) for m in (4096, 64)}
             for config in sorted(configs, key=str):
-                tma, half = arch >= 90, dtype.itemsize == 2
+                half = dtype.itemsize == 2
+                tma = half and arch >= 90
                 blocks = {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k}
                 common = {"GROUP_M": config.group_m, "UPCAST": False, "TMA": tma} | blocks
                 kernel, signature, constexprs, aligned = make(kind, DTYPES[dtype], common)

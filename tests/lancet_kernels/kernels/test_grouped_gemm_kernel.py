@@ -187,9 +187,9 @@ def check_dw(
 @pytest.mark.parametrize(("a", "b"), WIDTHS)
 def test_every_layout_count_and_width(layout, case: str, a: int, b: int, device: torch.device) -> None:
     rows = layout(case, device)
-    check_forward(rows, a, b, "none", torch.float32, bias=True, save_pre=False)
-    check_dx(rows, a, b, "none", torch.float32)
-    check_dw(rows, a, b, torch.float32, dbias=True)
+    check_forward(rows, a, b, "none", torch.float16, bias=True, save_pre=False)
+    check_dx(rows, a, b, "none", torch.float16)
+    check_dw(rows, a, b, torch.float16, dbias=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -264,6 +264,7 @@ def test_only_the_descriptors_conditions_decide(device: torch.device) -> None:
     aligned, odd = torch.zeros(4, 8, dtype=torch.float16), torch.zeros(4, 9, dtype=torch.float16)
     assert gemm_operands.can_use_tma(90, aligned)
     assert not gemm_operands.can_use_tma(80, aligned)
+    assert not gemm_operands.can_use_tma(90, aligned.float())
     assert not gemm_operands.can_use_tma(90, aligned, odd)
     assert not gemm_operands.can_use_tma(90, torch.zeros(33, dtype=torch.float16)[1:].view(4, 8))
     assert not gemm_operands.can_use_tma(90, aligned[:0])
