@@ -107,6 +107,21 @@ def quiet(NVSHMEM: tl.constexpr):
 
 
 @triton.jit
+def put_row(target_ptr, source_ptr, num_elements, peer, NVSHMEM: tl.constexpr):
+    """Start copying one row to the same symmetric address on a peer that no pointer reaches."""
+    if NVSHMEM:
+        nvshmem_device.put_row(target_ptr, source_ptr, num_elements, peer)
+
+
+@triton.jit
+def quiet(NVSHMEM: tl.constexpr):
+    """Everything this program has put has arrived: another program may signal it."""
+    tl.debug_barrier()
+    if NVSHMEM:
+        nvshmem_device.quiet()
+
+
+@triton.jit
 def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr):
     """Set word `index` of the peer's signals, after everything that this program has put before."""
     fence(NVSHMEM)
@@ -161,6 +176,32 @@ def wait(
         nvshmem_device.acquire(signal_ptr, at_least)
         tl.debug_barrier()
     return seen
+
+
+@triton.jit
+def wait_all(
+    signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr
+):  # fmt: skip
+    """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`.
+
+    signal_ptrs, mask, peers, indices: [SIZE]. A report names the first that is missing.
+    """
+    nothing = tl.zeros([SIZE], tl.int64)
+    seen = tl.atomic_add(signal_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
+    missing = (mask & (seen < at_least)).to(tl.int32)
+    if tl.sum(missing, 0) > 0:
+        polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
+        while (tl.sum(missing, 0) > 0) & (polls < max_polls):
+            seen = tl.atomic_add(signal_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
+            missing = (mask & (seen < at_least)).to(tl.int32)
+            polls += 1
+        if tl.sum(missing, 0) > 0:
+            first = tl.arange(0, SIZE) == tl.argmax(missing, 0)
+            peer = tl.sum(tl.where(first, peers, 0), 0)
+            index = tl.sum(tl.where(first, indices, 0), 0)
+            _report(report_ptr, rank, peer, op, index, at_least, tl.sum(tl.where(first, seen, 0), 0))
+    # Each thread acquired its own words; the barrier hands what they published to all threads.
+    tl.debug_barrier()
 
 
 @triton.jit

@@ -115,6 +115,12 @@ def quiet():
 
 
 @triton.jit
+def quiet():
+    """All puts of the calling threads have arrived."""
+    _quiet()
+
+
+@triton.jit
 def set_signal(signal_ptr, value, peer):
     """Set the word at this symmetric address on `peer`, ordered after the fence before it."""
     if _is_first_thread():

@@ -35,6 +35,20 @@ def needs_upcast(dtype: torch.dtype) -> bool:
     return INTERPRETED and dtype == torch.bfloat16
 
 
+def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def provide_scratch() -> None:
+    """Let the next launches have global memory for the tensor descriptors that they build on the device.
+
+    Triton keeps the allocator per context (a thread of autograd has its own), so launchers call this
+    each time.
+    """
+    if not INTERPRETED:
+        triton.set_allocator(_scratch)
+
+
 def max_polls(timeout_s: float) -> int:
     """How many looks at a signal `timeout_s` allows: about 20 us each in the interpreter, 0.5 us on a GPU."""
     return max(1, int(timeout_s / (20e-6 if INTERPRETED else 0.5e-6)))

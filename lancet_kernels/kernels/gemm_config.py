@@ -1,0 +1,103 @@
+"""How a GEMM is tiled: which shapes are valid on which GPU, a sensible default, and what a tuner may try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+
+# Shared memory that one program may have, in bytes (CUDA programming guide, compute capabilities).
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+# A thread has 255 registers. Above this many for accumulators there is no room for the rest of the epilogue.
+MOST_ACCUMULATOR_REGISTERS = 128
+
+
+def shared_memory(arch: int) -> int:
+    """Bytes of shared memory for one program on compute capability `arch` (90 for 9.0)."""
+    return SHARED_MEMORY[max((a for a in SHARED_MEMORY if a <= arch), default=80)]
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """One way to tile a GEMM.
+
+    Attributes:
+        block_m, block_n: tile of the output; block_k: step along the contraction.
+        num_warps: warps of a program; num_stages: steps whose operands are in shared memory at once.
+        group_m: so many tiles below one another share the columns of the other operand in L2.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages}"
+
+    def operand_bytes(self, dtype: torch.dtype, accumulators: int = 1) -> int:
+        """Shared memory of the operands in flight. Two accumulators (swiglu) read two blocks of weights."""
+        columns = self.block_m + accumulators * self.block_n
+        return self.num_stages * columns * self.block_k * dtype.itemsize
+
+    def accumulator_registers(self, accumulators: int = 1) -> int:
+        """float32 accumulators of one thread."""
+        return accumulators * self.block_m * self.block_n // (32 * self.num_warps)
+
+    def is_valid(self, dtype: torch.dtype, arch: int, accumulators: int = 1) -> bool:
+        """Does it fit the shared memory and the registers of `arch`, and does `tl.dot` take the shapes?"""
+        blocks = (self.block_m, self.block_n, self.block_k)
+        powers = all(b >= 16 and b & (b - 1) == 0 for b in (*blocks, 16 * self.num_warps))
+        return (
+            powers
+            and self.num_warps <= 16
+            and self.num_stages >= 1
+            and self.group_m >= 1
+            and self.operand_bytes(dtype, accumulators) <= shared_memory(arch)
+            and self.accumulator_registers(accumulators) <= MOST_ACCUMULATOR_REGISTERS
+        )
+
+
+def default_config(
+    m: int, n: int, k: int, dtype: torch.dtype, arch: int, accumulators: int = 1
+) -> GemmConfig:
+    """A tile for an [m, k] @ [k, n] product, m being the rows that one group has at most.
+
+    16-bit on sm_90 and newer: 128x256x64 feeds the tensor cores with the fewest bytes per FLOP
+    (BM * BN / (BM + BN) FLOPs per element read), 3 stages fill 144 of 227 KiB. sm_80 has 163 KiB and
+    reads operands through registers, so 128x128. float32 runs on the plain cores (ieee), where 64x64 keeps
+    enough programs in flight. Fewer rows or columns than a tile has take a smaller one. Two accumulators
+    halve block_n.
+    """
+    if dtype.itemsize == 4:
+        config = GemmConfig(64, 64, 16, 4, 3)
+    elif arch >= 90 and m > 64 and n * accumulators > 128:
+        config = GemmConfig(128, 256 // accumulators, 64, 8, 3)
+    elif m > 64:
+        config = GemmConfig(128, 128 // accumulators, 64 if arch >= 90 else 32, 8 if arch < 90 else 4, 4)
+    else:
+        config = GemmConfig(64, 128 // accumulators, 64, 4, 4)
+    assert config.is_valid(dtype, arch, accumulators), config
+    return config
+
+
+def candidates(
+    m: int, n: int, k: int, dtype: torch.dtype, arch: int, accumulators: int = 1
+) -> Iterator[GemmConfig]:
+    """Every valid configuration that is worth a try for this product, the default first."""
+    default = default_config(m, n, k, dtype, arch, accumulators)
+    yield default
+    widest = max(16, 2 * n)
+    for block_m, block_n, block_k, num_warps, num_stages, group_m in product(
+        (64, 128, 256), (32, 64, 128, 256), (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), (4, 8, 16)
+    ):
+        config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, group_m)
+        fits = block_m <= max(64, 2 * m) and block_n <= widest and block_k <= max(32, 2 * k)
+        # Fewer than 16 accumulators a thread: the operands' loads outweigh the arithmetic.
+        busy = config.accumulator_registers(accumulators) >= 16
+        if config != default and fits and busy and config.is_valid(dtype, arch, accumulators):
+            yield config

@@ -1,0 +1,343 @@
+"""One tile of an expert's GEMM: forward, dX, dW, each with its epilogue. Grouped GEMM and overlap share them.
+
+    rows  real rows of the group        BM, BN  the tile of the output        BK  step along the contraction
+    K     contraction                   N       columns of the output (of one half, for swiglu)
+
+Pointers already point at the group's first row and at the expert's weight; matrices are row-major and
+`ld*` is the distance of two rows in elements. Accumulation is in float32; there is one rounding, at the
+store. Rows from `rows` on are neither read into a result nor written, whatever they hold (NaN, say).
+
+Loads take one of two ways. TMA=True (sm_90 and newer) builds tensor descriptors here, on the device, whose
+extent is the real rows, so that the hardware fills with zeros what lies beyond. It asks for base addresses
+and row distances that are multiples of 16 bytes, and for `runtime.provide_scratch()` before the launch.
+TMA=False loads through masks and runs everywhere. Stores are always plain, so that an output on another PE
+is covered by the release of the signal that follows (`device.put_signal`).
+
+The caller has waited for the rows before it calls, and has called `device.fence_tma` if they came from afar.
+"""
+
+import triton
+import triton.language as tl
+
+from lancet_kernels.kernels.device import low_word
+
+SQRT_HALF = tl.constexpr(0.7071067811865476)
+INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+
+
+@triton.jit
+def gelu(h):
+    """h * Phi(h), exact. float32 in and out, like all of these."""
+    return h * 0.5 * (1.0 + tl.erf(h * SQRT_HALF))
+
+
+@triton.jit
+def dgelu(h):
+    """Phi(h) + h * phi(h)."""
+    return 0.5 * (1.0 + tl.erf(h * SQRT_HALF)) + h * (INV_SQRT_2PI * tl.exp(-0.5 * h * h))
+
+
+@triton.jit
+def silu(h):
+    return h * tl.sigmoid(h)
+
+
+@triton.jit
+def dsilu(h):
+    s = tl.sigmoid(h)
+    return s * (1.0 + h * (1.0 - s))
+
+
+@triton.jit
+def activate(h, ACT: tl.constexpr):
+    """The activations of one argument, and "none"."""
+    if ACT == "gelu":
+        h = gelu(h)
+    elif ACT == "silu":
+        h = silu(h)
+    return h
+
+
+@triton.jit
+def _dot(a, b, acc, UPCAST: tl.constexpr):
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _load(desc, p, m, row, column, TMA: tl.constexpr):
+    """A block through its descriptor at (row, column), or through pointers and mask."""
+    if TMA:
+        return desc.load([row, column])
+    else:
+        return tl.load(p, mask=m, other=0.0)
+
+
+@triton.jit
+def _block(ptr, rows, columns, ld, row, column, BR: tl.constexpr, BC: tl.constexpr, TMA: tl.constexpr):
+    """-> descriptor, pointers and row and column indices of the block [BR, BC] at (row, column)."""
+    i_row = row + tl.arange(0, BR)
+    i_column = column + tl.arange(0, BC)
+    p = ptr + i_row[:, None].to(tl.int64) * ld + i_column[None, :]
+    # No descriptor has an extent of 0; a loop over no rows never uses it.
+    extent = [tl.maximum(rows, 1), columns]
+    desc = tl.make_tensor_descriptor(ptr, extent, [ld, 1], [BR, BC]) if TMA else 0
+    return desc, p, i_row, i_column
+
+
+@triton.jit
+def _store(ptr, value, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
+    """The real rows and columns of the tile at (m0, n0), rounded to what `ptr` points at."""
+    i_m = m0 + tl.arange(0, BM)
+    i_n = n0 + tl.arange(0, BN)
+    m = (i_m < rows)[:, None] & (i_n < N)[None, :]
+    p = ptr + i_m[:, None].to(tl.int64) * ld + i_n[None, :]
+    tl.store(p, value.to(ptr.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _quarters(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """-> the four column blocks [BM, BN / 4] of a tile, from left to right.
+
+    An epilogue on a whole 128x256 tile holds pointers, masks and a second operand of that size beside the
+    accumulators: compiled for sm_90 it spills (gelu: 304 local loads and stores). A quarter at a time
+    does not.
+    """
+    left, right = acc.reshape(BM, 2, BN // 2).permute(0, 2, 1).split()
+    q0, q1 = left.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
+    q2, q3 = right.reshape(BM, 2, BN // 4).permute(0, 2, 1).split()
+    return q0, q1, q2, q3
+
+
+@triton.jit
+def _add_bias(acc, bias_ptr, n0, N, BN: tl.constexpr):
+    i_n = n0 + tl.arange(0, BN)
+    b_bias = tl.load(bias_ptr + i_n, mask=i_n < N, other=0.0).to(tl.float32)
+    return acc + b_bias[None, :]
+
+
+@triton.jit
+def _rows_times_weight(
+    x_ptr, w_ptr, rows, m0, n0, K, N, ldx,
+    PAIR: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """-> float32 [BM, BN] of x @ w; with PAIR of x @ w[:, :N] and x @ w[:, N:], x read once for both.
+
+    Without PAIR the second result means nothing, and costs nothing.
+    """
+    ldw = 2 * N if PAIR else N
+    x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, ldx, m0, 0, BM, BK, TMA)
+    w_desc, p_w, _, i_n = _block(w_ptr, K, ldw, ldw, 0, n0, BK, BN, TMA)
+    acc = tl.zeros((BM, BN), tl.float32)
+    acc_up = acc
+    for k in range(0, K, BK):
+        m_k = i_k < K - k
+        b_x = _load(x_desc, p_x, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
+        m_w = m_k[:, None] & (i_n < N)[None, :]
+        acc = _dot(b_x, _load(w_desc, p_w, m_w, k, n0, TMA), acc, UPCAST)
+        if PAIR:
+            acc_up = _dot(b_x, _load(w_desc, p_w + N, m_w, k, N + n0, TMA), acc_up, UPCAST)
+        p_x += BK
+        p_w += BK * ldw
+    return acc, acc_up
+
+
+@triton.jit
+def _finish_forward(
+    acc, acc_up, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, N, ld_out,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Bias, pre-activation and activation of a block of columns; `acc_up` counts for swiglu only."""
+    PAIR: tl.constexpr = ACT == "swiglu"
+    ld_pre = 2 * N if PAIR else N
+    if HAS_BIAS:
+        acc = _add_bias(acc, bias_ptr, n0, N, BN)
+    if SAVE_PRE:
+        _store(pre_ptr, acc, m0, n0, rows, N, ld_pre, BM, BN)
+    if PAIR:
+        if HAS_BIAS:
+            acc_up = _add_bias(acc_up, bias_ptr + N, n0, N, BN)
+        if SAVE_PRE:
+            _store(pre_ptr + N, acc_up, m0, n0, rows, N, ld_pre, BM, BN)
+        acc = silu(acc) * acc_up
+    else:
+        acc = activate(acc, ACT)
+    _store(out_ptr, acc, m0, n0, rows, N, ld_out, BM, BN)
+
+
+@triton.jit
+def forward_tile(
+    x_ptr, w_ptr, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N, ldx, ld_out,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, UPCAST: tl.constexpr,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out[m0:m0+BM, n0:n0+BN] = act(x @ w + bias), for the rows < `rows`.
+
+    x [rows, K]; w [K, N], for swiglu [K, 2N] = gate | up; bias [N] or [2N]; out [rows, N]; pre is the value
+    before the activation, [rows, N] or [rows, 2N] without gaps, stored with SAVE_PRE. `out_ptr` may be an
+    address on another PE. With swiglu a tile holds two accumulators: take BN half as wide.
+
+    Floor: 2 * BM * BN * K FLOPs (twice that for swiglu), (BM + BN) * K elements read, BM * BN written.
+
+    Example: rows = 3, K = N = 2, BM = 16, m0 = n0 = 0, ACT "none": x = [[1, 0], [0, 1], [2, 2]], w = [[1, 2],
+    [3, 4]] -> out[0:3] = [[1, 2], [3, 4], [8, 12]]; out[3:16] is not touched.
+    """
+    PAIR: tl.constexpr = ACT == "swiglu"
+    acc, acc_up = _rows_times_weight(
+        x_ptr, w_ptr, rows, m0, n0, K, N, ldx, PAIR, UPCAST, TMA, BM, BN, BK
+    )  # fmt: skip
+    quarter = _quarters(acc, BM, BN)
+    quarter_up = _quarters(acc_up, BM, BN)
+    for q in tl.static_range(4):
+        _finish_forward(
+            quarter[q], quarter_up[q], bias_ptr, pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ld_out,
+            ACT, HAS_BIAS, SAVE_PRE, BM, BN // 4,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_pre(pre_ptr, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
+    i_m = m0 + tl.arange(0, BM)
+    i_n = n0 + tl.arange(0, BN)
+    m = (i_m < rows)[:, None] & (i_n < N)[None, :]
+    return tl.load(pre_ptr + i_m[:, None].to(tl.int64) * ld + i_n[None, :], mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _finish_dgrad(
+    acc, pre_ptr, out_ptr, rows, m0, n0, N, ld_out,
+    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The activation's backward on a block of columns, and the store."""
+    if ACT == "swiglu":
+        b_gate = _load_pre(pre_ptr, m0, n0, rows, N, 2 * N, BM, BN)
+        _store(out_ptr + N, acc * silu(b_gate), m0, n0, rows, N, ld_out, BM, BN)
+        b_up = _load_pre(pre_ptr + N, m0, n0, rows, N, 2 * N, BM, BN)
+        acc = acc * b_up * dsilu(b_gate)
+    elif ACT == "gelu":
+        acc = acc * dgelu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
+    elif ACT == "silu":
+        acc = acc * dsilu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
+    _store(out_ptr, acc, m0, n0, rows, N, ld_out, BM, BN)
+
+
+@triton.jit
+def dgrad_tile(
+    dy_ptr, w_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N, ld_dy, ld_out,
+    ACT: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out[m0:m0+BM, n0:n0+BN] = (dy @ w^T) * act'(pre), for the rows < `rows`.
+
+    dy [rows, K]; w [N, K] as the forward has it (its input width is our N); out [rows, N]. `pre` is what the
+    activation whose output was the forward's input had as its own input: [rows, N], and out is then the
+    gradient of `pre`. For swiglu pre and out are [rows, 2N] = gate | up, and the tile writes both halves.
+
+    Floor: 2 * BM * BN * K FLOPs, (BM + BN) * K elements read and those of pre, those of out written.
+
+    Example: dy = [[1, 2]], w = [[1, 0], [0, 1], [1, 1]], ACT "none" -> out = [[1, 2, 3]].
+    """
+    dy_desc, p_dy, i_m, i_k = _block(dy_ptr, rows, K, ld_dy, m0, 0, BM, BK, TMA)
+    w_desc, p_w, i_n, _ = _block(w_ptr, N, K, K, n0, 0, BN, BK, TMA)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        m_k = i_k < K - k
+        b_dy = _load(dy_desc, p_dy, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
+        b_w = _load(w_desc, p_w, (i_n < N)[:, None] & m_k[None, :], n0, k, TMA)
+        acc = _dot(b_dy, b_w.T, acc, UPCAST)
+        p_dy += BK
+        p_w += BK
+    quarter = _quarters(acc, BM, BN)
+    for q in tl.static_range(4):
+        _finish_dgrad(
+            quarter[q], pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ld_out, ACT, BM, BN // 4
+        )  # fmt: skip
+
+
+@triton.jit
+def add_outer_products(
+    acc, x_ptr, dy_ptr, rows, m0, n0, A, B, ldx, ld_dy,
+    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """-> acc + x[:rows, m0:m0+BM]^T @ dy[:rows, n0:n0+BN], float32 [BM, BN]. Nothing happens for no rows."""
+    x_desc, p_x, i_r, i_m = _block(x_ptr, rows, A, ldx, 0, m0, BK, BM, TMA)
+    dy_desc, p_dy, _, i_n = _block(dy_ptr, rows, B, ld_dy, 0, n0, BK, BN, TMA)
+    if not TMA:
+        # sm_80 copies asynchronously what reaches the dot as it is; a transposed block it would not.
+        p_x = x_ptr + i_r[None, :].to(tl.int64) * ldx + i_m[:, None]
+    for r in range(0, rows, BK):
+        m_r = i_r < rows - r
+        if TMA:
+            b_x = x_desc.load([r, m0]).T
+        else:
+            b_x = tl.load(p_x, mask=m_r[None, :] & (i_m < A)[:, None], other=0.0)
+        b_dy = _load(dy_desc, p_dy, m_r[:, None] & (i_n < B)[None, :], r, n0, TMA)
+        acc = _dot(b_x, b_dy, acc, UPCAST)
+        p_x += tl.cast(ldx, tl.int64) * BK
+        p_dy += tl.cast(ld_dy, tl.int64) * BK
+    return acc
+
+
+@triton.jit
+def add_column_sums(acc, dy_ptr, rows, n0, B, ld_dy, BN: tl.constexpr, BK: tl.constexpr):
+    """-> acc + the sum of dy[:rows, n0:n0+BN] over its rows, float32 [BN]."""
+    _, p_dy, i_r, i_n = _block(dy_ptr, rows, B, ld_dy, 0, n0, BK, BN, False)
+    for r in range(0, rows, BK):
+        b_dy = tl.load(p_dy, mask=(i_r < rows - r)[:, None] & (i_n < B)[None, :], other=0.0)
+        acc += tl.sum(b_dy.to(tl.float32), 0)
+        p_dy += tl.cast(ld_dy, tl.int64) * BK
+    return acc
+
+
+@triton.jit
+def store_bias_gradient(dbias_ptr, acc, n0, B, BN: tl.constexpr):
+    """dbias[n0:n0+BN] = acc, rounded once."""
+    i_n = n0 + tl.arange(0, BN)
+    tl.store(dbias_ptr + i_n, acc.to(dbias_ptr.dtype.element_ty), mask=i_n < B)
+
+
+@triton.jit
+def wgrad_tile(
+    x_ptr, dy_ptr, dw_ptr, dbias_ptr,
+    first, num_segments, segment_step, segment_stride_rows, count_ptr, count_stride,
+    m0, n0, A, B, ldx, ld_dy,
+    HAS_DBIAS: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """dw[m0:m0+BM, n0:n0+BN] = sum over segments of x^T dy over each one's real rows; zero if there are none.
+
+    x [.., A] and dy [.., B] are the buffers' bases; dw [A, B], dbias [B] the expert's. Segment s is number
+    i = first + s * segment_step: it starts at row i * segment_stride_rows, and the low 32 bits of the
+    int64 at count_ptr + i * count_stride say how many rows are real (at most segment_stride_rows). The
+    tiles with m0 == 0 write dbias, the column sums of dy, in a second look at rows that their dot has just
+    brought into L2.
+
+    Floor: 2 * R * BM * BN FLOPs and R * (BM + BN) elements read for R rows in all segments.
+
+    Example: buffers [W = 2, L = 3, C = 4, ..] and expert l = 1: first = 1, num_segments = 2,
+    segment_step = 3, segment_stride_rows = 4: segments 1 and 4 start at rows 4 and 16, their counts are at
+    count_ptr + 1 and count_ptr + 4.
+    """
+    acc = tl.zeros((BM, BN), tl.float32)
+    for s in range(num_segments):
+        i = first + s * segment_step
+        rows = tl.minimum(low_word(tl.load(count_ptr + i * count_stride)), segment_stride_rows)
+        row = tl.cast(i, tl.int64) * segment_stride_rows
+        acc = add_outer_products(
+            acc, x_ptr + row * ldx, dy_ptr + row * ld_dy, rows, m0, n0, A, B, ldx, ld_dy,
+            UPCAST, TMA, BM, BN, BK,
+        )  # fmt: skip
+    quarter = _quarters(acc, BM, BN)
+    for q in tl.static_range(4):
+        _store(dw_ptr, quarter[q], m0, n0 + q * (BN // 4), A, B, B, BM, BN // 4)
+    if HAS_DBIAS and m0 == 0:
+        sums = tl.zeros((BN,), tl.float32)
+        for s in range(num_segments):
+            i = first + s * segment_step
+            rows = tl.minimum(low_word(tl.load(count_ptr + i * count_stride)), segment_stride_rows)
+            row = tl.cast(i, tl.int64) * segment_stride_rows
+            sums = add_column_sums(sums, dy_ptr + row * ld_dy, rows, n0, B, ld_dy, BN, BK)
+        store_bias_gradient(dbias_ptr, sums, n0, B, BN)

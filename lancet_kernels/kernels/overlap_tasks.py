@@ -1,0 +1,204 @@
+"""The bodies of the overlap kernel's tasks (`tasks.py` says what each waits for).
+
+    W  PEs, L experts on each     C  capacity, in chunks of BM rows     K  choices per token
+    T  tokens here                D  model width                        B  banks
+
+Index arithmetic is 64 bits wide where rows are counted: W * L * C * D passes 2^31 soon.
+"""
+
+import triton
+import triton.language as tl
+
+from lancet_kernels.kernels import device
+
+# What a wait was for, in a report; the words are exchange.REPORTED's.
+WAIT_RELEASE = tl.constexpr(0)
+WAIT_ROWS = tl.constexpr(1)
+WAIT_READY = tl.constexpr(2)
+WAIT_RESULTS = tl.constexpr(3)
+
+
+@triton.jit
+def put_chunk(
+    expert, chunk, epoch, rank, W, L, C, D, chunks,
+    source_ptr, token_ptr, scale_ptr, count_ptr,
+    rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
+    max_polls, report_ptr,
+    BANKS: tl.constexpr, SCALED: tl.constexpr, NVSHMEM: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """PUT: send one chunk of the rows that go to `expert`, then signal it with their count.
+
+    source [T, D]; token int32 [E, C], which row of source sits in each slot; scale float32 [E, C].
+    The first chunk is always signalled, because it carries the count; an empty later one never.
+    Example: BM = 4, count = 6: chunk 0 sends slots 0..3, chunk 1 slots 4..5, chunk 2 nothing.
+    """
+    count = tl.load(count_ptr + expert).to(tl.int32)
+    start = chunk * BM
+    if (chunk == 0) | (start < count):
+        peer = expert // L
+        bank = epoch % BANKS
+        free = device.word(epoch - BANKS, tl.full((), 0, tl.int64))
+        i_released = bank * W + peer
+        device.wait(
+            released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
+        )
+        segment = (bank * W + rank) * L + expert % L
+        slot = expert.to(tl.int64) * C + start
+        end = tl.minimum(count - start, BM)
+        for r in range(0, end, ROWS):
+            device.put_rows(
+                rows_ptr, rows_peers_ptr, peer, (segment * C + start + r) * D,
+                source_ptr, token_ptr + slot + r, scale_ptr + slot + r, tl.minimum(end - r, ROWS), D,
+                SCALED, NVSHMEM, ROWS, BLOCK,
+            )  # fmt: skip
+        word = device.word(epoch, count)
+        device.put_signal(arrived_ptr, arrived_peers_ptr, peer, segment * chunks + chunk, word, NVSHMEM)
+
+
+@triton.jit
+def wait_rows(
+    source, local, m, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr,
+    TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Wait until chunk m of the source's rows for expert `local` is here. -> how many rows come in all."""
+    index = (((epoch % BANKS) * W + source) * L + local) * chunks
+    word = device.word(epoch, tl.full((), 0, tl.int64))
+    seen = device.wait(arrived_ptr + index, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index)
+    count = device.low_word(seen)
+    if (m > 0) & (m * BM < count):
+        device.wait(arrived_ptr + index + m, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index + m)
+    device.fence_tma(TMA)
+    return count
+
+
+@triton.jit
+def finish_ready(ready_ptr, segment, m, local, segments, chunks):
+    """TILE_IN is done: one more tile of its chunk, and of its expert."""
+    tl.debug_barrier()
+    tl.atomic_add(ready_ptr + segment * chunks + m, 1, sem="release", scope="gpu")
+    tl.atomic_add(ready_ptr + segments * chunks + local, 1, sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_ready(segment, m, tiles, rank, chunks, ready_ptr, max_polls, report_ptr, TMA: tl.constexpr):
+    """Wait until all tiles of the first GEMM of chunk m of a segment are done, by whichever program."""
+    index = segment * chunks + m
+    expected = tl.full((), 0, tl.int64) + tiles
+    device.wait(ready_ptr + index, expected, max_polls, report_ptr, rank, rank, WAIT_READY, index)
+    device.fence_tma(TMA)
+
+
+@triton.jit
+def return_tile(
+    source, local, m, n, count, epoch, rank, W, L, C, D, chunks, tiles,
+    stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
+    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """TILE_OUT is stored at the peer (or staged here, where no pointer reaches it): the last one signals.
+
+    The programs that stored the other tiles of the chunk published them by the counter (release), the last
+    one takes them in (acquire) and publishes all of them with the signal: release is cumulative.
+    """
+    bank = epoch % BANKS
+    segment = source * L + local
+    expert = rank * L + local
+    if NVSHMEM and tl.load(results_peers_ptr + source) == 0:
+        tl.debug_barrier()
+        staged = (segment.to(tl.int64) * C + m * BM) * D + n * BN
+        target = ((bank * W * L + expert) * C + m * BM) * D + n * BN
+        width = tl.minimum(D - n * BN, BN)
+        for r in range(tl.minimum(count - m * BM, BM)):
+            device.put_row(results_ptr + target + r * D, stage_ptr + staged + r * D, width, source, NVSHMEM)
+    device.quiet(NVSHMEM)
+    done = tl.atomic_add(done_ptr + segment * chunks + m, 1, sem="acq_rel", scope="gpu")
+    if done == tiles - 1:
+        word = device.word(epoch, tl.full((), 0, tl.int64))
+        index = (bank * W * L + expert) * chunks + m
+        device.put_signal(returned_ptr, returned_peers_ptr, source, index, word, NVSHMEM)
+
+
+@triton.jit
+def wait_expert(
+    local, epoch, rank, W, L, chunks, tiles, arrived_ptr, ready_ptr, max_polls, report_ptr,
+    TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Wait until the first GEMM of all rows of expert `local`, of all sources, is done (for its dW)."""
+    expected = tl.full((), 0, tl.int64)
+    for source in range(W):
+        expected += tl.cdiv(
+            wait_rows(source, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr,
+                      False, BANKS, BM), BM
+        ) * tiles  # fmt: skip
+    index = W * L * chunks + local
+    device.wait(ready_ptr + index, expected, max_polls, report_ptr, rank, rank, WAIT_READY, index)
+    device.fence_tma(TMA)
+
+
+@triton.jit
+def reduce_block(
+    block, epoch, rank, W, L, C, D, chunks, T, K,
+    results_ptr, returned_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr, max_polls, report_ptr,
+    WEIGHTED: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """REDUCE: out[t] = sum over k, in order, of weight[t, k] * results[expert[t, k], slot[t, k]], float32.
+
+    Dropped choices (slot >= C) add zero, whatever the buffer holds. NaN if any wait of this PE failed.
+    """
+    bank = epoch % BANKS
+    word = device.word(epoch, tl.full((), 0, tl.int64))
+    i_t = block * BT + tl.arange(0, BT)
+    m_t = i_t < T
+    for k in range(K):
+        expert = tl.load(expert_ptr + i_t * K + k, mask=m_t, other=0)
+        slot = tl.load(slot_ptr + i_t * K + k, mask=m_t, other=C)
+        index = (bank * W * L + expert) * chunks + slot // BM
+        device.wait_all(
+            returned_ptr + index, m_t & (slot < C), word, max_polls, report_ptr, rank, expert // L,
+            WAIT_RESULTS, index, BT,
+        )  # fmt: skip
+    poison = tl.where(device.failed(report_ptr), float("nan"), 0.0)
+    for d in range(0, D, BD):
+        i_d = d + tl.arange(0, BD)
+        m_d = i_d < D
+        # [BT, BD]
+        b_sum = tl.zeros([BT, BD], tl.float32)
+        for k in range(K):
+            expert = tl.load(expert_ptr + i_t * K + k, mask=m_t, other=0)
+            slot = tl.load(slot_ptr + i_t * K + k, mask=m_t, other=C)
+            m = (m_t & (slot < C))[:, None] & m_d[None, :]
+            row = (bank * W * L + expert) * C + slot
+            b_x = tl.load(results_ptr + row[:, None] * D + i_d[None, :], mask=m, other=0.0).to(tl.float32)
+            if WEIGHTED:
+                weight = tl.load(weight_ptr + i_t * K + k, mask=m_t, other=0.0)
+                b_x = tl.where(m, b_x * weight[:, None], 0.0)
+            b_sum += b_x
+        out = (b_sum + poison).to(out_ptr.dtype.element_ty)
+        p_out = out_ptr + i_t[:, None].to(tl.int64) * D + i_d[None, :]
+        tl.store(p_out, out, mask=m_t[:, None] & m_d[None, :])
+
+
+@triton.jit
+def dweight_block(
+    block, W, L, C, D, T, K, dy_ptr, results_ptr, expert_ptr, slot_ptr, dweight_ptr,
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """DWEIGHT: dweight[t, k] = dy[t] . results[expert[t, k], slot[t, k]] in float32; zero where dropped.
+
+    results [E, C, D]: those of the forward pass, which its bank still holds.
+    """
+    i_t = (block * BT + tl.arange(0, BT)).to(tl.int64)
+    m_t = i_t < T
+    for k in range(K):
+        expert = tl.load(expert_ptr + i_t * K + k, mask=m_t, other=0)
+        slot = tl.load(slot_ptr + i_t * K + k, mask=m_t, other=C)
+        m_kept = m_t & (slot < C)
+        # [BT, BD]
+        b_sum = tl.zeros([BT, BD], tl.float32)
+        for d in range(0, D, BD):
+            i_d = d + tl.arange(0, BD)
+            m = m_kept[:, None] & (i_d < D)[None, :]
+            b_dy = tl.load(dy_ptr + i_t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(tl.float32)
+            p_y = results_ptr + ((expert * C + slot) * D)[:, None] + i_d[None, :]
+            b_sum += b_dy * tl.load(p_y, mask=m, other=0.0).to(tl.float32)
+        tl.store(dweight_ptr + i_t * K + k, tl.sum(b_sum, 1), mask=m_t)

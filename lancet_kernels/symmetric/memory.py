@@ -1,0 +1,176 @@
+"""What is symmetric memory? Named regions that every PE has, and the addresses by which PEs write into them.
+
+    with create(group, device) as memory:
+        rows = memory.allocate("rows", (E, C, D), torch.bfloat16)      # collective, zero-filled
+        arrived = memory.signals("arrived", E)                         # int64 words
+        kernel[grid](rows.local, rows.peers, arrived.local, arrived.peers, ...)
+        memory.barrier()
+
+`rows.local` is this PE's copy. `rows.peers[p]` is the address of PE p's copy as this PE reaches it:
+what is stored there arrives at p, also while p runs. 0: no pointer reaches p (then NVSHMEM's puts do).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+
+# Every copy starts at a multiple of this many bytes and has at least as many, so that none has address 0.
+ALIGNMENT = 16
+
+
+@dataclass(eq=False)
+class Region:
+    """A named region: this PE's copy, and where the others' copies are.
+
+    Attributes:
+        name: unique in its memory.
+        local: this PE's copy, of the shape and dtype asked for.
+        peers: int64 [world], on the device: the base address of each PE's copy; this PE's own included.
+
+    After the memory is closed, `local` and `peers` raise UserError. Whoever kept `peers` must not use it.
+    """
+
+    name: str
+    local: Tensor = field(repr=False)
+    peers: Tensor = field(repr=False)
+
+    def __getattr__(self, attribute: str) -> Tensor:
+        # Only what is not there arrives here: the two that `_forget` has taken away.
+        if attribute in ("local", "peers"):
+            raise _closed(f"region {self.name!r}")
+        raise AttributeError(attribute)
+
+    def _forget(self) -> None:
+        del self.local, self.peers
+
+
+class SymmetricMemory(ABC):
+    """The regions of one PE among `world`; made by `create`, or by one of the makers.
+
+    Attributes:
+        rank, world: this PE's number, and how many there are.
+        device: where the regions are.
+        reason: why this maker, in words.
+    """
+
+    def __init__(self, rank: int, world: int, device: torch.device, reason: str):
+        self.rank, self.world, self.device, self.reason = rank, world, device, reason
+        self._regions: dict[str, Region] = {}
+        self._open = True
+
+    def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Region:
+        """A region of this shape on every PE, filled with zeros. Collective: returns when every PE can put.
+
+        Raises UserError, on every PE and naming who asked for what, if PEs ask for different regions or in a
+        different order; also if the name is taken or there is no room. CommunicationError if a PE stays away.
+        """
+        self._check_open()
+        # An error of this PE alone, before it has met the others, would leave them waiting.
+        shape = tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+        request = f"allocate {name!r} {list(shape)} {str(dtype).removeprefix('torch.')}"
+        self._agree(request)
+        if name in self._regions:
+            raise UserError(
+                f"symmetric memory: {request}",
+                got="a name that is taken",
+                expected="a new name for each region",
+                do="keep the region of the first call, or choose another name",
+            )
+        if not all(isinstance(n, int) and n >= 0 for n in shape) or not isinstance(dtype, torch.dtype):
+            raise UserError(
+                "symmetric memory",
+                got=request,
+                expected="a shape of integers that are not negative, and a torch dtype",
+                do="correct the call",
+            )
+        num_bytes = math.prod(shape) * dtype.itemsize
+        room = max(ALIGNMENT, -(-num_bytes // ALIGNMENT) * ALIGNMENT)
+        raw, addresses = self._allocate(request, room)
+        region = Region(
+            name,
+            raw[:num_bytes].view(dtype).view(shape),
+            torch.tensor(addresses, dtype=torch.int64, device=self.device),
+        )
+        self._regions[name] = region
+        return region
+
+    def signals(self, name: str, count: int) -> Region:
+        """A region of `count` signal words: int64, zero, only ever growing."""
+        return self.allocate(name, (count,), torch.int64)
+
+    @abstractmethod
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Return when every PE is here and what its device was doing is done.
+
+        Raises CommunicationError, naming the PEs that did not come, after `timeout_s` (None: the maker's).
+        """
+
+    def close(self) -> None:
+        """Free all regions; again is harmless. Whoever may still write into them is not waited for."""
+        self._close(together=True)
+
+    def __enter__(self) -> SymmetricMemory:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        # On the way out of an error there is nobody to meet: the others may be anywhere.
+        self._close(together=error_type is None)
+
+    def _close(self, together: bool) -> None:
+        if self._open:
+            self._open = False
+            for region in self._regions.values():
+                region._forget()
+            self._regions.clear()
+            self._free(together)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise _closed("symmetric memory")
+
+    @abstractmethod
+    def _agree(self, request: str) -> None:
+        """Raise on every PE, if not every PE makes this request now."""
+
+    @abstractmethod
+    def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
+        """-> (this PE's copy, uint8 and zero; the addresses of all copies)."""
+
+    @abstractmethod
+    def _free(self, together: bool) -> None:
+        """Give everything back. together: the other PEs do the same now."""
+
+
+def disagreement(asked: dict[int, str]) -> UserError:
+    """The error for PEs that ask for different things. `asked`: what each rank asked for.
+
+    Example: {0: "allocate 'x' [4] float32", 1: "barrier", 2: "barrier"} gives
+    "... got allocate 'x' [4] float32 (rank 0), barrier (rank 1, 2), expected ..."
+    """
+    return UserError(
+        "symmetric memory",
+        got=by_rank(asked),
+        expected="the same request from every rank",
+        do="make the same calls in the same order, with the same arguments, on every rank",
+    )
+
+
+def by_rank(texts: dict[int, str]) -> str:
+    """Equal texts once, with their ranks. {0: "a", 1: "b", 2: "a"} gives "a (rank 0, 2), b (rank 1)"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        ranks.setdefault(text, []).append(rank)
+    return ", ".join(f"{text} (rank {', '.join(map(str, who))})" for text, who in ranks.items())
+
+
+def _closed(what: str) -> UserError:
+    return UserError(
+        what, got="a use after close()", expected="one before", do="close the memory when nothing needs it"
+    )

@@ -1,0 +1,69 @@
+"""Symmetric memory of several PEs in one process on one device: a whole protocol on one GPU, or on the CPU.
+
+One thread plays all PEs, one after another: it allocates for each, then launches for each. So nothing here
+waits. A kernel may: give each PE a stream of its own and launch all of them before anything synchronises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.symmetric.memory import SymmetricMemory, disagreement
+
+
+@dataclass
+class _Heap:
+    """What all PEs have: the requests of the first PE to make each, and the copies [world] made for it."""
+
+    world: int
+    device: torch.device
+    requests: list[tuple[int, str]] = field(default_factory=list)
+    copies: dict[int, list[Tensor]] = field(default_factory=dict)
+
+    def copies_of(self, number: int, num_bytes: int) -> list[Tensor]:
+        if number not in self.copies:
+            self.copies[number] = [
+                torch.zeros(num_bytes, dtype=torch.uint8, device=self.device) for _ in range(self.world)
+            ]
+        return self.copies[number]
+
+
+class VirtualMemory(SymmetricMemory):
+    """PE `rank` of those that `virtual_memories` makes."""
+
+    def __init__(self, heap: _Heap, rank: int):
+        what = "one PE: nobody to share with" if heap.world == 1 else f"{heap.world} PEs in one process"
+        super().__init__(rank, heap.world, heap.device, f"virtual: {what}, on {heap.device}")
+        self._heap: _Heap | None = heap
+        self._count = 0
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Return when what the device was doing for any PE is done. Launch for every PE before."""
+        self._check_open()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _agree(self, request: str) -> None:
+        if self._count == len(self._heap.requests):
+            self._heap.requests.append((self.rank, request))
+        first, expected = self._heap.requests[self._count]
+        if request != expected:
+            raise disagreement({first: expected, self.rank: request})
+        self._count += 1
+
+    def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
+        copies = self._heap.copies_of(self._count - 1, num_bytes)
+        return copies[self.rank], [copy.data_ptr() for copy in copies]
+
+    def _free(self, together: bool) -> None:
+        # The copies go with the last PE that has them.
+        self._heap = None
+
+
+def virtual_memories(world: int, device: torch.device | str = "cpu") -> list[VirtualMemory]:
+    """`world` PEs in this process, on `device`. Each allocates for itself, in any order of the PEs."""
+    heap = _Heap(world, torch.device(device))
+    return [VirtualMemory(heap, rank) for rank in range(world)]
