@@ -33,9 +33,18 @@ LOW_WORD = tl.constexpr(0xFFFFFFFF)
 
 
 @triton.jit
+def aligned(ptr):
+    """The same pointer, known to be a multiple of 16 bytes (`memory.ALIGNMENT`), as each copy's base is.
+
+    Of an address that came out of a table the compiler knows nothing, and would store element by element.
+    """
+    return tl.multiple_of(ptr, 16)
+
+
+@triton.jit
 def remote_pointer(region_ptr, peers_ptr, peer):
     """Base of `peer`'s copy of the region, typed like `region_ptr`. 0 if no pointer reaches it."""
-    return tl.load(peers_ptr + peer).to(region_ptr.dtype)
+    return aligned(tl.load(peers_ptr + peer).to(region_ptr.dtype))
 
 
 @triton.jit
@@ -62,11 +71,12 @@ def put_rows(
     """
     base = tl.load(peers_ptr + peer)
     if NVSHMEM and base == 0:
+        tl.static_assert(not SCALED, "NVSHMEM puts cannot scale: scale the rows before the launch")
         for i in range(num_rows):
             row = tl.load(row_ptr + i).to(tl.int64)
             nvshmem_device.put_row(region_ptr + offset + i * D, source_ptr + row * D, D, peer)
     else:
-        target_ptr = base.to(region_ptr.dtype) + offset
+        target_ptr = aligned(base.to(region_ptr.dtype)) + offset
         i_row = tl.arange(0, ROWS)
         m_row = i_row < num_rows
         row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
@@ -118,8 +128,13 @@ def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr
 
 @triton.jit
 def failed(report_ptr):
-    """Has any wait of this PE run out of time? Then whatever is computed is not to be trusted."""
-    return tl.load(report_ptr, volatile=True) != 0
+    """Has any wait of this PE run out of time? Then whatever is computed is not to be trusted.
+
+    An atomic, because one thread does it and hands the answer to all: threads that loaded for themselves
+    could see different answers while another program reports, and part ways before a barrier.
+    """
+    free = tl.full((), 0, tl.int64)
+    return tl.atomic_add(report_ptr, free, sem="relaxed", scope="gpu") != 0
 
 
 @triton.jit
