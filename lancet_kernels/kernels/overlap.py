@@ -266,9 +266,9 @@ def moe_backward(
     launch = _Launch(backward, use, routing, experts, config, dense, backward=True)
     launch.run(
         source=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
-        earlier=saved.use, forward_banks=forward.banks, saved_rows=forward.rows.local, saved_hidden=saved.hidden,
-        dweight_in=gradients.dw2, dbias_in=gradients.db2, dweight_out=gradients.dw1, dbias_out=gradients.db1,
-        out=gradients.dx,
+        earlier=saved.use, forward_banks=forward.banks, saved_rows=forward.rows.local,
+        saved_hidden=saved.hidden, dweight_in=gradients.dw2, dbias_in=gradients.db2,
+        dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx,
     )  # fmt: skip
     backward.release(use)
     return gradients
