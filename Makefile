@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: install run test lint format clean
+.PHONY: install run test gpu lint format clean
 
 install: $(INSTALLED)
 
@@ -19,6 +19,10 @@ run: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+# With the Python of the machine, which has torch for its GPU; installs nothing.
+gpu:
+	@PYTHON=$(PYTHON) bench/gpu.sh
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
