@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.launch import root_cause, stop_signals
+from lancet_kernels.launch import CPU_RANK, root_cause, stop_signals
 from lancet_kernels.ranks import LAUNCHER_PID
 
 RANKS = 2
@@ -126,20 +126,22 @@ def run_on_wire(arguments: Sequence[str], gbps: float) -> None:
 
 
 def _start(arguments: Sequence[str], rank: int, name: str, errors: Path) -> subprocess.Popen:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": _ADDRESS.format(1),
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": _device(rank),
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # Where a rank says what went wrong, and whose end is its end: as under `launch`.
-        "TORCHELASTIC_ERROR_FILE": str(errors),
-        LAUNCHER_PID: str(os.getpid()),
-    }
+    environment = (
+        os.environ
+        | CPU_RANK
+        | {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": _ADDRESS.format(1),
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": _device(rank),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            # Where a rank says what went wrong, and whose end is its end: as under `launch`.
+            "TORCHELASTIC_ERROR_FILE": str(errors),
+            LAUNCHER_PID: str(os.getpid()),
+        }
+    )
     return subprocess.Popen(["ip", "netns", "exec", name, sys.executable, *arguments], env=environment)
 
 

@@ -162,7 +162,7 @@ def optimize(
     else:
         plans = _plans_of_first(step.group, lambda: [_given_plan(plan, program, strategy)])
     if measured:
-        timelines = [step.measured_timeline(inputs, program, found, cost) for found in plans]
+        timelines = [step.measured_timeline(module, inputs, program, found, cost) for found in plans]
         timeline, chosen = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
     else:
         chosen = plans[0]
@@ -246,12 +246,19 @@ class _Step:
         communication = self.profiler.communication(program, layers[0].d_model if layers else 1)
         return program, CostModel(load_cluster("local"), communication)
 
-    def measured_timeline(self, inputs: list[object], program: Program, plan: Plan, cost: Cost) -> Timeline:
-        """The planned step, simulated with the measured times of its very instructions, parts included."""
-        with self.graph() as captured:
-            realize(captured.joint, program, plan)
+    def measured_timeline(
+        self, module: fx.GraphModule, inputs: list[object], program: Program, plan: Plan, cost: Cost
+    ) -> Timeline:
+        """The planned step, simulated with the measured times of its very instructions, parts included.
+
+        Args: module: the captured step, which stays as it is.
+        """
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        planned = fx.GraphModule(module, graph)
+        realize(planned, program, plan)
         blocking = {node_name(name) for name in plan.blocking}
-        return simulate(self.profiler.program(captured.joint, inputs), cost, blocking=blocking)
+        return simulate(self.profiler.program(planned, inputs), cost, blocking=blocking)
 
 
 def _plans(

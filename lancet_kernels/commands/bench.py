@@ -39,7 +39,7 @@ from lancet_kernels.train import TrainOptions, build_config, check_options
 class OverlapOptions(PlanningFlags):
     """What to measure. The fields are the options of `lancet bench overlap`."""
 
-    model: str = option("gpt2-tiny-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
+    model: str = option("gpt2-bench-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
     gate: str = option("switch", "as in lancet train", metavar="GATE")
     ranks: int = option(2, "processes on this machine", parse=positive_int)
     batch: int = option(8, "sequences per rank", parse=positive_int)
@@ -160,7 +160,9 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
 def _step(options: OverlapOptions, rank: Rank) -> tuple[TrainingStep, tuple[torch.Tensor, torch.Tensor]]:
     """The training step and one batch of this rank."""
     corpus = load_corpus()
-    config = build_config(options.for_training(), rank.world, corpus.vocab_size)
+    # Bytes as tokens, but a head of the model's own size.
+    vocab = max(corpus.vocab_size, MODELS[options.model].vocab)
+    config = build_config(options.for_training(), rank.world, vocab)
     torch.manual_seed(options.seed)
     step = TrainingStep(GPT2MoE(config), rank.world)
     inputs = training_batch(

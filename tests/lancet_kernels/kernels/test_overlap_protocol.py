@@ -228,7 +228,7 @@ def test_release_again_is_harmless_and_a_released_pass_has_no_backward(layer):
     third = layer.run_forward()[1]
     layer.forward.release(first.use)
     assert layer.forward._open.keys() == {0, 1}
-    with pytest.raises(UserError, match="backward of a pass of layer.forward: got one that was released"):
+    with pytest.raises(UserError, match=r"backward of a pass of layer\.forward: got one that was released"):
         layer.run_backward(first)
     with pytest.raises(UserError, match="got a pass of another exchange"):
         layer.backward.release(second.use)
