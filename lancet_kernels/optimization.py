@@ -26,6 +26,7 @@ from lancet_kernels.gradients import call_with_summed_gradients
 from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
+from lancet_kernels.graph.pieces import check_compiler
 from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
@@ -117,6 +118,7 @@ def optimize(
     reduce_gradients: bool = True,
     backend: str | None = None,
     lowering: str = "auto",
+    inner_compile: str = "",
 ) -> OptimizedModule:
     """Plan a training step of `model` and return a module that trains with the plan.
 
@@ -137,6 +139,8 @@ def optimize(
             which puts and GEMM tiles overlap. None: "fused" if the model's MoE layers are.
         lowering: with "fused", "auto" fuses the layers where that is predicted faster, "fused" all that can
             be, "streams" none. In the interpreter (CPU), where nothing is fast, "auto" means "fused".
+        inner_compile: a backend of torch.compile ("inductor") for the computation between communications,
+            compiled in the first step; the plan's order stays. "": run the ops as they are.
     Raises: CaptureError (no single graph, with torch's reason), UserError (strategy, ranks that disagree, a
     plan that is for something else).
     """
@@ -144,6 +148,8 @@ def optimize(
         raise UserError(
             "strategy", got=repr(strategy), expected=f"one of {', '.join(STRATEGIES)}", do="check the name"
         )
+    if inner_compile:
+        check_compiler(inner_compile)
     step = _Step(model, tuple(example_inputs), reduce_gradients, times)
     measured = cluster is None
     module, inputs = _captured_alike(step)
@@ -173,7 +179,9 @@ def optimize(
     recorder = Recorder()
     with step.graph() as captured:
         realize(captured.joint, program, chosen)
-        run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder)
+        run = captured.compile(
+            lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
+        )
     return OptimizedModule(model, run, chosen, timeline, example_inputs, recorder, step.reduce_group)
 
 
