@@ -27,7 +27,15 @@ from types import FrameType
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.ranks import LAUNCHER_PID, Rank, report_errors, start_ranks, under_launcher
 
-__all__ = ["Rank", "launch", "report_errors", "start_ranks", "under_launcher"]
+__all__ = [
+    "Rank",
+    "launch",
+    "report_errors",
+    "root_cause",
+    "start_ranks",
+    "stop_signals",
+    "under_launcher",
+]
 
 MONITOR_INTERVAL_S = 0.1
 # Between SIGTERM and SIGKILL. Ranks end on SIGTERM; this is for one that hangs inside the system.
@@ -55,7 +63,7 @@ def launch(
     if ranks < 1:
         raise UserError("ranks", got=ranks, expected="at least 1", do="choose a number of ranks")
     with (
-        _stop_signals(),
+        stop_signals(),
         tempfile.TemporaryDirectory(prefix="lancet-ranks-") as folder,
         _environment(_worker_environment(device, environment or {})),
         _silent_elastic(),
@@ -78,7 +86,7 @@ def launch(
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
-            # The other signals are handled by _stop_signals; elastic wants at least one name.
+            # The other signals are handled by stop_signals; elastic wants at least one name.
             signals_to_handle="SIGQUIT",
         )
         # Elastic reads arguments as templates, in which two dollar signs stand for one.
@@ -170,7 +178,7 @@ def _silent_elastic() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[None]:
+def stop_signals() -> Iterator[None]:
     """Turn a signal that asks us to stop into SystemExit, at which elastic ends the ranks with SIGTERM.
 
     Elastic's own handlers would pass SIGINT on, which a rank inside a collective answers too late, and would

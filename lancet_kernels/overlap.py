@@ -21,6 +21,7 @@ from torch import nn
 
 from lancet_kernels.ops.link import emulate_link, link
 from lancet_kernels.optimization import OptimizedModule, optimize
+from lancet_kernels.schedules.strategies import PlanningOptions
 from lancet_kernels.schedules.timeline import save_picture
 
 BASELINES = ("none", "tutel")
@@ -38,10 +39,14 @@ class Measured:
 
 
 def prepare(
-    step: nn.Module, inputs: Sequence[object], strategies: Iterable[str], times: str | Path | None = None
+    step: nn.Module,
+    inputs: Sequence[object],
+    strategies: Iterable[str],
+    times: str | Path | None = None,
+    options: PlanningOptions | None = None,
 ) -> dict[str, OptimizedModule]:
-    """The step under each strategy. Collective. Args: times: file of measured op times."""
-    return {name: optimize(step, inputs, strategy=name, times=times) for name in strategies}
+    """The step under each strategy. Collective. Args: times: file of measured op times. options: of plans."""
+    return {name: optimize(step, inputs, strategy=name, times=times, options=options) for name in strategies}
 
 
 def measure(

@@ -108,7 +108,11 @@ class Transfer:
         if self._starts is not None:
             done = max(done, self._wait_for_wire())
         now = time.monotonic()
-        link._account(self.started, min(done, now), now - before)
+        if done > before:
+            # Who stands still for a transfer has it when it wakes up, and not before.
+            link._account(self.started, now, now - before)
+        else:
+            link._account(self.started, done, 0.0)
 
     def _wait_for_wire(self) -> float:
         """Until a wire would have carried the bytes. -> when that was."""

@@ -47,17 +47,25 @@ class PartitionOptions:
                 )
 
     @classmethod
-    def from_environment(cls) -> PartitionOptions:
-        """LANCET_RHO (parts), LANCET_GAMMA and LANCET_IOTA (milliseconds); what is not set has its default.
+    def from_environment(
+        cls,
+        most_parts: int | None = None,
+        group_ms: float | None = None,
+        longest_range_ms: float | None = None,
+    ) -> PartitionOptions:
+        """What is given; where None, LANCET_RHO (parts), LANCET_GAMMA, LANCET_IOTA (milliseconds); else the
+        default.
 
         Raises:
-            UserError: a variable is not a number, or out of range.
+            UserError: a variable that counts is not a number, or out of range.
         """
-        return cls(
-            most_parts=_number("LANCET_RHO", int, cls.most_parts),
-            group_ms=_number("LANCET_GAMMA", float, None),
-            longest_range_ms=_number("LANCET_IOTA", float, None),
-        )
+        if most_parts is None:
+            most_parts = _number("LANCET_RHO", int, cls.most_parts)
+        if group_ms is None:
+            group_ms = _number("LANCET_GAMMA", float, None)
+        if longest_range_ms is None:
+            longest_range_ms = _number("LANCET_IOTA", float, None)
+        return cls(most_parts, group_ms, longest_range_ms)
 
 
 def _number(variable: str, convert: Callable, default):

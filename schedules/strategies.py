@@ -11,7 +11,7 @@ lancet            both; where backward all-to-alls stay exposed, their experts a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -46,6 +46,11 @@ class PlanningOptions:
     @property
     def limit_bytes(self) -> float | None:
         return None if self.memory_limit_gb is None else self.memory_limit_gb * 1e9
+
+    @classmethod
+    def from_environment(cls) -> PlanningOptions:
+        """The hyper-parameters that environment variables say. Raises: UserError."""
+        return cls(PartitionOptions.from_environment())
 
 
 class Planner:
@@ -224,6 +229,7 @@ class Planner:
             predicted=Prediction.of(timeline),
             method=method,
             without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
+            options=asdict(self.options),
         )
 
     def _fits(self, plan: Plan) -> bool:

@@ -34,9 +34,18 @@ INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 
 
 @triton.jit
+def aligned(ptr):
+    """The same pointer, known to be a multiple of 16 bytes (`memory.ALIGNMENT`), as each copy's base is.
+
+    Of an address that came out of a table the compiler knows nothing, and would store element by element.
+    """
+    return tl.multiple_of(ptr, 16)
+
+
+@triton.jit
 def remote_pointer(region_ptr, peers_ptr, peer):
     """Base of `peer`'s copy of the region, typed like `region_ptr`. 0 if no pointer reaches it."""
-    return tl.load(peers_ptr + peer).to(region_ptr.dtype)
+    return aligned(tl.load(peers_ptr + peer).to(region_ptr.dtype))
 
 
 @triton.jit
@@ -74,7 +83,7 @@ def put_rows(
             row = tl.load(row_ptr + i).to(tl.int64)
             nvshmem_device.put_row(region_ptr + offset + i * D, source_ptr + row * D, D, peer)
     else:
-        target_ptr = base.to(region_ptr.dtype) + offset
+        target_ptr = aligned(base.to(region_ptr.dtype)) + offset
         if STAGED:
             target_ptr = tl.where(base == 0, stage_ptr.to(tl.int64), target_ptr.to(tl.int64)).to(
                 region_ptr.dtype
@@ -143,10 +152,11 @@ def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr
 def failed(report_ptr):
     """Has any wait of this PE run out of time? Then whatever is computed is not to be trusted.
 
-    Read by an atomic, so that all threads of a program get one answer and branch as one: with a plain load
-    some could see the report of another program and some not, and miss each other at the next barrier.
+    An atomic, because one thread does it and hands the answer to all: threads that loaded for themselves
+    could see different answers while another program reports, and part ways before a barrier.
     """
-    return tl.atomic_add(report_ptr, 0, sem="relaxed", scope="gpu") != 0
+    free = tl.full((), 0, tl.int64)
+    return tl.atomic_add(report_ptr, free, sem="relaxed", scope="gpu") != 0
 
 
 @triton.jit

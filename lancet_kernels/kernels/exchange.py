@@ -142,8 +142,10 @@ class Exchange:
         words = torch.zeros(USE_WORDS, dtype=torch.int64, device=self.memory.device)
         words[EPOCH : EPOCH + 1].copy_(self._epoch)
         chunks = self.world * self.local_experts * self.chunks
-        counters = words.new_zeros(2 * chunks + self.local_experts)
-        ready, done = counters.split([chunks + self.local_experts, chunks])
+        # `done` begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
+        first_done = -(-(chunks + self.local_experts) // 2) * 2
+        counters = words.new_zeros(first_done + chunks)
+        ready, done = counters[: chunks + self.local_experts], counters[first_done:]
         use = Use(bank, words, ready, done)
         self._open[bank] = weakref.ref(use), words
         return use
@@ -151,6 +153,14 @@ class Exchange:
     def release(self, use: Use) -> None:
         """Tell every PE that this one is through with the rows and results of the use; again is harmless."""
         if use.open:
+            holder = self._open.get(use.bank)
+            if holder is None or holder[0]() is not use:
+                raise UserError(
+                    f"release of a pass of {self.name}",
+                    got="a pass of another exchange",
+                    expected="one that began here",
+                    do="release it where it began",
+                )
             use.open = False
             del self._open[use.bank]
             self._send_release(use.words)
