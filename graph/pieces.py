@@ -74,6 +74,6 @@ def stands_alone(node: fx.Node) -> bool:
     """Communication, its start or its wait, and fused launches: no compiler may look across them."""
     if is_collective(node) or op_name(node).startswith("lancet.fused_experts"):
         return True
-    return not isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)) and getattr(
-        node.target, "__module__", ""
-    ) not in ("_operator", "math")
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        return False
+    return getattr(node.target, "__module__", "") not in ("_operator", "math")
