@@ -110,7 +110,7 @@ class Answer:
 
 
 def reference(case: Case, dtype: torch.dtype = torch.float64, tokens: Case | None = None) -> list[Answer]:
-    """All ranks' answers in plain torch, in `dtype`, from autograd. tokens: the case whose tokens they get."""
+    """All ranks' answers in plain torch, in `dtype`, from autograd, for `case`'s tokens or others."""
     parameters = []
     for rank in range(case.world):
         experts = experts_of(case, rank)
