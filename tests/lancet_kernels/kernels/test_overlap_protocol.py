@@ -387,13 +387,16 @@ def killed_on_rank() -> list[str]:
 
 
 def die_after(layer: Layer, tasks: int) -> None:
-    """A child of this process, which has all its memory, plays the PE and kills itself after so many tasks."""
+    """A child of this process, which maps the same memory, plays the PE and dies after so many tasks."""
     child = os.fork()
     if child == 0:
         kernel, begun = OneByOne(seed=0, nap_s=0.0), []
         kernel.nap = lambda: begun.append(1) if len(begun) < tasks else os.kill(os.getpid(), signal.SIGKILL)
         overlap.overlap_kernel = kernel
-        layer.run_forward()
+        try:
+            layer.run_forward()
+        finally:
+            os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
@@ -401,7 +404,7 @@ def test_a_killed_rank_is_named(pool):
     told, _ = pool.run(killed_on_rank)
     assert told[0].startswith("layer 0.forward: PE 0 waited for PE 1 to send its rows (dispatch) more than")
     assert told[1].startswith("layer 1.forward: PE 0 waited for PE 1 to return results (combine) more than")
-    assert all("seen 1; PE 1 is late, dead, or in another layer" in each for each in told)
+    assert all("seen 0; PE 1 is late, dead, or in another layer" in each for each in told)
 
 
 def disagree_on_rank() -> list[str]:
