@@ -104,7 +104,7 @@ BAD_ROUTING = {
     ),
     "tokens in other slots": (
         "token",
-        lambda t: t.copy_(t.roll(1, 1)),
+        lambda t: t[:, [1, 0, 2, 3, 4]].contiguous(),
         r"routing: got (\d+) choices in slots and \1 slots",
     ),
 }
