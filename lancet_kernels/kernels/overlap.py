@@ -364,7 +364,7 @@ class _Launch:
         widths = [self.exchange.width, self.hidden]
         for problem in self.dense:
             operands += problem.a, problem.b, problem.c
-            widths += problem.a.shape[1], problem.b.shape[1]
+            widths += problem.a.shape[1], problem.b.shape[1], problem.c.shape[1]
         bytes_each = self.exchange.dtype.itemsize
         return all(t.data_ptr() % 16 == 0 for t in operands) and all(w * bytes_each % 16 == 0 for w in widths)
 
