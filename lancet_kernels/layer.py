@@ -20,6 +20,8 @@ from lancet_kernels.ops.gates import Gate, parse_gate
 from lancet_kernels.ops.groups import group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums
 
+BACKENDS = ("torch", "fused")
+
 
 class MoELayer(nn.Module):
     """Experts behind a gate: x[..., D] -> [..., D], each token through K of E experts.
@@ -37,6 +39,10 @@ class MoELayer(nn.Module):
         capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
             the others are dropped (contribute zero); None: dropless.
         activation: "gelu", "silu" or "swiglu". bias: biases in the experts (and the shared expert).
+        backend: "torch": collectives of `group` and grouped GEMMs. "fused": persistent Triton kernels in
+            which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
+            for proof not speed). A layer with gradients may then run forward `banks` = 2 times before the
+            first backward; a fused layer's passes are collective, first one included.
         shared_expert_d_ff: hidden width of an expert that every token passes, in addition; None: none.
         group: the expert-parallel process group; None: all ranks.
         device, dtype: of the parameters. The router is computed in at least float32 whatever the dtype.
@@ -67,6 +73,7 @@ class MoELayer(nn.Module):
         activation: str = "gelu",
         bias: bool = False,
         shared_expert_d_ff: int | None = None,
+        backend: str = "torch",
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -79,6 +86,18 @@ class MoELayer(nn.Module):
         self.d_model, self.d_ff, self.num_experts, self.top_k = d_model, d_ff, num_experts, top_k
         self.capacity_factor, self.activation = capacity_factor, activation
         self.local_experts = num_experts // self.ranks
+
+        if backend not in BACKENDS:
+            raise UserError(
+                "backend", got=repr(backend), expected=f"one of {', '.join(BACKENDS)}", do="check the name"
+            )
+        self.backend = backend
+        self._exchange = None
+        if backend == "fused":
+            # Only here: the kernels need Triton, which not every machine has.
+            from lancet_kernels.ops.fused_experts import LayerExchange
+
+            self._exchange = LayerExchange(self._group, self.local_experts, d_model, d_ff, activation)
 
         factory = {"device": device, "dtype": dtype}
         hidden = input_width(activation, d_ff)
@@ -196,6 +215,14 @@ class MoELayer(nn.Module):
 
     def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int) -> Tensor:
         """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D]."""
+        # Captured for a plan, a layer shows its ops; the plan says which of them are fused.
+        if self._exchange is not None and not torch.compiler.is_compiling():
+            from lancet_kernels.ops.fused_experts import fused_experts
+
+            parameters = (self._cast(p) for p in (self.w1, self.b1, self.w2, self.b2))
+            return fused_experts(
+                x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, *parameters, self._exchange
+            )
         received_WL = ops.exchange_counts(count_WL, capacity, self.d_model, x_TD.dtype, self._group)
         sent_WLCD = ops.dispatch(x_TD, expert_TK, slot_TK, None, self.ranks, self.num_experts, capacity)
         rows_WLCD = ops.all_to_all(sent_WLCD, count_WL, received_WL, self._group)
@@ -304,6 +331,7 @@ class MoELayer(nn.Module):
         return (
             f"d_model={self.d_model}, d_ff={self.d_ff}, num_experts={self.num_experts}, top_k={self.top_k}, "
             f"gate={self.gate}, capacity_factor={self.capacity_factor}, activation={self.activation}, "
+            f"backend={self.backend}, "
             f"experts {self.expert_ids().start} to {self.expert_ids().stop - 1} here"
         )
 

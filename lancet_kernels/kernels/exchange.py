@@ -115,6 +115,7 @@ class Exchange:
         self.report = torch.zeros(device.REPORT_WORDS.value, dtype=torch.int64, device=memory.device)
         # Only kernels that must reach a peer without a pointer carry NVSHMEM's code.
         self.nvshmem = bool((self.rows.peers == 0).any())
+        self._watched: tuple[Tensor, torch.cuda.Event] | None = None
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
@@ -141,8 +142,10 @@ class Exchange:
         words = torch.zeros(USE_WORDS, dtype=torch.int64, device=self.memory.device)
         words[EPOCH : EPOCH + 1].copy_(self._epoch)
         chunks = self.world * self.local_experts * self.chunks
-        counters = words.new_zeros(2 * chunks + self.local_experts)
-        ready, done = counters.split([chunks + self.local_experts, chunks])
+        # `done` begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
+        first_done = -(-(chunks + self.local_experts) // 2) * 2
+        counters = words.new_zeros(first_done + chunks)
+        ready, done = counters[: chunks + self.local_experts], counters[first_done:]
         use = Use(bank, words, ready, done)
         self._open[bank] = weakref.ref(use), words
         return use
@@ -171,6 +174,22 @@ class Exchange:
     def max_polls(self) -> int:
         return runtime.max_polls(self.timeout_s)
 
+    def watch(self) -> None:
+        """Raise CommunicationError for a wait that ran out of time, without waiting for the device.
+
+        On a GPU the report of the latest pass is still to come: the next call, or `check`, raises it.
+        """
+        if self.report.device.type != "cuda":
+            self.check()
+        elif not torch.cuda.is_current_stream_capturing():
+            if self._watched is None:
+                self._watched = torch.zeros_like(self.report, device="cpu").pin_memory(), torch.cuda.Event()
+            elif self._watched[1].query() and self._watched[0][0]:
+                self.check()
+            copy, event = self._watched
+            copy.copy_(self.report, non_blocking=True)
+            event.record()
+
     def check(self) -> None:
         """Raise CommunicationError if a wait of this PE ran out of time. Waits for the device."""
         claimed, rank, peer, op, index, expected, seen, _ = self.report.tolist()
@@ -186,7 +205,7 @@ class Exchange:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "world", "banks"])
 def release_kernel(
     use_ptr, released_ptr, released_peers_ptr, rank, world, banks, NVSHMEM: tl.constexpr
 ):  # fmt: skip

@@ -192,9 +192,10 @@ class SavedPass:
 
 @dataclass(frozen=True)
 class ExpertGradients:
-    """dx [T, D], of the rows of this PE's tokens; the others like the experts' parameters."""
+    """dx [T, D], of this PE's tokens; dweight float32 [T, K]; the others like the experts' parameters."""
 
     dx: Tensor
+    dweight: Tensor
     dw1: Tensor
     db1: Tensor | None
     dw2: Tensor
@@ -258,6 +259,7 @@ def moe_backward(
     dh = torch.empty_like(saved.pre)
     gradients = ExpertGradients(
         torch.empty_like(dy),
+        torch.empty_like(routing.weight),
         torch.empty_like(experts.w1),
         None if experts.b1 is None else torch.empty_like(experts.b1),
         torch.empty_like(experts.w2),
@@ -265,10 +267,11 @@ def moe_backward(
     )
     launch = _Launch(backward, use, routing, experts, config, dense, backward=True)
     launch.run(
-        source=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
+        source=dy, dy=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
         earlier=saved.use, forward_banks=forward.banks, saved_rows=forward.rows.local,
         saved_hidden=saved.hidden, dweight_in=gradients.dw2, dbias_in=gradients.db2,
         dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx,
+        saved_results=forward.results.local, dweight=gradients.dweight,
     )  # fmt: skip
     backward.release(use)
     return gradients
@@ -293,10 +296,12 @@ class _Launch:
         }
         blocks = -(-out.shape[0] // self.config.reduce_tokens)
         wgrads: tuple[tuple[int, int], ...] = ()
+        dweight_blocks = blocks if self.backward else 0
         if self.backward:
             wgrads = self._grid(self.hidden, exchange.width), self._grid(exchange.width, self.width_in)
         problems = tuple(self._grid(*gemm.c.shape) for gemm in self.dense)
         first, second = {"put": True, "tiles_in": tiles["tiles_in"], "dense": problems}, {}
+        first["dweight_blocks"] = dweight_blocks
         rest = first if not self.config.split else second
         rest |= {"tiles_out": tiles["tiles_out"], "wgrads": wgrads, "reduce_blocks": blocks}
         for stages in filter(None, (first, second)):
@@ -345,9 +350,11 @@ class _Launch:
             stage, self.use.ready, self.use.done,
             get("saved_rows"), get("saved_hidden"), get("dweight_in"), get("dbias_in"), get("dweight_out"),
             get("dbias_out"),
-            get("out"), routing.expert, routing.slot, routing.weight, words,
+            get("out"), routing.expert, routing.slot, routing.weight, get("dy"), get("saved_results"),
+            tensors.get("dweight", routing.weight), words,
             HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
             HAS_WGRAD=bool(shape.wgrads), HAS_REDUCE=shape.reduce_blocks > 0,
+            HAS_DWEIGHT=shape.dweight_blocks > 0,
             DENSE_KINDS=sum({1 << DENSE_KINDS[problem.kind] for problem in self.dense}) if shape.dense else 0,
             BACKWARD=self.backward, ACT=self.experts.activation, HAS_BIAS=self.experts.b1 is not None,
             SAVE_PRE=True, SCALED="scale" in given, WEIGHTED=not self.backward, BANKS=exchange.banks,

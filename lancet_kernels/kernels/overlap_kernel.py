@@ -21,6 +21,7 @@ TILE_OUT = tl.constexpr(2)
 WGRAD = tl.constexpr(3)
 DENSE = tl.constexpr(4)
 REDUCE = tl.constexpr(5)
+DWEIGHT = tl.constexpr(6)
 TASK_WORDS = tl.constexpr(6)
 
 # A row of the table of independent GEMMs: kind, a, b, c, M, N, K. Kinds, by what is transposed:
@@ -83,8 +84,10 @@ def write_dense_row_kernel(row_ptr, kind, a, b, c, M, N, K):
     tl.store(row_ptr + 6, tl.cast(K, tl.int64))
 
 
-# Numbers that differ between launches or PEs: a launch must not wait for a variant to be compiled.
-@triton.jit(do_not_specialize=["num_tasks", "counter", "rank", "max_polls", "T"])
+# Not a variant for each size, and none in which a 1 is a constant.
+@triton.jit(
+    do_not_specialize=["num_tasks", "counter", "rank", "max_polls", "W", "L", "C", "chunks", "T", "K"]
+)
 def overlap_kernel(
     # What to do, and the use it belongs to.
     tasks_ptr, num_tasks, use_ptr, counter, earlier_use_ptr, report_ptr, rank, max_polls,
@@ -99,10 +102,11 @@ def overlap_kernel(
     ready_ptr, done_ptr,
     # Weight gradients.
     saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
-    # Combine, and independent GEMMs.
-    out_ptr, expert_ptr, slot_ptr, weight_ptr, problems_ptr,
+    # Combine and the gradient of its weights, and independent GEMMs.
+    out_ptr, expert_ptr, slot_ptr, weight_ptr, dy_ptr, saved_results_ptr, dweight_ptr, problems_ptr,
     HAS_PUT: tl.constexpr, HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, HAS_WGRAD: tl.constexpr,
-    HAS_REDUCE: tl.constexpr, DENSE_KINDS: tl.constexpr, BACKWARD: tl.constexpr,
+    HAS_REDUCE: tl.constexpr, HAS_DWEIGHT: tl.constexpr, DENSE_KINDS: tl.constexpr,
+    BACKWARD: tl.constexpr,
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, SCALED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr,
@@ -216,6 +220,13 @@ def overlap_kernel(
         if DENSE_KINDS != 0:
             if kind == DENSE:
                 dense_tile(problems_ptr, a, local, m, rows_ptr, DENSE_KINDS, UPCAST, TMA, BM, BN, BK)
+        if HAS_DWEIGHT:
+            if kind == DWEIGHT:
+                earlier = tl.load(earlier_use_ptr) % EARLIER_BANKS
+                bodies.dweight_block(
+                    a, W, L, C, D, T, K, dy_ptr, saved_results_ptr + earlier * W * L * C * D, expert_ptr,
+                    slot_ptr, dweight_ptr, BT, BD,
+                )  # fmt: skip
         if HAS_REDUCE:
             if kind == REDUCE:
                 bodies.reduce_block(

@@ -15,13 +15,13 @@ _INTEGERS = ("num_tasks", "counter", "rank", "W", "L", "C", "D", "F", "H", "chun
 _TYPES = {
     **dict.fromkeys(_INTEGERS, "i32"),
     **dict.fromkeys(("tasks_ptr", "token_ptr"), "*i32"),
-    **dict.fromkeys(("scale_ptr", "weight_ptr"), "*fp32"),
+    **dict.fromkeys(("scale_ptr", "weight_ptr", "dweight_ptr"), "*fp32"),
     "max_polls": "i64",
 }
 _WORDS = "use earlier_use report count arrived released returned ready done expert slot problems".split()
 _TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
 _TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned")}
-_STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE")
+_STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE", "HAS_DWEIGHT")
 # What is fused -> (stages in the launch, kinds of independent GEMMs, backward).
 _FUSED = {
     "forward": (("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_REDUCE"), 0, False),

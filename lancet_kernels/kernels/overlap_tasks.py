@@ -210,3 +210,29 @@ def reduce_block(
         out = (b_sum + poison).to(out_ptr.dtype.element_ty)
         p_out = out_ptr + i_t[:, None].to(tl.int64) * D + i_d[None, :]
         tl.store(p_out, out, mask=m_t[:, None] & m_d[None, :])
+
+
+@triton.jit
+def dweight_block(
+    block, W, L, C, D, T, K, dy_ptr, results_ptr, expert_ptr, slot_ptr, dweight_ptr,
+    BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """DWEIGHT: dweight[t, k] = dy[t] . results[expert[t, k], slot[t, k]] in float32; zero where dropped.
+
+    results [E, C, D]: those of the forward pass, which its bank still holds.
+    """
+    i_t = (block * BT + tl.arange(0, BT)).to(tl.int64)
+    m_t = i_t < T
+    for k in range(K):
+        expert = tl.load(expert_ptr + i_t * K + k, mask=m_t, other=0)
+        slot = tl.load(slot_ptr + i_t * K + k, mask=m_t, other=C)
+        m_kept = m_t & (slot < C)
+        # [BT, BD]
+        b_sum = tl.zeros([BT, BD], tl.float32)
+        for d in range(0, D, BD):
+            i_d = d + tl.arange(0, BD)
+            m = m_kept[:, None] & (i_d < D)[None, :]
+            b_dy = tl.load(dy_ptr + i_t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(tl.float32)
+            p_y = results_ptr + ((expert * C + slot) * D)[:, None] + i_d[None, :]
+            b_sum += b_dy * tl.load(p_y, mask=m, other=0.0).to(tl.float32)
+        tl.store(dweight_ptr + i_t * K + k, tl.sum(b_sum, 1), mask=m_t)

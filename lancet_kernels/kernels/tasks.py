@@ -15,8 +15,9 @@ So a launch finishes even where only one program per PE is resident, and the ser
     WGRAD     which, local, m, n             ready of all sources of the expert -
     DENSE     problem, m, n                  -                                  -
     REDUCE    block                          returned, of the tokens in it      -
+    DWEIGHT   block                          (results of an earlier launch)     -
 
-Order: puts first, mixed with independent GEMM tiles (DENSE) so that about `comm_programs` of the programs
+Order: puts first, mixed with independent tiles (DENSE, DWEIGHT) so that about `comm_programs` of the programs
 put while the others compute; then the expert tiles source by source in the order in which the rows come
 (own first, then rank-1, rank-2, ...: every PE sends to rank+1 first), the second GEMM of a source one
 source behind its first; then weight gradients, which fill the time in which results travel back; the
@@ -37,8 +38,7 @@ import numpy as np
 from lancet_kernels.errors import UserError
 
 TASK_WORDS = 6
-PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE = range(6)
-KIND_NAMES = ("put", "tile_in", "tile_out", "wgrad", "dense", "reduce")
+PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE, DWEIGHT = range(7)
 
 Task = tuple[int, ...]
 Fact = tuple[str | int, ...]
@@ -55,6 +55,7 @@ class LaunchShape:
         wgrads: (row tiles, column tiles) of each weight gradient; `which` counts them.
         dense: (row tiles, column tiles) of each independent GEMM.
         reduce_blocks: blocks of tokens to add up; 0: none.
+        dweight_blocks: blocks of tokens whose gradient of the combine weights is wanted; 0: none.
         programs, comm_programs: size of the grid, and how many of it put while independent tiles are left.
     """
 
@@ -68,6 +69,7 @@ class LaunchShape:
     wgrads: tuple[tuple[int, int], ...] = ()
     dense: tuple[tuple[int, int], ...] = ()
     reduce_blocks: int = 0
+    dweight_blocks: int = 0
     programs: int = 1
     comm_programs: int = 1
 
@@ -94,18 +96,16 @@ def build_tasks(shape: LaunchShape) -> np.ndarray:
 def _front(shape: LaunchShape) -> Iterator[Task]:
     """Puts and independent tiles: of every `programs` tasks, `comm_programs` are puts."""
     puts = list(_puts(shape)) if shape.put else []
-    dense = [
-        (DENSE, problem, m, n)
-        for problem, (rows, columns) in enumerate(shape.dense)
-        for m, n in product(range(rows), range(columns))
-    ]
+    independent: list[Task] = [(DWEIGHT, block) for block in range(shape.dweight_blocks)]
+    for problem, (rows, columns) in enumerate(shape.dense):
+        independent += [(DENSE, problem, m, n) for m, n in product(range(rows), range(columns))]
     fill = shape.programs - shape.comm_programs
     taken = 0
     for start in range(0, len(puts), shape.comm_programs):
         yield from puts[start : start + shape.comm_programs]
-        yield from dense[taken : taken + fill]
+        yield from independent[taken : taken + fill]
         taken += fill
-    yield from dense[taken:]
+    yield from independent[taken:]
 
 
 def _puts(shape: LaunchShape) -> Iterator[Task]:

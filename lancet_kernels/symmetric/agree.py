@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.symmetric.memory import disagreement
+from lancet_kernels.symmetric.memory import by_rank, disagreement
 
 FIRST_LOOK_S, LAST_LOOK_S = 1e-4, 5e-3
 GAVE_UP = "gave up"
@@ -80,7 +80,7 @@ class Meetings:
         if any(failures):
             raise UserError(
                 f"symmetric memory: {step}",
-                got="; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text),
+                got=by_rank({rank: text for rank, text in enumerate(failures) if text}),
                 expected="success on every rank",
                 do=do,
             ) from error

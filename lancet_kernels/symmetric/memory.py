@@ -154,15 +154,20 @@ def disagreement(asked: dict[int, str]) -> UserError:
     Example: {0: "allocate 'x' [4] float32", 1: "barrier", 2: "barrier"} gives
     "... got allocate 'x' [4] float32 (rank 0), barrier (rank 1, 2), expected ..."
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, request in sorted(asked.items()):
-        ranks.setdefault(request, []).append(rank)
     return UserError(
         "symmetric memory",
-        got=", ".join(f"{request} (rank {', '.join(map(str, who))})" for request, who in ranks.items()),
+        got=by_rank(asked),
         expected="the same request from every rank",
         do="make the same calls in the same order, with the same arguments, on every rank",
     )
+
+
+def by_rank(texts: dict[int, str]) -> str:
+    """Equal texts once, with their ranks. {0: "a", 1: "b", 2: "a"} gives "a (rank 0, 2), b (rank 1)"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        ranks.setdefault(text, []).append(rank)
+    return ", ".join(f"{text} (rank {', '.join(map(str, who))})" for text, who in ranks.items())
 
 
 def _closed(what: str) -> UserError:

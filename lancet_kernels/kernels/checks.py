@@ -1,0 +1,54 @@
+"""What every launcher asks of a tensor before a kernel reads it through a bare pointer."""
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.runtime import check_device
+
+
+def check_tensor(
+    what: str,
+    tensor: Tensor,
+    *,
+    shape: tuple[int | None, ...],
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+) -> None:
+    """Raise UserError unless the tensor has this shape (None: any size), one of these dtypes, and no gaps.
+
+    Args: device: where the other tensors of the launch are; None: anywhere a kernel can run.
+    """
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    if tensor.dtype not in dtypes:
+        raise UserError(
+            f"dtype of {what}",
+            got=tensor.dtype,
+            expected=" or ".join(map(str, dtypes)),
+            do="convert it, or use the torch op",
+        )
+    fits = len(shape) == tensor.ndim and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
+    if not fits:
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise UserError(
+            f"shape of {what}", got=list(tensor.shape), expected=f"[{wanted}]", do="check the sizes"
+        )
+    if device is None:
+        check_device(what, tensor)
+    elif tensor.device != device:
+        raise UserError(
+            f"device of {what}", got=tensor.device, expected=device, do="move all tensors to one device"
+        )
+    if not tensor.is_contiguous():
+        raise UserError(
+            f"layout of {what}",
+            got=f"strides {tensor.stride()} for shape {list(tensor.shape)}",
+            expected="a contiguous tensor",
+            do="call .contiguous() on it",
+        )
+
+
+def check_number(what: str, value: int, smallest: int, largest: int) -> None:
+    """Raise UserError unless smallest <= value <= largest."""
+    if not smallest <= value <= largest:
+        raise UserError(what, got=value, expected=f"{smallest} to {largest}", do="check the sizes")

@@ -1,0 +1,401 @@
+"""Rows of tokens into the buffers of their experts, and back: permute, combine, and their gradients.
+
+    T  tokens      K  choices per token      D  model width
+    E  experts     C  capacity
+
+    permute            buffer[e, slot] = x[t] * weight[t, k]                    backward of combine
+    combine            out[t] = sum_k buffer[e, slot] * weight[t, k]            backward of permute
+    combine_dweight    dweight[t, k] = x[t] . buffer[e, slot]                   weight gradient of both
+
+where e, slot = expert[t, k], slot[t, k], and a choice with slot >= C is dropped: it is never written, and it
+contributes zero whatever the buffer holds. Arithmetic is in float32 (float64 for float64 rows), rounded once.
+Products are not fused into sums (`rounding.UNFUSED`), because torch does not either.
+
+Bit for bit `ops.dispatch` and `ops.combine` where the order of additions is the same: always for permute, for
+combine with K <= 4. combine adds k = 0, 1, ..., K - 1, starting at zero. torch's sum(1) over five or more
+rows adds some columns in four interleaved sums (2.13 on a CPU: those left over from blocks of 32, and all of
+D < 32), so that these differ in the last bits of float32. combine_dweight sums over D in an order of its own
+that depends on D and the configuration alone: parts of a batch get the very bits of the whole.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.checks import check_number, check_tensor
+from lancet_kernels.kernels.rounding import UNFUSED, round_to
+from lancet_kernels.kernels.runtime import needs_upcast
+from lancet_kernels.kernels.specimen import Specimen
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.
+UNROLLED = tl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """The tile of the kernels that move rows: block_tokens x block_width, powers of two."""
+
+    block_tokens: int
+    block_width: int
+    num_warps: int = 4
+
+    def is_valid(self) -> bool:
+        """At most 64 values per thread, at least one."""
+        sides = (self.block_tokens, self.block_width)
+        powers = all(n > 0 and n & (n - 1) == 0 for n in sides) and self.num_warps in (1, 2, 4, 8)
+        return powers and sides[0] * sides[1] <= 64 * 32 * self.num_warps
+
+    @staticmethod
+    def default(width: int) -> "RowConfig":
+        """2048 values: with 4 warps and bf16 two 16-byte loads per thread and choice."""
+        block_width = min(1024, triton.next_power_of_2(max(1, width)))
+        return RowConfig(min(64, 2048 // block_width), block_width)
+
+    @staticmethod
+    def candidates(width: int) -> list["RowConfig"]:
+        """All that are worth measuring for rows of this width."""
+        widest = triton.next_power_of_2(max(1, width))
+        tried = [
+            RowConfig(tokens, min(columns, widest), warps)
+            for tokens in (1, 2, 4, 8, 16)
+            for columns in (256, 512, 1024, 2048)
+            for warps in (2, 4, 8)
+        ]
+        return [config for config in dict.fromkeys(tried) if config.is_valid()]
+
+
+@triton.jit
+def _place(expert_ptr, slot_ptr, i, m, C, D):
+    """Offset of the rows of choices `i` in a [E, C, D] buffer, and which of them are kept."""
+    b_slot = tl.load(slot_ptr + i, mask=m, other=C)
+    b_expert = tl.load(expert_ptr + i, mask=m, other=0)
+    return (b_expert * C + b_slot) * D, m & (b_slot < C)
+
+
+@triton.jit
+def _put_choice(
+    b_x, k, expert_ptr, slot_ptr, weight_ptr, buffer_ptr, t, m_t, i_d, m_d, C, D,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr,
+):  # fmt: skip
+    place, m_kept = _place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
+    if WEIGHTED:
+        b_weight = tl.load(weight_ptr + t * K + k, mask=m_kept, other=0.0)
+        b_x = round_to(b_x * b_weight[:, None], buffer_ptr.dtype.element_ty, EMULATE_BF16)
+    m = m_kept[:, None] & m_d[None, :]
+    tl.store(buffer_ptr + place[:, None] + i_d[None, :], b_x, mask=m)
+
+
+@triton.jit
+def _permute_kernel(
+    x_ptr, expert_ptr, slot_ptr, weight_ptr, buffer_ptr, T, C, D,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Copy each token's row to the slots that its choices took, times their weights.
+
+    Grid: (ceil(T / BT) * ceil(D / BD),), columns first. Each program owns a BT x BD tile of x.
+    Shapes: x [T, D]; expert, slot [T, K] int64; weight [T, K]; buffer [E, C, D], written only where a choice
+    sits.
+    Floor: reads T D, writes at most K T D elements; 16 T K bytes of indices per ceil(D / BD).
+
+    Example: K = 1, C = 2, x = [[1, 2], [3, 4]], expert = [[1], [1]], slot = [[0], [2]], weight = [[10], [1]]
+    -> buffer[1, 0] = [10, 20], and nothing else is written.
+    """
+    num_columns = tl.cdiv(D, BD)
+    t = (tl.program_id(0) // num_columns).to(tl.int64) * BT + tl.arange(0, BT)
+    i_d = (tl.program_id(0) % num_columns) * BD + tl.arange(0, BD)
+    m_t, m_d = t < T, i_d < D
+    # [BT, BD]
+    b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
+    if WEIGHTED and x_ptr.dtype.element_ty != tl.float64:
+        b_x = b_x.to(tl.float32)
+    if K <= UNROLLED:
+        for k in tl.static_range(K):
+            _put_choice(
+                b_x, k, expert_ptr, slot_ptr, weight_ptr, buffer_ptr, t, m_t, i_d, m_d, C, D,
+                K, WEIGHTED, EMULATE_BF16,
+            )  # fmt: skip
+    else:
+        for k in range(K):
+            _put_choice(
+                b_x, k, expert_ptr, slot_ptr, weight_ptr, buffer_ptr, t, m_t, i_d, m_d, C, D,
+                K, WEIGHTED, EMULATE_BF16,
+            )  # fmt: skip
+
+
+@triton.jit
+def _add_choice(
+    acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D,
+    K: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    place, m_kept = _place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
+    m = m_kept[:, None] & m_d[None, :]
+    b_row = tl.load(buffer_ptr + place[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
+    if WEIGHTED:
+        b_row = b_row * tl.load(weight_ptr + t * K + k, mask=m_kept, other=0.0).to(acc.dtype)[:, None]
+    return acc + b_row
+
+
+@triton.jit
+def _combine_kernel(
+    buffer_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr, T, C, D,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Gather each token's rows and add them with their weights, k = 0 first, rounded once.
+
+    Grid: (ceil(T / BT) * ceil(D / BD),), columns first. Each program owns a BT x BD tile of out.
+    Shapes: buffer [E, C, D]; expert, slot [T, K] int64; weight [T, K]; out [T, D].
+    Floor: reads at most K T D elements, writes T D; 2 K T D FLOPs. Rows of dropped choices are not read.
+
+    Example: K = 2, C = 2, buffer = [[[1], [2]], [[3], [4]]], expert = [[0, 1], [1, 0]],
+    slot = [[0, 1], [0, 2]], weight = [[2, 10], [100, 1000]] -> out = [[42], [300]].
+    """
+    num_columns = tl.cdiv(D, BD)
+    t = (tl.program_id(0) // num_columns).to(tl.int64) * BT + tl.arange(0, BT)
+    i_d = (tl.program_id(0) % num_columns) * BD + tl.arange(0, BD)
+    m_t, m_d = t < T, i_d < D
+    acc = tl.zeros([BT, BD], tl.float64 if buffer_ptr.dtype.element_ty == tl.float64 else tl.float32)
+    if K <= UNROLLED:
+        for k in tl.static_range(K):
+            acc = _add_choice(
+                acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D, K, WEIGHTED
+            )
+    else:
+        for k in range(K):
+            acc = _add_choice(
+                acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D, K, WEIGHTED
+            )
+    b_out = round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16)
+    tl.store(out_ptr + t[:, None] * D + i_d[None, :], b_out, mask=m_t[:, None] & m_d[None, :])
+
+
+@triton.jit
+def _combine_dweight_kernel(
+    x_ptr, buffer_ptr, expert_ptr, slot_ptr, dweight_ptr, T, C, D,
+    K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The dot product of each token's row with the rows in the slots of its choices; zero where dropped.
+
+    Grid: (ceil(T / BT) * K,), choices first, so that programs that run together share rows of x. Each
+    program owns one choice of BT tokens.
+    Shapes: x [T, D]; buffer [E, C, D]; expert, slot [T, K] int64; dweight [T, K] in the
+    dtype of the sums.
+    Floor: reads T D elements of x (K times from L2) and at most K T D of the buffer; 2 K T D FLOPs.
+
+    Example: K = 2, C = 2, x = [[1], [7]], buffer = [[[1], [2]], [[3], [4]]], expert = [[0, 1], [1, 0]],
+    slot = [[0, 1], [0, 2]] -> dweight = [[1, 4], [21, 0]].
+    """
+    k = tl.program_id(0) % K
+    t = (tl.program_id(0) // K).to(tl.int64) * BT + tl.arange(0, BT)
+    m_t = t < T
+    place, m_kept = _place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
+    acc = tl.zeros([BT, BD], dweight_ptr.dtype.element_ty)
+    for d in range(0, D, BD):
+        i_d = d + tl.arange(0, BD)
+        m = m_kept[:, None] & (i_d < D)[None, :]
+        # [BT, BD]
+        b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
+        b_row = tl.load(buffer_ptr + place[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
+        acc += b_x * b_row
+    tl.store(dweight_ptr + t * K + k, tl.sum(acc, 1), mask=m_t)
+
+
+def _check(
+    rows: str, rows_TD: Tensor, buffer_ECD: Tensor, expert_TK: Tensor, slot_TK: Tensor, config: RowConfig
+) -> None:
+    check_tensor(rows, rows_TD, shape=(None, None), dtype=DTYPES)
+    num_tokens, width = rows_TD.shape
+    device = rows_TD.device
+    check_tensor("buffer_ECD", buffer_ECD, shape=(None, None, width), dtype=rows_TD.dtype, device=device)
+    check_tensor("expert_TK", expert_TK, shape=(num_tokens, None), dtype=torch.int64, device=device)
+    check_tensor("slot_TK", slot_TK, shape=expert_TK.shape, dtype=torch.int64, device=device)
+    check_number("capacity", buffer_ECD.shape[1], 0, 2**31 - 1)
+    if not config.is_valid():
+        raise UserError(
+            "row configuration",
+            got=config,
+            expected=f"one of RowConfig.candidates({width})",
+            do="leave it out for the default",
+        )
+
+
+def _check_weight(weight_TK: Tensor | None, expert_TK: Tensor, dtype: torch.dtype) -> None:
+    if weight_TK is not None:
+        dtypes = (torch.float32, torch.float64) if dtype == torch.float64 else (torch.float32,)
+        check_tensor("weight_TK", weight_TK, shape=expert_TK.shape, dtype=dtypes, device=expert_TK.device)
+
+
+def permute(
+    x_TD: Tensor,
+    expert_TK: Tensor,
+    slot_TK: Tensor,
+    weight_TK: Tensor | None,
+    num_experts: int,
+    capacity: int,
+    *,
+    out: Tensor | None = None,
+    config: RowConfig | None = None,
+) -> Tensor:
+    """buffer[expert[t, k], slot[t, k]] = x[t] * weight[t, k], where kept.
+
+    Args:
+        x_TD: float32, bfloat16, float16 or float64; expert_TK, slot_TK: int64, from the gate, no two kept
+            choices share a slot; weight_TK: float32 (or float64 for float64 rows), None means 1.
+        out: [E, C, D] to write into, such as a region of symmetric memory; None: a new one.
+    Returns: [E, C, D]; rows that nobody takes are not written.
+    Raises: UserError for wrong dtypes, shapes, layouts or devices.
+    """
+    check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
+    num_tokens, width = x_TD.shape
+    config = config or RowConfig.default(width)
+    shape = (num_experts, capacity, width)
+    if out is None:
+        out = torch.empty(shape, dtype=x_TD.dtype, device=x_TD.device)
+    check_tensor("out", out, shape=shape, dtype=x_TD.dtype, device=x_TD.device)
+    _check("x_TD", x_TD, out, expert_TK, slot_TK, config)
+    _check_weight(weight_TK, expert_TK, x_TD.dtype)
+    if x_TD.numel() and out.numel():
+        grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
+        _permute_kernel[(grid,)](
+            x_TD,
+            expert_TK,
+            slot_TK,
+            expert_TK if weight_TK is None else weight_TK,
+            out,
+            num_tokens,
+            capacity,
+            width,
+            K=expert_TK.shape[1],
+            WEIGHTED=weight_TK is not None,
+            EMULATE_BF16=needs_upcast(x_TD.dtype),
+            BT=config.block_tokens,
+            BD=config.block_width,
+            num_warps=config.num_warps,
+            **UNFUSED,
+        )
+    return out
+
+
+def combine(
+    buffer_ECD: Tensor,
+    expert_TK: Tensor,
+    slot_TK: Tensor,
+    weight_TK: Tensor | None,
+    *,
+    config: RowConfig | None = None,
+) -> Tensor:
+    """out[t] = sum_k weight[t, k] * buffer[expert[t, k], slot[t, k]], over the kept choices.
+
+    Args: as of `permute`. Returns: [T, D] in the dtype of the buffer, rounded once.
+    Raises: UserError for wrong dtypes, shapes, layouts or devices.
+    """
+    check_tensor("buffer_ECD", buffer_ECD, shape=(None, None, None), dtype=DTYPES)
+    check_tensor("expert_TK", expert_TK, shape=(None, None), dtype=torch.int64)
+    num_tokens, (_, capacity, width) = expert_TK.shape[0], buffer_ECD.shape
+    config = config or RowConfig.default(width)
+    out_TD = torch.empty(num_tokens, width, dtype=buffer_ECD.dtype, device=buffer_ECD.device)
+    _check("out", out_TD, buffer_ECD, expert_TK, slot_TK, config)
+    _check_weight(weight_TK, expert_TK, buffer_ECD.dtype)
+    if out_TD.numel():
+        grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
+        _combine_kernel[(grid,)](
+            buffer_ECD,
+            expert_TK,
+            slot_TK,
+            expert_TK if weight_TK is None else weight_TK,
+            out_TD,
+            num_tokens,
+            capacity,
+            width,
+            K=expert_TK.shape[1],
+            WEIGHTED=weight_TK is not None,
+            EMULATE_BF16=needs_upcast(buffer_ECD.dtype),
+            BT=config.block_tokens,
+            BD=config.block_width,
+            num_warps=config.num_warps,
+            **UNFUSED,
+        )
+    return out_TD
+
+
+def combine_dweight(
+    x_TD: Tensor,
+    buffer_ECD: Tensor,
+    expert_TK: Tensor,
+    slot_TK: Tensor,
+    *,
+    config: RowConfig | None = None,
+) -> Tensor:
+    """dweight[t, k] = x[t] . buffer[expert[t, k], slot[t, k]], zero where dropped: [T, K], at least float32.
+
+    In combine x is the gradient of its output; in permute the buffer is.
+    Raises: UserError for wrong dtypes, shapes, layouts or devices.
+    """
+    check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
+    num_tokens, width = x_TD.shape
+    config = config or RowConfig.default(width)
+    _check("x_TD", x_TD, buffer_ECD, expert_TK, slot_TK, config)
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    dweight_TK = torch.empty(expert_TK.shape, dtype=dtype, device=x_TD.device)
+    if dweight_TK.numel():
+        top_k = expert_TK.shape[1]
+        _combine_dweight_kernel[(triton.cdiv(num_tokens, config.block_tokens) * top_k,)](
+            x_TD,
+            buffer_ECD,
+            expert_TK,
+            slot_TK,
+            dweight_TK,
+            num_tokens,
+            buffer_ECD.shape[1],
+            width,
+            K=top_k,
+            BT=config.block_tokens,
+            BD=config.block_width,
+            num_warps=config.num_warps,
+            **UNFUSED,
+        )
+    return dweight_TK
+
+
+def specimens(arch: int) -> Iterator[Specimen]:
+    """The three kernels for bf16 and float32 rows, two, eight and many choices."""
+    config = RowConfig.default(4096)
+    tile = {"BT": config.block_tokens, "BD": config.block_width}
+    sizes = {"T": "i32", "C": "i32", "D": "i32"}
+    indices = {"expert_ptr": "*i64", "slot_ptr": "*i64"}
+    for dtype, top_k, weighted in (
+        ("bf16", 8, True),
+        ("bf16", 2, False),
+        ("fp32", 2, True),
+        ("bf16", 64, True),
+    ):
+        name = f"{dtype} K{top_k}" + (" weighted" if weighted else "")
+        weights = {"weight_ptr": "*fp32" if weighted else "*i64"}
+        constexprs = {"K": top_k, "WEIGHTED": weighted, "EMULATE_BF16": False, **tile}
+        x, buffer = {"x_ptr": f"*{dtype}"}, {"buffer_ptr": f"*{dtype}"}
+        out, dweight = {"out_ptr": f"*{dtype}"}, {"dweight_ptr": "*fp32"}
+        for kernel_name, kernel, signature, values in (
+            ("permute", _permute_kernel, {**x, **indices, **weights, **buffer}, constexprs),
+            ("combine", _combine_kernel, {**buffer, **indices, **weights, **out}, constexprs),
+            (
+                "combine_dweight",
+                _combine_dweight_kernel,
+                {**x, **buffer, **indices, **dweight},
+                {"K": top_k, **tile},
+            ),
+        ):
+            yield Specimen(
+                name=kernel_name,
+                config=name,
+                kernel=kernel,
+                signature={**signature, **sizes},
+                constexprs=values,
+                aligned=(*signature, "D"),
+                num_warps=config.num_warps,
+                options=UNFUSED,
+            )

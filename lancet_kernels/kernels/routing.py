@@ -1,0 +1,158 @@
+"""Routing: from scores to experts, slots under capacity, and who sits in each slot.
+
+    T  tokens on this rank      E  experts in all      B  blocks of tokens
+    K  choices per token        C  capacity
+
+Three launches, whatever the gate:
+
+    1. choose    K best experts of each token, counted per block      topk.py
+    2. prefix    counts of the blocks before, used', rows kept        slots.py
+    3. slots     the slot of each choice, and the inverse tables      slots.py
+
+Everything here is integers, and bit for bit what `lancet_kernels.ops.gates` computes. Weights are no part of
+it: exp in Triton and in torch need not agree in the last bit, and then a rank that uses kernels would route
+otherwise than one that does not. So softmax and sigmoid stay torch ops, before (the scores that the sigmoid
+gate selects by) and after (`Gate.weights` of the experts chosen here).
+
+`used` goes in and `used'` comes out, dropped choices included: a batch that is routed part by part gets the
+slots, and so the drops, of one that is routed at once (Lancet, section 2.3).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.kernels import slots as slot_kernels
+from lancet_kernels.kernels.checks import check_number, check_tensor
+from lancet_kernels.kernels.slots import inverse_tables
+from lancet_kernels.kernels.topk import MAX_EXPERTS, RoutingConfig, choose_by_key, choose_by_score
+
+
+class Routed(NamedTuple):
+    """Where the choices of T tokens go.
+
+    The rows of this call sit in slots min(used, C) to min(used', C) - 1 of their expert; `kept_E` is how many
+    those are. Entries of the [E, C] tables for other slots are undefined.
+    """
+
+    expert_TK: Tensor  # int64
+    slot_TK: Tensor  # int64; >= C: dropped
+    used_E: Tensor  # int64: used'
+    token_of_slot_EC: Tensor  # int32: t
+    choice_of_slot_EC: Tensor  # int32: k
+    kept_E: Tensor  # int64
+
+
+def route_scores(
+    score_TE: Tensor,
+    used_E: Tensor,
+    top_k: int,
+    capacity: int,
+    *,
+    groups: int = 1,
+    top_groups: int = 1,
+    config: RoutingConfig | None = None,
+) -> Routed:
+    """Route by the largest scores, in token order: switch and top-k (the logits), sigmoid (biased scores).
+
+    Args: score_TE float32 or float64; groups, top_groups: see `choose_by_score`.
+    Raises: UserError for wrong dtypes, shapes, layouts or sizes.
+    """
+    config = config or RoutingConfig.default(used_E.numel(), top_k, 8 * score_TE.itemsize)
+    check_tensor("used_E", used_E, shape=score_TE.shape[-1:], dtype=torch.int64, device=score_TE.device)
+    expert_TK, count_BE = choose_by_score(
+        score_TE, top_k, groups=groups, top_groups=top_groups, config=config
+    )
+    return _in_token_order(expert_TK, count_BE, used_E, capacity, config)
+
+
+def route_keys(
+    key_T: Tensor,
+    used_E: Tensor,
+    top_k: int,
+    capacity: int,
+    *,
+    seed: int = 0,
+    config: RoutingConfig | None = None,
+) -> Routed:
+    """Route by the hash of a key, in token order: hash (token ids) and random (global token indices).
+
+    Raises: UserError for wrong dtypes, shapes, layouts or sizes.
+    """
+    config = config or RoutingConfig.default(used_E.numel(), top_k, 64)
+    check_tensor("used_E", used_E, shape=(None,), dtype=torch.int64, device=key_T.device)
+    expert_TK, count_BE = choose_by_key(key_T, used_E.shape[0], top_k, seed=seed, config=config)
+    return _in_token_order(expert_TK, count_BE, used_E, capacity, config)
+
+
+def route_choices(
+    expert_TK: Tensor, used_E: Tensor, capacity: int, *, config: RoutingConfig | None = None
+) -> Routed:
+    """Give given choices their slots in token order, for a gate that selects in torch.
+
+    Args: expert_TK int64, 0 to E - 1 (not checked on the device).
+    Raises: UserError for wrong dtypes, shapes, layouts or sizes.
+    """
+    config = config or _default_for_choices(expert_TK)
+    check_number("number of experts", used_E.numel(), 1, MAX_EXPERTS)
+    check_tensor("used_E", used_E, shape=(None,), dtype=torch.int64, device=expert_TK.device)
+    count_BE = slot_kernels.count_choices(expert_TK, used_E.shape[0], config)
+    return _in_token_order(expert_TK, count_BE, used_E, capacity, config)
+
+
+def local_slots(
+    expert_TK: Tensor,
+    slot_TK: Tensor,
+    num_experts: int,
+    capacity: int,
+    part_capacity: int,
+    *,
+    config: RoutingConfig | None = None,
+) -> Routed:
+    """Renumber the kept choices of a part from zero, in token order, as `ops.parts.local_slots`.
+
+    Example: C = 3, expert = [[0], [0], [1]], slot = [[2], [3], [0]] -> slot = [[0], [c], [0]], kept = [1, 1].
+
+    Args: slot_TK: slots in the whole batch, from any gate; part_capacity: c, at least the most rows that one
+    expert gets here.
+    Returns: local slots (c: dropped); `used_E` and `kept_E` are both the rows of the part; tables are [E, c].
+    Raises: UserError for wrong dtypes, shapes, layouts or sizes.
+    """
+    config = config or _default_for_choices(expert_TK)
+    check_number("number of experts", num_experts, 1, MAX_EXPERTS)
+    count_BE = slot_kernels.count_choices(expert_TK, num_experts, config, slot_TK, capacity)
+    nothing_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_TK.device)
+    used_out_E, kept_E = slot_kernels.prefix(count_BE, nothing_E, part_capacity)
+    tables = slot_kernels.slots(expert_TK, count_BE, nothing_E, part_capacity, config, slot_TK, capacity)
+    local_TK, token_of_slot_EC, choice_of_slot_EC = tables
+    return Routed(expert_TK, local_TK, used_out_E, token_of_slot_EC, choice_of_slot_EC, kept_E)
+
+
+def _default_for_choices(expert_TK: Tensor) -> RoutingConfig:
+    # Of the kernels that work on choices alone none holds a tile of all experts: as if there were few.
+    top_k = expert_TK.shape[-1] if expert_TK.ndim else 1
+    return RoutingConfig.default(1, max(1, top_k))
+
+
+def _in_token_order(
+    expert_TK: Tensor, count_BE: Tensor, used_E: Tensor, capacity: int, config: RoutingConfig
+) -> Routed:
+    used_out_E, kept_E = slot_kernels.prefix(count_BE, used_E, capacity)
+    slot_TK, token_of_slot_EC, choice_of_slot_EC = slot_kernels.slots(
+        expert_TK, count_BE, used_E, capacity, config
+    )
+    return Routed(expert_TK, slot_TK, used_out_E, token_of_slot_EC, choice_of_slot_EC, kept_E)
+
+
+__all__ = [
+    "Routed",
+    "RoutingConfig",
+    "inverse_tables",
+    "local_slots",
+    "route_choices",
+    "route_keys",
+    "route_scores",
+]

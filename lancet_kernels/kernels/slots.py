@@ -1,0 +1,404 @@
+"""Which slot does each choice take, and which token sits in each slot?
+
+    T  tokens      K  choices per token, N = T * K choices      B  blocks of choices
+    E  experts     C  capacity: slots per expert
+
+    1. histogram   choices of each expert in each block of tokens            count [B, E]
+                   (`topk.py` counts while it chooses; `count_choices` counts given choices)
+    2. prefix      how many in the blocks before; used' and the rows kept    before [B, E], in place
+    3. slots       used + before + rank inside the block; the inverse tables
+
+No atomics: a slot depends on the order of the tokens alone, never on which program ran first.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lancet_kernels.kernels.checks import check_number, check_tensor
+from lancet_kernels.kernels.rounding import UNFUSED
+from lancet_kernels.kernels.specimen import Specimen
+from lancet_kernels.kernels.topk import RoutingConfig
+
+# The prefix walks this many blocks at a time, for this many experts in a program: 32 bytes of a row each.
+PREFIX_BLOCKS, PREFIX_EXPERTS = 256, 8
+# Choices a program of the inverse takes.
+INVERSE_CHOICES = 512
+# Comparisons in one tile: 32 per thread of 4 warps, about 115 registers in `_slots_kernel`.
+PAIRS = 4096
+
+
+@triton.jit
+def _count_choices_kernel(
+    expert_ptr, slot_ptr, count_ptr, N, C,
+    E: tl.constexpr, ONLY_KEPT: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """How many choices of each block go to each expert.
+
+    Grid: (B,). Each program owns CHOICES = block tokens * K choices.
+    Shapes: expert, slot [N] int64; count [B, E] int32.
+    Floor: reads 8 N bytes (16 N with ONLY_KEPT), writes 4 B E; N * E comparisons.
+    ONLY_KEPT: choices with slot >= C do not count.
+
+    Example: E = 3, expert = [2, 0, 2, 2] in one block -> count = [[1, 0, 3]].
+    """
+    i_block = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BN)
+    n = i_block * CHOICES + i
+    m = (i < CHOICES) & (n < N)
+    b_expert = tl.load(expert_ptr + n, mask=m, other=-1).to(tl.int32)
+    if ONLY_KEPT:
+        b_expert = tl.where(tl.load(slot_ptr + n, mask=m, other=0) < C, b_expert, -1)
+    for first in range(0, E, BE):
+        i_e = first + tl.arange(0, BE)
+        # [BN, BE]
+        here = (b_expert[:, None] == i_e[None, :]).to(tl.int32)
+        tl.store(count_ptr + i_block * E + i_e, tl.sum(here, 0), mask=i_e < E)
+
+
+@triton.jit
+def _prefix_kernel(
+    count_ptr, used_ptr, used_out_ptr, kept_ptr, B, C, E,
+    BB: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """From the counts of each block to those of the blocks before it, `used'`, and how many are kept.
+
+    Grid: (ceil(E / BE),). Each program owns BE experts and walks all blocks, BB at a time.
+    Shapes: count [B, E] int32, in place; used, used_out, kept [E] int64.
+    Floor: reads and writes 4 B E bytes each.
+
+    Example: C = 6, count = [[1, 2], [3, 0], [1, 1]], used = [5, 0]
+    -> count = [[0, 0], [1, 2], [4, 2]], used_out = [10, 3], kept = [1, 3].
+    """
+    i_e = tl.program_id(0) * BE + tl.arange(0, BE)
+    m_e = i_e < E
+    total = tl.zeros([BE], tl.int32)
+    for first in range(0, B, BB):
+        i_b = first + tl.arange(0, BB)
+        m = (i_b < B)[:, None] & m_e[None, :]
+        p_count = count_ptr + i_b[:, None].to(tl.int64) * E + i_e[None, :]
+        # [BB, BE]
+        b_count = tl.load(p_count, mask=m, other=0)
+        before = tl.cumsum(b_count, 0) - b_count
+        tl.store(p_count, total[None, :] + before, mask=m)
+        total += tl.sum(b_count, 0)
+    used = tl.load(used_ptr + i_e, mask=m_e, other=0)
+    used_out = used + total
+    tl.store(used_out_ptr + i_e, used_out, mask=m_e)
+    tl.store(kept_ptr + i_e, tl.minimum(used_out, C) - tl.minimum(used, C), mask=m_e)
+
+
+@triton.jit
+def _slots_kernel(
+    expert_ptr, old_slot_ptr, before_ptr, used_ptr, slot_ptr, token_of_slot_ptr, choice_of_slot_ptr,
+    N, OLD_C, C,
+    E: tl.constexpr, K: tl.constexpr, ONLY_KEPT: tl.constexpr,
+    CHOICES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
+):  # fmt: skip
+    """The slot of each choice, and for each slot below C its token and which of the token's choices it is.
+
+    Grid: (B,). Each program owns CHOICES = block tokens * K choices in token order: (t, 0), (t, 1), ...
+    Shapes: expert, old_slot, slot [T, K] int64 (N = T * K); before [B, E] int32, from `_prefix_kernel`;
+    used [E] int64; token_of_slot, choice_of_slot [E, C] int32, written only where a choice sits.
+    Floor: reads 8 N bytes, writes 8 N + 8 per kept choice; BN comparisons per choice.
+    ONLY_KEPT: a choice with old_slot >= OLD_C takes no slot and gets C.
+
+    Example: C = 6, K = 2, expert = [[2, 0], [2, 1]], used = [5, 0, 1], before = 0
+    -> slot = [[1, 5], [2, 0]], token_of_slot[2] = [?, 0, 1, ...], choice_of_slot[0] = [..., 1].
+    """
+    i_block = tl.program_id(0).to(tl.int64)
+    first = i_block * CHOICES
+    i = tl.arange(0, BN)
+    m = (i < CHOICES) & (first + i < N)
+    b_expert = tl.load(expert_ptr + first + i, mask=m, other=-1).to(tl.int32)
+    if ONLY_KEPT:
+        b_old = tl.load(old_slot_ptr + first + i, mask=m, other=0)
+        b_expert = tl.where(b_old < OLD_C, b_expert, -1)
+    rank = tl.zeros([BN], tl.int32)
+    for j in range(0, BN, BJ):
+        i_j = j + tl.arange(0, BJ)
+        m_j = (i_j < CHOICES) & (first + i_j < N)
+        # A dropped one among these equals no expert that is looked for: those of `b_expert` are -1 then.
+        b_other = tl.load(expert_ptr + first + i_j, mask=m_j, other=-1).to(tl.int32)
+        if ONLY_KEPT:
+            b_other = tl.where(tl.load(old_slot_ptr + first + i_j, mask=m_j, other=0) < OLD_C, b_other, -1)
+        earlier = (b_expert[:, None] == b_other[None, :]) & (i_j[None, :] < i[:, None])
+        rank += tl.sum(earlier.to(tl.int32), 1)
+    m_takes = m & (b_expert >= 0)
+    b_used = tl.load(used_ptr + b_expert, mask=m_takes, other=0)
+    b_slot = b_used + tl.load(before_ptr + i_block * E + b_expert, mask=m_takes, other=0) + rank
+    if ONLY_KEPT:
+        b_slot = tl.where(m_takes, b_slot, C)
+    tl.store(slot_ptr + first + i, b_slot, mask=m)
+    m_kept = m_takes & (b_slot < C)
+    place = b_expert.to(tl.int64) * C + b_slot
+    tl.store(token_of_slot_ptr + place, ((first + i) // K).to(tl.int32), mask=m_kept)
+    tl.store(choice_of_slot_ptr + place, ((first + i) % K).to(tl.int32), mask=m_kept)
+
+
+@triton.jit
+def _inverse_tables_kernel(
+    expert_ptr, slot_ptr, token_of_slot_ptr, choice_of_slot_ptr, N, C,
+    K: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """For each slot that a choice took below C: its token, and which of the token's choices it is.
+
+    Grid: (ceil(N / BN),). Each program owns BN choices, in any order: no two kept ones share a slot.
+    Shapes: expert, slot [T, K] int64 (N = T * K); token_of_slot, choice_of_slot [E, C] int32.
+    Floor: reads 16 N bytes, writes 8 per kept choice.
+
+    Example: C = 2, K = 1, expert = [[1], [0], [1]], slot = [[1], [2], [0]] -> token_of_slot[1] = [2, 0].
+    """
+    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    m = n < N
+    b_slot = tl.load(slot_ptr + n, mask=m, other=C)
+    place = tl.load(expert_ptr + n, mask=m, other=0) * C + b_slot
+    m_kept = m & (b_slot < C)
+    tl.store(token_of_slot_ptr + place, (n // K).to(tl.int32), mask=m_kept)
+    tl.store(choice_of_slot_ptr + place, (n % K).to(tl.int32), mask=m_kept)
+
+
+def block_of_choices(config: RoutingConfig, top_k: int) -> tuple[int, int, int]:
+    """-> choices per block, their tile (a power of two), and the step in which pairs are compared."""
+    choices = config.block_tokens * top_k
+    tile = triton.next_power_of_2(choices)
+    return choices, tile, min(tile, max(16, PAIRS // tile))
+
+
+def count_choices(
+    expert_TK: Tensor,
+    num_experts: int,
+    config: RoutingConfig,
+    slot_TK: Tensor | None = None,
+    capacity: int = 0,
+) -> Tensor:
+    """-> count_BE int32: how many choices of each block of `config` go to each expert.
+
+    Args: expert_TK: int64, 0 to E - 1 (not checked on the device). slot_TK, int64: count only those below
+    `capacity`.
+    Raises: UserError for wrong dtypes, shapes, layouts or sizes.
+    """
+    check_tensor("expert_TK", expert_TK, shape=(None, None), dtype=torch.int64)
+    check_number("tokens times top_k", expert_TK.numel(), 0, 2**31 - 1)
+    num_tokens, top_k = expert_TK.shape
+    if slot_TK is not None:
+        check_tensor("slot_TK", slot_TK, shape=expert_TK.shape, dtype=torch.int64, device=expert_TK.device)
+    choices, tile, _ = block_of_choices(config, top_k)
+    blocks = triton.cdiv(num_tokens, config.block_tokens)
+    count_BE = torch.empty(blocks, num_experts, dtype=torch.int32, device=expert_TK.device)
+    if blocks:
+        _count_choices_kernel[(blocks,)](
+            expert_TK,
+            expert_TK if slot_TK is None else slot_TK,
+            count_BE,
+            expert_TK.numel(),
+            capacity,
+            E=num_experts,
+            ONLY_KEPT=slot_TK is not None,
+            CHOICES=choices,
+            BN=tile,
+            BE=min(triton.next_power_of_2(num_experts), max(16, PAIRS // tile)),
+            num_warps=config.num_warps,
+            **UNFUSED,
+        )
+    return count_BE
+
+
+def prefix(count_BE: Tensor, used_E: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Overwrite the counts with those of the blocks before. -> used'_E, kept_E (int64).
+
+    Args: count_BE int32; used_E int64, assignments of earlier parts of the batch.
+    Returns: used' counts dropped choices too; kept is how many of these choices have a slot below `capacity`.
+    Raises: UserError for wrong dtypes, shapes, layouts or sizes.
+    """
+    check_tensor("count_BE", count_BE, shape=(None, None), dtype=torch.int32)
+    blocks, num_experts = count_BE.shape
+    check_tensor("used_E", used_E, shape=(num_experts,), dtype=torch.int64, device=count_BE.device)
+    used_out_E, kept_E = torch.empty_like(used_E), torch.empty_like(used_E)
+    _prefix_kernel[(triton.cdiv(num_experts, PREFIX_EXPERTS),)](
+        count_BE,
+        used_E,
+        used_out_E,
+        kept_E,
+        blocks,
+        capacity,
+        num_experts,
+        BB=PREFIX_BLOCKS,
+        BE=PREFIX_EXPERTS,
+        num_warps=4,
+        **UNFUSED,
+    )
+    return used_out_E, kept_E
+
+
+def slots(
+    expert_TK: Tensor,
+    before_BE: Tensor,
+    used_E: Tensor,
+    capacity: int,
+    config: RoutingConfig,
+    old_slot_TK: Tensor | None = None,
+    old_capacity: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> slot_TK int64, token_of_slot_EC and choice_of_slot_EC int32 (undefined where nobody sits).
+
+    Args: before_BE: from `prefix`, counted with the same `config`. old_slot_TK: only choices below
+    `old_capacity` take a slot, the others get `capacity`.
+    Raises: UserError for wrong dtypes, shapes, layouts or sizes.
+    """
+    num_tokens, top_k = expert_TK.shape
+    num_experts = used_E.shape[0]
+    token_of_slot_EC, choice_of_slot_EC = _empty_tables(num_experts, capacity, expert_TK.device)
+    slot_TK = torch.empty_like(expert_TK)
+    choices, tile, step = block_of_choices(config, top_k)
+    blocks = triton.cdiv(num_tokens, config.block_tokens)
+    check_tensor(
+        "before_BE", before_BE, shape=(blocks, num_experts), dtype=torch.int32, device=expert_TK.device
+    )
+    if blocks:
+        _slots_kernel[(blocks,)](
+            expert_TK,
+            expert_TK if old_slot_TK is None else old_slot_TK,
+            before_BE,
+            used_E,
+            slot_TK,
+            token_of_slot_EC,
+            choice_of_slot_EC,
+            expert_TK.numel(),
+            old_capacity,
+            capacity,
+            E=num_experts,
+            K=top_k,
+            ONLY_KEPT=old_slot_TK is not None,
+            CHOICES=choices,
+            BN=tile,
+            BJ=step,
+            num_warps=config.num_warps,
+            **UNFUSED,
+        )
+    return slot_TK, token_of_slot_EC, choice_of_slot_EC
+
+
+def _empty_tables(num_experts: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    check_number("capacity", capacity, 0, 2**31 - 1)
+    shape = (num_experts, capacity)
+    return (
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
+    )
+
+
+def inverse_tables(
+    expert_TK: Tensor, slot_TK: Tensor, num_experts: int, capacity: int
+) -> tuple[Tensor, Tensor]:
+    """Who sits in each slot, for any gate's slots. -> token_of_slot_EC, choice_of_slot_EC, int32.
+
+    Args: expert_TK, slot_TK int64, from the gate; a slot >= capacity is dropped; no two kept ones share one.
+    Returns: entries where nobody sits are undefined.
+    Raises: UserError for wrong dtypes, shapes, layouts or sizes.
+    """
+    check_tensor("expert_TK", expert_TK, shape=(None, None), dtype=torch.int64)
+    check_tensor("slot_TK", slot_TK, shape=expert_TK.shape, dtype=torch.int64, device=expert_TK.device)
+    check_number("number of tokens", expert_TK.shape[0], 0, 2**31 - 1)
+    token_of_slot_EC, choice_of_slot_EC = _empty_tables(num_experts, capacity, expert_TK.device)
+    if expert_TK.numel():
+        _inverse_tables_kernel[(triton.cdiv(expert_TK.numel(), INVERSE_CHOICES),)](
+            expert_TK,
+            slot_TK,
+            token_of_slot_EC,
+            choice_of_slot_EC,
+            expert_TK.numel(),
+            capacity,
+            K=expert_TK.shape[1],
+            BN=INVERSE_CHOICES,
+            num_warps=4,
+            **UNFUSED,
+        )
+    return token_of_slot_EC, choice_of_slot_EC
+
+
+def specimens(arch: int) -> Iterator[Specimen]:
+    """Counting, prefix, slots and inverse tables, for one choice per token and for eight of 64 and 512."""
+    tables = {"token_of_slot_ptr": "*i32", "choice_of_slot_ptr": "*i32"}
+    routed = {"expert_ptr": "*i64", "slot_ptr": "*i64"}
+    for experts, top_k, only_kept in ((8, 1, False), (64, 6, True), (512, 8, False)):
+        config = RoutingConfig.default(experts, top_k)
+        choices, tile, step = block_of_choices(config, top_k)
+        name = f"E{experts} K{top_k}" + (" only kept" if only_kept else "")
+        counted = {**routed, "count_ptr": "*i32", "N": "i32", "C": "i32"}
+        yield Specimen(
+            name="count_choices",
+            config=name,
+            kernel=_count_choices_kernel,
+            signature=counted,
+            constexprs={
+                "E": experts,
+                "ONLY_KEPT": only_kept,
+                "CHOICES": choices,
+                "BN": tile,
+                "BE": min(triton.next_power_of_2(experts), max(16, PAIRS // tile)),
+            },
+            aligned=_pointers(counted),
+            options=UNFUSED,
+        )
+        signature = {
+            "expert_ptr": "*i64",
+            "old_slot_ptr": "*i64",
+            "before_ptr": "*i32",
+            "used_ptr": "*i64",
+            "slot_ptr": "*i64",
+            **tables,
+            "N": "i32",
+            "OLD_C": "i32",
+            "C": "i32",
+        }
+        yield Specimen(
+            name="slots",
+            config=name,
+            kernel=_slots_kernel,
+            signature=signature,
+            constexprs={
+                "E": experts,
+                "K": top_k,
+                "ONLY_KEPT": only_kept,
+                "CHOICES": choices,
+                "BN": tile,
+                "BJ": step,
+            },
+            aligned=_pointers(signature),
+            options=UNFUSED,
+        )
+    signature = {
+        "count_ptr": "*i32",
+        "used_ptr": "*i64",
+        "used_out_ptr": "*i64",
+        "kept_ptr": "*i64",
+        **dict.fromkeys(("B", "C", "E"), "i32"),
+    }
+    yield Specimen(
+        name="prefix",
+        config=f"{PREFIX_BLOCKS}x{PREFIX_EXPERTS}",
+        kernel=_prefix_kernel,
+        signature=signature,
+        constexprs={"BB": PREFIX_BLOCKS, "BE": PREFIX_EXPERTS},
+        aligned=(*_pointers(signature), "E"),
+        options=UNFUSED,
+    )
+    signature = {**routed, **tables, "N": "i32", "C": "i32"}
+    for top_k in (1, 6):
+        yield Specimen(
+            name="inverse_tables",
+            config=f"K{top_k}",
+            kernel=_inverse_tables_kernel,
+            signature=signature,
+            constexprs={"K": top_k, "BN": INVERSE_CHOICES},
+            aligned=_pointers(signature),
+            options=UNFUSED,
+        )
+
+
+def _pointers(signature: dict[str, str]) -> tuple[str, ...]:
+    return tuple(name for name, kind in signature.items() if kind.startswith("*"))

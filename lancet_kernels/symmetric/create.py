@@ -1,0 +1,43 @@
+"""Which maker serves these ranks on this device? Picks one, and says why (`reason`) or what is missing."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.symmetric.memory import SymmetricMemory
+from lancet_kernels.symmetric.nvshmem import NvshmemMemory
+from lancet_kernels.symmetric.shared import SharedMemory
+from lancet_kernels.symmetric.virtual import virtual_memories
+
+
+def create(
+    group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu", timeout_s: float = 60.0
+) -> SymmetricMemory:
+    """The symmetric memory of the ranks of `group`, on `device`. Collective.
+
+    group: None means all ranks or, without torch.distributed, the one there is.
+    timeout_s: how long any step may wait for a rank.
+
+    | ranks   | device | maker                                                              |
+    |---------|--------|--------------------------------------------------------------------|
+    | one     | any    | `VirtualMemory`: nobody to share with                              |
+    | several | CPU    | `SharedMemory`: POSIX shared memory, ranks on one machine          |
+    | several | CUDA   | `NvshmemMemory`: NVSHMEM, a GPU for each rank                      |
+
+    Raises UserError, on every rank, saying what is missing and what works instead; CommunicationError if a
+    rank stays away.
+    """
+    device = torch.device(device)
+    alone = not (dist.is_available() and dist.is_initialized()) or (group or dist.group.WORLD).size() == 1
+    if alone:
+        (memory,) = virtual_memories(1, device)
+        return memory
+    if device.type == "cpu":
+        return SharedMemory(group, timeout_s)
+    if device.type == "cuda":
+        return NvshmemMemory(group, device, timeout_s)
+    raise UserError(
+        "symmetric memory", got=f"device {device}", expected="cpu or cuda", do="choose one of them"
+    )

@@ -1,0 +1,254 @@
+"""Symmetric memory between GPUs: NVSHMEM's heap, through nvshmem4py.
+
+Where NVLink reaches, the table has the peer's address, and kernels store to it like to their own memory.
+Where it does not (another node, PCIe) the table has 0, and kernels compiled with NVSHMEM=True use NVSHMEM's
+puts.
+
+NVSHMEM exists once in a process, and its PEs are the ranks that initialised it: of all groups of a job only
+one can have it. It is initialised with the first memory and finalised when Python exits.
+
+Nothing of NVSHMEM is imported before it is needed; `missing` says what of it is not there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import importlib
+import json
+import weakref
+from importlib import metadata
+from types import ModuleType
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.symmetric.agree import Meetings
+from lancet_kernels.symmetric.memory import SymmetricMemory, by_rank
+
+INSTALL = "pip install 'lancet-kernels[cuda]'"
+INSTEAD = (
+    "without NVSHMEM these work: NCCL's collectives between GPUs, several PEs on one GPU "
+    "(virtual_memories), CPU ranks over shared memory"
+)
+# In every kernel that is linked with NVSHMEM's bitcode; what nvshmemx_cumodule_init looks for.
+LINKED_SYMBOL = "nvshmemi_device_lib_version_d"
+
+
+def missing(device: torch.device) -> str:
+    """What NVSHMEM lacks here, and how to get it, in words; "" if regions on `device` can be tried.
+
+    Whether the peers can be reached shows only when all of them initialise it.
+    """
+    if not torch.cuda.is_available():
+        return f"no CUDA device that torch {torch.__version__} can use"
+    if device.type != "cuda":
+        return f"regions on {device}, NVSHMEM's are on a GPU"
+    try:
+        core = importlib.import_module("nvshmem.core")
+    except Exception as error:
+        # Also a library that it loads and that is not there.
+        return f"no nvshmem.core ({type(error).__name__}: {error}; {INSTALL})"
+    built_for = {f"cu{(torch.version.cuda or '').split('.')[0]}"}
+    installed = {name.rpartition("-")[2] for name in _distributions("nvshmem4py-cu")}
+    if installed and not installed & built_for:
+        return (
+            f"nvshmem4py for {', '.join(sorted(installed))}, but torch is built for CUDA {torch.version.cuda}"
+        )
+    try:
+        core.get_version()
+    except Exception as error:
+        return f"no library libnvshmem_host ({type(error).__name__}: {error}; {INSTALL})"
+    return ""
+
+
+class NvshmemMemory(SymmetricMemory):
+    """One rank of a process group whose ranks have a GPU each."""
+
+    # NVSHMEM belongs to the process. Initialised by us; how many memories were not closed in good order.
+    _started: ClassVar[bool] = False
+    _unsettled: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cuda",
+        timeout_s: float = 60.0,
+    ):
+        """Collective. group: None means all ranks. timeout_s: how long any step may wait for a rank.
+
+        Raises UserError, on every rank, if one lacks something, two share a GPU, or another group has
+        NVSHMEM.
+        """
+        device = torch.device(device)
+        meetings = self._meetings = Meetings(group, timeout_s)
+        lacks = {rank: lack for rank, lack in enumerate(meetings.meet("nvshmem", missing(device))) if lack}
+        if lacks:
+            raise UserError("NVSHMEM", got=by_rank(lacks), expected="NVSHMEM on every rank", do=INSTEAD)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self._core = importlib.import_module("nvshmem.core")
+        self._bindings = importlib.import_module("nvshmem.bindings")
+        super().__init__(meetings.rank, meetings.world, device, "")
+        mine = json.dumps([_gpu(device), NvshmemMemory._started])
+        gpus, started = zip(*map(json.loads, meetings.meet("nvshmem: GPUs", mine)), strict=True)
+        if len(set(gpus)) < self.world:
+            raise UserError(
+                "NVSHMEM",
+                got=f"ranks on one GPU: {by_rank(dict(enumerate(gpus)))}",
+                expected="a GPU for each rank",
+                do="start fewer ranks or set another device; one process can play several PEs on one GPU "
+                "(virtual_memories)",
+            )
+        # Where only some have, their PEs are those of another group: nothing to join.
+        if not any(started):
+            self._start(meetings)
+        meetings.together("nvshmem: PEs", self._check_pes, do="use that group for every NVSHMEM memory")
+        NvshmemMemory._unsettled += 1
+        self._pointer_ok = [_native_atomics(device, gpu) for gpu in gpus]
+        self._raw: list[Tensor] = []
+        near = self._core.team_n_pes(self._core.Teams.TEAM_SHARED)
+        version = self._core.get_version().libnvshmem_version
+        self.reason = f"nvshmem: {self.world} GPUs, NVSHMEM {version}, pointers to {near} of them at most"
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        self._check_open()
+        torch.cuda.synchronize(self.device)
+        self._meetings.meet("barrier", timeout_s=timeout_s)
+        # All are here, so it does not wait for long: it completes the puts that no kernel has waited for.
+        self._bindings.barrier_all()
+
+    def _start(self, meetings: Meetings) -> None:
+        """Initialise NVSHMEM: rank 0 makes an id, and all join under it."""
+        from cuda.core import Device
+
+        current = Device(self.device.index)
+        current.set_current()
+        uid = meetings.together(
+            "nvshmem: id",
+            lambda: self._core.get_unique_id(empty=self.rank != 0),
+            do="look at NVSHMEM_DEBUG=INFO",
+        )
+        num_bytes = self._bindings.uniqueid_dtype.itemsize
+        (id_of_0, *_) = meetings.meet("nvshmem: send id", ctypes.string_at(uid.ptr, num_bytes).hex())
+        ctypes.memmove(uid.ptr, bytes.fromhex(id_of_0), num_bytes)
+        meetings.together(
+            "nvshmem: initialise",
+            lambda: self._core.init(
+                device=current, uid=uid, rank=self.rank, nranks=self.world, initializer_method="uid"
+            ),
+            do="look at NVSHMEM_DEBUG=INFO",
+        )
+        NvshmemMemory._started = True
+        atexit.register(_finalize, self._core)
+
+    def _check_pes(self) -> None:
+        if not NvshmemMemory._started:
+            raise RuntimeError("NVSHMEM was initialised with a group that this rank is not in")
+        found = (self._core.my_pe(), self._core.n_pes())
+        if found != (self.rank, self.world):
+            raise RuntimeError(f"PE {found[0]} of {found[1]}: NVSHMEM was initialised with another group")
+
+    def _agree(self, request: str) -> None:
+        self._meetings.meet(request)
+
+    def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
+        raw = self._meetings.together(
+            f"{request}: allocate",
+            lambda: self._core.tensor((num_bytes,), dtype=torch.uint8, except_on_del=False),
+            do="set NVSHMEM_SYMMETRIC_SIZE larger, or make the region smaller",
+        )
+        self._raw.append(raw)
+        raw.zero_()
+        torch.cuda.synchronize(self.device)
+        # Nobody puts before all have zeroed.
+        self._meetings.meet(f"{request}: zero")
+        return raw, [
+            self._bindings.ptr(raw.data_ptr(), peer) if usable else 0
+            for peer, usable in enumerate(self._pointer_ok)
+        ]
+
+    def _free(self, together: bool) -> None:
+        raw, self._raw = self._raw, []
+        if together:
+            # Freeing is collective in NVSHMEM. Without the others the memory stays until the process ends.
+            self._meetings.meet("close")
+            torch.cuda.synchronize(self.device)
+            for tensor in raw:
+                self._core.free_tensor(tensor)
+            NvshmemMemory._unsettled -= 1
+
+
+def _finalize(core: ModuleType) -> None:
+    """At exit, if every memory was closed in good order: it is collective, and would wait for a dead rank.
+
+    Not left out: NVSHMEM's proxy thread may still poll InfiniBand when the libraries go, and crash.
+    """
+    if NvshmemMemory._unsettled == 0:
+        core.finalize()
+
+
+_initialised: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def init_module(kernel: Any) -> bool:
+    """Let a compiled Triton kernel use NVSHMEM's device functions. Call it before the first launch.
+
+    kernel: what `fn.warmup(..., grid=...)` returns. Once per loaded kernel: later calls do nothing. Kernels
+    that are not linked with NVSHMEM, which must not get it, are left alone.
+    -> whether it was done now. Raises UserError if NVSHMEM is not initialised or refuses.
+
+    Example:
+        kernel = put_kernel.warmup(*arguments, grid=(1,), NVSHMEM=True, extern_libs=libraries)
+        init_module(kernel)
+        put_kernel[(1,)](*arguments, NVSHMEM=True, extern_libs=libraries)
+    """
+    if LINKED_SYMBOL not in kernel.asm["ptx"] or kernel in _initialised:
+        return False
+    if not NvshmemMemory._started:
+        raise UserError(
+            "init_module",
+            got="a kernel that uses NVSHMEM, which is not initialised",
+            expected="an NvshmemMemory made before",
+            do="make it first (lancet_kernels.symmetric.create)",
+        )
+    # Loads it; Triton does so at the first launch, which is too late.
+    kernel._init_handles()
+    status = importlib.import_module("nvshmem.bindings").cumodule_init(kernel.module)
+    if status:
+        raise UserError(
+            "init_module",
+            got=f"status {status} from nvshmemx_cumodule_init",
+            expected="0",
+            do="link the kernel with the bitcode of the NVSHMEM version that runs (same package)",
+        )
+    _initialised.add(kernel)
+    return True
+
+
+def _distributions(prefix: str) -> list[str]:
+    names = (distribution.metadata["Name"] or "" for distribution in metadata.distributions())
+    return [name for name in names if name.startswith(prefix)]
+
+
+def _gpu(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _native_atomics(device: torch.device, gpu: str) -> bool:
+    """Can signals go to that GPU through a pointer? Over PCIe stores arrive but atomics do not.
+
+    A GPU that this process does not see (other processes' only, or another node of an NVLink domain) has a
+    pointer over NVLink or none at all.
+    """
+    seen = [index for index in range(torch.cuda.device_count()) if _gpu(torch.device("cuda", index)) == gpu]
+    if not seen or seen[0] == device.index:
+        return True
+    from cuda.bindings import runtime
+
+    attribute = runtime.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
+    _, native = runtime.cudaDeviceGetP2PAttribute(attribute, device.index, seen[0])
+    return bool(native)

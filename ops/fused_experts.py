@@ -1,0 +1,224 @@
+"""The expert part of an MoE layer in fused kernels: dispatch, both GEMMs and combine share one launch.
+
+    T  tokens on this rank      E  experts in all           C  capacity
+    K  choices per token        W  ranks, L = E / W experts on each
+    D  model width              F  hidden width, H = F or 2F (swiglu)
+
+Same mathematics as dispatch -> all_to_all -> grouped_gemm -> expert_activation -> grouped_gemm -> all_to_all
+-> combine (the reference), but rows travel by one-sided puts through symmetric memory while GEMM tiles run
+(`lancet_kernels.kernels.overlap`). Sizes travel with the signals: nothing waits for the host.
+
+A layer's forward exchange keeps the rows that it received until its backward, so each layer has its own, for
+each capacity. Backward exchanges are free again when the backward ends: layers of one size share one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.overlap import (
+    DenseGemm,
+    Experts,
+    OverlapConfig,
+    Routing,
+    SavedPass,
+    moe_backward,
+    moe_forward,
+)
+from lancet_kernels.kernels.runtime import check_device
+from lancet_kernels.kernels.slots import inverse_tables
+from lancet_kernels.ops.groups import group_of
+from lancet_kernels.symmetric import SymmetricMemory, create
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Alone:
+    """Stands for the group where there is no torch.distributed."""
+
+
+ALONE = _Alone()
+
+
+class FusedMemory:
+    """Symmetric memory of one process group on one device, and what its layers share. Collective to make."""
+
+    # By process group itself, not by its name: a group made later may have the name of one that is gone.
+    _of_group: ClassVar[WeakKeyDictionary[object, dict[torch.device, FusedMemory]]] = WeakKeyDictionary()
+
+    def __init__(self, memory: SymmetricMemory) -> None:
+        self.memory = memory
+        self.layers = 0
+        self._backward: dict[tuple, Exchange] = {}
+
+    @classmethod
+    def of(cls, group: str, device: torch.device, timeout_s: float) -> FusedMemory:
+        """The one of this group; made by the first layer that asks, at the same point on every rank."""
+        process_group = group_of(group) if group else None
+        of_device = cls._of_group.setdefault(process_group or ALONE, {})
+        if device not in of_device:
+            of_device[device] = cls(create(process_group, device, timeout_s))
+        return of_device[device]
+
+    def backward(self, **sizes) -> Exchange:
+        """The backward exchange that all layers of these sizes share."""
+        key = tuple(sorted(sizes.items(), key=str))
+        if key not in self._backward:
+            name = f"backward{len(self._backward)}"
+            self._backward[key] = Exchange(self.memory, name, **sizes)
+        return self._backward[key]
+
+
+class LayerExchange:
+    """The exchanges of one layer, made when a pass first needs them (collective, like the pass itself).
+
+    Args:
+        group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
+        banks: forward passes that may wait for their backward at once.
+        timeout_s: how long a wait for a peer may last before CommunicationError.
+        config: how launches are cut; None: a default for the device.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        local_experts: int,
+        width: int,
+        hidden: int,
+        activation: str,
+        *,
+        banks: int = 2,
+        timeout_s: float = 60.0,
+        config: OverlapConfig | None = None,
+    ) -> None:
+        self.group, self.local_experts, self.width, self.hidden = group, local_experts, width, hidden
+        self.activation, self.banks, self.timeout_s, self.config = activation, banks, timeout_s, config
+        self._made: dict[tuple, tuple[FusedMemory, Exchange, Exchange, OverlapConfig]] = {}
+
+    def of(self, capacity: int, like: Tensor) -> tuple[Exchange, Exchange, OverlapConfig]:
+        """Forward and backward exchange and configuration for rows like `like` [T, D]."""
+        memory = FusedMemory.of(self.group, like.device, self.timeout_s)
+        key = capacity, like.dtype, like.device
+        if key not in self._made or self._made[key][0] is not memory:
+            config = self.config or OverlapConfig.default(
+                self.width, self.hidden, self.activation, like.dtype, like.device
+            )
+            sizes = {
+                "local_experts": self.local_experts,
+                "capacity": capacity,
+                "width": self.width,
+                "dtype": like.dtype,
+                "chunk_rows": config.gemm.block_m,
+                "timeout_s": self.timeout_s,
+            }
+            memory.layers += 1
+            forward = Exchange(memory.memory, f"layer{memory.layers}", banks=self.banks, **sizes)
+            self._made[key] = memory, forward, memory.backward(**sizes), config
+        return self._made[key][1:]
+
+    def __deepcopy__(self, memo: dict) -> LayerExchange:
+        # A copied layer is another layer: it makes exchanges of its own when it first runs.
+        return LayerExchange(
+            self.group, self.local_experts, self.width, self.hidden, self.activation,
+            banks=self.banks, timeout_s=self.timeout_s, config=self.config,
+        )  # fmt: skip
+
+
+def fused_experts(
+    x_TD: Tensor,
+    expert_TK: Tensor,
+    slot_TK: Tensor,
+    weight_TK: Tensor,
+    count_WL: Tensor,
+    capacity: int,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    layer: LayerExchange,
+    *,
+    forward_dense: Sequence[DenseGemm] = (),
+    backward_dense: Sequence[DenseGemm] = (),
+) -> Tensor:
+    """-> [T, D]; differentiable in x, the weights of the choices, and the experts' parameters.
+
+    Args: as the ops of the reference take them; count_WL: `kept_counts`. forward_dense, backward_dense:
+        independent GEMMs that ride along.
+    Raises: UserError for input the kernels do not take, CommunicationError if a peer stayed away.
+    """
+    if x_TD.dtype not in DTYPES:
+        raise UserError(
+            "dtype of an MoE layer with backend='fused'",
+            got=x_TD.dtype,
+            expected="float32, float16 or bfloat16",
+            do="use backend='torch' for float64",
+        )
+    check_device("input of an MoE layer with backend='fused'", x_TD)
+    return _FusedExperts.apply(
+        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2,
+        layer, tuple(forward_dense), tuple(backward_dense),
+    )  # fmt: skip
+
+
+def forward_pass(
+    x: Tensor,
+    expert: Tensor,
+    slot: Tensor,
+    weight: Tensor,
+    count_WL: Tensor,
+    capacity: int,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    layer: LayerExchange,
+    dense: Sequence[DenseGemm],
+) -> tuple[Tensor, tuple[Exchange, Exchange], SavedPass, Routing, Experts, OverlapConfig]:
+    """One pass forward. -> out [T, D] and all that the backward takes; its use of the exchange is open."""
+    forward, backward, config = layer.of(capacity, x)
+    token, choice = inverse_tables(expert, slot, count_WL.numel(), capacity)
+    routing = Routing(
+        expert, slot, weight.float().contiguous(), token, choice, count_WL.reshape(-1).contiguous()
+    )
+    experts = Experts(*(None if p is None else p.contiguous() for p in (w1, b1, w2, b2)), layer.activation)
+    out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
+    forward.watch()
+    return out, (forward, backward), saved, routing, experts, config
+
+
+class _FusedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense, backward_dense
+    ):
+        out, exchanges, saved, *rest = forward_pass(
+            x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense
+        )
+        if any(ctx.needs_input_grad):
+            # The pass as an attribute: if the graph is dropped, so is it, and its bank is free again.
+            ctx.saved, ctx.exchanges, ctx.rest, ctx.dense = saved, exchanges, rest, backward_dense
+            ctx.weight_dtype = weight.dtype
+        else:
+            exchanges[0].release(saved.use)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        forward, backward = ctx.exchanges
+        gradients = moe_backward(forward, ctx.saved, backward, dy.contiguous(), *ctx.rest, dense=ctx.dense)
+        forward.release(ctx.saved.use)
+        backward.watch()
+        dweight = gradients.dweight.to(ctx.weight_dtype)
+        return (
+            gradients.dx, None, None, dweight, None, None, gradients.dw1, gradients.db1, gradients.dw2,
+            gradients.db2, None, None, None,
+        )  # fmt: skip

@@ -1,0 +1,271 @@
+"""NVSHMEM: what is said where it is missing, the order of our calls against a stand-in, and one real PE.
+
+The stand-in has the functions of nvshmem4py 0.4.1 that we call, over memory of the process: it proves who is
+called when, not that NVSHMEM works. That is for the tests marked gpu.
+"""
+
+import ctypes
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+
+from lancet_kernels import UserError
+from lancet_kernels.kernels import device as shmem
+from lancet_kernels.symmetric import NvshmemMemory, create, init_module, nvshmem
+
+CUDA = torch.device("cuda")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+
+
+# ---- what is missing
+
+
+@NO_GPU
+def test_no_gpu():
+    assert nvshmem.missing(CUDA) == f"no CUDA device that torch {torch.__version__} can use"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if there were a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(nvshmem, "_distributions", lambda prefix: ["nvshmem4py-cu13"])
+
+
+def test_regions_on_the_cpu(gpu):
+    assert nvshmem.missing(torch.device("cpu")) == "regions on cpu, NVSHMEM's are on a GPU"
+
+
+def test_no_package(gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvshmem", None)
+    monkeypatch.setitem(sys.modules, "nvshmem.core", None)
+    said = nvshmem.missing(CUDA)
+    assert said.startswith("no nvshmem.core (ModuleNotFoundError: ")
+    assert said.endswith("; pip install 'lancet-kernels[cuda]')")
+
+
+def test_package_for_another_cuda(gpu, monkeypatch):
+    stand_in(monkeypatch)
+    monkeypatch.setattr(nvshmem, "_distributions", lambda prefix: ["nvshmem4py-cu12"])
+    assert nvshmem.missing(CUDA) == "nvshmem4py for cu12, but torch is built for CUDA 13.0"
+
+
+def test_no_library(gpu, monkeypatch):
+    def get_version():
+        raise RuntimeError("libnvshmem_host.so.3 not found")
+
+    stand_in(monkeypatch).get_version = get_version
+    said = nvshmem.missing(CUDA)
+    assert said.startswith("no library libnvshmem_host (RuntimeError: libnvshmem_host.so.3 not found; pip ")
+
+
+def test_nothing_is_missing(gpu, monkeypatch):
+    stand_in(monkeypatch)
+    assert nvshmem.missing(CUDA) == ""
+
+
+def create_on_rank() -> tuple[str, str, float]:
+    begin = time.monotonic()
+    try:
+        create(device="cuda", timeout_s=10)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "no error", "", 0.0
+
+
+@NO_GPU
+def test_create_says_what_works_instead(pool):
+    for kind, message, seconds in pool.run(create_on_rank):
+        assert kind == "UserError"
+        assert f"got no CUDA device that torch {torch.__version__} can use (rank 0, 1)" in message
+        for alternative in ("NCCL's collectives", "virtual_memories", "CPU ranks over shared memory"):
+            assert alternative in message
+        assert seconds < 5
+
+
+# ---- the order of our calls, against a stand-in
+
+
+class Patch:
+    """pytest's monkeypatch, for the ranks: they end with what was changed."""
+
+    def __init__(self):
+        self._undo = []
+
+    def setitem(self, items, key, value):
+        self._undo.append((items, key, items.get(key)))
+        items[key] = value
+
+    def undo(self):
+        for items, key, value in reversed(self._undo):
+            if value is None:
+                items.pop(key, None)
+            else:
+                items[key] = value
+
+
+def stand_in(monkeypatch, rank: int = 0, world: int = 1) -> ModuleType:
+    """nvshmem.core and what it needs, as modules; `.calls` says what was called."""
+    calls: list = []
+    core, bindings = ModuleType("nvshmem.core"), ModuleType("nvshmem.bindings")
+    cuda = ModuleType("cuda.core")
+    places: dict[int, torch.Tensor] = {}
+
+    class UniqueId:
+        def __init__(self, text: bytes):
+            self.data = ctypes.create_string_buffer(text, 128)
+            self.ptr = ctypes.addressof(self.data)
+
+    def init(*, device, uid, rank, nranks, initializer_method):
+        calls.append(("init", uid.data.value, rank, nranks, initializer_method))
+
+    def tensor(shape, dtype, except_on_del):
+        raw = torch.full(shape, 255, dtype=dtype)
+        places[raw.data_ptr()] = raw
+        calls.append("tensor")
+        return raw
+
+    def free_tensor(raw):
+        calls.append("free")
+        del places[raw.data_ptr()]
+
+    core.calls, core.init, core.tensor, core.free_tensor = calls, init, tensor, free_tensor
+    core.get_version = lambda: SimpleNamespace(libnvshmem_version="3.8.0")
+    core.get_unique_id = lambda empty: UniqueId(b"" if empty else b"of rank 0")
+    core.my_pe, core.n_pes = (lambda: rank), (lambda: world)
+    core.Teams, core.team_n_pes = SimpleNamespace(TEAM_SHARED=1), (lambda team: world)
+    core.finalize = lambda: calls.append("finalize")
+    bindings.uniqueid_dtype = SimpleNamespace(itemsize=128)
+    bindings.ptr = lambda address, peer: address + 4096 * (peer - rank) if address in places else 0
+    bindings.barrier_all = lambda: calls.append("barrier_all")
+    bindings.cumodule_init = lambda module: calls.append(("cumodule_init", module)) or module % 2
+    cuda.Device = lambda index: SimpleNamespace(set_current=lambda: None)
+    for name, module in (("core", core), ("bindings", bindings)):
+        monkeypatch.setitem(sys.modules, f"nvshmem.{name}", module)
+    monkeypatch.setitem(sys.modules, "nvshmem", ModuleType("nvshmem"))
+    monkeypatch.setitem(sys.modules, "cuda.core", cuda)
+    return core
+
+
+def on_the_stand_in(gpus: list[str], far: list[int]) -> dict:
+    """A memory, a region, a barrier, close; `far`: the ranks that no pointer may reach."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    patch = Patch()
+    core = stand_in(patch, rank, world)
+    for name, value in (
+        ("missing", lambda device: ""),
+        ("_gpu", lambda device: gpus[rank]),
+        ("_native_atomics", lambda device, gpu: gpus.index(gpu) not in far),
+    ):
+        patch.setitem(vars(nvshmem), name, value)
+    patch.setitem(vars(torch.cuda), "synchronize", lambda device: core.calls.append("synchronize"))
+    patch.setitem(vars(nvshmem.atexit), "register", lambda function, *arguments: None)
+    try:
+        with NvshmemMemory(device="cpu", timeout_s=10) as memory:
+            region = memory.allocate("x", (5,), torch.float32)
+            peers = [a - region.local.data_ptr() if a else None for a in region.peers.tolist()]
+            assert not region.local.any(), "not zero-filled"
+            memory.barrier()
+            again = NvshmemMemory(device="cpu", timeout_s=10)
+            again.close()
+        nvshmem._finalize(core)
+        return {"calls": core.calls, "peers": peers, "reason": memory.reason}
+    except UserError as error:
+        return {"error": str(error)}
+    finally:
+        NvshmemMemory._started, NvshmemMemory._unsettled = False, 0
+        patch.undo()
+
+
+def test_order_of_calls(pool):
+    results = pool.run(on_the_stand_in, ["GPU-a", "GPU-b"], [])
+    for rank, result in enumerate(results):
+        assert result["calls"] == [
+            ("init", b"of rank 0", rank, 2, "uid"),
+            "tensor", "synchronize", "synchronize", "barrier_all",
+            "synchronize", "synchronize", "free", "finalize",
+        ]  # fmt: skip
+        assert result["peers"] == [4096 * (peer - rank) for peer in range(2)]
+        assert result["reason"] == "nvshmem: 2 GPUs, NVSHMEM 3.8.0, pointers to 2 of them at most"
+
+
+def test_no_pointer_where_signals_cannot_go(pool):
+    for result in pool.run(on_the_stand_in, ["GPU-a", "GPU-b", "GPU-c", "GPU-d"], [2], ranks=4):
+        assert [peer is None for peer in result["peers"]] == [False, False, True, False]
+
+
+def test_two_ranks_on_one_gpu(pool):
+    for result in pool.run(on_the_stand_in, ["GPU-a", "GPU-a"], []):
+        assert "got ranks on one GPU: GPU-a (rank 0, 1)" in result["error"]
+        assert "virtual_memories" in result["error"]
+
+
+class Kernel:
+    """What Triton gives for a compiled kernel, as far as init_module looks."""
+
+    def __init__(self, ptx: str, module: int):
+        self.asm, self.module, self._loads = {"ptx": ptx}, None, module
+
+    def _init_handles(self):
+        self.module = self._loads
+
+
+LINKED = ".visible .const .align 4 .b8 nvshmemi_device_lib_version_d[12] = {3, 0, 0, 0, 8};"
+
+
+def test_init_module_once_and_only_where_it_is_used(monkeypatch):
+    core = stand_in(monkeypatch)
+    linked, plain, refused = Kernel(LINKED, 2), Kernel(".visible .entry plain()", 4), Kernel(LINKED, 3)
+    with pytest.raises(UserError, match="NVSHMEM, which is not initialised"):
+        init_module(linked)
+    monkeypatch.setattr(NvshmemMemory, "_started", True)
+    assert not init_module(plain)
+    assert plain.module is None
+    assert [init_module(linked), init_module(linked)] == [True, False]
+    with pytest.raises(UserError, match="status 1 from nvshmemx_cumodule_init"):
+        init_module(refused)
+    assert core.calls == [("cumodule_init", 2), ("cumodule_init", 3)]
+
+
+# ---- one PE, really
+
+
+@triton.jit
+def put_to_itself(rows_ptr, peers_ptr, signals_ptr, source_ptr, order_ptr, pe, num_rows, word, D,
+                  NVSHMEM: tl.constexpr):  # fmt: skip
+    """Put rows and a signal through a table of zeros, so that NVSHMEM's functions carry them."""
+    shmem.put_rows(
+        rows_ptr, peers_ptr, pe, 0, source_ptr, order_ptr, order_ptr, num_rows, D, False, NVSHMEM, 4, 16
+    )
+    shmem.put_signal(signals_ptr, peers_ptr, pe, 0, word, NVSHMEM)
+
+
+@pytest.mark.gpu
+def test_one_pe():
+    lacks = nvshmem.missing(CUDA)
+    if lacks:
+        pytest.skip(lacks)
+    core = sys.modules["nvshmem.core"]
+    libraries = (("libnvshmem_device", core.find_device_bitcode_library()),)
+    with NvshmemMemory(timeout_s=30) as memory:
+        rows, signals = memory.allocate("rows", (4, 32), torch.float32), memory.signals("signals", 2)
+        assert rows.peers.tolist() == [rows.local.data_ptr()]
+        assert not rows.local.any()
+        source = torch.randn(8, 32, device=memory.device)
+        order = torch.tensor([7, 0, 3], dtype=torch.int32, device=memory.device)
+        nowhere = torch.zeros(1, dtype=torch.int64, device=memory.device)
+        arguments = (rows.local, nowhere, signals.local, source, order, 0, 3, 1 << 33 | 3, 32)
+        kernel = put_to_itself.warmup(*arguments, grid=(1,), NVSHMEM=True, extern_libs=libraries)
+        assert init_module(kernel)
+        put_to_itself[(1,)](*arguments, NVSHMEM=True, extern_libs=libraries)
+        memory.barrier()
+        assert torch.equal(rows.local[:3], source[order.long()])
+        assert not rows.local[3].any()
+        assert signals.local.tolist() == [1 << 33 | 3, 0]

@@ -1,0 +1,116 @@
+"""`MoELayer(backend="fused")` against `backend="torch"`: forward, backward, several layers, several steps."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lancet_kernels import MoELayer
+from lancet_kernels.errors import UserError
+
+CASES = [
+    {"gate": "switch", "top_k": 1, "capacity_factor": 1.0},
+    {"gate": "topk", "top_k": 2, "capacity_factor": None, "activation": "swiglu", "bias": True},
+    {"gate": "batch-prioritized", "top_k": 1, "capacity_factor": 0.5, "activation": "silu"},
+    {"gate": "gshard", "top_k": 2, "capacity_factor": 1.25, "bias": True},
+    {"gate": "sigmoid", "top_k": 2, "capacity_factor": 1.25, "shared_expert_d_ff": 12},
+    {"gate": "hash", "top_k": 1, "capacity_factor": 1.25},
+]
+
+
+def train(backend: str, options: dict, steps: int, layers: int) -> list[dict[str, Tensor]]:
+    """Outputs and gradients of every step of a stack of layers with residuals, plain SGD between."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model = nn.ModuleList(MoELayer(16, 24, 4, backend=backend, **options) for _ in range(layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    results = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(2, 9, 16, generator=generator, requires_grad=True)
+        y = x
+        for layer in model:
+            y = y + layer(y)
+        (y * torch.randn(y.shape, generator=generator)).sum().backward()
+        result = {"y": y.detach().clone(), "x.grad": x.grad.clone()}
+        result |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        results.append(result)
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+def both(options: dict, steps: int, layers: int) -> float:
+    """The largest difference of the two backends, over the largest value."""
+    worst = 0.0
+    pairs = zip(train("torch", options, steps, layers), train("fused", options, steps, layers), strict=True)
+    for expected, got in pairs:
+        assert expected.keys() == got.keys()
+        for name in expected:
+            scale = expected[name].abs().max().clamp_min(1e-3)
+            worst = max(worst, float((got[name] - expected[name]).abs().max() / scale))
+    return worst
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda o: f"{o['gate']}-{o['capacity_factor']}")
+def test_fused_equals_torch(pool, options) -> None:
+    assert max(pool.run(both, options, 1, 1)) < 2e-5
+
+
+def test_three_layers_for_three_steps(pool) -> None:
+    """Banks and epochs are used again and again; layers share one backward exchange."""
+    assert max(pool.run(both, CASES[0] | {"bias": True}, 3, 3)) < 1e-4
+
+
+def test_one_rank_without_torch_distributed() -> None:
+    torch.manual_seed(1)
+    fused = MoELayer(16, 24, 4, top_k=2, gate="topk", backend="fused")
+    plain = MoELayer(16, 24, 4, top_k=2, gate="topk")
+    plain.load_state_dict(fused.state_dict())
+    x = torch.randn(11, 16)
+    y = fused(x)
+    torch.testing.assert_close(y, plain(x), rtol=1e-5, atol=1e-6)
+    y.sum().backward()
+    plain(x).sum().backward()
+    for (name, mine), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_without_gradients_any_number_of_passes() -> None:
+    layer = MoELayer(16, 24, 2, backend="fused")
+    with torch.no_grad():
+        outs = [layer(torch.ones(3, 16)) for _ in range(5)]
+    assert all(torch.equal(outs[0], out) for out in outs)
+
+
+def test_a_third_forward_before_a_backward_is_refused_and_dropped_passes_are_not() -> None:
+    layer = MoELayer(16, 24, 2, backend="fused")
+    x = torch.ones(3, 16)
+    for _ in range(5):
+        layer(x)  # nobody keeps the result, so its bank is free again
+    kept = [layer(x) for _ in range(2)]
+    with pytest.raises(UserError, match="still waits for its backward"):
+        layer(x)
+    for y in reversed(kept):
+        y.sum().backward()
+    layer(x).sum().backward()
+
+
+def test_a_copy_is_a_layer_of_its_own() -> None:
+    layer = MoELayer(16, 24, 2, backend="fused")
+    twin = copy.deepcopy(layer)
+    x = torch.ones(3, 16)
+    ys = [layer(x), twin(x), layer(x), twin(x)]
+    assert all(torch.equal(ys[0], y) for y in ys)
+    sum(y.sum() for y in ys).backward()
+
+
+def test_float64_and_a_wrong_name_are_refused() -> None:
+    with pytest.raises(UserError, match="use backend='torch' for float64"):
+        MoELayer(16, 24, 2, backend="fused", dtype=torch.float64)(torch.ones(3, 16, dtype=torch.float64))
+    with pytest.raises(UserError, match="one of torch, fused"):
+        MoELayer(16, 24, 2, backend="fast")
