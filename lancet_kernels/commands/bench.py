@@ -49,8 +49,8 @@ class OverlapOptions(PlanningFlags):
         "emulated: all-to-alls are paced; netns: a real wire between network namespaces (root, 2 ranks)",
         choices=("emulated", "netns"),
     )
-    rounds: int = option(20, "measured iterations of every strategy, in turn", parse=positive_int)
-    warmup: int = option(3, "iterations of every strategy that are left out", parse=non_negative_int)
+    rounds: int = option(12, "measured iterations of every strategy, in turn", parse=positive_int)
+    warmup: int = option(2, "iterations of every strategy that are left out", parse=non_negative_int)
     share: float = option(
         0.4, "of the blocking iteration that all-to-all shall take; sets the link", parse=positive_float
     )
