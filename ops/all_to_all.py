@@ -110,13 +110,13 @@ def start_all_to_all(
     send_rows, receive_rows = send_count_WL.sum(1).tolist(), receive_count_WL.sum(1).tolist()
     received_RD = sent_RD.new_empty(sum(receive_rows), sent_RD.shape[1])
     row_bytes = sent_RD.shape[1] * sent_RD.element_size()
-    transfer = link.start(
-        process_group,
-        sent=(sum(send_rows) - send_rows[rank]) * row_bytes,
-        received=(sum(receive_rows) - receive_rows[rank]) * row_bytes,
-        cuda=sent_RD.is_cuda,
-    )
     with _named_failure("all_to_all", process_group):
+        transfer = link.start(
+            process_group,
+            sent=(sum(send_rows) - send_rows[rank]) * row_bytes,
+            received=(sum(receive_rows) - receive_rows[rank]) * row_bytes,
+            cuda=sent_RD.is_cuda,
+        )
         work = dist.all_to_all_single(
             received_RD, sent_RD, receive_rows, send_rows, group=process_group, async_op=True
         )
