@@ -132,6 +132,14 @@ def overlap_tile(activation: str, dtype: torch.dtype, arch: int) -> GemmConfig:
     return GemmConfig(64, 64, 32, 8, 4)
 
 
+def most_registers(tile: GemmConfig) -> int:
+    """Registers of a thread if a program has an SM's to itself, as in a persistent launch.
+
+    Said aloud, because ptxas would rather spill (72 bytes, sm_80 forward) to fit two programs.
+    """
+    return min(255, 65536 // (32 * tile.num_warps))
+
+
 @dataclass(frozen=True)
 class Routing:
     """Where the tokens of this PE go (a gate's decision and its inverse).
@@ -370,7 +378,7 @@ class _Launch:
             NVSHMEM=exchange.nvshmem, UPCAST=runtime.needs_upcast(exchange.dtype), TMA=tma,
             BM=gemm.block_m, BN=gemm.block_n, BK=gemm.block_k, PUT_ROWS=config.put_rows,
             PUT_BLOCK=config.put_block, BT=config.reduce_tokens, BD=config.reduce_block,
-            num_warps=gemm.num_warps, num_stages=gemm.num_stages,
+            num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),
         )  # fmt: skip
 
     def _fit_tma(self, tensors: Iterable[Tensor | Use | int]) -> bool:

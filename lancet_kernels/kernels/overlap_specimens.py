@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lancet_kernels.kernels.overlap import overlap_tile
+from lancet_kernels.kernels.overlap import most_registers, overlap_tile
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel
 from lancet_kernels.kernels.specimen import Specimen
 
@@ -72,6 +72,7 @@ def _specimen(fused: str, activation: str, dtype: torch.dtype, arch: int, *, nvs
         aligned=(*pointers, "D", "F", "H"),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        options={"maxnreg": most_registers(tile)},
         nvshmem=nvshmem,
         wgmma=arch == 90 and dtype.itemsize == 2,
         tma=tma,
