@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, fx
+import torch
+from torch import fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
@@ -23,7 +24,7 @@ FUSED_STRATEGIES = ("lancet", "lancet-dw")
 class FusedChoice:
     """How the layers to fuse are chosen.
 
-    stored: a plan file whose choice is taken over, if it has one. like: a parameter, for its device.
+    stored: a plan file whose choice is taken over, if it has one. device: where the model is.
     Raises UserError for a strategy or a device that knows no fused launches.
     """
 
@@ -31,13 +32,13 @@ class FusedChoice:
     options: PlanningOptions | None
     lowering: str
     stored: str | Path | None
-    like: Tensor
+    device: torch.device
 
     def __post_init__(self) -> None:
         # Only here: the kernels need Triton, which not every machine has.
-        from lancet_kernels.kernels.runtime import check_device
+        from lancet_kernels.kernels.runtime import check_runs_on
 
-        check_device("model with backend='fused'", self.like)
+        check_runs_on("model with backend='fused'", self.device)
         if self.strategy not in FUSED_STRATEGIES:
             raise UserError(
                 "strategy with backend='fused'",

@@ -23,7 +23,7 @@ from lancet_kernels.data import Corpus, check_length, load_corpus, training_batc
 from lancet_kernels.errors import UserError
 from lancet_kernels.gradients import GradientBuckets, broadcast_replicated, clip_gradients
 from lancet_kernels.launch import Rank
-from lancet_kernels.layer import moe_layers, set_routing_step
+from lancet_kernels.layer import BACKENDS, moe_layers, set_routing_step
 from lancet_kernels.models import MODELS, GPT2MoE, ModelConfig, model_config
 from lancet_kernels.ops.gates import GATES, parse_gate
 from lancet_kernels.ops.link import emulate_link, link
@@ -93,6 +93,11 @@ class TrainOptions(PlanningFlags):
     plan: str | None = option(
         None, "use this plan, the plan.json of another run of the same step", parse=str, metavar="FILE"
     )
+    backend: str = option(
+        "torch",
+        "fused: MoE layers run as persistent kernels where the plan says so (GPUs, or TRITON_INTERPRET=1)",
+        choices=BACKENDS,
+    )
     link_gbps: float | None = option(
         None, "emulate a link of this many Gbit/s: pace every all-to-all (CPU ranks)", parse=positive_float
     )
@@ -147,6 +152,14 @@ def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
     return config
 
 
+def check_fused(options: TrainOptions) -> None:
+    """Raise UserError if this run cannot have fused launches, before a rank starts."""
+    # Only here: the kernels need Triton, which not every machine has.
+    from lancet_kernels.fused_step import FusedChoice
+
+    FusedChoice(options.strategy, None, "auto", None, torch.device(options.chosen_device()))
+
+
 def check_options(options: TrainOptions, ranks: int) -> None:
     """Everything that can be known to be wrong before a rank starts. Raises: UserError."""
     build_config(options, ranks, vocab=256)
@@ -160,6 +173,8 @@ def check_options(options: TrainOptions, ranks: int) -> None:
             expected="a plan file, and another strategy than none",
             do="check --plan and --strategy",
         )
+    if options.backend == "fused":
+        check_fused(options)
     if options.compare and (options.chosen_device() == "cuda" or ranks == 1 or options.strategy == "none"):
         raise UserError(
             "compare",
@@ -237,6 +252,7 @@ class Trainer:
                 options=PlanningOptions(self.options.partition()),
                 plan=self.options.plan,
                 reduce_gradients=self.rank.world > 1,
+                backend=self.options.backend,
             )
         elif self.rank.world > 1:
             self.buckets = GradientBuckets(self.model, self.group)

@@ -97,10 +97,17 @@ class OverlapConfig:
         device: torch.device,
         pes_here: int = 1,
     ) -> OverlapConfig:
-        """A sensible choice for the device; small tiles in the interpreter, where only proof counts."""
-        if device.type != "cuda":
+        """A sensible choice for the device.
+
+        In the interpreter small sizes get small tiles, so that they still have several; large ones get large
+        tiles, because there a tile costs the same milliseconds whatever its size.
+        """
+        if device.type != "cuda" and max(width, hidden) <= 64:
             tile = GemmConfig(16, 32, 16, 1, 1)
             return cls(tile, put_rows=4, put_block=32, reduce_tokens=4, reduce_block=32)
+        if device.type != "cuda":
+            tile = GemmConfig(32, 256, 128, 1, 1)
+            return cls(tile, put_rows=32, put_block=256, reduce_tokens=32, reduce_block=256)
         properties = torch.cuda.get_device_properties(device)
         arch = 10 * properties.major + properties.minor
         programs = max(1, properties.multi_processor_count // pes_here)
