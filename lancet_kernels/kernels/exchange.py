@@ -24,7 +24,6 @@ that no more than B uses are open, since another one would wait for a release th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +34,6 @@ from torch import Tensor
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import device, runtime
 from lancet_kernels.kernels.nvshmem_launch import launch, small_kernel
-from lancet_kernels.kernels.specimen import Specimen
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
 # use.words: the epoch, then one task counter for each launch of the use.
@@ -227,22 +225,3 @@ def release_kernel(
     bank = epoch % banks
     word = device.word(epoch, tl.full((), 0, tl.int64))
     device.put_signal(released_ptr, released_peers_ptr, peer, bank * world + rank, word, NVSHMEM)
-
-
-def specimens(arch: int) -> Iterator[Specimen]:
-    """The release, over both transports."""
-    signature = dict.fromkeys(("use_ptr", "released_ptr", "released_peers_ptr"), "*i64")
-    signature |= dict.fromkeys(("rank", "world", "banks"), "i32")
-    for nvshmem in (False, True):
-        options = small_kernel(nvshmem)
-        yield Specimen(
-            name="release",
-            config="nvshmem" if nvshmem else "pointers",
-            kernel=release_kernel,
-            signature=signature,
-            constexprs={"NVSHMEM": nvshmem},
-            aligned=("use_ptr", "released_ptr", "released_peers_ptr"),
-            num_warps=options.pop("num_warps"),
-            options=options,
-            nvshmem=nvshmem,
-        )

@@ -1,4 +1,4 @@
-"""Which variants of the fused kernel must compile? Every combination of stages that the launchers use."""
+"""Which variants of the fused kernel and its helpers must compile? Every one that the launchers use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
+from lancet_kernels.kernels.exchange import release_kernel
+from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap import overlap_tile
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel, write_dense_row_kernel
 from lancet_kernels.kernels.specimen import Specimen
@@ -37,7 +39,7 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def specimens(arch: int) -> Iterator[Specimen]:
-    """The fused kernel in every combination that the launchers use, at the default tile of `arch`.
+    """Every combination that the launchers use, at the default tile of `arch`.
 
     Every combination of stages over both transports with GELU in bfloat16; every activation, type and lack of
     biases in both directions.
@@ -52,15 +54,36 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield _specimen(fused, "", arch, activation="swiglu")
         yield _specimen(fused, "", arch, dtype=torch.float16)
         yield _specimen(fused, "", arch, dtype=torch.float32)
-    yield Specimen(
+    yield _write_dense_row()
+    yield from (_release(nvshmem) for nvshmem in (False, True))
+
+
+def _write_dense_row() -> Specimen:
+    return Specimen(
         name="write_dense_row",
         config="pointers above 2^31",
         kernel=write_dense_row_kernel,
-        signature={"row_ptr": "*i64", "kind": "i32", **dict.fromkeys("abc", "i64")}
-        | dict.fromkeys("MNK", "i32"),
+        signature={
+            "row_ptr": "*i64", "kind": "i32", **dict.fromkeys("abc", "i64"), **dict.fromkeys("MNK", "i32")
+        },
         constexprs={},
         aligned=("row_ptr",),
         num_warps=1,
+    )  # fmt: skip
+
+
+def _release(nvshmem: bool) -> Specimen:
+    pointers = ("use_ptr", "released_ptr", "released_peers_ptr")
+    return Specimen(
+        name="release",
+        config="nvshmem" if nvshmem else "pointers",
+        kernel=release_kernel,
+        signature=dict.fromkeys(pointers, "*i64") | dict.fromkeys(("rank", "world", "banks"), "i32"),
+        constexprs={"NVSHMEM": nvshmem},
+        aligned=pointers,
+        num_warps=small_kernel(nvshmem)["num_warps"],
+        options={name: n for name, n in small_kernel(nvshmem).items() if name != "num_warps"},
+        nvshmem=nvshmem,
     )
 
 
