@@ -45,14 +45,15 @@ def dense_tile(
     a_ptr = tl.load(p + 1).to(like_ptr.dtype)
     b_ptr = tl.load(p + 2).to(like_ptr.dtype)
     c_ptr = tl.load(p + 3).to(like_ptr.dtype)
-    if TMA:
-        # The launcher has seen to it; an address out of a table tells the compiler nothing.
-        a_ptr = device.aligned(a_ptr)
-        b_ptr = device.aligned(b_ptr)
-        c_ptr = device.aligned(c_ptr)
     M = tl.load(p + 4).to(tl.int32)
     N = tl.load(p + 5).to(tl.int32)
     K = tl.load(p + 6).to(tl.int32)
+    if TMA:
+        # The launcher has seen to it (_fit_tma); not knowing it, a program stores c element by element.
+        N = tl.multiple_of(N, 128 // like_ptr.dtype.element_ty.primitive_bitwidth)
+        a_ptr = tl.multiple_of(a_ptr, 16)
+        b_ptr = tl.multiple_of(b_ptr, 16)
+        c_ptr = tl.multiple_of(c_ptr, 16)
     if KINDS & 1:
         if kind == NN:
             forward_tile(a_ptr, b_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N, K, N,
