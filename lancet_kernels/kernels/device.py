@@ -62,44 +62,34 @@ def put_rows(
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
 
-    With SCALED, row i is multiplied by scale[i] in float32 and rounded once. NVSHMEM copies and cannot scale:
-    with both, the scaled rows go through `stage`, memory of this PE for [ROWS, D] of this call alone, which
-    must stay until `quiet`.
+    With SCALED, row i is multiplied by scale[i] in float32 and rounded once. Over NVSHMEM the rows go through
+    `stage`, [ROWS, D] for this call alone, which must stay until `quiet`. It is symmetric memory: a network
+    card reads only what is registered with it, which what torch allocates is not.
     Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
     """
-    STAGED: tl.constexpr = NVSHMEM and SCALED
-    if STAGED:
-        tl.static_assert(
-            stage_ptr is not None, "NVSHMEM cannot scale what it puts: give put_rows a stage_ptr"
-        )
     base = tl.load(peers_ptr + peer)
-    if NVSHMEM and not SCALED and base == 0:
-        for i in range(num_rows):
-            row = tl.load(row_ptr + i).to(tl.int64)
-            nvshmem_device.put_row(region_ptr + offset + i * D, source_ptr + row * D, D, peer)
-    else:
-        target_ptr = remote_pointer(region_ptr, peers_ptr, peer) + offset
-        if STAGED:
-            target_ptr = tl.where(base == 0, stage_ptr.to(tl.int64), target_ptr.to(tl.int64)).to(
-                region_ptr.dtype
-            )
-        i_row = tl.arange(0, ROWS)
-        m_row = i_row < num_rows
-        row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
+    target_ptr = remote_pointer(region_ptr, peers_ptr, peer) + offset
+    if NVSHMEM:
+        tl.static_assert(stage_ptr is not None, "NVSHMEM puts from symmetric memory: give it a stage_ptr")
+        if base == 0:
+            target_ptr = stage_ptr
+    i_row = tl.arange(0, ROWS)
+    m_row = i_row < num_rows
+    row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
+    if SCALED:
+        scale = tl.load(scale_ptr + i_row, mask=m_row, other=0.0).to(tl.float32)
+    for d in range(0, D, BLOCK):
+        i_d = d + tl.arange(0, BLOCK)
+        m = m_row[:, None] & (i_d < D)[None, :]
+        # [ROWS, BLOCK]
+        b_x = tl.load(source_ptr + row[:, None] * D + i_d[None, :], mask=m)
         if SCALED:
-            scale = tl.load(scale_ptr + i_row, mask=m_row, other=0.0).to(tl.float32)
-        for d in range(0, D, BLOCK):
-            i_d = d + tl.arange(0, BLOCK)
-            m = m_row[:, None] & (i_d < D)[None, :]
-            # [ROWS, BLOCK]
-            b_x = tl.load(source_ptr + row[:, None] * D + i_d[None, :], mask=m)
-            if SCALED:
-                b_x = (b_x.to(tl.float32) * scale[:, None]).to(region_ptr.dtype.element_ty)
-            tl.store(target_ptr + i_row[:, None].to(tl.int64) * D + i_d[None, :], b_x, mask=m)
-        if STAGED:
+            b_x = (b_x.to(tl.float32) * scale[:, None]).to(region_ptr.dtype.element_ty)
+        tl.store(target_ptr + i_row[:, None].to(tl.int64) * D + i_d[None, :], b_x, mask=m)
+    if NVSHMEM:
+        if base == 0:
             tl.debug_barrier()
-            if base == 0:
-                nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
+            nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
 
 
 @triton.jit
@@ -113,7 +103,10 @@ def fence(NVSHMEM: tl.constexpr):
 
 @triton.jit
 def put_row(target_ptr, source_ptr, num_elements, peer, NVSHMEM: tl.constexpr):
-    """Start copying one row to the same symmetric address on a peer that no pointer reaches."""
+    """Start copying one row to the same symmetric address on a peer that no pointer reaches.
+
+    source: symmetric memory of this PE, like put_rows' stage.
+    """
     if NVSHMEM:
         nvshmem_device.put_row(target_ptr, source_ptr, num_elements, peer)
 

@@ -9,6 +9,7 @@ Every PE has, in symmetric memory,
     results  [B, E, C, D]         what expert e made of the rows that this PE sent it
     returned [B, E, chunks]       word(epoch, 0): that chunk of results is here
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
+    stage    [2, W, L, C, D]      only where NVSHMEM carries rows: those sent, and results, on their way out
 
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
 3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts rows
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import device, runtime
+from lancet_kernels.kernels.nvshmem_launch import launch, small_kernel
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
 # use.words: the epoch, then one task counter for each launch of the use.
@@ -113,8 +115,11 @@ class Exchange:
         self.released = self._region("released", (banks, self.world))
         self._epoch = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self.report = torch.zeros(device.REPORT_WORDS.value, dtype=torch.int64, device=memory.device)
-        # Only kernels that must reach a peer without a pointer carry NVSHMEM's code.
-        self.nvshmem = bool((self.rows.peers == 0).any())
+        # On every PE or on none: also who is only sent rows over the network must take them in.
+        self.nvshmem = memory.far
+        self.stage = None
+        if self.nvshmem:
+            self.stage = self._region("stage", (2, self.world, local_experts, capacity, width), dtype)
         self._watched: tuple[Tensor, torch.cuda.Event] | None = None
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
@@ -166,9 +171,10 @@ class Exchange:
             self._send_release(use.words)
 
     def _send_release(self, words: Tensor) -> None:
-        release_kernel[(self.world,)](
+        launch(
+            release_kernel, (self.world,),
             words, self.released.local, self.released.peers, self.rank, self.world, self.banks,
-            NVSHMEM=self.nvshmem, num_warps=1,
+            NVSHMEM=self.nvshmem, **small_kernel(self.nvshmem),
         )  # fmt: skip
 
     def max_polls(self) -> int:

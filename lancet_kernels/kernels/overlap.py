@@ -25,6 +25,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.exchange import Exchange, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.nvshmem_launch import launch
 from lancet_kernels.kernels.overlap_checks import (
     check_activation,
     check_dense,
@@ -238,8 +239,8 @@ def moe_forward(
     hidden = x.new_empty(*shape, experts.hidden)
     pre = x.new_empty(*shape, experts.w1.shape[2])
     out = torch.empty_like(x)
-    launch = _Launch(exchange, use, routing, experts, config, dense, backward=False)
-    launch.run(
+    launches = _Launch(exchange, use, routing, experts, config, dense, backward=False)
+    launches.run(
         source=x, weight_in=experts.w1, bias_in=experts.b1, pre=pre, hidden=hidden,
         weight_out=experts.w2, bias_out=experts.b2, out=out,
     )  # fmt: skip
@@ -281,9 +282,9 @@ def moe_backward(
         torch.empty_like(experts.w2),
         None if experts.b2 is None else torch.empty_like(experts.b2),
     )
-    launch = _Launch(backward, use, routing, experts, config, dense, backward=True)
-    launch.run(
-        source=dy, dy=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
+    launches = _Launch(backward, use, routing, experts, config, dense, backward=True)
+    launches.run(
+        source=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
         earlier=saved.use, forward_banks=forward.banks, saved_rows=forward.rows.local,
         saved_hidden=saved.hidden, dweight_in=gradients.dw2, dbias_in=gradients.db2,
         dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx,
@@ -302,8 +303,6 @@ class _Launch:
         self.hidden, self.width_in = experts.hidden, experts.w1.shape[2]
 
     def run(self, *, out: Tensor, **tensors: Tensor | Use | int | None) -> None:
-        if self.backward and self.exchange.nvshmem:
-            tensors |= scaled_rows(tensors["source"], self.routing, tensors.pop("scale"))
         self.problems = dense_table(self.dense, self.exchange.memory.device) if self.dense else None
         gemm, exchange = self.config.gemm, self.exchange
         tiles = {
@@ -347,18 +346,16 @@ class _Launch:
         earlier = given.get("earlier") or self.use
         words = exchange.report if self.problems is None else self.problems
         tma = config.tma and self._fit_tma(tensors.values())
-        stage = nothing
-        if exchange.nvshmem and shape.tiles_out:
-            stage = torch.empty_like(exchange.rows.local[0])
+        put_stage, stage = (nothing, nothing) if exchange.stage is None else exchange.stage.local
         if tma:
             runtime.provide_scratch()
-        overlap_kernel[(config.programs,)](
+        launch(
+            overlap_kernel, (config.programs,),
             tasks, tasks.shape[0], self.use.words, self.use.next_counter(), earlier.words, exchange.report,
             exchange.rank, exchange.max_polls(),
             exchange.world, exchange.local_experts, exchange.capacity, exchange.width, self.hidden,
             self.width_in, exchange.chunks, routing.expert.shape[0], routing.expert.shape[1],
-            get("source"), tensors.get("token", routing.token), tensors.get("scale", routing.weight),
-            routing.count,
+            get("source"), routing.token, tensors.get("scale", routing.weight), routing.count, put_stage,
             exchange.rows.local, exchange.rows.peers, exchange.arrived.local, exchange.arrived.peers,
             exchange.released.local, exchange.results.local, exchange.results.peers,
             exchange.returned.local, exchange.returned.peers,
@@ -366,12 +363,13 @@ class _Launch:
             stage, self.use.ready, self.use.done,
             get("saved_rows"), get("saved_hidden"), get("dweight_in"), get("dbias_in"), get("dweight_out"),
             get("dbias_out"),
-            get("out"), routing.expert, routing.slot, routing.weight, get("dy"), get("saved_results"),
+            get("out"), routing.expert, routing.slot, routing.weight, get("saved_results"),
             tensors.get("dweight", routing.weight), words,
             HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
-            HAS_WGRAD=bool(shape.wgrads), HAS_REDUCE=shape.reduce_blocks > 0,
-            HAS_DWEIGHT=shape.dweight_blocks > 0,
-            DENSE_KINDS=sum({1 << DENSE_KINDS[problem.kind] for problem in self.dense}) if shape.dense else 0,
+            # Not by how many tokens there are: none today must not mean another variant of the kernel.
+            HAS_WGRAD=bool(shape.wgrads), HAS_REDUCE=shape.tiles_out > 0,
+            HAS_DWEIGHT=self.backward and shape.put,
+            DENSE_KINDS=dense_kinds(self.dense) if shape.dense else 0,
             BACKWARD=self.backward, ACT=self.experts.activation, HAS_BIAS=self.experts.b1 is not None,
             SAVE_PRE=True, SCALED="scale" in given, WEIGHTED=not self.backward, BANKS=exchange.banks,
             EARLIER_BANKS=given.get("forward_banks", exchange.banks),
@@ -398,6 +396,12 @@ def device_tasks(shape: LaunchShape, device: torch.device) -> Tensor:
     return torch.from_numpy(build_tasks(shape)).to(device)
 
 
+def dense_kinds(problems: Sequence[DenseGemm]) -> int:
+    """The kernel's DENSE_KINDS: none, weight gradients ("tn") only, or all, so that variants stay few."""
+    kinds = {problem.kind for problem in problems}
+    return sum(1 << DENSE_KINDS[kind] for kind in (DENSE_KINDS if kinds - {"tn"} else kinds))
+
+
 def dense_table(problems: Sequence[DenseGemm], device: torch.device) -> Tensor:
     """int64 [problems, 8]: the rows of the kernel's table.
 
@@ -407,20 +411,6 @@ def dense_table(problems: Sequence[DenseGemm], device: torch.device) -> Tensor:
     for i, problem in enumerate(problems):
         write_dense_row_kernel[(1,)](table[i], *problem.row(), num_warps=1)
     return table
-
-
-def scaled_rows(source: Tensor, routing: Routing, scale: Tensor) -> dict[str, Tensor]:
-    """The rows of `source` by slot, each times its scale in float32 and rounded once, as the puts would do.
-
-    For exchanges that put through NVSHMEM, which copies rows as they are. -> source [E * C, D], token [E, C].
-    Beyond the count of an expert rows mean nothing.
-    """
-    token = routing.token.long().clamp(0, max(source.shape[0] - 1, 0))
-    rows = source.new_zeros(*token.shape, source.shape[1])
-    if source.shape[0]:
-        rows = (source[token].float() * scale[..., None]).to(source.dtype)
-    slots = torch.arange(token.numel(), dtype=torch.int32, device=source.device)
-    return {"source": rows.flatten(0, 1), "token": slots.view_as(token)}
 
 
 def check_pass(

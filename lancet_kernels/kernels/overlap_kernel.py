@@ -93,7 +93,7 @@ def overlap_kernel(
     tasks_ptr, num_tasks, use_ptr, counter, earlier_use_ptr, report_ptr, rank, max_polls,
     W, L, C, D, F, H, chunks, T, K,
     # Dispatch: rows of source by slot, and how many go to each expert.
-    source_ptr, token_ptr, scale_ptr, count_ptr,
+    source_ptr, token_ptr, scale_ptr, count_ptr, put_stage_ptr,
     # Symmetric regions and their peers.
     rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
     results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
@@ -103,7 +103,7 @@ def overlap_kernel(
     # Weight gradients.
     saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     # Combine and the gradient of its weights, and independent GEMMs.
-    out_ptr, expert_ptr, slot_ptr, weight_ptr, dy_ptr, saved_results_ptr, dweight_ptr, problems_ptr,
+    out_ptr, expert_ptr, slot_ptr, weight_ptr, saved_results_ptr, dweight_ptr, problems_ptr,
     HAS_PUT: tl.constexpr, HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, HAS_WGRAD: tl.constexpr,
     HAS_REDUCE: tl.constexpr, HAS_DWEIGHT: tl.constexpr, DENSE_KINDS: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -138,13 +138,14 @@ def overlap_kernel(
             if kind == PUT:
                 bodies.put_chunk(
                     a, local, epoch, rank, W, L, C, D, chunks, source_ptr, token_ptr, scale_ptr, count_ptr,
-                    rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, max_polls,
-                    report_ptr, BANKS, SCALED, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK,
+                    put_stage_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
+                    max_polls, report_ptr, BANKS, SCALED, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK,
                 )  # fmt: skip
         if HAS_IN:
             if kind == TILE_IN:
                 count = bodies.wait_rows(
-                    a, local, m, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, TMA, BANKS, BM
+                    a, local, m, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, NVSHMEM, TMA,
+                    BANKS, BM,
                 )  # fmt: skip
                 if m * BM < count:
                     segment = (a * L + local).to(tl.int64) * C
@@ -162,7 +163,7 @@ def overlap_kernel(
         if HAS_OUT:
             if kind == TILE_OUT:
                 count = bodies.wait_rows(
-                    a, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, False,
+                    a, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, False, False,
                     BANKS, BM,
                 )  # fmt: skip
                 hidden_is_here = sound & (m * BM < count)
@@ -224,13 +225,16 @@ def overlap_kernel(
             if kind == DWEIGHT:
                 earlier = tl.load(earlier_use_ptr) % EARLIER_BANKS
                 bodies.dweight_block(
-                    a, W, L, C, D, T, K, dy_ptr, saved_results_ptr + earlier * W * L * C * D, expert_ptr,
+                    a, W, L, C, D, T, K, source_ptr, saved_results_ptr + earlier * W * L * C * D, expert_ptr,
                     slot_ptr, dweight_ptr, BT, BD,
                 )  # fmt: skip
         if HAS_REDUCE:
             if kind == REDUCE:
                 bodies.reduce_block(
                     a, epoch, rank, W, L, C, D, chunks, T, K, results_ptr, returned_ptr, expert_ptr, slot_ptr,
-                    weight_ptr, out_ptr, max_polls, report_ptr, WEIGHTED, BANKS, BM, BT, BD,
+                    weight_ptr, out_ptr, max_polls, report_ptr, WEIGHTED, NVSHMEM, BANKS, BM, BT, BD,
                 )  # fmt: skip
         i = tl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu")
+    if HAS_PUT:
+        # The network may still read the stage, which is the next launch's, too.
+        device.quiet(NVSHMEM)

@@ -1,4 +1,4 @@
-"""Which variants of the fused kernel must compile? Every combination of stages that the launchers use."""
+"""Which variants of the fused kernel and its helpers must compile? Every one that the launchers use."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
+from lancet_kernels.kernels.exchange import release_kernel
+from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap import most_registers, overlap_tile
-from lancet_kernels.kernels.overlap_kernel import overlap_kernel
+from lancet_kernels.kernels.overlap_kernel import overlap_kernel, write_dense_row_kernel
 from lancet_kernels.kernels.specimen import Specimen
 
 # Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
@@ -22,39 +24,87 @@ _WORDS = "use earlier_use report count arrived released returned ready done expe
 _TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
 _TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned")}
 _STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE", "HAS_DWEIGHT")
-# What is fused -> (stages in the launch, kinds of independent GEMMs, backward).
+# What is fused -> (stages in the launch, backward); one launch per direction, or its two halves.
 _FUSED = {
-    "forward": (("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_REDUCE"), 0, False),
-    "backward": (_STAGES, 0, True),
-    "dispatch+gemm": (("HAS_PUT", "HAS_IN"), 0, False),
-    "gemm+combine": (("HAS_OUT", "HAS_REDUCE"), 0, False),
-    "dispatch+dense": (("HAS_PUT",), 7, False),
-    "backward+dw": (_STAGES, 4, True),
+    "forward": (("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_REDUCE"), False),
+    "backward": (_STAGES, True),
+    "dispatch+gemm": (("HAS_PUT", "HAS_IN"), False),
+    "gemm+combine": (("HAS_OUT", "HAS_REDUCE"), False),
+    "backward dispatch+gemm": (("HAS_PUT", "HAS_IN", "HAS_DWEIGHT"), True),
+    "backward gemm+combine": (("HAS_OUT", "HAS_WGRAD", "HAS_REDUCE"), True),
 }
+# Independent GEMMs that ride along: what `overlap.dense_kinds` gives.
+_DENSE = {"": 0, "+dw": 4, "+dense": 7}
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def specimens(arch: int) -> Iterator[Specimen]:
-    """The fused kernel in every combination that the launchers use, at the default tile of `arch`."""
-    for fused, activation, dtype in (
-        *((name, "gelu", torch.bfloat16) for name in _FUSED),
-        *((name, "swiglu", torch.bfloat16) for name in ("forward", "backward")),
-        *((name, "gelu", torch.float16) for name in ("forward", "backward")),
-        *((name, "gelu", torch.float32) for name in ("forward", "backward")),
-    ):
-        yield _specimen(fused, activation, dtype, arch, nvshmem=False)
-    if arch < 100:
-        yield from (_specimen(name, "gelu", torch.bfloat16, arch, nvshmem=True) for name in _FUSED)
+    """Every combination that the launchers use, at the default tile of `arch`.
+
+    Every combination of stages over both transports with GELU in bfloat16; every activation, type and lack of
+    biases in both directions.
+    """
+    for nvshmem in (False, True):
+        for fused in _FUSED:
+            for dense in _DENSE if "HAS_PUT" in _FUSED[fused][0] else ("",):
+                yield _specimen(fused, dense, arch, nvshmem=nvshmem)
+    for fused in ("forward", "backward"):
+        yield _specimen(fused, "", arch, bias=False)
+        yield _specimen(fused, "", arch, activation="silu")
+        yield _specimen(fused, "", arch, activation="swiglu")
+        yield _specimen(fused, "", arch, dtype=torch.float16)
+        yield _specimen(fused, "", arch, dtype=torch.float32)
+    yield _write_dense_row()
+    yield from (_release(nvshmem) for nvshmem in (False, True))
 
 
-def _specimen(fused: str, activation: str, dtype: torch.dtype, arch: int, *, nvshmem: bool) -> Specimen:
-    stages, dense, backward = _FUSED[fused]
-    short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
+def _write_dense_row() -> Specimen:
+    return Specimen(
+        name="write_dense_row",
+        config="pointers above 2^31",
+        kernel=write_dense_row_kernel,
+        signature={
+            "row_ptr": "*i64", "kind": "i32", **dict.fromkeys("abc", "i64"), **dict.fromkeys("MNK", "i32")
+        },
+        constexprs={},
+        aligned=("row_ptr",),
+        num_warps=1,
+    )  # fmt: skip
+
+
+def _release(nvshmem: bool) -> Specimen:
+    pointers = ("use_ptr", "released_ptr", "released_peers_ptr")
+    return Specimen(
+        name="release",
+        config="nvshmem" if nvshmem else "pointers",
+        kernel=release_kernel,
+        signature=dict.fromkeys(pointers, "*i64") | dict.fromkeys(("rank", "world", "banks"), "i32"),
+        constexprs={"NVSHMEM": nvshmem},
+        aligned=pointers,
+        num_warps=small_kernel(nvshmem)["num_warps"],
+        options={name: n for name, n in small_kernel(nvshmem).items() if name != "num_warps"},
+        nvshmem=nvshmem,
+    )
+
+
+def _specimen(
+    fused: str,
+    riders: str,
+    arch: int,
+    *,
+    activation: str = "gelu",
+    dtype: torch.dtype = torch.bfloat16,
+    bias: bool = True,
+    nvshmem: bool = False,
+) -> Specimen:
+    stages, backward = _FUSED[fused]
+    short = _SHORT[dtype]
     tile = overlap_tile(activation, dtype, arch)
     tma = arch >= 90 and dtype.itemsize == 2
     constexprs = dict.fromkeys(_STAGES, False) | dict.fromkeys(stages, True)
     constexprs |= {
-        "DENSE_KINDS": dense, "BACKWARD": backward, "ACT": activation, "HAS_BIAS": True, "SAVE_PRE": True,
-        "SCALED": backward and not nvshmem, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
+        "DENSE_KINDS": _DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
+        "SAVE_PRE": True, "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
         "NVSHMEM": nvshmem, "UPCAST": False, "TMA": tma,
         "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k,
         "PUT_ROWS": 8, "PUT_BLOCK": 512, "BT": 8, "BD": 256,
@@ -62,10 +112,10 @@ def _specimen(fused: str, activation: str, dtype: torch.dtype, arch: int, *, nvs
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
     signature = {name: _TYPES.get(name, f"*{short}") for name in arguments}
     pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
-    transport = " nvshmem" if nvshmem else ""
+    more = ("" if bias else " no bias") + (" nvshmem" if nvshmem else "")
     return Specimen(
         name="overlap",
-        config=f"{fused} {activation} {short} {tile}{transport}",
+        config=f"{fused}{riders} {activation} {short} {tile}{more}",
         kernel=overlap_kernel,
         signature=signature,
         constexprs=constexprs,

@@ -22,14 +22,15 @@ WAIT_RESULTS = tl.constexpr(3)
 def put_chunk(
     expert, chunk, epoch, rank, W, L, C, D, chunks,
     source_ptr, token_ptr, scale_ptr, count_ptr,
-    rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
+    stage_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
     max_polls, report_ptr,
     BANKS: tl.constexpr, SCALED: tl.constexpr, NVSHMEM: tl.constexpr,
     BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """PUT: send one chunk of the rows that go to `expert`, then signal it with their count.
 
-    source [T, D]; token int32 [E, C], which row of source sits in each slot; scale float32 [E, C].
+    source [T, D]; token int32 [E, C], which row of source sits in each slot; scale float32 [E, C]; stage
+    [E, C, D], symmetric memory through which rows go where no pointer reaches.
     The first chunk is always signalled, because it carries the count; an empty later one never. Into a bank
     that the peer has not released in time nothing is put. A count above C, which no gate gives, counts as C.
     Example: BM = 4, count = 6: chunk 0 sends slots 0..3, chunk 1 slots 4..5, chunk 2 nothing.
@@ -52,7 +53,7 @@ def put_chunk(
                 device.put_rows(
                     rows_ptr, rows_peers_ptr, peer, (segment * C + start + r) * D,
                     source_ptr, token_ptr + slot + r, scale_ptr + slot + r, tl.minimum(end - r, ROWS), D,
-                    SCALED, NVSHMEM, ROWS, BLOCK,
+                    SCALED, NVSHMEM, ROWS, BLOCK, stage_ptr + (slot + r) * D,
                 )  # fmt: skip
             word = device.word(epoch, count)
             device.put_signal(arrived_ptr, arrived_peers_ptr, peer, segment * chunks + chunk, word, NVSHMEM)
@@ -61,20 +62,24 @@ def put_chunk(
 @triton.jit
 def wait_rows(
     source, local, m, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr,
-    TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr,
+    NVSHMEM: tl.constexpr, TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
     """Wait until chunk m of the source's rows for expert `local` is here. -> how many rows come in all.
+
+    NVSHMEM, TMA: how the rows may have come, and how they will be read; both False for the count alone.
 
     -1 if they did not come in time: then the caller does nothing and signals nothing, so that whoever waits
     for what it would have made runs out of time too, instead of taking what is not there.
     """
     index = (((epoch % BANKS) * W + source) * L + local) * chunks
     word = device.word(epoch, tl.full((), 0, tl.int64))
-    seen = device.wait(arrived_ptr + index, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index)
+    seen = device.wait(
+        arrived_ptr + index, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index, NVSHMEM
+    )
     count = tl.where(seen >= word, device.low_word(seen), -1)
     if (m > 0) & (m * BM < count):
         seen = device.wait(
-            arrived_ptr + index + m, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index + m
+            arrived_ptr + index + m, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index + m, NVSHMEM
         )
         count = tl.where(seen >= word, count, -1)
     device.fence_tma(TMA)
@@ -108,7 +113,7 @@ def return_tile(
     stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """TILE_OUT is stored at the peer (or staged here, where no pointer reaches it): the last one signals.
+    """TILE_OUT is stored at the peer, or in stage [W, L, C, D] where no pointer reaches it: the last signals.
 
     The programs that stored the other tiles of the chunk published them by the counter (release), the last
     one takes them in (acquire) and publishes all of them with the signal: release is cumulative.
@@ -116,14 +121,18 @@ def return_tile(
     bank = epoch % BANKS
     segment = source * L + local
     expert = rank * L + local
-    if NVSHMEM and tl.load(results_peers_ptr + source) == 0:
-        tl.debug_barrier()
-        staged = (segment.to(tl.int64) * C + m * BM) * D + n * BN
-        target = ((bank * W * L + expert) * C + m * BM) * D + n * BN
-        width = tl.minimum(D - n * BN, BN)
-        for r in range(tl.minimum(count - m * BM, BM)):
-            device.put_row(results_ptr + target + r * D, stage_ptr + staged + r * D, width, source, NVSHMEM)
-    device.quiet(NVSHMEM)
+    tl.debug_barrier()
+    if NVSHMEM:
+        if tl.load(results_peers_ptr + source) == 0:
+            staged = (segment.to(tl.int64) * C + m * BM) * D + n * BN
+            target = ((bank * W * L + expert) * C + m * BM) * D + n * BN
+            width = tl.minimum(D - n * BN, BN)
+            for r in range(tl.minimum(count - m * BM, BM)):
+                device.put_row(
+                    results_ptr + target + r * D, stage_ptr + staged + r * D, width, source, NVSHMEM
+                )
+            # Not a fence: the program that signals may be another one.
+            device.quiet(NVSHMEM)
     done = tl.atomic_add(done_ptr + segment * chunks + m, 1, sem="acq_rel", scope="gpu")
     if done == tiles - 1:
         word = device.word(epoch, tl.full((), 0, tl.int64))
@@ -138,14 +147,16 @@ def wait_expert(
 ):  # fmt: skip
     """Wait until the first GEMM of all rows of expert `local`, of all sources, is done (for its dW).
 
-    -> whether it is; False also if the rows of a source did not come.
+    -> whether it is; False also if the rows of a source did not come. Whoever finished the first GEMM has
+    taken in what the network wrote, and published it.
     """
     expected = tl.full((), 0, tl.int64)
     missing = tl.full((), 0, tl.int32)
     for source in range(W):
         count = wait_rows(
-            source, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, False, BANKS, BM
-        )
+            source, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr,
+            False, False, BANKS, BM,
+        )  # fmt: skip
         missing += (count < 0).to(tl.int32)
         expected += tl.cdiv(tl.maximum(count, 0), BM) * tiles
     index = W * L * chunks + local
@@ -173,7 +184,8 @@ def poison_wgrad(
 def reduce_block(
     block, epoch, rank, W, L, C, D, chunks, T, K,
     results_ptr, returned_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr, max_polls, report_ptr,
-    WEIGHTED: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    WEIGHTED: tl.constexpr, NVSHMEM: tl.constexpr, BANKS: tl.constexpr,
+    BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """REDUCE: out[t] = sum over k, in order, of weight[t, k] * results[expert[t, k], slot[t, k]], float32.
 
@@ -189,7 +201,7 @@ def reduce_block(
         index = (bank * W * L + expert) * chunks + slot // BM
         device.wait_all(
             returned_ptr + index, m_t & (slot < C), word, max_polls, report_ptr, rank, expert // L,
-            WAIT_RESULTS, index, BT,
+            WAIT_RESULTS, index, BT, NVSHMEM,
         )  # fmt: skip
     poison = tl.where(device.failed(report_ptr), float("nan"), 0.0)
     for d in range(0, D, BD):

@@ -58,10 +58,12 @@ class SymmetricMemory(ABC):
         rank, world: this PE's number, and how many there are.
         device: where the regions are.
         reason: why this maker, in words.
+        far: has any PE a peer that no pointer reaches? The same on every PE; known with the first region.
     """
 
     def __init__(self, rank: int, world: int, device: torch.device, reason: str):
         self.rank, self.world, self.device, self.reason = rank, world, device, reason
+        self.far = False
         self._regions: dict[str, Region] = {}
         self._open = True
 

@@ -164,12 +164,14 @@ class NvshmemMemory(SymmetricMemory):
         self._raw.append(raw)
         raw.zero_()
         torch.cuda.synchronize(self.device)
-        # Nobody puts before all have zeroed.
-        self._meetings.meet(f"{request}: zero")
-        return raw, [
+        addresses = [
             self._bindings.ptr(raw.data_ptr(), peer) if usable else 0
             for peer, usable in enumerate(self._pointer_ok)
         ]
+        # Nobody puts before all have zeroed.
+        far = self._meetings.meet(f"{request}: zero", "" if all(addresses) else "far")
+        self.far = any(far)
+        return raw, addresses
 
     def _free(self, together: bool) -> None:
         raw, self._raw = self._raw, []
@@ -206,7 +208,7 @@ def init_module(kernel: Any) -> bool:
         init_module(kernel)
         put_kernel[(1,)](*arguments, NVSHMEM=True, extern_libs=libraries)
     """
-    if LINKED_SYMBOL not in kernel.asm["ptx"] or kernel in _initialised:
+    if kernel in _initialised or LINKED_SYMBOL not in kernel.asm["ptx"]:
         return False
     if not NvshmemMemory._started:
         raise UserError(

@@ -176,7 +176,7 @@ def on_the_stand_in(gpus: list[str], far: list[int]) -> dict:
             again = NvshmemMemory(device="cpu", timeout_s=10)
             again.close()
         nvshmem._finalize(core)
-        return {"calls": core.calls, "peers": peers, "reason": memory.reason}
+        return {"calls": core.calls, "peers": peers, "reason": memory.reason, "far": memory.far}
     except UserError as error:
         return {"error": str(error)}
     finally:
@@ -194,11 +194,13 @@ def test_order_of_calls(pool):
         ]  # fmt: skip
         assert result["peers"] == [4096 * (peer - rank) for peer in range(2)]
         assert result["reason"] == "nvshmem: 2 GPUs, NVSHMEM 3.8.0, pointers to 2 of them at most"
+        assert not result["far"]
 
 
 def test_no_pointer_where_signals_cannot_go(pool):
     for result in pool.run(on_the_stand_in, ["GPU-a", "GPU-b", "GPU-c", "GPU-d"], [2], ranks=4):
         assert [peer is None for peer in result["peers"]] == [False, False, True, False]
+        assert result["far"]
 
 
 def test_two_ranks_on_one_gpu(pool):
@@ -238,12 +240,13 @@ def test_init_module_once_and_only_where_it_is_used(monkeypatch):
 
 
 @triton.jit
-def put_to_itself(rows_ptr, peers_ptr, signals_ptr, source_ptr, order_ptr, pe, num_rows, word, D,
+def put_to_itself(rows_ptr, peers_ptr, signals_ptr, source_ptr, order_ptr, stage_ptr, pe, num_rows, word, D,
                   NVSHMEM: tl.constexpr):  # fmt: skip
     """Put rows and a signal through a table of zeros, so that NVSHMEM's functions carry them."""
     shmem.put_rows(
-        rows_ptr, peers_ptr, pe, 0, source_ptr, order_ptr, order_ptr, num_rows, D, False, NVSHMEM, 4, 16
-    )
+        rows_ptr, peers_ptr, pe, 0, source_ptr, order_ptr, order_ptr, num_rows, D, False, NVSHMEM, 4, 16,
+        stage_ptr,
+    )  # fmt: skip
     shmem.put_signal(signals_ptr, peers_ptr, pe, 0, word, NVSHMEM)
 
 
@@ -256,12 +259,13 @@ def test_one_pe():
     libraries = (("libnvshmem_device", core.find_device_bitcode_library()),)
     with NvshmemMemory(timeout_s=30) as memory:
         rows, signals = memory.allocate("rows", (4, 32), torch.float32), memory.signals("signals", 2)
+        stage = memory.allocate("stage", (4, 32), torch.float32)
         assert rows.peers.tolist() == [rows.local.data_ptr()]
         assert not rows.local.any()
         source = torch.randn(8, 32, device=memory.device)
         order = torch.tensor([7, 0, 3], dtype=torch.int32, device=memory.device)
         nowhere = torch.zeros(1, dtype=torch.int64, device=memory.device)
-        arguments = (rows.local, nowhere, signals.local, source, order, 0, 3, 1 << 33 | 3, 32)
+        arguments = (rows.local, nowhere, signals.local, source, order, stage.local, 0, 3, 1 << 33 | 3, 32)
         kernel = put_to_itself.warmup(*arguments, grid=(1,), NVSHMEM=True, extern_libs=libraries)
         assert init_module(kernel)
         put_to_itself[(1,)](*arguments, NVSHMEM=True, extern_libs=libraries)

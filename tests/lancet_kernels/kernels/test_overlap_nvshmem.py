@@ -1,0 +1,219 @@
+"""Launches with NVSHMEM: all that is needed is given to them, and over an emulated network no bit changes."""
+
+import re
+from dataclasses import fields, replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lancet_kernels.kernels import exchange, nvshmem_launch, overlap, runtime
+from lancet_kernels.kernels.compile import all_specimens
+from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.nvshmem_launch import launch
+from lancet_kernels.kernels.overlap import DenseGemm, ExpertGradients, OverlapConfig
+from lancet_kernels.kernels.overlap_specimens import specimens
+from lancet_kernels.symmetric import virtual_memories
+from tests.lancet_kernels.kernels.emulated_network import FarMemory, network
+from tests.lancet_kernels.kernels.overlap_cases import Case
+from tests.lancet_kernels.kernels.overlap_ranks import (
+    GuardedMemory,
+    Layer,
+    check_results,
+    check_rows,
+    make_layer,
+    poisoned_buffers,
+    same_bits,
+)
+
+FP16, BF16 = torch.float16, torch.bfloat16
+
+# ---- rows over a network that is late
+
+
+def far_and_near_on_rank(case: Case, options: dict) -> SimpleNamespace:
+    """The same two passes over the network and over pointers -> how often the network was used."""
+    with GuardedMemory(timeout_s=30) as memory, FarMemory(timeout_s=30) as far_memory:
+        with poisoned_buffers():
+            near = make_layer(memory, "near", case, **options)
+            expected = pass_of(near)
+        with poisoned_buffers(), network(far_memory) as wires:
+            far = make_layer(far_memory, "far", case, **options)
+            for way in (far.forward, far.backward):
+                way.stage.local.fill_(float("nan"))
+            found = pass_of(far)
+        check_rows(far)
+        check_results(far, near)
+        for name, value in expected.items():
+            assert same_bits(found[name], value), f"{case}: {name} differs over the network"
+        far_memory.check_guards()
+        memory.barrier()
+        return wires.counts
+
+
+def pass_of(layer: Layer) -> dict[str, torch.Tensor | None]:
+    out, saved = layer.run_forward()
+    gradients = layer.run_backward(saved)
+    layer.check()
+    return {"out": out} | {each.name: getattr(gradients, each.name) for each in fields(ExpertGradients)}
+
+
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (Case(), {}),
+        (Case(tokens=35, capacity=35, local=1, choices=1, dtype=FP16, width=40), {"split": True}),
+        (Case(dtype=BF16, bias=False, choose="few", uneven=True), {}),
+    ],
+    ids=str,
+)
+def test_the_network_changes_no_bit(pool, case, options):
+    for counts in pool.run(far_and_near_on_rank, case, options):
+        assert min(counts.signals, counts.acquired, counts.quiet) > 0
+        assert counts.puts > 0
+
+
+# ---- what a launch is given
+
+
+class Kernel:
+    """Notes how it is warmed up and launched."""
+
+    def __init__(self):
+        self.calls = []
+
+    def warmup(self, *arguments, grid, **options):
+        self.calls.append(("warmup", arguments, grid, options))
+        return "compiled"
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.calls.append(("run", arguments, grid, options))
+
+
+def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
+    kernel, libraries = Kernel(), (("libnvshmem_device", "/a.bc"),)
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device - 1))
+    monkeypatch.setattr(nvshmem_launch.nvshmem_bitcode, "extern_libs", lambda a: asked.append(a) or libraries)
+    monkeypatch.setattr(nvshmem_launch, "init_module", lambda made: kernel.calls.append(("init", made)))
+    nvshmem_launch._libraries.cache_clear()
+    try:
+        launch(kernel, (3,), 1, 2, NVSHMEM=True, num_warps=4)
+        launch(kernel, (3,), 1, 2, NVSHMEM=False, num_warps=4)
+    finally:
+        nvshmem_launch._libraries.cache_clear()
+    options = {"NVSHMEM": True, "num_warps": 4, "extern_libs": libraries}
+    assert kernel.calls == [
+        ("warmup", (1, 2), (3,), options),
+        ("init", "compiled"),
+        ("run", (1, 2), (3,), options),
+        ("run", (1, 2), (3,), {"NVSHMEM": False, "num_warps": 4}),
+    ]
+    assert asked == [90]
+
+
+# ---- every launch is a specimen
+
+
+# Beside what the specimens combine in every way, these vary one by one, in whole passes.
+ONE_BY_ONE = ("ACT", "HAS_BIAS", "dtype", "BM", "BN", "BK", "TMA", "num_warps", "num_stages")
+
+
+def launches_of(case: Case, kinds: tuple[str, ...], arch: int, *, split: bool, far: bool) -> list[dict]:
+    """The launch options of a pass forward and backward, at the default tile of `arch`; nothing is run."""
+    seen = []
+
+    def note(kernel, grid, *arguments, **options):
+        names = [name for name in overlap.overlap_kernel.arg_names if name not in options]
+        if kernel is overlap.overlap_kernel:
+            assert len(arguments) == len(names)
+            seen.append(options | {"dtype": case.dtype})
+        else:
+            assert kernel is exchange.release_kernel
+            assert options == {"NVSHMEM": far, **nvshmem_launch.small_kernel(far)}
+
+    (memory,) = virtual_memories(1)
+    memory.far = far
+    config = OverlapConfig(overlap.overlap_tile(case.activation, case.dtype, arch), split=split, tma=True)
+    sizes = {"local_experts": 2, "capacity": 9, "width": case.width, "dtype": case.dtype}
+    sizes["chunk_rows"] = config.gemm.block_m
+    patch = pytest.MonkeyPatch()
+    with patch.context() as m:
+        m.setattr(overlap, "launch", note)
+        m.setattr(exchange, "launch", note)
+        m.setattr(runtime, "needs_upcast", lambda dtype: False)
+        ways = [Exchange(memory, way, **sizes) for way in ("forward", "backward")]
+        layer = Layer(replace(case, world=1), 0, *ways, config)
+        layer.dense = [_dense(kind, case.dtype) for kind in kinds]
+        layer.run()
+    return seen
+
+
+def _dense(kind: str, dtype: torch.dtype) -> DenseGemm:
+    return DenseGemm(kind, *(torch.zeros(16, 16, dtype=dtype) for _ in "abc"))
+
+
+def key_of(options: dict, without: tuple[str, ...]) -> tuple:
+    return tuple(sorted((name, str(value)) for name, value in options.items() if name not in without))
+
+
+def specimen_options(arch: int) -> list[dict]:
+    names = {"bf16": BF16, "fp16": FP16, "fp32": torch.float32}
+    found = []
+    for specimen in specimens(arch):
+        if specimen.name == "overlap":
+            launched = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages}
+            dtype = names[specimen.signature["rows_ptr"].removeprefix("*")]
+            assert not specimen.options
+            found.append(specimen.constexprs | launched | {"dtype": dtype})
+    return found
+
+
+SMALL = Case(world=1, local=2, tokens=3, choices=1, width=16, hidden=16, dtype=BF16)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_every_launch_is_a_specimen(arch):
+    """Stages, riders and transports in every combination; the rest one by one, for launches of whole passes.
+
+    Specimens are compiled elsewhere (`test_compile.py`); none of them is of a launch that nobody makes.
+    """
+    made = specimen_options(arch)
+    tma = {"TMA": arch >= 90}
+    combined = {key_of(options, ()) for options in made}
+    launched = set()
+    kinds = ((), ("tn",), ("tn", "tn"), ("nn",), ("nt", "tn"), ("nn", "nt", "tn"))
+    for riders, split, far in product(kinds, (False, True), (False, True)):
+        for tokens in (0, 3):
+            case = replace(SMALL, tokens=tokens)
+            for options in launches_of(case, riders, arch, split=split, far=far):
+                key = key_of(options | tma, ())
+                assert key in combined, f"no specimen for {options}"
+                launched.add(key)
+    changes = [{"bias": False}, {"activation": "silu"}, {"activation": "swiglu"}]
+    changes += [{"dtype": FP16}, {"dtype": torch.float32}]
+    for change in changes:
+        case = replace(SMALL, **change)
+        for options in launches_of(case, (), arch, split=False, far=False):
+            key = key_of(options | {"TMA": tma["TMA"] and case.dtype.itemsize == 2}, ())
+            assert key in combined, f"no specimen for {options}"
+            launched.add(key)
+        # In other combinations of these there is no other code; only what they are combined with.
+        for options in launches_of(case, ("tn",), arch, split=True, far=True):
+            assert key_of(options, ONE_BY_ONE) in {key_of(other, ONE_BY_ONE) for other in made}
+    assert launched == combined
+
+
+def test_every_kernel_that_is_launched_has_a_specimen():
+    """By the text of the modules: name[grid](...), or launch(name, ...)."""
+    declared = {specimen.kernel.__name__ for _, specimen in all_specimens(90)}
+    folder = nvshmem_launch.__spec__.origin.rpartition("/")[0]
+    launched = set()
+    for path in Path(folder).glob("*.py"):
+        launched |= set(re.findall(r"\b(\w*kernel)\[|\blaunch\(\s*(\w*_kernel),", path.read_text()))
+    names = {a or b for a, b in launched} - {"kernel"}
+    assert {"overlap_kernel", "release_kernel", "write_dense_row_kernel"} <= names
+    assert names <= declared, f"without a specimen: {sorted(names - declared)}"
