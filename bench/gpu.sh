@@ -14,7 +14,7 @@ measure_s=${MEASURE_S:-190} # and then for measurements: what does not fit is li
 import importlib.util, shutil, sys
 lacks = [name for name in ("torch", "triton", "pytest", "numpy") if importlib.util.find_spec(name) is None]
 if lacks:
-    sys.exit(f"make gpu: {sys.executable} lacks {', '.join(lacks)}; choose another with PYTHON=...") or 2
+    sys.exit(f"make gpu: {sys.executable} lacks {', '.join(lacks)}; choose another with PYTHON=...")
 import torch
 if not torch.cuda.is_available():
     sys.exit(f"make gpu: no CUDA device that torch {torch.__version__} can use")

@@ -1,7 +1,7 @@
 """Measures the kernels on a GPU, writes one JSON file, prints a table. `make gpu` runs it after the tests.
 
     python bench/gpu_measure.py --out bench/results/gpu.json      on a GPU
-    python bench/gpu_measure.py --smoke --out smoke.json          the same code, tiny sizes, in the interpreter
+    python bench/gpu_measure.py --smoke --out smoke.json          tiny sizes in the interpreter, any machine
 
 Exit code 0: everything was measured, 1: something was not (the JSON says what and why), 2: no GPU.
 """
@@ -109,7 +109,7 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
             f"put, {sizes.name}, {pes} PEs", lambda: measure_put(clock, make(), few, warmup), lambda: None
         )
 
-    # The whole MoE layer and one gpt2-s-moe step on virtual PEs over a paced link belong at the end of this list.
+    # The MoE layer and one gpt2-s-moe step on virtual PEs over a paced link belong at the end of this list.
     return [
         *map(gemm_part, every_size),
         *map(overlap_part, every_size),
