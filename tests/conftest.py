@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,9 +25,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """With -m gpu look only at files with such tests: a GPU machine may lack what others import."""
     if collection_path.suffix != ".py" or not config.getoption("-m").startswith("gpu"):
         return None
-    # By their mark, or by the fixture of tests/lancet_kernels/kernels/conftest.py.
     text = collection_path.read_text(encoding="utf-8")
-    return None if "mark.gpu" in text or "device: torch.device" in text else True
+    # By their mark, or by the fixture of tests/lancet_kernels/kernels/conftest.py.
+    chosen = "mark.gpu" in text or "device: torch.device" in text
+    lacking = "from hypothesis" in text and find_spec("hypothesis") is None
+    return None if chosen and not lacking else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

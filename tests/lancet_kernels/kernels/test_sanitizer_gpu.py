@@ -46,9 +46,9 @@ def test_memcheck(name):
     # Without torch's cache every tensor is an allocation of its own, and its end a border that is watched.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_MODULE_LOADING": "LAZY"}
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
     except subprocess.TimeoutExpired:
-        pytest.skip("compute-sanitizer was not done within 100 s")
+        pytest.skip("compute-sanitizer was not done within 90 s")
     said = done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout, said
     assert done.returncode == 0, said
