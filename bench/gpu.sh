@@ -5,10 +5,12 @@
 set -u
 cd "$(dirname "$0")/.." || exit 2
 root=$PWD
-python=${PYTHON:-python3}
-results=${RESULTS:-$root/bench/results}
-# Seconds at most: kernel tests side by side, tests of PEs that wait for one another, then the measurements, of
-# which those that do not fit are listed as not measured. Together less than eight minutes.
+python=$(command -v "${PYTHON:-python3}") || { echo "make gpu: no ${PYTHON:-python3} here" >&2; exit 2; }
+results=$(realpath -m "${RESULTS:-bench/results}")
+# Not resolved: a link into a virtual environment is what makes it one.
+[[ $python == /* ]] || python=$root/$python
+# Seconds at most: kernel tests side by side, tests of PEs that wait for one another, then the measurements,
+# of which those that do not fit are listed as not measured. Together less than eight minutes.
 kernels_s=${KERNELS_S:-160} pes_s=${PES_S:-120} measure_s=${MEASURE_S:-150}
 
 "$python" - <<'PYTHON' || exit 2

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: it says what is missing; and what it measures with runs, tiny, in the interpreter."""
+"""`make gpu` without a GPU: it says what is missing. What it measures with runs, tiny, in the interpreter."""
 
 import json
 import os
