@@ -28,8 +28,8 @@ def bitcode(folder: Path, arch: int) -> Path:
     return files[max(older)] if older else folder / "libnvshmem_device.bc"
 
 
-# Version 1 of each struct, which 3.8 takes beside its own version 2 (bootstrap_device_host/nvshmem_uniqueid.h,
-# device_host/nvshmem_types.h): `version` is 1 << 16 plus the size.
+# Version 1 of each struct, which 3.8 takes beside its own version 2 (its headers nvshmem_uniqueid.h and
+# nvshmem_types.h): `version` is 1 << 16 plus the size.
 class UniqueId(ctypes.Structure):
     _fields_ = [("version", ctypes.c_int), ("internal", ctypes.c_char * 124)]
 
