@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lancet_kernels.atomic import write_json_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Program
@@ -22,7 +23,7 @@ from lancet_kernels.schedules.ranges import PartitionRange, expand
 from lancet_kernels.schedules.simulate import Timeline, simulate
 
 FORMAT = "lancet-plan"
-VERSION = 1
+VERSION = 2
 _AXIS_NAMES = {IRREGULAR: "irregular", PARTIAL: "partial sums", CARRIED: "carried on"}
 
 
@@ -41,6 +42,31 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class FusedGroup:
+    """What was decided for one overlap group, an MoE layer (`schedules.fused`).
+
+    Attributes:
+        layer: its first instruction. fused: one launch per direction; else streams.
+        fillers: weight gradients of other layers that ride along in its backward.
+        forward_ms, backward_ms: predicted time of the fused launches. streams_ms: of both on streams.
+        why: the reason in words.
+    """
+
+    layer: str
+    fused: bool
+    fillers: tuple[str, ...]
+    forward_ms: float
+    backward_ms: float
+    streams_ms: float
+    why: str
+
+    @property
+    def fused_ms(self) -> float:
+        """Both directions."""
+        return self.forward_ms + self.backward_ms
+
+
+@dataclass(frozen=True)
 class Plan:
     """One way to run a Program.
 
@@ -50,6 +76,8 @@ class Plan:
     method: who found the order.
     without_rule: ops that are never partitioned because the rule table does not know them.
     compared: predictions of other strategies for the same Program and costs.
+    options: the `PlanningOptions` it was planned with, as JSON values.
+    fused: for each MoE layer, whether it runs in fused launches; its program is the one with those in it.
     """
 
     program: str
@@ -62,13 +90,17 @@ class Plan:
     method: str = "original order"
     without_rule: tuple[str, ...] = ()
     compared: Mapping[str, Prediction] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    fused: tuple[FusedGroup, ...] = ()
 
     @property
     def fingerprint(self) -> str:
-        """64 hex digits that depend on what is done, not on what is predicted: equal on ranks that agree."""
+        """64 hex digits that depend on what is done, not on how it was found or what is predicted: equal on
+        ranks that agree."""
         data = self.to_json()
-        for estimate in ("predicted", "compared", "method"):
-            del data[estimate]
+        for other in ("predicted", "compared", "method", "options"):
+            del data[other]
+        data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def apply(self, program: Program) -> Program:
@@ -121,6 +153,9 @@ class Plan:
                     raise TypeError(f"range from {found.first}: parts and axes are whole numbers")
             fields["predicted"] = Prediction(**fields["predicted"])
             fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
+            fields["fused"] = tuple(
+                FusedGroup(**{**g, "fillers": tuple(g["fillers"])}) for g in fields.get("fused", ())
+            )
             for name in ("order", "blocking", "without_rule"):
                 fields[name] = tuple(fields[name])
             return cls(**fields)
@@ -130,8 +165,8 @@ class Plan:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+        """Write the plan as JSON, atomically."""
+        write_json_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path, program: Program | None = None) -> Plan:
@@ -165,6 +200,13 @@ class Plan:
             lines.append(f"Computation waits for {len(self.blocking)} collectives.")
         lines.append(f"Partitioned ranges: {len(self.ranges) or 'none'}")
         lines += [f"  {r.first} .. {r.last}: {r.parts} parts, {_axes_text(r)}" for r in self.ranges]
+        if self.fused:
+            lines.append(
+                f"Fused launches: {sum(g.fused for g in self.fused)} of {len(self.fused)} MoE layers"
+            )
+            for group in self.fused:
+                riding = f", with {', '.join(group.fillers)}" if group.fillers else ""
+                lines.append(f"  {group.layer}: {group.why}{riding}")
         if self.without_rule:
             lines.append(f"Never partitioned, because no rule is known: {', '.join(self.without_rule)}")
         return "\n".join(lines)

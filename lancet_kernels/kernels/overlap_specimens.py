@@ -54,8 +54,9 @@ def _specimen(fused: str, activation: str, dtype: torch.dtype, arch: int, *, nvs
     constexprs = dict.fromkeys(_STAGES, False) | dict.fromkeys(stages, True)
     constexprs |= {
         "DENSE_KINDS": dense, "BACKWARD": backward, "ACT": activation, "HAS_BIAS": True, "SAVE_PRE": True,
-        "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "NVSHMEM": nvshmem, "UPCAST": False,
-        "TMA": tma, "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k,
+        "SCALED": backward and not nvshmem, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
+        "NVSHMEM": nvshmem, "UPCAST": False, "TMA": tma,
+        "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k,
         "PUT_ROWS": 8, "PUT_BLOCK": 512, "BT": 8, "BD": 256,
     }  # fmt: skip
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
