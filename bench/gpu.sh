@@ -11,7 +11,7 @@ results=$(realpath -m "${RESULTS:-bench/results}")
 [[ $python == /* ]] || python=$root/$python
 # Seconds at most: kernel tests side by side, tests of PEs that wait for one another, then the measurements,
 # of which those that do not fit are listed as not measured. Together less than eight minutes.
-kernels_s=${KERNELS_S:-160} pes_s=${PES_S:-120} measure_s=${MEASURE_S:-150}
+kernels_s=${KERNELS_S:-140} pes_s=${PES_S:-140} measure_s=${MEASURE_S:-150}
 
 "$python" - <<'PYTHON' || exit 2
 import importlib.util, shutil, sys

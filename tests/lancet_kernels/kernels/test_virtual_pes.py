@@ -5,21 +5,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from overlap_cases import Case
-from virtual_pass import VirtualPass, assert_right
 
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels.virtual_pes import rehearsal
+from tests.lancet_kernels.kernels.overlap_cases import Case
+from tests.lancet_kernels.kernels.test_overlap_kernel import SMALL
+from tests.lancet_kernels.kernels.virtual_pass import VirtualPass, assert_dense_right, assert_right
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-# Small enough for the interpreter: odd widths without TMA, drops, experts that get nothing, all to one.
-SMALL = {
-    "odd": Case(),
-    "few": Case(tokens=11, choices=1, width=16, hidden=24, activation="silu", bias=False, choose="few"),
-    "one expert": Case(tokens=40, choices=1, capacity=33, width=8, hidden=16, choose="one", dtype=HALF),
-    "one token": Case(tokens=1, capacity=1, width=24, hidden=8, activation="swiglu"),
-}
-# For a GPU: TMA, several chunks of rows and tiles per expert, more experts than PEs.
+WORLDS = [1, 2, 4]
+# Beyond what runs between processes in the interpreter: TMA, several chunks of rows and tiles per expert,
+# more experts than PEs, all tokens to one.
 LARGE = {
     "gelu": Case(tokens=700, capacity=300, width=256, hidden=192, dtype=BRAIN),
     "swiglu": Case(tokens=513, capacity=400, width=320, hidden=136, activation="swiglu", dtype=BRAIN),
@@ -27,14 +23,19 @@ LARGE = {
     "one expert": Case(tokens=600, choices=1, capacity=450, width=128, hidden=256, choose="one", dtype=BRAIN),
     "float32": Case(tokens=200, capacity=130, width=96, hidden=72, activation="silu", bias=False),
 }
-CASES = {f"small, {name}": case for name, case in SMALL.items()} | LARGE
-WORLDS = [1, 2, 4]
-SPLIT = ["small, odd", "gelu"]  # also in two launches per direction
+# (case, options of VirtualPass)
+WORK = [
+    (case, {name: True for name in ("split", "dense") if options.get(name)})
+    for cases in SMALL.values()
+    for case, options in cases
+]
+WORK += [(replace(case, world=world), {}) for case in LARGE.values() for world in WORLDS]
+WORK += [(replace(LARGE["gelu"], world=world), {"split": True, "dense": True}) for world in WORLDS]
+GELU, ODD = LARGE["gelu"], Case()
 
 
-def case_of(name: str, world: int) -> Case:
-    case = replace(CASES[name], world=world)
-    return replace(case, choices=min(case.choices, case.experts))
+def name_of(work: tuple[Case, dict]) -> str:
+    return "-".join([str(work[0]), *work[1]])
 
 
 @pytest.fixture(scope="module")
@@ -43,36 +44,33 @@ def compiled(request: pytest.FixtureRequest) -> None:
     if not torch.cuda.is_available():
         return
     chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = {(p["name"], p["split"]) for p in chosen if {"name", "split"} <= p.keys()}
     with rehearsal():
-        for name, split in sorted(wanted):
-            run = VirtualPass(case_of(name, 1), torch.device("cuda"), split=split)
+        for case, options in (params["work"] for params in chosen if "work" in params):
+            run = VirtualPass(case, torch.device("cuda"), **options)
             run.pes.each(run.play)
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("world", WORLDS, ids="W{}".format)
-@pytest.mark.parametrize(
-    ("name", "split"), [*((name, False) for name in CASES), *((name, True) for name in SPLIT)]
-)
-def test_forward_and_backward(compiled, device, name, split, world):
-    if device.type == "cpu" and (world > 1 or name in LARGE):
+@pytest.mark.parametrize("work", WORK, ids=name_of)
+def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[Case, dict]) -> None:
+    case, options = work
+    if device.type == "cpu" and (case.world > 1 or case.tokens > 100):
         pytest.skip("the interpreter runs one small PE")
-    case = case_of(name, world)
-    run = VirtualPass(case, device, split=split)
+    run = VirtualPass(case, device, **options)
     run.pes.rehearse(run.play)
-    for number in range(3 if device.type == "cuda" else 1):
+    for _ in range(3 if device.type == "cuda" else 1):
         answers = run.pes.each(run.play)
         run.check()
         assert_right(answers, case)
-        del answers, number
+        assert_dense_right(run)
+        del answers
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", WORLDS, ids="W{}".format)
 def test_many_passes_without_a_pause(compiled, world):
     """Nothing waits for the device between passes: PEs run ahead of one another as far as banks let them."""
-    case = case_of("gelu", world)
+    case = replace(GELU, world=world)
     run = VirtualPass(case, torch.device("cuda"))
     run.pes.rehearse(run.play)
     first = run.pes.each(run.play)
@@ -95,7 +93,7 @@ def test_many_passes_without_a_pause(compiled, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_cuda_graph_is_replayed_with_changing_data(compiled, world):
     """A graph for each PE, replayed 50 times: epochs and banks go on inside it."""
-    case = replace(case_of("small, odd", world), dtype=torch.float32, width=32, hidden=32)
+    case = replace(ODD, world=world, width=32, hidden=32)
     run = VirtualPass(case, torch.device("cuda"))
     run.pes.rehearse(run.play)
     run.pes.each(run.play)
@@ -107,17 +105,17 @@ def test_a_cuda_graph_is_replayed_with_changing_data(compiled, world):
             answers.append(run.play(rank))
         graphs.append(graph)
     for seed in range(1, 51):
-        expected = run.load(seed)
+        run.load(replace(case, seed=seed))
         run.pes.each(lambda rank: graphs[rank].replay())
         torch.cuda.synchronize()
         run.check()
-        assert_right(answers, replace(case, seed=seed), expected)
+        assert_right(answers, replace(case, seed=seed))
 
 
 @pytest.mark.gpu
 def test_a_pe_that_never_comes(compiled):
     """The launch of the other one ends, says whom it waited for, and leaves the GPU free."""
-    run = VirtualPass(case_of("gelu", 2), torch.device("cuda"), timeout_s=0.5)
+    run = VirtualPass(GELU, torch.device("cuda"), timeout_s=0.5)
     run.pes.rehearse(run.play)
     begin = time.monotonic()
     with run.pes.on(0):
@@ -133,7 +131,7 @@ def test_a_pe_that_never_comes(compiled):
 
 @pytest.mark.gpu
 def test_a_rehearsal_sends_nothing(compiled):
-    run = VirtualPass(case_of("small, odd", 2), torch.device("cuda"))
+    run = VirtualPass(ODD, torch.device("cuda"))
     run.pes.rehearse(run.play)
     for exchange in (*run.forwards, *run.backwards):
         assert not exchange.rows.local.any()
