@@ -6,6 +6,9 @@
 Work: 2 * R * A * B FLOPs for each of forward, dX, dW. Padding is never multiplied, and what it holds
 does not matter. dX and dW are separate ops because a scheduler can only move what it can tell apart
 (Lancet, section 4).
+
+On a GPU the Triton kernels run (`lancet_kernels.kernels.grouped_gemm`): they read the counts where they are,
+while torch's way below has to bring them to the host first.
 """
 
 import torch
@@ -80,12 +83,56 @@ def _rows_times_rows(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
     return dw_LAB
 
 
+def _runs_in_kernels(rows: Tensor) -> bool:
+    """Is there a kernel for these? Not for float64, and not on a GPU while Triton interprets."""
+    if not rows.is_cuda or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    from lancet_kernels.kernels.runtime import INTERPRETED
+
+    return not INTERPRETED
+
+
+def _forward_in_kernel(
+    x_WLCA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None
+) -> Tensor:
+    from lancet_kernels.kernels.grouped_gemm import grouped_gemm_forward
+
+    y_WLCB = x_WLCA.new_zeros(*x_WLCA.shape[:3], weight_LAB.shape[2])
+    bias_LB = None if bias_LB is None else bias_LB.contiguous()
+    grouped_gemm_forward(
+        x_WLCA.contiguous(), count_WL.contiguous(), weight_LAB.contiguous(), bias_LB, out=y_WLCB
+    )
+    return y_WLCB
+
+
+def _dx_in_kernel(dy_WLCB: Tensor, count_WL: Tensor, weight_LAB: Tensor) -> Tensor:
+    from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dx
+
+    dx_WLCA = dy_WLCB.new_zeros(*dy_WLCB.shape[:3], weight_LAB.shape[1])
+    return grouped_gemm_dx(dy_WLCB.contiguous(), count_WL.contiguous(), weight_LAB.contiguous(), out=dx_WLCA)
+
+
+def _dw_in_kernel(x_WLCA: Tensor, dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
+    from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dw
+
+    return grouped_gemm_dw(x_WLCA.contiguous(), dy_WLCB.contiguous(), count_WL.contiguous())[0]
+
+
+def _masked_column_sums(dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
+    """-> dbias [L, B] without the counts on the host, at the price of reading the padding."""
+    slot_C = torch.arange(dy_WLCB.shape[2], device=dy_WLCB.device)
+    real_WLC1 = (slot_C < count_WL[..., None])[..., None]
+    return torch.where(real_WLC1, dy_WLCB, 0).sum((0, 2), dtype=torch.float32).to(dy_WLCB.dtype)
+
+
 @torch.library.custom_op("lancet::grouped_gemm", mutates_args=())
 def grouped_gemm(x_WLCA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None) -> Tensor:
     """y[w, l, c] = x[w, l, c] @ weight[l] (+ bias[l]) for c < counts[w, l]. -> [W, L, C, B].
 
     Args: count_WL int64; x and weight of one dtype.
     """
+    if _runs_in_kernels(x_WLCA):
+        return _forward_in_kernel(x_WLCA, count_WL, weight_LAB, bias_LB)
     row_R = real_rows_by_expert(count_WL, x_WLCA.shape[2])
     y_RB = _rows_times_weights(compact(x_WLCA, row_R), weight_LAB, count_WL)
     if bias_LB is not None:
@@ -101,6 +148,8 @@ def _(x_WLCA, count_WL, weight_LAB, bias_LB):
 @torch.library.custom_op("lancet::grouped_gemm_dx", mutates_args=())
 def grouped_gemm_dx(dy_WLCB: Tensor, count_WL: Tensor, weight_LAB: Tensor) -> Tensor:
     """dx[w, l, c] = dy[w, l, c] @ weight[l]^T on the real rows. -> [W, L, C, A]."""
+    if _runs_in_kernels(dy_WLCB):
+        return _dx_in_kernel(dy_WLCB, count_WL, weight_LAB)
     row_R = real_rows_by_expert(count_WL, dy_WLCB.shape[2])
     dx_RA = _rows_times_weights(compact(dy_WLCB, row_R), weight_LAB.transpose(1, 2), count_WL)
     return expand(dx_RA, row_R, dy_WLCB.shape[:3])
@@ -114,6 +163,8 @@ def _(dy_WLCB, count_WL, weight_LAB):
 @torch.library.custom_op("lancet::grouped_gemm_dw", mutates_args=())
 def grouped_gemm_dw(x_WLCA: Tensor, dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
     """dw[l] = sum over the real rows of x^T dy. -> [L, A, B], zero for an expert that got no row."""
+    if _runs_in_kernels(x_WLCA):
+        return _dw_in_kernel(x_WLCA, dy_WLCB, count_WL)
     row_R = real_rows_by_expert(count_WL, x_WLCA.shape[2])
     return _rows_times_rows(compact(x_WLCA, row_R), compact(dy_WLCB, row_R), count_WL)
 
@@ -126,6 +177,8 @@ def _(x_WLCA, dy_WLCB, count_WL):
 @torch.library.custom_op("lancet::grouped_gemm_dbias", mutates_args=())
 def grouped_gemm_dbias(dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
     """dbias[l] = sum over the real rows of dy, in at least float32, rounded once. -> [L, B]."""
+    if _runs_in_kernels(dy_WLCB):
+        return _masked_column_sums(dy_WLCB, count_WL)
     row_R = real_rows_by_expert(count_WL, dy_WLCB.shape[2])
     dtype = torch.promote_types(dy_WLCB.dtype, torch.float32)
     dy_RB = compact(dy_WLCB, row_R).to(dtype)

@@ -9,8 +9,10 @@ from itertools import product
 import torch
 
 # Shared memory that one program may have, in bytes (CUDA programming guide, compute capabilities).
-SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-# A thread has 255 registers. Above this many for accumulators there is no room for the rest of the epilogue.
+SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+REGISTERS_OF_A_THREAD = 255
+REGISTERS_OF_AN_SM = 64 << 10
+# Above this many for accumulators a thread has no room for the rest of the epilogue.
 MOST_ACCUMULATOR_REGISTERS = 128
 
 
@@ -48,9 +50,16 @@ class GemmConfig:
         """float32 accumulators of one thread."""
         return accumulators * self.block_m * self.block_n // (32 * self.num_warps)
 
+    def programs_per_sm(self, dtype: torch.dtype, arch: int, accumulators: int = 1) -> int:
+        """How many programs are sure to be resident on one SM, if a thread takes all registers it can."""
+        by_memory = shared_memory(arch) // self.operand_bytes(dtype, accumulators)
+        by_registers = REGISTERS_OF_AN_SM // (REGISTERS_OF_A_THREAD * 32 * self.num_warps)
+        return max(1, min(by_memory, by_registers))
+
     def is_valid(self, dtype: torch.dtype, arch: int, accumulators: int = 1) -> bool:
         """Does it fit the shared memory and the registers of `arch`, and does `tl.dot` take the shapes?"""
-        blocks = (self.block_m, self.block_n, self.block_k)
+        # block_n / 2: the epilogue works on quarters of a tile, 8 columns or more.
+        blocks = (self.block_m, self.block_n // 2, self.block_k)
         powers = all(b >= 16 and b & (b - 1) == 0 for b in (*blocks, 16 * self.num_warps))
         return (
             powers
@@ -67,20 +76,23 @@ def default_config(
 ) -> GemmConfig:
     """A tile for an [m, k] @ [k, n] product, m being the rows that one group has at most.
 
-    16-bit on sm_90 and newer: 128x256x64 feeds the tensor cores with the fewest bytes per FLOP
+    16-bit on sm_90 and sm_100: 128x256x64 feeds the tensor cores with the fewest bytes per FLOP
     (BM * BN / (BM + BN) FLOPs per element read), 3 stages fill 144 of 227 KiB. sm_80 has 163 KiB and
     reads operands through registers, so 128x128. float32 runs on the plain cores (ieee), where 64x64 keeps
     enough programs in flight. Fewer rows or columns than a tile has take a smaller one. Two accumulators
     halve block_n.
     """
+    hopper_like = arch >= 90 and shared_memory(arch) > shared_memory(80)
     if dtype.itemsize == 4:
-        config = GemmConfig(64, 64, 16, 4, 3)
-    elif arch >= 90 and m > 64 and n * accumulators > 128:
-        config = GemmConfig(128, 256 // accumulators, 64, 8, 3)
-    elif m > 64:
-        config = GemmConfig(128, 128 // accumulators, 64 if arch >= 90 else 32, 8 if arch < 90 else 4, 4)
-    else:
+        config = GemmConfig(64, 64 // accumulators, 16, 4, 3)
+    elif m <= 64:
         config = GemmConfig(64, 128 // accumulators, 64, 4, 4)
+    elif not hopper_like:
+        config = GemmConfig(128, 128 // accumulators, 32, 8, 4)
+    elif n * accumulators > 128:
+        config = GemmConfig(128, 256 // accumulators, 64, 8, 3)
+    else:
+        config = GemmConfig(128, 128 // accumulators, 64, 4, 4)
     assert config.is_valid(dtype, arch, accumulators), config
     return config
 
@@ -91,7 +103,7 @@ def candidates(
     """Every valid configuration that is worth a try for this product, the default first."""
     default = default_config(m, n, k, dtype, arch, accumulators)
     yield default
-    widest = max(16, 2 * n)
+    widest = max(32, 2 * n)
     for block_m, block_n, block_k, num_warps, num_stages, group_m in product(
         (64, 128, 256), (32, 64, 128, 256), (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), (4, 8, 16)
     ):

@@ -293,6 +293,14 @@ def add_column_sums(acc, dy_ptr, rows, n0, B, ld_dy, BN: tl.constexpr, BK: tl.co
 
 
 @triton.jit
+def store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM: tl.constexpr, BN: tl.constexpr):
+    """dw[m0:m0+BM, n0:n0+BN] = acc, rounded once; dw is [A, B]."""
+    quarter = _quarters(acc, BM, BN)
+    for q in tl.static_range(4):
+        _store(dw_ptr, quarter[q], m0, n0 + q * (BN // 4), A, B, B, BM, BN // 4)
+
+
+@triton.jit
 def store_bias_gradient(dbias_ptr, acc, n0, B, BN: tl.constexpr):
     """dbias[n0:n0+BN] = acc, rounded once."""
     i_n = n0 + tl.arange(0, BN)
@@ -330,9 +338,7 @@ def wgrad_tile(
             acc, x_ptr + row * ldx, dy_ptr + row * ld_dy, rows, m0, n0, A, B, ldx, ld_dy,
             UPCAST, TMA, BM, BN, BK,
         )  # fmt: skip
-    quarter = _quarters(acc, BM, BN)
-    for q in tl.static_range(4):
-        _store(dw_ptr, quarter[q], m0, n0 + q * (BN // 4), A, B, B, BM, BN // 4)
+    store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM, BN)
     if HAS_DBIAS and m0 == 0:
         sums = tl.zeros((BN,), tl.float32)
         for s in range(num_segments):

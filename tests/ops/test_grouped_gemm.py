@@ -1,5 +1,7 @@
 """Grouped GEMM with its input and weight gradients, on torch's fast path (bf16, widths of 8) and off it."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -263,3 +265,37 @@ def test_bias_gradient_of_many_rows_is_summed_in_float32() -> None:
     """600 ones: a bfloat16 sum taken row by row stops at 256."""
     dy_WLCB = torch.ones(1, 1, 600, 1, dtype=torch.bfloat16)
     assert ops.grouped_gemm_dbias(dy_WLCB, torch.tensor([[600]])).item() == 600
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_same_through_the_kernels(
+    monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype
+) -> None:
+    """What runs on a GPU, here in Triton's interpreter: exact, zero in the padding, whatever the strides.
+
+    Not in bf16: the interpreter cuts off where compiled code rounds, which alone is twice torch's error.
+    """
+    from lancet_kernels.kernels.runtime import INTERPRETED
+
+    module = sys.modules["lancet_kernels.ops.grouped_gemm"]  # the op of the same name hides it
+    if (device == "cpu") != INTERPRETED:
+        pytest.skip("kernels run elsewhere")
+    monkeypatch.setattr(module, "_runs_in_kernels", lambda rows: rows.dtype != torch.float64)
+    # Else a call that fell through to torch would pass.
+    monkeypatch.setattr(module, "real_rows_by_expert", None)
+    x, weight, bias, dy = (t.to(dtype) for t in operands(COUNTS, 4, 24, 40))
+    doubles = tuple(t.double() for t in (x, weight, bias, dy))
+    same_dtype = (
+        naive_grouped_gemm(x, COUNTS, weight, bias),
+        *reference_gradients(x, weight, bias, dy, COUNTS),
+    )
+    exact = naive_grouped_gemm(doubles[0], COUNTS, *doubles[1:3]), *reference_gradients(*doubles, COUNTS)
+    operands_there = (
+        with_gaps(t.to(device)) for t in (poisoned(x, COUNTS), weight, bias, poisoned(dy, COUNTS))
+    )
+    results = run_all(*operands_there, COUNTS.to(device))
+    for a, b, c in zip(results, same_dtype, exact, strict=True):
+        assert_as_exact_as_torch(a.cpu(), b, c)
+    assert not results[0].cpu()[padding_of(COUNTS, 4)].any()
+    assert not results[1].cpu()[padding_of(COUNTS, 4)].any()

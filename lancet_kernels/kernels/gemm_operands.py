@@ -1,0 +1,180 @@
+"""Are the operands of a grouped GEMM what its kernels take, and how is such a kernel launched on them?"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.gemm_config import GemmConfig, default_config
+from lancet_kernels.kernels.runtime import INTERPRETED, check_device, needs_upcast, provide_scratch
+
+ACTIVATIONS = ("none", "gelu", "silu", "swiglu")
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# A small grid in the interpreter: enough to see that programs share the tiles.
+INTERPRETED_PROGRAMS = 2
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """Where the groups' rows are: buffers [W, L, C, ..], or compact rows (W = 1, C = all rows)."""
+
+    W: int
+    L: int
+    C: int
+    compact: bool
+
+    @property
+    def padded_groups(self) -> int:
+        return triton.next_power_of_2(self.W * self.L)
+
+    @property
+    def rows_per_group(self) -> int:
+        """What a tile's height is chosen for: the most rows of a group, or compact the mean."""
+        return self.C // max(self.L, 1) if self.compact else self.C
+
+    def most_tiles(self, config: GemmConfig, n: int) -> int:
+        """An upper bound that is known without the counts."""
+        row_tiles = triton.cdiv(self.C, config.block_m)
+        row_tiles = row_tiles + self.L if self.compact else row_tiles * self.W * self.L
+        return row_tiles * triton.cdiv(n, config.block_n)
+
+
+def group_layout(what: str, rows: Tensor, count: Tensor, weight: Tensor | None = None) -> GroupLayout:
+    """The layout that these shapes mean. Raises UserError if they mean none, or if no kernel runs there."""
+    check_device(what, rows)
+    if count.dtype != torch.int64 or not count.is_contiguous() or count.device != rows.device:
+        raise UserError(
+            f"{what}: count",
+            got=f"{count.dtype} on {count.device}, strides {count.stride()}",
+            expected=f"contiguous torch.int64 on {rows.device}",
+            do="convert it",
+        )
+    if weight is not None and weight.dim() != 3:
+        raise UserError(
+            f"{what}: weight", got=tuple(weight.shape), expected="[L, A, B]", do="stack the experts"
+        )
+    compact = rows.dim() == 2
+    num_experts = count.shape[-1] - compact if weight is None else weight.shape[0]
+    shape = (num_experts + 1,) if compact else tuple(rows.shape[:2])
+    if rows.dim() not in (2, 4) or tuple(count.shape) != shape or (not compact and shape[1] != num_experts):
+        raise UserError(
+            f"{what}: rows and count",
+            got=f"{tuple(rows.shape)} and {tuple(count.shape)}",
+            expected=f"[W, L, C, ..] and counts [W, L], or [R, ..] and offsets [L + 1], L = {num_experts}",
+            do="pass buffers with counts, or compact rows with offsets",
+        )
+    return GroupLayout(1 if compact else rows.shape[0], num_experts, rows.shape[-2], compact)
+
+
+def check_operand(what: str, tensor: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """The tensor if it has this shape, no gaps, and dtype and device of `like`; a new one for None."""
+    if tensor is None:
+        return like.new_empty(shape)
+    same = tensor.dtype == like.dtype and tensor.device == like.device
+    if tuple(tensor.shape) != shape or not tensor.is_contiguous() or not same or tensor.dtype not in DTYPES:
+        dtype = like.dtype if like.dtype in DTYPES else "one of " + ", ".join(DTYPES.values())
+        raise UserError(
+            what,
+            got=f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}",
+            expected=f"{shape} {dtype} on {like.device}, contiguous",
+            do="check the operands, or call .contiguous()",
+        )
+    return tensor
+
+
+def check_activation(what: str, kind: str) -> None:
+    """Raise UserError unless `kind` is one of ACTIVATIONS."""
+    if kind not in ACTIVATIONS:
+        raise UserError(
+            f"{what}: activation",
+            got=repr(kind),
+            expected=f"one of {', '.join(ACTIVATIONS)}",
+            do="check the name",
+        )
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability, 90 for 9.0. In the interpreter that of the newest code path."""
+    if INTERPRETED:
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
+def can_use_tma(arch: int, *matrices: Tensor) -> bool:
+    """Descriptors need sm_90, and addresses and row distances that are multiples of 16 bytes.
+
+    float32 goes without: its dots read operands through registers, and with descriptors in between each
+    thread takes nearly all the registers it can have (compiled for sm_90: 255 instead of 168).
+    """
+    return arch >= 90 and all(
+        t.element_size() == 2 and t.numel() > 0 and t.data_ptr() % 16 == 0 and t.shape[-1] % 8 == 0
+        for t in matrices
+    )
+
+
+def on_device(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A valid configuration on a device, and which way the operands are loaded."""
+
+    config: GemmConfig
+    dtype: torch.dtype
+    device: torch.device
+    tma: bool
+    accumulators: int
+
+    @staticmethod
+    def of(
+        what: str,
+        config: GemmConfig | None,
+        m: int,
+        n: int,
+        k: int,
+        operands: tuple[Tensor, Tensor],
+        accumulators: int,
+    ) -> Launch:
+        """For [m, k] @ [k, n], with the config or the default one. Raises UserError if it cannot run here."""
+        dtype, device = operands[0].dtype, operands[0].device
+        arch = architecture(device)
+        config = config or default_config(m, n, k, dtype, arch, accumulators)
+        if not config.is_valid(dtype, arch, accumulators):
+            raise UserError(
+                f"{what}: config",
+                got=f"{config} for {dtype} with {accumulators} accumulator(s) on sm_{arch}",
+                expected="one whose is_valid() holds",
+                do="use default_config or one of candidates",
+            )
+        return Launch(config, dtype, device, can_use_tma(arch, *operands), accumulators)
+
+    def grid(self, most_tiles: int, num_programs: int | None) -> tuple[int]:
+        """As many programs as are resident, or as asked for, but no more than tiles; at least one."""
+        if num_programs is None and INTERPRETED:
+            num_programs = INTERPRETED_PROGRAMS
+        elif num_programs is None:
+            per_sm = self.config.programs_per_sm(self.dtype, architecture(self.device), self.accumulators)
+            num_programs = torch.cuda.get_device_properties(self.device).multi_processor_count * per_sm
+        return (max(1, min(num_programs, most_tiles)),)
+
+    def options(self) -> dict[str, object]:
+        """The constexprs that all three kernels share, and the launch options."""
+        provide_scratch()
+        return {
+            "GROUP_M": self.config.group_m,
+            "UPCAST": needs_upcast(self.dtype),
+            "TMA": self.tma,
+            "BM": self.config.block_m,
+            "BN": self.config.block_n,
+            "BK": self.config.block_k,
+            "num_warps": self.config.num_warps,
+            "num_stages": self.config.num_stages,
+        }

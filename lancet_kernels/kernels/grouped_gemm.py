@@ -1,0 +1,429 @@
+"""Grouped GEMM over the real rows: every expert's rows times its weight, dX and dW, each in one launch.
+
+    W  ranks, L experts here, C capacity      A  input width, B  output width of the weights [L, A, B]
+    group  the rows that one rank sent to one expert: the unit with rows next to one another
+
+Rows lie in one of two layouts. Buffers [W, L, C, ..] with `count` [W, L]: group (w, l) starts at row
+(w * L + l) * C and has count[w, l] real rows. Compact rows [R, ..] with offsets [L + 1]: expert l has the
+rows offsets[l] to offsets[l + 1]. Counts and offsets stay on the device: no launch here waits for the host
+to know them, and a CUDA graph can hold it.
+
+One program per SM (or a few) walks over the tiles: program p takes tiles p, p + P, p + 2P, ... of the real
+rows; empty groups have no tiles. The order is for L2: expert by expert, and within an expert in bands of
+group_m row tiles (of all its groups), column by column. So the programs at work at one time share columns
+of one weight, and the weight comes from HBM about once per band.
+
+Rows beyond the counts are never written, and what they hold never matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.gemm_config import GemmConfig, default_config
+from lancet_kernels.kernels.gemm_operands import (
+    DTYPES,
+    Launch,
+    check_activation,
+    check_operand,
+    group_layout,
+    on_device,
+)
+from lancet_kernels.kernels.gemm_tile import (
+    add_column_sums,
+    add_outer_products,
+    dgrad_tile,
+    forward_tile,
+    store_bias_gradient,
+    store_weight_gradient,
+    wgrad_tile,
+)
+from lancet_kernels.kernels.specimen import Specimen
+
+
+@triton.jit
+def _in_bands(i_tile, num_m, num_n, GROUP_M: tl.constexpr):
+    """-> row and column of tile `i_tile` of num_m x num_n: bands of GROUP_M rows, column by column.
+
+    Example: num_m = 3, num_n = 2, GROUP_M = 2: (0,0) (1,0) (0,1) (1,1), then (2,0) (2,1).
+    """
+    i_band = i_tile // (GROUP_M * num_n)
+    height = tl.minimum(num_m - i_band * GROUP_M, GROUP_M)
+    i_within = i_tile % (GROUP_M * num_n)
+    return i_band * GROUP_M + i_within % height, i_within // height
+
+
+@triton.jit
+def _groups(count_ptr, W, L, C, COMPACT: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr):
+    """-> [GROUPS] each, expert by expert: real rows, first row in the buffer, end of its row tiles.
+
+    Example: W = 2, L = 2, C = 8, counts = [[5, 0], [8, 1]], BM = 4: groups (0,0) (1,0) (0,1) (1,1) have
+    rows 5, 8, 0, 1, start at rows 0, 16, 8, 24, and their row tiles end at 2, 4, 4, 5.
+    """
+    i_g = tl.arange(0, GROUPS)
+    m_g = i_g < W * L
+    if COMPACT:
+        first = tl.load(count_ptr + i_g, mask=m_g, other=0)
+        rows = tl.minimum(tl.load(count_ptr + i_g + 1, mask=m_g, other=0), C) - first
+    else:
+        i = (i_g % W) * L + i_g // W
+        first = i.to(tl.int64) * C
+        rows = tl.minimum(tl.load(count_ptr + i, mask=m_g, other=0), C)
+    rows = tl.maximum(rows, 0).to(tl.int32)
+    return rows, first.to(tl.int64), tl.cumsum((rows + BM - 1) // BM, 0)
+
+
+@triton.jit
+def _locate(
+    tile, rows_G, first_G, end_G, W, num_n,
+    GROUPS: tl.constexpr, GROUP_M: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """-> of tile number `tile`: expert, first row and number of rows of its group, m0 there, column of tiles.
+
+    Each expert has num_n tiles per row tile, so tile // num_n names a row tile of the right expert; which
+    one of that expert's it is, and the column, follow from the bands.
+    """
+    i_g = tl.arange(0, GROUPS)
+    tiles_G = (rows_G + BM - 1) // BM
+    expert = tl.sum((end_G <= tile // num_n).to(tl.int32), 0) // W
+    num_m = tl.sum(tl.where(i_g // W == expert, tiles_G, 0), 0)
+    first_m = tl.sum(tl.where(i_g < expert * W, tiles_G, 0), 0)
+    i_m, i_n = _in_bands(tile - first_m * num_n, num_m, num_n, GROUP_M)
+    i_m += first_m
+    group = tl.sum((end_G <= i_m).to(tl.int32), 0)
+    here = i_g == group
+    rows = tl.sum(tl.where(here, rows_G, 0), 0)
+    first = tl.sum(tl.where(here, first_G, 0), 0)
+    m0 = (i_m - tl.sum(tl.where(i_g < group, tiles_G, 0), 0)) * BM
+    return expert, first, rows, m0, i_n
+
+
+@triton.jit
+def grouped_gemm_forward_kernel(
+    x_ptr, count_ptr, w_ptr, bias_ptr, pre_ptr, out_ptr, W, L, C, K, N, ldx, ld_out,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, COMPACT: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP_M: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out = act(x @ weight[expert of the row] + bias), one launch for all experts.
+
+    Grid: (programs,), resident ones; each walks over every programs-th tile of [BM, BN].
+    x [rows, K], w [L, K, N] (swiglu: [L, K, 2N] = gate | up), bias [L, N or 2N], pre as wide, out [rows, N].
+    GROUPS is a power of two >= W * L. An absent bias or pre is any pointer; it is not used.
+
+    Floor for R real rows: 2 * R * K * N FLOPs (swiglu twice that); R * K + L * K * N + R * N elements moved.
+
+    Example: W = 1, L = C = 2, counts = [[1, 2]], K = N = 1: x = [[[3], [.]], [[1], [2]]], w = [[[10]],
+    [[100]]] -> out = [[[30], [.]], [[100], [200]]], where "." is not touched.
+    """
+    NW = 2 * N if ACT == "swiglu" else N
+    num_n = tl.cdiv(N, BN)
+    rows_G, first_G, end_G = _groups(count_ptr, W, L, C, COMPACT, GROUPS, BM)
+    for tile in range(tl.program_id(0), tl.max(end_G, 0) * num_n, tl.num_programs(0)):
+        expert, first, rows, m0, i_n = _locate(tile, rows_G, first_G, end_G, W, num_n, GROUPS, GROUP_M, BM)
+        forward_tile(
+            x_ptr + first * ldx, w_ptr + expert.to(tl.int64) * K * NW, bias_ptr + expert * NW,
+            pre_ptr + first * NW, out_ptr + first * ld_out,
+            rows, m0, i_n * BN, K, N, ldx, ld_out, ACT, HAS_BIAS, SAVE_PRE, UPCAST, TMA, BM, BN, BK,
+        )  # fmt: skip
+
+
+@triton.jit
+def grouped_gemm_dx_kernel(
+    dy_ptr, count_ptr, w_ptr, pre_ptr, out_ptr, W, L, C, K, N, ld_dy, ld_out,
+    ACT: tl.constexpr, COMPACT: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr,
+    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out = (dy @ weight[expert of the row]^T) * act'(pre), one launch for all experts.
+
+    Grid: (programs,), resident ones; each walks over every programs-th tile of [BM, BN].
+    dy [rows, K], w [L, N, K], pre and out [rows, N] (swiglu: [rows, 2N] = gate | up).
+
+    Floor for R real rows: 2 * R * K * N FLOPs; R * K + L * K * N + R * N elements moved, and those of pre.
+
+    Example: W = L = 1, counts = [[1]], K = 1, N = 2: dy = [[[[3]]]], w = [[[10], [20]]] -> [[[[30, 60]]]].
+    """
+    num_n = tl.cdiv(N, BN)
+    ld_pre = 2 * N if ACT == "swiglu" else N
+    rows_G, first_G, end_G = _groups(count_ptr, W, L, C, COMPACT, GROUPS, BM)
+    for tile in range(tl.program_id(0), tl.max(end_G, 0) * num_n, tl.num_programs(0)):
+        expert, first, rows, m0, i_n = _locate(tile, rows_G, first_G, end_G, W, num_n, GROUPS, GROUP_M, BM)
+        dgrad_tile(
+            dy_ptr + first * ld_dy, w_ptr + expert.to(tl.int64) * K * N, pre_ptr + first * ld_pre,
+            out_ptr + first * ld_out, rows, m0, i_n * BN, K, N, ld_dy, ld_out,
+            ACT, UPCAST, TMA, BM, BN, BK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _compact_wgrad_tile(
+    x_ptr, dy_ptr, dw_ptr, dbias_ptr, offset_ptr, R, m0, n0, A, B, ldx, ld_dy,
+    HAS_DBIAS: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """`wgrad_tile` for the rows offset[0] to offset[1]."""
+    first = tl.load(offset_ptr)
+    rows = (tl.minimum(tl.load(offset_ptr + 1), R) - first).to(tl.int32)
+    x_ptr += first * ldx
+    dy_ptr += first * ld_dy
+    acc = tl.zeros((BM, BN), tl.float32)
+    acc = add_outer_products(
+        acc, x_ptr, dy_ptr, rows, m0, n0, A, B, ldx, ld_dy, UPCAST, TMA, BM, BN, BK
+    )  # fmt: skip
+    store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM, BN)
+    if HAS_DBIAS and m0 == 0:
+        sums = add_column_sums(tl.zeros((BN,), tl.float32), dy_ptr, rows, n0, B, ld_dy, BN, BK)
+        store_bias_gradient(dbias_ptr, sums, n0, B, BN)
+
+
+@triton.jit
+def grouped_gemm_dw_kernel(
+    x_ptr, dy_ptr, count_ptr, dw_ptr, dbias_ptr, W, L, C, A, B, ldx, ld_dy,
+    HAS_DBIAS: tl.constexpr, COMPACT: tl.constexpr, GROUP_M: tl.constexpr,
+    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """dw[l] = sum over expert l's real rows of x^T dy, dbias[l] = sum of dy; zero for an expert without rows.
+
+    Grid: (programs,), resident ones; each walks over every programs-th of the L * cdiv(A, BM) * cdiv(B, BN)
+    tiles. x [rows, A], dy [rows, B], dw [L, A, B], dbias [L, B].
+
+    Floor for R real rows: 2 * R * A * B FLOPs; R * (A + B) + L * A * B elements moved.
+
+    Example: W = 2, L = C = 1, counts = [[1], [1]], A = B = 1: x = [2], [3]; dy = [10], [100] -> [[[320]]].
+    """
+    num_m = tl.cdiv(A, BM)
+    num_n = tl.cdiv(B, BN)
+    for tile in range(tl.program_id(0), L * num_m * num_n, tl.num_programs(0)):
+        expert = tile // (num_m * num_n)
+        i_m, i_n = _in_bands(tile % (num_m * num_n), num_m, num_n, GROUP_M)
+        m0 = i_m * BM
+        n0 = i_n * BN
+        p_dw = dw_ptr + tl.cast(expert, tl.int64) * A * B
+        if COMPACT:
+            _compact_wgrad_tile(
+                x_ptr, dy_ptr, p_dw, dbias_ptr + expert * B, count_ptr + expert, C, m0, n0, A, B, ldx, ld_dy,
+                HAS_DBIAS, UPCAST, TMA, BM, BN, BK,
+            )  # fmt: skip
+        else:
+            wgrad_tile(
+                x_ptr, dy_ptr, p_dw, dbias_ptr + expert * B, expert, W, L, C, count_ptr, 1, m0, n0, A, B,
+                ldx, ld_dy, HAS_DBIAS, UPCAST, TMA, BM, BN, BK,
+            )  # fmt: skip
+
+
+def grouped_gemm_forward(
+    x: Tensor,
+    count: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str = "none",
+    save_pre: bool = False,
+    out: Tensor | None = None,
+    pre: Tensor | None = None,
+    config: GemmConfig | None = None,
+    num_programs: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """act(x @ weight[expert] + bias[expert]) on the real rows. -> (out, the value before the activation).
+
+    Args:
+        x: [W, L, C, A], or compact [R, A]; bf16, fp16 or fp32, like all the others; no gaps.
+        count: int64 [W, L], or offsets [L + 1].
+        weight: [L, A, B], for swiglu [L, A, 2B] = gate | up; bias: [L, B] or [L, 2B].
+        activation: "none", "gelu" (exact), "silu" or "swiglu".
+        save_pre: also store the value before the activation (giving `pre` asks for it too); else None.
+        out, pre: where to write, shaped like x with B (pre of swiglu: 2B) columns. New ones are not zeroed:
+            rows beyond the counts stay what they are.
+        config: default_config if None. Its block_n is the width of each of swiglu's two accumulators.
+        num_programs: how many walk over the tiles; None fills the GPU.
+
+    Raises:
+        UserError: shapes, dtypes, devices, gaps, an unknown activation, or a config that cannot run.
+    """
+    what = "grouped_gemm_forward"
+    check_activation(what, activation)
+    halves = 2 if activation == "swiglu" else 1
+    layout = group_layout(what, x, count, weight)
+    num_experts, K, NW = weight.shape
+    N = NW // halves
+    check_operand(f"{what}: x", x, (*x.shape[:-1], K), x)
+    check_operand(f"{what}: weight", weight, (num_experts, K, N * halves), x)
+    if bias is not None:
+        check_operand(f"{what}: bias", bias, (num_experts, NW), x)
+    out = check_operand(f"{what}: out", out, (*x.shape[:-1], N), x)
+    if save_pre or pre is not None:
+        pre = check_operand(f"{what}: pre", pre, (*x.shape[:-1], NW), x)
+    if out.numel() == 0:
+        return out, pre
+    launch = Launch.of(what, config, layout.rows_per_group, N, K, (x, weight), halves)
+    with on_device(x.device):
+        grouped_gemm_forward_kernel[launch.grid(layout.most_tiles(launch.config, N), num_programs)](
+            x, count, weight, out if bias is None else bias, out if pre is None else pre, out,
+            layout.W, layout.L, layout.C, K, N, K, N,
+            ACT=activation, HAS_BIAS=bias is not None, SAVE_PRE=pre is not None, COMPACT=layout.compact,
+            GROUPS=layout.padded_groups, **launch.options(),
+        )  # fmt: skip
+    return out, pre
+
+
+def grouped_gemm_dx(
+    dy: Tensor,
+    count: Tensor,
+    weight: Tensor,
+    *,
+    activation: str = "none",
+    pre: Tensor | None = None,
+    out: Tensor | None = None,
+    config: GemmConfig | None = None,
+    num_programs: int | None = None,
+) -> Tensor:
+    """(dy @ weight[expert]^T) * act'(pre) on the real rows.
+
+    Args:
+        dy: [W, L, C, B] or compact [R, B]; count, config, num_programs: as for `grouped_gemm_forward`.
+        weight: [L, A, B], as the forward has it.
+        activation: of the layer *before* this GEMM, whose output was this GEMM's input; with one, `pre` is
+            what went into it, shaped like dy with A (swiglu: 2A) columns, and the result is the gradient of
+            `pre`.
+        out: where to write, shaped like dy with A (swiglu: 2A) columns; a new one is not zeroed.
+
+    Raises:
+        UserError: as `grouped_gemm_forward`, or an activation without `pre`, or `pre` without one.
+    """
+    what = "grouped_gemm_dx"
+    check_activation(what, activation)
+    if (activation == "none") != (pre is None):
+        raise UserError(
+            f"{what}: pre",
+            got=f"{'no ' if pre is None else ''}pre with activation {activation!r}",
+            expected="a pre exactly if there is an activation",
+            do="pass what went into the activation, or activation='none'",
+        )
+    halves = 2 if activation == "swiglu" else 1
+    layout = group_layout(what, dy, count, weight)
+    num_experts, N, K = weight.shape
+    check_operand(f"{what}: dy", dy, (*dy.shape[:-1], K), dy)
+    check_operand(f"{what}: weight", weight, (num_experts, N, K), dy)
+    if pre is not None:
+        check_operand(f"{what}: pre", pre, (*dy.shape[:-1], N * halves), dy)
+    out = check_operand(f"{what}: out", out, (*dy.shape[:-1], N * halves), dy)
+    if out.numel() == 0:
+        return out
+    launch = Launch.of(what, config, layout.rows_per_group, N, K, (dy, weight), halves)
+    with on_device(dy.device):
+        grouped_gemm_dx_kernel[launch.grid(layout.most_tiles(launch.config, N), num_programs)](
+            dy, count, weight, out if pre is None else pre, out,
+            layout.W, layout.L, layout.C, K, N, K, N * halves,
+            ACT=activation, COMPACT=layout.compact, GROUPS=layout.padded_groups, **launch.options(),
+        )  # fmt: skip
+    return out
+
+
+def grouped_gemm_dw(
+    x: Tensor,
+    dy: Tensor,
+    count: Tensor,
+    *,
+    with_dbias: bool = False,
+    dw: Tensor | None = None,
+    dbias: Tensor | None = None,
+    config: GemmConfig | None = None,
+    num_programs: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """dw[l] = sum of x^T dy over expert l's real rows; dbias[l] = sum of dy. -> (dw, dbias or None).
+
+    Args:
+        x: [W, L, C, A] and dy [W, L, C, B], or compact [R, A] and [R, B]; count, config, num_programs: as for
+            `grouped_gemm_forward`.
+        with_dbias: also sum dy (giving `dbias` asks for it too).
+        dw, dbias: where to write, [L, A, B] and [L, B]; every element is written.
+
+    Raises:
+        UserError: as `grouped_gemm_forward`.
+    """
+    what = "grouped_gemm_dw"
+    layout = group_layout(what, x, count)
+    A, B = x.shape[-1], dy.shape[-1]
+    check_operand(f"{what}: x", x, tuple(x.shape), x)
+    check_operand(f"{what}: dy", dy, (*x.shape[:-1], B), x)
+    dw = check_operand(f"{what}: dw", dw, (layout.L, A, B), x)
+    if with_dbias or dbias is not None:
+        dbias = check_operand(f"{what}: dbias", dbias, (layout.L, B), x)
+    if dw.numel() == 0:
+        return dw, None if dbias is None else dbias.zero_()
+    launch = Launch.of(what, config, A, B, layout.rows_per_group, (x, dy), 1)
+    num_tiles = layout.L * triton.cdiv(A, launch.config.block_m) * triton.cdiv(B, launch.config.block_n)
+    with on_device(x.device):
+        grouped_gemm_dw_kernel[launch.grid(num_tiles, num_programs)](
+            x, dy, count, dw, dw if dbias is None else dbias,
+            layout.W, layout.L, layout.C, A, B, A, B,
+            HAS_DBIAS=dbias is not None, COMPACT=layout.compact, **launch.options(),
+        )  # fmt: skip
+    return dw, dbias
+
+
+def _forward_specimen(act: str, dtype: str, constexprs: dict) -> tuple:
+    signature = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "pre_ptr", "out_ptr"), f"*{dtype}")
+    signature |= {"count_ptr": "*i64"} | dict.fromkeys(("W", "L", "C", "K", "N", "ldx", "ld_out"), "i32")
+    constexprs |= {"ACT": act, "HAS_BIAS": True, "SAVE_PRE": True, "COMPACT": False, "GROUPS": 64}
+    return grouped_gemm_forward_kernel, signature, constexprs, ("K", "N", "ldx", "ld_out")
+
+
+def _dx_specimen(act: str, dtype: str, constexprs: dict) -> tuple:
+    signature = dict.fromkeys(("dy_ptr", "w_ptr", "pre_ptr", "out_ptr"), f"*{dtype}")
+    signature |= {"count_ptr": "*i64"} | dict.fromkeys(("W", "L", "C", "K", "N", "ld_dy", "ld_out"), "i32")
+    constexprs |= {"ACT": act, "COMPACT": False, "GROUPS": 64}
+    return grouped_gemm_dx_kernel, signature, constexprs, ("K", "N", "ld_dy", "ld_out")
+
+
+def _dw_specimen(act: str, dtype: str, constexprs: dict) -> tuple:
+    signature = dict.fromkeys(("x_ptr", "dy_ptr", "dw_ptr", "dbias_ptr"), f"*{dtype}")
+    signature |= {"count_ptr": "*i64"} | dict.fromkeys(("W", "L", "C", "A", "B", "ldx", "ld_dy"), "i32")
+    constexprs |= {"HAS_DBIAS": True, "COMPACT": act == "compact"}
+    return grouped_gemm_dw_kernel, signature, constexprs, ("A", "B", "ldx", "ld_dy")
+
+
+# (what makes it, activation or layout, dtypes); 16-bit types differ in nothing but the instruction's name.
+_SPECIMENS = (
+    (_forward_specimen, "none", (torch.bfloat16,)),
+    (_forward_specimen, "gelu", (torch.bfloat16, torch.float16, torch.float32)),
+    (_forward_specimen, "swiglu", (torch.bfloat16, torch.float32)),
+    (_dx_specimen, "none", (torch.bfloat16, torch.float32)),
+    (_dx_specimen, "gelu", (torch.bfloat16,)),
+    (_dx_specimen, "swiglu", (torch.bfloat16, torch.float16, torch.float32)),
+    (_dw_specimen, "buffers", (torch.bfloat16, torch.float16, torch.float32)),
+    (_dw_specimen, "compact", (torch.bfloat16,)),
+)
+
+
+def specimens(arch: int) -> Iterator[Specimen]:
+    """The kernels with the default configurations for groups of many rows and of few, plainly aligned."""
+    for make, kind, dtypes in _SPECIMENS:
+        accumulators = 2 if kind == "swiglu" else 1
+        for dtype in dtypes:
+            configs = {default_config(m, 4096, 4096, dtype, arch, accumulators) for m in (4096, 64)}
+            for config in sorted(configs, key=str):
+                half = dtype.itemsize == 2
+                tma = half and arch >= 90
+                blocks = {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k}
+                common = {"GROUP_M": config.group_m, "UPCAST": False, "TMA": tma} | blocks
+                kernel, signature, constexprs, aligned = make(kind, DTYPES[dtype], common)
+                pointers = tuple(name for name, kind_of in signature.items() if kind_of.startswith("*"))
+                yield Specimen(
+                    name=kernel.fn.__name__.removesuffix("_kernel"),
+                    config=f"{kind} {config} {DTYPES[dtype]}",
+                    kernel=kernel,
+                    signature=signature,
+                    constexprs=constexprs,
+                    aligned=pointers + aligned,
+                    num_warps=config.num_warps,
+                    num_stages=config.num_stages,
+                    wgmma=half and arch == 90,
+                    tma=tma,
+                )

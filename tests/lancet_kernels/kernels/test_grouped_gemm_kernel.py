@@ -1,0 +1,308 @@
+"""The grouped GEMM kernels against float64, within twice the error of the same torch ops in the same dtype.
+
+Every buffer has guard bands, rows beyond the counts and outputs are poisoned with NaN: what a kernel must not
+read shows up in its result, what it must not write shows up in the poison.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from guarded import Guarded
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import gemm_operands
+from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
+from lancet_kernels.ops.expert_activation import _activate_backward, activate
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ACTIVATIONS = ["none", "gelu", "silu", "swiglu"]
+# Small, so that small shapes have several tiles and bands of more than one row of tiles.
+CONFIG = GemmConfig(32, 32, 32, 4, 2, group_m=2)
+
+# name -> capacity, counts [W, L]
+COUNTS = {
+    "several experts": (40, [[3, 40, 0], [17, 1, 33]]),
+    "no rows": (5, [[0, 0], [0, 0]]),
+    "one row": (1, [[1]]),
+    "all in one expert": (33, [[0, 33, 0], [0, 33, 0]]),
+    "more experts than ranks": (9, [[1, 0, 2, 9, 0, 3, 1]]),
+}
+# (A, B): rows of 16 bytes, so tensor descriptors; odd, so masks; and hardly anything
+WIDTHS = [(48, 40), (33, 17), (1, 3)]
+
+
+@dataclass
+class Rows:
+    """Where the real rows are in the layout under test: indices per expert, and what the launchers take."""
+
+    shape: tuple[int, ...]
+    count: Tensor
+    by_expert: list[Tensor]
+
+    @staticmethod
+    def in_buffers(case: str, device: torch.device) -> "Rows":
+        capacity, counts = COUNTS[case]
+        count = torch.tensor(counts, device=device)
+        ranks, experts = count.shape
+        by_expert = [
+            torch.cat([(w * experts + e) * capacity + torch.arange(counts[w][e]) for w in range(ranks)])
+            for e in range(experts)
+        ]
+        return Rows((ranks, experts, capacity), count, [i.to(device) for i in by_expert])
+
+    @staticmethod
+    def compact(case: str, device: torch.device) -> "Rows":
+        """The same rows without gaps, and some behind the last offset that belong to nobody."""
+        count_L = torch.tensor(COUNTS[case][1]).sum(0)
+        offset = torch.cat([torch.zeros(1, dtype=torch.int64), count_L.cumsum(0)])
+        by_expert = [torch.arange(offset[e], offset[e + 1]).to(device) for e in range(len(count_L))]
+        return Rows((int(offset[-1]) + 2,), offset.to(device), by_expert)
+
+    def buffer(self, width: int, dtype: torch.dtype, misalign: int = 0) -> Guarded:
+        """Random in the real rows, NaN in the others."""
+        flat = torch.full((*self.shape, width), float("nan"), dtype=dtype).view(-1, width)
+        for rows in self.by_expert:
+            flat[rows.cpu()] = torch.randn(len(rows), width).to(dtype)
+        return Guarded(flat.view(*self.shape, width).to(self.count.device), misalign)
+
+    def of(self, expert: int, buffer: Tensor) -> Tensor:
+        return buffer.reshape(-1, buffer.shape[-1])[self.by_expert[expert]]
+
+    def assert_others_are_poison(self, buffer: Tensor) -> None:
+        flat = buffer.reshape(-1, buffer.shape[-1]).clone()
+        for rows in self.by_expert:
+            flat[rows] = float("nan")
+        assert flat.isnan().all(), "a row beyond the counts was written"
+
+
+LAYOUTS = [Rows.in_buffers, Rows.compact]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def weights(num_experts: int, a: int, b: int, like: Rows, dtype: torch.dtype) -> Guarded:
+    weight = torch.randn(num_experts, a, b) / max(a, 1) ** 0.5
+    return Guarded(weight.to(like.count.device, dtype))
+
+
+def assert_as_good_as_torch(got: Tensor, exact: Tensor, torch_result: Tensor) -> None:
+    """max |got - exact| <= 2 max |torch - exact|, plus one rounding of the largest value."""
+    if exact.numel() == 0:
+        return
+    assert not got.isnan().any(), "poison was read, or a result is missing"
+    error = (got.double() - exact).abs().max().item()
+    allowed = 2 * (torch_result.double() - exact).abs().max().item()
+    one_rounding = torch.finfo(got.dtype).eps / 2 * exact.abs().max().item()
+    assert error <= allowed + one_rounding
+
+
+def forward_reference(x: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> tuple[Tensor, Tensor]:
+    h = x @ weight if bias is None else x @ weight + bias
+    return h, h if kind == "none" else activate(h, kind)
+
+
+def dx_reference(dy: Tensor, weight: Tensor, pre: Tensor | None, kind: str) -> Tensor:
+    da = dy @ weight.T
+    return da if kind == "none" else _activate_backward(da, pre, kind)
+
+
+def check_forward(
+    rows: Rows, a: int, b: int, kind: str, dtype: torch.dtype, *, bias: bool, save_pre: bool,
+    misalign: int = 0, config: GemmConfig | None = CONFIG, num_programs: int | None = None,
+) -> Tensor:  # fmt: skip
+    num_experts, wide = len(rows.by_expert), b * (2 if kind == "swiglu" else 1)
+    x, weight = rows.buffer(a, dtype, misalign), weights(num_experts, a, wide, rows, dtype)
+    b_LB = Guarded(torch.randn(num_experts, wide).to(rows.count.device, dtype)) if bias else None
+    out = Guarded.poisoned((*rows.shape, b), dtype, rows.count.device)
+    pre = Guarded.poisoned((*rows.shape, wide), dtype, rows.count.device) if save_pre else None
+    result = grouped_gemm_forward(
+        x.tensor, rows.count, weight.tensor, b_LB and b_LB.tensor, activation=kind,
+        out=out.tensor, pre=pre and pre.tensor, config=config, num_programs=num_programs,
+    )  # fmt: skip
+    assert result[0] is out.tensor
+    assert result[1] is (pre and pre.tensor)
+    for e in range(num_experts):
+        operands = rows.of(e, x.tensor), weight.tensor[e], b_LB and b_LB.tensor[e]
+        h64, y64 = forward_reference(*(t if t is None else t.double() for t in operands), kind)
+        h, y = forward_reference(*operands, kind)
+        assert_as_good_as_torch(rows.of(e, out.tensor), y64, y)
+        if pre:
+            assert_as_good_as_torch(rows.of(e, pre.tensor), h64, h)
+    for output in filter(None, (out, pre)):
+        rows.assert_others_are_poison(output.tensor)
+        output.assert_guards_unchanged()
+    for operand in filter(None, (x, weight, b_LB)):
+        operand.assert_unchanged()
+    return out.tensor
+
+
+def check_dx(
+    rows: Rows, a: int, b: int, kind: str, dtype: torch.dtype, config: GemmConfig | None = CONFIG
+) -> None:
+    num_experts, wide = len(rows.by_expert), a * (2 if kind == "swiglu" else 1)
+    dy, weight = rows.buffer(b, dtype), weights(num_experts, a, b, rows, dtype)
+    pre = None if kind == "none" else rows.buffer(wide, dtype)
+    out = Guarded.poisoned((*rows.shape, wide), dtype, rows.count.device)
+    grouped_gemm_dx(
+        dy.tensor, rows.count, weight.tensor, activation=kind, pre=pre and pre.tensor, out=out.tensor,
+        config=config,
+    )  # fmt: skip
+    for e in range(num_experts):
+        operands = rows.of(e, dy.tensor), weight.tensor[e], pre and rows.of(e, pre.tensor)
+        exact = dx_reference(*(t if t is None else t.double() for t in operands), kind)
+        assert_as_good_as_torch(rows.of(e, out.tensor), exact, dx_reference(*operands, kind))
+    rows.assert_others_are_poison(out.tensor)
+    out.assert_guards_unchanged()
+    for operand in filter(None, (dy, weight, pre)):
+        operand.assert_unchanged()
+
+
+def check_dw(
+    rows: Rows, a: int, b: int, dtype: torch.dtype, *, dbias: bool, config: GemmConfig | None = CONFIG
+) -> None:
+    num_experts, device = len(rows.by_expert), rows.count.device
+    x, dy = rows.buffer(a, dtype), rows.buffer(b, dtype)
+    dw = Guarded.poisoned((num_experts, a, b), dtype, device)
+    db = Guarded.poisoned((num_experts, b), dtype, device) if dbias else None
+    grouped_gemm_dw(x.tensor, dy.tensor, rows.count, dw=dw.tensor, dbias=db and db.tensor, config=config)
+    for e in range(num_experts):
+        x_e, dy_e = rows.of(e, x.tensor), rows.of(e, dy.tensor)
+        assert_as_good_as_torch(dw.tensor[e], x_e.double().T @ dy_e.double(), x_e.T @ dy_e)
+        if db:
+            assert_as_good_as_torch(db.tensor[e], dy_e.double().sum(0), dy_e.sum(0))
+    for guarded in filter(None, (dw, db)):
+        guarded.assert_guards_unchanged()
+    for operand in (x, dy):
+        operand.assert_unchanged()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", COUNTS)
+@pytest.mark.parametrize(("a", "b"), WIDTHS)
+def test_every_layout_count_and_width(layout, case: str, a: int, b: int, device: torch.device) -> None:
+    rows = layout(case, device)
+    check_forward(rows, a, b, "none", torch.float16, bias=True, save_pre=False)
+    check_dx(rows, a, b, "none", torch.float16)
+    check_dw(rows, a, b, torch.float16, dbias=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_epilogues(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    rows = Rows.in_buffers("several experts", device)
+    check_forward(rows, 48, 40, kind, dtype, bias=True, save_pre=True)
+    check_dx(rows, 48, 40, kind, dtype)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS[1:])
+def test_epilogues_of_odd_width(kind: str, device: torch.device) -> None:
+    rows = Rows.in_buffers("all in one expert", device)
+    check_forward(rows, 33, 17, kind, torch.float16, bias=True, save_pre=True)
+    check_dx(rows, 17, 33, kind, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weight_gradients(layout, dtype: torch.dtype, device: torch.device) -> None:
+    check_dw(layout("several experts", device), 48, 40, dtype, dbias=True)
+    check_dw(layout("several experts", device), 33, 17, dtype, dbias=False)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "swiglu"])
+def test_without_bias_and_without_pre(kind: str, device: torch.device) -> None:
+    check_forward(
+        Rows.compact("several experts", device), 48, 40, kind, torch.float16, bias=False, save_pre=False
+    )
+
+
+def test_rows_that_no_descriptor_may_start_at(device: torch.device) -> None:
+    """A buffer 2 bytes off a multiple of 16: the launcher must fall back to plain loads."""
+    rows = Rows.in_buffers("several experts", device)
+    check_forward(rows, 48, 40, "none", torch.float16, bias=False, save_pre=False, misalign=1)
+
+
+def test_default_configurations(device: torch.device) -> None:
+    rows = Rows.in_buffers("several experts", device)
+    for dtype in (torch.float16, torch.float32):
+        check_forward(rows, 48, 40, "swiglu", dtype, bias=True, save_pre=True, config=None)
+        check_dx(rows, 48, 40, "swiglu", dtype, config=None)
+        check_dw(rows, 48, 40, dtype, dbias=True, config=None)
+
+
+def test_how_many_programs_share_the_tiles_changes_nothing(device: torch.device) -> None:
+    results = []
+    for num_programs in (1, 3, 1000):
+        torch.manual_seed(1)
+        rows = Rows.in_buffers("several experts", device)
+        out = check_forward(
+            rows, 48, 72, "none", torch.float16, bias=False, save_pre=False, num_programs=num_programs
+        )
+        results.append(out.nan_to_num())
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_counts_beyond_the_capacity_stay_within_the_buffer(device: torch.device) -> None:
+    x = torch.randn(2, 1, 4, 16, device=device)
+    weight = torch.randn(1, 16, 16, device=device)
+    count = torch.tensor([[4], [9]], device=device)
+    out = Guarded.poisoned((2, 1, 4, 16), torch.float32, device)
+    grouped_gemm_forward(x, count, weight, out=out.tensor, config=CONFIG)
+    out.assert_guards_unchanged()
+    torch.testing.assert_close(out.tensor, x @ weight[0])
+    dw, _ = grouped_gemm_dw(x, x, count, config=CONFIG)
+    torch.testing.assert_close(dw[0], x.view(-1, 16).T @ x.view(-1, 16))
+
+
+def test_only_the_descriptors_conditions_decide(device: torch.device) -> None:
+    aligned, odd = torch.zeros(4, 8, dtype=torch.float16), torch.zeros(4, 9, dtype=torch.float16)
+    assert gemm_operands.can_use_tma(90, aligned)
+    assert not gemm_operands.can_use_tma(80, aligned)
+    assert not gemm_operands.can_use_tma(90, aligned.float())
+    assert not gemm_operands.can_use_tma(90, aligned, odd)
+    assert not gemm_operands.can_use_tma(90, torch.zeros(33, dtype=torch.float16)[1:].view(4, 8))
+    assert not gemm_operands.can_use_tma(90, aligned[:0])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 4), (2, 2, 0)])
+def test_nothing_to_do(shape: tuple[int, ...], device: torch.device) -> None:
+    count = torch.zeros(shape[:2], dtype=torch.int64, device=device)
+    x, weight = torch.zeros(*shape, 8, device=device), torch.ones(2, 8, 4, device=device)
+    out, pre = grouped_gemm_forward(x, count, weight)
+    assert out.shape == (*shape, 4)
+    assert pre is None
+    assert grouped_gemm_dx(out, count, weight).shape == x.shape
+    dw, dbias = grouped_gemm_dw(x, out, count, with_dbias=True)
+    assert torch.equal(dw, torch.zeros(2, 8, 4, device=device))
+    assert torch.equal(dbias, torch.zeros(2, 4, device=device))
+
+
+def test_what_the_user_gets_wrong_is_named(device: torch.device) -> None:
+    x = torch.zeros(2, 3, 4, 8, device=device)
+    count = torch.zeros(2, 3, dtype=torch.int64, device=device)
+    weight = torch.zeros(3, 8, 6, device=device)
+    offsets = torch.zeros(3, dtype=torch.int64, device=device)
+    wrong = {
+        "activation": lambda: grouped_gemm_forward(x, count, weight, activation="relu"),
+        "torch.int32": lambda: grouped_gemm_forward(x, count.int(), weight),
+        r"\[L, A, B\]": lambda: grouped_gemm_forward(x, count, weight[0]),
+        "offsets": lambda: grouped_gemm_forward(x.view(-1, 8), offsets, weight),
+        "rows and count": lambda: grouped_gemm_forward(x, count.view(3, 2), weight),
+        "weight: got .*float16": lambda: grouped_gemm_forward(x, count, weight.half()),
+        "one of bf16": lambda: grouped_gemm_forward(x.double(), count, weight.double()),
+        "x: got .*7": lambda: grouped_gemm_forward(x[..., :7], count, weight),
+        "contiguous": lambda: grouped_gemm_forward(x, count, torch.zeros(3, 6, 8, device=device).mT),
+        "bias": lambda: grouped_gemm_forward(x, count, weight, torch.zeros(3, 5, device=device)),
+        "is_valid": lambda: grouped_gemm_forward(x, count, weight, config=GemmConfig(48, 32, 16, 4, 2)),
+        "a pre exactly": lambda: grouped_gemm_dx(x[..., :6].contiguous(), count, weight, activation="gelu"),
+        "dy": lambda: grouped_gemm_dw(x, x[:1], count),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(UserError, match=message):
+            call()
