@@ -3,21 +3,35 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# The oldest Triton that is supported, for the compile checks of the kernels; the newest one is in .venv.
+OLDEST := .triton-oldest
 
 .PHONY: install run test lint format clean
 
 install: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt constraints-kernels.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "lancet_kernels needs Python 3.10 or newer, got " + sys.version.split()[0] + "; call make PYTHON=/path/to/python3.10")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt -e '.[dev]'
+ifeq ($(shell uname -s),Linux)
+	$(PIP) show nvidia-nvshmem-cu13 2>/dev/null || $(PIP) install --no-deps -c constraints-kernels.txt nvidia-nvshmem-cu13
+endif
+	touch $@
+
+$(OLDEST)/.installed: $(INSTALLED) constraints-kernels.txt
+	rm -rf $(OLDEST)
+ifeq ($(shell uname -s),Linux)
+	$(PIP) install --no-deps --target $(OLDEST) -c constraints-kernels.txt triton
+endif
+	mkdir -p $(OLDEST)
 	touch $@
 
 run: $(INSTALLED)
 	$(BIN)/lancet train --compare 8
 
-test: $(INSTALLED)
+test: $(INSTALLED) $(OLDEST)/.installed
 	$(BIN)/python -m pytest
 
 lint: $(INSTALLED)
@@ -29,4 +43,4 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build *.egg-info .pytest_cache .ruff_cache .hypothesis

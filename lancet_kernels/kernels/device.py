@@ -24,12 +24,13 @@ proxy: call `fence_tma` between the wait and such a load.
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels import nvshmem_device
+from lancet_kernels.kernels import nvshmem_device, runtime
 
 # A report (int64 [8]) says which wait ran out of time first:
 # [claimed, rank, peer, op, index, expected, seen, -].
 REPORT_WORDS = tl.constexpr(8)
 LOW_WORD = tl.constexpr(0xFFFFFFFF)
+INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def remote_pointer(region_ptr, peers_ptr, peer):
 @triton.jit
 def word(epoch, value):
     """The signal word: epoch in the high half, value (a row count, say) in the low one."""
-    return (epoch.to(tl.int64) << 32) | value.to(tl.int64)
+    return (tl.cast(epoch, tl.int64) << 32) | tl.cast(value, tl.int64)
 
 
 @triton.jit
@@ -57,9 +58,11 @@ def put_rows(
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
 
-    With SCALED, row i is multiplied by scale[i] in float32 and rounded once. NVSHMEM puts cannot scale.
+    With SCALED, row i is multiplied by scale[i] in float32 and rounded once. NVSHMEM copies and cannot scale:
+    the two together do not compile.
     Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
     """
+    tl.static_assert(not (SCALED and NVSHMEM), "NVSHMEM cannot scale what it puts: put rows that are scaled")
     base = tl.load(peers_ptr + peer)
     if NVSHMEM and base == 0:
         for i in range(num_rows):
@@ -88,6 +91,19 @@ def fence(NVSHMEM: tl.constexpr):
     tl.debug_barrier()
     if NVSHMEM:
         nvshmem_device.fence()
+        tl.debug_barrier()
+
+
+@triton.jit
+def quiet(NVSHMEM: tl.constexpr):
+    """Everything this program has put has left its source: what must happen before the source may change.
+
+    Puts through a pointer have read their source when the program goes on; the network reads it later.
+    A program that has put rows calls this before it ends, or the next kernel could overwrite them.
+    """
+    if NVSHMEM:
+        tl.debug_barrier()
+        nvshmem_device.quiet()
 
 
 @triton.jit
@@ -118,8 +134,12 @@ def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr
 
 @triton.jit
 def failed(report_ptr):
-    """Has any wait of this PE run out of time? Then whatever is computed is not to be trusted."""
-    return tl.load(report_ptr, volatile=True) != 0
+    """Has any wait of this PE run out of time? Then whatever is computed is not to be trusted.
+
+    Read by an atomic, so that all threads of a program get one answer and branch as one: with a plain load
+    some could see the report of another program and some not, and miss each other at the next barrier.
+    """
+    return tl.atomic_add(report_ptr, 0, sem="relaxed", scope="gpu") != 0
 
 
 @triton.jit
@@ -135,11 +155,14 @@ def _report(report_ptr, rank, peer, op, index, expected, seen):
 
 
 @triton.jit
-def wait(signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index):
+def wait(
+    signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False
+):  # fmt: skip
     """Wait until the word is `at_least`, but not longer than `max_polls` looks. -> the word seen last.
 
     When time is up the first to notice writes rank, peer, op, index, expected and seen to the report, and
-    every later wait of this PE looks only once: the launch ends, and its caller raises.
+    every later wait of this PE looks only once: the launch ends, and its caller raises. With NVSHMEM, rows
+    that came over the network before the signal are visible after it as well.
     """
     seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
     if seen < at_least:
@@ -149,6 +172,9 @@ def wait(signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index):
             polls += 1
         if seen < at_least:
             _report(report_ptr, rank, peer, op, index, at_least, seen)
+    if NVSHMEM and seen >= at_least:
+        nvshmem_device.acquire(signal_ptr, at_least)
+        tl.debug_barrier()
     return seen
 
 
@@ -181,7 +207,7 @@ def wait_all(
 @triton.jit
 def fence_tma(TMA: tl.constexpr):
     """Between a wait and a TMA load of what has arrived: the rows came through the generic proxy."""
-    if TMA:
+    if TMA and not INTERPRETED:
         # Not a flag and not ordering between PEs: the one PTX instruction that Triton has no word for.
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1

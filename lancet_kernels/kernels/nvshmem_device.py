@@ -1,16 +1,24 @@
-"""NVSHMEM's device functions as Triton sees them, linked from its bitcode (`libnvshmem_device.bc`).
+"""NVSHMEM's device functions as Triton sees them, linked from its bitcode (`nvshmem_bitcode.py`).
 
-Each is called by every thread of the program; the `_block` ones share the work among them. Only for compiled
-kernels: the interpreter has no external functions, and a kernel that uses one of these must be given
-`nvshmemx_cumodule_init` once after it is loaded (`lancet_kernels.symmetric.nvshmem`).
+Every thread of a program runs an external function. A `_block` one wants exactly that: the threads share
+the work. The others are for one thread, and here the first one alone calls them:
+
+- a signal sent by 256 threads would be 256 messages, and one that is late could set the word back to an
+  epoch that is over;
+- a fence of 256 threads would be 256 walks over all queue pairs. One is enough: behind the barrier before
+  it, the puts of the whole block have been issued, and over IBGDA the fence waits for all queue pairs.
+
+Only for compiled kernels: the interpreter has no external functions, and a kernel that uses one of these
+must be given `nvshmemx_cumodule_init` once after it is loaded (`lancet_kernels.symmetric.nvshmem`).
 """
 
 import triton
 import triton.language as tl
 from triton.language import core
 
-# nvshmem_signal_op's operations
+# nvshmemx_signal_op_t and nvshmemi_cmp_type of NVSHMEM's headers
 SIGNAL_SET = tl.constexpr(9)
+COMPARE_GE = tl.constexpr(5)
 
 
 @core.extern
@@ -61,17 +69,49 @@ def _signal_op(address, value, operation, pe, _semantic=None):
     )
 
 
+@core.extern
+def _signal_wait_until(address, comparison, value, _semantic=None):
+    return core.extern_elementwise(
+        "",
+        "",
+        [address, comparison, value],
+        {
+            (core.dtype("int64"), core.dtype("int32"), core.dtype("uint64")): (
+                "nvshmem_signal_wait_until",
+                core.dtype("uint64"),
+            )
+        },
+        is_pure=False,
+        _semantic=_semantic,
+    )
+
+
+@triton.jit
+def _is_first_thread():
+    """True in one thread of the program. Only for what holds no barrier: the others walk past it."""
+    thread = tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+    return thread == 0
+
+
 @triton.jit
 def put_row(target_ptr, source_ptr, num_elements, peer):
-    """Start copying `num_elements` to the same symmetric address on `peer`; `fence` orders, no completion."""
-    num_bytes = num_elements.to(tl.int64) * (target_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    _putmem_nbi_block(target_ptr.to(tl.int64), source_ptr.to(tl.int64), num_bytes, peer.to(tl.int32))
+    """Start a copy to the same symmetric address on `peer`; `fence` orders it, `quiet` waits for its end."""
+    num_bytes = tl.cast(num_elements, tl.int64) * (target_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    _putmem_nbi_block(target_ptr.to(tl.int64), source_ptr.to(tl.int64), num_bytes, tl.cast(peer, tl.int32))
 
 
 @triton.jit
 def fence():
-    """Puts to a PE before it arrive before those after it."""
-    _fence()
+    """Puts to a PE before it arrive before those after it. The caller joins the threads before and after."""
+    if _is_first_thread():
+        _fence()
+
+
+@triton.jit
+def quiet():
+    """All puts of this PE are complete. The caller joins the threads before."""
+    if _is_first_thread():
+        _quiet()
 
 
 @triton.jit
@@ -83,4 +123,18 @@ def quiet():
 @triton.jit
 def set_signal(signal_ptr, value, peer):
     """Set the word at this symmetric address on `peer`, ordered after the fence before it."""
-    _signal_op(signal_ptr.to(tl.int64), value.to(tl.uint64), SIGNAL_SET, peer.to(tl.int32))
+    if _is_first_thread():
+        operation = tl.cast(SIGNAL_SET, tl.int32)
+        _signal_op(signal_ptr.to(tl.int64), tl.cast(value, tl.uint64), operation, tl.cast(peer, tl.int32))
+
+
+@triton.jit
+def acquire(signal_ptr, at_least):
+    """What was put before this signal, which has been seen to be `at_least`, is visible here.
+
+    A look at the flag is not enough for what a network card has written: on GPUs that do not order its
+    writes NVSHMEM has to flush them, and does so in its own wait, which returns at once here.
+    """
+    if _is_first_thread():
+        comparison = tl.cast(COMPARE_GE, tl.int32)
+        _signal_wait_until(signal_ptr.to(tl.int64), comparison, tl.cast(at_least, tl.uint64))

@@ -1,0 +1,179 @@
+"""`lancet kernels`: every kernel compiled for a GPU that need not be here, and what it became."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lancet_kernels.atomic import json_text
+from lancet_kernels.errors import UserError
+from lancet_kernels.options import positive_int
+
+if TYPE_CHECKING:
+    from lancet_kernels.kernels.compile_pool import Row
+    from lancet_kernels.kernels.specimen import Specimen
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+COLUMNS = ("registers", "spills", "stack", "shared_bytes", "wgmma", "tma", "tcgen05", "seconds")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `lancet`."""
+    command = commands.add_parser(
+        "kernels",
+        help="compile every kernel for a GPU architecture, without having one",
+        description="Compile every kernel x configuration, and show registers, spills, shared memory and "
+        "instructions. Fails if one spills, exceeds a limit, or lacks wgmma or TMA where it must have it.",
+    )
+    command.add_argument("--arch", choices=ARCHITECTURES, default="sm_90", help="default: sm_90")
+    command.add_argument(
+        "--name", metavar="TEXT", help="only kernels whose name and configuration contain TEXT"
+    )
+    command.add_argument(
+        "--quick",
+        action="store_true",
+        help="only the first configuration of each kernel, and one that is linked with NVSHMEM",
+    )
+    command.add_argument(
+        "--workers", type=positive_int, default=2, help="processes that compile (default: 2)"
+    )
+    command.add_argument("--json", action="store_true", help="print the table as JSON")
+    command.set_defaults(run=run)
+
+
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Compile and print. -> 1 if a kernel has a problem, else 0."""
+    # Here, not above: it brings Triton, which not every platform has.
+    from lancet_kernels.kernels import compile, compile_pool, nvshmem_bitcode
+
+    arch = int(arguments.arch.removeprefix("sm_"))
+    chosen = [
+        (module, specimen)
+        for module, specimen in compile.all_specimens(arch)
+        if not arguments.name or arguments.name in f"{specimen.name} {specimen.config}"
+    ]
+    if arguments.quick:
+        chosen = _first(chosen)
+    if not chosen:
+        raise UserError(
+            "--name",
+            got=repr(arguments.name),
+            expected="a part of a kernel's name",
+            do="leave it out to see all",
+        )
+    skipped = []
+    if nvshmem_bitcode.find_bitcode(arch) is None:
+        skipped = [specimen for _, specimen in chosen if specimen.nvshmem]
+        chosen = [(module, specimen) for module, specimen in chosen if not specimen.nvshmem]
+    rows = compile_pool.compile_all(
+        chosen,
+        arch,
+        workers=arguments.workers,
+        on_done=_progress(len(chosen)) if sys.stderr.isatty() else None,
+    )
+    failed = [row for row in rows if row.problems]
+    for row in failed:
+        print(f"{_name(row)}: {'; '.join(row.problems)}{_error(row)}", file=sys.stderr)
+    if skipped:
+        print(
+            f"{len(skipped)} kernels with NVSHMEM were left out, because its device bitcode is not here; "
+            f"pip install --no-deps {nvshmem_bitcode.PACKAGE} brings it",
+            file=sys.stderr,
+        )
+    if arguments.json:
+        print(
+            json_text(
+                {
+                    "arch": arguments.arch,
+                    "versions": _versions(),
+                    "kernels": [_as_json(row) for row in rows],
+                    "skipped": [{"name": s.name, "config": s.config} for s in skipped],
+                    "failed": len(failed),
+                }
+            )
+        )
+    else:
+        print(_table(rows, arguments.arch))
+    return 1 if failed else 0
+
+
+def _first(specimens: Iterable[tuple[ModuleType, Specimen]]) -> list[tuple[ModuleType, Specimen]]:
+    """The first of each kernel, and the first of all with NVSHMEM."""
+    first: dict[str, tuple[ModuleType, Specimen]] = {}
+    for module, specimen in specimens:
+        first.setdefault(
+            "nvshmem" if specimen.nvshmem else f"{module.__name__} {specimen.name}", (module, specimen)
+        )
+    return list(first.values())
+
+
+def _versions() -> dict[str, str | None]:
+    import torch
+    import triton
+
+    from lancet_kernels.kernels import nvshmem_bitcode
+
+    return {
+        "triton": triton.__version__,
+        "torch": torch.__version__,
+        "nvshmem": nvshmem_bitcode.version(),
+    }
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": row.specimen.name, "config": row.specimen.config}
+    if row.compiled is not None:
+        found |= dataclasses.asdict(row.compiled)
+    return found | {"nvshmem": row.specimen.nvshmem, "problems": row.problems, "error": row.error}
+
+
+def _table(rows: Sequence[Row], arch: str) -> str:
+    versions = _versions()
+    cells = [["kernel", "configuration", *COLUMNS, "problems"]]
+    for row in rows:
+        values = ["-"] * len(COLUMNS)
+        if row.compiled is not None:
+            values = [_cell(getattr(row.compiled, column)) for column in COLUMNS]
+        cells.append([row.specimen.name, row.specimen.config, *values, "; ".join(row.problems) or "-"])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    left = (0, 1, len(widths) - 1)
+    lines = [
+        "  ".join(
+            c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in cells
+    ]
+    failed = sum(bool(row.problems) for row in rows)
+    title = f"Compiled for {arch} with Triton {versions['triton']}, NVSHMEM {versions['nvshmem']}"
+    return "\n".join(
+        [title, "", *(line.rstrip() for line in lines), "", f"{len(rows)} kernels, {failed} failed"]
+    )
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _name(row: Row) -> str:
+    return f"{row.specimen.name} {row.specimen.config}"
+
+
+def _error(row: Row) -> str:
+    return f"\n{row.error}" if row.error else ""
+
+
+def _progress(total: int) -> Any:
+    done = 0
+
+    def show(row: Row) -> None:
+        nonlocal done
+        done += 1
+        print(f"{done}/{total} {_name(row)}", file=sys.stderr)
+
+    return show

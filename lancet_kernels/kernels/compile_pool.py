@@ -1,0 +1,169 @@
+"""Compiles many specimens, each in one of a few worker processes.
+
+Processes, because LLVM ends the one that it fails in: that must cost one row, not the table. And because
+the caller may interpret its kernels (TRITON_INTERPRET): the workers never do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.compile import CompiledKernel, all_specimens, compile_specimen, problems
+from lancet_kernels.kernels.specimen import Specimen
+
+
+@dataclass(frozen=True)
+class Row:
+    """One specimen's fate: what it became, or why it did not (`error`), and what is wrong with it."""
+
+    specimen: Specimen
+    compiled: CompiledKernel | None
+    error: str | None
+
+    @property
+    def problems(self) -> list[str]:
+        """Empty if all is well."""
+        if self.compiled is None:
+            return ["does not compile"]
+        return problems(self.specimen, self.compiled)
+
+
+def compile_all(
+    chosen: Sequence[tuple[ModuleType, Specimen]],
+    arch: int,
+    *,
+    workers: int = 2,
+    timeout_s: float = 600.0,
+    on_done: Callable[[Row], None] | None = None,
+) -> list[Row]:
+    """Compile what `all_specimens` gave, in its order. A specimen may take `timeout_s`."""
+    jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
+    # Linking NVSHMEM takes longest: begin with it, so that no worker ends long after the others.
+    for i in sorted(range(len(chosen)), key=lambda i: not chosen[i][1].nvshmem):
+        jobs.put(i)
+    rows: dict[int, Row] = {}
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with _Worker() as worker:
+                while not failures:
+                    i = jobs.get_nowait()
+                    rows[i] = worker.compile(*chosen[i], arch, timeout_s)
+                    if on_done is not None:
+                        on_done(rows[i])
+        except queue.Empty:
+            pass
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(min(workers, len(chosen)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return [rows[i] for i in range(len(chosen))]
+
+
+class _Worker:
+    """A child process that compiles what it is told to, line by line; made anew when it dies."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (__exit__ closes it)
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+        self._log.close()
+
+    def compile(self, module: ModuleType, specimen: Specimen, arch: int, timeout_s: float) -> Row:
+        if self._process is None:
+            self._process = self._start()
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._log.seek(0)
+        self._log.truncate()
+        job = {"module": module.__name__, "name": specimen.name, "config": specimen.config, "arch": arch}
+        timer = threading.Timer(timeout_s, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        finally:
+            timer.cancel()
+        if not answer:
+            return Row(specimen, None, self._obituary(process, timeout_s))
+        reply = json.loads(answer)
+        compiled = CompiledKernel(**reply["compiled"]) if "compiled" in reply else None
+        return Row(specimen, compiled, reply.get("error"))
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        # The worker shall find the modules that this process has found.
+        environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        return subprocess.Popen(
+            [sys.executable, "-m", "lancet_kernels.kernels.compile_pool"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=environment,
+        )
+
+    def _obituary(self, process: subprocess.Popen[str], timeout_s: float) -> str:
+        code = process.wait()
+        self._process = None
+        self._log.seek(0)
+        last = self._log.read().strip()[-2000:]
+        reason = f"the compiler died (exit code {code}) or took more than {timeout_s:g} s"
+        return f"{reason}: {last}" if last else reason
+
+
+def _serve() -> None:
+    """The worker: a job a line from standard input, an answer a line to standard output."""
+    # Triton prints whole programs when the assembler fails: they go to the log instead.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            module = import_module(job["module"])
+            (specimen,) = (
+                specimen
+                for _, specimen in all_specimens(job["arch"], [module])
+                if (specimen.name, specimen.config) == (job["name"], job["config"])
+            )
+            reply = {"compiled": dataclasses.asdict(compile_specimen(specimen, job["arch"]))}
+        except UserError as error:
+            reply = {"error": str(error)}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"[:4000]}
+        answers.write(json.dumps(reply) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,58 @@
+"""Specimens with something wrong each, to see that the compile checks notice (test_compile.py)."""
+
+import os
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from lancet_kernels.kernels.specimen import Specimen
+
+
+@triton.jit
+def product(a_ptr, b_ptr, out_ptr, N: tl.constexpr, K: tl.constexpr):
+    """out[N, N] = a[N, K] @ b[K, N] in one program and one step: a large K takes much shared memory."""
+    i_n, i_k = tl.arange(0, N), tl.arange(0, K)
+    a = tl.load(a_ptr + i_n[:, None] * K + i_k[None, :])
+    b = tl.load(b_ptr + i_k[:, None] * N + i_n[None, :])
+    tl.store(out_ptr + i_n[:, None] * N + i_n[None, :], tl.dot(a, b))
+
+
+@triton.jit
+def copy(source_ptr, out_ptr, N: tl.constexpr):
+    """out = source; with few registers, what was loaded before the first store has to wait in memory."""
+    i = tl.arange(0, N)
+    tl.store(out_ptr + i, tl.load(source_ptr + i))
+
+
+@triton.jit
+def refused(source_ptr, out_ptr, N: tl.constexpr):
+    """Does not compile."""
+    tl.static_assert(N > 10**6, "N is too small for this kernel")
+
+
+class Deadly:
+    """Ends the process that looks at it, as LLVM does when an assertion of its own fails."""
+
+    @property
+    def arg_names(self) -> list[str]:
+        os.write(2, b"LLVM ERROR: out of ideas\n")
+        os._exit(134)
+
+
+def specimens(arch: int) -> Iterator[Specimen]:
+    """One specimen for each thing that can be wrong, and one that is right."""
+
+    def specimen(name: str, kernel: object, dtype: str, sizes: dict[str, int], **more: object) -> Specimen:
+        pointers = ("a_ptr", "b_ptr", "out_ptr") if kernel is product else ("source_ptr", "out_ptr")
+        return Specimen(name, "test", kernel, dict.fromkeys(pointers, dtype), sizes, aligned=pointers, **more)
+
+    small = {"N": 64, "K": 64}
+    yield specimen("good", product, "*bf16", small, wgmma=True)
+    yield specimen("spills", copy, "*fp32", {"N": 8192}, options={"maxnreg": 32})
+    yield specimen("shared", product, "*bf16", {"N": 64, "K": 1024}, num_warps=8)
+    yield specimen("no-wgmma", copy, "*fp32", {"N": 128}, wgmma=True)
+    yield specimen("no-tma", copy, "*fp32", {"N": 128}, tma=True)
+    yield specimen("refused", refused, "*fp32", {"N": 128})
+    yield Specimen("incomplete", "test", copy, {"source_ptr": "*fp32"}, {"N": 128})
+    yield Specimen("deadly", "test", Deadly(), {}, {})

@@ -1,0 +1,233 @@
+"""Every kernel compiles for GPUs that are not here, within their limits; and the checks notice what is wrong.
+
+The newest Triton is the installed one. The oldest that is supported lies in a folder of its own, which
+`make test` brings; a child process that finds it first imports it instead.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import bad_kernels
+import pytest
+
+from lancet_kernels.cli import main
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import compile as compile_module
+from lancet_kernels.kernels import nvshmem_bitcode, ping
+from lancet_kernels.kernels.compile import CompiledKernel, all_specimens, compile_specimen, problems
+from lancet_kernels.kernels.compile_pool import compile_all
+
+ROOT = Path(__file__).parents[3]
+OLDEST = ROOT / ".triton-oldest"
+
+need_oldest = pytest.mark.skipif(
+    not (OLDEST / "triton").is_dir(), reason="no oldest Triton; bring it by: make .triton-oldest/.installed"
+)
+need_bitcode = pytest.mark.skipif(
+    nvshmem_bitcode.find_bitcode(90) is None,
+    reason=f"no NVSHMEM bitcode; bring it by: pip install --no-deps {nvshmem_bitcode.PACKAGE}",
+)
+TRITONS = ["newest", pytest.param("oldest", marks=need_oldest)]
+
+
+def environment(triton="newest"):
+    """For a child process with this Triton, which does not interpret."""
+    found = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if triton == "oldest":
+        found["PYTHONPATH"] = os.pathsep.join([str(OLDEST), *filter(None, [found.get("PYTHONPATH")])])
+    return found
+
+
+def lancet_kernels_command(triton, *arguments):
+    """`lancet kernels ... --json` in a child process -> what it printed."""
+    command = [sys.executable, "-m", "lancet_kernels.cli", "kernels", "--json", *arguments]
+    child = subprocess.run(command, env=environment(triton), cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout)
+
+
+def check_rows(found, triton, arch):
+    """What must be so for every kernel."""
+    oldest = re.search(r"^triton==(.*)$", (ROOT / "constraints-kernels.txt").read_text(), re.M)[1]
+    assert (found["versions"]["triton"] == oldest) == (triton == "oldest")
+    assert found["failed"] == 0
+    declared = {(s.name, s.config): s for _, s in all_specimens(int(arch.removeprefix("sm_")))}
+    for row in found["kernels"]:
+        specimen = declared[row["name"], row["config"]]
+        assert row["spills"] == 0, row
+        assert row["registers"] <= 255, row
+        assert row["shared_bytes"] <= (163 if arch == "sm_80" else 227) * 1024, row
+        if arch == "sm_90":
+            assert row["wgmma"] >= specimen.wgmma, row
+            assert row["tma"] >= specimen.tma, row
+    return [(row["name"], row["config"]) for row in found["kernels"]]
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_one_configuration_of_every_kernel(triton):
+    found = lancet_kernels_command(triton, "--arch", "sm_90", "--quick")
+    names = check_rows(found, triton, "sm_90")
+    assert {name for name, _ in names} == {s.name for _, s in all_specimens(90)}
+    if nvshmem_bitcode.find_bitcode(90) is not None:
+        assert sum(row["nvshmem"] for row in found["kernels"]) == 1
+
+
+GRID = [("newest", "sm_80"), ("newest", "sm_90"), ("newest", "sm_100")]
+GRID += [pytest.param("oldest", arch, marks=need_oldest) for arch in ("sm_80", "sm_90")]
+
+
+@pytest.mark.long
+@need_bitcode
+@pytest.mark.parametrize(("triton", "arch"), GRID)
+def test_every_configuration_of_every_kernel(triton, arch):
+    names = check_rows(lancet_kernels_command(triton, "--arch", arch), triton, arch)
+    assert names == [(s.name, s.config) for _, s in all_specimens(int(arch.removeprefix("sm_")))]
+
+
+def test_what_is_wrong_is_noticed(monkeypatch, capsys):
+    """One specimen for each thing; the processes that compile are the command's own: this one interprets."""
+    monkeypatch.setattr(compile_module, "kernel_modules", lambda: [bad_kernels])
+    assert main(["kernels", "--json"]) == 1
+    out, err = capsys.readouterr()
+    rows = {row["name"]: row for row in json.loads(out)["kernels"]}
+    assert list(rows) == [s.name for _, s in all_specimens(90)]
+    assert (rows["good"]["problems"], rows["good"]["spills"], rows["good"]["wgmma"]) == ([], 0, True)
+    assert rows["good"]["shared_bytes"] >= 2 * 64 * 64 * 2
+    assert rows["spills"]["spills"] > 0
+    assert rows["spills"]["registers"] <= 32
+    assert rows["spills"]["problems"] == [f"spills {rows['spills']['spills']} bytes"]
+    assert rows["shared"]["shared_bytes"] >= 2 * 64 * 1024 * 2
+    assert "more than 232448" in " ".join(rows["shared"]["problems"])
+    assert rows["no-wgmma"]["problems"] == ["no wgmma"]
+    assert rows["no-tma"]["problems"] == ["no TMA"]
+    for name, error in (
+        ("refused", "N is too small for this kernel"),
+        ("incomplete", "none for ['out_ptr']"),
+        ("deadly", "exit code 134"),
+    ):
+        assert rows[name]["problems"] == ["does not compile"]
+        assert error in rows[name]["error"]
+    assert "LLVM ERROR: out of ideas" in rows["deadly"]["error"]
+    assert "spills test: spills" in err
+
+
+GOOD = CompiledKernel("k", "c", "sm_90", 128, 0, 0, 1000, 128, True, True, False, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({}, []),
+        ({"stack": 8}, []),
+        ({"spills": 8}, ["spills 8 bytes"]),
+        ({"shared_bytes": 227 * 1024}, []),
+        ({"shared_bytes": 227 * 1024 + 1}, ["232449 bytes of shared memory, more than 232448"]),
+        ({"arch": "sm_80", "shared_bytes": 167000}, ["167000 bytes of shared memory, more than 166912"]),
+        ({"wgmma": False, "tma": False}, ["no wgmma", "no TMA"]),
+        ({"wgmma": False, "tma": False, "arch": "sm_100"}, []),
+        ({"registers": 168, "threads": 384}, []),
+        ({"registers": 169, "threads": 384}, ["67584 registers in a program, more than 65536"]),
+    ],
+)
+def test_limits(change, found):
+    specimen = replace(next(iter(ping.specimens(90))), wgmma=True, tma=True)
+    assert problems(specimen, replace(GOOD, **change)) == found
+
+
+def test_an_interpreted_kernel_is_not_compiled(monkeypatch):
+    monkeypatch.setattr("lancet_kernels.kernels.runtime.INTERPRETED", True)
+    with pytest.raises(UserError, match="TRITON_INTERPRET"):
+        compile_specimen(next(iter(ping.specimens(90))), 90)
+
+
+def test_a_compiler_that_hangs_is_ended():
+    (chosen,) = (pair for pair in all_specimens(90, [bad_kernels]) if pair[1].name == "good")
+    (row,) = compile_all([chosen], 90, timeout_s=0.1)
+    assert "took more than 0.1 s" in row.error
+
+
+def test_no_two_specimens_are_the_same(monkeypatch):
+    monkeypatch.setattr(bad_kernels, "specimens", lambda arch: [next(iter(ping.specimens(arch)))] * 2)
+    with pytest.raises(UserError, match="4x256 bf16 pointers' twice"):
+        list(all_specimens(90, [bad_kernels]))
+
+
+def test_a_name_that_no_kernel_has_is_one_line(capsys):
+    assert main(["kernels", "--name", "nothing-like-it"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "expected a part of a kernel's name" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_the_bitcode_of_an_architecture(tmp_path, monkeypatch):
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    (tmp_path / "lib").mkdir()
+    with pytest.raises(UserError, match=r"none for sm_90 in .*NVSHMEM_HOME"):
+        nvshmem_bitcode.bitcode(90)
+    for name in ("libnvshmem_device.bc", "libnvshmem_device_sm_80.bc", "libnvshmem_device_sm_100.bc"):
+        (tmp_path / "lib" / name).touch()
+    found = {arch: nvshmem_bitcode.bitcode(arch).name for arch in (75, 80, 90, 100, 120)}
+    assert found == {
+        75: "libnvshmem_device.bc",
+        80: "libnvshmem_device_sm_80.bc",
+        90: "libnvshmem_device_sm_80.bc",
+        100: "libnvshmem_device_sm_100.bc",
+        120: "libnvshmem_device_sm_100.bc",
+    }
+
+
+def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    assert main(["kernels", "--json", "--name", "ping 4x256 bf16"]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert not any(row["nvshmem"] for row in found["kernels"])
+    assert [row["config"] for row in found["skipped"]] == ["4x256 bf16 nvshmem", "4x256 bf16 nvshmem tma"]
+    assert "2 kernels with NVSHMEM were left out" in err
+
+
+PRINT_PTX = """
+from lancet_kernels.kernels import compile, ping
+(specimen,) = [s for s in ping.specimens({arch}) if s.config == "4x256 bf16 {transport}"]
+print(compile._compile(specimen, {arch})[0].asm["ptx"])
+"""
+
+
+def ping_ptx(triton, arch, transport):
+    code = PRINT_PTX.format(arch=arch, transport=transport)
+    child = subprocess.run(
+        [sys.executable, "-c", code], env=environment(triton), capture_output=True, text=True
+    )
+    assert child.returncode == 0, child.stderr
+    return child.stdout
+
+
+@need_bitcode
+@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.long), 90])
+@pytest.mark.parametrize("triton", TRITONS)
+def test_puts_over_nvshmem_are_linked(triton, arch):
+    """The bodies are there, not only the calls; what stays open is what the CUDA driver itself offers."""
+    ptx = ping_ptx(triton, arch, "nvshmem")
+    declared = re.findall(r"\.extern \.func\s+(?:\([^)]*\)\s*)?(\w+)", ptx)
+    assert set(declared) <= {"vprintf", "__assertfail"}
+    assert not re.search(r"\.extern .*nvshmem", ptx)
+    # NVSHMEM's state of this PE, which nvshmemx_cumodule_init fills in
+    assert re.search(r"\.visible .*nvshmemi_device_state_d", ptx)
+    bodies = " ".join(re.findall(r"Begin function (\w+)", ptx))
+    for name in ("nvshmemi_transfer_rma_nbi", "nvshmemi_transfer_amo_nonfetch", "nvshmemi_transfer_fence"):
+        assert name in bodies
+    # a signal is sent by one thread, a row is put by all
+    assert "%tid.x" in ptx
+
+
+@pytest.mark.parametrize("triton", TRITONS)
+def test_puts_through_pointers_need_no_nvshmem(triton):
+    ptx = ping_ptx(triton, 90, "pointers")
+    assert "nvshmem" not in ptx
+    assert re.search(r"atom\.global\.sys\.release\.exch", ptx)
