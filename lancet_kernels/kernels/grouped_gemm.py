@@ -18,7 +18,7 @@ Rows beyond the counts are never written, and what they hold never matters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import triton
@@ -402,6 +402,36 @@ _SPECIMENS = (
 )
 
 
+def specimen(make: Callable, kind: str, dtype: torch.dtype, config: GemmConfig, arch: int) -> Specimen:
+    """One kernel of `_SPECIMENS` (or `SPECIMEN_OF`) with one configuration, plainly aligned."""
+    half = dtype.itemsize == 2
+    tma = half and arch >= 90
+    blocks = {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k}
+    common = {"GROUP_M": config.group_m, "UPCAST": False, "TMA": tma} | blocks
+    kernel, signature, constexprs, aligned = make(kind, DTYPES[dtype], common)
+    pointers = tuple(name for name, kind_of in signature.items() if kind_of.startswith("*"))
+    return Specimen(
+        name=kernel.fn.__name__.removesuffix("_kernel"),
+        config=f"{kind} {config} {DTYPES[dtype]}",
+        kernel=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        aligned=pointers + aligned,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        wgmma=half and arch == 90,
+        tma=tma,
+    )
+
+
+# Name of the launcher -> what makes a specimen of its kernel.
+SPECIMEN_OF = {
+    "grouped_gemm_forward": _forward_specimen,
+    "grouped_gemm_dx": _dx_specimen,
+    "grouped_gemm_dw": _dw_specimen,
+}
+
+
 def specimens(arch: int) -> Iterator[Specimen]:
     """The kernels with the default configurations for groups of many rows and of few, plainly aligned."""
     for make, kind, dtypes in _SPECIMENS:
@@ -409,21 +439,4 @@ def specimens(arch: int) -> Iterator[Specimen]:
         for dtype in dtypes:
             configs = {default_config(m, 4096, 4096, dtype, arch, accumulators) for m in (4096, 64)}
             for config in sorted(configs, key=str):
-                half = dtype.itemsize == 2
-                tma = half and arch >= 90
-                blocks = {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k}
-                common = {"GROUP_M": config.group_m, "UPCAST": False, "TMA": tma} | blocks
-                kernel, signature, constexprs, aligned = make(kind, DTYPES[dtype], common)
-                pointers = tuple(name for name, kind_of in signature.items() if kind_of.startswith("*"))
-                yield Specimen(
-                    name=kernel.fn.__name__.removesuffix("_kernel"),
-                    config=f"{kind} {config} {DTYPES[dtype]}",
-                    kernel=kernel,
-                    signature=signature,
-                    constexprs=constexprs,
-                    aligned=pointers + aligned,
-                    num_warps=config.num_warps,
-                    num_stages=config.num_stages,
-                    wgmma=half and arch == 90,
-                    tma=tma,
-                )
+                yield specimen(make, kind, dtype, config, arch)

@@ -27,6 +27,7 @@ from lancet_kernels.kernels.exchange import Exchange, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_kernel import NN, NT, TN, overlap_kernel
 from lancet_kernels.kernels.tasks import LaunchShape, build_tasks
+from lancet_kernels.kernels.tuning import tuned
 
 DENSE_KINDS = {"nn": NN.value, "nt": NT.value, "tn": TN.value}
 
@@ -65,10 +66,14 @@ class OverlapConfig:
         device: torch.device,
         pes_here: int = 1,
     ) -> OverlapConfig:
-        """A sensible choice for the device; small tiles in the interpreter, where only proof counts."""
+        """What was tuned, else a sensible choice for the device; small tiles in the interpreter, where only
+        proof counts."""
         if device.type != "cuda":
             tile = GemmConfig(16, 32, 16, 1, 1)
             return cls(tile, put_rows=4, put_block=32, reduce_tokens=4, reduce_block=32)
+        found = tuned("overlap", (width, hidden, activation, pes_here), dtype, device)
+        if found is not None:
+            return found
         properties = torch.cuda.get_device_properties(device)
         arch = 10 * properties.major + properties.minor
         programs = max(1, properties.multi_processor_count // pes_here)

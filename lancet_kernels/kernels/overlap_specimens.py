@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lancet_kernels.kernels.overlap import overlap_tile
+from lancet_kernels.kernels.overlap import OverlapConfig, overlap_tile
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel
 from lancet_kernels.kernels.specimen import Specimen
 
@@ -41,22 +41,35 @@ def specimens(arch: int) -> Iterator[Specimen]:
         *((name, "gelu", torch.float16) for name in ("forward", "backward")),
         *((name, "gelu", torch.float32) for name in ("forward", "backward")),
     ):
-        yield _specimen(fused, activation, dtype, arch, nvshmem=False)
+        tile = overlap_tile(activation, dtype, arch)
+        yield specimen(fused, activation, dtype, arch, OverlapConfig(tile))
     if arch < 100:
-        yield from (_specimen(name, "gelu", torch.bfloat16, arch, nvshmem=True) for name in _FUSED)
+        config = OverlapConfig(overlap_tile("gelu", torch.bfloat16, arch))
+        for name in _FUSED:
+            yield specimen(name, "gelu", torch.bfloat16, arch, config, nvshmem=True)
 
 
-def _specimen(fused: str, activation: str, dtype: torch.dtype, arch: int, *, nvshmem: bool) -> Specimen:
+def specimen(
+    fused: str,
+    activation: str,
+    dtype: torch.dtype,
+    arch: int,
+    config: OverlapConfig,
+    *,
+    nvshmem: bool = False,
+) -> Specimen:
+    """The fused kernel with the stages `fused` and one configuration."""
     stages, dense, backward = _FUSED[fused]
     short = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
-    tile = overlap_tile(activation, dtype, arch)
+    tile = config.gemm
     tma = arch >= 90 and dtype.itemsize == 2
     constexprs = dict.fromkeys(_STAGES, False) | dict.fromkeys(stages, True)
     constexprs |= {
         "DENSE_KINDS": dense, "BACKWARD": backward, "ACT": activation, "HAS_BIAS": True, "SAVE_PRE": True,
         "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "NVSHMEM": nvshmem, "UPCAST": False,
         "TMA": tma, "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k,
-        "PUT_ROWS": 8, "PUT_BLOCK": 512, "BT": 8, "BD": 256,
+        "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
+        "BT": config.reduce_tokens, "BD": config.reduce_block,
     }  # fmt: skip
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
     signature = {name: _TYPES.get(name, f"*{short}") for name in arguments}
