@@ -165,10 +165,10 @@ def all_specimens(
 
 def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
     names = specimen.kernel.arg_names
-    unknown = sorted(
-        (set(specimen.signature) | set(specimen.constexprs) | set(specimen.aligned)) - set(names)
-    )
-    missing = [n for n in names if n not in specimen.signature and n not in specimen.constexprs]
+    # What a kernel has no argument for is left out: several kernels may share a signature and constexprs.
+    constexprs = {n: value for n, value in specimen.constexprs.items() if n in names}
+    unknown = sorted(set(specimen.aligned) - set(specimen.signature))
+    missing = [n for n in names if n not in specimen.signature and n not in constexprs]
     if unknown or missing:
         raise UserError(
             f"specimen {specimen.name} {specimen.config}",
@@ -176,12 +176,13 @@ def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
             expected="every argument in signature or constexprs",
             do="correct the specimen",
         )
+    aligned = [n for n in names if n in specimen.aligned and n not in constexprs]
     source = ASTSource(
         specimen.kernel,
         # in the order of the arguments, which is what Triton goes by
-        {n: "constexpr" if n in specimen.constexprs else specimen.signature[n] for n in names},
-        constexprs=specimen.constexprs,
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in specimen.aligned},
+        {n: "constexpr" if n in constexprs else specimen.signature[n] for n in names},
+        constexprs=constexprs,
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages, **specimen.options}
     if specimen.nvshmem:
