@@ -230,7 +230,8 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
     if schema is None:
         return {}
     arguments = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    arguments.pop("group", None)  # names of process groups say nothing about the program
+    for name in ("group", "layer"):  # names of process groups and exchanges say nothing about the program
+        arguments.pop(name, None)
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items() if _is_plain(v)}
     if op_name(node) == "aten.transpose":
         plain |= {"dims": [plain.pop("dim0"), plain.pop("dim1")], "swap": True}

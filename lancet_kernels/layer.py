@@ -215,7 +215,8 @@ class MoELayer(nn.Module):
 
     def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int) -> Tensor:
         """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D]."""
-        if self._exchange is not None:
+        # Captured for a plan, a layer shows its ops; the plan says which of them are fused.
+        if self._exchange is not None and not torch.compiler.is_compiling():
             from lancet_kernels.ops.fused_experts import fused_experts
 
             parameters = (self._cast(p) for p in (self.w1, self.b1, self.w2, self.b2))

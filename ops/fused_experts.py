@@ -29,6 +29,7 @@ from lancet_kernels.kernels.overlap import (
     Experts,
     OverlapConfig,
     Routing,
+    SavedPass,
     moe_backward,
     moe_forward,
 )
@@ -162,9 +163,35 @@ def fused_experts(
         )
     check_device("input of an MoE layer with backend='fused'", x_TD)
     return _FusedExperts.apply(
-        x_TD.contiguous(), expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2,
+        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2,
         layer, tuple(forward_dense), tuple(backward_dense),
     )  # fmt: skip
+
+
+def forward_pass(
+    x: Tensor,
+    expert: Tensor,
+    slot: Tensor,
+    weight: Tensor,
+    count_WL: Tensor,
+    capacity: int,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    layer: LayerExchange,
+    dense: Sequence[DenseGemm],
+) -> tuple[Tensor, tuple[Exchange, Exchange], SavedPass, Routing, Experts, OverlapConfig]:
+    """One pass forward. -> out [T, D] and all that the backward takes; its use of the exchange is open."""
+    forward, backward, config = layer.of(capacity, x)
+    token, choice = inverse_tables(expert, slot, count_WL.numel(), capacity)
+    routing = Routing(
+        expert, slot, weight.float().contiguous(), token, choice, count_WL.reshape(-1).contiguous()
+    )
+    experts = Experts(*(None if p is None else p.contiguous() for p in (w1, b1, w2, b2)), layer.activation)
+    out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
+    forward.watch()
+    return out, (forward, backward), saved, routing, experts, config
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -172,37 +199,22 @@ class _FusedExperts(torch.autograd.Function):
     def forward(
         ctx, x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense, backward_dense
     ):
-        forward, backward, config = layer.of(capacity, x)
-        token, choice = inverse_tables(expert, slot, count_WL.numel(), capacity)
-        weight_f32 = weight.float().contiguous()
-        routing = Routing(expert, slot, weight_f32, token, choice, count_WL.reshape(-1).contiguous())
-        experts = Experts(
-            *(None if p is None else p.contiguous() for p in (w1, b1, w2, b2)), layer.activation
+        out, exchanges, saved, *rest = forward_pass(
+            x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense
         )
-        out, saved = moe_forward(forward, x, routing, experts, config, dense=forward_dense)
-        forward.watch()
         if any(ctx.needs_input_grad):
             # The pass as an attribute: if the graph is dropped, so is it, and its bank is free again.
-            ctx.saved, ctx.routing, ctx.experts, ctx.dense = saved, routing, experts, backward_dense
-            ctx.exchanges, ctx.config, ctx.weight_dtype = (forward, backward), config, weight.dtype
+            ctx.saved, ctx.exchanges, ctx.rest, ctx.dense = saved, exchanges, rest, backward_dense
+            ctx.weight_dtype = weight.dtype
         else:
-            forward.release(saved.use)
+            exchanges[0].release(saved.use)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         forward, backward = ctx.exchanges
-        gradients = moe_backward(
-            forward,
-            ctx.saved,
-            backward,
-            dy.contiguous(),
-            ctx.routing,
-            ctx.experts,
-            ctx.config,
-            dense=ctx.dense,
-        )
+        gradients = moe_backward(forward, ctx.saved, backward, dy.contiguous(), *ctx.rest, dense=ctx.dense)
         forward.release(ctx.saved.use)
         backward.watch()
         dweight = gradients.dweight.to(ctx.weight_dtype)

@@ -41,6 +41,31 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class FusedGroup:
+    """What was decided for one overlap group, an MoE layer (`schedules.fused`).
+
+    Attributes:
+        layer: its first instruction. fused: one launch per direction; else streams.
+        fillers: weight gradients of other layers that ride along in its backward.
+        forward_ms, backward_ms: predicted time of the fused launches. streams_ms: of both on streams.
+        why: the reason in words.
+    """
+
+    layer: str
+    fused: bool
+    fillers: tuple[str, ...]
+    forward_ms: float
+    backward_ms: float
+    streams_ms: float
+    why: str
+
+    @property
+    def fused_ms(self) -> float:
+        """Both directions."""
+        return self.forward_ms + self.backward_ms
+
+
+@dataclass(frozen=True)
 class Plan:
     """One way to run a Program.
 
@@ -50,6 +75,7 @@ class Plan:
     method: who found the order.
     without_rule: ops that are never partitioned because the rule table does not know them.
     compared: predictions of other strategies for the same Program and costs.
+    fused: for each MoE layer, whether it runs in fused launches; its program is the one with those in it.
     """
 
     program: str
@@ -62,6 +88,7 @@ class Plan:
     method: str = "original order"
     without_rule: tuple[str, ...] = ()
     compared: Mapping[str, Prediction] = field(default_factory=dict)
+    fused: tuple[FusedGroup, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -69,6 +96,7 @@ class Plan:
         data = self.to_json()
         for estimate in ("predicted", "compared", "method"):
             del data[estimate]
+        data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def apply(self, program: Program) -> Program:
@@ -121,6 +149,9 @@ class Plan:
                     raise TypeError(f"range from {found.first}: parts and axes are whole numbers")
             fields["predicted"] = Prediction(**fields["predicted"])
             fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
+            fields["fused"] = tuple(
+                FusedGroup(**{**g, "fillers": tuple(g["fillers"])}) for g in fields.get("fused", ())
+            )
             for name in ("order", "blocking", "without_rule"):
                 fields[name] = tuple(fields[name])
             return cls(**fields)
@@ -165,6 +196,13 @@ class Plan:
             lines.append(f"Computation waits for {len(self.blocking)} collectives.")
         lines.append(f"Partitioned ranges: {len(self.ranges) or 'none'}")
         lines += [f"  {r.first} .. {r.last}: {r.parts} parts, {_axes_text(r)}" for r in self.ranges]
+        if self.fused:
+            lines.append(
+                f"Fused launches: {sum(g.fused for g in self.fused)} of {len(self.fused)} MoE layers"
+            )
+            for group in self.fused:
+                riding = f", with {', '.join(group.fillers)}" if group.fillers else ""
+                lines.append(f"  {group.layer}: {group.why}{riding}")
         if self.without_rule:
             lines.append(f"Never partitioned, because no rule is known: {', '.join(self.without_rule)}")
         return "\n".join(lines)

@@ -1,0 +1,126 @@
+"""The fused experts as two graph instructions: one for the forward pass, one for the backward.
+
+A planned graph calls them in place of the ops of an MoE layer (`schedules.fused` puts them there). The
+forward returns its result and a ticket; the backward finds with it what the forward left in the layer's
+exchange, so nothing but one number is saved between the two. Weight gradients of other layers ride along.
+
+    T  tokens     K  choices per token     W  ranks, L experts on each     D, F, H  widths
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+
+
+@dataclass
+class _Pass:
+    """A forward pass that waits for its backward: `forward`, `backward` exchanges and what was saved."""
+
+    exchanges: tuple
+    saved: object
+    routing: object
+    experts: object
+    config: object
+
+
+_layers: dict[int, object] = {}
+_passes: dict[int, _Pass] = {}
+_tickets = itertools.count(1)
+
+
+def register_layer(layer: object) -> int:
+    """The number by which graph instructions name a `LayerExchange`."""
+    _layers[len(_layers)] = layer
+    return len(_layers) - 1
+
+
+@torch.library.custom_op("lancet::fused_experts", mutates_args=())
+def fused_experts_op(
+    x_TD: Tensor,
+    expert_TK: Tensor,
+    slot_TK: Tensor,
+    weight_TK: Tensor,
+    count_WL: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    capacity: int,
+    layer: int,
+) -> tuple[Tensor, Tensor]:
+    """dispatch, experts and combine in fused launches. -> out [T, D], ticket int64 [1] (on the CPU)."""
+    from lancet_kernels.ops.fused_experts import forward_pass
+
+    out, *rest = forward_pass(
+        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], ()
+    )
+    ticket = next(_tickets)
+    _passes[ticket] = _Pass(*rest)
+    return out, torch.tensor([ticket])
+
+
+@fused_experts_op.register_fake
+def _(x_TD, expert_TK, slot_TK, weight_TK, count_WL, w1, b1, w2, b2, capacity, layer):
+    return torch.empty_like(x_TD), torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@torch.library.custom_op("lancet::fused_experts_backward", mutates_args=())
+def fused_experts_backward_op(
+    dy_TD: Tensor,
+    ticket: Tensor,
+    weight_TK: Tensor,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    dense_a: Sequence[Tensor],
+    dense_b: Sequence[Tensor],
+    layer: int,
+) -> list[Tensor]:
+    """The backward of a ticket, each once. -> [dx, dweight, dw1, dw2, (db1, db2,) *dense].
+
+    dense_a [N, A] and dense_b [N, B], pairs: a^T b rides along in the same launch. -> [A, B] each.
+    """
+    from lancet_kernels.kernels.overlap import DenseGemm, moe_backward
+
+    number = int(ticket)
+    if number not in _passes:
+        raise UserError(
+            "backward of fused experts",
+            got="a second one",
+            expected="one per forward",
+            do="run forward again",
+        )
+    taken = _passes.pop(number)
+    forward, backward = taken.exchanges
+    pairs = [(a.contiguous(), b.contiguous()) for a, b in zip(dense_a, dense_b, strict=True)]
+    dense = [DenseGemm("tn", a, b, a.new_empty(a.shape[1], b.shape[1])) for a, b in pairs]
+    found = moe_backward(
+        forward, taken.saved, backward, dy_TD.contiguous(), taken.routing, taken.experts, taken.config,
+        dense=dense,
+    )  # fmt: skip
+    forward.release(taken.saved.use)
+    backward.watch()
+    biases = [] if b1 is None else [found.db1, found.db2]
+    dweight = found.dweight.to(weight_TK.dtype)
+    return [found.dx, dweight, found.dw1, found.dw2, *biases, *(gemm.c for gemm in dense)]
+
+
+@fused_experts_backward_op.register_fake
+def _(dy_TD, ticket, weight_TK, w1, b1, w2, b2, dense_a, dense_b, layer):
+    biases = [] if b1 is None else [torch.empty_like(b1), torch.empty_like(b2)]
+    dense = [a.new_empty(a.shape[1], b.shape[1]) for a, b in zip(dense_a, dense_b, strict=True)]
+    own = [torch.empty_like(t) for t in (dy_TD, weight_TK, w1, w2)]
+    return [*own, *biases, *dense]
+
+
+# What graphs call.
+FORWARD = torch.ops.lancet.fused_experts.default
+BACKWARD = torch.ops.lancet.fused_experts_backward.default
