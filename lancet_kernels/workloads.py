@@ -1,4 +1,4 @@
-"""MoE layers to tune and to measure: those that other libraries report, and those of the Lancet paper's models."""
+"""MoE layers to tune and to measure: those that other libraries report, and the Lancet paper's."""
 
 from __future__ import annotations
 

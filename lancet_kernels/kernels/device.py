@@ -95,18 +95,6 @@ def fence(NVSHMEM: tl.constexpr):
 
 
 @triton.jit
-def quiet(NVSHMEM: tl.constexpr):
-    """Everything this program has put has left its source: what must happen before the source may change.
-
-    Puts through a pointer have read their source when the program goes on; the network reads it later.
-    A program that has put rows calls this before it ends, or the next kernel could overwrite them.
-    """
-    if NVSHMEM:
-        tl.debug_barrier()
-        nvshmem_device.quiet()
-
-
-@triton.jit
 def put_row(target_ptr, source_ptr, num_elements, peer, NVSHMEM: tl.constexpr):
     """Start copying one row to the same symmetric address on a peer that no pointer reaches."""
     if NVSHMEM:

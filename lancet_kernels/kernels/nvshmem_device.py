@@ -109,13 +109,6 @@ def fence():
 
 @triton.jit
 def quiet():
-    """All puts of this PE are complete. The caller joins the threads before."""
-    if _is_first_thread():
-        _quiet()
-
-
-@triton.jit
-def quiet():
     """All puts of the calling threads have arrived."""
     _quiet()
 

@@ -1,15 +1,15 @@
-"""Which configuration was tuned for this kernel, shape and device? A table of the package, then the user's file.
+"""Which configuration was tuned for this kernel, shape and device? The package's table, the user's file.
 
 `tuned(kind, shape, dtype, device)` answers, in this order:
 
-    1. the package's table (`tuned.json` beside this file; measured entries only; absent until one is measured)
+    1. the package's table (`tuned.json` beside this file, once it is measured; measured entries only)
     2. the user's cache, an entry that was measured on a device of this name
     3. the user's cache, an entry that was modelled for this architecture ("sm_90")
     4. None: the launcher takes its heuristic default
 
-An entry that is unreadable, foreign, filed under the wrong key, or not valid on the device is as good as absent,
-and a warning says so. `lancet tune` writes the cache. Ranks of one job must find the same entries (they have
-the same file, or the files that one collective `lancet tune` wrote).
+An entry that is unreadable, foreign, filed under the wrong key, or not valid on the device is as good as
+absent, and a warning says so. `lancet tune` writes the cache. Ranks of one job must find the same entries
+(they have the same file, or the files that one collective `lancet tune` wrote).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def config_fields(config: Any) -> dict[str, Any]:
 
 
 def config_from(kind: str, fields: dict[str, Any]) -> Any:
-    """The other way. Raises ValueError for fields that the configuration does not have, or of a wrong type."""
+    """The other way. Raises ValueError for fields it does not have, or of a wrong type."""
     made = _dataclass_from(config_class(kind), fields)
     if config_fields(made) != fields:
         raise ValueError(f"fields {sorted(fields)}")
