@@ -77,6 +77,13 @@ class OverlapConfig:
         properties = torch.cuda.get_device_properties(device)
         arch = 10 * properties.major + properties.minor
         programs = max(1, properties.multi_processor_count // pes_here)
+        return cls.for_gpu(width, hidden, activation, dtype, arch, programs)
+
+    @classmethod
+    def for_gpu(
+        cls, width: int, hidden: int, activation: str, dtype: torch.dtype, arch: int, programs: int
+    ) -> OverlapConfig:
+        """The heuristic default for compute capability `arch` and a grid of `programs`."""
         return cls(
             overlap_tile(activation, dtype, arch),
             programs=programs,
