@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # The oldest Triton that is supported, for the compile checks of the kernels; the newest one is in .venv.
 OLDEST := .triton-oldest
 
-.PHONY: install run test lint format clean
+.PHONY: install run test gpu lint format clean
 
 install: $(INSTALLED)
 
@@ -33,6 +33,10 @@ run: $(INSTALLED)
 
 test: $(INSTALLED) $(OLDEST)/.installed
 	$(BIN)/python -m pytest
+
+# With the Python of the machine, which has torch for its GPU; installs nothing.
+gpu:
+	@PYTHON=$(PYTHON) bench/gpu.sh
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

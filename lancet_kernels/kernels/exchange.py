@@ -142,8 +142,10 @@ class Exchange:
         words = torch.zeros(USE_WORDS, dtype=torch.int64, device=self.memory.device)
         words[EPOCH : EPOCH + 1].copy_(self._epoch)
         chunks = self.world * self.local_experts * self.chunks
-        counters = words.new_zeros(2 * chunks + self.local_experts)
-        ready, done = counters.split([chunks + self.local_experts, chunks])
+        # `done` begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
+        first_done = -(-(chunks + self.local_experts) // 2) * 2
+        counters = words.new_zeros(first_done + chunks)
+        ready, done = counters[: chunks + self.local_experts], counters[first_done:]
         use = Use(bank, words, ready, done)
         self._open[bank] = weakref.ref(use), words
         return use

@@ -1,0 +1,97 @@
+"""Grouped GEMM forward, dX and dW against `torch._grouped_mm` and one dense GEMM of the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from gpu_clock import Clock, each_round, spread
+from gpu_sizes import Sizes, choices_of_tokens, normal
+from torch import Tensor
+
+from lancet_kernels.kernels import grouped_gemm as kernels
+
+OURS, TORCH, DENSE = "lancet_kernels", "torch._grouped_mm", "dense"
+JITTED = (
+    kernels.grouped_gemm_forward_kernel,
+    kernels.grouped_gemm_dx_kernel,
+    kernels.grouped_gemm_dw_kernel,
+)
+
+
+class GroupedGemms:
+    """One expert GEMM [D, F] of the sizes, on rows without gaps, experts chosen at random."""
+
+    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        self.sizes = sizes
+        rows, width, hidden, experts = sizes.rows, sizes.width, sizes.hidden, sizes.experts
+        make = {"device": device, "dtype": dtype}
+        chosen = choices_of_tokens(sizes.tokens, experts, sizes.choices, device)
+        count = torch.bincount(chosen.flatten(), minlength=experts)
+        self.offset = torch.cat([count.new_zeros(1), count.cumsum(0)])
+        self.ends = self.offset[1:].to(torch.int32)
+        self.x, self.dy = normal(rows, width, **make), normal(rows, hidden, seed=1, **make)
+        self.weight = normal(experts, width, hidden, seed=2, **make)
+        self.y, self.dx = torch.empty_like(self.dy), torch.empty_like(self.x)
+        self.dw = torch.empty_like(self.weight)
+
+    def directions(self) -> Iterator[tuple[str, dict[str, Callable[[], Tensor]]]]:
+        """Name and contenders, each a call that returns its result."""
+        x, dy, weight, offset, ends = self.x, self.dy, self.weight, self.offset, self.ends
+        one = weight[0]
+        yield (
+            "forward",
+            {
+                OURS: lambda: kernels.grouped_gemm_forward(x, offset, weight, out=self.y)[0],
+                TORCH: lambda: torch._grouped_mm(x, weight, offs=ends),
+                DENSE: lambda: torch.mm(x, one),
+            },
+        )
+        yield (
+            "dX",
+            {
+                OURS: lambda: kernels.grouped_gemm_dx(dy, offset, weight, out=self.dx),
+                TORCH: lambda: torch._grouped_mm(dy, weight.transpose(1, 2), offs=ends),
+                DENSE: lambda: torch.mm(dy, one.t()),
+            },
+        )
+        yield (
+            "dW",
+            {
+                OURS: lambda: kernels.grouped_gemm_dw(x, dy, offset, dw=self.dw)[0],
+                TORCH: lambda: torch._grouped_mm(x.t(), dy, offs=ends),
+                DENSE: lambda: torch.mm(x.t(), dy),
+            },
+        )
+
+    def launch_all(self) -> None:
+        for _, contenders in self.directions():
+            contenders[OURS]()
+
+
+def measure(clock: Clock, gemms: GroupedGemms, rounds: int, warmup: int, is_first: bool) -> Iterator[dict]:
+    """A figure for each direction. is_first: the sizes that have a goal against the dense GEMM."""
+    sizes = gemms.sizes
+    flops = 2 * sizes.rows * sizes.width * sizes.hidden
+    for name, contenders in gemms.directions():
+        ours, theirs = contenders[OURS](), contenders[TORCH]()
+        off = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+        del ours, theirs
+        ms = clock.rounds(contenders, rounds, warmup)
+        goals = {TORCH: 1.0} | ({DENSE: 0.85} if is_first else {})
+        yield {
+            "figure": f"grouped GEMM {name}",
+            "sizes": sizes.letters(),
+            "name": sizes.name,
+            "ms": {who: spread(values) for who, values in ms.items()},
+            "tflops": {who: flops / spread(values)["median"] * 1e-9 for who, values in ms.items()},
+            "largest_difference": off,
+            "ratios": [
+                {
+                    "what": f"rate over {who}",
+                    "value": spread(each_round(lambda a, b: b / a, ms[OURS], ms[who])),
+                    "goal": goals.get(who),
+                }
+                for who in (TORCH, DENSE)
+            ],
+        }

@@ -1,0 +1,153 @@
+"""Measures the kernels on a GPU, writes one JSON file, prints a table. `make gpu` runs it after the tests.
+
+    python bench/gpu_measure.py --out bench/results/gpu.json      on a GPU
+    python bench/gpu_measure.py --smoke --out smoke.json          the same code, tiny sizes, in the interpreter
+
+Exit code 0: everything was measured, 1: something was not (the JSON says what and why), 2: no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+SMOKE_LABEL = "smoke: interpreter, no figures"
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something to measure: `run` yields figures, `rehearse` does once what makes its kernels compile."""
+
+    name: str
+    run: Callable[[], Iterator[dict]]
+    rehearse: Callable[[], None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file to write")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes in the interpreter: no figures")
+    parser.add_argument("--budget-s", type=float, default=240, help="start nothing new after so many seconds")
+    parser.add_argument("--rounds", type=int, help="rounds per figure")
+    parser.add_argument("--only", default="", help="only parts whose name contains this")
+    options = parser.parse_args(argv)
+    begin = time.monotonic()
+    if options.smoke:
+        # Before anything imports Triton.
+        os.environ["TRITON_INTERPRET"] = "1"
+    import torch
+
+    if not options.smoke and not torch.cuda.is_available():
+        print(f"gpu_measure: no CUDA device that torch {torch.__version__} can use", file=sys.stderr)
+        return 2
+    from gpu_clock import Clock
+    from gpu_report import MEASURED, Report
+
+    device = torch.device("cpu" if options.smoke else "cuda")
+    report = Report(options.out, SMOKE_LABEL if options.smoke else MEASURED, device)
+    rounds = options.rounds or (1 if options.smoke else 20)
+    wanted = [part for part in parts(Clock(device), rounds, options.smoke) if options.only in part.name]
+    compile_all(wanted, report)
+    for part in wanted:
+        if time.monotonic() - begin > options.budget_s:
+            report.miss(part.name, f"out of time ({options.budget_s:g} s)")
+            continue
+        try:
+            for figure in part.run():
+                report.add(figure)
+        except Exception as error:
+            traceback.print_exc()
+            report.miss(part.name, f"{type(error).__name__}: {error}")
+        give_back()
+        print(f"{part.name}: done after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    report.write()
+    print(report.table())
+    return 1 if report.not_measured else 0
+
+
+def parts(clock, rounds: int, smoke: bool) -> list[Part]:
+    """What there is to measure, in the order of importance: when time runs out, the last are left out."""
+    import torch
+    from gpu_gemm import GroupedGemms
+    from gpu_gemm import measure as measure_gemm
+    from gpu_overlap import FusedLayer, measure, measure_put, one_round, untimed
+    from gpu_sizes import SIZES, SMOKE
+
+    device, dtype = clock.device, torch.float32 if smoke else torch.bfloat16
+    every_size, world, warmup = (SMOKE, 1, 0) if smoke else (SIZES, 2, 3)
+    few = max(1, rounds // 2)
+
+    def gemm_part(sizes) -> Part:
+        make = partial(GroupedGemms, sizes, device, dtype)
+        is_first = sizes is every_size[0]
+        return Part(
+            f"grouped GEMM, {sizes.name}",
+            lambda: measure_gemm(clock, make(), rounds, warmup, is_first),
+            lambda: make().launch_all(),
+        )
+
+    def overlap_part(sizes) -> Part:
+        make = partial(FusedLayer, sizes, world, device, dtype)
+        return Part(
+            f"overlap, {sizes.name}, {world} PEs",
+            lambda: measure(clock, make(), few, warmup),
+            lambda: one_round(make(), untimed),
+        )
+
+    def put_part(sizes, pes: int) -> Part:
+        make = partial(FusedLayer, sizes, pes, device, dtype)
+        # Nothing of its own to compile.
+        return Part(
+            f"put, {sizes.name}, {pes} PEs", lambda: measure_put(clock, make(), few, warmup), lambda: None
+        )
+
+    # The whole MoE layer and one gpt2-s-moe step on virtual PEs over a paced link belong at the end of this list.
+    return [
+        *map(gemm_part, every_size),
+        *map(overlap_part, every_size),
+        *(put_part(sizes, pes) for sizes in every_size[:2] for pes in dict.fromkeys((1, world))),
+    ]
+
+
+def compile_all(wanted: list[Part], report) -> None:
+    """Compile the kernels of all parts side by side, before anything is measured."""
+    import torch
+    from gpu_gemm import JITTED
+
+    from lancet_kernels.kernels.runtime import INTERPRETED
+    from lancet_kernels.kernels.virtual_pes import rehearsal
+
+    if INTERPRETED:
+        return
+    begin = time.monotonic()
+    with rehearsal(*JITTED):
+        for part in wanted:
+            try:
+                part.rehearse()
+            except Exception as error:
+                traceback.print_exc()
+                report.miss(f"{part.name} (rehearsal)", f"{type(error).__name__}: {error}")
+            torch.cuda.synchronize()
+            give_back()
+    print(f"compiled in {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+
+def give_back() -> None:
+    """The memory of one part, which the allocator keeps by stream, for the next one."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Overlap efficiency of the fused kernels: how much of the shorter one of communication and GEMM is hidden?
+
+    eta = max(T_comm, T_gemm) / T_fused      1: the shorter one costs nothing
+
+on W virtual PEs, all at once on one GPU. One pass is launched in several ways, in turn: all stages in one
+launch, in the two launches of `split`, and each stage alone. The same kernel runs the same tiles each time,
+so results are equal bit for bit (checked), and only the launches' contents differ.
+
+    stage    what it does                           counts as
+    put      rows (backward: weighted dy) to peers  T_comm
+    in       first GEMM of the rows                 T_gemm
+    out      second GEMM, stored at the peer        T_gemm
+    wgrad    dW2, dW1                               T_gemm
+    reduce   weighted sum of what came back         neither: eta is the lower for it
+    dweight  gradient of the combine weights        neither
+
+Rows that travel back are stored by the second GEMM itself. What that costs alone is taken to be what the
+same rows cost on their way out: T_comm of a launch with `out` is that of a put of the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from gpu_clock import Clock, Times, each_round, spread
+from gpu_sizes import Sizes, choices_of_tokens, normal
+from torch import Tensor
+
+from lancet_kernels.kernels import overlap
+from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.overlap import Experts, OverlapConfig, Routing, moe_backward, moe_forward
+from lancet_kernels.kernels.routing import route_choices
+from lancet_kernels.kernels.virtual_pes import VirtualPes
+
+CAPACITY_FACTOR = 1.25
+GOAL = 0.95
+# What makes a launch hold a stage, in the words of tasks.LaunchShape, and what it has without it.
+STAGES = {
+    "put": ("put", False),
+    "in": ("tiles_in", 0),
+    "out": ("tiles_out", 0),
+    "wgrad": ("wgrads", ()),
+    "reduce": ("reduce_blocks", 0),
+    "dweight": ("dweight_blocks", 0),
+}
+# Ways to launch a pass: launches, each with its stages. Every way holds every stage of its direction.
+FORWARD = ("put in out reduce", "put in|out reduce", "put|in|out|reduce", "put|in out|reduce")
+BACKWARD = (
+    "put in out wgrad reduce dweight",
+    "put in dweight|out wgrad reduce",
+    "put|in|out wgrad|reduce dweight",
+    "put|in out wgrad|reduce dweight",
+)
+# (name, direction, fused launch, T_comm: how many puts of the rows, T_gemm: launches)
+EFFICIENCIES = (
+    ("dispatch + GEMM", "forward", "put in", 1, "in"),
+    ("GEMM + combine", "forward", "out reduce", 1, "out"),
+    ("layer forward", "forward", "put in out reduce", 2, "in out"),
+    ("dispatch + dX", "backward", "put in dweight", 1, "in"),
+    ("dX, dW + combine", "backward", "out wgrad reduce", 1, "out wgrad"),
+    ("layer backward", "backward", "put in out wgrad reduce dweight", 2, "in out wgrad"),
+)
+Launch = Callable[[str], None]
+
+
+class FusedLayer:
+    """One MoE layer of the sizes on W virtual PEs, T / W tokens and E / W experts on each."""
+
+    def __init__(self, sizes: Sizes, world: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.sizes, self.world, self.device = sizes, world, device
+        self.pes = VirtualPes(world, device)
+        tokens, local = sizes.tokens // world, sizes.experts // world
+        self.capacity = math.ceil(CAPACITY_FACTOR * tokens * sizes.choices / sizes.experts)
+        self.config = OverlapConfig.default(sizes.width, sizes.hidden, "gelu", dtype, device, pes_here=world)
+        make = {"device": device, "dtype": dtype}
+        exchanges = [
+            [
+                Exchange(
+                    memory, name, local_experts=local, capacity=self.capacity, width=sizes.width, dtype=dtype,
+                    chunk_rows=self.config.gemm.block_m, timeout_s=10.0,
+                )
+                for memory in self.pes.memories
+            ]
+            for name in ("forward", "backward")
+        ]  # fmt: skip
+        self.forwards, self.backwards = exchanges
+        self.x, self.dy = (
+            [normal(tokens, sizes.width, seed=seed + rank, **make) for rank in range(world)]
+            for seed in (0, 100)
+        )
+        shapes = (local, sizes.width, sizes.hidden), (local, sizes.hidden, sizes.width)
+        self.experts = [
+            Experts(
+                normal(*shapes[0], seed=rank + 200, **make), None,
+                normal(*shapes[1], seed=rank + 300, **make), None, "gelu",
+            )
+            for rank in range(world)
+        ]  # fmt: skip
+        self.routings = [self._route(tokens, rank) for rank in range(world)]
+        self.rows = sum(int(routing.count.sum()) for routing in self.routings)
+
+    def _route(self, tokens: int, rank: int) -> Routing:
+        sizes = self.sizes
+        chosen = choices_of_tokens(tokens, sizes.experts, sizes.choices, self.device, seed=rank)
+        used = torch.zeros(sizes.experts, dtype=torch.int64, device=self.device)
+        routed = route_choices(chosen, used, self.capacity)
+        weight = torch.full(chosen.shape, 1.0 / sizes.choices, device=self.device)
+        return Routing(
+            routed.expert_TK, routed.slot_TK, weight, routed.token_of_slot_EC, routed.choice_of_slot_EC,
+            routed.kept_E,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise CommunicationError if any wait ran out of time."""
+        for exchange in (*self.forwards, *self.backwards):
+            exchange.check()
+
+    def forward(self, rank: int):
+        return moe_forward(
+            self.forwards[rank], self.x[rank], self.routings[rank], self.experts[rank], self.config
+        )
+
+    def backward(self, rank: int, saved) -> overlap.ExpertGradients:
+        return moe_backward(
+            self.forwards[rank], saved, self.backwards[rank], self.dy[rank], self.routings[rank],
+            self.experts[rank], self.config,
+        )  # fmt: skip
+
+    def in_order(self, way: str, begin: Callable[[int], tuple], time_it: Callable) -> tuple[Times, list]:
+        """Begin a pass on every PE, launch it the given way. -> ms by launch, what `begin` returned."""
+
+        def held(rank: int) -> tuple[Launch, tuple]:
+            with held_back() as launches:
+                begun = begin(rank)
+            (launch,) = launches
+            return launch, begun
+
+        passes = self.pes.each(held)
+        ms = {}
+        for stages in way.split("|"):
+            ms[stages] = [time_it(lambda names=stages: self.pes.each(lambda rank: passes[rank][0](names)))]
+        return ms, [begun for _, begun in passes]
+
+
+@contextmanager
+def held_back() -> Iterator[list[Launch]]:
+    """Inside, a pass prepares its one launch but does not do it; each entry launches some of its stages."""
+    launches: list[Launch] = []
+    launch = overlap._Launch._launch
+
+    def hold(self, shape, **given) -> None:
+        def some(names: str) -> None:
+            without = dict(field for stage, field in STAGES.items() if stage not in names.split())
+            launch(self, replace(shape, **without), **given)
+
+        launches.append(some)
+
+    overlap._Launch._launch = hold
+    try:
+        yield launches
+    finally:
+        overlap._Launch._launch = launch
+
+
+def one_round(layer: FusedLayer, time_it: Callable[[Callable], float]) -> tuple[dict[str, Times], bool]:
+    """Every way of both directions once. -> ms by direction and launch; do all ways give the same bits?"""
+    times: dict[str, Times] = {"forward": {}, "backward": {}}
+    results: dict[str, list[list[Tensor]]] = {"forward": [], "backward": []}
+    saved = []
+    for way in FORWARD:
+        for rank, (_, earlier) in enumerate(saved):
+            with layer.pes.on(rank):
+                layer.forwards[rank].release(earlier.use)
+        ms, saved = layer.in_order(way, layer.forward, time_it)
+        results["forward"].append([out for out, _ in saved])
+        # The same launch in two ways: the first one counts.
+        times["forward"] = ms | times["forward"]
+    for way in BACKWARD:
+        ms, gradients = layer.in_order(way, lambda rank: layer.backward(rank, saved[rank][1]), time_it)
+        results["backward"].append([t for g in gradients for t in (g.dx, g.dw1, g.dw2, g.dweight)])
+        times["backward"] = ms | times["backward"]
+    for rank, (_, earlier) in enumerate(saved):
+        with layer.pes.on(rank):
+            layer.forwards[rank].release(earlier.use)
+    same = all(
+        torch.equal(a, b)
+        for ways in results.values()
+        for other in ways[1:]
+        for a, b in zip(ways[0], other, strict=True)
+    )
+    return times, same
+
+
+def untimed(work: Callable[[], object]) -> float:
+    """For rehearsals."""
+    work()
+    return 0.0
+
+
+def measure(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterator[dict]:
+    """A figure with its eta for each fused launch."""
+    taken: dict[str, Times] = {"forward": {}, "backward": {}}
+    same = True
+    for number in range(warmup + rounds):
+        times, equal = one_round(layer, clock.once)
+        layer.check()
+        same = same and equal
+        for direction, ms in times.items() if number >= warmup else ():
+            for stages, values in ms.items():
+                taken[direction].setdefault(stages, []).extend(values)
+    sizes = {**layer.sizes.letters(), "W": layer.world, "C": layer.capacity, "rows": layer.rows}
+    for name, direction, fused, puts, gemm in EFFICIENCIES:
+        ms = taken[direction]
+        eta = each_round(partial(_eta, puts=puts), ms["put"], ms[gemm], ms[fused])
+        yield {
+            "figure": f"overlap efficiency, {name}",
+            "sizes": sizes,
+            "name": layer.sizes.name,
+            "ms": {"fused": spread(ms[fused]), "put": spread(ms["put"]), "gemm": spread(ms[gemm])},
+            "alone_ms": {stages: spread(values) for stages, values in ms.items()},
+            "every_way_gives_the_same_bits": same,
+            "ratios": [{"what": "eta", "value": spread(eta), "goal": GOAL}],
+        }
+
+
+def _eta(comm_ms: float, gemm_ms: float, fused_ms: float, puts: int) -> float:
+    return max(puts * comm_ms, gemm_ms) / fused_ms
+
+
+def measure_put(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterator[dict]:
+    """Rows through the put task against a device-to-device copy of as many bytes."""
+    sizes = layer.sizes
+    source = torch.empty(layer.rows, sizes.width, dtype=layer.x[0].dtype, device=layer.device)
+    target = torch.empty_like(source)
+    taken: Times = {"put": [], "copy": []}
+    for number in range(warmup + rounds):
+        ms, saved = layer.in_order("put|in out|reduce", layer.forward, clock.once)
+        for rank, (_, earlier) in enumerate(saved):
+            with layer.pes.on(rank):
+                layer.forwards[rank].release(earlier.use)
+        copy_ms = clock.once(lambda: target.copy_(source))
+        if number >= warmup:
+            taken["put"] += ms["put"]
+            taken["copy"].append(copy_ms)
+    layer.check()
+    size = source.numel() * source.element_size()
+    yield {
+        "figure": "put bandwidth",
+        "sizes": {**sizes.letters(), "W": layer.world, "rows": layer.rows, "bytes": size},
+        "name": sizes.name,
+        "ms": {name: spread(values) for name, values in taken.items()},
+        "gb_per_s": {name: size / spread(values)["median"] * 1e-6 for name, values in taken.items()},
+        "ratios": [
+            {
+                "what": "rate over a device-to-device copy",
+                "value": spread(each_round(lambda a, b: b / a, taken["put"], taken["copy"])),
+                "goal": 0.9,
+            }
+        ],
+    }

@@ -1,0 +1,52 @@
+"""What is measured: sizes of an MoE layer, and one set of data for each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """T tokens in all, D model width, F hidden width, E experts, K choices per token."""
+
+    name: str
+    tokens: int
+    width: int
+    hidden: int
+    experts: int
+    choices: int
+
+    @property
+    def rows(self) -> int:
+        return self.tokens * self.choices
+
+    def letters(self) -> dict[str, int]:
+        values = list(asdict(self).values())[1:]
+        return dict(zip("TDFEK", values, strict=True))
+
+
+SIZES = (
+    Sizes("wide", 32768, 4096, 1024, 64, 4),
+    Sizes("fine-grained", 40960, 768, 256, 128, 8),
+    Sizes("middle", 24576, 1536, 512, 64, 4),
+    Sizes("paper", 12288, 768, 3072, 16, 1),
+)
+SMOKE = (Sizes("smoke", 24, 16, 32, 4, 2),)
+
+
+def normal(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Of the size that keeps sums over the first of the last two dimensions near 1."""
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.empty(shape, device=device, dtype=dtype)
+    return values.normal_(0.0, 1.0 / math.sqrt(shape[-2]) if len(shape) > 2 else 1.0, generator=generator)
+
+
+def choices_of_tokens(tokens: int, experts: int, choices: int, device: torch.device, seed: int = 0) -> Tensor:
+    """int64 [T, K]: different experts for each token, all alike likely."""
+    generator = torch.Generator(device).manual_seed(seed)
+    score_TE = torch.rand(tokens, experts, device=device, generator=generator)
+    return score_TE.topk(choices).indices

@@ -1,0 +1,125 @@
+"""How do several PEs run on one GPU at once? A stream each, SMs shared out, everything warm before it waits.
+
+One process and one thread play all W PEs of `virtual_memories`. A kernel of one PE waits for kernels of the
+others, so until all of them are launched nothing may make the host wait for the device, or the device for
+the host:
+
+- each PE has its own stream and, with `programs` programs, its share of the SMs: all are resident at once;
+- the first use of anything is a hidden wait: Triton compiles, the driver loads a module, the caching
+  allocator asks it for memory, a task list is copied from pageable memory. So `rehearse` what will be played.
+
+    pes = VirtualPes(2, "cuda")
+    exchanges = [Exchange(memory, "layer", ...) for memory in pes.memories]
+    pes.rehearse(play)          # play(rank): begins, launches, releases; asks the device for nothing
+    results = pes.each(play)    # all PEs at once
+
+On the CPU the interpreter runs one launch after the other: only what needs no later launch can be played.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import triton
+
+from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.overlap_kernel import overlap_kernel
+from lancet_kernels.symmetric.virtual import virtual_memories
+
+T = TypeVar("T")
+# Beyond this many compilations at once Python's part of them is what all wait for.
+COMPILING_THREADS = 12
+
+
+class VirtualPes:
+    """W PEs on one device.
+
+    Attributes:
+        memories: the symmetric memory of each. programs: the most programs of one PE in one launch.
+    """
+
+    def __init__(self, world: int, device: torch.device | str) -> None:
+        self.world, self.device = world, torch.device(device)
+        self.memories = virtual_memories(world, self.device)
+        self._streams: list[torch.cuda.Stream] = []
+        self.programs = 1
+        if self.device.type == "cuda":
+            self._streams = _streams(self.device, world)
+            sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+            self.programs = max(1, sms // world)
+
+    def on(self, rank: int) -> AbstractContextManager:
+        """Inside, torch and Triton use the PE's stream."""
+        return torch.cuda.stream(self._streams[rank]) if self._streams else nullcontext()
+
+    def each(self, play: Callable[[int], T]) -> list[T]:
+        """play(rank) of every PE, each on its stream; -> what they return.
+
+        What the current stream did before is seen by all, and it waits for all of them; the host does not.
+        """
+        here = torch.cuda.current_stream(self.device) if self._streams else None
+        for stream in self._streams:
+            stream.wait_stream(here)
+        results = []
+        for rank in range(self.world):
+            with self.on(rank):
+                results.append(play(rank))
+        for stream in self._streams:
+            here.wait_stream(stream)
+        return results
+
+    def rehearse(self, play: Callable[[int], object]) -> None:
+        """Do everything that play does the first time, but launch no overlap kernel.
+
+        To the exchanges it is a pass that all PEs skip: epochs go on, nothing is sent, banks are released.
+        """
+        if not self._streams:
+            return
+        torch.cuda.synchronize(self.device)
+        with rehearsal():
+            self.each(play)
+        torch.cuda.synchronize(self.device)
+
+
+@functools.cache
+def _streams(device: torch.device, world: int) -> list[torch.cuda.Stream]:
+    """The same ones for every VirtualPes: the memory that was freed on them is used again on them."""
+    return [torch.cuda.Stream(device) for _ in range(world)]
+
+
+@contextmanager
+def rehearsal(*others: Any) -> Iterator[None]:
+    """Inside, launches of the overlap kernel (and of `others`) compile for their arguments, and do not run.
+
+    On leaving, all that was compiled is loaded. Compilations run side by side. Any other kernel runs.
+    """
+    if runtime.INTERPRETED:
+        yield
+        return
+    compiled: list[Any] = []
+    kernels = (overlap_kernel, *others)
+
+    def compile_only(run: Callable) -> Callable:
+        def compile_it(*args, **kwargs):
+            compiled.append(run(*args, **(kwargs | {"warmup": True})))
+            return compiled[-1]
+
+        return compile_it
+
+    with ThreadPoolExecutor(COMPILING_THREADS) as threads, triton.AsyncCompileMode(threads):
+        for kernel in kernels:
+            kernel.run = compile_only(kernel.run)
+        try:
+            yield
+        finally:
+            for kernel in kernels:
+                del kernel.run  # the class has the real one
+    for kernel in compiled:
+        # In a warm cache it is there at once; else it was compiled in the background.
+        kernel = kernel.result() if hasattr(kernel, "result") else kernel
+        kernel._init_handles()
