@@ -5,17 +5,19 @@ For a task, in this order:
     1. candidates, the heuristic default first
     2. the launch model sorts them; what is clearly slower, or a twin, is pruned before anything is compiled
     3. what is left is compiled for the architecture; what spills or exceeds a limit is pruned untimed
-    4. on a GPU: medians of all that is left, in turn, the slowest rank counting; rank 0's choice is everyone's
+    4. on a GPU: medians of what is left, in turn, the slowest rank counting; rank 0's choice is everyone's
        without one: the launch model again, now with the registers and shared memory that the compiler found
 
 Without a GPU nothing is timed: the interpreter's times say nothing. Such entries are labelled "modelled"; one
-that was measured always goes before them. A winner is saved at once, so a run that is killed goes on where it was.
+that was measured always goes before them. A winner is saved at once: a run that is killed goes on where it
+was.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 import threading
 import time
 from collections import Counter
@@ -41,7 +43,7 @@ from lancet_kernels.kernels.tuning import (
     TunedCache,
     config_fields,
 )
-from lancet_kernels.timing import in_turn
+from lancet_kernels.timing import Clock
 from lancet_kernels.tune_tasks import Task
 
 # The model is trusted to tell twice the time from once, not 5 % from 10 %.
@@ -160,7 +162,9 @@ def rank_candidates(task: Task, hardware: Hardware, keep: int) -> list[Candidate
     seen, places = {_twin(default.config): default}, keep - 1
     families = Counter([_family(default.config)])
     few = max(2, keep // 4)
-    for candidate in sorted(found[1:], key=lambda c: c.model_ms):
+    usual = getattr(default.config, "group_m", None)
+    by_time = sorted(found[1:], key=lambda c: (c.model_ms, getattr(c.config, "group_m", None) != usual))
+    for candidate in by_time:
         twin = seen.setdefault(_twin(candidate.config), candidate)
         if candidate.model_ms > PRUNE_ABOVE * best:
             candidate.reason = f"model: {candidate.model_ms / best:.2f} times the best"
@@ -202,6 +206,7 @@ def tune(
     on_progress: Callable[[int, str], None] | None = None,
     rounds: int = 15,
     save: bool = True,
+    clock: Clock | None = None,
 ) -> list[Outcome]:
     """Tune what the cache does not have. Collective where ranks are together; all must give the same tasks.
 
@@ -209,6 +214,7 @@ def tune(
         keep: candidates per task that are compiled. minutes: None for no limit.
         force: also what the cache has. on_progress: (tasks done, what is going on).
         save: does this rank write its cache? One per machine should.
+        clock: what times on place.device; None: a `Clock`.
     """
     ranks = Ranks()
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -222,6 +228,8 @@ def tune(
             outcome.status = "dry-run"
     if dry_run or not todo:
         return outcomes
+    if place.device is not None:
+        clock = clock or Clock(place.device)
     with _Compiler(todo, place.hardware.arch, workers if ranks.first else 0) as compiler:
         for outcome in todo:
             done = sum(o.status != "left" for o in outcomes)
@@ -235,7 +243,7 @@ def tune(
             if not ranks.from_first(judged):
                 break
             _agree_on_facts(outcome, ranks)
-            _choose(outcome, place, ranks, rounds)
+            _choose(outcome, place, clock, ranks, rounds)
             if outcome.status == "tuned" and save:
                 cache.put([_entry(outcome, place)])
     say(sum(o.status != "left" for o in outcomes), "")
@@ -264,12 +272,12 @@ def _agree_on_facts(outcome: Outcome, ranks: Ranks) -> None:
             candidate.reason, candidate.facts = reason, facts
 
 
-def _choose(outcome: Outcome, place: Place, ranks: Ranks, rounds: int) -> None:
+def _choose(outcome: Outcome, place: Place, clock: Clock | None, ranks: Ranks, rounds: int) -> None:
     task, kept = outcome.task, outcome.kept
     for candidate in kept:
         candidate.model_ms = task.tunable.model_ms(task, candidate.config, place.hardware, candidate.facts)
     if place.device is not None:
-        kept = _measure(task, kept, place.device, ranks, rounds)
+        kept = _measure(task, kept, clock, ranks, rounds)
     if not kept:
         outcome.status = "failed"
         return
@@ -284,10 +292,9 @@ def _choose(outcome: Outcome, place: Place, ranks: Ranks, rounds: int) -> None:
     outcome.status = "tuned"
 
 
-def _measure(
-    task: Task, kept: list[Candidate], device: torch.device, ranks: Ranks, rounds: int
-) -> list[Candidate]:
+def _measure(task: Task, kept: list[Candidate], clock: Clock, ranks: Ranks, rounds: int) -> list[Candidate]:
     """The candidates that ran, with the median of the slowest rank; the others get a reason."""
+    device = clock.device
     make = task.tunable.runner(task, device)
     runs: dict[int, Callable[[], object]] = {}
     failures = {}
@@ -295,7 +302,8 @@ def _measure(
         run = make(candidate.config)
         try:
             run()
-            torch.cuda.synchronize(device)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             runs[number] = run
         except (RuntimeError, triton.runtime.errors.OutOfResources, ValueError) as error:
             if isinstance(error, CommunicationError):
@@ -303,11 +311,12 @@ def _measure(
             failures[number] = f"does not run: {str(error).splitlines()[0]}"
     able = ranks.slowest([0.0 if number in runs else math.inf for number in range(len(kept))])
     runs = {number: run for number, run in runs.items() if able[number] == 0.0}
-    timed = in_turn(runs, device, rounds=rounds)
-    medians = ranks.slowest([timed[n].median if n in timed else math.inf for n in range(len(kept))])
+    taken = clock.rounds(runs, rounds, warmup=2)
+    medians = {number: statistics.median(times) for number, times in taken.items()}
+    slowest = ranks.slowest([medians.get(number, math.inf) for number in range(len(kept))])
     for number, candidate in enumerate(kept):
-        if math.isfinite(medians[number]):
-            candidate.ms = medians[number]
+        if math.isfinite(slowest[number]):
+            candidate.ms = slowest[number]
         else:
             candidate.reason = failures.get(number, "does not run on another rank")
     return [candidate for candidate in kept if candidate.reason is None]

@@ -125,8 +125,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 def _what(place: Place, tasks: int, cache: Any) -> str:
     how = (
-        f"no GPU here: nothing is timed; candidates of {tasks} tasks are compiled for {place.name} and ranked "
-        f"by a model of {place.hardware.name}"
+        f"no GPU here, so nothing is timed; candidates of {tasks} tasks are compiled for {place.name} and "
+        f"ranked by a model of {place.hardware.name}"
         if place.device is None
         else f"{tasks} tasks on {place.name}"
     )
