@@ -45,9 +45,9 @@ class Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("wide-4096", 32768, 4096, 1024, 64, 4, "swiglu"),
-        Workload("fine-768", 40960, 768, 256, 128, 8, "swiglu"),
-        Workload("fine-1536", 24576, 1536, 512, 64, 4, "swiglu"),
+        Workload("wide", 32768, 4096, 1024, 64, 4, "swiglu"),
+        Workload("fine-grained", 40960, 768, 256, 128, 8, "swiglu"),
+        Workload("middle", 24576, 1536, 512, 64, 4, "swiglu"),
         # 24 and 8 sequences of 512 tokens: the paper's batch on A100 (small), on V100 (large).
         Workload("gpt2-s-moe", 12288, 768, 3072, 16, 1),
         Workload("gpt2-l-moe", 4096, 1024, 4096, 16, 1),
