@@ -6,8 +6,8 @@
 
 Writes report.md and, where there is something to draw, roofline.png (TFLOP/s over FLOPs per byte), eta.png
 (how close fused launches come to the longer of their parts) and iteration.png (where an iteration goes, like
-figure 13 of the Lancet paper). Every table and picture says where its numbers come from, and which of them
-are no measurement of a GPU.
+figure 13 of the Lancet paper). Every table and picture says where its numbers come from; of benchmarks that
+ran without a GPU there are tables, and no pictures.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ def write(files: Sequence[str], folder: Path) -> str:
         parts.append(_heading(name, data, rows))
         parts += _tables(rows)
         suffix = "" if len(benchmarks) == 1 else f"-{Path(name).stem}"
+        on_gpu = [r for r in rows if "label" not in r]
         for title, draw, found in (
-            ("roofline", _roofline, [r for r in rows if r.get("flops") and r.get("bytes")]),
-            ("eta", _eta, etas(rows)),
+            ("roofline", _roofline, [r for r in on_gpu if r.get("flops") and r.get("bytes")]),
+            ("eta", _eta, etas(on_gpu)),
         ):
             if found:
                 path = folder / f"{title}{suffix}.png"
@@ -121,8 +122,9 @@ def _heading(name: str, data: Mapping[str, Any], rows: Sequence[Mapping[str, Any
     lines = [f"## {name}", f"{_where(rows)}, {data['datetime'][:10]}. Medians in ms."]
     if any("label" in r for r in rows):
         lines.append(
-            "**Not a measurement of a GPU.** Our kernels ran in Triton's interpreter at tiny sizes, to prove that "
-            "they run; comparing them with the others in these tables means nothing."
+            "**Not a measurement of a GPU.** Our kernels ran in Triton's interpreter at tiny sizes, to prove "
+            "that they run; comparing them with the others in these tables means nothing, so there is no "
+            "picture of them."
         )
     return "\n\n".join(lines)
 
@@ -147,7 +149,7 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 cells.append(f"{best['roofline_share']:.0%} ({best['contender']})")
             lines.append(_line(cells))
         tables.append(f"### {kernel}\n\n" + "\n".join(lines))
-    found = etas(rows)
+    found = etas([r for r in rows if "label" not in r])
     if found:
         head = ["fused", "longer part", "its ms", "fused ms", "eta"]
         lines = [_line(head), _line(["---"] * len(head))]

@@ -1,6 +1,6 @@
 """What is there to tune for an MoE layer: each kernel's candidates, their model, specimens and runs.
 
-    T  tokens    D  width    F  hidden width (H: F, or 2F for swiglu)    E  experts    K  choices    C  rows each
+    T  tokens    D  width    F  hidden width    E  experts    K  choices    C  rows of each expert
 
 One `Task` is one kernel at one shape. Its launcher looks the winner up by the same kind and shape
 (`kernels.tuning`).

@@ -52,18 +52,19 @@ def overlap_ms(
     hardware: Hardware,
     facts: Facts | None = None,
 ) -> float:
-    """Milliseconds of one direction: the GEMMs, with `put_bytes` travelling beside them.
+    """Milliseconds of one direction: the GEMMs, the first of which needs the `put_bytes`.
 
-    Programs that put do not compute meanwhile; a program has put_rows x put_block elements in flight. Nothing
-    but the first chunk of rows is waited for, and splitting in two waits for the slowest tile once more.
+    Programs that put do not compute meanwhile; a program has put_rows x put_block elements in flight. In one
+    launch all GEMMs hide the puts and only the first chunk of rows is waited for; split in two, the first
+    GEMM alone hides them.
     """
-    compute_ms = sum(gemm_ms(config.gemm, gemm, hardware, facts) for gemm in gemms)
+    gemms_ms = [gemm_ms(config.gemm, gemm, hardware, facts) for gemm in gemms]
     size = gemms[0].dtype.itemsize
     per_program = config.put_rows * config.put_block * size / MEMORY_LATENCY_US  # bytes per us
     per_program = min(per_program, hardware.memory_gb_per_s * 1e3 / hardware.sms * 4)
     put_ms = put_bytes / (config.comm_programs * per_program) * 1e-3
     first_ms = config.gemm.block_m * gemms[0].k * size / per_program * 1e-3
-    work_ms = compute_ms + put_ms * config.comm_programs / config.programs
-    launches = 2 if config.split else 1
-    tail_ms = (launches - 1) * compute_ms / max(1, gemms[0].groups)
-    return max(work_ms, put_ms) + first_ms + tail_ms + launches * LAUNCH_US * 1e-3
+    putting_ms = put_ms * config.comm_programs / config.programs
+    if config.split:
+        return max(gemms_ms[0] + putting_ms, put_ms) + sum(gemms_ms[1:]) + first_ms + 2 * LAUNCH_US * 1e-3
+    return max(sum(gemms_ms) + putting_ms, put_ms) + first_ms + LAUNCH_US * 1e-3
