@@ -90,6 +90,11 @@ def bench_fused(measure, workload, device, dtype, direction, contender) -> None:
     work = work_of(workload, dtype, direction)
     if direction == "backward":
         work = {key: value + work_of(workload, dtype, "forward")[key] for key, value in work.items()}
+    if contender == "rows alone":
+        # Rows in and out, to the buffers and back.
+        rows = workload.tokens + workload.experts * workload.capacity
+        directions = 1 if direction == "forward" else 2
+        work = {"moved_bytes": 2.0 * directions * dtype.itemsize * workload.width * rows}
     measure(
         runs.get(contender, fused),
         group="fused " + ("forward" if direction == "forward" else "forward and backward"),

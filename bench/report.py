@@ -266,6 +266,7 @@ def _eta(panel, found: Sequence[Mapping[str, Any]]) -> str:
 
 def _iteration(panel, data: Mapping[str, Any]) -> str:
     stack(panel, list(data["iteration_ms"]), iteration_parts(data))
+    panel.set_ylim(0, 1.25 * max(data["iteration_ms"].values()))
     panel.legend(frameon=False, fontsize=8)
     return "Where an iteration goes (measured)"
 

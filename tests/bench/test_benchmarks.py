@@ -1,6 +1,7 @@
-"""The benchmarks can all be collected, and one of each sort of contender runs."""
+"""The benchmarks can all be collected, and one of ours and one of torch's run."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,17 +21,13 @@ def run(*arguments: str) -> str:
 def test_benchmarks_are_collected_and_some_run(tmp_path) -> None:
     pytest.importorskip("pytest_benchmark")
     saved = tmp_path / "bench.json"
-    run("bench", "--benchmark-only", f"--benchmark-json={saved}", "-k", "bench_rows and middle and permute")
+    # Everything is imported and collected; two of it run.
+    chosen = "middle-permute-ours or middle-permute-torch"
+    said = run("bench", "--benchmark-only", f"--benchmark-json={saved}", "-k", chosen)
+    assert int(re.search(r"(\d+) deselected", said)[1]) > 100
     ours, theirs = json.loads(saved.read_text())["benchmarks"]
     assert ours["group"] == theirs["group"] == "permute middle"
     assert (ours["extra_info"]["contender"], theirs["extra_info"]["contender"]) == ("ours", "torch ops")
     for found in (ours, theirs):
         assert found["extra_info"]["bytes"] > 0
         assert "label" in found["extra_info"] or "roofline_share" in found["extra_info"]
-
-
-def test_every_kernel_has_a_benchmark() -> None:
-    listed = run("bench", "--collect-only")
-    kernels = ("bench_routing", "bench_rows", "bench_grouped_gemm", "bench_fused", "bench_moe_layer")
-    for name in (*kernels, "bench_planning"):
-        assert f"::{name}[" in listed

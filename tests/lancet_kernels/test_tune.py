@@ -231,7 +231,7 @@ def test_workloads_by_name_and_by_numbers() -> None:
 
 def command(cache: Path, *arguments: str) -> list[str]:
     return [
-        sys.executable, str(ROOT / "bench" / "autotune.py"), "--cache", str(cache), "--keep", "2",
+        sys.executable, str(ROOT / "bench" / "autotune.py"), "--cache", str(cache), "--keep", "1",
         "--workload", "64,64,64,4,1", "--json", *arguments,
     ]  # fmt: skip
 
