@@ -73,15 +73,19 @@ class Captured:
             if isinstance(d, GradAOTOutput) and isinstance(d.grad_of, ParamAOTInput)
         }
 
-    def compile(self, split: Split, recorder: Recorder | None = None) -> Callable[..., object]:
+    def compile(
+        self, split: Split, recorder: Recorder | None = None, inner_compile: str = ""
+    ) -> Callable[..., object]:
         """A function of the module's inputs that runs the two graphs under autograd. Call it once.
 
-        Args: recorder: collects when instructions run, while it is on.
+        Args:
+            recorder: collects when instructions run, while it is on.
+            inner_compile: a backend of torch.compile for the pieces between communications.
         """
         recorder = recorder or Recorder()
 
         def runner(phase: Phase) -> Callable[..., GraphRunner]:
-            return lambda graph, _inputs: GraphRunner(graph, phase, recorder)
+            return lambda graph, _inputs: GraphRunner(graph, phase, recorder, inner_compile)
 
         def partition(joint: fx.GraphModule, _inputs, *, num_fwd_outputs: int, **_):
             return split(joint, num_fwd_outputs)

@@ -1,23 +1,26 @@
 """How long do the nodes of a graph, and the collectives of this machine, really take?
 
 Nodes are timed one by one while the whole graph runs on real inputs, with the collectives in it, on
-every rank; the medians are averaged over the ranks. Collectives are timed alone over a series of sizes
+every rank at the same time. Collectives are timed alone over a series of sizes
 (Lancet, section 3: 1 KB, 2 KB, 4 KB, ...). Both are collective calls: every rank makes them, with the
 same graph.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
 from lancet_kernels.graph.communication import CommunicationModel
-from lancet_kernels.graph.from_fx import is_instruction
+from lancet_kernels.graph.from_fx import is_collective, is_instruction, op_name
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
 from lancet_kernels.ops.groups import group_of, group_size
@@ -26,31 +29,73 @@ from lancet_kernels.ops.link import link
 SMALLEST_BYTES = 1024
 
 
+@dataclass(frozen=True)
+class NodeTimes:
+    """What a node took on this machine.
+
+    milliseconds: of computation. Of a collective: what it costs the computing thread (packing, copying),
+        not the time on the link.
+    wire_bytes: of an all-to-all, the most that a rank sends to or gets from the others.
+    """
+
+    milliseconds: float
+    wire_bytes: float = 0.0
+
+
 def measure_nodes(
-    module: fx.GraphModule, inputs: Sequence[object], group: str, repeats: int = 5
-) -> dict[str, float]:
-    """Median milliseconds of every instruction node, by name; the first run is left out.
+    module: fx.GraphModule, inputs: Sequence[object], group: str, repeats: int = 3
+) -> dict[str, NodeTimes]:
+    """Medians of every instruction node, by name; the first run is left out.
+
+    On CPU ranks the time is CPU time of the computing thread: what else the machine does, and waiting for
+    other ranks, is not in it. A collective in the middle of computation counts until its last rank is done.
+    An emulated link is not paced meanwhile.
 
     Args: inputs: one per placeholder of the graph.
     """
     names = [node.name for node in module.graph.nodes if is_instruction(node)]
-    runs = []
-    for _ in range(repeats + 1):
-        timer = _Timer(module)
-        with torch.no_grad():
-            timer.run(*inputs)
-        runs.append([timer.milliseconds[name] for name in names])
-    link.read()
-    medians = torch.tensor([statistics.median(times) for times in zip(*runs[1:], strict=True)])
-    return dict(zip(names, _mean_over_ranks(medians, group).tolist(), strict=True))
+    runs, gbps = [], link.gbps
+    link.gbps = None
+    try:
+        for _ in range(repeats + 1):
+            timer = _Timer(module)
+            with torch.no_grad():
+                timer.run(*inputs)
+            runs.append([(timer.cpu[name], timer.wall[name], timer.wire[name]) for name in names])
+    finally:
+        link.gbps = gbps
+        link.read()
+    # [instruction, (CPU, wall, bytes)]
+    median = torch.tensor(runs[1:], dtype=torch.float64).median(0).values
+    mean, least, most = (_over_ranks(median, group, how) for how in ("sum", "min", "max"))
+    found = {}
+    for i, node in enumerate(node for node in module.graph.nodes if is_instruction(node)):
+        if _waits_for_ranks(node):
+            milliseconds = float(least[i, 1])
+        elif op_name(node).startswith("lancet."):
+            # Ranks have different numbers of rows; the others wait for the one that has most.
+            milliseconds = float(most[i, 0])
+        else:
+            milliseconds = float(mean[i, 0])
+        found[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
+    return found
+
+
+def _waits_for_ranks(node: fx.Node) -> bool:
+    """Is it computation to the planner, but done when all ranks have come?"""
+    schema = getattr(node.target, "_schema", None)
+    takes_group = schema is not None and any(argument.name == "group" for argument in schema.arguments)
+    return takes_group and not is_collective(node)
 
 
 class _Timer(fx.Interpreter):
-    """Runs a graph node by node with a clock beside it."""
+    """Runs a graph node by node with clocks beside it: milliseconds, and bytes on the wire, by node."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
-        self.milliseconds: dict[str, float] = {}
+        self.cpu: dict[str, float] = {}
+        self.wall: dict[str, float] = {}
+        self.wire: dict[str, float] = {}
         self._cuda = torch.cuda.is_available() and any(p.is_cuda for p in module.parameters())
 
     def run_node(self, node: fx.Node) -> object:
@@ -59,15 +104,32 @@ class _Timer(fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         call = getattr(self, node.op)
         self._synchronize()
-        begin = time.perf_counter()
+        link.read()
+        begin, cpu = time.perf_counter(), self._cpu_clock(node)
         result = call(node.target, args, kwargs)
         self._synchronize()
-        self.milliseconds[node.name] = (time.perf_counter() - begin) * 1e3
+        self.cpu[node.name] = (self._cpu_clock(node) - cpu) * 1e3
+        self.wall[node.name] = (time.perf_counter() - begin) * 1e3
+        self.wire[node.name] = link.read().bytes_on_wire
         return result
+
+    def _cpu_clock(self, node: fx.Node) -> float:
+        if self._cuda:
+            return time.perf_counter()
+        # What moves the bytes of a collective takes its time from computation if no core is to spare.
+        return time.process_time() if is_collective(node) and not _spare_cores() else time.thread_time()
 
     def _synchronize(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
+
+
+@lru_cache(maxsize=1)
+def _spare_cores() -> bool:
+    """Has this machine more cores than its ranks compute on?"""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return cores > ranks * torch.get_num_threads()
 
 
 def measure_communication(
@@ -87,13 +149,34 @@ def measure_communication(
         found = []
         size = SMALLEST_BYTES
         while True:
-            found.append((float(size), _median_ms(lambda: start(size).wait(), group, repeats)))  # noqa: B023
+            call = _on_the_link(start, size) if collective == "all_to_all" else _to_the_end(start, size)
+            found.append((float(size), _median_ms(call, group, repeats)))
             if size >= largest.get(collective, 0):
                 break
             size *= 2
         samples[collective, "world"] = found
     link.read()
     return CommunicationModel.measured(samples)
+
+
+def _on_the_link(start: Callable[[int], object], size: int) -> Callable[[], float]:
+    """-> milliseconds that the link is taken; what goes before and after is computation."""
+
+    def call() -> float:
+        link.read()
+        start(size).wait()
+        return link.read().all_to_all_ms
+
+    return call
+
+
+def _to_the_end(start: Callable[[int], object], size: int) -> Callable[[], float]:
+    def call() -> float:
+        begin = time.perf_counter()
+        start(size).wait()
+        return (time.perf_counter() - begin) * 1e3
+
+    return call
 
 
 def _uniform_all_to_all(size: int, width: int, group: str) -> object:
@@ -104,19 +187,19 @@ def _uniform_all_to_all(size: int, width: int, group: str) -> object:
     return start_all_to_all(torch.zeros(ranks, 1, rows, width), count, count, group)
 
 
-def _median_ms(call: Callable[[], object], group: str, repeats: int) -> float:
+def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):
         if group:
             dist.barrier(group=group_of(group))
-        begin = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - begin) * 1e3)
-    return float(_mean_over_ranks(torch.tensor([statistics.median(times[1:])]), group)[0])
+        times.append(call())
+    return float(_over_ranks(torch.tensor([statistics.median(times[1:])]), group, "sum")[0])
 
 
-def _mean_over_ranks(values: Tensor, group: str) -> Tensor:
-    values = values.to(torch.float64)
+def _over_ranks(values: Tensor, group: str, how: str) -> Tensor:
+    """The mean ("sum"), "min" or "max" over the ranks."""
+    values = values.to(torch.float64, copy=True)
     if group:
-        dist.all_reduce(values, group=group_of(group))
-    return values / group_size(group)
+        operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
+        dist.all_reduce(values, operation, group=group_of(group))
+    return values / group_size(group) if how == "sum" else values

@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import fx
 
 from lancet_kernels.graph.communication import CommunicationModel
-from lancet_kernels.graph.from_fx import is_collective, is_instruction
 from lancet_kernels.graph.measure import measure_communication, measure_nodes
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, Program
@@ -49,33 +49,72 @@ class Profiler:
         )
 
     def program(self, module: fx.GraphModule, inputs: Sequence[object]) -> Program:
-        """The Program of a graph, each computation with its measured time.
+        """The Program of a graph, each computation with its measured time, each all-to-all with the bytes
+        that really travel.
+
+        What a collective costs the computing thread is added to the instruction that makes its input and to
+        the one that reads its result.
 
         Args: inputs: one per placeholder of the graph.
         """
         program = Program.from_fx(module)
         # Fused launches say themselves what they take: alone, without peers at work, they cannot be timed.
-        given = {node.name for node in module.graph.nodes if "milliseconds" in node.meta}
-        keys = {
-            i.name: self._key(i, program)
-            for i in program.instructions
-            if i.kind is Kind.COMPUTE and i.name not in given
-        }
-        known = self._from_first({key: self.times.get(key) for key in keys.values()})
-        if any(milliseconds is None for milliseconds in known.values()):
-            known = self._measure(module, inputs, keys)
-        return Program.from_fx(module, lambda node: _cost(node, keys, known))
+        given = {n.name: n.meta["milliseconds"] for n in module.graph.nodes if "milliseconds" in n.meta}
+        keys = {i.name: self._key(i, program) for i in program.instructions if i.name not in given}
+        wanted = {*keys.values(), *(_bytes_key(keys[i.name]) for i in _all_to_alls(program))}
+        known = self._from_first({key: self.times.get(key) for key in sorted(wanted)})
+        if any(number is None for number in known.values()):
+            known = self._measure(module, inputs, program, keys)
+        return self._with_times(program, keys, known, given)
 
     def _measure(
-        self, module: fx.GraphModule, inputs: Sequence[object], keys: dict[str, str]
+        self, module: fx.GraphModule, inputs: Sequence[object], program: Program, keys: dict[str, str]
     ) -> dict[str, float]:
         measured = measure_nodes(module, inputs, self.group)
         by_key: dict[str, list[float]] = {}
         for name, key in keys.items():
-            by_key.setdefault(key, []).append(measured[name])
-        found = {key: statistics.median(times) for key, times in by_key.items()}
+            by_key.setdefault(key, []).append(measured[name].milliseconds)
+        for instruction in _all_to_alls(program):
+            key = _bytes_key(keys[instruction.name])
+            by_key.setdefault(key, []).append(measured[instruction.name].wire_bytes)
+        found = {key: statistics.median(numbers) for key, numbers in by_key.items()}
         self._remember(found)
         return found
+
+    def _with_times(
+        self, program: Program, keys: dict[str, str], known: dict[str, float], given: dict[str, float]
+    ) -> Program:
+        """Costs of a measured program."""
+        # A view stays free: whoever cuts a program makes it again instead of copying.
+        milliseconds = given | {
+            i.name: 0.0 if _is_view(i) else known[keys[i.name]]
+            for i in program.instructions
+            if i.kind is Kind.COMPUTE and i.name not in given
+        }
+        ranks = group_size(self.group)
+        instructions = list(program.instructions)
+        for position, instruction in enumerate(instructions):
+            if instruction.kind is Kind.COMPUTE:
+                continue
+            host_ms = known[keys[instruction.name]]
+            beside = [
+                name
+                for waits in (program.dependencies, program.dependents)
+                if (name := _nearest_computation(program, position, waits))
+            ]
+            for name in beside:
+                milliseconds[name] += host_ms / len(beside)
+            if instruction.kind is Kind.ALL_TO_ALL:
+                # As if rows were spread evenly: the model's points are of such all-to-alls.
+                size = known[_bytes_key(keys[instruction.name])] * ranks / max(1, ranks - 1)
+                instructions[position] = replace(instruction, bytes=size)
+        return replace(
+            program,
+            instructions=tuple(
+                replace(i, milliseconds=milliseconds[i.name]) if i.kind is Kind.COMPUTE else i
+                for i in instructions
+            ),
+        )
 
     def communication(self, program: Program, width: int) -> CommunicationModel:
         """Measured times of the collectives of a Program, up to the sizes it has.
@@ -123,7 +162,28 @@ class Profiler:
             self.times.save()
 
 
-def _cost(node: fx.Node, keys: dict[str, str], known: dict[str, float]) -> float | None:
-    if not is_instruction(node) or is_collective(node):
-        return None
-    return node.meta["milliseconds"] if "milliseconds" in node.meta else known[keys[node.name]]
+def _all_to_alls(program: Program) -> list[Instruction]:
+    return [i for i in program.instructions if i.kind is Kind.ALL_TO_ALL]
+
+
+def _is_view(instruction: Instruction) -> bool:
+    return instruction.kind is Kind.COMPUTE and instruction.flops == 0 and instruction.bytes == 0
+
+
+def _nearest_computation(program: Program, position: int, waits: Sequence[Sequence[int]]) -> str | None:
+    """The instruction, views left out, that comes last before a position or first behind it."""
+    closest = max if waits is program.dependencies else min
+    frontier, seen = set(waits[position]), set()
+    found: set[int] = set()
+    while frontier:
+        i = frontier.pop()
+        seen.add(i)
+        if _is_view(program.instructions[i]):
+            frontier |= set(waits[i]) - seen
+        elif program.instructions[i].kind is Kind.COMPUTE:
+            found.add(i)
+    return program.instructions[closest(found)].name if found else None
+
+
+def _bytes_key(key: str) -> str:
+    return f"bytes on the wire: {key}"

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from lancet_kernels.graph.from_fx import is_instruction, op_name
+from lancet_kernels.graph.pieces import compile_pieces
 from lancet_kernels.graph.program import Phase
 
 
@@ -25,16 +26,26 @@ class Recorder:
 
 
 class GraphRunner:
-    """Calls a graph with a list of inputs, which it empties."""
+    """Calls a graph with a list of inputs, which it empties.
+
+    inner_compile: what compiles its pieces between communications (`graph.pieces`); "": nothing does.
+    """
 
     _boxed_call = True  # how torch knows that it may hand over a list
 
-    def __init__(self, module: fx.GraphModule, phase: Phase, recorder: Recorder) -> None:
+    def __init__(
+        self, module: fx.GraphModule, phase: Phase, recorder: Recorder, inner_compile: str = ""
+    ) -> None:
         self.module, self.phase, self.recorder = module, phase, recorder
+        self.pieces = compile_pieces(module, inner_compile) if inner_compile else None
 
     def __call__(self, inputs: list) -> object:
         if self.recorder.on:
             return _Clocked(self.module, self.phase, self.recorder).boxed_run(inputs)
+        if self.pieces is not None:
+            arguments = tuple(inputs)
+            inputs.clear()
+            return self.pieces(*arguments)
         if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].is_cuda:
             # Frees every saved activation after its last use; a call holds its arguments to the end.
             return fx.Interpreter(self.module).boxed_run(inputs)

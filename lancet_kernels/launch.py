@@ -27,11 +27,28 @@ from types import FrameType
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.ranks import LAUNCHER_PID, Rank, report_errors, start_ranks, under_launcher
 
-__all__ = ["Rank", "launch", "report_errors", "start_ranks", "under_launcher"]
+__all__ = [
+    "Rank",
+    "launch",
+    "report_errors",
+    "root_cause",
+    "start_ranks",
+    "stop_signals",
+    "under_launcher",
+]
 
 MONITOR_INTERVAL_S = 0.1
 # Between SIGTERM and SIGKILL. Ranks end on SIGTERM; this is for one that hangs inside the system.
 SHUTDOWN_S = 3
+CPU_RANK = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Large tensors come from memory that the process keeps: else each one costs page faults, which for 32 MB
+    # take several times as long as writing them.
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 34),
+}
+"""Environment of a rank that computes on the CPU."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -55,7 +72,7 @@ def launch(
     if ranks < 1:
         raise UserError("ranks", got=ranks, expected="at least 1", do="choose a number of ranks")
     with (
-        _stop_signals(),
+        stop_signals(),
         tempfile.TemporaryDirectory(prefix="lancet-ranks-") as folder,
         _environment(_worker_environment(device, environment or {})),
         _silent_elastic(),
@@ -78,7 +95,7 @@ def launch(
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=MONITOR_INTERVAL_S,
-            # The other signals are handled by _stop_signals; elastic wants at least one name.
+            # The other signals are handled by stop_signals; elastic wants at least one name.
             signals_to_handle="SIGQUIT",
         )
         # Elastic reads arguments as templates, in which two dollar signs stand for one.
@@ -134,7 +151,7 @@ def _worker_environment(device: str, environment: Mapping[str, str]) -> dict[str
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
     }
     if device == "cpu":
-        variables |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        variables |= CPU_RANK
     return variables | dict(environment)
 
 
@@ -170,7 +187,7 @@ def _silent_elastic() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _stop_signals() -> Iterator[None]:
+def stop_signals() -> Iterator[None]:
     """Turn a signal that asks us to stop into SystemExit, at which elastic ends the ranks with SIGTERM.
 
     Elastic's own handlers would pass SIGINT on, which a rank inside a collective answers too late, and would

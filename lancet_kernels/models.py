@@ -39,6 +39,8 @@ MODELS = {
     config.name: config
     for config in (
         ModelConfig("gpt2-tiny-moe", layers=4, width=128, heads=4, sequence=128),
+        # For measuring on CPU ranks: large enough that products take most of the time, as they do on GPUs.
+        ModelConfig("gpt2-bench-moe", layers=6, width=384, heads=6, sequence=128, vocab=4096),
         ModelConfig("gpt2-s-moe", layers=12, width=768, heads=12, sequence=512),
         ModelConfig("gpt2-l-moe", layers=24, width=1024, heads=16, sequence=512),
     )

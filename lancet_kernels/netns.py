@@ -2,7 +2,8 @@
 kernel.
 
 Needs Linux, root, and the commands ip and tc (iproute2) with the tbf queue. Two ranks: a veth pair is a
-wire with two ends. The namespaces are called `lancet-<pid>-0` and `-1` and go away with their maker.
+wire with two ends. The namespaces are called `lancet-<pid>-0` and `-1` and go away with their maker, also
+when it is killed.
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
-from lancet_kernels.errors import RankFailed, UserError
+from lancet_kernels.errors import UserError
+from lancet_kernels.launch import CPU_RANK, root_cause, stop_signals
 from lancet_kernels.ranks import LAUNCHER_PID
 
 RANKS = 2
 PORT = 29500  # in a namespace of our own, where nobody else listens
 _ADDRESS = "10.213.0.{}"
+_LAST_WORDS_S = 2.0
+# Waits for the end of its input, which is the end of this process, however it ends.
+_KEEPER = 'cat > /dev/null; for name in "$@"; do ip netns delete "$name"; done'
 
 
 def missing() -> str | None:
@@ -50,95 +55,121 @@ def wire(gbps: float) -> Iterator[list[str]]:
     Raises: UserError if this machine cannot have it, with the command that failed.
     """
     names = [f"lancet-{os.getpid()}-{end}" for end in range(RANKS)]
-    links = [f"lan{os.getpid() % 100000}{end}" for end in range(RANKS)]
-    rate = max(1, round(gbps * 1e6))
-    # A bucket of 1 ms of traffic, but no less than a jumbo segment: smaller ones cannot reach the rate.
-    burst = max(64_000, round(gbps * 1e9 / 8 * 1e-3))
-    try:
+    with _removed_in_the_end(names):
         for name in names:
             _call("ip", "netns", "add", name)
-        _call(
-            "ip",
-            "link",
-            "add",
-            links[0],
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            links[1],
-            "netns",
-            names[1],
-        )
-        for end, (name, link) in enumerate(zip(names, links, strict=True)):
-            inside = ("ip", "netns", "exec", name)
-            _call(*inside, "ip", "address", "add", f"{_ADDRESS.format(end + 1)}/24", "dev", link)
-            for device in ("lo", link):
-                _call(*inside, "ip", "link", "set", device, "up")
-            _call(
-                *inside, "tc", "qdisc", "add", "dev", link, "root", "tbf",
-                "rate", f"{rate}kbit", "burst", str(burst), "latency", "2s",
-            )  # fmt: skip
+        ends = [("netns", name, "type", "veth") for name in names]
+        _call("ip", "link", "add", _device(0), *ends[0], "peer", _device(1), *ends[1][:2])
+        for end, name in enumerate(names):
+            _set_up(name, end, gbps)
         yield names
+
+
+def _set_up(name: str, end: int, gbps: float) -> None:
+    """Address and speed of one end."""
+    rate = max(1, round(gbps * 1e6))
+    # What passes at once after a pause: half a millisecond of traffic, but a packet fits in.
+    burst = max(16_000, round(gbps * 1e9 / 8 * 0.5e-3))
+    inside = ("ip", "netns", "exec", name)
+    _call(*inside, "ip", "address", "add", f"{_ADDRESS.format(end + 1)}/24", "dev", _device(end))
+    for device in ("lo", _device(end)):
+        _call(*inside, "ip", "link", "set", device, "up")
+    shape = ("tbf", "rate", f"{rate}kbit", "burst", str(burst), "latency", "2s")
+    _call(*inside, "tc", "qdisc", "add", "dev", _device(end), "root", *shape)
+
+
+def _device(end: int) -> str:
+    """The interface at one end; the kernel allows 15 characters."""
+    return f"lan{os.getpid() % 100000}-{end}"
+
+
+@contextlib.contextmanager
+def _removed_in_the_end(names: Sequence[str]) -> Iterator[None]:
+    """The namespaces go away when the block ends or this process does: by another process, which no signal to
+    this one or to its terminal reaches. The wire goes with them."""
+    keeper = subprocess.Popen(
+        ["sh", "-c", _KEEPER, "keeper", *names],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        yield
     finally:
-        for name in names:
-            # The wire goes with the namespaces.
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+        keeper.stdin.close()
+        keeper.wait()
 
 
 def run_on_wire(arguments: Sequence[str], gbps: float) -> None:
     """Run `python *arguments` as two ranks at the ends of a wire, and wait for both.
 
-    Raises: UserError (no wire to be had), RankFailed.
+    Raises: UserError (no wire to be had), RankFailed; SystemExit when this process is told to stop. Ranks and
+    wire are gone by then.
     """
-    with wire(gbps) as names, tempfile.TemporaryDirectory(prefix="lancet-wire-") as folder:
+    with (
+        stop_signals(),
+        tempfile.TemporaryDirectory(prefix="lancet-wire-") as folder,
+        wire(gbps) as names,
+    ):
         errors = [Path(folder, f"rank-{rank}.json") for rank in range(RANKS)]
-        ranks = [_start(arguments, rank, name, errors[rank]) for rank, name in enumerate(names)]
+        ranks: list[subprocess.Popen] = []
         try:
+            for rank, name in enumerate(names):
+                ranks.append(_start(arguments, rank, name, errors[rank]))
             _wait(ranks, errors)
         finally:
             for rank in ranks:
-                if rank.poll() is None:
-                    rank.send_signal(signal.SIGKILL)
+                rank.kill()
+            for rank in ranks:
                 rank.wait()
 
 
 def _start(arguments: Sequence[str], rank: int, name: str, errors: Path) -> subprocess.Popen:
-    environment = os.environ | {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": _ADDRESS.format(1),
-        "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": f"lan{os.getpid() % 100000}{rank}",
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # Where a rank says what went wrong, and whose end is its end: as under `launch`.
-        "TORCHELASTIC_ERROR_FILE": str(errors),
-        LAUNCHER_PID: str(os.getpid()),
-    }
+    environment = (
+        os.environ
+        | CPU_RANK
+        | {
+            "RANK": str(rank),
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": _ADDRESS.format(1),
+            "MASTER_PORT": str(PORT),
+            "GLOO_SOCKET_IFNAME": _device(rank),
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            # Where a rank says what went wrong, and whose end is its end: as under `launch`.
+            "TORCHELASTIC_ERROR_FILE": str(errors),
+            LAUNCHER_PID: str(os.getpid()),
+        }
+    )
     return subprocess.Popen(["ip", "netns", "exec", name, sys.executable, *arguments], env=environment)
 
 
 def _wait(ranks: list[subprocess.Popen], errors: list[Path]) -> None:
-    """Until all have ended well. Raises RankFailed for the first that has not."""
-    while True:
-        codes = [process.poll() for process in ranks]
-        for rank, code in enumerate(codes):
-            if code:
-                raise RankFailed(rank, f"failed: {_reason(errors[rank], code)}")
-        if None not in codes:
-            return
+    """Until all have ended well. Raises RankFailed for the one that the others' failures follow from."""
+    while None in [rank.poll() for rank in ranks] and not any(rank.returncode for rank in ranks):
         time.sleep(0.1)
+    if not any(rank.returncode for rank in ranks):
+        return
+    # A rank that lost its peer may be the first to be seen dead.
+    deadline = time.monotonic() + _LAST_WORDS_S
+    while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    raise root_cause(
+        {
+            number: SimpleNamespace(exitcode=rank.returncode, message=_message(errors[number]))
+            for number, rank in enumerate(ranks)
+            if rank.returncode
+        }
+    )
 
 
-def _reason(errors: Path, code: int) -> str:
+def _message(file: Path) -> dict | None:
+    """What a rank wrote about its failure."""
     try:
-        return json.loads(errors.read_text(encoding="utf-8"))["message"]["message"]
+        return json.loads(file.read_text(encoding="utf-8"))["message"]
     except (OSError, ValueError, KeyError, TypeError):
-        return f"exit code {code}"
+        return None
 
 
 def _call(*command: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -21,20 +21,25 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.fused_step import FusedChoice, exchange_of
 from lancet_kernels.gradients import call_with_summed_gradients
 from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
+from lancet_kernels.graph.pieces import check_compiler
 from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.layer import expert_parameters, moe_layers
+from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size
 from lancet_kernels.ops.link import link
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
-from lancet_kernels.schedules.plan import Plan, Prediction
+from lancet_kernels.schedules.fused import lower
+from lancet_kernels.schedules.fused_layers import MatchedLayer
+from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
 from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
 from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
@@ -109,7 +114,11 @@ def optimize(
     cache: str | Path | None = None,
     times: str | Path | None = None,
     options: PlanningOptions | None = None,
+    plan: str | Path | None = None,
     reduce_gradients: bool = True,
+    backend: str | None = None,
+    lowering: str = "auto",
+    inner_compile: str = "",
 ) -> OptimizedModule:
     """Plan a training step of `model` and return a module that trains with the plan.
 
@@ -120,35 +129,60 @@ def optimize(
         example_inputs: real inputs of one step; they are run a few times to measure the ops.
         strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
-        cache: a plan file; read if it fits this model, else written. None: plan anew.
+        cache: a plan file; read if it is for this model, strategy and options, else written. None: plan anew.
         times: file of measured op times (default: in the user's cache folder); they are not measured again.
-        options: the paper's hyper-parameters, a memory limit.
+        options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
+        plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
         reduce_gradients: sum the gradients of replicated parameters over the ranks, as part of the plan.
             Divide the loss by the number of ranks for an average; use no DistributedDataParallel around it.
-    Raises: CaptureError (no single graph, with torch's reason), UserError (strategy, ranks that disagree).
+        backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
+            which puts and GEMM tiles overlap. None: "fused" if the model's MoE layers are.
+        lowering: with "fused", "auto" fuses the layers where that is predicted faster, "fused" all that can
+            be, "streams" none. In the interpreter (CPU), where nothing is fast, "auto" means "fused".
+        inner_compile: a backend of torch.compile ("inductor") for the computation between communications,
+            compiled in the first step; the plan's order stays. "": run the ops as they are.
+    Raises: CaptureError (no single graph, with torch's reason), UserError (strategy, ranks that disagree, a
+    plan that is for something else).
     """
     if strategy not in STRATEGIES:
         raise UserError(
             "strategy", got=repr(strategy), expected=f"one of {', '.join(STRATEGIES)}", do="check the name"
         )
+    if inner_compile:
+        check_compiler(inner_compile)
     step = _Step(model, tuple(example_inputs), reduce_gradients, times)
+    measured = cluster is None
     module, inputs = _captured_alike(step)
     program, cost = step.costs(module, inputs, cluster)
-    plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache))
-    if cluster is None:
-        timelines = [step.measured_timeline(inputs, program, plan, cost) for plan in plans]
-        timeline, plan = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
+    if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
+        stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
+        choose = FusedChoice(strategy, options, lowering, stored, next(model.parameters()).device)
+        step.fused = _groups_of_first(step.group, lambda: choose.groups(module, program, cost))
+        module, inputs = _captured_alike(step)
+        program, cost = step.costs(module, inputs, cluster)
+        measured = measured and not choose.interpreted
+    elif backend not in (None, "torch"):
+        raise UserError("backend", got=repr(backend), expected="torch or fused", do="check the name")
+    if plan is None:
+        plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache))
     else:
-        plan = plans[0]
-        timeline = plan.simulate(program, cost)
-    plan = replace(plan, predicted=Prediction.of(timeline))
+        plans = _plans_of_first(step.group, lambda: [_given_plan(plan, program, strategy)])
+    if measured:
+        timelines = [step.measured_timeline(module, inputs, program, found, cost) for found in plans]
+        timeline, chosen = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
+    else:
+        chosen = plans[0]
+        timeline = chosen.simulate(program, cost)
+    chosen = replace(chosen, predicted=Prediction.of(timeline), fused=step.fused)
     if cache is not None and group_rank(step.group) == 0:
-        plan.save(cache)
+        chosen.save(cache)
     recorder = Recorder()
     with step.graph() as captured:
-        realize(captured.joint, program, plan)
-        run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder)
-    return OptimizedModule(model, run, plan, timeline, example_inputs, recorder, step.reduce_group)
+        realize(captured.joint, program, chosen)
+        run = captured.compile(
+            lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
+        )
+    return OptimizedModule(model, run, chosen, timeline, example_inputs, recorder, step.reduce_group)
 
 
 class _Step:
@@ -161,6 +195,8 @@ class _Step:
         layers = moe_layers(model)
         self.group = layers[0]._group if layers else group_name(None)
         self.profiler = Profiler(self.group, next(model.parameters()).device, times)
+        self.fused: tuple[FusedGroup, ...] = ()
+        self._numbers: dict[str, int] = {}
         self.reduce_group = ""
         if reduce_gradients and self.group:
             # A communicator of its own, so that an all-reduce never stands before an all-to-all in a queue.
@@ -178,7 +214,15 @@ class _Step:
                     captured.joint, captured.parameter_of_gradient(), self.experts, self.reduce_group
                 )
             reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
+            if any(group.fused for group in self.fused):
+                lower(captured.joint, self.fused, self._register)
             yield captured
+
+    def _register(self, layer: MatchedLayer) -> int:
+        """The number of a fused layer's exchange, the same however often the step is captured."""
+        if layer.name not in self._numbers:
+            self._numbers[layer.name] = register_layer(exchange_of(layer))
+        return self._numbers[layer.name]
 
     def graph_inputs(self, captured: Captured) -> list[object]:
         """A value for each placeholder of the joint graph: parameters, buffers, the inputs, ones as
@@ -210,19 +254,27 @@ class _Step:
         communication = self.profiler.communication(program, layers[0].d_model if layers else 1)
         return program, CostModel(load_cluster("local"), communication)
 
-    def measured_timeline(self, inputs: list[object], program: Program, plan: Plan, cost: Cost) -> Timeline:
-        """The planned step, simulated with the measured times of its very instructions, parts included."""
-        with self.graph() as captured:
-            realize(captured.joint, program, plan)
+    def measured_timeline(
+        self, module: fx.GraphModule, inputs: list[object], program: Program, plan: Plan, cost: Cost
+    ) -> Timeline:
+        """The planned step, simulated with the measured times of its very instructions, parts included.
+
+        Args: module: the captured step, which stays as it is.
+        """
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(module.graph, {}))
+        planned = fx.GraphModule(module, graph)
+        realize(planned, program, plan)
         blocking = {node_name(name) for name in plan.blocking}
-        return simulate(self.profiler.program(captured.joint, inputs), cost, blocking=blocking)
+        return simulate(self.profiler.program(planned, inputs), cost, blocking=blocking)
 
 
 def _plans(
     program: Program, cost: Cost, strategy: str, options: PlanningOptions | None, cache: str | Path | None
 ) -> list[Plan]:
-    """The plan in `cache` if it is for this program and strategy; else what to choose from, best guess
-    first."""
+    """The plan in `cache` if it is for this program, strategy and options; else what to choose from, best
+    guess first."""
+    options = options or PlanningOptions.from_environment()
     if cache is not None and not Path(cache).parent.is_dir():
         raise UserError(
             "plan file", got=f"{cache} in a folder that is missing", expected="a folder", do="make the folder"
@@ -231,11 +283,25 @@ def _plans(
         try:
             plan = Plan.load(cache, program)
             plan.apply(program)
-            if plan.strategy == strategy:
+            if (plan.strategy, plan.options) == (strategy, asdict(options)):
                 return [plan]
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)
     return Planner(program, cost, options).candidates(strategy)
+
+
+def _given_plan(path: str | Path, program: Program, strategy: str) -> Plan:
+    """The plan in a file. Raises: UserError unless it is a plan of this strategy for this program."""
+    plan = Plan.load(path, program)
+    plan.apply(program)
+    if plan.strategy != strategy:
+        raise UserError(
+            "plan file",
+            got=f"{path} of strategy {plan.strategy}",
+            expected=f"a plan of strategy {strategy}",
+            do="name the plan's strategy, or another plan",
+        )
+    return plan
 
 
 def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:
@@ -269,23 +335,15 @@ def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:
     return module, inputs
 
 
+def _groups_of_first(group: str, choose: Callable[[], tuple[FusedGroup, ...]]) -> tuple[FusedGroup, ...]:
+    """What rank 0 decided on every rank."""
+    found = _from_first(group, lambda: [asdict(group) for group in choose()])
+    return tuple(FusedGroup(**{**data, "fillers": tuple(data["fillers"])}) for data in found)
+
+
 def _plans_of_first(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:
     """The plans of rank 0 on every rank. Raises: UserError on all ranks if rank 0 has none."""
-    if not group:
-        return make()
-    process_group, box, failure = group_of(group), [None], None
-    if group_rank(group) == 0:
-        try:
-            box = [[plan.to_json() for plan in make()]]
-        except Exception as error:
-            failure, box = error, [f"{type(error).__name__}: {error}"]
-    # Also when it failed: the others wait for it.
-    dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
-    if failure is not None:
-        raise failure
-    if isinstance(box[0], str):
-        raise UserError("plan of rank 0", got=box[0], expected="a plan", do="see what rank 0 says")
-    plans = [Plan.from_json(data) for data in box[0]]
+    plans = [Plan.from_json(data) for data in _from_first(group, lambda: [p.to_json() for p in make()])]
     if len(set(_all_gather(group, tuple(plan.fingerprint for plan in plans)))) != 1:
         raise UserError(
             "plan across ranks",
@@ -294,6 +352,25 @@ def _plans_of_first(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:
             do="start all ranks with one version",
         )
     return plans
+
+
+def _from_first(group: str, make: Callable[[], list]) -> list:
+    """What rank 0 makes, on every rank. Raises: rank 0's error there, UserError with it on the others."""
+    if not group:
+        return make()
+    process_group, box, failure = group_of(group), [None], None
+    if group_rank(group) == 0:
+        try:
+            box = [make()]
+        except Exception as error:
+            failure, box = error, [f"{type(error).__name__}: {error}"]
+    # Also when it failed: the others wait for it.
+    dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+    if failure is not None:
+        raise failure
+    if isinstance(box[0], str):
+        raise UserError("plan of rank 0", got=box[0], expected="a plan", do="see what rank 0 says")
+    return box[0]
 
 
 def _all_gather(group: str, value: object) -> list:

@@ -21,6 +21,7 @@ from torch import nn
 
 from lancet_kernels.ops.link import emulate_link, link
 from lancet_kernels.optimization import OptimizedModule, optimize
+from lancet_kernels.schedules.strategies import PlanningOptions
 from lancet_kernels.schedules.timeline import save_picture
 
 BASELINES = ("none", "tutel")
@@ -33,15 +34,20 @@ class Measured:
     iteration_ms: float
     exposed_ms: float
     all_to_all_ms: float
+    cpu_ms: float
     predicted_ms: float
     predicted_exposed_ms: float
 
 
 def prepare(
-    step: nn.Module, inputs: Sequence[object], strategies: Iterable[str], times: str | Path | None = None
+    step: nn.Module,
+    inputs: Sequence[object],
+    strategies: Iterable[str],
+    times: str | Path | None = None,
+    options: PlanningOptions | None = None,
 ) -> dict[str, OptimizedModule]:
-    """The step under each strategy. Collective. Args: times: file of measured op times."""
-    return {name: optimize(step, inputs, strategy=name, times=times) for name in strategies}
+    """The step under each strategy. Collective. Args: times: file of measured op times. options: of plans."""
+    return {name: optimize(step, inputs, strategy=name, times=times, options=options) for name in strategies}
 
 
 def measure(
@@ -56,7 +62,7 @@ def measure(
                 taken[name].append(one)
     found = {}
     for name, module in optimized.items():
-        medians = [statistics.median(column) for column in zip(*taken[name], strict=True)][:3]
+        medians = [statistics.median(column) for column in zip(*taken[name], strict=True)][:4]
         predicted = module.plan.predicted
         found[name] = Measured(*_mean_over_ranks(medians), predicted.iteration_ms, predicted.exposed_ms)
     return found
@@ -68,6 +74,8 @@ class Iteration(NamedTuple):
     iteration_ms: float
     exposed_ms: float
     all_to_all_ms: float
+    cpu_ms: float
+    """CPU time of the computing thread: what an iteration takes where nothing is waited for."""
     bytes_sent: int
 
 
@@ -77,12 +85,12 @@ def iteration(module: nn.Module, inputs: Sequence[object]) -> Iteration:
     if dist.is_initialized():
         dist.barrier()
     link.read()
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), time.thread_time()
     outputs = module(*inputs)
     (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).backward()
-    elapsed_ms = (time.perf_counter() - begin) * 1e3
+    elapsed_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.thread_time() - cpu) * 1e3
     traffic = link.read()
-    return Iteration(elapsed_ms, traffic.exposed_ms, traffic.all_to_all_ms, traffic.bytes_sent)
+    return Iteration(elapsed_ms, traffic.exposed_ms, traffic.all_to_all_ms, cpu_ms, traffic.bytes_sent)
 
 
 def slow_link(step: nn.Module, inputs: Sequence[object], share: float = 0.4, rounds: int = 5) -> float:
@@ -92,9 +100,8 @@ def slow_link(step: nn.Module, inputs: Sequence[object], share: float = 0.4, rou
     """
     emulate_link(None)
     taken = [iteration(step, inputs) for _ in range(rounds + 1)][1:]
-    compute_ms, size = _mean_over_ranks(
-        [statistics.median(t.iteration_ms - t.exposed_ms for t in taken), taken[-1].bytes_sent]
-    )
+    # CPU time: what else the machine does is no computation of ours that a link could take a share of.
+    compute_ms, size = _mean_over_ranks([statistics.median(t.cpu_ms for t in taken), taken[-1].bytes_sent])
     target_ms = compute_ms * share / (1 - share)
     gbps = size * 8 / (target_ms * 1e-3) / 1e9
     emulate_link(gbps)
@@ -111,6 +118,7 @@ def report(measured: dict[str, Measured], best: str, link_name: str) -> dict[str
         "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
         "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
         "all_to_all_ms": {name: m.all_to_all_ms for name, m in measured.items()},
+        "cpu_ms": {name: m.cpu_ms for name, m in measured.items()},
         "predicted_ms": {name: m.predicted_ms for name, m in measured.items()},
         "predicted_exposed_ms": {name: m.predicted_exposed_ms for name, m in measured.items()},
         "prediction_error": statistics.fmean(errors.values()),

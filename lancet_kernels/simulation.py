@@ -141,17 +141,23 @@ class Simulated:
         return self.plans[strategy].simulate(self.program, self.cost)
 
 
-def simulate_setting(setting: Setting, memory_limit_gb: float | None = None) -> Simulated:
+def simulate_setting(
+    setting: Setting, memory_limit_gb: float | None = None, partition: PartitionOptions | None = None
+) -> Simulated:
     """Plans of all strategies.
 
-    Args: memory_limit_gb: no plan needs more, unless the original order does (None: the GPU's memory).
+    Args:
+        memory_limit_gb: no plan needs more, unless the original order does (None: the GPU's memory).
+        partition: hyper-parameters (None: those of the environment).
     Raises: UserError for whatever of the setting is wrong.
     """
     # The links first: GPUs that are not whole nodes are a clearer complaint than what follows from them.
     cost = setting.cost()
     program = setting.program()
     limit = setting.hardware.memory_gb if memory_limit_gb is None else memory_limit_gb
-    planner = _TimedPlanner(program, cost, PlanningOptions(PartitionOptions.from_environment(), limit))
+    planner = _TimedPlanner(
+        program, cost, PlanningOptions(partition or PartitionOptions.from_environment(), limit)
+    )
     with _without_garbage_collection():
         # lancet builds on its halves: made first, its time holds all that it needs.
         planner.plan("lancet")

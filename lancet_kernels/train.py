@@ -23,7 +23,7 @@ from lancet_kernels.data import Corpus, check_length, load_corpus, training_batc
 from lancet_kernels.errors import UserError
 from lancet_kernels.gradients import GradientBuckets, broadcast_replicated, clip_gradients
 from lancet_kernels.launch import Rank
-from lancet_kernels.layer import moe_layers, set_routing_step
+from lancet_kernels.layer import BACKENDS, moe_layers, set_routing_step
 from lancet_kernels.models import MODELS, GPT2MoE, ModelConfig, model_config
 from lancet_kernels.ops.gates import GATES, parse_gate
 from lancet_kernels.ops.link import emulate_link, link
@@ -35,6 +35,7 @@ from lancet_kernels.options import (
     positive_float_or_none,
     positive_int,
 )
+from lancet_kernels.planning_flags import PlanningFlags
 from lancet_kernels.runs import RunFolder, resolve_run
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.step import TrainingStep
@@ -44,7 +45,7 @@ _RATES = {"adamw": 1e-3, "sgd": 0.1}
 
 
 @dataclass(frozen=True)
-class TrainOptions:
+class TrainOptions(PlanningFlags):
     """What to train, on what, how long. The fields are the options of `lancet train`."""
 
     model: str = option("gpt2-tiny-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
@@ -88,6 +89,14 @@ class TrainOptions:
     validation_batches: int = option(8, "batches of the validation loss", parse=positive_int)
     strategy: str = option(
         "lancet", "how all-to-alls are hidden; none: they are waited for", choices=STRATEGY_NAMES
+    )
+    plan: str | None = option(
+        None, "use this plan, the plan.json of another run of the same step", parse=str, metavar="FILE"
+    )
+    backend: str = option(
+        "torch",
+        "fused: MoE layers run as persistent kernels where the plan says so (GPUs, or TRITON_INTERPRET=1)",
+        choices=BACKENDS,
     )
     link_gbps: float | None = option(
         None, "emulate a link of this many Gbit/s: pace every all-to-all (CPU ranks)", parse=positive_float
@@ -143,12 +152,29 @@ def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
     return config
 
 
+def check_fused(options: TrainOptions) -> None:
+    """Raise UserError if this run cannot have fused launches, before a rank starts."""
+    # Only here: the kernels need Triton, which not every machine has.
+    from lancet_kernels.fused_step import FusedChoice
+
+    FusedChoice(options.strategy, None, "auto", None, torch.device(options.chosen_device()))
+
+
 def check_options(options: TrainOptions, ranks: int) -> None:
     """Everything that can be known to be wrong before a rank starts. Raises: UserError."""
     build_config(options, ranks, vocab=256)
     for what, path in (("data", options.data), ("tokenizer", options.tokenizer)):
         if path is not None and not Path(path).exists():
             raise UserError(what, got=path, expected="an existing path", do=f"check --{what}")
+    if options.plan is not None and (options.strategy == "none" or not Path(options.plan).is_file()):
+        raise UserError(
+            "plan",
+            got=f"{options.plan} with strategy {options.strategy}",
+            expected="a plan file, and another strategy than none",
+            do="check --plan and --strategy",
+        )
+    if options.backend == "fused":
+        check_fused(options)
     if options.compare and (options.chosen_device() == "cuda" or ranks == 1 or options.strategy == "none"):
         raise UserError(
             "compare",
@@ -216,13 +242,17 @@ class Trainer:
         if self.options.strategy != "none":
             # Here, not above: the solver and torch's tracer take a second to import.
             from lancet_kernels.optimization import optimize
+            from lancet_kernels.schedules.strategies import PlanningOptions
 
             self.module = optimize(
                 self.module,
                 self.batch(1),
                 strategy=self.options.strategy,
                 cache=cache,
+                options=PlanningOptions(self.options.partition()),
+                plan=self.options.plan,
                 reduce_gradients=self.rank.world > 1,
+                backend=self.options.backend,
             )
         elif self.rank.world > 1:
             self.buckets = GradientBuckets(self.model, self.group)
@@ -291,10 +321,14 @@ class Trainer:
         """
         # Here, not above: the solver and torch's tracer take a second to import.
         from lancet_kernels import overlap
+        from lancet_kernels.schedules.strategies import PlanningOptions
 
         step, inputs = getattr(self.module, "module", self.module), self.batch(1)
         gbps = self.options.link_gbps or overlap.slow_link(step, inputs)
-        modules = overlap.prepare(step, inputs, dict.fromkeys(("none", self.options.strategy)))
+        options = PlanningOptions(self.options.partition())
+        modules = overlap.prepare(
+            step, inputs, dict.fromkeys(("none", self.options.strategy)), options=options
+        )
         measured = overlap.measure(modules, inputs, self.options.compare)
         overlap.save_timeline(modules[self.options.strategy], inputs, picture, self.rank.rank == 0)
         return {
@@ -333,7 +367,8 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
     trainer.plan(path / "plan.json")
     first = _restore(trainer, path, options.steps) + 1 if resume else 1
     if run is not None:
-        run.write_config(asdict(replace(options, experts=trainer.model.config.num_experts)))
+        # The run has the plan in its own folder from here on.
+        run.write_config(asdict(replace(options, experts=trainer.model.config.num_experts, plan=None)))
         run.truncate_metrics(first - 1)
         run.point_latest()
     for step in _progress(first, options.steps, rank):

@@ -31,6 +31,8 @@ class Traffic:
     """Of that, the time the computing thread (CUDA: the computing stream) stood still."""
     bytes_sent: int = 0
     """Bytes of rows that left this rank for another one; padding and own rows do not travel."""
+    bytes_on_wire: int = 0
+    """Of each all-to-all the larger of what was sent and what was received: the wire is full duplex."""
     count: int = 0
 
 
@@ -60,6 +62,7 @@ class Link:
     def start(self, group: dist.ProcessGroup, sent: int, received: int, cuda: bool) -> Transfer:
         """A transfer begins. sent, received: bytes to and from other ranks."""
         self._traffic.bytes_sent += sent
+        self._traffic.bytes_on_wire += max(sent, received)
         self._traffic.count += 1
         return Transfer(self, group, max(sent, received), cuda)
 
@@ -108,7 +111,11 @@ class Transfer:
         if self._starts is not None:
             done = max(done, self._wait_for_wire())
         now = time.monotonic()
-        link._account(self.started, min(done, now), now - before)
+        if done > before:
+            # Who stands still for a transfer has it when it wakes up, and not before.
+            link._account(self.started, now, now - before)
+        else:
+            link._account(self.started, done, 0.0)
 
     def _wait_for_wire(self) -> float:
         """Until a wire would have carried the bytes. -> when that was."""

@@ -10,6 +10,7 @@ ranges up to a longest one (iota), and up to a most number of parts (rho).
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,6 +20,8 @@ from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.schedules.pipeline import PipelineCosts
 from lancet_kernels.schedules.ranges import PartitionRange
 
+WHOLE_FORWARD_LAYERS = 4
+"""Up to so many MoE layers, one range over all of them is tried as well."""
 GROUPS_BETWEEN_MOE_LAYERS = 5
 """The paper's choice of gamma, where it is not given (section 7, hyper parameters)."""
 
@@ -47,17 +50,25 @@ class PartitionOptions:
                 )
 
     @classmethod
-    def from_environment(cls) -> PartitionOptions:
-        """LANCET_RHO (parts), LANCET_GAMMA and LANCET_IOTA (milliseconds); what is not set has its default.
+    def from_environment(
+        cls,
+        most_parts: int | None = None,
+        group_ms: float | None = None,
+        longest_range_ms: float | None = None,
+    ) -> PartitionOptions:
+        """What is given; where None, LANCET_RHO (parts), LANCET_GAMMA, LANCET_IOTA (milliseconds); else the
+        default.
 
         Raises:
-            UserError: a variable is not a number, or out of range.
+            UserError: a variable that counts is not a number, or out of range.
         """
-        return cls(
-            most_parts=_number("LANCET_RHO", int, cls.most_parts),
-            group_ms=_number("LANCET_GAMMA", float, None),
-            longest_range_ms=_number("LANCET_IOTA", float, None),
-        )
+        if most_parts is None:
+            most_parts = _number("LANCET_RHO", int, cls.most_parts)
+        if group_ms is None:
+            group_ms = _number("LANCET_GAMMA", float, None)
+        if longest_range_ms is None:
+            longest_range_ms = _number("LANCET_IOTA", float, None)
+        return cls(most_parts, group_ms, longest_range_ms)
 
 
 def _number(variable: str, convert: Callable, default):
@@ -102,6 +113,41 @@ def choose_ranges(program: Program, cost: Cost, options: PartitionOptions | None
     longest_ms = options.longest_range_ms or sum(ms) / moe_layers
     groups = group_instructions(program, ms, group_ms)
     return _dynamic_program(program, cost, ms, groups, longest_ms, options.most_parts)
+
+
+def whole_forward(
+    program: Program, cost: Cost, costs: PipelineCosts, most_parts: int, longest_range_ms: float | None
+) -> PartitionRange | None:
+    """One range with every all-to-all of the forward pass in it; None where there is no valid one.
+
+    The dynamic program chains ranges one behind the other, each no longer than from one MoE layer to the
+    next: whatever the link has left at the end of one range waits for nothing of the next one. One range
+    for all keeps the link busy throughout. It is tried for few layers only: its parts are many.
+    """
+    length = forward_length(program)
+    sends = [i for i in program.positions(Kind.ALL_TO_ALL) if i < length]
+    ms = durations(program, cost)[:length]
+    too_long = longest_range_ms is not None and sum(ms) > longest_range_ms
+    if too_long or len(sends) < 4 or program_gates(program, length) > WHOLE_FORWARD_LAYERS:
+        return None
+    # The solver cannot do more with a longer range, so the first that works is found by halving.
+    starts = range(sends[0] + 1)
+    first = bisect_left(starts, True, key=lambda i: costs.axes(i, sends[-1]) is not None)
+    if first > sends[0]:
+        return None
+    ends = range(sends[-1], length)
+    behind = bisect_left(ends, True, key=lambda i: costs.axes(first, i) is None)
+    best: tuple[float, PartitionRange] | None = None
+    for parts in (k for k in (2, 4, 8) if k <= most_parts):
+        for last in ends[:behind]:
+            instruction = program.instructions[last]
+            if last > sends[-1] and not (instruction.flops and instruction.kind is Kind.COMPUTE):
+                continue
+            time = costs.milliseconds(first, last, parts) + sum(ms[last + 1 :])
+            if time < (best[0] if best else float("inf")):
+                names = program.instructions[first].name, instruction.name
+                best = time, PartitionRange(*names, parts, dict(costs.axes(first, last)))
+    return best and best[1]
 
 
 def program_gates(program: Program, length: int) -> int:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lancet_kernels.atomic import write_json_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Program
@@ -22,7 +23,7 @@ from lancet_kernels.schedules.ranges import PartitionRange, expand
 from lancet_kernels.schedules.simulate import Timeline, simulate
 
 FORMAT = "lancet-plan"
-VERSION = 1
+VERSION = 2
 _AXIS_NAMES = {IRREGULAR: "irregular", PARTIAL: "partial sums", CARRIED: "carried on"}
 
 
@@ -75,6 +76,7 @@ class Plan:
     method: who found the order.
     without_rule: ops that are never partitioned because the rule table does not know them.
     compared: predictions of other strategies for the same Program and costs.
+    options: the `PlanningOptions` it was planned with, as JSON values.
     fused: for each MoE layer, whether it runs in fused launches; its program is the one with those in it.
     """
 
@@ -88,14 +90,16 @@ class Plan:
     method: str = "original order"
     without_rule: tuple[str, ...] = ()
     compared: Mapping[str, Prediction] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
     fused: tuple[FusedGroup, ...] = ()
 
     @property
     def fingerprint(self) -> str:
-        """64 hex digits that depend on what is done, not on what is predicted: equal on ranks that agree."""
+        """64 hex digits that depend on what is done, not on how it was found or what is predicted: equal on
+        ranks that agree."""
         data = self.to_json()
-        for estimate in ("predicted", "compared", "method"):
-            del data[estimate]
+        for other in ("predicted", "compared", "method", "options"):
+            del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
@@ -161,8 +165,8 @@ class Plan:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_json(), indent=1), encoding="utf-8")
+        """Write the plan as JSON, atomically."""
+        write_json_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path, program: Program | None = None) -> Plan:

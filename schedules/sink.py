@@ -7,7 +7,8 @@ planner from cutting around them; at the end of the forward pass they are in nob
 Constants are vectors made from nothing (the positions that a keyed gate routes by): they go to the front,
 because a part needs its slice of one, which has to exist before the range that is cut.
 
-The order of everything else stays.
+Behind the last all-to-all the same holds for what does not follow from it: a range can then go on from
+there, to the model's head. The order of everything else stays.
 """
 
 from __future__ import annotations
@@ -29,13 +30,36 @@ def sink_statistics(program: Program) -> list[str]:
         needed[i] = i in all_to_alls or any(needed[j] for j in program.dependents[i])
     before = [i for i in range(last + 1) if needed[i] and i not in front]
     sinks = [i for i in range(last + 1) if not needed[i] and i not in front]
-    waits = set(sinks)
-    for i in range(last + 1, len(program)):
-        if instructions[i].phase is not Phase.FORWARD or not waits.isdisjoint(program.dependencies[i]):
-            waits.add(i)
-    behind = [i for i in range(last + 1, len(program)) if i not in waits]
-    rest = [i for i in range(last + 1, len(program)) if i in waits]
-    return [instructions[i].name for i in (*sorted(front), *before, *behind, *sinks, *rest)]
+    end = next(
+        (i for i in range(last + 1, len(program)) if instructions[i].phase is not Phase.FORWARD), len(program)
+    )
+    behind = _main_path_first(program, last, [*sinks, *range(last + 1, end)])
+    return [instructions[i].name for i in (*sorted(front), *before, *behind, *range(end, len(program)))]
+
+
+def _main_path_first(program: Program, last: int, positions: list[int]) -> list[int]:
+    """What follows from the last all-to-all in its order; all else right before what reads it."""
+    left = set(positions)
+    follows = {last}
+    order: list[int] = []
+
+    def place(i: int) -> None:
+        stack = [i]
+        while stack:
+            missing = [j for j in program.dependencies[stack[-1]] if j in left and j != stack[-1]]
+            if missing:
+                stack += missing
+                continue
+            top = stack.pop()
+            if top in left:
+                left.remove(top)
+                order.append(top)
+
+    for i in positions:
+        if not follows.isdisjoint(program.dependencies[i]):
+            follows.add(i)
+            place(i)
+    return order + [i for i in positions if i in left]
 
 
 def _constants(program: Program, last: int) -> set[int]:

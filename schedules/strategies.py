@@ -11,7 +11,7 @@ lancet            both; where backward all-to-alls stay exposed, their experts a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -25,7 +25,13 @@ from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.list_schedule import best_order
-from lancet_kernels.schedules.partition_range import PartitionOptions, choose_ranges, forward_length
+from lancet_kernels.schedules.partition_range import (
+    PartitionOptions,
+    choose_ranges,
+    forward_length,
+    whole_forward,
+)
+from lancet_kernels.schedules.pipeline import PipelineCosts
 from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.ranges import PartitionRange, expand
 from lancet_kernels.schedules.simulate import Timeline, simulate
@@ -47,6 +53,11 @@ class PlanningOptions:
     def limit_bytes(self) -> float | None:
         return None if self.memory_limit_gb is None else self.memory_limit_gb * 1e9
 
+    @classmethod
+    def from_environment(cls) -> PlanningOptions:
+        """The hyper-parameters that environment variables say. Raises: UserError."""
+        return cls(PartitionOptions.from_environment())
+
 
 class Planner:
     """Plans for one Program and its costs; what several strategies need is worked out once."""
@@ -57,6 +68,8 @@ class Planner:
         self.inference = AxisInference(program)
         self._plans: dict[str, Plan] = {}
         self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
+        self._lancets: dict[int, list[Plan]] = {}
+        self._wholes: dict[int, PartitionRange | None] = {}
         self._strategies: dict[str, Callable[[], Plan]] = {
             "none": self._none,
             "tutel": self._tutel,
@@ -64,6 +77,7 @@ class Planner:
             "lancet-partition": self._lancet_partition,
             "lancet": self._lancet,
         }
+        self._cutting = {"lancet-partition": self._partition_plans, "lancet": self._lancet_plans}
 
     def plan(self, strategy: str) -> Plan:
         """The plan of one strategy.
@@ -87,12 +101,9 @@ class Planner:
         plans = [self.plan(strategy)]
         if strategy == "tutel":
             plans += self._tutel_degrees()
-        elif strategy in ("lancet", "lancet-partition"):
-            scheduled = strategy == "lancet"
-            plans.append(self.plan("lancet-dw" if scheduled else "none"))
-            for parts in self._part_limits():
-                ranges = self._partition(parts)
-                plans.append(self._scheduled(ranges) if scheduled else self._in_order(ranges))
+        elif strategy in self._cutting:
+            plans.append(self.plan("lancet-dw" if strategy == "lancet" else "none"))
+            plans += [self._best(self._cutting[strategy](parts)) for parts in self._part_limits()]
         distinct = {p.fingerprint: p for p in (replace(plan, strategy=strategy) for plan in plans)}
         return sorted(distinct.values(), key=lambda p: p.predicted.iteration_ms)[:most]
 
@@ -120,28 +131,40 @@ class Planner:
     def _lancet_partition(self) -> Plan:
         """The best partition of the forward pass, in pipeline order."""
         plans = [self.plan("none"), self._in_order(())]
-        for most_parts in self._part_limits():
-            plans.append(self._in_order(self._partition(most_parts)))
-            if self._fits(plans[-1]):
-                break
+        plans += self._within_memory(self._partition_plans)
         return self._best(plans)
+
+    def _partition_plans(self, most_parts: int) -> list[Plan]:
+        return [self._in_order(ranges) for ranges in self._partitions_of(most_parts)]
 
     def _lancet(self) -> Plan:
         """Partition and schedule. Never predicted slower than `none`, `lancet-dw` or `lancet-partition`."""
         plans = [self.plan("lancet-dw"), self.plan("lancet-partition")]
-        backward = [r for r in self.expert_ranges if self.program.instructions[r[0]].phase is Phase.BACKWARD]
-        for most_parts in self._part_limits():
-            ranges = self._partition(most_parts)
-            found = [self._scheduled(ranges)]
-            found += [
-                self._scheduled((*ranges, *more))
-                for degree in BACKWARD_DEGREES
-                if (more := self._cut(backward, degree))
+        plans += self._within_memory(self._lancet_plans)
+        return self._best(plans)
+
+    def _lancet_plans(self, most_parts: int) -> list[Plan]:
+        if most_parts not in self._lancets:
+            backward = [r for r in self.expert_ranges if self._phase_of(r[0]) is Phase.BACKWARD]
+            cuts = [self._cut(backward, degree) for degree in BACKWARD_DEGREES]
+            more = [(), *(cut for cut in cuts if cut)]
+            self._lancets[most_parts] = [
+                self._scheduled((*ranges, *cut)) for ranges in self._partitions_of(most_parts) for cut in more
             ]
+        return self._lancets[most_parts]
+
+    def _within_memory(self, plans_of: Callable[[int], list[Plan]]) -> list[Plan]:
+        """Plans with at most rho parts, and with fewer as long as none of them fits into memory."""
+        plans = []
+        for most_parts in self._part_limits():
+            found = plans_of(most_parts)
             plans += found
             if any(self._fits(plan) for plan in found):
                 break
-        return self._best(plans)
+        return plans
+
+    def _phase_of(self, position: int) -> Phase:
+        return self.program.instructions[position].phase
 
     @cached_property
     def expert_ranges(self) -> list[tuple[int, int]]:
@@ -184,6 +207,20 @@ class Planner:
             self._partitions[most_parts] = choose_ranges(self.program, self.cost, options).ranges
         return self._partitions[most_parts]
 
+    def _partitions_of(self, most_parts: int) -> list[tuple[PartitionRange, ...]]:
+        """The partition of the dynamic program, and one range over all layers where there is one."""
+        if most_parts not in self._wholes:
+            longest_ms = self.options.partition.longest_range_ms
+            self._wholes[most_parts] = whole_forward(
+                self.program, self.cost, self._pipeline_costs, most_parts, longest_ms
+            )
+        whole = self._wholes[most_parts]
+        return [self._partition(most_parts), *([(whole,)] if whole else [])]
+
+    @cached_property
+    def _pipeline_costs(self) -> PipelineCosts:
+        return PipelineCosts(self.program, self.cost)
+
     def _waited_for(self, ranges: Sequence[PartitionRange]) -> tuple[str, ...]:
         """All-to-alls outside the ranges, and other communication that is not a gradient all-reduce."""
         index = self.program.index
@@ -224,6 +261,7 @@ class Planner:
             predicted=Prediction.of(timeline),
             method=method,
             without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
+            options=asdict(self.options),
         )
 
     def _fits(self, plan: Plan) -> bool:

@@ -28,6 +28,7 @@ from lancet_kernels.options import (
     positive_int,
     to_options,
 )
+from lancet_kernels.planning_flags import PlanningFlags
 from lancet_kernels.ranks import LAUNCHER_PID
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.step import TrainingStep
@@ -35,10 +36,10 @@ from lancet_kernels.train import TrainOptions, build_config, check_options
 
 
 @dataclass(frozen=True)
-class OverlapOptions:
+class OverlapOptions(PlanningFlags):
     """What to measure. The fields are the options of `lancet bench overlap`."""
 
-    model: str = option("gpt2-tiny-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
+    model: str = option("gpt2-bench-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
     gate: str = option("switch", "as in lancet train", metavar="GATE")
     ranks: int = option(2, "processes on this machine", parse=positive_int)
     batch: int = option(8, "sequences per rank", parse=positive_int)
@@ -125,6 +126,7 @@ def _chosen_speed(argv: Sequence[str], options: OverlapOptions) -> float:
 def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int:
     # Here, not above: it brings the solver and torch's tracer.
     from lancet_kernels import overlap
+    from lancet_kernels.schedules.strategies import PlanningOptions
 
     rank = start_ranks("cpu", options.timeout)
     step, inputs = _step(options, rank)
@@ -137,7 +139,8 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
     _say(rank, f"{options.link} link of {gbps:.3g} Gbit/s; planning")
     # Measured anew: what was remembered may come from a busier or quieter hour.
     times = Path(tempfile.gettempdir(), f"lancet-times-{os.environ.get(LAUNCHER_PID, os.getpid())}.json")
-    optimized = overlap.prepare(step, inputs, STRATEGY_NAMES, times)
+    planning = PlanningOptions(options.partition())
+    optimized = overlap.prepare(step, inputs, STRATEGY_NAMES, times, planning)
     if rank.rank == 0:
         times.unlink()
     _say(rank, f"measuring {options.rounds} rounds of {len(optimized)} strategies")
@@ -157,7 +160,9 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
 def _step(options: OverlapOptions, rank: Rank) -> tuple[TrainingStep, tuple[torch.Tensor, torch.Tensor]]:
     """The training step and one batch of this rank."""
     corpus = load_corpus()
-    config = build_config(options.for_training(), rank.world, corpus.vocab_size)
+    # Bytes as tokens, but a head of the model's own size.
+    vocab = max(corpus.vocab_size, MODELS[options.model].vocab)
+    config = build_config(options.for_training(), rank.world, vocab)
     torch.manual_seed(options.seed)
     step = TrainingStep(GPT2MoE(config), rank.world)
     inputs = training_batch(

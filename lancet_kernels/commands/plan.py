@@ -21,6 +21,7 @@ from lancet_kernels.options import (
     positive_int,
     to_options,
 )
+from lancet_kernels.planning_flags import PlanningFlags
 from lancet_kernels.schedules import STRATEGY_NAMES
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(PlanningFlags):
     """What to plan for. The fields are the options of `lancet plan`."""
 
     model: str = option("gpt2-s-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
@@ -94,7 +95,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
     options: PlanOptions = to_options(PlanOptions, arguments)
     start = time.perf_counter()
-    found = simulate_setting(options.setting(), options.memory_gb)
+    found = simulate_setting(options.setting(), options.memory_gb, options.partition())
     total = time.perf_counter() - start
     written = _write_files(found, options.strategy, arguments)
     if arguments.json:
@@ -131,6 +132,7 @@ def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> d
         "speedup_vs_best_baseline": baseline / predicted["lancet"].iteration_ms,
         "strategy": strategy,
         "plan_fingerprint": plans[strategy].fingerprint,
+        "planning_options": dict(plans[strategy].options),
         "assumptions": list(ASSUMPTIONS),
     }
 

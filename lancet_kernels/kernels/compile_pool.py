@@ -179,9 +179,16 @@ def _serve() -> None:
         except UserError as error:
             reply = {"error": str(error)}
         except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"[:4000]}
+            reply = {"error": _innermost(error)}
         answers.write(json.dumps(reply) + "\n")
         answers.flush()
+
+
+def _innermost(error: BaseException) -> str:
+    """What went wrong in the function where it went wrong: Triton wraps it once for each of its callers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {error}"[:4000]
 
 
 if __name__ == "__main__":

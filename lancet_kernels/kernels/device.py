@@ -34,9 +34,18 @@ INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 
 
 @triton.jit
+def aligned(ptr):
+    """The same pointer, known to be a multiple of 16 bytes (`memory.ALIGNMENT`), as each copy's base is.
+
+    Of an address that came out of a table the compiler knows nothing, and would store element by element.
+    """
+    return tl.multiple_of(ptr, 16)
+
+
+@triton.jit
 def remote_pointer(region_ptr, peers_ptr, peer):
     """Base of `peer`'s copy of the region, typed like `region_ptr`. 0 if no pointer reaches it."""
-    return tl.load(peers_ptr + peer).to(region_ptr.dtype)
+    return aligned(tl.load(peers_ptr + peer).to(region_ptr.dtype))
 
 
 @triton.jit
@@ -54,22 +63,31 @@ def low_word(seen):
 @triton.jit
 def put_rows(
     region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, scale_ptr, num_rows, D,
-    SCALED: tl.constexpr, NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
 
     With SCALED, row i is multiplied by scale[i] in float32 and rounded once. NVSHMEM copies and cannot scale:
-    the two together do not compile.
+    with both, the scaled rows go through `stage`, memory of this PE for [ROWS, D] of this call alone, which
+    must stay until `quiet`.
     Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
     """
-    tl.static_assert(not (SCALED and NVSHMEM), "NVSHMEM cannot scale what it puts: put rows that are scaled")
+    STAGED: tl.constexpr = NVSHMEM and SCALED
+    if STAGED:
+        tl.static_assert(
+            stage_ptr is not None, "NVSHMEM cannot scale what it puts: give put_rows a stage_ptr"
+        )
     base = tl.load(peers_ptr + peer)
-    if NVSHMEM and base == 0:
+    if NVSHMEM and not SCALED and base == 0:
         for i in range(num_rows):
             row = tl.load(row_ptr + i).to(tl.int64)
             nvshmem_device.put_row(region_ptr + offset + i * D, source_ptr + row * D, D, peer)
     else:
-        target_ptr = base.to(region_ptr.dtype) + offset
+        target_ptr = aligned(base.to(region_ptr.dtype)) + offset
+        if STAGED:
+            target_ptr = tl.where(base == 0, stage_ptr.to(tl.int64), target_ptr.to(tl.int64)).to(
+                region_ptr.dtype
+            )
         i_row = tl.arange(0, ROWS)
         m_row = i_row < num_rows
         row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
@@ -83,6 +101,10 @@ def put_rows(
             if SCALED:
                 b_x = (b_x.to(tl.float32) * scale[:, None]).to(region_ptr.dtype.element_ty)
             tl.store(target_ptr + i_row[:, None].to(tl.int64) * D + i_d[None, :], b_x, mask=m)
+        if STAGED:
+            tl.debug_barrier()
+            if base == 0:
+                nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
 
 
 @triton.jit
@@ -103,17 +125,23 @@ def put_row(target_ptr, source_ptr, num_elements, peer, NVSHMEM: tl.constexpr):
 
 @triton.jit
 def quiet(NVSHMEM: tl.constexpr):
-    """Everything this program has put has arrived: another program may signal it."""
+    """Everything this program has put has arrived: another program may signal it, and its source may change.
+
+    Puts through a pointer have read their source when the program goes on; the network reads it later. So a
+    program that has put rows calls this before it ends, or the next kernel could overwrite them.
+    """
     tl.debug_barrier()
     if NVSHMEM:
         nvshmem_device.quiet()
+        tl.debug_barrier()
 
 
 @triton.jit
 def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr):
-    """Set word `index` of the peer's signals, after everything that this program has put before."""
-    fence(NVSHMEM)
+    """Set word `index` of the peer's signals, after everything that this program has put there before."""
+    tl.debug_barrier()
     base = tl.load(peers_ptr + peer)
+    # A fence of NVSHMEM waits for the network: only where the rows took the network, too.
     if NVSHMEM and base == 0:
         nvshmem_device.set_signal(signals_ptr + index, value, peer)
     else:
@@ -124,10 +152,11 @@ def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr
 def failed(report_ptr):
     """Has any wait of this PE run out of time? Then whatever is computed is not to be trusted.
 
-    Read by an atomic, so that all threads of a program get one answer and branch as one: with a plain load
-    some could see the report of another program and some not, and miss each other at the next barrier.
+    An atomic, because one thread does it and hands the answer to all: threads that loaded for themselves
+    could see different answers while another program reports, and part ways before a barrier.
     """
-    return tl.atomic_add(report_ptr, 0, sem="relaxed", scope="gpu") != 0
+    free = tl.full((), 0, tl.int64)
+    return tl.atomic_add(report_ptr, free, sem="relaxed", scope="gpu") != 0
 
 
 @triton.jit
@@ -168,7 +197,8 @@ def wait(
 
 @triton.jit
 def wait_all(
-    signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr
+    signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr,
+    NVSHMEM: tl.constexpr = False,
 ):  # fmt: skip
     """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`.
 
@@ -188,6 +218,11 @@ def wait_all(
             peer = tl.sum(tl.where(first, peers, 0), 0)
             index = tl.sum(tl.where(first, indices, 0), 0)
             _report(report_ptr, rank, peer, op, index, at_least, tl.sum(tl.where(first, seen, 0), 0))
+    if NVSHMEM:
+        # What one word needs to be visible serves for all.
+        address = tl.max(tl.where(mask & (seen >= at_least), signal_ptrs.to(tl.int64), 0), 0)
+        if address != 0:
+            nvshmem_device.acquire(address, at_least)
     # Each thread acquired its own words; the barrier hands what they published to all threads.
     tl.debug_barrier()
 

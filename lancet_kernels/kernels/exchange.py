@@ -153,6 +153,14 @@ class Exchange:
     def release(self, use: Use) -> None:
         """Tell every PE that this one is through with the rows and results of the use; again is harmless."""
         if use.open:
+            holder = self._open.get(use.bank)
+            if holder is None or holder[0]() is not use:
+                raise UserError(
+                    f"release of a pass of {self.name}",
+                    got="a pass of another exchange",
+                    expected="one that began here",
+                    do="release it where it began",
+                )
             use.open = False
             del self._open[use.bank]
             self._send_release(use.words)

@@ -150,8 +150,11 @@ class Launch:
         """
         dtype, device = operands[0].dtype, operands[0].device
         arch = architecture(device)
-        config = config or tuned(what, (m, n, k, accumulators), dtype, device)
-        config = config or default_config(m, n, k, dtype, arch, accumulators)
+        tma = can_use_tma(arch, *operands)
+        if tma or dtype.itemsize == 4 or arch < 90:
+            config = config or tuned(what, (m, n, k, accumulators), dtype, device)
+        # Loads through masks need sm_80's smaller tiles anywhere: the large ones spill with them.
+        config = config or default_config(m, n, k, dtype, arch if tma else min(arch, 80), accumulators)
         if not config.is_valid(dtype, arch, accumulators):
             raise UserError(
                 f"{what}: config",
@@ -159,7 +162,7 @@ class Launch:
                 expected="one whose is_valid() holds",
                 do="use default_config or one of candidates",
             )
-        return Launch(config, dtype, device, can_use_tma(arch, *operands), accumulators)
+        return Launch(config, dtype, device, tma, accumulators)
 
     def grid(self, most_tiles: int, num_programs: int | None) -> tuple[int]:
         """As many programs as are resident, or as asked for, but no more than tiles; at least one."""

@@ -9,9 +9,7 @@ rows offsets[l] to offsets[l + 1]. Counts and offsets stay on the device: no lau
 to know them, and a CUDA graph can hold it.
 
 One program per SM (or a few) walks over the tiles: program p takes tiles p, p + P, p + 2P, ... of the real
-rows; empty groups have no tiles. The order is for L2: expert by expert, and within an expert in bands of
-group_m row tiles (of all its groups), column by column. So the programs at work at one time share columns
-of one weight, and the weight comes from HBM about once per band.
+rows; empty groups have no tiles. `grouped_tiles` says in which order.
 
 Rows beyond the counts are never written, and what they hold never matters.
 """
@@ -44,64 +42,8 @@ from lancet_kernels.kernels.gemm_tile import (
     store_weight_gradient,
     wgrad_tile,
 )
+from lancet_kernels.kernels.grouped_tiles import groups, in_bands, locate
 from lancet_kernels.kernels.specimen import Specimen
-
-
-@triton.jit
-def _in_bands(i_tile, num_m, num_n, GROUP_M: tl.constexpr):
-    """-> row and column of tile `i_tile` of num_m x num_n: bands of GROUP_M rows, column by column.
-
-    Example: num_m = 3, num_n = 2, GROUP_M = 2: (0,0) (1,0) (0,1) (1,1), then (2,0) (2,1).
-    """
-    i_band = i_tile // (GROUP_M * num_n)
-    height = tl.minimum(num_m - i_band * GROUP_M, GROUP_M)
-    i_within = i_tile % (GROUP_M * num_n)
-    return i_band * GROUP_M + i_within % height, i_within // height
-
-
-@triton.jit
-def _groups(count_ptr, W, L, C, COMPACT: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr):
-    """-> [GROUPS] each, expert by expert: real rows, first row in the buffer, end of its row tiles.
-
-    Example: W = 2, L = 2, C = 8, counts = [[5, 0], [8, 1]], BM = 4: groups (0,0) (1,0) (0,1) (1,1) have
-    rows 5, 8, 0, 1, start at rows 0, 16, 8, 24, and their row tiles end at 2, 4, 4, 5.
-    """
-    i_g = tl.arange(0, GROUPS)
-    m_g = i_g < W * L
-    if COMPACT:
-        first = tl.load(count_ptr + i_g, mask=m_g, other=0)
-        rows = tl.minimum(tl.load(count_ptr + i_g + 1, mask=m_g, other=0), C) - first
-    else:
-        i = (i_g % W) * L + i_g // W
-        first = i.to(tl.int64) * C
-        rows = tl.minimum(tl.load(count_ptr + i, mask=m_g, other=0), C)
-    rows = tl.maximum(rows, 0).to(tl.int32)
-    return rows, first.to(tl.int64), tl.cumsum((rows + BM - 1) // BM, 0)
-
-
-@triton.jit
-def _locate(
-    tile, rows_G, first_G, end_G, W, num_n,
-    GROUPS: tl.constexpr, GROUP_M: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """-> of tile number `tile`: expert, first row and number of rows of its group, m0 there, column of tiles.
-
-    Each expert has num_n tiles per row tile, so tile // num_n names a row tile of the right expert; which
-    one of that expert's it is, and the column, follow from the bands.
-    """
-    i_g = tl.arange(0, GROUPS)
-    tiles_G = (rows_G + BM - 1) // BM
-    expert = tl.sum((end_G <= tile // num_n).to(tl.int32), 0) // W
-    num_m = tl.sum(tl.where(i_g // W == expert, tiles_G, 0), 0)
-    first_m = tl.sum(tl.where(i_g < expert * W, tiles_G, 0), 0)
-    i_m, i_n = _in_bands(tile - first_m * num_n, num_m, num_n, GROUP_M)
-    i_m += first_m
-    group = tl.sum((end_G <= i_m).to(tl.int32), 0)
-    here = i_g == group
-    rows = tl.sum(tl.where(here, rows_G, 0), 0)
-    first = tl.sum(tl.where(here, first_G, 0), 0)
-    m0 = (i_m - tl.sum(tl.where(i_g < group, tiles_G, 0), 0)) * BM
-    return expert, first, rows, m0, i_n
 
 
 @triton.jit
@@ -124,9 +66,9 @@ def grouped_gemm_forward_kernel(
     """
     NW = 2 * N if ACT == "swiglu" else N
     num_n = tl.cdiv(N, BN)
-    rows_G, first_G, end_G = _groups(count_ptr, W, L, C, COMPACT, GROUPS, BM)
+    rows_G, first_G, end_G = groups(count_ptr, W, L, C, COMPACT, GROUPS, BM)
     for tile in range(tl.program_id(0), tl.max(end_G, 0) * num_n, tl.num_programs(0)):
-        expert, first, rows, m0, i_n = _locate(tile, rows_G, first_G, end_G, W, num_n, GROUPS, GROUP_M, BM)
+        expert, first, rows, m0, i_n = locate(tile, rows_G, first_G, end_G, W, num_n, GROUPS, GROUP_M, BM)
         forward_tile(
             x_ptr + first * ldx, w_ptr + expert.to(tl.int64) * K * NW, bias_ptr + expert * NW,
             pre_ptr + first * NW, out_ptr + first * ld_out,
@@ -151,9 +93,9 @@ def grouped_gemm_dx_kernel(
     """
     num_n = tl.cdiv(N, BN)
     ld_pre = 2 * N if ACT == "swiglu" else N
-    rows_G, first_G, end_G = _groups(count_ptr, W, L, C, COMPACT, GROUPS, BM)
+    rows_G, first_G, end_G = groups(count_ptr, W, L, C, COMPACT, GROUPS, BM)
     for tile in range(tl.program_id(0), tl.max(end_G, 0) * num_n, tl.num_programs(0)):
-        expert, first, rows, m0, i_n = _locate(tile, rows_G, first_G, end_G, W, num_n, GROUPS, GROUP_M, BM)
+        expert, first, rows, m0, i_n = locate(tile, rows_G, first_G, end_G, W, num_n, GROUPS, GROUP_M, BM)
         dgrad_tile(
             dy_ptr + first * ld_dy, w_ptr + expert.to(tl.int64) * K * N, pre_ptr + first * ld_pre,
             out_ptr + first * ld_out, rows, m0, i_n * BN, K, N, ld_dy, ld_out,
@@ -201,7 +143,7 @@ def grouped_gemm_dw_kernel(
     num_n = tl.cdiv(B, BN)
     for tile in range(tl.program_id(0), L * num_m * num_n, tl.num_programs(0)):
         expert = tile // (num_m * num_n)
-        i_m, i_n = _in_bands(tile % (num_m * num_n), num_m, num_n, GROUP_M)
+        i_m, i_n = in_bands(tile % (num_m * num_n), num_m, num_n, GROUP_M)
         m0 = i_m * BM
         n0 = i_n * BN
         p_dw = dw_ptr + tl.cast(expert, tl.int64) * A * B
@@ -402,21 +344,23 @@ _SPECIMENS = (
 )
 
 
-def specimen(make: Callable, kind: str, dtype: torch.dtype, config: GemmConfig, arch: int) -> Specimen:
-    """One kernel of `_SPECIMENS` (or `SPECIMEN_OF`) with one configuration, plainly aligned."""
+def specimen(
+    make: Callable, kind: str, dtype: torch.dtype, config: GemmConfig, arch: int, *, odd: bool = False
+) -> Specimen:
+    """One kernel of `_SPECIMENS` with one configuration. odd: widths that are aligned to nothing."""
     half = dtype.itemsize == 2
-    tma = half and arch >= 90
-    blocks = {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k}
-    common = {"GROUP_M": config.group_m, "UPCAST": False, "TMA": tma} | blocks
-    kernel, signature, constexprs, aligned = make(kind, DTYPES[dtype], common)
-    pointers = tuple(name for name, kind_of in signature.items() if kind_of.startswith("*"))
+    tma = half and arch >= 90 and not odd
+    constexprs = {"GROUP_M": config.group_m, "UPCAST": False, "TMA": tma}
+    constexprs |= {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k}
+    kernel, signature, constexprs, widths = make(kind, DTYPES[dtype], constexprs)
+    pointers = tuple(name for name, of in signature.items() if of.startswith("*"))
     return Specimen(
         name=kernel.fn.__name__.removesuffix("_kernel"),
-        config=f"{kind} {config} {DTYPES[dtype]}",
+        config=f"{kind} {config} {DTYPES[dtype]}{' odd' if odd else ''}",
         kernel=kernel,
         signature=signature,
         constexprs=constexprs,
-        aligned=pointers + aligned,
+        aligned=pointers if odd else pointers + widths,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         wgmma=half and arch == 90,
@@ -433,10 +377,14 @@ SPECIMEN_OF = {
 
 
 def specimens(arch: int) -> Iterator[Specimen]:
-    """The kernels with the default configurations for groups of many rows and of few, plainly aligned."""
+    """The kernels with the default configurations for many rows, narrow outputs, few rows, odd widths."""
     for make, kind, dtypes in _SPECIMENS:
         accumulators = 2 if kind == "swiglu" else 1
         for dtype in dtypes:
-            configs = {default_config(m, 4096, 4096, dtype, arch, accumulators) for m in (4096, 64)}
+            shapes = ((4096, 4096), (4096, 64), (64, 4096))
+            configs = {default_config(m, n, 4096, dtype, arch, accumulators) for m, n in shapes}
             for config in sorted(configs, key=str):
                 yield specimen(make, kind, dtype, config, arch)
+        if kind in ("swiglu", "buffers"):
+            config = default_config(4096, 4096, 4096, torch.bfloat16, min(arch, 80), accumulators)
+            yield specimen(make, kind, torch.bfloat16, config, arch, odd=True)

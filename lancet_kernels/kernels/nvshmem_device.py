@@ -109,25 +109,28 @@ def fence():
 
 @triton.jit
 def quiet():
-    """All puts of the calling threads have arrived."""
-    _quiet()
+    """All puts of this PE have arrived. The caller joins the threads before and after."""
+    if _is_first_thread():
+        _quiet()
 
 
 @triton.jit
 def set_signal(signal_ptr, value, peer):
-    """Set the word at this symmetric address on `peer`, ordered after the fence before it."""
+    """Set the word at this address on `peer`, after all puts. The caller joins the threads before."""
     if _is_first_thread():
+        _fence()
         operation = tl.cast(SIGNAL_SET, tl.int32)
         _signal_op(signal_ptr.to(tl.int64), tl.cast(value, tl.uint64), operation, tl.cast(peer, tl.int32))
 
 
 @triton.jit
-def acquire(signal_ptr, at_least):
-    """What was put before this signal, which has been seen to be `at_least`, is visible here.
+def acquire(signal, at_least):
+    """What was put before the signal at this address, seen to be `at_least`, is visible here.
 
     A look at the flag is not enough for what a network card has written: on GPUs that do not order its
-    writes NVSHMEM has to flush them, and does so in its own wait, which returns at once here.
+    writes NVSHMEM has to flush them, and does so in its own wait, which returns at once here. The caller
+    joins the threads after.
     """
     if _is_first_thread():
         comparison = tl.cast(COMPARE_GE, tl.int32)
-        _signal_wait_until(signal_ptr.to(tl.int64), comparison, tl.cast(at_least, tl.uint64))
+        _signal_wait_until(tl.cast(signal, tl.int64), comparison, tl.cast(at_least, tl.uint64))

@@ -15,7 +15,7 @@ The launchers do not synchronise with the device. A wait that ran out of time is
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,21 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.exchange import Exchange, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.overlap_kernel import NN, NT, TN, overlap_kernel
+from lancet_kernels.kernels.overlap_checks import (
+    check_activation,
+    check_dense,
+    check_routing,
+    check_same_exchange,
+    check_tensor,
+)
+from lancet_kernels.kernels.overlap_kernel import (
+    DENSE_WORDS,
+    NN,
+    NT,
+    TN,
+    overlap_kernel,
+    write_dense_row_kernel,
+)
 from lancet_kernels.kernels.tasks import LaunchShape, build_tasks
 from lancet_kernels.kernels.tuning import tuned
 
@@ -43,7 +57,7 @@ class OverlapConfig:
         programs: size of the grid; at most what the GPU holds at once, shared by all PEs on it.
         comm_programs: how many of them put while there are independent tiles for the rest.
         split: two launches per direction instead of one.
-        tma: load operands through tensor descriptors.
+        tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
     """
 
     gemm: GemmConfig
@@ -56,6 +70,23 @@ class OverlapConfig:
     split: bool = False
     tma: bool = False
 
+    def __post_init__(self) -> None:
+        blocks = self.put_rows, self.put_block, self.reduce_tokens, self.reduce_block
+        if any(b < 1 or b & (b - 1) for b in blocks):
+            raise UserError(
+                "put_rows, put_block, reduce_tokens, reduce_block",
+                got=blocks,
+                expected="powers of 2",
+                do="round them up",
+            )
+        if not 1 <= self.comm_programs <= self.programs:
+            raise UserError(
+                "comm_programs",
+                got=self.comm_programs,
+                expected=f"1 to {self.programs} (the programs of the launch)",
+                do="give communication fewer programs",
+            )
+
     @classmethod
     def default(
         cls,
@@ -66,11 +97,17 @@ class OverlapConfig:
         device: torch.device,
         pes_here: int = 1,
     ) -> OverlapConfig:
-        """What was tuned, else a sensible choice for the device; small tiles in the interpreter, where only
-        proof counts."""
-        if device.type != "cuda":
+        """What was tuned for the device, else a sensible choice.
+
+        In the interpreter small sizes get small tiles, so that they still have several; large ones get large
+        tiles, because there a tile costs the same milliseconds whatever its size.
+        """
+        if device.type != "cuda" and max(width, hidden) <= 64:
             tile = GemmConfig(16, 32, 16, 1, 1)
             return cls(tile, put_rows=4, put_block=32, reduce_tokens=4, reduce_block=32)
+        if device.type != "cuda":
+            tile = GemmConfig(32, 256, 128, 1, 1)
+            return cls(tile, put_rows=32, put_block=256, reduce_tokens=32, reduce_block=256)
         found = tuned("overlap", (width, hidden, activation, pes_here), dtype, device)
         if found is not None:
             return found
@@ -158,7 +195,7 @@ class DenseGemm:
         """Its row in the kernel's table: kind, a, b, c, M, N, K."""
         contraction = self.a.shape[0] if self.kind == "tn" else self.a.shape[1]
         pointers = [t.data_ptr() for t in (self.a, self.b, self.c)]
-        return [DENSE_KINDS[self.kind], *pointers, *self.c.shape, contraction, 0]
+        return [DENSE_KINDS[self.kind], *pointers, *self.c.shape, contraction]
 
 
 @dataclass
@@ -196,7 +233,7 @@ def moe_forward(
 
     Raises UserError for wrong dtype, layout, device or size, before anything is sent.
     """
-    check_pass(exchange, x, routing, experts, config)
+    check_pass(exchange, x, routing, experts, config, dense)
     use = exchange.begin()
     world, local = exchange.world, exchange.local_experts
     shape = (world, local, exchange.capacity)
@@ -226,7 +263,15 @@ def moe_backward(
 
     Raises UserError as moe_forward.
     """
-    check_pass(backward, dy, routing, experts, config)
+    check_pass(backward, dy, routing, experts, config, dense)
+    check_same_exchange(forward, backward)
+    if not saved.use.open:
+        raise UserError(
+            f"backward of a pass of {forward.name}",
+            got="one that was released: its rows may be overwritten",
+            expected="one that is open",
+            do="release a pass after its only backward",
+        )
     use = backward.begin()
     scale = routing.weight_of_slot()
     dh = torch.empty_like(saved.pre)
@@ -241,9 +286,10 @@ def moe_backward(
     launch = _Launch(backward, use, routing, experts, config, dense, backward=True)
     launch.run(
         source=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
-        earlier=saved.use, saved_rows=forward.rows.local, saved_hidden=saved.hidden,
-        dweight_in=gradients.dw2, dbias_in=gradients.db2, dweight_out=gradients.dw1, dbias_out=gradients.db1,
-        out=gradients.dx, saved_results=forward.results.local, dweight=gradients.dweight,
+        earlier=saved.use, forward_banks=forward.banks, saved_rows=forward.rows.local,
+        saved_hidden=saved.hidden, dweight_in=gradients.dw2, dbias_in=gradients.db2,
+        dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx,
+        saved_results=forward.results.local, dweight=gradients.dweight,
     )  # fmt: skip
     backward.release(use)
     return gradients
@@ -257,7 +303,10 @@ class _Launch:
         self.config, self.dense, self.backward = config, list(dense), backward
         self.hidden, self.width_in = experts.hidden, experts.w1.shape[2]
 
-    def run(self, *, out: Tensor, **tensors: Tensor | Use | None) -> None:
+    def run(self, *, out: Tensor, **tensors: Tensor | Use | int | None) -> None:
+        if self.backward and self.exchange.nvshmem:
+            tensors |= scaled_rows(tensors["source"], self.routing, tensors.pop("scale"))
+        self.problems = dense_table(self.dense, self.exchange.memory.device) if self.dense else None
         gemm, exchange = self.config.gemm, self.exchange
         tiles = {
             "tiles_in": -(-self.hidden // gemm.block_n),
@@ -290,7 +339,7 @@ class _Launch:
             "comm_programs": self.config.comm_programs,
         }
 
-    def _launch(self, shape: LaunchShape, **given: Tensor | Use | None) -> None:
+    def _launch(self, shape: LaunchShape, **given: Tensor | Use | int | None) -> None:
         exchange, config, routing, gemm = self.exchange, self.config, self.routing, self.config.gemm
         tasks = device_tasks(shape, exchange.memory.device)
         # What this launch does not have is never looked at, but must be a pointer of the right type.
@@ -298,18 +347,20 @@ class _Launch:
         tensors = {name: nothing if value is None else value for name, value in given.items()}
         get = lambda name: tensors.get(name, nothing)  # noqa: E731
         earlier = given.get("earlier") or self.use
-        words = exchange.report if not self.dense else self._problems()
+        words = exchange.report if self.problems is None else self.problems
+        tma = config.tma and self._fit_tma(tensors.values())
         stage = nothing
         if exchange.nvshmem and shape.tiles_out:
             stage = torch.empty_like(exchange.rows.local[0])
-        if config.tma:
+        if tma:
             runtime.provide_scratch()
         overlap_kernel[(config.programs,)](
             tasks, tasks.shape[0], self.use.words, self.use.next_counter(), earlier.words, exchange.report,
             exchange.rank, exchange.max_polls(),
             exchange.world, exchange.local_experts, exchange.capacity, exchange.width, self.hidden,
             self.width_in, exchange.chunks, routing.expert.shape[0], routing.expert.shape[1],
-            get("source"), routing.token, tensors.get("scale", routing.weight), routing.count,
+            get("source"), tensors.get("token", routing.token), tensors.get("scale", routing.weight),
+            routing.count,
             exchange.rows.local, exchange.rows.peers, exchange.arrived.local, exchange.arrived.peers,
             exchange.released.local, exchange.results.local, exchange.results.peers,
             exchange.returned.local, exchange.returned.peers,
@@ -324,26 +375,63 @@ class _Launch:
             HAS_DWEIGHT=shape.dweight_blocks > 0,
             DENSE_KINDS=sum({1 << DENSE_KINDS[problem.kind] for problem in self.dense}) if shape.dense else 0,
             BACKWARD=self.backward, ACT=self.experts.activation, HAS_BIAS=self.experts.b1 is not None,
-            SAVE_PRE=True, SCALED=self.backward, WEIGHTED=not self.backward, BANKS=exchange.banks,
-            NVSHMEM=exchange.nvshmem, UPCAST=runtime.needs_upcast(exchange.dtype), TMA=config.tma,
+            SAVE_PRE=True, SCALED="scale" in given, WEIGHTED=not self.backward, BANKS=exchange.banks,
+            EARLIER_BANKS=given.get("forward_banks", exchange.banks),
+            NVSHMEM=exchange.nvshmem, UPCAST=runtime.needs_upcast(exchange.dtype), TMA=tma,
             BM=gemm.block_m, BN=gemm.block_n, BK=gemm.block_k, PUT_ROWS=config.put_rows,
             PUT_BLOCK=config.put_block, BT=config.reduce_tokens, BD=config.reduce_block,
             num_warps=gemm.num_warps, num_stages=gemm.num_stages,
         )  # fmt: skip
 
-    def _problems(self) -> Tensor:
-        table = torch.tensor([problem.row() for problem in self.dense], dtype=torch.int64)
-        return table.to(self.exchange.memory.device, non_blocking=True)
+    def _fit_tma(self, tensors: Iterable[Tensor | Use | int]) -> bool:
+        """Descriptors need bases and row distances that are multiples of 16 bytes. Stores rely on it, too."""
+        operands = [t for t in tensors if isinstance(t, Tensor)]
+        widths = [self.exchange.width, self.hidden]
+        for problem in self.dense:
+            operands += problem.a, problem.b, problem.c
+            widths += problem.a.shape[1], problem.b.shape[1]
+        bytes_each = self.exchange.dtype.itemsize
+        return all(t.data_ptr() % 16 == 0 for t in operands) and all(w * bytes_each % 16 == 0 for w in widths)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=64)
 def device_tasks(shape: LaunchShape, device: torch.device) -> Tensor:
-    """The task list on the device; made once for each shape."""
+    """The task list on the device; made once for each shape, with a copy that waits for the device."""
     return torch.from_numpy(build_tasks(shape)).to(device)
 
 
+def dense_table(problems: Sequence[DenseGemm], device: torch.device) -> Tensor:
+    """int64 [problems, 8]: the rows of the kernel's table.
+
+    Written by a kernel: CUDA graphs cannot capture a copy from memory that may be gone when they run.
+    """
+    table = torch.empty(len(problems), DENSE_WORDS.value, dtype=torch.int64, device=device)
+    for i, problem in enumerate(problems):
+        write_dense_row_kernel[(1,)](table[i], *problem.row(), num_warps=1)
+    return table
+
+
+def scaled_rows(source: Tensor, routing: Routing, scale: Tensor) -> dict[str, Tensor]:
+    """The rows of `source` by slot, each times its scale in float32 and rounded once, as the puts would do.
+
+    For exchanges that put through NVSHMEM, which copies rows as they are. -> source [E * C, D], token [E, C].
+    Beyond the count of an expert rows mean nothing.
+    """
+    token = routing.token.long().clamp(0, max(source.shape[0] - 1, 0))
+    rows = source.new_zeros(*token.shape, source.shape[1])
+    if source.shape[0]:
+        rows = (source[token].float() * scale[..., None]).to(source.dtype)
+    slots = torch.arange(token.numel(), dtype=torch.int32, device=source.device)
+    return {"source": rows.flatten(0, 1), "token": slots.view_as(token)}
+
+
 def check_pass(
-    exchange: Exchange, x: Tensor, routing: Routing, experts: Experts, config: OverlapConfig
+    exchange: Exchange,
+    x: Tensor,
+    routing: Routing,
+    experts: Experts,
+    config: OverlapConfig,
+    dense: Sequence[DenseGemm] = (),
 ) -> None:
     """Raise UserError unless a pass with these can run: before anything is sent, so no peer waits."""
     experts_in_all = exchange.world * exchange.local_experts
@@ -351,6 +439,7 @@ def check_pass(
     local, width, hidden = exchange.local_experts, exchange.width, experts.hidden
     width_in = 2 * hidden if experts.activation == "swiglu" else hidden
     runtime.check_device("input of the fused experts", x)
+    check_activation(experts.activation)
     checks = (
         ("x", x, (num_tokens, width), exchange.dtype),
         ("expert", routing.expert, (num_tokens, num_choices), torch.int64),
@@ -365,17 +454,10 @@ def check_pass(
         ("b2", experts.b2, (local, width), exchange.dtype),
     )
     for name, tensor, shape, dtype in checks:
-        if tensor is None:
-            continue
-        fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.is_contiguous()
-        if not fits or tensor.device != x.device:
-            layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
-            raise UserError(
-                f"{name} of the fused experts",
-                got=f"{tensor.dtype} {list(tensor.shape)}, {layout}, on {tensor.device}",
-                expected=f"{dtype} {list(shape)}, contiguous, on {x.device}",
-                do="convert it, or use backend='torch'",
-            )
+        if tensor is not None:
+            check_tensor(f"{name} of the fused experts", tensor, shape, dtype, x)
+    check_routing(routing)
+    check_dense(dense, x)
     if (experts.b1 is None) != (experts.b2 is None):
         raise UserError("biases", got="one of b1 and b2", expected="both or neither", do="give zeros")
     if config.gemm.block_m != exchange.chunk_rows:

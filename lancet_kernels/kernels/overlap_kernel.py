@@ -11,6 +11,7 @@ launch needs is constexpr, so a launch that only puts carries no GEMM.
 import triton
 import triton.language as tl
 
+from lancet_kernels.kernels import device
 from lancet_kernels.kernels import overlap_tasks as bodies
 from lancet_kernels.kernels.gemm_tile import dgrad_tile, forward_tile, wgrad_tile
 
@@ -44,6 +45,11 @@ def dense_tile(
     a_ptr = tl.load(p + 1).to(like_ptr.dtype)
     b_ptr = tl.load(p + 2).to(like_ptr.dtype)
     c_ptr = tl.load(p + 3).to(like_ptr.dtype)
+    if TMA:
+        # The launcher has seen to it; an address out of a table tells the compiler nothing.
+        a_ptr = device.aligned(a_ptr)
+        b_ptr = device.aligned(b_ptr)
+        c_ptr = device.aligned(c_ptr)
     M = tl.load(p + 4).to(tl.int32)
     N = tl.load(p + 5).to(tl.int32)
     K = tl.load(p + 6).to(tl.int32)
@@ -59,6 +65,22 @@ def dense_tile(
         if kind == TN:
             wgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, 0, 1, 1, K, p + 6, 1, m * BM, n * BN, M, N, M, N,
                        False, UPCAST, TMA, BM, BN, BK)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["kind", "a", "b", "c", "M", "N", "K"])
+def write_dense_row_kernel(row_ptr, kind, a, b, c, M, N, K):
+    """Write one row of the table of independent GEMMs, from launch arguments.
+
+    Grid: (1,). Work: seven words.
+    Example: kind 2, a = 0x1000, .., M 8, N 4, K 16: c [8, 4] = a [16, 8]^T @ b [16, 4].
+    """
+    tl.store(row_ptr, tl.cast(kind, tl.int64))
+    tl.store(row_ptr + 1, tl.cast(a, tl.int64))
+    tl.store(row_ptr + 2, tl.cast(b, tl.int64))
+    tl.store(row_ptr + 3, tl.cast(c, tl.int64))
+    tl.store(row_ptr + 4, tl.cast(M, tl.int64))
+    tl.store(row_ptr + 5, tl.cast(N, tl.int64))
+    tl.store(row_ptr + 6, tl.cast(K, tl.int64))
 
 
 # Not a variant for each size, and none in which a 1 is a constant.
@@ -86,8 +108,8 @@ def overlap_kernel(
     BACKWARD: tl.constexpr,
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, SCALED: tl.constexpr,
     WEIGHTED: tl.constexpr,
-    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """One launch of the tasks in `tasks_ptr` (int32 [num_tasks, 6]).
@@ -101,6 +123,8 @@ def overlap_kernel(
     epoch = tl.load(use_ptr)
     bank = epoch % BANKS
     tiles_in = tl.cdiv(F, BN)
+    # What an earlier launch of this use should have made is missing if one of its waits failed.
+    sound = device.failed(report_ptr) == 0
     i = tl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu")
     while i < num_tasks:
         p = tasks_ptr + i * TASK_WORDS
@@ -140,13 +164,15 @@ def overlap_kernel(
                     a, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, False,
                     BANKS, BM,
                 )  # fmt: skip
-                if m * BM < count:
-                    if HAS_IN:
-                        bodies.wait_ready(
+                hidden_is_here = sound & (m * BM < count)
+                if HAS_IN:
+                    if m * BM < count:
+                        hidden_is_here = bodies.wait_ready(
                             a * L + local, m, tiles_in, rank, chunks, ready_ptr, max_polls, report_ptr, TMA
                         )
+                if hidden_is_here:
                     segment = (a * L + local).to(tl.int64) * C
-                    y_ptr = tl.load(results_peers_ptr + a).to(results_ptr.dtype)
+                    y_ptr = device.remote_pointer(results_ptr, results_peers_ptr, a)
                     y_ptr += (bank * W * L + rank * L + local) * C * D
                     if NVSHMEM:
                         if tl.load(results_peers_ptr + a) == 0:
@@ -167,29 +193,35 @@ def overlap_kernel(
                     )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
+                hidden_is_here = sound
                 if HAS_IN:
-                    bodies.wait_expert(
+                    hidden_is_here = bodies.wait_expert(
                         local, epoch, rank, W, L, chunks, tiles_in, arrived_ptr, ready_ptr, max_polls,
                         report_ptr, TMA, BANKS, BM,
                     )  # fmt: skip
                 # 0 is dW2 = hidden^T dy; 1 is dW1 = x^T dh, whose x lies in the bank of the forward pass.
-                earlier_bank = tl.load(earlier_use_ptr) % BANKS
+                earlier_bank = tl.load(earlier_use_ptr) % EARLIER_BANKS
                 x_ptr, dy_ptr, A, B = saved_hidden_ptr, rows_ptr + bank * W * L * C * D, F, D
                 dw_ptr, db_ptr = dweight_in_ptr, dbias_in_ptr
                 if a == 1:
                     x_ptr, dy_ptr, A, B = saved_rows_ptr + earlier_bank * W * L * C * D, hidden_ptr, D, H
                     dw_ptr, db_ptr = dweight_out_ptr, dbias_out_ptr
-                wgrad_tile(
-                    x_ptr, dy_ptr, dw_ptr + local.to(tl.int64) * A * B, db_ptr + local * B, local, W, L, C,
-                    arrived_ptr + bank * W * L * chunks, chunks, m * BM, n * BN, A, B, A, B,
-                    HAS_BIAS, UPCAST, TMA, BM, BN, BK,
-                )  # fmt: skip
+                dw_ptr += local.to(tl.int64) * A * B
+                db_ptr += local * B
+                if hidden_is_here:
+                    wgrad_tile(
+                        x_ptr, dy_ptr, dw_ptr, db_ptr, local, W, L, C,
+                        arrived_ptr + bank * W * L * chunks, chunks, m * BM, n * BN, A, B, A, B,
+                        HAS_BIAS, UPCAST, TMA, BM, BN, BK,
+                    )  # fmt: skip
+                else:
+                    bodies.poison_wgrad(dw_ptr, db_ptr, m * BM, n * BN, A, B, HAS_BIAS, BM, BN)
         if DENSE_KINDS != 0:
             if kind == DENSE:
                 dense_tile(problems_ptr, a, local, m, rows_ptr, DENSE_KINDS, UPCAST, TMA, BM, BN, BK)
         if HAS_DWEIGHT:
             if kind == DWEIGHT:
-                earlier = tl.load(earlier_use_ptr) % BANKS
+                earlier = tl.load(earlier_use_ptr) % EARLIER_BANKS
                 bodies.dweight_block(
                     a, W, L, C, D, T, K, source_ptr, saved_results_ptr + earlier * W * L * C * D, expert_ptr,
                     slot_ptr, dweight_ptr, BT, BD,

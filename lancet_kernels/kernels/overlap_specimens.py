@@ -66,8 +66,9 @@ def specimen(
     constexprs = dict.fromkeys(_STAGES, False) | dict.fromkeys(stages, True)
     constexprs |= {
         "DENSE_KINDS": dense, "BACKWARD": backward, "ACT": activation, "HAS_BIAS": True, "SAVE_PRE": True,
-        "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "NVSHMEM": nvshmem, "UPCAST": False,
-        "TMA": tma, "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k,
+        "SCALED": backward and not nvshmem, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
+        "NVSHMEM": nvshmem, "UPCAST": False, "TMA": tma,
+        "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k,
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block,
     }  # fmt: skip

@@ -30,30 +30,32 @@ def put_chunk(
     """PUT: send one chunk of the rows that go to `expert`, then signal it with their count.
 
     source [T, D]; token int32 [E, C], which row of source sits in each slot; scale float32 [E, C].
-    The first chunk is always signalled, because it carries the count; an empty later one never.
+    The first chunk is always signalled, because it carries the count; an empty later one never. Into a bank
+    that the peer has not released in time nothing is put. A count above C, which no gate gives, counts as C.
     Example: BM = 4, count = 6: chunk 0 sends slots 0..3, chunk 1 slots 4..5, chunk 2 nothing.
     """
-    count = tl.load(count_ptr + expert).to(tl.int32)
+    count = tl.minimum(tl.load(count_ptr + expert), C).to(tl.int32)
     start = chunk * BM
     if (chunk == 0) | (start < count):
         peer = expert // L
         bank = epoch % BANKS
         free = device.word(epoch - BANKS, tl.full((), 0, tl.int64))
         i_released = bank * W + peer
-        device.wait(
+        seen = device.wait(
             released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
         )
-        segment = (bank * W + rank) * L + expert % L
-        slot = expert.to(tl.int64) * C + start
-        end = tl.minimum(count - start, BM)
-        for r in range(0, end, ROWS):
-            device.put_rows(
-                rows_ptr, rows_peers_ptr, peer, (segment * C + start + r) * D,
-                source_ptr, token_ptr + slot + r, scale_ptr + slot + r, tl.minimum(end - r, ROWS), D,
-                SCALED, NVSHMEM, ROWS, BLOCK,
-            )  # fmt: skip
-        word = device.word(epoch, count)
-        device.put_signal(arrived_ptr, arrived_peers_ptr, peer, segment * chunks + chunk, word, NVSHMEM)
+        if seen >= free:
+            segment = (bank * W + rank) * L + expert % L
+            slot = expert.to(tl.int64) * C + start
+            end = tl.minimum(count - start, BM)
+            for r in range(0, end, ROWS):
+                device.put_rows(
+                    rows_ptr, rows_peers_ptr, peer, (segment * C + start + r) * D,
+                    source_ptr, token_ptr + slot + r, scale_ptr + slot + r, tl.minimum(end - r, ROWS), D,
+                    SCALED, NVSHMEM, ROWS, BLOCK,
+                )  # fmt: skip
+            word = device.word(epoch, count)
+            device.put_signal(arrived_ptr, arrived_peers_ptr, peer, segment * chunks + chunk, word, NVSHMEM)
 
 
 @triton.jit
@@ -61,13 +63,20 @@ def wait_rows(
     source, local, m, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr,
     TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Wait until chunk m of the source's rows for expert `local` is here. -> how many rows come in all."""
+    """Wait until chunk m of the source's rows for expert `local` is here. -> how many rows come in all.
+
+    -1 if they did not come in time: then the caller does nothing and signals nothing, so that whoever waits
+    for what it would have made runs out of time too, instead of taking what is not there.
+    """
     index = (((epoch % BANKS) * W + source) * L + local) * chunks
     word = device.word(epoch, tl.full((), 0, tl.int64))
     seen = device.wait(arrived_ptr + index, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index)
-    count = device.low_word(seen)
+    count = tl.where(seen >= word, device.low_word(seen), -1)
     if (m > 0) & (m * BM < count):
-        device.wait(arrived_ptr + index + m, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index + m)
+        seen = device.wait(
+            arrived_ptr + index + m, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index + m
+        )
+        count = tl.where(seen >= word, count, -1)
     device.fence_tma(TMA)
     return count
 
@@ -82,11 +91,15 @@ def finish_ready(ready_ptr, segment, m, local, segments, chunks):
 
 @triton.jit
 def wait_ready(segment, m, tiles, rank, chunks, ready_ptr, max_polls, report_ptr, TMA: tl.constexpr):
-    """Wait until all tiles of the first GEMM of chunk m of a segment are done, by whichever program."""
+    """Wait until all tiles of the first GEMM of chunk m of a segment are done, by whichever program.
+
+    -> whether they are.
+    """
     index = segment * chunks + m
     expected = tl.full((), 0, tl.int64) + tiles
-    device.wait(ready_ptr + index, expected, max_polls, report_ptr, rank, rank, WAIT_READY, index)
+    seen = device.wait(ready_ptr + index, expected, max_polls, report_ptr, rank, rank, WAIT_READY, index)
     device.fence_tma(TMA)
+    return seen >= expected
 
 
 @triton.jit
@@ -123,16 +136,37 @@ def wait_expert(
     local, epoch, rank, W, L, chunks, tiles, arrived_ptr, ready_ptr, max_polls, report_ptr,
     TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Wait until the first GEMM of all rows of expert `local`, of all sources, is done (for its dW)."""
+    """Wait until the first GEMM of all rows of expert `local`, of all sources, is done (for its dW).
+
+    -> whether it is; False also if the rows of a source did not come.
+    """
     expected = tl.full((), 0, tl.int64)
+    missing = tl.full((), 0, tl.int32)
     for source in range(W):
-        expected += tl.cdiv(
-            wait_rows(source, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr,
-                      False, BANKS, BM), BM
-        ) * tiles  # fmt: skip
+        count = wait_rows(
+            source, local, 0, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, False, BANKS, BM
+        )
+        missing += (count < 0).to(tl.int32)
+        expected += tl.cdiv(tl.maximum(count, 0), BM) * tiles
     index = W * L * chunks + local
-    device.wait(ready_ptr + index, expected, max_polls, report_ptr, rank, rank, WAIT_READY, index)
+    seen = device.wait(ready_ptr + index, expected, max_polls, report_ptr, rank, rank, WAIT_READY, index)
     device.fence_tma(TMA)
+    return (missing == 0) & (seen >= expected)
+
+
+@triton.jit
+def poison_wgrad(
+    dw_ptr, dbias_ptr, m0, n0, A, B, HAS_DBIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """NaN into one tile of dw [A, B] and, where m0 == 0, of dbias [B]: rows of their sums did not come."""
+    i_n = n0 + tl.arange(0, BN)
+    nan = tl.full([BN], float("nan"), tl.float32)
+    for i_m in range(m0, tl.minimum(m0 + BM, A)):
+        row_ptr = dw_ptr + tl.cast(i_m, tl.int64) * B
+        tl.store(row_ptr + i_n, nan.to(dw_ptr.dtype.element_ty), mask=i_n < B)
+    if HAS_DBIAS:
+        if m0 == 0:
+            tl.store(dbias_ptr + i_n, nan.to(dbias_ptr.dtype.element_ty), mask=i_n < B)
 
 
 @triton.jit

@@ -13,9 +13,9 @@ Products are not fused into sums (`rounding.UNFUSED`), because torch does not ei
 
 Bit for bit `ops.dispatch` and `ops.combine` where the order of additions is the same: always for permute, for
 combine with K <= 4. combine adds k = 0, 1, ..., K - 1, starting at zero. torch's sum(1) over five or more
-rows adds some columns in four interleaved sums (which ones depends on D and on the vector unit), so that
-those differ in the last bits of float32. combine_dweight sums over D in an order of its own that depends on
-D and the dtype alone: parts of a batch get the very bits of the whole.
+rows adds some columns in four interleaved sums (2.13 on a CPU: those left over from blocks of 32, and all of
+D < 32), so that these differ in the last bits of float32. combine_dweight sums over D in an order of its own
+that depends on D and the configuration alone: parts of a batch get the very bits of the whole.
 """
 
 from collections.abc import Iterator

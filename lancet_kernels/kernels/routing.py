@@ -10,9 +10,9 @@ Three launches, whatever the gate:
     3. slots     the slot of each choice, and the inverse tables      slots.py
 
 Everything here is integers, and bit for bit what `lancet_kernels.ops.gates` computes. Weights are no part of
-it: exp in Triton and in torch differ in the last bit, and so would the routing of a rank that uses kernels
-and of one that does not. So softmax and sigmoid stay torch ops, before (the scores that the sigmoid gate
-selects by) and after (`Gate.weights` of the experts chosen here).
+it: exp in Triton and in torch need not agree in the last bit, and then a rank that uses kernels would route
+otherwise than one that does not. So softmax and sigmoid stay torch ops, before (the scores that the sigmoid
+gate selects by) and after (`Gate.weights` of the experts chosen here).
 
 `used` goes in and `used'` comes out, dropped choices included: a batch that is routed part by part gets the
 slots, and so the drops, of one that is routed at once (Lancet, section 2.3).

@@ -14,17 +14,22 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 def check_device(what: str, tensor: torch.Tensor) -> None:
     """Raise UserError if no kernel can run on the device of `tensor` in this process."""
-    if INTERPRETED and tensor.device.type != "cpu":
+    check_runs_on(what, tensor.device)
+
+
+def check_runs_on(what: str, device: torch.device) -> None:
+    """The same for what will be on a device."""
+    if INTERPRETED and device.type != "cpu":
         raise UserError(
             what,
-            got=f"a tensor on {tensor.device}",
+            got=f"a tensor on {device}",
             expected="one on the CPU, because TRITON_INTERPRET is set",
             do="unset it to run on a GPU",
         )
-    if not INTERPRETED and tensor.device.type != "cuda":
+    if not INTERPRETED and device.type != "cuda":
         raise UserError(
             what,
-            got=f"a tensor on {tensor.device}",
+            got=f"a tensor on {device}",
             expected="one on a CUDA device",
             do="set TRITON_INTERPRET=1 before Python starts to run the kernels on a CPU, for proof not speed",
         )

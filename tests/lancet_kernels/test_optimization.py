@@ -26,9 +26,10 @@ from lancet_kernels.optimization import OptimizedModule, optimize
 from lancet_kernels.ranks import Rank
 from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.buckets import insert_all_reduces
+from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import node_name
-from lancet_kernels.schedules.strategies import STRATEGIES, Planner
+from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
 from lancet_kernels.train import TrainOptions, train
 from tests.planned_steps import (
     Outcome,
@@ -537,6 +538,10 @@ def plans_on_rank(cache: str, kinds: list[str]) -> list[tuple[bool, str, float]]
             ready = optimize(module, inputs, cluster="p3dn", cache=cache)
         assert Plan.load(cache).fingerprint == ready.plan.fingerprint, "the file has another plan"
         found.append((bool(planned), said.getvalue(), outcome_of(ready, inputs, True).distance(plain)))
+    with counted_plans() as planned:
+        given = optimize(module, inputs, cluster="p3dn", plan=cache)
+    assert not planned
+    assert given.plan.fingerprint == ready.plan.fingerprint
     return found
 
 
@@ -599,6 +604,51 @@ def test_plan_files(small_step, tmp_path, capsys, kind):
     assert said.count("\n") == said.count("lancet: planning anew: ") == ignored, said
 
 
+def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
+    for name in ("LANCET_RHO", "LANCET_GAMMA", "LANCET_IOTA"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "plan.json"
+
+    def plan(options: PlanningOptions | None) -> bool:
+        """-> whether it was planned anew."""
+        with counted_plans() as planned:
+            library._plans(small_step.program, dear_communication, "lancet", options, path)[0].save(path)
+        return bool(planned)
+
+    two = PlanningOptions(PartitionOptions(most_parts=2))
+    assert [plan(None), plan(None), plan(two), plan(two)] == [True, False, True, False]
+    monkeypatch.setenv("LANCET_RHO", "2")
+    assert not plan(None), "the environment says the same"
+    assert all(r.parts == 2 for r in Plan.load(path).ranges)
+    assert plan(replace(two, memory_limit_gb=1e3))
+
+
+def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    plan = library._plans(small_step.program, dear_communication, "lancet", None, None)[0]
+    plan.save(path)
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(OSError, match="no space"):
+        replace(plan, strategy="tutel").save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize("kind", ["fitting", "damaged", "foreign", "reordered", "other strategy"])
+def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
+    path = tmp_path / "plan.json"
+    made = library._plans(small_step.program, dear_communication, "lancet", None, None)[0]
+    made.save(path)
+    write_plan_file(path, kind)
+    with contextlib.nullcontext() if kind == "fitting" else pytest.raises(UserError):
+        assert library._given_plan(path, small_step.program, "lancet").fingerprint == made.fingerprint
+
+
 def test_plan_files_of_two_ranks(pool, tmp_path):
     kinds = ["missing", "fitting", "damaged"]
     by_rank = pool.run(plans_on_rank, str(tmp_path / "plan.json"), kinds, ranks=2, timeout_s=120)
@@ -640,12 +690,12 @@ def test_damaged_times_are_measured_again(pool, tmp_path):
 # ---- lancet train
 
 
-def train_on_rank(folder: str, data: str, strategy: str) -> list[float]:
+def train_on_rank(folder: str, data: str, strategy: str, most_parts: int | None = None) -> list[float]:
     """Losses of a few steps of `lancet train`."""
     options = TrainOptions(
         steps=4, batch=2, sequence=16, validation_batches=1, strategy=strategy, runs=folder, name=strategy
     )
-    options = replace(options, data=data, device="cpu")
+    options = replace(options, data=data, device="cpu", most_parts=most_parts)
     rank = Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
     train(options, rank)
     dist.barrier()
@@ -657,7 +707,7 @@ def test_training_with_a_plan(pool, tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(1000)))
     losses = {
-        strategy: pool.run(train_on_rank, str(tmp_path), str(text), strategy, ranks=2, timeout_s=180)[0]
+        strategy: pool.run(train_on_rank, str(tmp_path), str(text), strategy, 3, ranks=2, timeout_s=180)[0]
         for strategy in ("none", "lancet")
     }
     assert len(losses["none"]) == 4
@@ -665,6 +715,7 @@ def test_training_with_a_plan(pool, tmp_path, monkeypatch):
     assert not (tmp_path / "none" / "plan.json").exists()
     plan = Plan.load(tmp_path / "lancet" / "plan.json")
     assert plan.strategy == "lancet"
+    assert plan.options["partition"]["most_parts"] == 3
     assert plan.explain().startswith("Plan `lancet` for graph")
 
 

@@ -69,6 +69,26 @@ def test_every_gate_can_be_planned(capsys, gate):
     assert found["iteration_ms"]["lancet"] <= found["iteration_ms"]["none"]
 
 
+def test_flags_win_over_the_environment(capsys, monkeypatch):
+    monkeypatch.setenv("LANCET_RHO", "2")
+    monkeypatch.setenv("LANCET_GAMMA", "0.5")
+    found = plan_json(capsys, "--longest-range-ms", "30")
+    wanted = {"most_parts": 2, "group_ms": 0.5, "longest_range_ms": 30.0}
+    assert found["planning_options"] == {"partition": wanted, "memory_limit_gb": 80.0}
+    found = plan_json(capsys, "--most-parts", "4", "--group-ms", "1")
+    wanted = {"most_parts": 4, "group_ms": 1.0, "longest_range_ms": None}
+    assert found["planning_options"] == {"partition": wanted, "memory_limit_gb": 80.0}
+    monkeypatch.setenv("LANCET_IOTA", "long")
+    assert main(TINY) == 1
+    assert "LANCET_IOTA: got long" in capsys.readouterr().err
+
+
+def test_no_op_is_cut_into_more_parts(capsys, tmp_path):
+    path = str(tmp_path / "plan.json")
+    plan_json(capsys, "--model", "gpt2-s-moe", "--most-parts", "2", "--save", path)
+    assert {r.parts for r in Plan.load(tmp_path / "plan.json").ranges} == {2}
+
+
 def test_text_explains_the_chosen_strategy(capsys):
     assert main([*TINY, "--strategy", "tutel"]) == 0
     out = capsys.readouterr().out

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lancet_kernels.cli import main
+from lancet_kernels.schedules.plan import Plan
 
 TINY = ["--sequence", "32", "--batch", "2", "--validation-batches", "1", "--strategy", "none"]
 SUMMARY = {
@@ -241,7 +242,10 @@ def kill_and_resume(lancet, tmp_path: Path, what: str, *arguments: object) -> No
     arguments = [*arguments, "--steps", 40, "--checkpoint-every", 5, "--warmup", 20]
     finish(lancet(*arguments, "--name", "whole"))
     run = tmp_path / "runs" / "killed"
-    process = lancet(*arguments, "--name", "killed")
+    # Two runs measure two times, and might plan two orders to add up in.
+    plan = tmp_path / "runs" / "whole" / "plan.json"
+    given = ["--plan", plan] if plan.exists() else []
+    process = lancet(*arguments, *given, "--name", "killed")
     wait_for_step(run, 12)
     ranks = job_ranks(process.pid)
     assert len(ranks) == int(arguments[1])
@@ -271,6 +275,9 @@ def test_killed_job_resumes_with_the_very_losses(lancet, tmp_path):
 def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
     """The plan is kept with the run, so parts are added up in the same order."""
     kill_and_resume(lancet, tmp_path, "job", "--ranks", 2, "--strategy", "lancet")
+    plans = [Plan.load(tmp_path / "runs" / name / "plan.json") for name in ("whole", "killed")]
+    assert plans[0].fingerprint == plans[1].fingerprint
+    assert json.loads((tmp_path / "runs" / "killed" / "config.json").read_text())["plan"] is None
 
 
 def test_job_whose_launcher_is_killed_resumes_with_the_very_losses(lancet, tmp_path):
@@ -342,6 +349,8 @@ WRONG = {
         "capacity_factor of gate expert-choice",
     ),
     "data": (["--data", "nowhere.txt"], "data: got nowhere.txt, expected an existing path"),
+    "plan": (["--strategy", "lancet", "--plan", "none.json"], "plan: got none.json with strategy lancet"),
+    "plan of none": (["--strategy", "none", "--plan", "short.txt"], "plan: got short.txt with strategy none"),
     "tokenizer": (["--tokenizer", "none.json"], "tokenizer: got none.json, expected an existing path"),
     "sequence": (["--sequence", 1000], "sequence: got 1000, expected at most 128"),
     "steps": (["--steps", 0], "--steps: got 0, expected a whole number of at least 1"),

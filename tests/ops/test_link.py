@@ -94,6 +94,32 @@ def test_computation_hides_the_wire(clock: FakeTime) -> None:
     assert link.read().exposed_ms == pytest.approx(0)
 
 
+def test_waiting_is_part_of_the_transfer(clock: FakeTime) -> None:
+    """A rank that is woken late waited longer than the bytes took: so long the transfer was."""
+    link = Link()
+    transfer = link.start(None, sent=1, received=1, cuda=False)
+
+    class LateWork(FakeWork):
+        def wait(self) -> None:
+            transfer._done.append(self.clock.now + 0.25)
+            super().wait()
+
+    clock.now += 0.5
+    transfer.finish(LateWork(clock, 1.0))
+    traffic = link.read()
+    assert (traffic.all_to_all_ms, traffic.exposed_ms) == (pytest.approx(1500), pytest.approx(1000))
+
+
+def test_nobody_waits_for_what_is_done(clock: FakeTime) -> None:
+    link = Link()
+    transfer = link.start(None, sent=1, received=1, cuda=False)
+    transfer._done.append(clock.now + 0.5)
+    clock.now += 2
+    transfer.finish(FakeWork(clock, 0.01))
+    traffic = link.read()
+    assert (traffic.all_to_all_ms, traffic.exposed_ms) == (pytest.approx(500), 0)
+
+
 def test_the_wire_carries_one_transfer_at_a_time(clock: FakeTime) -> None:
     """Two of one second each, begun together, end after one and after two seconds; idle time is not saved."""
     link = Link()

@@ -244,9 +244,11 @@ def test_options_from_the_environment(monkeypatch):
     monkeypatch.setenv("LANCET_GAMMA", "2.5")
     monkeypatch.setenv("LANCET_IOTA", "30")
     assert PartitionOptions.from_environment() == PartitionOptions(4, 2.5, 30.0)
+    assert PartitionOptions.from_environment(2, longest_range_ms=7.0) == PartitionOptions(2, 2.5, 7.0)
     monkeypatch.setenv("LANCET_RHO", "many")
     with pytest.raises(UserError, match="LANCET_RHO: got many"):
         PartitionOptions.from_environment()
+    assert PartitionOptions.from_environment(3).most_parts == 3, "what does not count may be wrong"
     monkeypatch.setenv("LANCET_RHO", "0")
     with pytest.raises(UserError, match="rho"):
         PartitionOptions.from_environment()

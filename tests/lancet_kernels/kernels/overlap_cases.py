@@ -5,11 +5,12 @@ W  ranks, L experts on each    T  tokens per rank    K  choices    C  capacity  
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.overlap import Experts, Routing
 from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates.slots import slots_in_token_order
@@ -17,7 +18,10 @@ from lancet_kernels.ops.gates.slots import slots_in_token_order
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes of a pass and how its tokens choose: "random", "one" (all to expert 0), "few" (half empty)."""
+    """Sizes of a pass and how its tokens choose: "random", "one" (all to expert 0), "few" (half empty).
+
+    uneven: the odd ranks have no tokens.
+    """
 
     world: int = 2
     local: int = 2
@@ -31,10 +35,14 @@ class Case:
     choose: str = "random"
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    uneven: bool = False
 
     @property
     def experts(self) -> int:
         return self.world * self.local
+
+    def tokens_of(self, rank: int) -> int:
+        return 0 if self.uneven and rank % 2 else self.tokens
 
     def __str__(self) -> str:
         sizes = f"W{self.world}L{self.local}T{self.tokens}K{self.choices}C{self.capacity}"
@@ -59,14 +67,14 @@ def experts_of(case: Case, rank: int) -> Experts:
 
 def tokens_of(case: Case, rank: int) -> tuple[Tensor, Tensor]:
     """x and the gradient of the output, [T, D] each."""
-    x = _normal(case, case.tokens, case.width, seed=800 + rank)
-    return x, _normal(case, case.tokens, case.width, seed=900 + rank)
+    shape = case.tokens_of(rank), case.width
+    return _normal(case, *shape, seed=800 + rank), _normal(case, *shape, seed=900 + rank)
 
 
 def routing_of(case: Case, rank: int) -> Routing:
     generator = torch.Generator().manual_seed(77 + 1000 * case.seed + rank)
-    shape = case.tokens, case.choices
-    score = torch.rand(case.tokens, case.experts, generator=generator)
+    shape = case.tokens_of(rank), case.choices
+    score = torch.rand(shape[0], case.experts, generator=generator)
     if case.choose == "few":
         score[:, ::2] -= 2
     expert = score.topk(case.choices).indices if case.choices <= case.experts else None
@@ -102,8 +110,8 @@ class Answer:
     db2: Tensor | None
 
 
-def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Answer]:
-    """All ranks' answers in plain torch, in `dtype`, from autograd."""
+def reference(case: Case, dtype: torch.dtype = torch.float64, tokens: Case | None = None) -> list[Answer]:
+    """All ranks' answers in plain torch, in `dtype`, from autograd. tokens: the case with their tokens."""
     parameters = []
     for rank in range(case.world):
         experts = experts_of(case, rank)
@@ -111,9 +119,9 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Answer]:
         parameters.append([None if p is None else p.to(dtype).requires_grad_() for p in given])
     answers = []
     for rank in range(case.world):
-        x, dy = (t.to(dtype) for t in tokens_of(case, rank))
+        x, dy = (t.to(dtype) for t in tokens_of(tokens or case, rank))
         x.requires_grad_()
-        routing = routing_of(case, rank)
+        routing = routing_of(tokens or case, rank)
         weight = routing.weight.to(dtype).requires_grad_()
         out = torch.zeros_like(x)
         for e in range(case.experts):
@@ -131,3 +139,81 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Answer]:
         zero = lambda p: None if p is None else torch.zeros_like(p) if p.grad is None else p.grad  # noqa: E731
         answer.dw1, answer.db1, answer.dw2, answer.db2 = zero(w1), zero(b1), zero(w2), zero(b2)
     return answers
+
+
+def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 values as a kernel stores them in `dtype`: rounded to nearest, once.
+
+    Except bfloat16 in Triton's interpreter, which cuts the low half of the word off (3.6 to 3.9).
+    """
+    if runtime.INTERPRETED and dtype == torch.bfloat16:
+        values = (values.contiguous().view(torch.int32) & -(2**16)).view(torch.float32)
+    return values.to(dtype)
+
+
+def same_dtype(case: Case, tokens: Case | None = None) -> list[Answer]:
+    """All ranks' answers in plain torch with what a pass stores rounded to its dtype, and nothing else.
+
+    Stored are the value before the activation, the one after it, results, weighted dy, dh, dx by slot, and
+    the answers. Products and sums are float32, as torch accumulates 16-bit matrix products.
+    """
+    round_ = lambda t: stored(t, case.dtype).float()  # noqa: E731
+    experts = [experts_of(case, rank) for rank in range(case.world)]
+    zero = lambda p: None if p is None else torch.zeros_like(p, dtype=torch.float32)  # noqa: E731
+    sums = [[zero(p) for p in (e.w1, e.b1, e.w2, e.b2)] for e in experts]
+    answers = []
+    for rank in range(case.world):
+        x, dy = (t.float() for t in tokens_of(tokens or case, rank))
+        routing = routing_of(tokens or case, rank)
+        out, dx = torch.zeros_like(x), torch.zeros_like(x)
+        for k in range(case.choices):
+            for e in range(case.experts):
+                kept = (routing.expert[:, k] == e) & (routing.slot[:, k] < case.capacity)
+                mine, owner, local = kept.nonzero().view(-1), e // case.local, e % case.local
+                given = experts[owner]
+                w1, b1, w2, b2 = (
+                    None if p is None else p[local].float() for p in (given.w1, given.b1, given.w2, given.b2)
+                )
+                weight = routing.weight[mine, k, None]
+                pre = x[mine] @ w1 if b1 is None else x[mine] @ w1 + b1
+                hidden = round_(activate(pre, case.activation))
+                y = round_(hidden @ w2 if b2 is None else hidden @ w2 + b2)
+                out[mine] += y * weight
+                dy_rows = round_(dy[mine] * weight)
+                h = round_(pre).requires_grad_()
+                dh = round_(torch.autograd.grad(activate(h, case.activation), h, dy_rows @ w2.T)[0])
+                dx[mine] += round_(dh @ w1.T)
+                for sum_, rows in zip(
+                    sums[owner], (x[mine].T @ dh, dh.sum(0), hidden.T @ dy_rows, dy_rows.sum(0)), strict=True
+                ):
+                    if sum_ is not None:
+                        sum_[local] += rows
+        answers.append(Answer(stored(out, case.dtype), stored(dx, case.dtype), *[None] * 4))
+    for answer, made in zip(answers, sums, strict=True):
+        answer.dw1, answer.db1, answer.dw2, answer.db2 = (
+            None if p is None else stored(p, case.dtype) for p in made
+        )
+    return answers
+
+
+def check_accuracy(answers: list[Answer], case: Case, say: str = "", tokens: Case | None = None) -> None:
+    """Each tensor's greatest error: at most twice that of `same_dtype`, and a rounding of the greatest."""
+    exact, same = reference(case, tokens=tokens), same_dtype(case, tokens)
+    for rank in range(case.world):
+        for field in fields(Answer):
+            check_close(
+                *(getattr(of[rank], field.name) for of in (answers, exact, same)),
+                f"{say} {case} rank {rank}: {field.name}",
+            )
+
+
+def check_close(got: Tensor | None, exact: Tensor | None, same: Tensor | None, say: str) -> None:
+    if exact is None:
+        assert got is None, say
+        return
+    assert got.shape == exact.shape, say
+    assert got.isfinite().all(), f"{say}: not finite"
+    if got.numel():
+        error, allowed = ((t.double() - exact).abs().max().item() for t in (got, same))
+        one_rounding = torch.finfo(got.dtype).eps / 2 * exact.abs().max().item()
+        assert error <= 2 * allowed + one_rounding, f"{say}: error {error:.3e}, same dtype {allowed:.3e}"

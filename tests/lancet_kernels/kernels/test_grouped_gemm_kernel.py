@@ -235,6 +235,19 @@ def test_default_configurations(device: torch.device) -> None:
         check_dw(rows, 48, 40, dtype, dbias=True, config=None)
 
 
+def test_many_experts_most_of_them_empty(device: torch.device) -> None:
+    """600 groups of up to 5 rows, of which 1 in 40 has any, against one big gather."""
+    count = torch.randint(1, 6, (3, 200)) * (torch.rand(3, 200) < 1 / 40)
+    x, weight = torch.randn(3, 200, 5, 8), torch.randn(200, 8, 8)
+    real = torch.arange(5) < count[..., None]
+    exact = (x.double() @ weight.double()).where(real[..., None], torch.nan)
+    out = Guarded.poisoned((3, 200, 5, 8), torch.float32, device)
+    grouped_gemm_forward(
+        x.to(device), count.to(device), weight.to(device), out=out.tensor, config=CONFIG, num_programs=3
+    )
+    torch.testing.assert_close(out.tensor.cpu().double(), exact, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
 def test_how_many_programs_share_the_tiles_changes_nothing(device: torch.device) -> None:
     results = []
     for num_programs in (1, 3, 1000):

@@ -1,0 +1,79 @@
+"""The computation between communications, compiled piece by piece; the order of the graph stays.
+
+A planned graph is a sequence of computations with collectives started, waited for, or fused between them.
+Only what stands between two of those may be rewritten: a compiler that saw the whole graph could move a
+collective, or what hides it. So the graph is cut at every one of them, and each piece compiled alone.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.from_fx import is_collective, is_instruction, op_name
+
+# A piece of one or two nodes is called faster than its guards are checked.
+SMALLEST_PIECE = 3
+
+
+def check_compiler(name: str) -> None:
+    """Raise UserError unless `torch.compile` knows a backend of this name."""
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if name not in known:
+        raise UserError("inner_compile", got=repr(name), expected=f"one of {', '.join(known)}", do="check it")
+
+
+def compile_pieces(module: fx.GraphModule, compiler: str) -> fx.GraphModule:
+    """A module that computes the same, its pieces between communications compiled by `torch.compile`.
+
+    Args: compiler: a backend of torch.compile, "inductor" say. Pieces are compiled when first called.
+    """
+    number_of, compiled = _number(module.graph)
+    parts = split_module(module, module, number_of.__getitem__, keep_original_order=True)
+    for number in compiled:
+        name = f"submod_{number}"
+        if hasattr(parts, name):
+            piece = getattr(parts, name)
+            setattr(parts, name, torch.compile(piece, backend=compiler, fullgraph=True, dynamic=False))
+    return parts
+
+
+def _number(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[int]]:
+    """The piece of every node, in order, and which pieces are long enough to be compiled."""
+    number_of: dict[fx.Node, int] = {}
+    compiled: list[int] = []
+    number, size = 0, 0
+
+    def close() -> None:
+        nonlocal number, size
+        if size >= SMALLEST_PIECE:
+            compiled.append(number)
+        number, size = number + 1, 0
+
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is operator.getitem and node.args[0] in number_of:
+            number_of[node] = number_of[node.args[0]]  # a tuple does not cross pieces
+        elif is_instruction(node) and stands_alone(node):
+            close()
+            number_of[node] = number
+            number += 1
+        else:
+            number_of[node] = number
+            size += 1
+    close()
+    return number_of, compiled
+
+
+def stands_alone(node: fx.Node) -> bool:
+    """Communication, its start or its wait, and fused launches: no compiler may look across them."""
+    if is_collective(node) or op_name(node).startswith("lancet.fused_experts"):
+        return True
+    if isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        return False
+    return getattr(node.target, "__module__", "") not in ("_operator", "math")

@@ -1,0 +1,85 @@
+"""For `optimize(backend="fused")`: which layers of a captured step are fused, and with which exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.program import Program
+from lancet_kernels.schedules.fused import CHOICES, choose_groups
+from lancet_kernels.schedules.fused_layers import MatchedLayer
+from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+
+# Those that decide for themselves what hides what; the others are there for comparison, as they are.
+FUSED_STRATEGIES = ("lancet", "lancet-dw")
+
+
+@dataclass(frozen=True)
+class FusedChoice:
+    """How the layers to fuse are chosen.
+
+    stored: a plan file whose choice is taken over, if it has one. device: where the model is.
+    Raises UserError for a strategy or a device that knows no fused launches.
+    """
+
+    strategy: str
+    options: PlanningOptions | None
+    lowering: str
+    stored: str | Path | None
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        # Only here: the kernels need Triton, which not every machine has.
+        from lancet_kernels.kernels.runtime import check_runs_on
+
+        check_runs_on("model with backend='fused'", self.device)
+        if self.strategy not in FUSED_STRATEGIES:
+            raise UserError(
+                "strategy with backend='fused'",
+                got=self.strategy,
+                expected=f"one of {', '.join(FUSED_STRATEGIES)}",
+                do="use backend='torch' for it",
+            )
+        if self.lowering not in CHOICES:
+            raise UserError("lowering", got=repr(self.lowering), expected=f"one of {CHOICES}", do="name one")
+
+    @property
+    def interpreted(self) -> bool:
+        """Do kernels run in the interpreter? It proves, and times of it say nothing."""
+        from lancet_kernels.kernels.runtime import INTERPRETED
+
+        return INTERPRETED
+
+    def groups(self, module: fx.GraphModule, program: Program, cost: Cost) -> tuple[FusedGroup, ...]:
+        """The decision for every MoE layer: that of the stored plan, or the one predicted faster."""
+        if self.stored is not None:
+            found = self._stored(program)
+            if found:
+                return found
+        lowering = "fused" if self.lowering == "auto" and self.interpreted else self.lowering
+        timeline = Planner(program, cost, self.options).plan(self.strategy).simulate(program, cost)
+        return choose_groups(module, program, cost, timeline, lowering=lowering)
+
+    def _stored(self, program: Program) -> tuple[FusedGroup, ...]:
+        try:
+            groups = Plan.load(self.stored).fused
+        except UserError:
+            return ()  # whoever reads the plan itself says what is wrong with it
+        names = {name for group in groups for name in (group.layer, *group.fillers)}
+        if not names <= set(program.index):
+            return ()
+        return groups
+
+
+def exchange_of(layer: MatchedLayer) -> object:
+    """The exchange of a matched layer: `ops.fused_experts.LayerExchange`."""
+    from lancet_kernels.ops.fused_experts import LayerExchange
+
+    local_experts, hidden, width = layer.w2.meta["val"].shape
+    return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)

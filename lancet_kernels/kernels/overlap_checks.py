@@ -1,0 +1,117 @@
+"""Can a pass through the fused experts run? What is wrong is said before anything is sent: no peer waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+
+if TYPE_CHECKING:
+    from lancet_kernels.kernels.exchange import Exchange
+    from lancet_kernels.kernels.overlap import DenseGemm, Routing
+
+ACTIVATIONS = ("gelu", "silu", "swiglu")
+
+
+def check_activation(kind: str) -> None:
+    if kind not in ACTIVATIONS:
+        raise UserError(
+            "activation", got=repr(kind), expected=f"one of {', '.join(ACTIVATIONS)}", do="check the name"
+        )
+
+
+def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> None:
+    """Raise UserError unless the tensor has this shape and dtype, no gaps, and the device of `like`."""
+    fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.is_contiguous()
+    if not fits or tensor.device != like.device:
+        layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
+        raise UserError(
+            name,
+            got=f"{tensor.dtype} {list(tensor.shape)}, {layout}, on {tensor.device}",
+            expected=f"{dtype} {list(shape)}, contiguous, on {like.device}",
+            do="convert it, or use backend='torch'",
+        )
+
+
+def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
+    """Raise UserError unless each independent GEMM has two matrices that fit, and room for their product."""
+    for i, problem in enumerate(problems):
+        name = f"independent GEMM {i}"
+        if problem.kind not in ("nn", "nt", "tn"):
+            raise UserError(
+                name, got=f"kind {problem.kind!r}", expected="'nn', 'nt' or 'tn'", do="check the name"
+            )
+        if problem.a.dim() != 2 or problem.b.dim() != 2:
+            raise UserError(
+                name,
+                got=f"a {list(problem.a.shape)} and b {list(problem.b.shape)}",
+                expected="two matrices",
+                do="flatten the dimensions of tokens into one",
+            )
+        rows, contraction = problem.a.shape if problem.kind != "tn" else problem.a.shape[::-1]
+        columns = problem.b.shape[0] if problem.kind == "nt" else problem.b.shape[1]
+        b_shape = (columns, contraction) if problem.kind == "nt" else (contraction, columns)
+        check_tensor(f"a of {name}", problem.a, tuple(problem.a.shape), x.dtype, x)
+        check_tensor(f"b of {name}", problem.b, b_shape, x.dtype, x)
+        check_tensor(f"c of {name}", problem.c, (rows, columns), x.dtype, x)
+
+
+def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
+    """Raise UserError unless rows of a forward pass have the same places in both. Banks may differ."""
+    names = ("world", "rank", "local_experts", "capacity", "width", "dtype", "chunk_rows")
+    for name in names:
+        if getattr(forward, name) != getattr(backward, name):
+            raise UserError(
+                f"{name} of {backward.name}, the exchange of the backward",
+                got=getattr(backward, name),
+                expected=f"{getattr(forward, name)}, as {forward.name} has",
+                do="make both exchanges alike",
+            )
+
+
+def check_routing(routing: Routing) -> None:
+    """Raise UserError unless the tables of a routing on the CPU are each other's inverse.
+
+    On a GPU nothing is looked at, since that would wait for the device: there the gate's kernels answer
+    for the tables, and a wrong one reads rows from anywhere or waits for results until its time is up.
+    """
+    if routing.expert.device.type != "cpu":
+        return
+    num_tokens, num_choices = routing.expert.shape
+    num_experts, capacity = routing.token.shape
+    count = routing.count
+    _check_range("count", count, 0, capacity + 1, "the capacity")
+    t, k = ((routing.slot >= 0) & (routing.slot < capacity)).nonzero(as_tuple=True)
+    expert, slot = routing.expert[t, k], routing.slot[t, k]
+    _check_range("slot", routing.slot, 0, None, "")
+    _check_range("expert of a token that is not dropped", expert, 0, num_experts, "the experts")
+    e, s = (torch.arange(capacity) < count[:, None]).nonzero(as_tuple=True)
+    _check_range("token of a slot", routing.token[e, s], 0, num_tokens, "the tokens")
+    _check_range("choice of a slot", routing.choice[e, s], 0, num_choices, "the choices")
+    wrong = len(t) != len(e) or bool(
+        (
+            (slot >= count[expert]) | (routing.token[expert, slot] != t) | (routing.choice[expert, slot] != k)
+        ).any()
+    )
+    if wrong:
+        raise UserError(
+            "routing",
+            got=f"{len(t)} choices in slots and {len(e)} slots taken, not the same ones",
+            expected="token, choice and count to be the inverse of expert and slot",
+            do="make the tables from one call of a gate",
+        )
+
+
+def _check_range(name: str, values: Tensor, low: int, high: int | None, of: str) -> None:
+    bad = values < low if high is None else (values < low) | (values >= high)
+    if bad.any():
+        raise UserError(
+            f"{name} in the routing",
+            got=values[bad][0].item(),
+            expected=f"at least {low}" if high is None else f"{low} to {high - 1} ({of})",
+            do="make the tables from one call of a gate",
+        )

@@ -1,0 +1,193 @@
+"""What a rank of an overlap test does: passes through exchanges, all of whose buffers are guarded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.overlap import DenseGemm, OverlapConfig, SavedPass, moe_backward, moe_forward
+from lancet_kernels.symmetric import SharedMemory, SymmetricMemory, virtual_memories
+from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, experts_of, routing_of, stored, tokens_of
+
+GUARD = 64  # bytes before and behind each copy of a region; elements before and behind any other buffer
+GUARD_BYTE, GUARD_VALUE = 0xA5, 1024
+CONFIG = OverlapConfig(
+    GemmConfig(16, 32, 16, 1, 1), put_rows=4, put_block=32, reduce_tokens=4, reduce_block=32
+)
+DENSE = (("nn", 19, 5, 33), ("nt", 7, 35, 18), ("tn", 17, 34, 3))  # kind, M, N, K
+
+
+class GuardedMemory(SharedMemory):
+    """Symmetric memory whose copies lie between guard bands."""
+
+    def _allocate(self, request: str, num_bytes: int) -> tuple[Tensor, list[int]]:
+        raw, addresses = super()._allocate(request, num_bytes + 2 * GUARD)
+        raw[:GUARD] = raw[GUARD + num_bytes :] = GUARD_BYTE
+        self.guards = [*getattr(self, "guards", []), raw[:GUARD], raw[GUARD + num_bytes :]]
+        return raw[GUARD:-GUARD], [address + GUARD for address in addresses]
+
+    def check_guards(self) -> None:
+        assert all((guard == GUARD_BYTE).all() for guard in self.guards), "written beside a region"
+
+
+@contextlib.contextmanager
+def poisoned_buffers() -> Iterator[None]:
+    """Inside, what torch leaves uninitialised is NaN between guard bands, which are looked at in the end."""
+    guards: list[Tensor] = []
+
+    def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        size = torch.Size(shape).numel()
+        buffer = torch.full((size + 2 * GUARD,), GUARD_VALUE, dtype=dtype)
+        guards.extend((buffer[:GUARD], buffer[GUARD + size :]))
+        poison = float("nan") if dtype.is_floating_point else torch.iinfo(dtype).max // 3
+        return buffer[GUARD : GUARD + size].fill_(poison).view(shape)
+
+    before = torch.empty_like
+    torch.empty_like = lambda like: new(tuple(like.shape), like.dtype)
+    torch.Tensor.new_empty = lambda self, *shape, **to: (
+        torch._C.TensorBase.new_empty(self, *shape, **to) if to else new(shape, self.dtype)
+    )
+    try:
+        yield
+    finally:
+        torch.empty_like = before
+        del torch.Tensor.new_empty
+    assert all((guard == GUARD_VALUE).all() for guard in guards), "written beside an output"
+
+
+@dataclass
+class Layer:
+    """A case on one rank, with its exchanges: forward, backward."""
+
+    case: Case
+    rank: int
+    forward: Exchange
+    backward: Exchange
+    config: OverlapConfig = CONFIG
+    experts: object = None
+    x: Tensor = None
+    dy: Tensor = None
+    routing: object = None
+    dense: list[DenseGemm] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.experts = experts_of(self.case, self.rank)
+        self.load(self.case)
+
+    def load(self, case: Case) -> None:
+        """Take the tokens of another case of the same sizes."""
+        self.x, self.dy = tokens_of(case, self.rank)
+        self.routing = routing_of(case, self.rank)
+
+    def run_forward(self) -> tuple[Tensor, SavedPass]:
+        return moe_forward(self.forward, self.x, self.routing, self.experts, self.config, dense=self.dense)
+
+    def run_backward(self, saved: SavedPass) -> object:
+        made = moe_backward(
+            self.forward,
+            saved,
+            self.backward,
+            self.dy,
+            self.routing,
+            self.experts,
+            self.config,
+            dense=self.dense,
+        )
+        self.forward.release(saved.use)
+        return made
+
+    def run(self) -> Answer:
+        out, saved = self.run_forward()
+        return answer_of(out, self.run_backward(saved))
+
+    def check(self) -> None:
+        self.forward.check()
+        self.backward.check()
+
+
+def answer_of(out: Tensor, made: object) -> Answer:
+    return Answer(out, made.dx, made.dw1, made.dw2, made.db1, made.db2)
+
+
+def make_exchange(memory: SymmetricMemory, name: str, case: Case, **changes: object) -> Exchange:
+    """An exchange whose rows and results are NaN."""
+    sizes = {
+        "local_experts": case.local, "capacity": case.capacity, "width": case.width, "dtype": case.dtype,
+        "chunk_rows": 16, "timeout_s": 15.0,
+    }  # fmt: skip
+    exchange = Exchange(memory, name, **sizes | changes)
+    for region in (exchange.rows, exchange.results):
+        region.local.fill_(float("nan"))
+    return exchange
+
+
+def make_layer(memory: SymmetricMemory, name: str, case: Case, **changes: object) -> Layer:
+    """Collective. Returns when every rank has poisoned its regions."""
+    made = [make_exchange(memory, f"{name}.{way}", case) for way in ("forward", "backward")]
+    memory.barrier()
+    return Layer(case, memory.rank, *made, replace(CONFIG, **changes))
+
+
+def alone(case: Case, rank: int) -> Layer:
+    """The rank's tokens with all experts on one PE, in this process."""
+    (memory,) = virtual_memories(1)
+    layer = make_layer(memory, "alone", replace(case, world=1, local=case.experts))
+    layer.x, layer.dy = tokens_of(case, rank)
+    layer.routing = routing_of(case, rank)
+    return layer
+
+
+def make_dense(dtype: torch.dtype) -> list[DenseGemm]:
+    """One GEMM of each kind, odd in size, into NaN."""
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for kind, m, n, k in DENSE:
+        a = torch.randn(*((k, m) if kind == "tn" else (m, k)), generator=generator).to(dtype)
+        b = torch.randn(*((n, k) if kind == "nt" else (k, n)), generator=generator).to(dtype)
+        made.append(DenseGemm(kind, a, b, torch.empty_like(torch.zeros(m, n, dtype=dtype))))
+    return made
+
+
+def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    integer = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
+
+
+def check_same(a: Answer, b: Answer, say: str) -> None:
+    for each in fields(Answer):
+        assert same_bits(getattr(a, each.name), getattr(b, each.name)), f"{say}: {each.name} differs"
+
+
+def check_rows(layer: Layer) -> None:
+    """After one pass: the rows here are the sources' rows, bit for bit, and nothing else was written."""
+    case, rank = layer.case, layer.rank
+    for exchange, way in ((layer.forward, "x"), (layer.backward, "dy")):
+        for source in range(case.world):
+            routing, given = routing_of(case, source), tokens_of(case, source)
+            for local in range(case.local):
+                e = rank * case.local + local
+                n = int(routing.count[e])
+                token = routing.token[e, :n].long()
+                sent = given[0][token]
+                if way == "dy":
+                    weight = routing.weight[token, routing.choice[e, :n].long()]
+                    sent = stored(given[1][token].float() * weight[:, None], case.dtype)
+                rows = exchange.rows.local[1, source, local]
+                assert same_bits(rows[:n], sent), f"{way} of rank {source} for expert {e}"
+                assert rows[n:].isnan().all(), f"{way} of rank {source} for expert {e}: beyond the count"
+        assert exchange.rows.local[0].isnan().all(), "rows in the other bank"
+        assert exchange.results.local[0].isnan().all(), "results in the other bank"
+
+
+def check_results(layer: Layer, other: Layer) -> None:
+    """After one pass: what came back is what `other`, one PE with all experts, made, bit for bit."""
+    for mine, theirs in ((layer.forward, other.forward), (layer.backward, other.backward)):
+        assert same_bits(mine.results.local, theirs.results.local), f"results of {mine.name}"

@@ -1,0 +1,176 @@
+"""The overlap kernel between processes, forward and backward: what travels bitwise, GEMMs against float64.
+
+Every buffer starts as NaN between guard bands. Accuracy: at most twice the error of torch in the same dtype.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy, check_close, stored
+from tests.lancet_kernels.kernels.overlap_ranks import (
+    CONFIG,
+    GuardedMemory,
+    Layer,
+    alone,
+    check_results,
+    check_rows,
+    check_same,
+    make_dense,
+    make_layer,
+    poisoned_buffers,
+    same_bits,
+)
+
+FP16, BF16 = torch.float16, torch.bfloat16
+Work = list[tuple[Case, dict]]
+
+
+def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
+    """One pass of each case. -> its answer, and (a, b, c, kind) of the independent GEMMs in it."""
+    made = []
+    with GuardedMemory(timeout_s=30) as memory:
+        for number, (case, options) in enumerate(work):
+            changes = dict(options)
+            dense, compare = changes.pop("dense", False), changes.pop("alone", False)
+            with poisoned_buffers():
+                layer = make_layer(memory, f"{number}", case, **changes)
+                given = [t.clone() for t in inputs_of(layer)]
+                layer.dense = make_dense(case.dtype) if dense else []
+                answer, products = run_pass(layer)
+                if compare:
+                    other = alone(case, memory.rank)
+                    same = other.run()
+                    check_results(layer, other)
+                    assert same_bits(answer.out, same.out), f"{case}: out differs from that of one PE"
+                    assert same_bits(answer.dx, same.dx), f"{case}: dx differs from that of one PE"
+            check_rows(layer)
+            assert all(map(same_bits, given, inputs_of(layer))), f"{case}: an input was written"
+            memory.check_guards()
+            made.append((answer, products))
+        memory.barrier()
+    return made
+
+
+def run_pass(layer: Layer) -> tuple[Answer, list]:
+    """-> the answer, and the independent GEMMs' operands and products, those of forward and of backward."""
+    products = []
+    out, saved = layer.run_forward()
+    products += [(d.kind, d.a, d.b, d.c.clone()) for d in layer.dense]
+    for problem in layer.dense:
+        problem.c.fill_(float("nan"))
+    gradients = layer.run_backward(saved)
+    products += [(d.kind, d.a, d.b, d.c.clone()) for d in layer.dense]
+    layer.check()
+    answer = Answer(out, gradients.dx, gradients.dw1, gradients.dw2, gradients.db1, gradients.db2)
+    return answer, products
+
+
+def inputs_of(layer: Layer) -> list[torch.Tensor]:
+    experts = layer.experts
+    return [t for t in (layer.x, layer.dy, experts.w1, experts.b1, experts.w2, experts.b2) if t is not None]
+
+
+def prove(pool, ranks: int, work: Work, timeout_s: float = 120.0) -> None:
+    by_rank = pool.run(passes_on_rank, work, ranks=ranks, timeout_s=timeout_s)
+    for number, (case, options) in enumerate(work):
+        check_accuracy([made[number][0] for made in by_rank], case, str(options))
+        for _, products in (made[number] for made in by_rank):
+            assert len(products) == (6 if options.get("dense") else 0)
+            for kind, a, b, c in products:
+                a, b = a.T if kind == "tn" else a, b.T if kind == "nt" else b
+                check_close(
+                    c, a.double() @ b.double(), stored(a.float() @ b.float(), a.dtype), f"{case}: {kind}"
+                )
+
+
+DENSE = {"dense": True, "programs": 3, "comm_programs": 1}
+ALONE = {"alone": True}
+SMALL = {
+    1: [
+        (Case(world=1, local=3, activation="silu"), DENSE),
+        (Case(world=1, local=1, tokens=9, choices=1, dtype=FP16, activation="swiglu"), {"split": True}),
+    ],
+    2: [
+        (Case(), DENSE | ALONE),
+        (Case(local=1, choices=1, tokens=17, capacity=17, width=37, hidden=29, dtype=FP16,
+              activation="swiglu", bias=False), {"split": True} | DENSE | ALONE),
+        (Case(local=8, choices=4, tokens=11, capacity=5, width=18, hidden=15, dtype=BF16), {}),
+        (Case(tokens=1, choices=1, capacity=1), {}),
+        (Case(tokens=0), {"split": True}),
+        (Case(local=1, tokens=35, choices=1, capacity=35, choose="one", dtype=BF16), DENSE),
+        (Case(local=3, choose="few", uneven=True, activation="swiglu", dtype=FP16), {}),
+    ],
+    4: [
+        (Case(world=4, local=1, tokens=9, choices=3, dtype=BF16, activation="swiglu"), DENSE),
+        (Case(world=4, tokens=7, capacity=2, choose="few", uneven=True, dtype=FP16), {"split": True}),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_passes(pool, ranks):
+    prove(pool, ranks, SMALL[ranks])
+
+
+def variants_on_rank(case: Case) -> None:
+    """The same pass in other launches, and again, gives the same bits."""
+    with GuardedMemory(timeout_s=30) as memory:
+        answers = {}
+        for name, changes in {
+            "fused": {},
+            "again": {},
+            "split": {"split": True},
+            "other puts": {"put_rows": 8, "put_block": 16, "reduce_tokens": 8, "reduce_block": 16},
+        }.items():
+            with poisoned_buffers():
+                layer = make_layer(memory, name, case, **changes)
+                answers[name] = layer.run()
+            layer.check()
+        for name, answer in answers.items():
+            check_same(answer, answers["fused"], f"{case} {name}")
+        memory.barrier()
+
+
+def test_launches_do_not_change_a_bit(pool):
+    pool.run(variants_on_rank, Case(tokens=19, local=1, choices=2, capacity=19, dtype=FP16))
+
+
+def many() -> Iterator[tuple[Case, dict]]:
+    """The long grid."""
+    base = Case()
+    every = product(("gelu", "silu", "swiglu"), (torch.float32, FP16, BF16), (False, True))
+    for number, (activation, dtype, split) in enumerate(every):
+        case = replace(base, activation=activation, dtype=dtype, bias=number % 4 < 2)
+        yield case, {"split": split} | DENSE | ALONE
+    for local in range(1, 9):
+        options = {"split": local % 2 == 0}
+        yield replace(base, local=local, choices=min(4, 2 * local), capacity=7, dtype=BF16), options
+    for tokens in (0, 1, 2, 15, 16, 17, 33):
+        sizes = {"tokens": tokens, "capacity": max(1, tokens)}
+        yield replace(base, **sizes, width=17, hidden=33), ALONE
+        yield replace(base, **sizes, width=48, hidden=16, dtype=FP16, activation="swiglu"), {"split": True}
+    for choose in ("one", "few"):
+        for capacity in (1, 5, 16, 40):
+            yield replace(base, choose=choose, capacity=capacity, tokens=40, activation="swiglu"), DENSE
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_whole_grid(pool, ranks):
+    work = [
+        (replace(case, world=ranks, choices=min(case.choices, ranks * case.local), uneven=uneven), options)
+        for case, options in many()
+        for uneven in ((False, True) if case.tokens == 13 and case.local == 3 else (False,))
+    ]
+    for start in range(0, len(work), 8):
+        prove(pool, ranks, work[start : start + 8], timeout_s=600.0)
+
+
+def test_configuration_is_the_default_one():
+    """What is proven here is what `default` gives on a CPU."""
+    default = type(CONFIG).default(24, 20, "gelu", torch.float32, torch.device("cpu"))
+    assert default == CONFIG

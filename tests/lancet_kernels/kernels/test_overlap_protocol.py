@@ -1,0 +1,423 @@
+"""The protocol of the overlap kernel: delays, epochs and banks, and ranks that do not come.
+
+However a rank is delayed the bits are the same; whoever is too late is an error or NaN, never a wrong number.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import random
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.kernels import overlap
+from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.symmetric import SharedMemory, virtual_memories
+from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
+from tests.lancet_kernels.kernels.overlap_ranks import (
+    GuardedMemory,
+    Layer,
+    answer_of,
+    check_same,
+    make_exchange,
+    make_layer,
+    poisoned_buffers,
+)
+
+TINY = Case(local=1, tokens=5, choices=1, capacity=5, width=16, hidden=16)
+
+
+class OneByOne:
+    """Stands for the overlap kernel: a launch for each task, and a nap between some of them."""
+
+    def __init__(self, seed: int, nap_s: float) -> None:
+        self.random, self.nap_s, self.tasks = random.Random(seed), nap_s, 0
+        self.kernel = overlap.overlap_kernel
+
+    def __getitem__(self, grid: tuple[int]) -> object:
+        return self.launch
+
+    def nap(self) -> None:
+        if self.random.random() < 0.4:
+            time.sleep(self.random.random() * self.nap_s)
+
+    def launch(self, tasks, num_tasks, words, counter, *arguments, **options) -> None:
+        for i in range(num_tasks):
+            self.nap()
+            words[counter] = i
+            self.kernel[(1,)](tasks, i + 1, words, counter, *arguments, **options)
+        self.tasks += num_tasks
+
+
+@contextlib.contextmanager
+def delays(seed: int, nap_s: float = 0.02):
+    """Inside, this rank may be late before any task, and before it releases a bank."""
+    kernel, send = OneByOne(seed, nap_s), Exchange._send_release
+
+    def send_late(self, words):
+        kernel.nap()
+        send(self, words)
+
+    overlap.overlap_kernel, Exchange._send_release = kernel, send_late
+    try:
+        yield kernel
+    finally:
+        overlap.overlap_kernel, Exchange._send_release = kernel.kernel, send
+
+
+def delayed_on_rank(case: Case, seeds: int) -> None:
+    with GuardedMemory(timeout_s=30) as memory:
+        layers = {
+            name: make_layer(memory, name, case, split=split)
+            for name, split in (("fused", False), ("split", True))
+        }
+        with poisoned_buffers():
+            expected = layers["fused"].run()
+            # Rank 1 is seconds late with its forward, rank 0 with its backward.
+            layer = layers["split"]
+            time.sleep(2.0 * (memory.rank == 1))
+            out, saved = layer.run_forward()
+            time.sleep(2.0 * (memory.rank == 0))
+            check_same(answer_of(out, layer.run_backward(saved)), expected, "late by seconds")
+            for seed in range(seeds):
+                layer = layers["split" if seed % 2 else "fused"]
+                with delays(100 * seed + memory.rank) as kernel:
+                    check_same(layer.run(), expected, f"delays of seed {seed}")
+                assert kernel.tasks > 20
+        for layer in layers.values():
+            layer.check()
+        memory.check_guards()
+        memory.barrier()
+
+
+def test_a_delay_changes_no_bit(pool):
+    pool.run(delayed_on_rank, Case(local=1, choices=2, tokens=19, capacity=19, dtype=torch.float16), 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_many_delays_change_no_bit(pool, ranks):
+    for case in (
+        Case(world=ranks),
+        Case(world=ranks, local=1, choose="few", uneven=True, activation="swiglu"),
+    ):
+        pool.run(delayed_on_rank, case, 20, ranks=ranks, timeout_s=600)
+
+
+def steps_on_rank(case: Case, steps: int, shared: bool, nap_s: float) -> dict[tuple[int, int], Answer]:
+    """Three layers in a row, forward 0 1 2 and backward 2 1 0, for some steps. -> (layer, step): answer.
+
+    shared: the layers share one exchange for their backward passes.
+    """
+    naps = random.Random(dist.get_rank())
+    answers = {}
+    with GuardedMemory(timeout_s=30) as memory, poisoned_buffers():
+        layers = [make_layer(memory, f"layer {i}", case) for i in range(3)]
+        if shared:
+            layers = [replace(layer, backward=layers[0].backward) for layer in layers]
+        for step in range(steps):
+            passes = []
+            for number, layer in enumerate(layers):
+                layer.load(replace(case, seed=10 * step + number))
+                time.sleep(naps.random() * nap_s)
+                passes.append(layer.run_forward())
+            for number in (2, 1, 0):
+                time.sleep(naps.random() * nap_s)
+                out, saved = passes[number]
+                answers[number, step] = answer_of(out, layers[number].run_backward(saved))
+        for layer in layers:
+            layer.check()
+            assert layer.forward._epoch.item() == steps
+        assert layers[0].backward._epoch.item() == (3 * steps if shared else steps)
+        memory.check_guards()
+        memory.barrier()
+    return answers
+
+
+def check_steps(pool, case: Case, ranks: int, steps: int, shared: bool, nap_s: float) -> None:
+    by_rank = pool.run(steps_on_rank, case, steps, shared, nap_s, ranks=ranks, timeout_s=300)
+    for number, step in by_rank[0]:
+        tokens = replace(case, seed=10 * step + number)
+        check_accuracy([made[number, step] for made in by_rank], case, f"layer {number} step {step}", tokens)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["an exchange each", "one for all backward passes"])
+def test_three_layers_for_five_steps(pool, shared):
+    check_steps(pool, TINY, 2, 5, shared, nap_s=0.05)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("shared", [False, True], ids=["an exchange each", "one for all backward passes"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_three_layers_of_more_experts(pool, ranks, shared):
+    check_steps(pool, Case(world=ranks, capacity=20, tokens=20), ranks, 5, shared, nap_s=0.3)
+
+
+def two_passes_on_rank(case: Case) -> dict[tuple[int, int], Answer]:
+    """Two passes open at once in the two banks of one exchange; their backward passes in either order."""
+    answers = {}
+    with GuardedMemory(timeout_s=30) as memory, poisoned_buffers():
+        layer = make_layer(memory, "layer", case)
+        # As many banks as it likes: where the forward's rows lie has nothing to do with the backward's bank.
+        layer.backward = make_exchange(memory, "more banks", case, banks=3)
+        memory.barrier()
+        for step, order in enumerate(((1, 0), (0, 1), (1, 0))):
+            passes = []
+            for number in range(2):
+                layer.load(replace(case, seed=10 * step + number))
+                passes.append(layer.run_forward())
+            for number in order:
+                layer.load(replace(case, seed=10 * step + number))
+                out, saved = passes[number]
+                answers[number, step] = answer_of(out, layer.run_backward(saved))
+        layer.check()
+        memory.barrier()
+    return answers
+
+
+def test_two_passes_open_at_once(pool):
+    by_rank = pool.run(two_passes_on_rank, TINY)
+    for number, step in by_rank[0]:
+        tokens = replace(TINY, seed=10 * step + number)
+        check_accuracy([made[number, step] for made in by_rank], TINY, f"pass {number} step {step}", tokens)
+
+
+@pytest.fixture
+def layer() -> Layer:
+    (memory,) = virtual_memories(1)
+    return make_layer(memory, "layer", replace(TINY, world=1))
+
+
+REFUSED = r"forward passes through layer\.forward before a backward: got one more while pass 1 still"
+
+
+def test_a_third_open_pass_is_refused(layer):
+    passes = [layer.run_forward() for _ in range(2)]
+    with pytest.raises(UserError, match=REFUSED):
+        layer.run_forward()
+    # F1 F2 B2 F3: the bank of F3 is that of F1.
+    layer.run_backward(passes[1][1])
+    with pytest.raises(UserError, match=REFUSED):
+        layer.run_forward()
+    layer.run_backward(passes[0][1])
+    assert layer.run().out.isfinite().all()
+    layer.check()
+
+
+def test_a_dropped_pass_frees_its_bank(layer):
+    expected = layer.run()
+    for _ in range(5):
+        out, saved = layer.run_forward()
+        del saved
+    kept = [layer.run_forward() for _ in range(2)]
+    with pytest.raises(UserError, match="forward passes through"):
+        layer.run_forward()
+    check_same(answer_of(kept[1][0], layer.run_backward(kept[1][1])), expected, "after dropped passes")
+    assert torch.equal(out, expected.out)
+
+
+def test_release_again_is_harmless_and_a_released_pass_has_no_backward(layer):
+    first, second = layer.run_forward()[1], layer.run_forward()[1]
+    layer.forward.release(first.use)
+    third = layer.run_forward()[1]
+    layer.forward.release(first.use)
+    assert layer.forward._open.keys() == {0, 1}
+    with pytest.raises(UserError, match=r"backward of a pass of layer\.forward: got one that was released"):
+        layer.run_backward(first)
+    with pytest.raises(UserError, match="got a pass of another exchange"):
+        layer.backward.release(second.use)
+    layer.run_backward(third)
+    layer.run_backward(second)
+    assert not layer.forward._open
+
+
+def late_on_rank(case: Case, split: bool, at: str) -> str:
+    """Two good passes, then rank 1 comes only when rank 0 has given up. -> what rank 0 says.
+
+    at: "launch": before its forward; "second launch": rank 0 gave up in the first launch of two;
+    "backward": before its backward; "release": before it releases a bank that rank 0 needs.
+    """
+    with SharedMemory(timeout_s=30) as memory, poisoned_buffers():
+        layer = make_layer(memory, "layer", case, split=split)
+        good = [layer.run() for _ in range(2)]
+        check_same(*good, "again")
+        memory.barrier()
+        layer.forward.timeout_s = layer.backward.timeout_s = 0.2
+        if at == "release":
+            message = late_release(layer, memory)
+        elif at == "second launch":
+            message = late_between_launches(layer, memory)
+        else:
+            message = late_launch(layer, memory, at)
+        memory.barrier()
+    return message
+
+
+def late_launch(layer: Layer, memory: SharedMemory, at: str) -> str:
+    if at == "backward":
+        _, saved = layer.run_forward()
+        layer.forward.check()
+        memory.barrier()
+    if memory.rank == 1:
+        memory.barrier()
+    message = expect_nan(layer, saved if at == "backward" else None)
+    if memory.rank == 0:
+        memory.barrier()
+    return message
+
+
+def late_between_launches(layer: Layer, memory: SharedMemory) -> str:
+    """Rank 0 gives up in its first launch; rank 1's rows come before its second one."""
+    kernel, launches = overlap.overlap_kernel, []
+
+    def launch(*arguments: object, **options: object) -> None:
+        launches.append(1)
+        if memory.rank == 0 and len(launches) == 2:
+            memory.barrier()  # rank 0 has given up
+            memory.barrier()  # rank 1's rows are there
+        if memory.rank == 1 and len(launches) == 1:
+            memory.barrier()
+        kernel[(1,)](*arguments, **options)
+        if memory.rank == 1 and len(launches) == 1:
+            memory.barrier()
+
+    overlap.overlap_kernel = {(1,): launch}
+    try:
+        out, _saved = layer.run_forward()
+    finally:
+        overlap.overlap_kernel = kernel
+    assert out.isnan().all()
+    with pytest.raises(CommunicationError) as error:
+        layer.forward.check()
+    return str(error.value)
+
+
+def late_release(layer: Layer, memory: SharedMemory) -> str:
+    """Rank 1 keeps the bank of a pass that rank 0 has released. Rank 0 must not put into it."""
+    _, saved = layer.run_forward()
+    if memory.rank == 0:
+        layer.forward.release(saved.use)
+    _, other = layer.run_forward()
+    memory.barrier()
+    if memory.rank == 1:
+        before = layer.forward.rows.local.clone()
+        memory.barrier()
+        assert torch.equal(before.nan_to_num(), layer.forward.rows.local.nan_to_num()), "rows overwritten"
+        return ""
+    out, _ = layer.run_forward()
+    memory.barrier()
+    assert out.isnan().all()
+    assert other.use.open
+    with pytest.raises(CommunicationError) as error:
+        layer.forward.check()
+    return str(error.value)
+
+
+def expect_nan(layer: Layer, saved: object) -> str:
+    """A pass, or a backward, whose peer is not there in time: nothing of it looks like a number."""
+    if saved is None:
+        out, _ = layer.run_forward()
+        assert out.isnan().all()
+        at = layer.forward
+    else:
+        answer = answer_of(saved.hidden, layer.run_backward(saved))
+        for gradient in (answer.dx, answer.dw1, answer.dw2, answer.db1, answer.db2):
+            assert gradient.isnan().all()
+        at = layer.backward
+    with pytest.raises(CommunicationError) as error:
+        at.check()
+    return str(error.value)
+
+
+ALL_TO_ALL = Case(tokens=6, choices=2, local=1, capacity=6, width=16, hidden=16)
+
+
+@pytest.mark.parametrize(
+    ("at", "split", "what"),
+    [
+        ("launch", False, "to send its rows (dispatch) more than 0.2 s: expected epoch 3 at signal"),
+        ("second launch", True, "to send its rows (dispatch) more than 0.2 s: expected epoch 3 at signal"),
+        ("backward", False, "to send its rows (dispatch) more than 0.2 s: expected epoch 3 at signal"),
+        (
+            "release",
+            False,
+            "to release the bank (its backward of an earlier pass) more than 0.2 s: expected epoch 3",
+        ),
+    ],
+)
+def test_whoever_is_too_late_is_an_error_on_both_sides(pool, at, split, what):
+    messages = pool.run(late_on_rank, ALL_TO_ALL, split, at)
+    name = "layer.backward" if at == "backward" else "layer.forward"
+    assert messages[0].startswith(f"{name}: PE 0 waited for PE 1 {what}")
+    assert "seen 1; PE 1 is late, dead, or in another layer" in messages[0]
+    if at != "release":
+        assert messages[1].startswith(f"{name}: PE 1 waited for PE 0 to return results (combine)")
+
+
+def test_a_killed_rank_is_named(tmp_path: Path):
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=_write_error, args=(rank, str(tmp_path))) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+        assert not process.is_alive()
+    told = (tmp_path / "told").read_text()
+    assert told.startswith(
+        "layer.forward: PE 0 waited for PE 1 to send its rows (dispatch) more than 0.3 s: exp"
+    )
+
+
+def _write_error(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    try:
+        _killed(rank, folder)
+    except CommunicationError as error:
+        (Path(folder) / "told").write_text(str(error))
+    os._exit(0)
+
+
+def _killed(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    memory = SharedMemory(timeout_s=30)
+    layer = make_layer(memory, "layer", ALL_TO_ALL)
+    layer.run()
+    memory.barrier()
+    if rank == 1:
+        os._exit(9)
+    layer.forward.timeout_s = 0.3
+    out, _saved = layer.run_forward()
+    assert out.isnan().all()
+    layer.forward.check()
+
+
+def disagree_on_rank() -> list[str]:
+    """The ranks ask for different exchanges. -> what each is told."""
+    told = []
+    sizes = {"local_experts": 1, "capacity": 8, "width": 16, "dtype": torch.float32, "chunk_rows": 16}
+    with SharedMemory(timeout_s=20) as memory:
+        for number, (name, other) in enumerate(
+            (("capacity", 9), ("width", 32), ("dtype", torch.float16), ("banks", 3), ("local_experts", 2))
+        ):
+            mine = sizes | ({name: other} if memory.rank == 1 else {})
+            with pytest.raises(UserError) as error:
+                Exchange(memory, f"exchange {number}", **mine)
+            told.append(str(error.value))
+        # Still usable: everybody was told the same.
+        assert Exchange(memory, "the last", **sizes).world == 2
+    return told
+
+
+def test_ranks_that_disagree_are_told(pool):
+    told = pool.run(disagree_on_rank)
+    assert told[0] == told[1]
+    assert told[0][0].startswith(
+        "symmetric memory: got allocate 'exchange 0.rows' [2, 2, 1, 8, 16] float32 (rank 0), "
+        "allocate 'exchange 0.rows' [2, 2, 1, 9, 16] float32 (rank 1)"
+    )

@@ -1,0 +1,58 @@
+"""`optimize(backend="fused")` in the interpreter against `backend="torch"`: losses, gradients, parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lancet_kernels import optimize, set_routing_step
+from tests.planned_steps import StepCase, build_step
+
+PARTITIONABLE = ["switch", "topk", "hash", "random", "sigmoid"]
+
+
+def train(
+    case: StepCase, backend: str, steps: int, **options: object
+) -> tuple[list[dict[str, Tensor]], object]:
+    """Loss, gradients and parameters of every step, plain SGD. -> those, and the plan."""
+    step, inputs = build_step(case)
+    planned = optimize(step, inputs, strategy="lancet", backend=backend, **options)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    results = []
+    for number in range(steps):
+        set_routing_step(step, number)
+        loss = planned(*inputs)[0]
+        loss.backward()
+        result = {"loss": loss.detach()}
+        for name, parameter in step.named_parameters():
+            if parameter.grad is not None:
+                result[f"{name}.grad"] = parameter.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(result | {name: p.detach().clone() for name, p in step.named_parameters()})
+    return results, planned.plan
+
+
+def compare(case: StepCase, steps: int, tmp: str) -> tuple[float, list[tuple]]:
+    """The largest difference, over the largest value; and what became of each layer."""
+    options = {"times": f"{tmp}/times.json"}
+    expected, _ = train(case, "torch", steps, **options)
+    got, plan = train(case, "fused", steps, **options)
+    worst = 0.0
+    for one, other in zip(expected, got, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            scale = one[name].abs().max().clamp_min(1e-3)
+            worst = max(worst, float((other[name] - one[name]).abs().max() / scale))
+    explained = plan.explain()
+    return worst, [(group.fused, group.why, group.layer in explained) for group in plan.fused]
+
+
+@pytest.mark.parametrize("gate", PARTITIONABLE)
+def test_three_steps_of_four_layers(pool, tmp_path, gate) -> None:
+    case = StepCase(gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1)
+    for worst, groups in pool.run(compare, case, 3, str(tmp_path), ranks=2, timeout_s=240):
+        assert worst < 2e-4
+        assert len(groups) == 2
+        assert all(fused and shown for fused, _, shown in groups), groups
