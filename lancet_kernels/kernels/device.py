@@ -34,18 +34,13 @@ INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 
 
 @triton.jit
-def aligned(ptr):
-    """The same pointer, known to be a multiple of 16 bytes (`memory.ALIGNMENT`), as each copy's base is.
-
-    Of an address that came out of a table the compiler knows nothing, and would store element by element.
-    """
-    return tl.multiple_of(ptr, 16)
-
-
-@triton.jit
 def remote_pointer(region_ptr, peers_ptr, peer):
-    """Base of `peer`'s copy of the region, typed like `region_ptr`. 0 if no pointer reaches it."""
-    return aligned(tl.load(peers_ptr + peer).to(region_ptr.dtype))
+    """Base of `peer`'s copy of the region, typed like `region_ptr`. 0 if no pointer reaches it.
+
+    Of an address out of a table the compiler knows nothing and would store element by element; bases are
+    multiples of 16 bytes (`memory.ALIGNMENT`). The hint must stand where the pointer is made.
+    """
+    return tl.multiple_of(tl.load(peers_ptr + peer).to(region_ptr.dtype), 16)
 
 
 @triton.jit
@@ -83,7 +78,7 @@ def put_rows(
             row = tl.load(row_ptr + i).to(tl.int64)
             nvshmem_device.put_row(region_ptr + offset + i * D, source_ptr + row * D, D, peer)
     else:
-        target_ptr = aligned(base.to(region_ptr.dtype)) + offset
+        target_ptr = remote_pointer(region_ptr, peers_ptr, peer) + offset
         if STAGED:
             target_ptr = tl.where(base == 0, stage_ptr.to(tl.int64), target_ptr.to(tl.int64)).to(
                 region_ptr.dtype

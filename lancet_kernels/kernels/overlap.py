@@ -285,7 +285,7 @@ def moe_backward(
     )
     launch = _Launch(backward, use, routing, experts, config, dense, backward=True)
     launch.run(
-        source=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
+        source=dy, dy=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
         earlier=saved.use, forward_banks=forward.banks, saved_rows=forward.rows.local,
         saved_hidden=saved.hidden, dweight_in=gradients.dw2, dbias_in=gradients.db2,
         dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx,
@@ -368,7 +368,7 @@ class _Launch:
             stage, self.use.ready, self.use.done,
             get("saved_rows"), get("saved_hidden"), get("dweight_in"), get("dbias_in"), get("dweight_out"),
             get("dbias_out"),
-            get("out"), routing.expert, routing.slot, routing.weight, get("saved_results"),
+            get("out"), routing.expert, routing.slot, routing.weight, get("dy"), get("saved_results"),
             tensors.get("dweight", routing.weight), words,
             HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
             HAS_WGRAD=bool(shape.wgrads), HAS_REDUCE=shape.reduce_blocks > 0,
@@ -389,7 +389,7 @@ class _Launch:
         widths = [self.exchange.width, self.hidden]
         for problem in self.dense:
             operands += problem.a, problem.b, problem.c
-            widths += problem.a.shape[1], problem.b.shape[1]
+            widths += problem.a.shape[1], problem.b.shape[1], problem.c.shape[1]
         bytes_each = self.exchange.dtype.itemsize
         return all(t.data_ptr() % 16 == 0 for t in operands) and all(w * bytes_each % 16 == 0 for w in widths)
 

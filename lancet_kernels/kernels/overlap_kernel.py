@@ -45,14 +45,15 @@ def dense_tile(
     a_ptr = tl.load(p + 1).to(like_ptr.dtype)
     b_ptr = tl.load(p + 2).to(like_ptr.dtype)
     c_ptr = tl.load(p + 3).to(like_ptr.dtype)
-    if TMA:
-        # The launcher has seen to it; an address out of a table tells the compiler nothing.
-        a_ptr = device.aligned(a_ptr)
-        b_ptr = device.aligned(b_ptr)
-        c_ptr = device.aligned(c_ptr)
     M = tl.load(p + 4).to(tl.int32)
     N = tl.load(p + 5).to(tl.int32)
     K = tl.load(p + 6).to(tl.int32)
+    if TMA:
+        # The launcher has seen to it (_fit_tma); not knowing it, a program stores c element by element.
+        N = tl.multiple_of(N, 128 // like_ptr.dtype.element_ty.primitive_bitwidth)
+        a_ptr = tl.multiple_of(a_ptr, 16)
+        b_ptr = tl.multiple_of(b_ptr, 16)
+        c_ptr = tl.multiple_of(c_ptr, 16)
     if KINDS & 1:
         if kind == NN:
             forward_tile(a_ptr, b_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N, K, N,
@@ -102,7 +103,7 @@ def overlap_kernel(
     # Weight gradients.
     saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     # Combine and the gradient of its weights, and independent GEMMs.
-    out_ptr, expert_ptr, slot_ptr, weight_ptr, saved_results_ptr, dweight_ptr, problems_ptr,
+    out_ptr, expert_ptr, slot_ptr, weight_ptr, dy_ptr, saved_results_ptr, dweight_ptr, problems_ptr,
     HAS_PUT: tl.constexpr, HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, HAS_WGRAD: tl.constexpr,
     HAS_REDUCE: tl.constexpr, HAS_DWEIGHT: tl.constexpr, DENSE_KINDS: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -223,7 +224,7 @@ def overlap_kernel(
             if kind == DWEIGHT:
                 earlier = tl.load(earlier_use_ptr) % EARLIER_BANKS
                 bodies.dweight_block(
-                    a, W, L, C, D, T, K, source_ptr, saved_results_ptr + earlier * W * L * C * D, expert_ptr,
+                    a, W, L, C, D, T, K, dy_ptr, saved_results_ptr + earlier * W * L * C * D, expert_ptr,
                     slot_ptr, dweight_ptr, BT, BD,
                 )  # fmt: skip
         if HAS_REDUCE:

@@ -112,7 +112,7 @@ class Layer:
 
 
 def answer_of(out: Tensor, made: object) -> Answer:
-    return Answer(out, made.dx, made.dw1, made.dw2, made.db1, made.db2)
+    return Answer(out, made.dx, made.dweight, made.dw1, made.dw2, made.db1, made.db2)
 
 
 def make_exchange(memory: SymmetricMemory, name: str, case: Case, **changes: object) -> Exchange:

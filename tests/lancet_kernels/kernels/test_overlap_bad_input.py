@@ -1,0 +1,270 @@
+"""What the launchers of the overlap kernel refuse, before a peer could wait for it; and a count that lies."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import overlap
+from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.overlap import DenseGemm, dense_table, moe_backward, scaled_rows
+from lancet_kernels.symmetric import virtual_memories
+from tests.lancet_kernels.kernels.overlap_cases import Case, make_routing
+from tests.lancet_kernels.kernels.overlap_ranks import (
+    CONFIG,
+    Layer,
+    check_same,
+    make_exchange,
+    make_layer,
+    poisoned_buffers,
+    same_bits,
+)
+
+CASE = Case(world=1, local=3, tokens=6, choices=2, capacity=5, width=16, hidden=16)
+
+
+@pytest.fixture
+def layer() -> Layer:
+    (memory,) = virtual_memories(1)
+    return make_layer(memory, "layer", CASE)
+
+
+def transposed(t: torch.Tensor) -> torch.Tensor:
+    """The same values, not contiguous."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+X, ROUTING, EXPERTS = "x routing experts".split()
+BAD_TENSORS = {
+    "x of another dtype": (X, None, lambda x: x.half(), "x of the fused experts: got torch.float16"),
+    "x not contiguous": (X, None, transposed, "x of the fused experts: .*, not contiguous"),
+    "x too narrow": (X, None, lambda x: x[:, :-1].contiguous(), r"x .*: got torch.float32 \[6, 15\]"),
+    "x of no device here": (
+        X,
+        None,
+        lambda x: x.to("meta"),
+        "input of the fused experts: got a tensor on meta",
+    ),
+    "fewer tokens": (X, None, lambda x: x[:-1], r"expert of .*expected torch.int64 \[5, 2\]"),
+    "expert int32": (ROUTING, "expert", lambda t: t.int(), "expert of the fused experts: got torch.int32"),
+    "slot of one choice": (ROUTING, "slot", lambda t: t[:, :1], "slot of the fused experts"),
+    "weight in half": (
+        ROUTING,
+        "weight",
+        lambda t: t.half(),
+        "weight of the fused experts: got torch.float16",
+    ),
+    "token of another C": (
+        ROUTING,
+        "token",
+        lambda t: t[:, :-1],
+        r"token of .*expected torch.int32 \[3, 5\]",
+    ),
+    "choice int64": (ROUTING, "choice", lambda t: t.long(), "choice of the fused experts: got torch.int64"),
+    "count of other experts": (ROUTING, "count", lambda t: t[:1], "count of the fused experts"),
+    "w1 transposed": (EXPERTS, "w1", transposed, "w1 of the fused experts: .*not contiguous"),
+    "w1 of one expert": (EXPERTS, "w1", lambda t: t[:1], "w1 of the fused experts"),
+    "w2 bfloat16": (EXPERTS, "w2", lambda t: t.bfloat16(), "w2 of the fused experts: got torch.bfloat16"),
+    "b1 too long": (EXPERTS, "b1", lambda t: torch.cat([t, t], 1), "b1 of the fused experts"),
+    "b2 missing": (EXPERTS, "b2", lambda _: None, "biases: got one of b1 and b2"),
+    "swiglu weights": (
+        EXPERTS,
+        "activation",
+        lambda _: "swiglu",
+        r"w1 of .*expected torch.float32 \[3, 16, 32\]",
+    ),
+    "no such activation": (
+        EXPERTS,
+        "activation",
+        lambda _: "relu",
+        "activation: got 'relu', expected one of gelu",
+    ),
+}
+BAD_ROUTING = {
+    "count above the capacity": (
+        "count",
+        lambda t: t.fill_(6),
+        r"count in the routing: got 6, expected 0 to 5",
+    ),
+    "count negative": ("count", lambda t: t.fill_(-1), "count in the routing: got -1"),
+    "expert that is none": ("expert", lambda t: t.fill_(3), "expert of a token that is not dropped .*got 3"),
+    "token that is none": (
+        "token",
+        lambda t: t.fill_(6),
+        "token of a slot in the routing: got 6, expected 0 to 5",
+    ),
+    "choice that is none": ("choice", lambda t: t.fill_(2), "choice of a slot in the routing: got 2"),
+    "slot negative": ("slot", lambda t: t.fill_(-1), "slot in the routing: got -1"),
+    "a slot beyond the count": (
+        "count",
+        lambda t: t.sub_(1),
+        r"routing: got \d+ choices in slots and \d+ slots taken, not",
+    ),
+    "tokens in other slots": (
+        "token",
+        lambda t: t[:, [1, 0, 2, 3, 4]].contiguous(),
+        r"routing: got (\d+) choices in slots and \1 slots",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD_TENSORS)
+def test_bad_tensors_are_refused_before_anything_is_sent(layer, what):
+    where, name, change, message = BAD_TENSORS[what]
+    if where == X:
+        layer.x = change(layer.x)
+    else:
+        given = getattr(layer, where)
+        setattr(layer, where, replace(given, **{name: change(getattr(given, name))}))
+    refused(layer, message)
+
+
+@pytest.mark.parametrize("what", BAD_ROUTING)
+def test_bad_routing_is_refused_on_a_cpu(layer, what):
+    name, change, message = BAD_ROUTING[what]
+    layer.routing = replace(layer.routing, **{name: change(getattr(layer.routing, name).clone())})
+    refused(layer, message)
+
+
+def refused(layer: Layer, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        layer.run_forward()
+    assert layer.forward._epoch.item() == 0
+    assert not layer.forward._open
+    assert layer.forward.rows.local.isnan().all()
+
+
+def test_another_tile_than_the_chunks_is_refused(layer):
+    layer.config = replace(CONFIG, gemm=GemmConfig(32, 32, 16, 1, 1))
+    refused(layer, r"config.gemm.block_m: got 32, expected 16 \(rows per signal of layer.forward\)")
+
+
+@pytest.mark.parametrize("changes", [{"put_rows": 3}, {"reduce_block": 0}, {"comm_programs": 2}])
+def test_bad_configurations_are_refused(changes):
+    with pytest.raises(UserError, match=r"powers of 2|comm_programs: got 2, expected 1 to 1"):
+        replace(CONFIG, **changes)
+
+
+@pytest.mark.parametrize("banks", [0, 1])
+def test_one_bank_is_too_few(banks):
+    with pytest.raises(UserError, match="banks"):
+        make_exchange(virtual_memories(1)[0], "layer", CASE, banks=banks)
+
+
+def dense(kind: str, a: tuple, b: tuple, c: tuple, dtype: torch.dtype = torch.float32) -> DenseGemm:
+    return DenseGemm(kind, *(torch.zeros(shape, dtype=dtype) for shape in (a, b, c)))
+
+
+BAD_DENSE = {
+    "no such kind": (dense("tt", (2, 3), (3, 4), (2, 4)), "independent GEMM 1: got kind 'tt'"),
+    "another dtype": (
+        dense("nn", (2, 3), (3, 4), (2, 4), torch.float16),
+        "a of independent GEMM 1: got torch.f",
+    ),
+    "b does not fit": (
+        dense("nt", (2, 3), (3, 4), (2, 4)),
+        r"b of independent GEMM 1: .*expected .*\[3, 3\]",
+    ),
+    "c does not fit": (
+        dense("tn", (2, 3), (2, 4), (2, 4)),
+        r"c of independent GEMM 1: .*expected .*\[3, 4\]",
+    ),
+    "three dimensions": (dense("nn", (1, 2, 3), (3, 4), (2, 4)), r"independent GEMM 1: got a \[1, 2, 3\]"),
+}
+
+
+@pytest.mark.parametrize("what", BAD_DENSE)
+def test_bad_independent_gemms_are_refused(layer, what):
+    problem, message = BAD_DENSE[what]
+    layer.dense = [dense("nn", (2, 3), (3, 4), (2, 4)), problem]
+    refused(layer, message)
+
+
+def test_exchanges_that_differ_are_refused(layer):
+    (memory,) = virtual_memories(1)
+    layer.forward = make_exchange(memory, "other", CASE)
+    _, saved = layer.run_forward()
+    backward = Exchange(
+        memory, "wider", local_experts=3, capacity=5, width=16, dtype=torch.float32, chunk_rows=32
+    )
+    with pytest.raises(
+        UserError, match=r"config\.gemm\.block_m|chunk_rows of wider, the exchange of the backward"
+    ):
+        moe_backward(
+            layer.forward, saved, backward, layer.dy, layer.routing, layer.experts,
+            replace(CONFIG, gemm=GemmConfig(32, 32, 16, 1, 1)),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_count_above_the_capacity_writes_nothing_outside(layer, monkeypatch, split):
+    """On a GPU nobody looks at the values of a routing: a count above C counts as C."""
+    layer.config = replace(CONFIG, split=split)
+    routing, used = layer.routing, layer.routing.count
+    routing = make_routing(routing.expert, routing.slot, routing.weight, used, CASE.capacity)
+    full = (used == CASE.capacity).nonzero().view(-1)
+    assert len(full), "the case should fill an expert"
+    layer.routing = routing
+    with poisoned_buffers():
+        expected = layer.run()
+    routing.count[full] = CASE.capacity + 40
+    monkeypatch.setattr(overlap, "check_routing", lambda routing: None)
+    with poisoned_buffers():
+        answer = layer.run()
+    check_same(answer, expected, "count above the capacity")
+    arrived = (layer.forward.arrived.local & 0xFFFFFFFF).flatten(0, 2)[:, 0]
+    assert arrived.max() == CASE.capacity
+
+
+def test_nothing_beyond_the_counts_reaches_an_answer(layer):
+    """Saved values of no row, rows and results of no token: what they hold is never looked at."""
+    with poisoned_buffers():
+        expected = layer.run()
+    for exchange in (layer.forward, layer.backward):
+        exchange.rows.local.fill_(float("inf"))
+        exchange.results.local.fill_(-7e30)
+    real = torch.arange(CASE.capacity) < layer.routing.count[:, None]
+    out, saved = layer.run_forward()
+    for values in (saved.hidden, saved.pre):
+        values[0][~real] = 3e33
+    made = layer.run_backward(saved)
+    for name in ("dx", "dw1", "dw2", "db1", "db2"):
+        assert same_bits(getattr(made, name), getattr(expected, name)), name
+    assert same_bits(out, expected.out)
+
+
+def test_table_of_independent_gemms():
+    problems = [dense("tn", (16, 8), (16, 4), (8, 4)), dense("nn", (2, 3), (3, 5), (2, 5))]
+    table = dense_table(problems, torch.device("cpu")).tolist()
+    pointers = [[t.data_ptr() for t in (p.a, p.b, p.c)] for p in problems]
+    assert [row[:7] for row in table] == [[2, *pointers[0], 8, 4, 16], [0, *pointers[1], 2, 5, 3]]
+
+
+def test_rows_are_scaled_before_puts_that_cannot(layer):
+    """What NVSHMEM copies as it is are the rows that the other puts make: the same product, rounded once."""
+    layer.run()
+    scale = layer.routing.weight_of_slot()
+    made = scaled_rows(layer.dy, layer.routing, scale)
+    rows = made["source"][made["token"].long()]
+    for e in range(CASE.experts):
+        n = int(layer.routing.count[e])
+        assert same_bits(rows[e, :n], layer.backward.rows.local[1, 0, e, :n])
+    empty = replace(
+        layer.routing,
+        expert=layer.routing.expert[:0],
+        weight=layer.routing.weight[:0],
+        count=torch.zeros(3).long(),
+    )
+    assert scaled_rows(layer.dy[:0], empty, empty.weight_of_slot())["source"].shape == (15, 16)
+
+
+def test_tma_falls_back_where_an_operand_is_not_aligned(layer):
+    given = layer.forward, None, layer.routing, layer.experts, CONFIG, []
+    launch = overlap._Launch(*given, backward=False)
+    buffer = torch.zeros(64)
+    assert launch._fit_tma([buffer, buffer[4:]])
+    assert not launch._fit_tma([buffer, buffer[1:]])
+    launch.dense = [dense("nn", (2, 3), (3, 4), (2, 4))]
+    assert not launch._fit_tma([])
