@@ -48,8 +48,8 @@ from lancet_kernels.tune_tasks import Task
 
 # The model is trusted to tell twice the time from once, not 5 % from 10 %.
 PRUNE_ABOVE = 1.5
-# A modelled winner replaces the default only if the model sees this much less time.
-MODELLED_GAIN = 0.05
+# So a modelled winner replaces the default only if the model sees this much less time.
+MODELLED_GAIN = 0.25
 
 
 @dataclass(frozen=True)

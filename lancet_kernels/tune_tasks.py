@@ -32,6 +32,9 @@ from lancet_kernels.kernels.tuning import KINDS, Shape, key_of
 from lancet_kernels.workloads import Workload
 
 
+LANES_OF_AN_SM = 128
+
+
 @dataclass(frozen=True)
 class Task:
     """One kernel at one shape.
@@ -198,15 +201,14 @@ def _routing_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
 
 
 def _routing_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
-    """K passes over a tile of keys, and a table of counts that grows as blocks shrink (read twice)."""
+    """K passes over a tile of keys, a table of counts that grows as blocks shrink, and comparisons of pairs."""
     w = task.workload
-    keys = config.block_tokens * lanes(w.experts)
-    table = 8 * w.experts / (w.tokens and config.block_tokens)
+    table = 8 * w.experts / config.block_tokens
     block, sizes = (config.block_tokens, lanes(w.experts)), (w.tokens, lanes(w.experts))
     choosing = rows_ms(block, config.num_warps, sizes, 4, hardware, (1 + 2 * w.choices,), table, facts)
-    # Pairs of choices of a block are compared to find slots: their number is that of a tile of keys.
-    pairs = (config.block_tokens * w.choices) ** 2
-    return choosing * max(1.0, pairs / max(keys, 64 * 32 * config.num_warps))
+    # To find slots, all pairs of choices of a block are compared.
+    pairs = w.tokens / config.block_tokens * (config.block_tokens * w.choices) ** 2
+    return choosing + pairs / (hardware.sms * LANES_OF_AN_SM * hardware.clock_ghz) * 1e-6
 
 
 def _routing_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
