@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from lancet_kernels.graph.communication import CommunicationModel
-from lancet_kernels.graph.from_fx import is_collective, is_instruction, op_name
+from lancet_kernels.graph.from_fx import is_collective, is_instruction
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
 from lancet_kernels.ops.groups import group_of, group_size
@@ -45,10 +45,10 @@ class NodeTimes:
 def measure_nodes(
     module: fx.GraphModule, inputs: Sequence[object], group: str, repeats: int = 3
 ) -> dict[str, NodeTimes]:
-    """Medians of every instruction node, by name; the first run is left out.
+    """Times of every instruction node, by name: medians over runs (without the first), means over ranks.
 
     On CPU ranks the time is CPU time of the computing thread: what else the machine does, and waiting for
-    other ranks, is not in it. A collective in the middle of computation counts until its last rank is done.
+    other ranks, is not in it. A collective in the middle of computation counts from when all have come.
     An emulated link is not paced meanwhile.
 
     Args: inputs: one per placeholder of the graph.
@@ -65,18 +65,14 @@ def measure_nodes(
     finally:
         link.gbps = gbps
         link.read()
-    # [instruction, (CPU, wall, bytes)]
-    median = torch.tensor(runs[1:], dtype=torch.float64).median(0).values
-    mean, least, most = (_over_ranks(median, group, how) for how in ("sum", "min", "max"))
+    # [run, instruction, (CPU, wall, bytes)]
+    measured = torch.tensor(runs[1:], dtype=torch.float64)
+    mean = _over_ranks(measured.median(0).values, group, "sum")
+    least, most = _over_ranks(measured.amin(0), group, "min"), _over_ranks(measured.amax(0), group, "max")
     found = {}
     for i, node in enumerate(node for node in module.graph.nodes if is_instruction(node)):
-        if _waits_for_ranks(node):
-            milliseconds = float(least[i, 1])
-        elif op_name(node).startswith("lancet."):
-            # Ranks have different numbers of rows; the others wait for the one that has most.
-            milliseconds = float(most[i, 0])
-        else:
-            milliseconds = float(mean[i, 0])
+        # Of what waits for other ranks, the time of the last one that came, on a good day.
+        milliseconds = float(least[i, 1]) if _waits_for_ranks(node) else float(mean[i, 0])
         found[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
     return found
 

@@ -76,7 +76,7 @@ class Iteration(NamedTuple):
     all_to_all_ms: float
     cpu_ms: float
     """CPU time of the computing thread: what an iteration takes where nothing is waited for."""
-    bytes_sent: int
+    bytes_on_wire: int
 
 
 def iteration(module: nn.Module, inputs: Sequence[object]) -> Iteration:
@@ -90,7 +90,7 @@ def iteration(module: nn.Module, inputs: Sequence[object]) -> Iteration:
     (outputs if isinstance(outputs, torch.Tensor) else outputs[0]).backward()
     elapsed_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.thread_time() - cpu) * 1e3
     traffic = link.read()
-    return Iteration(elapsed_ms, traffic.exposed_ms, traffic.all_to_all_ms, cpu_ms, traffic.bytes_sent)
+    return Iteration(elapsed_ms, traffic.exposed_ms, traffic.all_to_all_ms, cpu_ms, traffic.bytes_on_wire)
 
 
 def slow_link(step: nn.Module, inputs: Sequence[object], share: float = 0.4, rounds: int = 5) -> float:
@@ -101,7 +101,7 @@ def slow_link(step: nn.Module, inputs: Sequence[object], share: float = 0.4, rou
     emulate_link(None)
     taken = [iteration(step, inputs) for _ in range(rounds + 1)][1:]
     # CPU time: what else the machine does is no computation of ours that a link could take a share of.
-    compute_ms, size = _mean_over_ranks([statistics.median(t.cpu_ms for t in taken), taken[-1].bytes_sent])
+    compute_ms, size = _mean_over_ranks([statistics.median(t.cpu_ms for t in taken), taken[-1].bytes_on_wire])
     target_ms = compute_ms * share / (1 - share)
     gbps = size * 8 / (target_ms * 1e-3) / 1e9
     emulate_link(gbps)

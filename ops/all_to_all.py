@@ -20,7 +20,7 @@ from torch import Tensor
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.ops.groups import group_of
 from lancet_kernels.ops.link import Transfer, link
-from lancet_kernels.ops.rows import compact, expand, real_rows_by_rank
+from lancet_kernels.ops.rows import pack, unpack
 
 _HEADER = 4
 # Messages come in multiples of this: ranks with different numbers of experts must still understand each
@@ -82,8 +82,8 @@ class PendingAllToAll:
     work: dist.Work | None
     transfer: Transfer | None
     received_RD: Tensor
-    row_R: Tensor
-    shape_WLC: tuple[int, int, int]
+    count_WL: Tensor
+    capacity: int
     group: dist.ProcessGroup | None
 
     def wait(self) -> Tensor:
@@ -91,7 +91,7 @@ class PendingAllToAll:
         if self.work is not None:
             with _named_failure("all_to_all", self.group):
                 self.transfer.finish(self.work)
-        return expand(self.received_RD, self.row_R, self.shape_WLC)
+        return unpack(self.received_RD, self.count_WL, self.capacity)
 
 
 def start_all_to_all(
@@ -102,28 +102,26 @@ def start_all_to_all(
     Args: send_count_WL, receive_count_WL: int64, rows of each (rank, expert) that leave and that come.
     """
     capacity = buffer_WLCD.shape[2]
-    sent_RD = compact(buffer_WLCD, real_rows_by_rank(send_count_WL, capacity))
-    row_R = real_rows_by_rank(receive_count_WL, capacity)
-    shape = tuple(buffer_WLCD.shape[:3])
+    sent_RD = pack(buffer_WLCD, send_count_WL)
     if not group:
-        return PendingAllToAll(None, None, sent_RD, row_R, shape, None)
+        return PendingAllToAll(None, None, sent_RD, receive_count_WL, capacity, None)
     process_group = group_of(group)
     rank = process_group.rank()
     send_rows, receive_rows = send_count_WL.sum(1).tolist(), receive_count_WL.sum(1).tolist()
     received_RD = sent_RD.new_empty(sum(receive_rows), sent_RD.shape[1])
     row_bytes = sent_RD.shape[1] * sent_RD.element_size()
-    transfer = link.start(
-        process_group,
-        sent=(sum(send_rows) - send_rows[rank]) * row_bytes,
-        received=(sum(receive_rows) - receive_rows[rank]) * row_bytes,
-        cuda=sent_RD.is_cuda,
-    )
     with _named_failure("all_to_all", process_group):
+        transfer = link.start(
+            process_group,
+            sent=(sum(send_rows) - send_rows[rank]) * row_bytes,
+            received=(sum(receive_rows) - receive_rows[rank]) * row_bytes,
+            cuda=sent_RD.is_cuda,
+        )
         work = dist.all_to_all_single(
             received_RD, sent_RD, receive_rows, send_rows, group=process_group, async_op=True
         )
     transfer.watch(work)
-    return PendingAllToAll(work, transfer, received_RD, row_R, shape, process_group)
+    return PendingAllToAll(work, transfer, received_RD, receive_count_WL, capacity, process_group)
 
 
 @torch.library.custom_op("lancet::all_to_all", mutates_args=())

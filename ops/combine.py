@@ -48,8 +48,11 @@ def combine(buffer_WLCD: Tensor, expert_TK: Tensor, slot_TK: Tensor, weight_TK: 
     """
     rows_TKD = _kept_rows(buffer_WLCD, expert_TK, slot_TK)
     if weight_TK is not None:
-        rows_TKD = rows_TKD * weight_TK[..., None]
-    return rows_TKD.sum(1).to(buffer_WLCD.dtype)
+        # The rows are a copy of ours: no need for another one, unless the weights are wider.
+        wide = torch.promote_types(rows_TKD.dtype, weight_TK.dtype) != rows_TKD.dtype
+        rows_TKD = rows_TKD * weight_TK[..., None] if wide else rows_TKD.mul_(weight_TK[..., None])
+    rows_TD = rows_TKD.sum(1) if expert_TK.shape[1] != 1 else rows_TKD.squeeze(1)
+    return rows_TD.to(buffer_WLCD.dtype)
 
 
 @combine.register_fake

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.rows import compact, expand, real_rows_by_expert
+from lancet_kernels.ops.rows import blocks, clear_padding, compact, expand, real_rows_by_expert
 
 ACTIVATIONS = ("gelu", "silu", "swiglu")
 
@@ -36,6 +36,17 @@ def activate(h: Tensor, kind: str) -> Tensor:
         return torch.nn.functional.silu(h)
     gate, up = h.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
+
+
+def _activate_into(a: Tensor, h: Tensor, kind: str) -> None:
+    """`activate` into memory that is there."""
+    if kind == "gelu":
+        torch.ops.aten.gelu.out(h, out=a)
+    elif kind == "silu":
+        torch.ops.aten.silu.out(h, out=a)
+    else:
+        gate, up = h.chunk(2, -1)
+        torch.mul(torch.nn.functional.silu(gate), up, out=a)
 
 
 def _activate_backward(da: Tensor, h: Tensor, kind: str) -> Tensor:
@@ -70,6 +81,13 @@ def naive_expert_activation(h_WLCF: Tensor, count_WL: Tensor, kind: str) -> Tens
 @torch.library.custom_op("lancet::expert_activation", mutates_args=())
 def expert_activation(h_WLCF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> [W, L, C, F]: the activation of the real rows. kind: one of ACTIVATIONS."""
+    if h_WLCF.device.type == "cpu":
+        found = blocks(count_WL)
+        width = h_WLCF.shape[3] // 2 if kind == "swiglu" else h_WLCF.shape[3]
+        a_WLCF = h_WLCF.new_empty(*h_WLCF.shape[:3], width)
+        for w, e, n in found:
+            _activate_into(a_WLCF[w, e, :n], h_WLCF[w, e, :n], kind)
+        return clear_padding(a_WLCF, found)
     row_R = real_rows_by_expert(count_WL, h_WLCF.shape[2])
     return expand(activate(compact(h_WLCF, row_R), kind), row_R, h_WLCF.shape[:3])
 
@@ -83,8 +101,18 @@ def _(h_WLCF, count_WL, kind):
 @torch.library.custom_op("lancet::expert_activation_backward", mutates_args=())
 def expert_activation_backward(da_WLCF: Tensor, h_WLCF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> gradient of h, shaped like h; computed in at least float32, rounded once."""
-    row_R = real_rows_by_expert(count_WL, h_WLCF.shape[2])
     dtype = torch.promote_types(h_WLCF.dtype, torch.float32)
+    if h_WLCF.device.type == "cpu" and dtype == h_WLCF.dtype:
+        found = blocks(count_WL)
+        dh_WLCF = torch.empty_like(h_WLCF, memory_format=torch.contiguous_format)
+        for w, e, n in found:
+            da_NF, h_NF, dh_NF = da_WLCF[w, e, :n], h_WLCF[w, e, :n], dh_WLCF[w, e, :n]
+            if kind == "gelu":
+                torch.ops.aten.gelu_backward.grad_input(da_NF, h_NF, grad_input=dh_NF)
+            else:
+                dh_NF.copy_(_activate_backward(da_NF, h_NF, kind))
+        return clear_padding(dh_WLCF, found)
+    row_R = real_rows_by_expert(count_WL, h_WLCF.shape[2])
     dh_RF = _activate_backward(compact(da_WLCF, row_R).to(dtype), compact(h_WLCF, row_R).to(dtype), kind)
     return expand(dh_RF.to(h_WLCF.dtype), row_R, h_WLCF.shape[:3])
 

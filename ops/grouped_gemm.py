@@ -14,7 +14,7 @@ while torch's way below has to bring them to the host first.
 import torch
 from torch import Tensor
 
-from lancet_kernels.ops.rows import compact, expand, real_rows_by_expert
+from lancet_kernels.ops.rows import Block, blocks, clear_padding, compact, expand, real_rows_by_expert
 
 
 def naive_grouped_gemm(
@@ -125,6 +125,48 @@ def _masked_column_sums(dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
     return torch.where(real_WLC1, dy_WLCB, 0).sum((0, 2), dtype=torch.float32).to(dy_WLCB.dtype)
 
 
+_LEAST_ROWS = 16
+"""Blocks with fewer rows on average are put together for one larger product."""
+
+
+def _blocks_in_place(x_WLCA: Tensor, other: Tensor, count_WL: Tensor) -> list[Block] | None:
+    """The blocks, if it is best to multiply them where they lie; else None."""
+    if x_WLCA.device.type != "cpu" or _has_fast_path(x_WLCA, other):
+        return None
+    found = blocks(count_WL)
+    taken = [n for _, _, n in found if n]
+    return found if sum(taken) >= _LEAST_ROWS * len(taken) else None
+
+
+def _blocks_times_weights(
+    x_WLCA: Tensor, weight_LAB: Tensor, of: list[Block], bias_LB: Tensor | None
+) -> Tensor:
+    """-> [W, L, C, B], zero where rows are not real."""
+    y_WLCB = x_WLCA.new_empty(*x_WLCA.shape[:3], weight_LAB.shape[2])
+    for w, e, n in of:
+        if n and bias_LB is None:
+            torch.mm(x_WLCA[w, e, :n], weight_LAB[e], out=y_WLCB[w, e, :n])
+        elif n:
+            torch.addmm(bias_LB[e], x_WLCA[w, e, :n], weight_LAB[e], out=y_WLCB[w, e, :n])
+    return clear_padding(y_WLCB, of)
+
+
+def _blocks_times_blocks(x_WLCA: Tensor, dy_WLCB: Tensor, of: list[Block]) -> Tensor:
+    """-> [L, A, B], zero for an expert without rows."""
+    dw_LAB = x_WLCA.new_empty(x_WLCA.shape[1], x_WLCA.shape[3], dy_WLCB.shape[3])
+    begun = [False] * dw_LAB.shape[0]
+    for w, e, n in of:
+        if n and begun[e]:
+            dw_LAB[e].addmm_(x_WLCA[w, e, :n].T, dy_WLCB[w, e, :n])
+        elif n:
+            torch.mm(x_WLCA[w, e, :n].T, dy_WLCB[w, e, :n], out=dw_LAB[e])
+            begun[e] = True
+    for e, has_rows in enumerate(begun):
+        if not has_rows:
+            dw_LAB[e].zero_()
+    return dw_LAB
+
+
 @torch.library.custom_op("lancet::grouped_gemm", mutates_args=())
 def grouped_gemm(x_WLCA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None) -> Tensor:
     """y[w, l, c] = x[w, l, c] @ weight[l] (+ bias[l]) for c < counts[w, l]. -> [W, L, C, B].
@@ -133,6 +175,10 @@ def grouped_gemm(x_WLCA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: 
     """
     if _runs_in_kernels(x_WLCA):
         return _forward_in_kernel(x_WLCA, count_WL, weight_LAB, bias_LB)
+
+    in_place = _blocks_in_place(x_WLCA, weight_LAB, count_WL)
+    if in_place is not None:
+        return _blocks_times_weights(x_WLCA, weight_LAB, in_place, bias_LB)
     row_R = real_rows_by_expert(count_WL, x_WLCA.shape[2])
     y_RB = _rows_times_weights(compact(x_WLCA, row_R), weight_LAB, count_WL)
     if bias_LB is not None:
@@ -150,6 +196,10 @@ def grouped_gemm_dx(dy_WLCB: Tensor, count_WL: Tensor, weight_LAB: Tensor) -> Te
     """dx[w, l, c] = dy[w, l, c] @ weight[l]^T on the real rows. -> [W, L, C, A]."""
     if _runs_in_kernels(dy_WLCB):
         return _dx_in_kernel(dy_WLCB, count_WL, weight_LAB)
+
+    in_place = _blocks_in_place(dy_WLCB, weight_LAB, count_WL)
+    if in_place is not None:
+        return _blocks_times_weights(dy_WLCB, weight_LAB.transpose(1, 2), in_place, None)
     row_R = real_rows_by_expert(count_WL, dy_WLCB.shape[2])
     dx_RA = _rows_times_weights(compact(dy_WLCB, row_R), weight_LAB.transpose(1, 2), count_WL)
     return expand(dx_RA, row_R, dy_WLCB.shape[:3])
@@ -165,6 +215,10 @@ def grouped_gemm_dw(x_WLCA: Tensor, dy_WLCB: Tensor, count_WL: Tensor) -> Tensor
     """dw[l] = sum over the real rows of x^T dy. -> [L, A, B], zero for an expert that got no row."""
     if _runs_in_kernels(x_WLCA):
         return _dw_in_kernel(x_WLCA, dy_WLCB, count_WL)
+
+    in_place = _blocks_in_place(x_WLCA, dy_WLCB, count_WL)
+    if in_place is not None:
+        return _blocks_times_blocks(x_WLCA, dy_WLCB, in_place)
     row_R = real_rows_by_expert(count_WL, x_WLCA.shape[2])
     return _rows_times_rows(compact(x_WLCA, row_R), compact(dy_WLCB, row_R), count_WL)
 

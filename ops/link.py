@@ -12,6 +12,9 @@ one monotonic clock).
 
 from __future__ import annotations
 
+import itertools
+import os
+import tempfile
 import time
 from dataclasses import dataclass
 
@@ -44,6 +47,7 @@ class Link:
         self._traffic = Traffic()
         self._free_at = 0.0
         self._last_end = 0.0
+        self._boards = _Boards()
         self._cuda_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.log: list[tuple[float, float]] | None = None
         """If a list: start and end of every all-to-all, in seconds on the monotonic clock (CPU ranks)."""
@@ -76,12 +80,49 @@ class Link:
             self.log.append((begin, self._last_end))
 
 
+class _Boards:
+    """Where the ranks of a group write when they entered each all-to-all: memory that they share.
+
+    A collective for it would cost computation as much as a small all-to-all.
+    """
+
+    _ROWS = 4096
+    """More than can be under way at a time."""
+
+    def __init__(self) -> None:
+        self._boards: dict[str, tuple[torch.Tensor, itertools.count]] = {}
+
+    def row(self, group: dist.ProcessGroup) -> torch.Tensor:
+        """[ranks] float64 for the next all-to-all of the group. The first call is collective."""
+        if group.group_name not in self._boards:
+            self._boards[group.group_name] = self._make(group), itertools.count()
+        board, counter = self._boards[group.group_name]
+        return board[next(counter) % self._ROWS]
+
+    def _make(self, group: dist.ProcessGroup) -> torch.Tensor:
+        size = self._ROWS * group.size()
+        path = [""]
+        if group.rank() == 0:
+            folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+            handle, path[0] = tempfile.mkstemp(prefix="lancet-link-", dir=folder)
+            os.truncate(handle, 8 * size)
+            os.close(handle)
+        try:
+            dist.broadcast_object_list(path, src=dist.get_global_rank(group, 0), group=group)
+            board = torch.from_file(path[0], shared=True, size=size, dtype=torch.float64)
+            dist.barrier(group)
+        finally:
+            if group.rank() == 0:
+                os.unlink(path[0])
+        return board.view(self._ROWS, group.size())
+
+
 class Transfer:
     """One all-to-all on the link, from its start until `finish`."""
 
     def __init__(self, link: Link, group: dist.ProcessGroup, size: int, cuda: bool) -> None:
         self._link, self._size = link, size
-        self._starts = None
+        self._starts: torch.Tensor | None = None
         self._event = None
         self._done: list[float] = []
         if cuda:
@@ -89,9 +130,8 @@ class Transfer:
             self._event.record()
         self.started = time.monotonic()
         if link.gbps is not None:
-            own = torch.tensor([self.started], dtype=torch.float64)
-            self._starts = [torch.zeros_like(own) for _ in range(group.size())]
-            self._starts_work = dist.all_gather(self._starts, own, group=group, async_op=True)
+            self._starts = link._boards.row(group)
+            self._starts[group.rank()] = time.monotonic()
 
     def watch(self, work: dist.Work) -> None:
         """Take note of when the transfer is really done: whoever waits for it may come much later."""
@@ -118,9 +158,11 @@ class Transfer:
             link._account(self.started, done, 0.0)
 
     def _wait_for_wire(self) -> float:
-        """Until a wire would have carried the bytes. -> when that was."""
-        self._starts_work.wait()
-        begin = max(*map(float, self._starts), self._link._free_at)
+        """Until a wire would have carried the bytes. -> when that was.
+
+        What was really sent has arrived: so every rank has entered, and has said when.
+        """
+        begin = max(*self._starts.tolist(), self._link._free_at)
         self._link._free_at = begin + self._size * 8 / (self._link.gbps * 1e9)
         remaining = self._link._free_at - time.monotonic()
         if remaining > 0:
@@ -141,3 +183,4 @@ def emulate_link(gbps: float | None) -> None:
         raise UserError("link bandwidth", got=gbps, expected="Gbit/s > 0", do="leave it out for no emulation")
     link.gbps = gbps
     link._free_at = 0.0
+    link._boards = _Boards()

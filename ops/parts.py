@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.gates.slots import slots_in_token_order
-from lancet_kernels.ops.rows import compact, expand, real_rows_by_rank
+from lancet_kernels.ops.rows import blocks, compact, expand, real_rows_by_rank
 
 
 @torch.library.custom_op("lancet::local_slots", mutates_args=())
@@ -51,6 +51,8 @@ def merge_parts(buffers: list[Tensor], counts: list[Tensor], capacity: int) -> T
     Args: buffers: P of [W, L, c, D]; counts: P of [W, L], the real rows of each.
     """
     ranks, local_experts = counts[0].shape
+    if buffers[0].device.type == "cpu":
+        return _merge_blocks(buffers, counts, capacity)
     rows, places = [], []
     before_WL1 = torch.zeros(ranks, local_experts, 1, dtype=torch.int64, device=buffers[0].device)
     base_WL1 = torch.arange(ranks * local_experts, device=before_WL1.device).view(ranks, local_experts, 1)
@@ -63,6 +65,22 @@ def merge_parts(buffers: list[Tensor], counts: list[Tensor], capacity: int) -> T
         places.append(place_WLc.view(-1)[row_R])
         before_WL1 = before_WL1 + count_WL[..., None]
     return expand(torch.cat(rows), torch.cat(places), (ranks, local_experts, capacity))
+
+
+def _merge_blocks(buffers: list[Tensor], counts: list[Tensor], capacity: int) -> Tensor:
+    """The same block by block."""
+    ranks, local_experts = counts[0].shape
+    merged_WLCD = buffers[0].new_empty(ranks, local_experts, capacity, buffers[0].shape[3])
+    filled = [[0] * local_experts for _ in range(ranks)]
+    for buffer_WLcD, count_WL in zip(buffers, counts, strict=True):
+        for w, e, n in blocks(count_WL):
+            begin = filled[w][e]
+            merged_WLCD[w, e, begin : begin + n] = buffer_WLcD[w, e, :n]
+            filled[w][e] += n
+    for w in range(ranks):
+        for e in range(local_experts):
+            merged_WLCD[w, e, filled[w][e] :].zero_()
+    return merged_WLCD
 
 
 @merge_parts.register_fake

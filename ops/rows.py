@@ -3,7 +3,12 @@
     W  ranks      L  experts on each      C  capacity      R  real rows
 
 Compact form: the real rows alone, [R, D], in the order that the reader wants.
+
+On the CPU the real rows of each (w, l) are one block of memory (`blocks`), which ops work on where it lies:
+copying rows to and fro costs as much as a small matrix product.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -42,3 +47,45 @@ def expand(rows_RD: Tensor, row_R: Tensor, shape_WLC: tuple[int, int, int]) -> T
     buffer = rows_RD.new_zeros(shape_WLC[0] * shape_WLC[1] * shape_WLC[2], width)
     buffer.index_copy_(0, row_R, rows_RD)
     return buffer.view(*shape_WLC, width)
+
+
+Block = tuple[int, int, int]
+"""(rank, local expert, how many rows are real)"""
+
+
+def blocks(count_WL: Tensor) -> list[Block]:
+    """All of them, by rank, then expert: the order on the wire."""
+    return [(w, e, n) for w, row in enumerate(count_WL.tolist()) for e, n in enumerate(row)]
+
+
+def clear_padding(buffer_WLCD: Tensor, of: list[Block]) -> Tensor:
+    """The buffer itself, zero where rows are not real."""
+    for w, e, n in of:
+        buffer_WLCD[w, e, n:].zero_()
+    return buffer_WLCD
+
+
+def pack(buffer_WLCD: Tensor, count_WL: Tensor) -> Tensor:
+    """-> [R, D], the real rows in the order on the wire."""
+    if buffer_WLCD.device.type != "cpu":
+        return compact(buffer_WLCD, real_rows_by_rank(count_WL, buffer_WLCD.shape[2]))
+    return torch.cat([buffer_WLCD[w, e, :n] for w, e, n in blocks(count_WL)])
+
+
+def unpack(rows_RD: Tensor, count_WL: Tensor, capacity: int) -> Tensor:
+    """-> [W, L, C, D]: what `pack` made, back in its places; zero elsewhere."""
+    shape_WLC = (*count_WL.shape, capacity)
+    if rows_RD.device.type != "cpu":
+        return expand(rows_RD, real_rows_by_rank(count_WL, capacity), shape_WLC)
+    buffer_WLCD = rows_RD.new_empty(*shape_WLC, rows_RD.shape[1])
+    found = blocks(count_WL)
+    for (w, e, n), rows_ND in zip(found, _pieces(rows_RD, found), strict=True):
+        buffer_WLCD[w, e, :n] = rows_ND
+    return clear_padding(buffer_WLCD, found)
+
+
+def _pieces(rows_RD: Tensor, of: list[Block]) -> Iterator[Tensor]:
+    begin = 0
+    for _, _, n in of:
+        yield rows_RD[begin : begin + n]
+        begin += n

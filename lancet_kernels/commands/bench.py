@@ -8,8 +8,9 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,7 +19,7 @@ from lancet_kernels.atomic import json_text, write_json_atomically
 from lancet_kernels.data import load_corpus, training_batch
 from lancet_kernels.errors import UserError
 from lancet_kernels.launch import Rank, launch, start_ranks, under_launcher
-from lancet_kernels.models import MODELS, GPT2MoE
+from lancet_kernels.models import MODELS, GPT2MoE, ModelConfig
 from lancet_kernels.ops.link import emulate_link
 from lancet_kernels.options import (
     add_options,
@@ -34,12 +35,17 @@ from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.step import TrainingStep
 from lancet_kernels.train import TrainOptions, build_config, check_options
 
+if TYPE_CHECKING:
+    from lancet_kernels.optimization import OptimizedModule
+
+BENCH_MODEL = "gpt2-bench-moe"
+
 
 @dataclass(frozen=True)
 class OverlapOptions(PlanningFlags):
     """What to measure. The fields are the options of `lancet bench overlap`."""
 
-    model: str = option("gpt2-bench-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
+    model: str = option(BENCH_MODEL, f"one of {', '.join(MODELS)}", metavar="NAME")
     gate: str = option("switch", "as in lancet train", metavar="GATE")
     ranks: int = option(2, "processes on this machine", parse=positive_int)
     batch: int = option(8, "sequences per rank", parse=positive_int)
@@ -49,8 +55,8 @@ class OverlapOptions(PlanningFlags):
         "emulated: all-to-alls are paced; netns: a real wire between network namespaces (root, 2 ranks)",
         choices=("emulated", "netns"),
     )
-    rounds: int = option(20, "measured iterations of every strategy, in turn", parse=positive_int)
-    warmup: int = option(3, "iterations of every strategy that are left out", parse=non_negative_int)
+    rounds: int = option(12, "measured iterations of every strategy, in turn", parse=positive_int)
+    warmup: int = option(2, "iterations of every strategy that are left out", parse=non_negative_int)
     share: float = option(
         0.4, "of the blocking iteration that all-to-all shall take; sets the link", parse=positive_float
     )
@@ -146,7 +152,9 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
     _say(rank, f"measuring {options.rounds} rounds of {len(optimized)} strategies")
     measured = overlap.measure(optimized, inputs, options.rounds, options.warmup)
     found = (
-        overlap.report(measured, "lancet", options.link) | {"link_gbps": gbps} | _conditions(options, rank)
+        overlap.report(measured, "lancet", options.link)
+        | {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in optimized.items()}}
+        | _conditions(options, rank, step.model.config)
     )
     if arguments.timeline:
         overlap.save_timeline(optimized["lancet"], inputs, arguments.timeline, rank.rank == 0)
@@ -160,8 +168,8 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
 def _step(options: OverlapOptions, rank: Rank) -> tuple[TrainingStep, tuple[torch.Tensor, torch.Tensor]]:
     """The training step and one batch of this rank."""
     corpus = load_corpus()
-    # Bytes as tokens, but a head of the model's own size.
-    vocab = max(corpus.vocab_size, MODELS[options.model].vocab)
+    # Bytes as tokens; the model that is made for this has a head of its own size.
+    vocab = MODELS[BENCH_MODEL].vocab if options.model == BENCH_MODEL else corpus.vocab_size
     config = build_config(options.for_training(), rank.world, vocab)
     torch.manual_seed(options.seed)
     step = TrainingStep(GPT2MoE(config), rank.world)
@@ -177,13 +185,24 @@ def _step(options: OverlapOptions, rank: Rank) -> tuple[TrainingStep, tuple[torc
     return step, inputs
 
 
-def _conditions(options: OverlapOptions, rank: Rank) -> dict[str, object]:
+def _plan(module: OptimizedModule) -> dict[str, object]:
+    """What was decided, in short."""
+    plan = module.plan
+    ranges = [{"first": r.first, "last": r.last, "parts": r.parts} for r in plan.ranges]
+    return {"method": plan.method, "ranges": ranges}
+
+
+def _conditions(options: OverlapOptions, rank: Rank, config: ModelConfig) -> dict[str, object]:
+    sizes = {key: value for key, value in asdict(config).items() if key not in ("name", "gate", "sequence")}
     return {
         "model": options.model,
+        "sizes": sizes | {"sequence": options.sequence or config.sequence},
         "gate": options.gate,
         "ranks": rank.world,
         "batch": options.batch,
         "rounds": options.rounds,
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
         "device": "cpu",
         "threads_per_rank": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -101,7 +101,7 @@ def test_output_projection_is_the_embedding():
 
 def test_bad_input():
     with pytest.raises(
-        UserError, match="model: got 'gpt5', expected one of gpt2-tiny-moe, gpt2-s-moe, gpt2-l-moe"
+        UserError, match="model: got 'gpt5', expected one of gpt2-tiny-moe, gpt2-bench-moe, gpt2-s-moe"
     ):
         model_config("gpt5")
     with pytest.raises(UserError, match="sequence length: got 129, expected at most 128 for gpt2-tiny-moe"):

@@ -54,7 +54,6 @@ def paced_transfer(link: Link, clock: FakeTime, size: int, starts: list[float]) 
     transfer = link.start(None, sent=size, received=0, cuda=False)
     link.gbps = gbps
     transfer._starts = torch.tensor(starts, dtype=torch.float64)
-    transfer._starts_work = FakeWork(clock)
     return transfer
 
 
