@@ -31,7 +31,6 @@ from lancet_kernels.kernels.topk import RoutingConfig, lanes
 from lancet_kernels.kernels.tuning import KINDS, Shape, key_of
 from lancet_kernels.workloads import Workload
 
-
 LANES_OF_AN_SM = 128
 
 
@@ -201,7 +200,7 @@ def _routing_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
 
 
 def _routing_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
-    """K passes over a tile of keys, a table of counts that grows as blocks shrink, and comparisons of pairs."""
+    """K passes over keys, a table of counts that grows as blocks shrink, and comparisons of pairs."""
     w = task.workload
     table = 8 * w.experts / config.block_tokens
     block, sizes = (config.block_tokens, lanes(w.experts)), (w.tokens, lanes(w.experts))
