@@ -8,7 +8,7 @@ import torch
 
 from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
-from lancet_kernels.kernels.overlap import most_registers, overlap_tile
+from lancet_kernels.kernels.overlap import launch_tile, most_registers, overlap_tile
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel, write_dense_row_kernel
 from lancet_kernels.kernels.specimen import Specimen
 
@@ -99,7 +99,7 @@ def _specimen(
 ) -> Specimen:
     stages, backward = _FUSED[fused]
     short = _SHORT[dtype]
-    tile = overlap_tile(activation, dtype, arch)
+    tile = launch_tile(overlap_tile(activation, dtype, arch), backward=backward, nvshmem=nvshmem)
     tma = arch >= 90 and dtype.itemsize == 2
     constexprs = dict.fromkeys(_STAGES, False) | dict.fromkeys(stages, True)
     constexprs |= {
