@@ -80,11 +80,12 @@ def default_config(
     (BM * BN / (BM + BN) FLOPs per element read), 3 stages fill 144 of 227 KiB. sm_80 has 163 KiB and
     reads operands through registers, so 128x128. float32 runs on the plain cores (ieee), where 64x64 keeps
     enough programs in flight. Fewer rows or columns than a tile has take a smaller one. Two accumulators
-    halve block_n.
+    halve block_n. On sm_100 128x128x64 with 4 warps and 64x64x16 with 3 stages spill 12 bytes in the dW
+    kernel (compiled 2026-11-21), so there they have 8 warps and 2 stages.
     """
     hopper_like = arch >= 90 and shared_memory(arch) > shared_memory(80)
     if dtype.itemsize == 4:
-        config = GemmConfig(64, 64 // accumulators, 16, 4, 3)
+        config = GemmConfig(64, 64 // accumulators, 16, 4, 2 if arch >= 100 else 3)
     elif m <= 64:
         config = GemmConfig(64, 128 // accumulators, 64, 4, 4)
     elif not hopper_like:
@@ -92,7 +93,7 @@ def default_config(
     elif n * accumulators > 128:
         config = GemmConfig(128, 256 // accumulators, 64, 8, 3)
     else:
-        config = GemmConfig(128, 128 // accumulators, 64, 4, 4)
+        config = GemmConfig(128, 128 // accumulators, 64, 8 if arch >= 100 else 4, 4)
     assert config.is_valid(dtype, arch, accumulators), config
     return config
 

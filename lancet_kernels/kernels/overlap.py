@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -135,13 +135,23 @@ def overlap_tile(activation: str, dtype: torch.dtype, arch: int) -> GemmConfig:
 
     On sm_90 128x256 and, for swiglu's two accumulators, 128x128 spill 24 to 40 bytes in the fused kernel. On
     sm_80, which loads operands through registers, 128x64 with 8 warps spills 16 bytes once weight gradients
-    of other layers ride along; float32 with 32 columns a step spills some 450.
+    of other layers ride along; float32 with 32 columns a step spills some 450, and 64x64 16 bytes on sm_90
+    (Triton 3.6).
     """
     if dtype.itemsize == 4:
-        return GemmConfig(64, 64, 16, 8, 2)
+        return GemmConfig(64, 32, 16, 8, 2)
     if arch >= 90:
         return GemmConfig(128, 64 if activation == "swiglu" else 128, 64, 8, 4)
     return GemmConfig(64, 64, 32, 8, 4)
+
+
+def launch_tile(tile: GemmConfig, *, backward: bool, nvshmem: bool) -> GemmConfig:
+    """The tile of one launch of a configuration with `tile`; its block_m stays, being the chunk of a signal.
+
+    NVSHMEM's functions need registers, too: beside the backward's tasks, tiles of 128 columns spill 4 bytes
+    on sm_90 (Triton 3.6) and 88 to 104 on sm_100 (3.9; compiled 2026-11-21).
+    """
+    return replace(tile, block_n=min(tile.block_n, 64)) if backward and nvshmem else tile
 
 
 def most_registers(tile: GemmConfig) -> int:
@@ -312,10 +322,11 @@ class _Launch:
         self.exchange, self.use, self.routing, self.experts = exchange, use, routing, experts
         self.config, self.dense, self.backward = config, list(dense), backward
         self.hidden, self.width_in = experts.hidden, experts.w1.shape[2]
+        self.gemm = launch_tile(config.gemm, backward=backward, nvshmem=exchange.nvshmem)
 
     def run(self, *, out: Tensor, **tensors: Tensor | Use | int | None) -> None:
         self.problems = dense_table(self.dense, self.exchange.memory.device) if self.dense else None
-        gemm, exchange = self.config.gemm, self.exchange
+        gemm, exchange = self.gemm, self.exchange
         tiles = {
             "tiles_in": -(-self.hidden // gemm.block_n),
             "tiles_out": -(-exchange.width // gemm.block_n),
@@ -334,7 +345,7 @@ class _Launch:
             self._launch(LaunchShape(**({"put": False} | stages), **self._shape()), out=out, **tensors)
 
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
-        return -(-rows // self.config.gemm.block_m), -(-columns // self.config.gemm.block_n)
+        return -(-rows // self.gemm.block_m), -(-columns // self.gemm.block_n)
 
     def _shape(self) -> dict[str, int]:
         exchange = self.exchange
@@ -348,7 +359,7 @@ class _Launch:
         }
 
     def _launch(self, shape: LaunchShape, **given: Tensor | Use | int | None) -> None:
-        exchange, config, routing, gemm = self.exchange, self.config, self.routing, self.config.gemm
+        exchange, config, routing, gemm = self.exchange, self.config, self.routing, self.gemm
         tasks = device_tasks(shape, exchange.memory.device)
         # What this launch does not have is never looked at, but must be a pointer of the right type.
         nothing = exchange.rows.local

@@ -8,7 +8,7 @@ import torch
 
 from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
-from lancet_kernels.kernels.overlap import OverlapConfig, most_registers, overlap_tile
+from lancet_kernels.kernels.overlap import OverlapConfig, launch_tile, most_registers, overlap_tile
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel, write_dense_row_kernel
 from lancet_kernels.kernels.specimen import Specimen
 
@@ -105,7 +105,7 @@ def specimen(
     stages, backward = _FUSED[fused]
     short = _SHORT[dtype]
     config = config or OverlapConfig(overlap_tile(activation, dtype, arch))
-    tile = config.gemm
+    tile = launch_tile(config.gemm, backward=backward, nvshmem=nvshmem)
     tma = arch >= 90 and dtype.itemsize == 2
     constexprs = dict.fromkeys(_STAGES, False) | dict.fromkeys(stages, True)
     constexprs |= {

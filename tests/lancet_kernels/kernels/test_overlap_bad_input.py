@@ -9,7 +9,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.overlap import DenseGemm, dense_table, moe_backward, scaled_rows
+from lancet_kernels.kernels.overlap import DenseGemm, dense_table, moe_backward
 from lancet_kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Case, make_routing
 from tests.lancet_kernels.kernels.overlap_ranks import (
@@ -240,24 +240,6 @@ def test_table_of_independent_gemms():
     table = dense_table(problems, torch.device("cpu")).tolist()
     pointers = [[t.data_ptr() for t in (p.a, p.b, p.c)] for p in problems]
     assert [row[:7] for row in table] == [[2, *pointers[0], 8, 4, 16], [0, *pointers[1], 2, 5, 3]]
-
-
-def test_rows_are_scaled_before_puts_that_cannot(layer):
-    """What NVSHMEM copies as it is are the rows that the other puts make: the same product, rounded once."""
-    layer.run()
-    scale = layer.routing.weight_of_slot()
-    made = scaled_rows(layer.dy, layer.routing, scale)
-    rows = made["source"][made["token"].long()]
-    for e in range(CASE.experts):
-        n = int(layer.routing.count[e])
-        assert same_bits(rows[e, :n], layer.backward.rows.local[1, 0, e, :n])
-    empty = replace(
-        layer.routing,
-        expert=layer.routing.expert[:0],
-        weight=layer.routing.weight[:0],
-        count=torch.zeros(3).long(),
-    )
-    assert scaled_rows(layer.dy[:0], empty, empty.weight_of_slot())["source"].shape == (15, 16)
 
 
 def test_tma_falls_back_where_an_operand_is_not_aligned(layer):

@@ -119,7 +119,7 @@ def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
 
 
 # Beside what the specimens combine in every way, these vary one by one, in whole passes.
-ONE_BY_ONE = ("ACT", "HAS_BIAS", "dtype", "BM", "BN", "BK", "TMA", "num_warps", "num_stages")
+ONE_BY_ONE = ("ACT", "HAS_BIAS", "dtype", "BM", "BN", "BK", "TMA", "num_warps", "num_stages", "maxnreg")
 
 
 def launches_of(case: Case, kinds: tuple[str, ...], arch: int, *, split: bool, far: bool) -> list[dict]:
@@ -167,8 +167,7 @@ def specimen_options(arch: int) -> list[dict]:
         if specimen.name == "overlap":
             launched = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages}
             dtype = names[specimen.signature["rows_ptr"].removeprefix("*")]
-            assert not specimen.options
-            found.append(specimen.constexprs | launched | {"dtype": dtype})
+            found.append(specimen.constexprs | launched | specimen.options | {"dtype": dtype})
     return found
 
 
