@@ -1,7 +1,7 @@
 """Measures the kernels on a GPU, writes one JSON file, prints a table. `make gpu` runs it after the tests.
 
     python bench/gpu_measure.py --out bench/results/gpu.json      on a GPU
-    python bench/gpu_measure.py --smoke --out smoke.json          the same code, tiny, in the interpreter
+    python bench/gpu_measure.py --smoke --out smoke.json          tiny sizes in the interpreter, any machine
 
 Exit code 0: everything was measured, 1: something was not (the JSON says what and why), 2: no GPU.
 """
@@ -78,7 +78,7 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
     import torch
     from gpu_gemm import GroupedGemms
     from gpu_gemm import measure as measure_gemm
-    from gpu_overlap import FusedLayer, measure, measure_put, one_round, untimed
+    from gpu_overlap import FusedLayer, measure, measure_put, one_round, put_once, untimed
     from gpu_sizes import SIZES, SMOKE
 
     device, dtype = clock.device, torch.float32 if smoke else torch.bfloat16
@@ -102,18 +102,24 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
             lambda: one_round(make(), untimed),
         )
 
-    def put_part(sizes, pes: int) -> Part:
-        make = partial(FusedLayer, sizes, pes, device, dtype)
-        # Nothing of its own to compile.
+    def put_part(sizes, pes: int, tile: tuple[int, int] | None) -> Part:
+        make = partial(FusedLayer, sizes, pes, device, dtype, tile)
         return Part(
-            f"put, {sizes.name}, {pes} PEs", lambda: measure_put(clock, make(), few, warmup), lambda: None
+            f"put, {sizes.name}, {pes} PEs" + (f", tile {tile}" if tile else ""),
+            lambda: measure_put(clock, make(), few, warmup, None if tile else 0.9),
+            lambda: put_once(make()),
         )
 
-    # The whole MoE layer and one gpt2-s-moe step on virtual PEs over a paced link belong at the end.
+    puts = [(sizes, pes, None) for sizes in every_size[:2] for pes in dict.fromkeys((1, world))]
+    # Beside the default, for whoever looks for a better one.
+    puts += (
+        [] if smoke else [(every_size[0], 1, tile) for tile in ((8, 1024), (16, 1024), (4, 2048), (32, 256))]
+    )
+    # The MoE layer and one gpt2-s-moe step on virtual PEs over a paced link belong at the end of this list.
     return [
         *map(gemm_part, every_size),
         *map(overlap_part, every_size),
-        *(put_part(sizes, pes) for sizes in every_size[:2] for pes in dict.fromkeys((1, world))),
+        *(put_part(*put) for put in puts),
     ]
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+from lancet_kernels.atomic import locked, write_json_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Instruction, TensorSpec
 
@@ -65,19 +64,10 @@ class MeasuredTimes:
         """Write atomically: readers see the old file or the new one. What another process saved is kept."""
         if self.path is None:
             return
-        self._times = {**self._read(), **self._times}
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        data = {"format": FORMAT, "version": VERSION, "milliseconds": self._times}
-        handle, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(data, file, indent=0, sort_keys=True)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        with locked(self.path):
+            self._times = dict(sorted({**self._read(), **self._times}.items()))
+            data = {"format": FORMAT, "version": VERSION, "milliseconds": self._times}
+            write_json_atomically(self.path, data)
 
     def _read(self) -> dict[str, float]:
         try:

@@ -8,7 +8,6 @@ alike share one time: the median of all of them.
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 from collections.abc import Sequence
@@ -23,14 +22,14 @@ from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.measure import measure_communication, measure_nodes
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, Program
+from lancet_kernels.kernels.tuning import cache_folder
 from lancet_kernels.ops.groups import group_of, group_rank, group_size
 from lancet_kernels.ops.link import link
 
 
 def default_cache() -> Path:
     """Where measured times are kept unless said otherwise: the user's cache folder."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "lancet_kernels" / "times.json"
+    return cache_folder() / "times.json"
 
 
 class Profiler:

@@ -1,9 +1,10 @@
 """Files that are either the old one or the new one, whatever kills the process in between."""
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 
@@ -32,6 +33,25 @@ def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
 def write_json_atomically(path: str | os.PathLike[str], data: object) -> None:
     """Replace the file at `path` by `data` as indented JSON; see `write_text_atomically` and `json_text`."""
     write_text_atomically(path, json_text(data, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def locked(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Nobody else who asks for this lock changes the file at `path` meanwhile. Waits; freed if we die.
+
+    For read, change, replace. The lock is a file of its own beside it, since the file itself is replaced.
+    Where the system has no such locks (not POSIX), there is none.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def json_text(data: object, *, indent: int | None = None) -> str:

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,28 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.ranks import RankPool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shard", default="0/1", help="i/n: run every n-th test from the i-th on, 0 is the first"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With -m gpu look only at files with such tests: a GPU machine may lack what others import."""
+    if collection_path.suffix != ".py" or not config.getoption("-m").startswith("gpu"):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    # By their mark, or by the fixture of tests/lancet_kernels/kernels/conftest.py.
+    chosen = "mark.gpu" in text or "device: torch.device" in text
+    lacking = "from hypothesis" in text and find_spec("hypothesis") is None
+    return None if chosen and not lacking else True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    index, count = map(int, config.getoption("--shard").split("/"))
+    items[:] = items[index::count]
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.compile import CompiledKernel, all_specimens, compile_specimen, problems
@@ -41,14 +42,17 @@ class Row:
 
 
 def compile_all(
-    chosen: Sequence[tuple[ModuleType, Specimen]],
+    chosen: Sequence[tuple[ModuleType | None, Specimen]],
     arch: int,
     *,
     workers: int = 2,
     timeout_s: float = 600.0,
     on_done: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """Compile what `all_specimens` gave, in its order. A specimen may take `timeout_s`."""
+    """Compile what `all_specimens` gave, in its order. A specimen may take `timeout_s`.
+
+    A specimen of no module's list (module None) must be of a kernel that a module has under its own name.
+    """
     jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
     # Linking NVSHMEM takes longest: begin with it, so that no worker ends long after the others.
     for i in sorted(range(len(chosen)), key=lambda i: not chosen[i][1].nvshmem):
@@ -95,7 +99,7 @@ class _Worker:
             self._process.communicate()
         self._log.close()
 
-    def compile(self, module: ModuleType, specimen: Specimen, arch: int, timeout_s: float) -> Row:
+    def compile(self, module: ModuleType | None, specimen: Specimen, arch: int, timeout_s: float) -> Row:
         if self._process is None:
             self._process = self._start()
         process = self._process
@@ -103,7 +107,11 @@ class _Worker:
         assert process.stdout is not None
         self._log.seek(0)
         self._log.truncate()
-        job = {"module": module.__name__, "name": specimen.name, "config": specimen.config, "arch": arch}
+        job: dict[str, Any] = {"arch": arch}
+        if module is None:
+            job["specimen"] = _as_data(specimen)
+        else:
+            job |= {"module": module.__name__, "name": specimen.name, "config": specimen.config}
         timer = threading.Timer(timeout_s, process.kill)
         timer.start()
         try:
@@ -142,6 +150,23 @@ class _Worker:
         return f"{reason}: {last}" if last else reason
 
 
+def _as_data(specimen: Specimen) -> dict[str, Any]:
+    data = {field.name: getattr(specimen, field.name) for field in dataclasses.fields(specimen)}
+    return data | {"kernel": [specimen.kernel.fn.__module__, specimen.kernel.fn.__name__]}
+
+
+def _specimen_of(job: dict[str, Any]) -> Specimen:
+    if "specimen" in job:
+        module, name = job["specimen"]["kernel"]
+        return Specimen(**job["specimen"] | {"kernel": getattr(import_module(module), name)})
+    (specimen,) = (
+        specimen
+        for _, specimen in all_specimens(job["arch"], [import_module(job["module"])])
+        if (specimen.name, specimen.config) == (job["name"], job["config"])
+    )
+    return specimen
+
+
 def _serve() -> None:
     """The worker: a job a line from standard input, an answer a line to standard output."""
     # Triton prints whole programs when the assembler fails: they go to the log instead.
@@ -150,13 +175,7 @@ def _serve() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         try:
-            module = import_module(job["module"])
-            (specimen,) = (
-                specimen
-                for _, specimen in all_specimens(job["arch"], [module])
-                if (specimen.name, specimen.config) == (job["name"], job["config"])
-            )
-            reply = {"compiled": dataclasses.asdict(compile_specimen(specimen, job["arch"]))}
+            reply = {"compiled": dataclasses.asdict(compile_specimen(_specimen_of(job), job["arch"]))}
         except UserError as error:
             reply = {"error": str(error)}
         except Exception as error:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.gemm_config import GemmConfig, default_config
 from lancet_kernels.kernels.runtime import INTERPRETED, check_device, needs_upcast, provide_scratch
+from lancet_kernels.kernels.tuning import tuned
 
 ACTIVATIONS = ("none", "gelu", "silu", "swiglu")
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -143,10 +144,15 @@ class Launch:
         operands: tuple[Tensor, Tensor],
         accumulators: int,
     ) -> Launch:
-        """For [m, k] @ [k, n], with the config or the default one. Raises UserError if it cannot run here."""
+        """For [m, k] @ [k, n], with the config, else a tuned one, else the default.
+
+        Raises UserError if it cannot run here.
+        """
         dtype, device = operands[0].dtype, operands[0].device
         arch = architecture(device)
         tma = can_use_tma(arch, *operands)
+        if tma or dtype.itemsize == 4 or arch < 90:
+            config = config or tuned(what, (m, n, k, accumulators), dtype, device)
         # Loads through masks need sm_80's smaller tiles anywhere: the large ones spill with them.
         config = config or default_config(m, n, k, dtype, arch if tma else min(arch, 80), accumulators)
         if not config.is_valid(dtype, arch, accumulators):

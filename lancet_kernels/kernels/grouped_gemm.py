@@ -344,7 +344,10 @@ _SPECIMENS = (
 )
 
 
-def _specimen(make: Callable, kind: str, dtype: torch.dtype, config: GemmConfig, arch: int, odd: bool):
+def specimen(
+    make: Callable, kind: str, dtype: torch.dtype, config: GemmConfig, arch: int, *, odd: bool = False
+) -> Specimen:
+    """One kernel of `_SPECIMENS` with one configuration. odd: widths that are aligned to nothing."""
     half = dtype.itemsize == 2
     tma = half and arch >= 90 and not odd
     constexprs = {"GROUP_M": config.group_m, "UPCAST": False, "TMA": tma}
@@ -365,6 +368,14 @@ def _specimen(make: Callable, kind: str, dtype: torch.dtype, config: GemmConfig,
     )
 
 
+# Name of the launcher -> what makes a specimen of its kernel.
+SPECIMEN_OF = {
+    "grouped_gemm_forward": _forward_specimen,
+    "grouped_gemm_dx": _dx_specimen,
+    "grouped_gemm_dw": _dw_specimen,
+}
+
+
 def specimens(arch: int) -> Iterator[Specimen]:
     """The kernels with the default configurations for many rows, narrow outputs, few rows, odd widths."""
     for make, kind, dtypes in _SPECIMENS:
@@ -373,7 +384,7 @@ def specimens(arch: int) -> Iterator[Specimen]:
             shapes = ((4096, 4096), (4096, 64), (64, 4096))
             configs = {default_config(m, n, 4096, dtype, arch, accumulators) for m, n in shapes}
             for config in sorted(configs, key=str):
-                yield _specimen(make, kind, dtype, config, arch, odd=False)
+                yield specimen(make, kind, dtype, config, arch)
         if kind in ("swiglu", "buffers"):
             config = default_config(4096, 4096, 4096, torch.bfloat16, min(arch, 80), accumulators)
-            yield _specimen(make, kind, torch.bfloat16, config, arch, odd=True)
+            yield specimen(make, kind, torch.bfloat16, config, arch, odd=True)

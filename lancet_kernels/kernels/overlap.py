@@ -42,6 +42,7 @@ from lancet_kernels.kernels.overlap_kernel import (
     write_dense_row_kernel,
 )
 from lancet_kernels.kernels.tasks import LaunchShape, build_tasks
+from lancet_kernels.kernels.tuning import tuned
 
 DENSE_KINDS = {"nn": NN.value, "nt": NT.value, "tn": TN.value}
 
@@ -97,7 +98,7 @@ class OverlapConfig:
         device: torch.device,
         pes_here: int = 1,
     ) -> OverlapConfig:
-        """A sensible choice for the device.
+        """What was tuned for the device, else a sensible choice.
 
         In the interpreter small sizes get small tiles, so that they still have several; large ones get large
         tiles, because there a tile costs the same milliseconds whatever its size.
@@ -108,9 +109,19 @@ class OverlapConfig:
         if device.type != "cuda":
             tile = GemmConfig(32, 256, 128, 1, 1)
             return cls(tile, put_rows=32, put_block=256, reduce_tokens=32, reduce_block=256)
+        found = tuned("overlap", (width, hidden, activation, pes_here), dtype, device)
+        if found is not None:
+            return found
         properties = torch.cuda.get_device_properties(device)
         arch = 10 * properties.major + properties.minor
         programs = max(1, properties.multi_processor_count // pes_here)
+        return cls.for_gpu(width, hidden, activation, dtype, arch, programs)
+
+    @classmethod
+    def for_gpu(
+        cls, width: int, hidden: int, activation: str, dtype: torch.dtype, arch: int, programs: int
+    ) -> OverlapConfig:
+        """The heuristic default for compute capability `arch` and a grid of `programs`."""
         return cls(
             overlap_tile(activation, dtype, arch),
             programs=programs,

@@ -8,7 +8,7 @@ import torch
 
 from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
-from lancet_kernels.kernels.overlap import launch_tile, most_registers, overlap_tile
+from lancet_kernels.kernels.overlap import OverlapConfig, launch_tile, most_registers, overlap_tile
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel, write_dense_row_kernel
 from lancet_kernels.kernels.specimen import Specimen
 
@@ -47,13 +47,13 @@ def specimens(arch: int) -> Iterator[Specimen]:
     for nvshmem in (False, True):
         for fused in _FUSED:
             for dense in _DENSE if "HAS_PUT" in _FUSED[fused][0] else ("",):
-                yield _specimen(fused, dense, arch, nvshmem=nvshmem)
+                yield specimen(fused, dense, arch, nvshmem=nvshmem)
     for fused in ("forward", "backward"):
-        yield _specimen(fused, "", arch, bias=False)
-        yield _specimen(fused, "", arch, activation="silu")
-        yield _specimen(fused, "", arch, activation="swiglu")
-        yield _specimen(fused, "", arch, dtype=torch.float16)
-        yield _specimen(fused, "", arch, dtype=torch.float32)
+        yield specimen(fused, "", arch, bias=False)
+        yield specimen(fused, "", arch, activation="silu")
+        yield specimen(fused, "", arch, activation="swiglu")
+        yield specimen(fused, "", arch, dtype=torch.float16)
+        yield specimen(fused, "", arch, dtype=torch.float32)
     yield _write_dense_row()
     yield from (_release(nvshmem) for nvshmem in (False, True))
 
@@ -87,7 +87,7 @@ def _release(nvshmem: bool) -> Specimen:
     )
 
 
-def _specimen(
+def specimen(
     fused: str,
     riders: str,
     arch: int,
@@ -96,10 +96,16 @@ def _specimen(
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = True,
     nvshmem: bool = False,
+    config: OverlapConfig | None = None,
 ) -> Specimen:
+    """The fused kernel with the stages `fused`, independent GEMMs `riders`, and one configuration.
+
+    config: None means the default of the architecture.
+    """
     stages, backward = _FUSED[fused]
     short = _SHORT[dtype]
-    tile = launch_tile(overlap_tile(activation, dtype, arch), backward=backward, nvshmem=nvshmem)
+    config = config or OverlapConfig(overlap_tile(activation, dtype, arch))
+    tile = launch_tile(config.gemm, backward=backward, nvshmem=nvshmem)
     tma = arch >= 90 and dtype.itemsize == 2
     constexprs = dict.fromkeys(_STAGES, False) | dict.fromkeys(stages, True)
     constexprs |= {
@@ -107,7 +113,8 @@ def _specimen(
         "SAVE_PRE": True, "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
         "NVSHMEM": nvshmem, "UPCAST": False, "TMA": tma,
         "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k,
-        "PUT_ROWS": 8, "PUT_BLOCK": 512, "BT": 8, "BD": 256,
+        "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
+        "BT": config.reduce_tokens, "BD": config.reduce_block,
     }  # fmt: skip
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
     signature = {name: _TYPES.get(name, f"*{short}") for name in arguments}

@@ -31,6 +31,7 @@ from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.runtime import needs_upcast
 from lancet_kernels.kernels.specimen import Specimen
+from lancet_kernels.kernels.tuning import tuned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.
@@ -252,7 +253,7 @@ def permute(
     """
     check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
     num_tokens, width = x_TD.shape
-    config = config or RowConfig.default(width)
+    config = config or tuned("permute", (width,), x_TD.dtype, x_TD.device) or RowConfig.default(width)
     shape = (num_experts, capacity, width)
     if out is None:
         out = torch.empty(shape, dtype=x_TD.dtype, device=x_TD.device)
@@ -297,8 +298,9 @@ def combine(
     check_tensor("buffer_ECD", buffer_ECD, shape=(None, None, None), dtype=DTYPES)
     check_tensor("expert_TK", expert_TK, shape=(None, None), dtype=torch.int64)
     num_tokens, (_, capacity, width) = expert_TK.shape[0], buffer_ECD.shape
-    config = config or RowConfig.default(width)
-    out_TD = torch.empty(num_tokens, width, dtype=buffer_ECD.dtype, device=buffer_ECD.device)
+    dtype, device = buffer_ECD.dtype, buffer_ECD.device
+    config = config or tuned("combine", (width,), dtype, device) or RowConfig.default(width)
+    out_TD = torch.empty(num_tokens, width, dtype=dtype, device=device)
     _check("out", out_TD, buffer_ECD, expert_TK, slot_TK, config)
     _check_weight(weight_TK, expert_TK, buffer_ECD.dtype)
     if out_TD.numel():
@@ -362,40 +364,47 @@ def combine_dweight(
     return dweight_TK
 
 
+_SIZES = {"T": "i32", "C": "i32", "D": "i32"}
+_INDICES = {"expert_ptr": "*i64", "slot_ptr": "*i64"}
+
+
+def specimen(kernel: str, dtype: str, top_k: int, weighted: bool, config: RowConfig) -> Specimen:
+    """ "permute", "combine" or "combine_dweight" for one dtype, number of choices and tile."""
+    weights = {"weight_ptr": "*fp32" if weighted else "*i64"}
+    x, buffer = {"x_ptr": f"*{dtype}"}, {"buffer_ptr": f"*{dtype}"}
+    constexprs = {"K": top_k, "BT": config.block_tokens, "BD": config.block_width}
+    if kernel == "combine_dweight":
+        function, signature = (
+            _combine_dweight_kernel,
+            {**x, **buffer, **_INDICES, "dweight_ptr": "*fp32"},
+        )
+    else:
+        constexprs |= {"WEIGHTED": weighted, "EMULATE_BF16": False}
+        function, signature = (
+            (_permute_kernel, {**x, **_INDICES, **weights, **buffer})
+            if kernel == "permute"
+            else (_combine_kernel, {**buffer, **_INDICES, **weights, "out_ptr": f"*{dtype}"})
+        )
+    return Specimen(
+        name=kernel,
+        config=f"{dtype} K{top_k}" + (" weighted" if weighted else ""),
+        kernel=function,
+        signature={**signature, **_SIZES},
+        constexprs=constexprs,
+        aligned=(*signature, "D"),
+        num_warps=config.num_warps,
+        options=UNFUSED,
+    )
+
+
 def specimens(arch: int) -> Iterator[Specimen]:
     """The three kernels for bf16 and float32 rows, two, eight and many choices."""
     config = RowConfig.default(4096)
-    tile = {"BT": config.block_tokens, "BD": config.block_width}
-    sizes = {"T": "i32", "C": "i32", "D": "i32"}
-    indices = {"expert_ptr": "*i64", "slot_ptr": "*i64"}
     for dtype, top_k, weighted in (
         ("bf16", 8, True),
         ("bf16", 2, False),
         ("fp32", 2, True),
         ("bf16", 64, True),
     ):
-        name = f"{dtype} K{top_k}" + (" weighted" if weighted else "")
-        weights = {"weight_ptr": "*fp32" if weighted else "*i64"}
-        constexprs = {"K": top_k, "WEIGHTED": weighted, "EMULATE_BF16": False, **tile}
-        x, buffer = {"x_ptr": f"*{dtype}"}, {"buffer_ptr": f"*{dtype}"}
-        out, dweight = {"out_ptr": f"*{dtype}"}, {"dweight_ptr": "*fp32"}
-        for kernel_name, kernel, signature, values in (
-            ("permute", _permute_kernel, {**x, **indices, **weights, **buffer}, constexprs),
-            ("combine", _combine_kernel, {**buffer, **indices, **weights, **out}, constexprs),
-            (
-                "combine_dweight",
-                _combine_dweight_kernel,
-                {**x, **buffer, **indices, **dweight},
-                {"K": top_k, **tile},
-            ),
-        ):
-            yield Specimen(
-                name=kernel_name,
-                config=name,
-                kernel=kernel,
-                signature={**signature, **sizes},
-                constexprs=values,
-                aligned=(*signature, "D"),
-                num_warps=config.num_warps,
-                options=UNFUSED,
-            )
+        for kernel in ("permute", "combine", "combine_dweight"):
+            yield specimen(kernel, dtype, top_k, weighted, config)

@@ -29,6 +29,7 @@ from lancet_kernels.kernels import slots as slot_kernels
 from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.slots import inverse_tables
 from lancet_kernels.kernels.topk import MAX_EXPERTS, RoutingConfig, choose_by_key, choose_by_score
+from lancet_kernels.kernels.tuning import tuned
 
 
 class Routed(NamedTuple):
@@ -61,7 +62,10 @@ def route_scores(
     Args: score_TE float32 or float64; groups, top_groups: see `choose_by_score`.
     Raises: UserError for wrong dtypes, shapes, layouts or sizes.
     """
-    config = config or RoutingConfig.default(used_E.numel(), top_k, 8 * score_TE.itemsize)
+    shape = used_E.numel(), top_k, 8 * score_TE.itemsize
+    config = (
+        config or tuned("routing", shape, score_TE.dtype, score_TE.device) or RoutingConfig.default(*shape)
+    )
     check_tensor("used_E", used_E, shape=score_TE.shape[-1:], dtype=torch.int64, device=score_TE.device)
     expert_TK, count_BE = choose_by_score(
         score_TE, top_k, groups=groups, top_groups=top_groups, config=config

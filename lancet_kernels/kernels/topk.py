@@ -301,9 +301,32 @@ def choose_by_key(
     return expert_TK, count_BE
 
 
+def score_specimen(
+    dtype: str, experts: int, top_k: int, config: RoutingConfig, groups: int = 1, top_groups: int = 0
+) -> Specimen:
+    """`choose_by_score` for "fp32" or "fp64" scores; top_groups 0: all groups are open."""
+    return Specimen(
+        name="choose_by_score",
+        config=f"{dtype} E{experts} K{top_k}" + (f" groups {groups}/{top_groups}" if top_groups else ""),
+        kernel=_choose_by_score_kernel,
+        signature={"score_ptr": f"*{dtype}", "expert_ptr": "*i64", "count_ptr": "*i32", "T": "i32"},
+        constexprs={
+            "E": experts,
+            "K": top_k,
+            "S": experts // groups,
+            "TOP_GROUPS": top_groups,
+            "BT": config.block_tokens,
+            "BG": triton.next_power_of_2(groups),
+            "BS": triton.next_power_of_2(experts // groups),
+        },
+        aligned=("score_ptr", "expert_ptr", "count_ptr"),
+        num_warps=config.num_warps,
+        options=UNFUSED,
+    )
+
+
 def specimens(arch: int) -> Iterator[Specimen]:
     """The choosing kernels for few and many experts, with and without groups."""
-    aligned = ("score_ptr", "key_ptr", "expert_ptr", "count_ptr")
     for dtype, experts, top_k, groups, top_groups in (
         ("fp32", 8, 2, 1, 0),
         ("fp32", 64, 8, 1, 0),
@@ -312,29 +335,7 @@ def specimens(arch: int) -> Iterator[Specimen]:
         ("fp64", 64, 8, 1, 0),
     ):
         config = RoutingConfig.default(experts, top_k, int(dtype[2:]))
-        yield Specimen(
-            name="choose_by_score",
-            config=f"{dtype} E{experts} K{top_k}" + (f" groups {groups}/{top_groups}" if top_groups else ""),
-            kernel=_choose_by_score_kernel,
-            signature={
-                "score_ptr": f"*{dtype}",
-                "expert_ptr": "*i64",
-                "count_ptr": "*i32",
-                "T": "i32",
-            },
-            constexprs={
-                "E": experts,
-                "K": top_k,
-                "S": experts // groups,
-                "TOP_GROUPS": top_groups,
-                "BT": config.block_tokens,
-                "BG": triton.next_power_of_2(groups),
-                "BS": triton.next_power_of_2(experts // groups),
-            },
-            aligned=aligned,
-            num_warps=config.num_warps,
-            options=UNFUSED,
-        )
+        yield score_specimen(dtype, experts, top_k, config, groups, top_groups)
     for experts, top_k in ((64, 2), (512, 8)):
         config = RoutingConfig.default(experts, top_k, 64)
         yield Specimen(
@@ -349,7 +350,7 @@ def specimens(arch: int) -> Iterator[Specimen]:
                 "salt": "i64",
             },
             constexprs={"E": experts, "K": top_k, "BT": config.block_tokens, "BE": lanes(experts)},
-            aligned=aligned,
+            aligned=("key_ptr", "expert_ptr", "count_ptr"),
             num_warps=config.num_warps,
             options=UNFUSED,
         )

@@ -4,7 +4,8 @@ One process and one thread play all W PEs of `virtual_memories`. A kernel of one
 others, so until all of them are launched nothing may make the host wait for the device, or the device for
 the host:
 
-- each PE has its own stream and, with `programs` programs, its share of the SMs: all are resident at once;
+- each PE has its own stream and, with OverlapConfig.default(..., pes_here=W), its share of the SMs: programs
+  of all PEs are resident at once;
 - the first use of anything is a hidden wait: Triton compiles, the driver loads a module, the caching
   allocator asks it for memory, a task list is copied from pageable memory. So `rehearse` what will be played.
 
@@ -40,18 +41,13 @@ class VirtualPes:
     """W PEs on one device.
 
     Attributes:
-        memories: the symmetric memory of each. programs: the most programs of one PE in one launch.
+        memories: the symmetric memory of each.
     """
 
     def __init__(self, world: int, device: torch.device | str) -> None:
         self.world, self.device = world, torch.device(device)
         self.memories = virtual_memories(world, self.device)
-        self._streams: list[torch.cuda.Stream] = []
-        self.programs = 1
-        if self.device.type == "cuda":
-            self._streams = _streams(self.device, world)
-            sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-            self.programs = max(1, sms // world)
+        self._streams = _streams(self.device, world) if self.device.type == "cuda" else []
 
     def on(self, rank: int) -> AbstractContextManager:
         """Inside, torch and Triton use the PE's stream."""
@@ -96,7 +92,8 @@ def _streams(device: torch.device, world: int) -> list[torch.cuda.Stream]:
 def rehearsal(*others: Any) -> Iterator[None]:
     """Inside, launches of the overlap kernel (and of `others`) compile for their arguments, and do not run.
 
-    On leaving, all that was compiled is loaded. Compilations run side by side. Any other kernel runs.
+    On leaving, all that was compiled is loaded. Compilations run side by side. Any other kernel runs. What
+    does not compile is left to the launch that needs it, which says so.
     """
     if runtime.INTERPRETED:
         yield
@@ -111,7 +108,10 @@ def rehearsal(*others: Any) -> Iterator[None]:
 
         return compile_it
 
-    with ThreadPoolExecutor(COMPILING_THREADS) as threads, triton.AsyncCompileMode(threads):
+    with (
+        ThreadPoolExecutor(COMPILING_THREADS) as threads,
+        triton.AsyncCompileMode(threads, ignore_errors=True),
+    ):
         for kernel in kernels:
             kernel.run = compile_only(kernel.run)
         try:
@@ -120,6 +120,8 @@ def rehearsal(*others: Any) -> Iterator[None]:
             for kernel in kernels:
                 del kernel.run  # the class has the real one
     for kernel in compiled:
-        # In a warm cache it is there at once; else it was compiled in the background.
-        kernel = kernel.result() if hasattr(kernel, "result") else kernel
-        kernel._init_handles()
+        # A kernel of this process is there at once, another one is compiled in the background.
+        if isinstance(kernel, triton.FutureKernel):
+            kernel = kernel.kernel
+        if kernel is not None:
+            kernel._init_handles()

@@ -15,7 +15,7 @@ COLOURS = {
     "lancet-partition": "#4c78a8",
     "lancet": "#e45756",
 }
-_PARTS = {
+DECOMPOSITION = {
     "computation_ms": ("computation, not overlapped", "#4c78a8"),
     "overlapped_ms": ("overlapped", "#54a24b"),
     "communication_ms": ("communication, not overlapped", "#e45756"),
@@ -81,18 +81,22 @@ def _throughput(figure, data: Mapping[str, Any]) -> str:
     )
 
 
+def stack(panel, names: list[str], parts: Mapping[str, Mapping[str, float]]) -> None:
+    """Bars of what an iteration consists of, one for each name; parts: see DECOMPOSITION."""
+    bottom = [0.0] * len(names)
+    for part, (label, colour) in DECOMPOSITION.items():
+        values = [parts[part][n] for n in names]
+        panel.bar(range(len(names)), values, 0.7, bottom=bottom, color=colour, label=label)
+        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    panel.set_xticks(range(len(names)), [n.replace("-", "-\n").replace(", ", ",\n") for n in names])
+    panel.tick_params(axis="x", labelsize=8)
+    panel.set_ylabel("ms")
+
+
 def _decomposition(figure, data: Mapping[str, Any]) -> None:
     for panel, rows in _panels(figure, data):
         (row,) = rows
-        names = list(row["iteration_ms"])
-        bottom = [0.0] * len(names)
-        for part, (label, colour) in _PARTS.items():
-            values = [row[part][n] for n in names]
-            panel.bar(range(len(names)), values, 0.7, bottom=bottom, color=colour, label=label)
-            bottom = [a + b for a, b in zip(bottom, values, strict=True)]
-        panel.set_xticks(range(len(names)), [n.replace("-", "-\n").replace(", ", ",\n") for n in names])
-        panel.tick_params(axis="x", labelsize=8)
-        panel.set_ylabel("ms")
+        stack(panel, list(row["iteration_ms"]), row)
     _legend_below(figure)
 
 

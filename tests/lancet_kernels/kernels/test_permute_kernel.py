@@ -26,11 +26,6 @@ ALL_TO_ONE = SIZES[2:5]  # sizes that are also tried with all tokens alike
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-@pytest.fixture
-def device() -> str:
-    return "cpu"
-
-
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -53,7 +48,7 @@ class Batch:
         poison_rows = self.empty_EC[..., None]
         self.buffer_ECD.masked_fill_(poison_rows, torch.nan)
 
-    def to(self, device: str) -> "Batch":
+    def to(self, device: torch.device) -> "Batch":
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
                 setattr(self, name, value.to(device))
@@ -87,7 +82,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_permute_is_dispatch(dtype: torch.dtype, weighted: bool, device: str) -> None:
+def test_permute_is_dispatch(dtype: torch.dtype, weighted: bool, device: torch.device) -> None:
     """Bit for bit where a row sits; all other rows keep what they held."""
     for size in SIZES:
         for one in (False, True) if size in ALL_TO_ONE else (False,):
@@ -106,7 +101,7 @@ def test_permute_is_dispatch(dtype: torch.dtype, weighted: bool, device: str) ->
 
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_combine_adds_in_order(dtype: torch.dtype, weighted: bool, device: str) -> None:
+def test_combine_adds_in_order(dtype: torch.dtype, weighted: bool, device: torch.device) -> None:
     """Bit for bit the sum k = 0, 1, ...; with K <= 4 that of the op; NaN in the padding is not read."""
     for size in SIZES:
         for one in (False, True) if size in ALL_TO_ONE else (False,):
@@ -131,7 +126,7 @@ def test_combine_adds_in_order(dtype: torch.dtype, weighted: bool, device: str) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_combine_dweight(dtype: torch.dtype, device: str) -> None:
+def test_combine_dweight(dtype: torch.dtype, device: torch.device) -> None:
     """As exact as torch in the same dtype, against float64."""
     for size in SIZES:
         batch = Batch(size, dtype)
@@ -154,7 +149,7 @@ def test_combine_dweight(dtype: torch.dtype, device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_is_the_gradient_of_the_other(dtype: torch.dtype, device: str) -> None:
+def test_each_is_the_gradient_of_the_other(dtype: torch.dtype, device: torch.device) -> None:
     """What autograd computes through the ops is what the kernels compute from the gradient of the output."""
     batch = Batch((37, 24, 5, 3, 15), dtype)
     buffer_ECD = batch.buffer_ECD.nan_to_num(0.0)[None].requires_grad_()
@@ -178,7 +173,7 @@ def test_each_is_the_gradient_of_the_other(dtype: torch.dtype, device: str) -> N
     torch.testing.assert_close(dweight_TK.cpu(), weight_TK.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_parts_give_the_bits_of_the_whole(device: str) -> None:
+def test_parts_give_the_bits_of_the_whole(device: torch.device) -> None:
     """However the batch is cut: no sum depends on where in a tile a token stands."""
     batch = Batch((23, 1100, 4, 3, 12), torch.float32).to(device)
     whole = kernels.combine(batch.buffer_ECD, *batch.routing, batch.weight_TK)
@@ -190,7 +185,7 @@ def test_parts_give_the_bits_of_the_whole(device: str) -> None:
         assert torch.equal(dweight_TK, whole_dweight[part])
 
 
-def test_every_configuration_moves_the_same_rows(device: str) -> None:
+def test_every_configuration_moves_the_same_rows(device: torch.device) -> None:
     batch = Batch((11, 700, 4, 2, 4), torch.bfloat16).to(device)
     args = (batch.x_TD, *batch.routing, batch.weight_TK, batch.experts, batch.capacity)
     expected = [kernels.permute(*args), kernels.combine(batch.buffer_ECD, *args[1:4])]
@@ -204,7 +199,7 @@ def test_every_configuration_moves_the_same_rows(device: str) -> None:
         kernels.combine_dweight(batch.x_TD, batch.buffer_ECD, *batch.routing, config=config)
 
 
-def test_permute_into_a_given_buffer(device: str) -> None:
+def test_permute_into_a_given_buffer(device: torch.device) -> None:
     """As a region of symmetric memory is: rows that nobody takes are not touched."""
     batch = Batch((9, 6, 3, 2, 5), torch.float32).to(device)
     out = torch.full((3, 5, 6), 7.0, device=device)
@@ -214,7 +209,7 @@ def test_permute_into_a_given_buffer(device: str) -> None:
     assert not (out[~batch.empty_EC] == 7).any()
 
 
-def test_by_hand(device: str) -> None:
+def test_by_hand(device: torch.device) -> None:
     """Token 0 sums two rows with weights 2 and 10; token 1 has one choice dropped."""
     buffer_ECD = torch.tensor([[[1.0], [2]], [[3], [4]]], device=device)
     expert_TK = torch.tensor([[0, 1], [1, 0]], device=device)
@@ -229,7 +224,7 @@ def test_by_hand(device: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # NaN, by intent
-def test_rounding_to_bfloat16_is_to_nearest_even(device: str) -> None:
+def test_rounding_to_bfloat16_is_to_nearest_even(device: torch.device) -> None:
     """Ties, carries into the exponent, subnormals, infinities, and NaN that stays NaN."""
     high = torch.tensor([0x3F80, 0x3F81, 0x7F7F, 0x0000, 0x8000, 0xBFFF, 0x7F80, 0xFF80, 0x7FFF, 0x0001])
     low = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
@@ -248,7 +243,7 @@ def test_rounding_to_bfloat16_is_to_nearest_even(device: str) -> None:
 
 
 @pytest.mark.long
-def test_offsets_beyond_32_bits(device: str) -> None:
+def test_offsets_beyond_32_bits(device: torch.device) -> None:
     """The last slot of a buffer of 2^31 + 2^20 elements; memory that nobody touches costs nothing."""
     width = 2**20
     x_TD = torch.arange(width, dtype=torch.float32).remainder(251).half()[None].to(device)

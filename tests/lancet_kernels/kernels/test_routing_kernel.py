@@ -21,11 +21,6 @@ SIZES = [(0, 3, 2), (1, 1, 1), (7, 5, 3), (65, 64, 8), (65, 6, 1), (33, 6, 6), (
 SPECS = ["switch", "topk", "sigmoid", "hash(seed=5)", "random(seed=-3)"]
 
 
-@pytest.fixture
-def device() -> str:
-    return "cpu"
-
-
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -104,7 +99,7 @@ def test_every_partitionable_gate_is_tested() -> None:
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "skewed", "one"])
 @pytest.mark.parametrize("spec", SPECS)
-def test_every_gate_against_the_op(spec: str, kind: str, device: str) -> None:
+def test_every_gate_against_the_op(spec: str, kind: str, device: torch.device) -> None:
     for tokens, experts, top_k in SIZES:
         top_k = 1 if spec == "switch" else top_k
         given_T, bias_E = given_for(spec, kind, tokens, experts)
@@ -126,7 +121,7 @@ def test_every_gate_against_the_op(spec: str, kind: str, device: str) -> None:
     [(4, 2, 16, 3), (3, 1, 15, 5), (8, 3, 8, 3), (2, 2, 6, 4), (1, 1, 7, 2), (8, 4, 64, 8), (5, 4, 10, 7)],
 )
 def test_group_limited_selection(
-    groups: int, top_groups: int, experts: int, top_k: int, dtype: torch.dtype, device: str
+    groups: int, top_groups: int, experts: int, top_k: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Powers of two and not, groups of one expert, all groups open, K as many as are open."""
     gate = Sigmoid(groups=groups, top_groups=top_groups)
@@ -144,7 +139,7 @@ def test_group_limited_selection(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("top_k", [1, 2, 5, 9])
-def test_not_finite_scores_order_as_in_torch(top_k: int, dtype: torch.dtype, device: str) -> None:
+def test_not_finite_scores_order_as_in_torch(top_k: int, dtype: torch.dtype, device: torch.device) -> None:
     """NaN of either sign is largest, -0 equals 0, subnormals count, and the lower index wins a tie."""
     tiny = torch.finfo(dtype).smallest_normal / 4
     values = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, tiny, -tiny, 1.0, -1.0], dtype=dtype)
@@ -163,7 +158,7 @@ def test_not_finite_scores_order_as_in_torch(top_k: int, dtype: torch.dtype, dev
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in add")  # inf - inf, by intent
-def test_not_finite_scores_in_groups(device: str) -> None:
+def test_not_finite_scores_in_groups(device: torch.device) -> None:
     """A NaN makes its group the best; inf - inf is NaN; of -inf alone the lowest index of all wins."""
     values = torch.tensor([torch.nan, torch.inf, -torch.inf, -torch.inf, 0.0, 1.0, -1.0])
     score_TE = values[torch.randint(0, 7, (60, 12), generator=generator(0))]
@@ -175,7 +170,7 @@ def test_not_finite_scores_in_groups(device: str) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**63, -(2**63) - 5])
-def test_any_seed(seed: int, device: str) -> None:
+def test_any_seed(seed: int, device: torch.device) -> None:
     key_T = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345])
     gate = parse_gate(f"hash(seed={seed})")
     expected = gate.select(None, key_T, None, 11, 4)
@@ -186,7 +181,7 @@ def test_any_seed(seed: int, device: str) -> None:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_parts_route_as_the_whole(spec: str, device: str) -> None:
+def test_parts_route_as_the_whole(spec: str, device: torch.device) -> None:
     """`used` handed on over parts that do not end where blocks end: the very slots of one call."""
     tokens, experts, capacity = 61, 7, 11
     top_k = 1 if spec == "switch" else 3
@@ -207,7 +202,9 @@ def test_parts_route_as_the_whole(spec: str, device: str) -> None:
 
 @pytest.mark.parametrize("capacity", [0, 1, 4, 1000])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 4, 2), (300, 4, 2), (9, 70, 3), (5, 3, 130)])
-def test_slots_of_given_choices(tokens: int, experts: int, top_k: int, capacity: int, device: str) -> None:
+def test_slots_of_given_choices(
+    tokens: int, experts: int, top_k: int, capacity: int, device: torch.device
+) -> None:
     """Choices of a token need not differ; empty experts; `used` beyond 32 bits; more experts than a tile."""
     expert_TK = torch.randint(0, max(1, experts - 1), (tokens, top_k), generator=generator(5))
     for experts_TK in (expert_TK, torch.full_like(expert_TK, experts - 1)):
@@ -219,7 +216,7 @@ def test_slots_of_given_choices(tokens: int, experts: int, top_k: int, capacity:
             assert_routed(Routed(*(x.cpu() for x in routed)), (experts_TK, *expected), capacity)
 
 
-def test_more_blocks_than_the_prefix_takes_at_a_time(device: str) -> None:
+def test_more_blocks_than_the_prefix_takes_at_a_time(device: torch.device) -> None:
     tokens = 2 * slots.PREFIX_BLOCKS + 3
     score_TE = make_logits("normal", tokens, 10)
     expected = top_k_stable(score_TE, 2)
@@ -240,7 +237,7 @@ def test_more_blocks_than_the_prefix_takes_at_a_time(device: str) -> None:
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (40, 3)])
-def test_every_configuration_gives_the_same_bits(experts: int, top_k: int, device: str) -> None:
+def test_every_configuration_gives_the_same_bits(experts: int, top_k: int, device: torch.device) -> None:
     score_TE, used_E = make_logits("ties", 37, experts).to(device), torch.zeros(experts, dtype=torch.int64)
     tried = [RoutingConfig(block) for block in (1, 4, 16, 64)]
     assert all(config.is_valid(experts, top_k) for config in tried)
@@ -259,7 +256,9 @@ def test_default_configurations_are_valid() -> None:
 
 @pytest.mark.parametrize("name", [name for name, gate in GATES.items() if not gate.partitionable])
 @pytest.mark.parametrize("tokens", [0, 1, 7, 65])
-def test_inverse_tables_of_gates_that_need_the_whole_batch(name: str, tokens: int, device: str) -> None:
+def test_inverse_tables_of_gates_that_need_the_whole_batch(
+    name: str, tokens: int, device: torch.device
+) -> None:
     experts, capacity = 6, 9
     used_E = torch.zeros(experts, dtype=torch.int64)
     logits_TE = make_logits("skewed", tokens, experts)
@@ -270,7 +269,7 @@ def test_inverse_tables_of_gates_that_need_the_whole_batch(name: str, tokens: in
 
 
 @pytest.mark.parametrize("name", ["topk", "gshard"])
-def test_local_slots_of_a_part(name: str, device: str) -> None:
+def test_local_slots_of_a_part(name: str, device: torch.device) -> None:
     """As the op for gates of either kind, with tables in the part's own numbering."""
     experts, capacity, part_capacity = 5, 12, 8
     used_E = torch.tensor([0, 11, 3, 12, 40])
@@ -287,7 +286,7 @@ def test_local_slots_of_a_part(name: str, device: str) -> None:
     assert torch.equal(routed.kept_E, count_E)
 
 
-def test_by_hand(device: str) -> None:
+def test_by_hand(device: torch.device) -> None:
     """C = 2; of expert 0 one slot was taken before: it keeps token 0, and drops tokens 2 and 3."""
     score_TE = torch.tensor([[5.0, 1, 0], [0, 5, 5], [5, 0, torch.nan], [5, 0, 1]], device=device)
     routed = routing.route_scores(score_TE, torch.tensor([1, 0, 0], device=device), 2, 2)

@@ -1,0 +1,8 @@
+"""`python bench/autotune.py`: the same as `lancet tune`, for whoever looks for the tuner here."""
+
+import sys
+
+from lancet_kernels.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["tune", *sys.argv[1:]]))

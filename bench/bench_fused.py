@@ -1,0 +1,108 @@
+"""The fused kernels, dispatch to combine, forward and backward, in one launch and in two; their parts alone.
+
+One PE: rows travel within the device. The parts: the rows moved by permute and combine (communication), and
+the same GEMMs as grouped GEMMs (gemm). The report makes eta = max(communication, gemm) / fused of them.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+
+from lancet_kernels.fused_pass import FusedPasses
+from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
+from lancet_kernels.kernels.overlap import OverlapConfig
+from lancet_kernels.kernels.permute import combine, permute
+from lancet_kernels.workloads import Workload
+
+
+class Parts:
+    """What the fused launches do, as launches of their own."""
+
+    def __init__(self, passes: FusedPasses) -> None:
+        self.w, self.passes = passes.workload, passes
+        routing = passes.routing
+        self.places, self.weight = (routing.expert, routing.slot), routing.weight
+        self.count = routing.count[None]
+        shape = (1, self.w.experts, self.w.capacity)
+        self.rows = passes.x.new_zeros(*shape, self.w.width)
+        self.pre = passes.x.new_zeros(*shape, self.w.wide)
+        self.hidden = passes.x.new_zeros(*shape, self.w.hidden)
+
+    def communication(self) -> None:
+        rows = permute(self.passes.x, *self.places, None, self.w.experts, self.w.capacity, out=self.rows[0])
+        combine(rows, *self.places, self.weight)
+
+    def gemms_forward(self) -> None:
+        experts = self.passes.experts
+        grouped_gemm_forward(
+            self.rows, self.count, experts.w1, activation=self.w.activation, out=self.hidden, pre=self.pre
+        )
+        grouped_gemm_forward(self.hidden, self.count, experts.w2)
+
+    def gemms_backward(self) -> None:
+        experts = self.passes.experts
+        dh = grouped_gemm_dx(self.rows, self.count, experts.w2, activation=self.w.activation, pre=self.pre)
+        grouped_gemm_dx(dh, self.count, experts.w1)
+        grouped_gemm_dw(self.hidden, self.rows, self.count)
+        grouped_gemm_dw(self.rows, dh, self.count)
+
+
+def work_of(w: Workload, dtype: torch.dtype, direction: str) -> dict[str, float]:
+    """FLOPs, and bytes if every operand is moved once. Backward: dX and dW of both GEMMs."""
+    rows = w.experts * w.capacity
+    weights = w.experts * w.width * (w.wide + w.hidden)
+    flops = 2.0 * rows * w.width * (w.wide + w.hidden)
+    moved = dtype.itemsize * (2 * w.tokens * w.width + 2 * rows * (w.width + w.hidden) + weights)
+    backward = direction == "backward"
+    return {"flops": (1 + backward) * flops, "moved_bytes": (1 + backward) * moved}
+
+
+CONTENDERS = {
+    "one launch": "fused",
+    "two launches": None,
+    "rows alone": "communication",
+    "GEMMs alone": "gemm",
+}
+
+
+@pytest.mark.parametrize("contender", list(CONTENDERS))
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def bench_fused(measure, workload, device, dtype, direction, contender) -> None:
+    passes = FusedPasses(workload, dtype, device)
+    config = OverlapConfig.default(workload.width, workload.hidden, workload.activation, dtype, device)
+    config = dataclasses.replace(config, split=contender == "two launches")
+    parts = Parts(passes)
+
+    def backward() -> None:
+        # The forward is part of the pass: its rows are what the backward needs.
+        passes.forward_backward(config)
+
+    runs = {
+        "rows alone": parts.communication,
+        "GEMMs alone": parts.gemms_forward if direction == "forward" else parts.gemms_backward,
+    }
+    fused = (lambda: passes.forward(config)) if direction == "forward" else backward
+    if direction == "backward" and contender.endswith("alone"):
+        alone = runs[contender]
+        forward_part = parts.communication if contender == "rows alone" else parts.gemms_forward
+        runs[contender] = lambda: (forward_part(), alone())
+    work = work_of(workload, dtype, direction)
+    if direction == "backward":
+        work = {key: value + work_of(workload, dtype, "forward")[key] for key, value in work.items()}
+    if contender == "rows alone":
+        # Rows in and out, to the buffers and back.
+        rows = workload.tokens + workload.experts * workload.capacity
+        directions = 1 if direction == "forward" else 2
+        work = {"moved_bytes": 2.0 * directions * dtype.itemsize * workload.width * rows}
+    measure(
+        runs.get(contender, fused),
+        group="fused " + ("forward" if direction == "forward" else "forward and backward"),
+        name=contender,
+        ours=True,
+        workload=workload,
+        role=CONTENDERS[contender],
+        **work,
+    )
+    for exchange in passes.exchanges(config):
+        exchange.check()

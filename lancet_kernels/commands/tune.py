@@ -1,0 +1,217 @@
+"""`lancet tune`: find the best configuration of each kernel, by timing, or without a GPU by a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from lancet_kernels.atomic import json_text
+from lancet_kernels.errors import UserError
+from lancet_kernels.options import positive_float, positive_int
+from lancet_kernels.workloads import WORKLOADS, parse_workload
+
+if TYPE_CHECKING:
+    from lancet_kernels.tune import Outcome, Place
+
+DTYPES = ("bfloat16", "float16", "float32")
+# Rank 0 compiles while the others wait.
+TIMEOUT_S = 1800.0
+STATUSES = {
+    "tuned": "tuned now",
+    "known": "known already",
+    "left": "left for the next run",
+    "failed": "without a candidate that works",
+    "dry-run": "would be tuned",
+}
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `lancet`."""
+    command = commands.add_parser(
+        "tune",
+        help="find the best configuration of each kernel",
+        description="Find the best configuration (tile, warps, stages, group order, programs that put, rows "
+        "per put) of each kernel and shape, and remember it for later runs. On a GPU candidates are timed; "
+        "without one they are compiled for --arch and ranked by a model, and what is found is labelled "
+        "'modelled'. Under torchrun all ranks tune together. An interrupted run goes on where it was.",
+    )
+    add_arguments(command)
+    command.set_defaults(run=run)
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--workload",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(WORKLOADS)}, or T,D,F,E,K[,activation]; may be given again (default: all of these)",
+    )
+    command.add_argument(
+        "--kinds", metavar="LIST", help="some kinds of kernel, as permute,overlap (default: all)"
+    )
+    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    command.add_argument(
+        "--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90",
+        help="what to compile for where there is no GPU (default: sm_90)",
+    )  # fmt: skip
+    command.add_argument(
+        "--minutes", type=positive_float, help="stop after so many (default: when all is done)"
+    )
+    command.add_argument(
+        "--keep", type=positive_int, default=8, help="candidates per task that are compiled (default: 8)"
+    )
+    command.add_argument("--rounds", type=positive_int, default=15, help="timings of each (default: 15)")
+    command.add_argument("--workers", type=positive_int, default=2, help="compiling processes (default: 2)")
+    command.add_argument("--cache", metavar="FILE", help="where to remember (default: the user's cache)")
+    command.add_argument("--force", action="store_true", help="tune again what is known")
+    command.add_argument("--dry-run", action="store_true", help="only show what would be tuned, and how")
+    command.add_argument("--json", action="store_true", help="print the outcome as JSON")
+
+
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Tune. -> 1 if a task has no candidate that works."""
+    workloads = [parse_workload(text) for text in arguments.workload or WORKLOADS]
+    # Here, not above: these bring Triton, which not every platform has.
+    import torch
+    from tqdm import tqdm
+
+    from lancet_kernels.kernels.tuning import KINDS, TunedCache, default_cache
+    from lancet_kernels.launch import start_ranks, under_launcher
+    from lancet_kernels.tune import Place, tune
+    from lancet_kernels.tune_tasks import make_tasks
+
+    kinds = arguments.kinds.split(",") if arguments.kinds else list(KINDS)
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise UserError(
+            "--kinds", got=", ".join(unknown), expected=f"some of {', '.join(KINDS)}", do="check the names"
+        )
+    tasks = make_tasks(workloads, getattr(torch, arguments.dtype), kinds)
+    has_gpu = torch.cuda.is_available()
+    rank = local_rank = 0
+    if under_launcher():
+        joined = start_ranks("cuda" if has_gpu else "cpu", TIMEOUT_S)
+        rank, local_rank = joined.rank, joined.local_rank
+    place = (
+        Place.here(torch.device("cuda", local_rank))
+        if has_gpu
+        else Place.modelled(int(arguments.arch.removeprefix("sm_")))
+    )
+    cache = TunedCache(arguments.cache or default_cache())
+    if rank == 0:
+        print(_what(place, len(tasks), cache), file=sys.stderr)
+    with ExitStack() as stack:
+        progress = None
+        if rank == 0:
+            bar = stack.enter_context(
+                tqdm(total=len(tasks), unit="task", disable=not sys.stderr.isatty(), leave=False)
+            )
+
+            def progress(done: int, text: str) -> None:
+                bar.set_postfix_str(text, refresh=False)
+                bar.update(done - bar.n)
+
+        outcomes = tune(
+            tasks, place, cache, keep=arguments.keep, minutes=arguments.minutes, workers=arguments.workers,
+            force=arguments.force, dry_run=arguments.dry_run, on_progress=progress, rounds=arguments.rounds,
+            save=local_rank == 0,
+        )  # fmt: skip
+    if rank == 0:
+        print(json_text(_as_json(outcomes, place, cache)) if arguments.json else _text(outcomes, place))
+    return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
+
+
+def _what(place: Place, tasks: int, cache: Any) -> str:
+    how = (
+        f"no GPU here, so nothing is timed; candidates of {tasks} tasks are compiled for {place.name} and "
+        f"ranked by a model of {place.hardware.name}"
+        if place.device is None
+        else f"{tasks} tasks on {place.name}"
+    )
+    return f"{how}; remembered in {cache.path}"
+
+
+def _as_json(outcomes: Sequence[Outcome], place: Place, cache: Any) -> dict[str, Any]:
+    import torch
+    import triton
+
+    return {
+        "device": place.name,
+        "how": place.how,
+        "model_of": place.hardware.name,
+        "cache": str(cache.path),
+        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        "tasks": [_task(outcome) for outcome in outcomes],
+        "counts": {status: sum(o.status == status for o in outcomes) for status in STATUSES},
+    }
+
+
+def _task(outcome: Outcome) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "key": outcome.key,
+        "workload": str(outcome.task.workload),
+        "status": outcome.status,
+        "kept": [candidate.as_json() for candidate in outcome.kept],
+        "pruned": [candidate.as_json() for candidate in outcome.candidates if candidate.reason],
+    }
+    if outcome.winner is not None:
+        found["winner"] = outcome.winner.as_json()
+    if outcome.known is not None:
+        found["winner"] = {"config": outcome.known.config, "how": outcome.known.how}
+    return found
+
+
+def _text(outcomes: Sequence[Outcome], place: Place) -> str:
+    lines = []
+    for outcome in outcomes:
+        lines.append(outcome.key)
+        if outcome.known is not None:
+            entry = outcome.known
+            lines.append(f"    {entry.how} on {entry.date}: {_short(entry.configuration())}")
+            continue
+        reasons: dict[str, int] = {}
+        for candidate in outcome.candidates:
+            if candidate.reason:
+                reason = _sort_of(candidate.reason)
+                reasons[reason] = reasons.get(reason, 0) + 1
+        pruned = "".join(f", {count} {reason}" for reason, count in reasons.items())
+        lines.append(f"    {len(outcome.candidates)} candidates: {len(outcome.kept)} kept{pruned}")
+        if outcome.winner is not None:
+            best, default = outcome.winner, outcome.default
+            times = (best.ms, default.ms) if place.device is not None else (best.model_ms, default.model_ms)
+            gain = "" if None in times else f"; the default takes {times[1] / times[0]:.2f} times as long"
+            label = "measured" if place.device is not None else "modelled"
+            lines.append(f"    {label}: {_short(best.config)}{gain}")
+        elif outcome.status == "dry-run":
+            lines += [f"    to compile: {_short(candidate.config)}" for candidate in outcome.kept]
+    counts = [
+        f"{count} {text}"
+        for status, text in STATUSES.items()
+        if (count := sum(outcome.status == status for outcome in outcomes))
+    ]
+    return "\n".join([*lines, "", f"{len(outcomes)} tasks: {', '.join(counts)}"])
+
+
+def _sort_of(reason: str) -> str:
+    """A reason without its numbers, so that alike ones can be counted."""
+    who, what = reason.split(": ", 1)
+    if "times the best" in what:
+        return "clearly slower by the model"
+    if "group order" in what:
+        return "that are nearly the same"
+    if "same tile" in what:
+        return "with a tile that is kept already"
+    if "not among" in what:
+        return "beyond the best by the model"
+    return f"refused by the {who}" if who == "compiler" else "that do not run"
+
+
+def _short(config: Any) -> str:
+    from lancet_kernels.kernels.tuning import config_fields
+
+    fields = config_fields(config)
+    gemm = fields.pop("gemm", None)
+    text = " ".join(f"{name}={value}" for name, value in fields.items())
+    return f"{config.gemm} {text}" if gemm else text

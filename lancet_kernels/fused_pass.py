@@ -1,0 +1,101 @@
+"""Passes through the fused kernels alone, without gate and parameters: for timing them."""
+
+from __future__ import annotations
+
+import torch
+
+from lancet_kernels import symmetric
+from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.overlap import (
+    ExpertGradients,
+    Experts,
+    OverlapConfig,
+    Routing,
+    SavedPass,
+    moe_backward,
+    moe_forward,
+)
+from lancet_kernels.kernels.routing import route_scores
+from lancet_kernels.symmetric import SymmetricMemory
+from lancet_kernels.workloads import Workload
+
+# A pass that a peer leaves alone shall not hold up tuning for long.
+TIMEOUT_S = 20.0
+
+
+class FusedPasses:
+    """Random rows, routing and experts of a workload on this rank. Collective to make, and each pass too.
+
+    Args: memory: None makes one over all ranks.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: SymmetricMemory | None = None,
+    ) -> None:
+        self.workload, self.dtype, self.device = workload, dtype, device
+        self.memory = memory or symmetric.create(None, device, TIMEOUT_S)
+        self.local_experts = workload.experts // self.memory.world
+        generator = torch.Generator(device).manual_seed(self.memory.rank)
+        make = lambda *shape: (  # noqa: E731
+            torch.randn(*shape, generator=generator, device=device, dtype=torch.float32) * 0.1
+        ).to(dtype)
+        self.x, self.dy = (make(workload.tokens, workload.width) for _ in range(2))
+        self.experts = Experts(
+            make(self.local_experts, workload.width, workload.wide),
+            None,
+            make(self.local_experts, workload.hidden, workload.width),
+            None,
+            workload.activation,
+        )
+        score = make(workload.tokens, workload.experts).float()
+        used = torch.zeros(workload.experts, dtype=torch.int64, device=device)
+        found = route_scores(score, used, workload.choices, workload.capacity)
+        weight = score.softmax(-1).gather(1, found.expert_TK).contiguous()
+        tables = found.token_of_slot_EC, found.choice_of_slot_EC
+        self.routing = Routing(found.expert_TK, found.slot_TK, weight, *tables, found.kept_E)
+        self._exchanges: dict[int, tuple[Exchange, Exchange]] = {}
+
+    def exchanges(self, config: OverlapConfig) -> tuple[Exchange, Exchange]:
+        """Forward and backward exchange; configurations with the same rows per signal share them."""
+        rows = config.gemm.block_m
+        if rows not in self._exchanges:
+            sizes = {
+                "local_experts": self.local_experts,
+                "capacity": self.workload.capacity,
+                "width": self.workload.width,
+                "dtype": self.dtype,
+                "chunk_rows": rows,
+                "timeout_s": TIMEOUT_S,
+            }
+            self._exchanges[rows] = (
+                Exchange(self.memory, f"forward{rows}", **sizes),
+                Exchange(self.memory, f"backward{rows}", **sizes),
+            )
+        return self._exchanges[rows]
+
+    def forward(self, config: OverlapConfig) -> torch.Tensor:
+        """One forward pass without a backward. Raises CommunicationError, at the latest one pass later."""
+        exchange, _ = self.exchanges(config)
+        out, saved = moe_forward(exchange, self.x, self.routing, self.experts, config)
+        exchange.release(saved.use)
+        exchange.watch()
+        return out
+
+    def forward_backward(self, config: OverlapConfig) -> ExpertGradients:
+        """One forward and its backward pass."""
+        exchange, _ = self.exchanges(config)
+        _, saved = moe_forward(exchange, self.x, self.routing, self.experts, config)
+        return self.backward(config, saved)
+
+    def backward(self, config: OverlapConfig, saved: SavedPass) -> ExpertGradients:
+        """The backward of a pass that `moe_forward` through these exchanges has saved."""
+        forward, backward = self.exchanges(config)
+        gradients = moe_backward(forward, saved, backward, self.dy, self.routing, self.experts, config)
+        forward.release(saved.use)
+        for exchange in (forward, backward):
+            exchange.watch()
+        return gradients

@@ -1,0 +1,288 @@
+"""What is there to tune for an MoE layer: each kernel's candidates, their model, specimens and runs.
+
+    T  tokens    D  width    F  hidden width    E  experts    K  choices    C  rows of each expert
+
+One `Task` is one kernel at one shape. Its launcher looks the winner up by the same kind and shape
+(`kernels.tuning`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lancet_kernels.kernels import (
+    gemm_config,
+    grouped_gemm,
+    overlap_candidates,
+    overlap_specimens,
+    permute,
+    topk,
+)
+from lancet_kernels.kernels.gemm_operands import DTYPES
+from lancet_kernels.kernels.launch_model import Facts, Gemms, Hardware, gemm_ms, rows_ms
+from lancet_kernels.kernels.overlap import OverlapConfig
+from lancet_kernels.kernels.permute import RowConfig
+from lancet_kernels.kernels.specimen import Specimen
+from lancet_kernels.kernels.topk import RoutingConfig, lanes
+from lancet_kernels.kernels.tuning import KINDS, Shape, key_of
+from lancet_kernels.workloads import Workload
+
+LANES_OF_AN_SM = 128
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kernel at one shape.
+
+    Attributes:
+        shape: as it is looked up, rows rounded up; exact: as it is run and modelled.
+    """
+
+    kind: str
+    workload: Workload
+    dtype: torch.dtype
+    shape: Shape
+    exact: Shape
+
+    def key(self, device: str) -> str:
+        return key_of(self.kind, self.shape, str(self.dtype).removeprefix("torch."), device)
+
+    @property
+    def tunable(self) -> Tunable:
+        return _TUNABLES[self.kind]
+
+
+@dataclass(frozen=True)
+class Tunable:
+    """How the kernels of a kind are tuned.
+
+    Attributes:
+        shapes: of a workload. candidates: the default first. model_ms: see `kernels.launch_model`.
+        specimens: what must compile. runner: a run on a GPU with a configuration; collective for "overlap".
+    """
+
+    shapes: Callable[[Workload, torch.dtype], Iterable[Shape]]
+    candidates: Callable[[Task, Hardware], Sequence[Any]]
+    model_ms: Callable[[Task, Any, Hardware, Facts | None], float]
+    specimens: Callable[[Task, Any, int], list[Specimen]]
+    runner: Callable[[Task, torch.device], Callable[[Any], Callable[[], object]]]
+
+
+def make_tasks(
+    workloads: Iterable[Workload], dtype: torch.dtype, kinds: Iterable[str] = tuple(KINDS)
+) -> list[Task]:
+    """All tasks of the workloads, each shape once."""
+    tasks: dict[tuple, Task] = {}
+    for workload in workloads:
+        for kind in kinds:
+            for exact in _TUNABLES[kind].shapes(workload, dtype):
+                shape = KINDS[kind].rounded(exact)
+                # Routing runs in float32 whatever the model's dtype.
+                task_dtype = torch.float32 if kind == "routing" else dtype
+                tasks.setdefault((kind, shape), Task(kind, workload, task_dtype, shape, exact))
+    return list(tasks.values())
+
+
+# Grouped GEMMs: as the op has them, without an activation in the epilogue.
+
+
+def _forward_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
+    return [(w.capacity, w.wide, w.width, 1), (w.capacity, w.width, w.hidden, 1)]
+
+
+def _dx_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
+    return [(w.capacity, w.hidden, w.width, 1), (w.capacity, w.width, w.wide, 1)]
+
+
+def _dw_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
+    return [(w.width, w.wide, w.capacity, 1), (w.hidden, w.width, w.capacity, 1)]
+
+
+def _gemm_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
+    m, n, k, accumulators = task.exact
+    return list(gemm_config.candidates(m, n, k, task.dtype, hardware.arch, accumulators))
+
+
+def _gemm_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
+    m, n, k, accumulators = task.exact
+    return gemm_ms(config, Gemms(task.workload.experts, m, n, k, task.dtype, accumulators), hardware, facts)
+
+
+def _gemm_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
+    layout = "buffers" if task.kind == "grouped_gemm_dw" else "none"
+    make = grouped_gemm.SPECIMEN_OF[task.kind]
+    return [grouped_gemm.specimen(make, layout, task.dtype, config, arch)]
+
+
+def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
+    m, n, k, _ = task.exact
+    experts = task.workload.experts
+    make = lambda *shape: torch.randn(*shape, dtype=task.dtype, device=device)  # noqa: E731
+    rows = k if task.kind == "grouped_gemm_dw" else m
+    count = torch.full((1, experts), rows, dtype=torch.int64, device=device)
+    if task.kind == "grouped_gemm_dw":
+        x, dy, dw = make(1, experts, k, m), make(1, experts, k, n), make(experts, m, n)
+        return lambda config: lambda: grouped_gemm.grouped_gemm_dw(x, dy, count, dw=dw, config=config)
+    x, out = make(1, experts, m, k), make(1, experts, m, n)
+    if task.kind == "grouped_gemm_dx":
+        w = make(experts, n, k)
+        return lambda config: lambda: grouped_gemm.grouped_gemm_dx(x, count, w, out=out, config=config)
+    w = make(experts, k, n)
+    return lambda config: lambda: grouped_gemm.grouped_gemm_forward(x, count, w, out=out, config=config)
+
+
+# Rows to their experts and back.
+
+
+def _row_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
+    return [(w.width,)]
+
+
+def _row_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
+    default = RowConfig.default(task.workload.width)
+    return [default, *(c for c in RowConfig.candidates(task.workload.width) if c != default)]
+
+
+def _row_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
+    w = task.workload
+    copies = (1, w.choices) if task.kind == "permute" else (w.choices, 1)
+    block = (config.block_tokens, config.block_width)
+    sizes = (w.tokens, w.width)
+    return rows_ms(
+        block, config.num_warps, sizes, task.dtype.itemsize, hardware, copies, 20 * w.choices, facts
+    )
+
+
+def _row_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
+    weighted = task.kind == "combine"
+    return [permute.specimen(task.kind, DTYPES[task.dtype], task.workload.choices, weighted, config)]
+
+
+def routed(w: Workload, device: torch.device) -> tuple[torch.Tensor, Any]:
+    """(weights of the choices [T, K], routing) of random scores at the capacity of the workload."""
+    from lancet_kernels.kernels.routing import route_scores
+
+    score = torch.randn(w.tokens, w.experts, device=device)
+    used = torch.zeros(w.experts, dtype=torch.int64, device=device)
+    found = route_scores(score, used, w.choices, w.capacity)
+    return score.softmax(-1).gather(1, found.expert_TK), found
+
+
+def _row_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
+    w = task.workload
+    weight, found = routed(w, device)
+    places = found.expert_TK, found.slot_TK
+    if task.kind == "permute":
+        x = torch.randn(w.tokens, w.width, dtype=task.dtype, device=device)
+        out = torch.empty(w.experts, w.capacity, w.width, dtype=task.dtype, device=device)
+        return lambda config: (
+            lambda: permute.permute(x, *places, None, w.experts, w.capacity, out=out, config=config)
+        )
+    rows = torch.randn(w.experts, w.capacity, w.width, dtype=task.dtype, device=device)
+    return lambda config: lambda: permute.combine(rows, *places, weight, config=config)
+
+
+# Routing.
+
+
+def _routing_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
+    return [(w.experts, w.choices, 32)]
+
+
+def _routing_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
+    w = task.workload
+    default = RoutingConfig.default(w.experts, w.choices, 32)
+    return [default, *(c for c in RoutingConfig.candidates(w.experts, w.choices) if c != default)]
+
+
+def _routing_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
+    """K passes over keys, a table of counts that grows as blocks shrink, and comparisons of pairs."""
+    w = task.workload
+    table = 8 * w.experts / config.block_tokens
+    block, sizes = (config.block_tokens, lanes(w.experts)), (w.tokens, lanes(w.experts))
+    choosing = rows_ms(block, config.num_warps, sizes, 4, hardware, (1 + 2 * w.choices,), table, facts)
+    # To find slots, all pairs of choices of a block are compared.
+    pairs = w.tokens / config.block_tokens * (config.block_tokens * w.choices) ** 2
+    return choosing + pairs / (hardware.sms * LANES_OF_AN_SM * hardware.clock_ghz) * 1e-6
+
+
+def _routing_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
+    return [topk.score_specimen("fp32", task.workload.experts, task.workload.choices, config)]
+
+
+def _routing_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
+    from lancet_kernels.kernels.routing import route_scores
+
+    w = task.workload
+    score = torch.randn(w.tokens, w.experts, device=device)
+    used = torch.zeros(w.experts, dtype=torch.int64, device=device)
+    return lambda config: lambda: route_scores(score, used, w.choices, w.capacity, config=config)
+
+
+# The fused kernel, forward and backward.
+
+
+def _overlap_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
+    return [(w.width, w.hidden, w.activation, 1)]
+
+
+def _overlap_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
+    w = task.workload
+    default = OverlapConfig.for_gpu(w.width, w.hidden, w.activation, task.dtype, hardware.arch, hardware.sms)
+    return list(overlap_candidates.candidates(default, w.activation, task.dtype, hardware.arch))
+
+
+def _overlap_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
+    w, dtype = task.workload, task.dtype
+    accumulators = 2 if w.activation == "swiglu" else 1
+    first = Gemms(w.experts, w.capacity, w.hidden, w.width, dtype, accumulators)
+    second = Gemms(w.experts, w.capacity, w.width, w.hidden, dtype)
+    backward = [
+        Gemms(w.experts, w.capacity, w.hidden, w.width, dtype),
+        Gemms(w.experts, w.capacity, w.width, w.wide, dtype),
+        Gemms(w.experts, w.hidden, w.width, w.capacity, dtype),
+        Gemms(w.experts, w.width, w.wide, w.capacity, dtype),
+    ]
+    put_bytes = w.tokens * w.choices * w.width * dtype.itemsize
+    directions = ([first, second], backward)
+    return sum(
+        overlap_candidates.overlap_ms(config, gemms, put_bytes, hardware, facts) for gemms in directions
+    )
+
+
+def _overlap_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
+    forward = ("dispatch+gemm", "gemm+combine") if config.split else ("forward",)
+    return [
+        overlap_specimens.specimen(
+            fused, "", arch, activation=task.workload.activation, dtype=task.dtype, config=config
+        )
+        for fused in (*forward, "backward")
+    ]
+
+
+def _overlap_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
+    from lancet_kernels.fused_pass import FusedPasses
+
+    passes = FusedPasses(task.workload, task.dtype, device)
+    return lambda config: lambda: passes.forward_backward(config)
+
+
+_GEMM = (_gemm_candidates, _gemm_model, _gemm_specimens, _gemm_runner)
+_ROWS = (_row_shapes, _row_candidates, _row_model, _row_specimens, _row_runner)
+_TUNABLES = {
+    "grouped_gemm_forward": Tunable(_forward_shapes, *_GEMM),
+    "grouped_gemm_dx": Tunable(_dx_shapes, *_GEMM),
+    "grouped_gemm_dw": Tunable(_dw_shapes, *_GEMM),
+    "permute": Tunable(*_ROWS),
+    "combine": Tunable(*_ROWS),
+    "routing": Tunable(
+        _routing_shapes, _routing_candidates, _routing_model, _routing_specimens, _routing_runner
+    ),
+    "overlap": Tunable(
+        _overlap_shapes, _overlap_candidates, _overlap_model, _overlap_specimens, _overlap_runner
+    ),
+}

@@ -1,0 +1,33 @@
+"""The benchmarks can all be collected, and one of ours and one of torch's run."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_benchmarks_are_collected_and_some_run(tmp_path) -> None:
+    pytest.importorskip("pytest_benchmark")
+    saved = tmp_path / "bench.json"
+    # Everything is imported and collected; two of it run.
+    chosen = "middle-permute-ours or middle-permute-torch"
+    said = run("bench", "--benchmark-only", f"--benchmark-json={saved}", "-k", chosen)
+    assert int(re.search(r"(\d+) deselected", said)[1]) > 100
+    ours, theirs = json.loads(saved.read_text())["benchmarks"]
+    assert ours["group"] == theirs["group"] == "permute middle"
+    assert (ours["extra_info"]["contender"], theirs["extra_info"]["contender"]) == ("ours", "torch ops")
+    for found in (ours, theirs):
+        assert found["extra_info"]["bytes"] > 0
+        assert "label" in found["extra_info"] or "roofline_share" in found["extra_info"]

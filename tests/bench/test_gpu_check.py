@@ -1,0 +1,57 @@
+"""`make gpu` without a GPU: it says what is missing. What it measures with runs, tiny, in the interpreter."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_without_a_gpu_it_says_so_in_a_line() -> None:
+    done = run("bash", "bench/gpu.sh", PYTHON=sys.executable)
+    assert done.returncode == 2
+    assert done.stderr == f"make gpu: no CUDA device that torch {torch.__version__} can use\n"
+    assert done.stdout == ""
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
+    done = run(sys.executable, "bench/gpu_measure.py", "--out", str(tmp_path / "x.json"))
+    assert done.returncode == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_measurement_runs(tmp_path: Path) -> None:
+    out = tmp_path / "smoke.json"
+    done = run(sys.executable, "bench/gpu_measure.py", "--smoke", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("smoke: interpreter, no figures")
+    found = json.loads(out.read_text())
+    assert found["label"] == "smoke: interpreter, no figures"
+    assert found["not_measured"] == []
+    assert {"date", "device", "versions", "commit"} <= found.keys()
+    names = [figure["figure"] for figure in found["figures"]]
+    assert [name for name in names if name.startswith("grouped GEMM")] == [
+        "grouped GEMM forward", "grouped GEMM dX", "grouped GEMM dW",
+    ]  # fmt: skip
+    assert sum(name.startswith("overlap efficiency") for name in names) == 6
+    assert names[-1].startswith("put bandwidth, tile ")
+    for figure in found["figures"]:
+        assert set(figure["sizes"]) >= set("TDFEK")
+        for spread in (*figure["ms"].values(), *(ratio["value"] for ratio in figure["ratios"])):
+            assert 0 < spread["p10"] <= spread["median"] <= spread["p90"]
+            assert spread["rounds"] == 1
+        # What the launches compute is right, however they are cut.
+        assert figure.get("every_way_gives_the_same_bits", True)
+        assert figure.get("largest_difference", 0.0) < 1e-5

@@ -1,0 +1,86 @@
+"""`bench/report.py`: tables and pictures of made-up measurements, and of the ones in the repository."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(name: str):
+    """bench/ is no package: a file of it as a module."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+report = load("report")
+
+
+def benchmark(contender, ms, *, role=None, kernel="fused forward", label=None, ours=True):
+    info = {"kernel": kernel, "contender": contender, "ours": ours, "role": role, "device": "Made-up GPU"}
+    info |= {"workload": "wide (T1 D2 F3 E4 K5 gelu)", "flops": 2e9, "bytes": 1e7}
+    if label:
+        info["label"] = label
+    else:
+        info |= {"peaks": "H100", "peak_tflops": 989.0, "peak_gb_per_s": 3350.0, "roofline_share": 0.5}
+    return {"group": f"{kernel} wide", "extra_info": info, "stats": {"median": ms * 1e-3}}
+
+
+def save(path: Path, benchmarks) -> str:
+    path.write_text(json.dumps({"datetime": "2026-01-02T03:04:05", "benchmarks": benchmarks}))
+    return str(path)
+
+
+def made_up(label=None):
+    return [
+        benchmark("one launch", 2.5, role="fused", label=label),
+        benchmark("rows alone", 1.0, role="communication", label=label),
+        benchmark("GEMMs alone", 2.0, role="gemm", label=label),
+        benchmark("torch", 3.0, kernel="MoE layer", ours=False, label=label),
+    ]
+
+
+def test_a_report_of_a_gpu(tmp_path) -> None:
+    folder = tmp_path / "report"
+    overlap = ROOT / "bench" / "results" / "overlap-emulated-2-core-cpu.json"
+    report.write([save(tmp_path / "bench.json", made_up()), str(overlap)], folder)
+    text = (folder / "report.md").read_text()
+    assert "| wide (T1 D2 F3 E4 K5 gelu) | 2.500 | 1.000 | 2.000 | 50% (one launch) |" in text
+    assert "| fused forward wide | gemm | 2.000 | 2.500 | 0.80 |" in text
+    assert "2026-01-02" in text
+    assert "interpreter" not in text
+    assert "emulated link" in text
+    for name in ("roofline", "eta", "iteration"):
+        assert f"({name}.png)" in text
+        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_without_a_gpu_there_are_tables_and_no_pictures(tmp_path) -> None:
+    report.write([save(tmp_path / "bench.json", made_up("interpreter: proof, not speed"))], tmp_path / "r")
+    text = (tmp_path / "r" / "report.md").read_text()
+    assert "Not a measurement of a GPU" in text
+    assert "eta" not in text
+    assert [file.name for file in (tmp_path / "r").iterdir()] == ["report.md"]
+
+
+def test_an_iteration_is_the_sum_of_its_parts() -> None:
+    data = {"iteration_ms": {"a": 10.0}, "all_to_all_ms": {"a": 4.0}, "exposed_ms": {"a": 1.0}}
+    parts = report.iteration_parts(data)
+    assert {name: part["a"] for name, part in parts.items()} == {
+        "computation_ms": 6.0,
+        "overlapped_ms": 3.0,
+        "communication_ms": 1.0,
+    }
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"figures": []}', None])
+def test_a_foreign_file_is_refused_in_one_line(tmp_path, capsys, text) -> None:
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    assert report.main([str(path), "--output-folder", str(tmp_path / "r")]) == 1
+    assert capsys.readouterr().err.startswith("report: measurements: got ")

@@ -1,0 +1,209 @@
+"""The cache of tuned configurations, and who looks where in which order."""
+
+import json
+import warnings
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from lancet_kernels.kernels import tuning
+from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.overlap import OverlapConfig
+from lancet_kernels.kernels.permute import RowConfig
+from lancet_kernels.kernels.tuning import MEASURED, MODELLED, Entry, TunedCache, config_fields, tuned
+
+GPU = "NVIDIA H100 80GB HBM3"
+TILE = GemmConfig(64, 128, 64, 4, 4, 16)
+SHAPE = (1024, 3072, 768, 1)
+
+
+def entry(config=TILE, how=MEASURED, device=GPU, kind="grouped_gemm_dx", shape=SHAPE) -> Entry:
+    return Entry(kind, shape, "bfloat16", device, config_fields(config), how, 1.0, 1.5, "3.6.0", "2026-11-21")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedCache:
+    """The user's cache; the machine has an H100 that nobody may touch."""
+    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "user" / "tuned.json"))
+    monkeypatch.setattr(tuning, "PACKAGE_TABLE", tmp_path / "package.json")
+    monkeypatch.setattr(tuning, "_device_name", lambda device: (GPU, 90))
+    tuning.forget()
+    yield TunedCache(tuning.default_cache())
+    tuning.forget()
+
+
+def look(kind="grouped_gemm_dx", shape=SHAPE, dtype=torch.bfloat16):
+    return tuned(kind, shape, dtype, torch.device("cuda", 0))
+
+
+def test_nothing_is_found_where_nothing_was_tuned(cache) -> None:
+    assert look() is None
+
+
+def test_on_a_cpu_nothing_is_ever_found(cache) -> None:
+    cache.put([entry()])
+    assert tuned("grouped_gemm_dx", SHAPE, torch.bfloat16, torch.device("cpu")) is None
+
+
+def test_a_number_of_rows_finds_what_was_tuned_for_the_next_power_of_two(cache) -> None:
+    cache.put([entry()])
+    assert look(shape=(513, 3072, 768, 1)) == TILE
+    assert look(shape=(512, 3072, 768, 1)) is None
+    assert look(shape=(1024, 3072, 769, 1)) is None
+    assert look(dtype=torch.float16) is None
+    assert look(kind="grouped_gemm_forward") is None
+    # Of a weight gradient the rows are what is summed over.
+    assert tuning.KINDS["grouped_gemm_dw"].rounded((768, 3072, 1000, 1)) == (768, 3072, 1024, 1)
+
+
+def test_the_package_goes_before_the_user_and_measured_before_modelled(cache) -> None:
+    modelled, measured, shipped = (GemmConfig(64, n, 64, 4, 3) for n in (32, 64, 128))
+    cache.put([entry(modelled, MODELLED, "sm_90")])
+    assert look() == modelled
+    cache.put([entry(measured)])
+    assert look() == measured
+    TunedCache(tuning.PACKAGE_TABLE).put([entry(shipped)])
+    assert look() == shipped
+
+
+def test_the_package_ships_measurements_only(cache) -> None:
+    TunedCache(tuning.PACKAGE_TABLE).put([entry(how=MODELLED), entry(how=MODELLED, device="sm_90")])
+    assert look() is None
+
+
+def test_a_model_does_not_replace_a_measurement_but_a_measurement_replaces_anything(cache) -> None:
+    other = GemmConfig(128, 128, 64, 4, 4)
+    cache.put([entry()])
+    cache.put([entry(other, MODELLED)])
+    assert look() == TILE
+    cache.put([entry(other)])
+    assert look() == other
+
+
+def test_a_configuration_that_this_gpu_cannot_run_is_ignored_with_a_warning(cache) -> None:
+    cache.put([entry(GemmConfig(256, 256, 128, 4, 5))])
+    with pytest.warns(UserWarning, match="cannot run on sm_90"):
+        assert look() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "config"),
+    [
+        ("overlap", (768, 3072, "gelu", 1), OverlapConfig(TILE, programs=132, comm_programs=16, split=True)),
+        ("permute", (768,), RowConfig(4, 512, 8)),
+    ],
+)
+def test_every_sort_of_configuration_comes_back_as_it_went(cache, kind, shape, config) -> None:
+    cache.put([entry(config, kind=kind, shape=shape)])
+    assert look(kind, shape) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "null", '{"format": "other", "version": 1, "entries": {}}', "\x00\x01", '{"version": 1}',
+     '{"format": "lancet-tuned-configurations", "version": 99, "entries": {}}',
+     '{"format": "lancet-tuned-configurations", "version": 1, "entries": 5}', "[" * 100000],
+)  # fmt: skip
+def test_a_corrupt_file_is_ignored_with_one_warning_and_written_anew(cache, text) -> None:
+    cache.path.parent.mkdir(parents=True)
+    cache.path.write_text(text)
+    with pytest.warns(UserWarning, match="not readable"):
+        assert cache.entries() == {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.entries() == {}
+    cache.put([entry()])
+    assert look() == TILE
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"config": {"block_m": 64}},
+        {"config": {**config_fields(TILE), "extra": 1}},
+        {"config": {**config_fields(TILE), "block_m": "64"}},
+        {"config": None},
+        {"how": "guessed"},
+        {"milliseconds": float("nan")},
+        {"milliseconds": "1"},
+        {"kind": "grouped_gemm_dw"},
+        {"shape": [1, 2]},
+        {"shape": [512, 3072, 768, 1]},
+        {"unknown": 1},
+    ],
+)
+def test_one_corrupt_entry_is_ignored_with_a_warning_and_the_others_stay(cache, change) -> None:
+    good = entry(kind="grouped_gemm_forward")
+    cache.put([good, entry()])
+    data = json.loads(cache.path.read_text())
+    data["entries"][entry().key] |= change
+    cache.path.write_text(json.dumps(data))
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert TunedCache(cache.path).entries() == {good.key: good}
+
+
+def put_many(path: str, process: int) -> None:
+    for number in range(20):
+        TunedCache(path).put([entry(shape=(16, process + 1, number + 1, 1))])
+
+
+def test_processes_that_write_at_once_lose_nothing(cache) -> None:
+    context = get_context("spawn")
+    processes = [context.Process(target=put_many, args=(str(cache.path), p)) for p in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(cache.entries()) == 40
+
+
+def test_a_killed_writer_leaves_no_lock(cache) -> None:
+    cache.put([entry()])
+    assert cache.path.with_name(".tuned.json.lock").exists()
+    cache.put([replace(entry(), shape=(16, 1, 1, 1))])
+    assert len(cache.entries()) == 2
+
+
+def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) -> None:
+    """A task nobody looks up would be tuned for nothing."""
+    from lancet_kernels.fused_pass import FusedPasses
+    from lancet_kernels.kernels import gemm_operands, grouped_gemm, overlap, permute, routing
+    from lancet_kernels.tune_tasks import make_tasks
+    from lancet_kernels.workloads import Workload
+
+    asked = set()
+
+    def ask(kind, shape, dtype, device):
+        asked.add((kind, tuning.KINDS[kind].rounded(shape), dtype))
+
+    for module in (gemm_operands, overlap, permute, routing):
+        monkeypatch.setattr(module, "tuned", ask)
+    w = Workload("tiny", 12, 16, 32, 4, 2, "swiglu")
+    tasks = make_tasks([w], torch.float32)
+    device = torch.device("cpu")
+    for task in tasks:
+        if task.kind != "overlap":
+            task.tunable.runner(task, device)(None)()
+    FusedPasses(w, torch.float32, device)
+    # OverlapConfig.default asks on a GPU only.
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
+    with pytest.raises(AttributeError):
+        overlap.OverlapConfig.default(16, 32, "swiglu", torch.float32, torch.device("cuda", 0))
+    assert {(task.kind, task.shape, task.dtype) for task in tasks} <= asked
+    assert grouped_gemm.SPECIMEN_OF.keys() <= {task.kind for task in tasks}
+
+
+def test_no_table_ships_before_one_is_measured() -> None:
+    entries = TunedCache(Path(tuning.__file__).with_name("tuned.json")).entries()
+    assert all(e.how == MEASURED for e in entries.values())
+
+
+def test_reading_a_sound_file_warns_of_nothing(cache) -> None:
+    cache.put([entry()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert look() == TILE

@@ -1,0 +1,139 @@
+"""The fused kernels on virtual PEs: several at once on one GPU; in the interpreter one without peers."""
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lancet_kernels.errors import CommunicationError
+from lancet_kernels.kernels.virtual_pes import rehearsal
+from tests.lancet_kernels.kernels.overlap_cases import Case
+from tests.lancet_kernels.kernels.test_overlap_kernel import SMALL
+from tests.lancet_kernels.kernels.virtual_pass import VirtualPass, assert_dense_right, assert_right
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+WORLDS = [1, 2, 4]
+# Beyond what runs between processes in the interpreter: TMA, several chunks of rows and tiles per expert,
+# more experts than PEs, all tokens to one.
+LARGE = {
+    "gelu": Case(tokens=700, capacity=300, width=256, hidden=192, dtype=BRAIN),
+    "swiglu": Case(tokens=513, capacity=400, width=320, hidden=136, activation="swiglu", dtype=BRAIN),
+    "many experts": Case(local=16, tokens=300, choices=4, capacity=40, width=128, hidden=64, dtype=HALF),
+    "one expert": Case(tokens=600, choices=1, capacity=450, width=128, hidden=256, choose="one", dtype=BRAIN),
+    "float32": Case(tokens=200, capacity=130, width=96, hidden=72, activation="silu", bias=False),
+}
+# (case, options of VirtualPass)
+WORK = [
+    (case, {name: True for name in ("split", "dense") if options.get(name)})
+    for cases in SMALL.values()
+    for case, options in cases
+]
+WORK += [(replace(case, world=world), {}) for case in LARGE.values() for world in WORLDS]
+WORK += [(replace(LARGE["gelu"], world=world), {"split": True, "dense": True}) for world in WORLDS]
+GELU, ODD = LARGE["gelu"], Case()
+
+
+def name_of(work: tuple[Case, dict]) -> str:
+    return "-".join([str(work[0]), *work[1]])
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> None:
+    """The kernels of the chosen tests, compiled side by side: one after the other would take minutes."""
+    if not torch.cuda.is_available():
+        return
+    chosen = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    with rehearsal():
+        for case, options in (params["work"] for params in chosen if "work" in params):
+            run = VirtualPass(case, torch.device("cuda"), **options)
+            run.pes.each(run.play)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("work", WORK, ids=name_of)
+def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[Case, dict]) -> None:
+    case, options = work
+    if device.type == "cpu" and (case.world > 1 or case.tokens > 100):
+        pytest.skip("the interpreter runs one small PE")
+    run = VirtualPass(case, device, **options)
+    run.pes.rehearse(run.play)
+    for _ in range(3 if device.type == "cuda" else 1):
+        answers = run.pes.each(run.play)
+        run.check()
+        assert_right(answers, case)
+        assert_dense_right(run)
+        del answers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", WORLDS, ids="W{}".format)
+def test_many_passes_without_a_pause(compiled, world):
+    """Nothing waits for the device between passes: PEs run ahead of one another as far as banks let them."""
+    case = replace(GELU, world=world)
+    run = VirtualPass(case, torch.device("cuda"))
+    run.pes.rehearse(run.play)
+    first = run.pes.each(run.play)
+    run.check()
+    assert_right(first, case)
+
+    def often(rank):
+        return [run.play(rank) for _ in range(20)]
+
+    run.pes.rehearse(often)
+    for mine, once in zip(run.pes.each(often), first, strict=True):
+        for again in mine:
+            assert torch.equal(again.out, once.out)
+            assert torch.equal(again.dx, once.dx)
+            assert torch.equal(again.dw1, once.dw1)
+    run.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_cuda_graph_is_replayed_with_changing_data(compiled, world):
+    """A graph for each PE, replayed 50 times: epochs and banks go on inside it."""
+    case = replace(ODD, world=world, width=32, hidden=32)
+    run = VirtualPass(case, torch.device("cuda"))
+    run.pes.rehearse(run.play)
+    run.pes.each(run.play)
+    run.check()
+    graphs, answers = [], []
+    for rank in range(world):
+        graph = torch.cuda.CUDAGraph()
+        with run.pes.on(rank), torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            answers.append(run.play(rank))
+        graphs.append(graph)
+    for seed in range(1, 51):
+        run.load(replace(case, seed=seed))
+        run.pes.each(lambda rank: graphs[rank].replay())
+        torch.cuda.synchronize()
+        run.check()
+        assert_right(answers, replace(case, seed=seed))
+
+
+@pytest.mark.gpu
+def test_a_pe_that_never_comes(compiled):
+    """The launch of the other one ends, says whom it waited for, and leaves the GPU free."""
+    run = VirtualPass(GELU, torch.device("cuda"), timeout_s=0.5)
+    run.pes.rehearse(run.play)
+    begin = time.monotonic()
+    with run.pes.on(0):
+        out, _saved = run.forward(0)
+    torch.cuda.synchronize()
+    assert time.monotonic() - begin < 30
+    with pytest.raises(CommunicationError, match="forward: PE 0 waited for PE 1"):
+        run.forwards[0].check()
+    assert out.isnan().any(), "results without their rows"
+    later = torch.ones(1 << 20, device="cuda")
+    assert float(later.sum()) == 1 << 20
+
+
+@pytest.mark.gpu
+def test_a_rehearsal_sends_nothing(compiled):
+    run = VirtualPass(ODD, torch.device("cuda"))
+    run.pes.rehearse(run.play)
+    for exchange in (*run.forwards, *run.backwards):
+        assert not exchange.rows.local.any()
+        assert not exchange.arrived.local.any()
+        assert (exchange.released.local.max(1).values.sum() >> 32) == 1, "the skipped pass is released"
