@@ -14,6 +14,24 @@ if not torch.cuda.is_available():
 
 from tests.ranks import RankPool
 
+# They watch the clock, kill processes, or need both cores for ranks that wait for each other.
+ALONE = {
+    "test_gpu_check.py",
+    "test_launch.py",
+    "test_link.py",
+    "test_netns.py",
+    "test_overlap_bad_input.py",
+    "test_overlap_kernel.py",
+    "test_overlap_nvshmem.py",
+    "test_overlap_protocol.py",
+    "test_plan_command.py",
+    "test_ranks.py",
+    "test_shared.py",
+    "test_strategies.py",
+    "test_train.py",
+    "test_tune.py",
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -32,7 +50,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if chosen and not lacking else True
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name in ALONE:
+            item.add_marker(pytest.mark.alone)
     index, count = map(int, config.getoption("--shard").split("/"))
     items[:] = items[index::count]
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from lancet_kernels import optimize, set_routing_step
 from tests.planned_steps import StepCase, build_step
 
-PARTITIONABLE = ["switch", "topk", "hash", "random", "sigmoid"]
+LONG = [pytest.param(gate, marks=pytest.mark.long) for gate in ("hash", "random", "sigmoid")]
+GATES = ["switch", "topk", *LONG]  # every partitionable one
 
 
 def train(
@@ -49,7 +50,7 @@ def compare(case: StepCase, steps: int, tmp: str) -> tuple[float, list[tuple]]:
     return worst, [(group.fused, group.why, group.layer in explained) for group in plan.fused]
 
 
-@pytest.mark.parametrize("gate", PARTITIONABLE)
+@pytest.mark.parametrize("gate", GATES)
 def test_three_steps_of_four_layers(pool, tmp_path, gate) -> None:
     case = StepCase(gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1)
     for worst, groups in pool.run(compare, case, 3, str(tmp_path), ranks=2, timeout_s=240):

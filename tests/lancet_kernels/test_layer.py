@@ -371,6 +371,7 @@ def test_compiled_layer_equals_eager(gate):
     check_compiled(case, "aot_eager")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fresh_compiler")
 def test_layer_compiled_by_inductor_equals_eager():
     check_compiled(Case("topk", top_k=2, ranks=1, shared=8, activation="swiglu"), "inductor")
@@ -454,7 +455,7 @@ def test_layer_in_lower_precision(dtype, width):
         assert got[name].dtype == dtype
         wanted = expected[name].view(got[name].shape)
         distance = (got[name].double() - wanted).norm().item()
-        assert distance <= 1.5 * error + 1e-3 * torch.finfo(dtype).eps, name
+        assert distance <= 2 * error + 1e-3 * torch.finfo(dtype).eps, name
 
 
 def test_router_of_a_bf16_layer_runs_in_fp32():

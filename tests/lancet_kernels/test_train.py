@@ -266,6 +266,7 @@ def kill_and_resume(lancet, tmp_path: Path, what: str, *arguments: object) -> No
     wait_for_end(process.pid, 3)
 
 
+@pytest.mark.long  # the one with a plan, below, is the harder case
 def test_killed_job_resumes_with_the_very_losses(lancet, tmp_path):
     kill_and_resume(
         lancet, tmp_path, "job", "--ranks", 2, "--gate", "sigmoid", "--top-k", 2, "--bias-rate", 0.1
@@ -280,6 +281,7 @@ def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
     assert json.loads((tmp_path / "runs" / "killed" / "config.json").read_text())["plan"] is None
 
 
+@pytest.mark.long
 def test_job_whose_launcher_is_killed_resumes_with_the_very_losses(lancet, tmp_path):
     """The ranks notice by themselves; the resumed job waits for them to let go of the run."""
     kill_and_resume(lancet, tmp_path, "launcher", "--ranks", 2, "--gate", "random", "--optimizer", "sgd")
