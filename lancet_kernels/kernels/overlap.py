@@ -389,8 +389,8 @@ class _Launch:
             tensors.get("dweight", routing.weight), words,
             HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
             # Not by how many tokens there are: none today must not mean another variant of the kernel.
-            HAS_WGRAD=bool(shape.wgrads), HAS_REDUCE=shape.tiles_out > 0,
-            HAS_DWEIGHT=self.backward and shape.put,
+            HAS_WGRAD=bool(shape.wgrads), HAS_REDUCE=shape.tiles_out > 0 or shape.reduce_blocks > 0,
+            HAS_DWEIGHT=self.backward and (shape.put or shape.dweight_blocks > 0),
             DENSE_KINDS=dense_kinds(self.dense) if shape.dense else 0,
             BACKWARD=self.backward, ACT=self.experts.activation, HAS_BIAS=self.experts.b1 is not None,
             SAVE_PRE=True, SCALED="scale" in given, WEIGHTED=not self.backward, BANKS=exchange.banks,
