@@ -16,6 +16,7 @@ from tests.ranks import RankPool
 
 # They watch the clock, kill processes, or need both cores for ranks that wait for each other.
 ALONE = {
+    "test_benchmarks.py",
     "test_gpu_check.py",
     "test_launch.py",
     "test_link.py",
