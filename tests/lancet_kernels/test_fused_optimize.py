@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
 
 from lancet_kernels import optimize, set_routing_step
+from lancet_kernels.kernels import overlap
+from lancet_kernels.ops import fused_experts
+from lancet_kernels.schedules import fused
 from tests.planned_steps import StepCase, build_step
 
 LONG = [pytest.param(gate, marks=pytest.mark.long) for gate in ("hash", "random", "sigmoid")]
@@ -35,11 +40,18 @@ def train(
     return results, planned.plan
 
 
-def compare(case: StepCase, steps: int, tmp: str) -> tuple[float, list[tuple]]:
-    """The largest difference, over the largest value; and what became of each layer."""
+def compare(case: StepCase, steps: int, tmp: str) -> tuple[float, list[tuple], list[int]]:
+    """The largest difference, over the largest value; what became of each layer; how many gradients of
+    other layers rode along in each fused backward that really ran."""
     options = {"times": f"{tmp}/times.json"}
     expected, _ = train(case, "torch", steps, **options)
-    got, plan = train(case, "fused", steps, **options)
+    with (
+        mock.patch.object(fused_experts, "moe_forward", wraps=fused_experts.moe_forward) as forward,
+        mock.patch.object(overlap, "moe_backward", wraps=overlap.moe_backward) as backward,
+    ):
+        got, plan = train(case, "fused", steps, **options)
+    riding = [len(call.kwargs["dense"]) for call in backward.call_args_list]
+    assert forward.call_count == len(riding)
     worst = 0.0
     for one, other in zip(expected, got, strict=True):
         assert one.keys() == other.keys()
@@ -47,13 +59,29 @@ def compare(case: StepCase, steps: int, tmp: str) -> tuple[float, list[tuple]]:
             scale = one[name].abs().max().clamp_min(1e-3)
             worst = max(worst, float((other[name] - one[name]).abs().max() / scale))
     explained = plan.explain()
-    return worst, [(group.fused, group.why, group.layer in explained) for group in plan.fused]
+    return worst, [(group.fused, group.why, group.layer in explained) for group in plan.fused], riding
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_three_steps_of_four_layers(pool, tmp_path, gate) -> None:
     case = StepCase(gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1)
-    for worst, groups in pool.run(compare, case, 3, str(tmp_path), ranks=2, timeout_s=240):
+    for worst, groups, launched in pool.run(compare, case, 3, str(tmp_path), ranks=2, timeout_s=240):
         assert worst < 2e-4
+        # A plan that says "fused" and runs the ops would give the same numbers.
+        assert len(launched) >= 3 * 2
         assert len(groups) == 2
         assert all(fused and shown for fused, _, shown in groups), groups
+
+
+def with_fillers(tmp: str) -> tuple[float, list[tuple], list[int]]:
+    """As if communication were endless: every gradient of another layer that may ride along does."""
+    best_fit = fused._best_fit
+    endless = lambda graph, layer, ms, room, taken: best_fit(graph, layer, ms, 1e9, taken)  # noqa: E731
+    with mock.patch.object(fused, "_best_fit", endless):
+        return compare(StepCase(dtype=torch.float32, batch=2, sequence=5), 1, tmp)
+
+
+def test_gradients_of_other_layers_ride_along(pool, tmp_path) -> None:
+    for worst, _, riding in pool.run(with_fillers, str(tmp_path), ranks=2, timeout_s=240):
+        assert worst < 2e-4
+        assert sum(riding) > 2
