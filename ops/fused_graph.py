@@ -2,7 +2,8 @@
 
 A planned graph calls them in place of the ops of an MoE layer (`schedules.fused` puts them there). The
 forward returns its result and a ticket; the backward finds with it what the forward left in the layer's
-exchange, so nothing but one number is saved between the two. Weight gradients of other layers ride along.
+exchange, so nothing but one number is saved between the two. A pass whose ticket is dropped (a forward
+without a backward) gives its bank back. Weight gradients of other layers ride along.
 
     T  tokens     K  choices per token     W  ranks, L experts on each     D, F, H  widths
 """
@@ -10,9 +11,11 @@ exchange, so nothing but one number is saved between the two. Weight gradients o
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +44,16 @@ def register_layer(layer: object) -> int:
     return len(_layers) - 1
 
 
+def _ticket_of(made: _Pass) -> Tensor:
+    """int64 [1]: the number of the pass, which is kept for as long as anything shares the tensor's memory."""
+    number = next(_tickets)
+    _passes[number] = made
+    # Autograd may keep another tensor than this one, but not other memory; and memory of numpy's tells us.
+    memory = np.array([number])
+    weakref.finalize(memory, _passes.pop, number, None).atexit = False
+    return torch.from_numpy(memory)
+
+
 @torch.library.custom_op("lancet::fused_experts", mutates_args=())
 def fused_experts_op(
     x_TD: Tensor,
@@ -61,9 +74,7 @@ def fused_experts_op(
     out, *rest = forward_pass(
         x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], ()
     )
-    ticket = next(_tickets)
-    _passes[ticket] = _Pass(*rest)
-    return out, torch.tensor([ticket])
+    return out, _ticket_of(_Pass(*rest))
 
 
 @fused_experts_op.register_fake

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels import optimize, set_routing_step
+from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.ops import fused_experts
 from lancet_kernels.schedules import fused
@@ -85,3 +86,19 @@ def test_gradients_of_other_layers_ride_along(pool, tmp_path) -> None:
     for worst, _, riding in pool.run(with_fillers, str(tmp_path), ranks=2, timeout_s=240):
         assert worst < 2e-4
         assert sum(riding) > 2
+
+
+def test_forwards_whose_backward_never_comes_give_their_banks_back(tmp_path) -> None:
+    case = StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5)
+    step, inputs = build_step(case)
+    planned = optimize(
+        step, inputs, strategy="lancet-dw", backend="fused", lowering="fused", times=tmp_path / "t.json"
+    )
+    first = planned(*inputs)[0].detach()
+    for _ in range(4):
+        objective = planned(*inputs)[0]
+    torch.testing.assert_close(objective, first)
+    objective.backward()
+    assert all(p.grad is not None for p in step.parameters())
+    with pytest.raises(UserError, match="at most 2 open"):
+        [planned(*inputs) for _ in range(3)]
