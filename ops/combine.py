@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.dispatch import buffer_rows
+from lancet_kernels.ops.kernel_path import runs_in_kernels
 
 
 def naive_combine(
@@ -39,6 +40,11 @@ def _kept_rows(buffer_WLCD: Tensor, expert_TK: Tensor, slot_TK: Tensor) -> Tenso
     return rows_TKD.to(dtype).masked_fill_(~kept_TK[..., None], 0)
 
 
+def _for_kernels(buffer_WLCD: Tensor, expert_TK: Tensor, slot_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The buffer as [E, C, D], everything without gaps."""
+    return buffer_WLCD.contiguous().flatten(0, 1), expert_TK.contiguous(), slot_TK.contiguous()
+
+
 @torch.library.custom_op("lancet::combine", mutates_args=())
 def combine(buffer_WLCD: Tensor, expert_TK: Tensor, slot_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
     """Rows back from the buffer: out[t] = sum_k weight[t, k] * buffer[expert[t, k], slot[t, k]].
@@ -46,6 +52,12 @@ def combine(buffer_WLCD: Tensor, expert_TK: Tensor, slot_TK: Tensor, weight_TK: 
     Args: expert_TK, slot_TK: int64, as given to dispatch; weight_TK: None means 1.
     Returns: [T, D] in the dtype of the buffer.
     """
+    if runs_in_kernels(buffer_WLCD):
+        from lancet_kernels.kernels import permute
+
+        weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
+        return permute.combine(*_for_kernels(buffer_WLCD, expert_TK, slot_TK), weight_TK)
+
     rows_TKD = _kept_rows(buffer_WLCD, expert_TK, slot_TK)
     if weight_TK is not None:
         # The rows are a copy of ours: no need for another one, unless the weights are wider.
@@ -67,6 +79,12 @@ def combine_dweight(x_TD: Tensor, buffer_WLCD: Tensor, expert_TK: Tensor, slot_T
     The gradient of the weights in combine (x = gradient of its output) and in dispatch (buffer = gradient
     of its output).
     """
+    if runs_in_kernels(x_TD):
+        from lancet_kernels.kernels import permute
+
+        rows = _for_kernels(buffer_WLCD, expert_TK, slot_TK)
+        return permute.combine_dweight(x_TD.contiguous(), *rows)
+
     rows_TKD = _kept_rows(buffer_WLCD, expert_TK, slot_TK)
     return (rows_TKD * x_TD[:, None].to(rows_TKD.dtype)).sum(-1).contiguous()
 

@@ -12,6 +12,8 @@ other's adjoint, so each one's backward is the other.
 import torch
 from torch import Tensor
 
+from lancet_kernels.ops.kernel_path import runs_in_kernels
+
 
 def naive_dispatch(
     x_TD: Tensor,
@@ -56,6 +58,14 @@ def dispatch(
     Args: expert_TK, slot_TK: int64, from the gate; no two kept choices share a slot.
     Returns: [W, L, C, D] in the dtype of x; products are taken in at least float32.
     """
+    if runs_in_kernels(x_TD):
+        from lancet_kernels.kernels.permute import permute
+
+        rows = x_TD.contiguous(), expert_TK.contiguous(), slot_TK.contiguous()
+        weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
+        buffer_ECD = permute(*rows, weight_TK, num_experts, capacity)
+        return buffer_ECD.view(ranks, num_experts // ranks, capacity, x_TD.shape[1])
+
     num_choices = expert_TK.shape[1]
     row_TK, kept_TK = buffer_rows(expert_TK, slot_TK, capacity)
     # Dropped rows all land on one extra row, which is cut off: no host sync to count the kept ones.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.kernel_path import runs_in_kernels
 from lancet_kernels.ops.rows import blocks, clear_padding, compact, expand, real_rows_by_expert
 
 ACTIVATIONS = ("gelu", "silu", "swiglu")
@@ -81,6 +82,11 @@ def naive_expert_activation(h_WLCF: Tensor, count_WL: Tensor, kind: str) -> Tens
 @torch.library.custom_op("lancet::expert_activation", mutates_args=())
 def expert_activation(h_WLCF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> [W, L, C, F]: the activation of the real rows. kind: one of ACTIVATIONS."""
+    if runs_in_kernels(h_WLCF):
+        from lancet_kernels.kernels.activation import activation
+
+        h_GCF = h_WLCF.contiguous().flatten(0, 1)
+        return activation(h_GCF, count_WL.reshape(-1), kind).unflatten(0, h_WLCF.shape[:2])
     if h_WLCF.device.type == "cpu":
         found = blocks(count_WL)
         width = h_WLCF.shape[3] // 2 if kind == "swiglu" else h_WLCF.shape[3]
@@ -101,6 +107,12 @@ def _(h_WLCF, count_WL, kind):
 @torch.library.custom_op("lancet::expert_activation_backward", mutates_args=())
 def expert_activation_backward(da_WLCF: Tensor, h_WLCF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> gradient of h, shaped like h; computed in at least float32, rounded once."""
+    if runs_in_kernels(h_WLCF):
+        from lancet_kernels.kernels.activation import activation_backward
+
+        da_GCF, h_GCF = (t.contiguous().flatten(0, 1) for t in (da_WLCF, h_WLCF))
+        dh_GCF = activation_backward(da_GCF, h_GCF, count_WL.reshape(-1), kind)
+        return dh_GCF.unflatten(0, h_WLCF.shape[:2])
     dtype = torch.promote_types(h_WLCF.dtype, torch.float32)
     if h_WLCF.device.type == "cpu" and dtype == h_WLCF.dtype:
         found = blocks(count_WL)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.gates import parse_gate
+from lancet_kernels.ops.gates.in_kernels import route_in_kernels
 
 
 @torch.library.custom_op("lancet::gate", mutates_args=())
@@ -41,9 +42,11 @@ def gate(
     chosen = parse_gate(spec)
     if logits_TE is not None:
         _check_finite(logits_TE)
-    num_experts = used_E.numel()
-    expert_TK = chosen.select(logits_TE, key_T, bias_E, num_experts, top_k)
-    slot_TK, used_out_E = chosen.assign_slots(logits_TE, expert_TK, used_E, capacity)
+    found = route_in_kernels(chosen, logits_TE, used_E, key_T, bias_E, top_k, capacity)
+    if found is None:
+        expert_TK = chosen.select(logits_TE, key_T, bias_E, used_E.numel(), top_k)
+        found = expert_TK, *chosen.assign_slots(logits_TE, expert_TK, used_E, capacity)
+    expert_TK, slot_TK, used_out_E = found
     weight_TK = chosen.weights(logits_TE, expert_TK, torch.float32)
     return expert_TK, slot_TK, weight_TK, used_out_E
 

@@ -14,6 +14,7 @@ while torch's way below has to bring them to the host first.
 import torch
 from torch import Tensor
 
+from lancet_kernels.ops.kernel_path import runs_in_kernels
 from lancet_kernels.ops.rows import Block, blocks, clear_padding, compact, expand, real_rows_by_expert
 
 
@@ -81,15 +82,6 @@ def _rows_times_rows(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
         if bounds[e + 1] > bounds[e]:
             torch.mm(x_RA[bounds[e] : bounds[e + 1]].T, dy_RB[bounds[e] : bounds[e + 1]], out=dw_AB)
     return dw_LAB
-
-
-def _runs_in_kernels(rows: Tensor) -> bool:
-    """Is there a kernel for these? Not for float64, and not on a GPU while Triton interprets."""
-    if not rows.is_cuda or rows.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return False
-    from lancet_kernels.kernels.runtime import INTERPRETED
-
-    return not INTERPRETED
 
 
 def _forward_in_kernel(
@@ -173,7 +165,7 @@ def grouped_gemm(x_WLCA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: 
 
     Args: count_WL int64; x and weight of one dtype.
     """
-    if _runs_in_kernels(x_WLCA):
+    if runs_in_kernels(x_WLCA):
         return _forward_in_kernel(x_WLCA, count_WL, weight_LAB, bias_LB)
 
     in_place = _blocks_in_place(x_WLCA, weight_LAB, count_WL)
@@ -194,7 +186,7 @@ def _(x_WLCA, count_WL, weight_LAB, bias_LB):
 @torch.library.custom_op("lancet::grouped_gemm_dx", mutates_args=())
 def grouped_gemm_dx(dy_WLCB: Tensor, count_WL: Tensor, weight_LAB: Tensor) -> Tensor:
     """dx[w, l, c] = dy[w, l, c] @ weight[l]^T on the real rows. -> [W, L, C, A]."""
-    if _runs_in_kernels(dy_WLCB):
+    if runs_in_kernels(dy_WLCB):
         return _dx_in_kernel(dy_WLCB, count_WL, weight_LAB)
 
     in_place = _blocks_in_place(dy_WLCB, weight_LAB, count_WL)
@@ -213,7 +205,7 @@ def _(dy_WLCB, count_WL, weight_LAB):
 @torch.library.custom_op("lancet::grouped_gemm_dw", mutates_args=())
 def grouped_gemm_dw(x_WLCA: Tensor, dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
     """dw[l] = sum over the real rows of x^T dy. -> [L, A, B], zero for an expert that got no row."""
-    if _runs_in_kernels(x_WLCA):
+    if runs_in_kernels(x_WLCA):
         return _dw_in_kernel(x_WLCA, dy_WLCB, count_WL)
 
     in_place = _blocks_in_place(x_WLCA, dy_WLCB, count_WL)
@@ -231,7 +223,7 @@ def _(x_WLCA, dy_WLCB, count_WL):
 @torch.library.custom_op("lancet::grouped_gemm_dbias", mutates_args=())
 def grouped_gemm_dbias(dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
     """dbias[l] = sum over the real rows of dy, in at least float32, rounded once. -> [L, B]."""
-    if _runs_in_kernels(dy_WLCB):
+    if runs_in_kernels(dy_WLCB):
         return _masked_column_sums(dy_WLCB, count_WL)
     row_R = real_rows_by_expert(count_WL, dy_WLCB.shape[2])
     dtype = torch.promote_types(dy_WLCB.dtype, torch.float32)

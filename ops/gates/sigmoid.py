@@ -61,12 +61,16 @@ class Sigmoid(Gate):
             )
 
     def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
-        score_TE = sigmoid(logits_TE)
-        if bias_E is not None:
-            score_TE = score_TE + bias_E.to(score_TE.dtype)
+        score_TE = self.biased_scores(logits_TE, bias_E)
         if self.top_groups < self.groups:
             score_TE = score_TE.masked_fill(~self._allowed(score_TE, num_experts), -torch.inf)
         return top_k_stable(score_TE, top_k)
+
+    @staticmethod
+    def biased_scores(logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+        """What selection compares, [T, E]."""
+        score_TE = sigmoid(logits_TE)
+        return score_TE if bias_E is None else score_TE + bias_E.to(score_TE.dtype)
 
     def _allowed(self, score_TE: Tensor, num_experts: int) -> Tensor:
         """-> [T, E] bool: is the expert in one of the token's best groups?"""

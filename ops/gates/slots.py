@@ -6,6 +6,8 @@ T tokens, K choices per token, N = T * K choices, E experts
 import torch
 from torch import Tensor
 
+from lancet_kernels.ops.kernel_path import runs_in_kernels
+
 
 def slots_in_order(expert_N: Tensor, used_E: Tensor) -> tuple[Tensor, Tensor]:
     """Number the choices of each expert in the order given, starting after `used`.
@@ -15,6 +17,12 @@ def slots_in_order(expert_N: Tensor, used_E: Tensor) -> tuple[Tensor, Tensor]:
     Args: expert_N, int64, choices by falling priority; used_E, int64.
     Returns: slot_N and used'_E, int64. Slots may exceed the capacity: those are the dropped ones.
     """
+    if runs_in_kernels(expert_N, (torch.int64,)):
+        from lancet_kernels.kernels.routing import route_choices
+
+        # No capacity: nobody asks here who sits in which slot.
+        routed = route_choices(expert_N[:, None].contiguous(), used_E, 0)
+        return routed.slot_TK[:, 0], routed.used_E
     count_E = torch.bincount(expert_N, minlength=used_E.numel())
     start_E = count_E.cumsum(0) - count_E
     order_N = torch.argsort(expert_N, stable=True)
@@ -55,6 +63,10 @@ def top_k_stable(score_TE: Tensor, k: int) -> Tensor:
     torch.topk leaves the order of ties open, and a tie that differs between two ranks or two parts is a
     different routing; a stable sort does not.
     """
+    if score_TE.ndim == 2 and runs_in_kernels(score_TE, (torch.float32, torch.float64)):
+        from lancet_kernels.kernels.topk import choose_by_score
+
+        return choose_by_score(score_TE.contiguous(), k)[0]
     if k == 1:
         return score_TE.argmax(-1, keepdim=True)
     return torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[..., :k].contiguous()

@@ -281,7 +281,7 @@ def test_the_same_through_the_kernels(
     module = sys.modules["lancet_kernels.ops.grouped_gemm"]  # the op of the same name hides it
     if (device == "cpu") != INTERPRETED:
         pytest.skip("kernels run elsewhere")
-    monkeypatch.setattr(module, "_runs_in_kernels", lambda rows: rows.dtype != torch.float64)
+    monkeypatch.setattr(module, "runs_in_kernels", lambda rows: rows.dtype != torch.float64)
     # Else a call that fell through to torch would pass.
     monkeypatch.setattr(module, "real_rows_by_expert", None)
     x, weight, bias, dy = (t.to(dtype) for t in operands(COUNTS, 4, 24, 40))

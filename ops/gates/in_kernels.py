@@ -1,0 +1,51 @@
+"""Gates in the routing kernels: bit for bit what the gates themselves compute (`kernels.routing`).
+
+T  tokens on this rank      E  experts in all      N  choices
+K  choices per token        C  capacity
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.ops.gates.base import Gate
+from lancet_kernels.ops.gates.counter import Hash, Random
+from lancet_kernels.ops.gates.sigmoid import Sigmoid
+from lancet_kernels.ops.gates.topk import Switch, TopK
+from lancet_kernels.ops.kernel_path import runs_in_kernels
+
+SCORES = (torch.float32, torch.float64)
+
+
+def route_in_kernels(
+    gate: Gate,
+    logits_TE: Tensor | None,
+    used_E: Tensor,
+    key_T: Tensor | None,
+    bias_E: Tensor | None,
+    top_k: int,
+    capacity: int,
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """-> expert_TK, slot_TK, used'_E; None for a gate that these kernels do not know, or other devices.
+
+    Gates that need the whole batch select and number their choices in kernels, too, but in steps of their
+    own (`slots.top_k_stable`, `slots.slots_in_order`).
+    """
+    if not runs_in_kernels(used_E, (torch.int64,)):
+        return None
+    from lancet_kernels.kernels.routing import route_keys, route_scores
+
+    if isinstance(gate, Hash | Random):
+        found = route_keys(key_T.contiguous(), used_E, top_k, capacity, seed=gate.seed)
+    elif logits_TE is None or logits_TE.dtype not in SCORES:
+        return None
+    elif isinstance(gate, Switch | TopK):
+        found = route_scores(logits_TE.contiguous(), used_E, top_k, capacity)
+    elif isinstance(gate, Sigmoid):
+        score_TE = gate.biased_scores(logits_TE, bias_E).contiguous()
+        groups = {"groups": gate.groups, "top_groups": gate.top_groups}
+        found = route_scores(score_TE, used_E, top_k, capacity, **groups)
+    else:
+        return None
+    return found.expert_TK, found.slot_TK, found.used_E
