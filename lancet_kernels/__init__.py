@@ -4,14 +4,20 @@ from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.layer import MoELayer, expert_parameters, moe_layers, moe_losses, set_routing_step
 from lancet_kernels.ops.losses import MoELosses, RoutingSums
 
+# They bring the solver and torch's tracer: imported when first asked for.
+_HOMES = {
+    "CaptureError": "lancet_kernels.graph.capture",
+    "GraphedStep": "lancet_kernels.graphed",
+    "OptimizedModule": "lancet_kernels.optimization",
+    "optimize": "lancet_kernels.optimization",
+}
+
 
 def __getattr__(name: str) -> object:
-    """`optimize` and `OptimizedModule` bring the solver and torch's tracer: imported when first asked for."""
-    if name in ("optimize", "OptimizedModule", "CaptureError"):
+    if name in _HOMES:
         from importlib import import_module
 
-        home = "lancet_kernels.graph.capture" if name == "CaptureError" else "lancet_kernels.optimization"
-        return getattr(import_module(home), name)
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -20,6 +26,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "CommunicationError",
+    "GraphedStep",
     "MoELayer",
     "MoELosses",
     "OptimizedModule",

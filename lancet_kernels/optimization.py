@@ -26,6 +26,7 @@ from lancet_kernels.gradients import call_with_summed_gradients
 from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
+from lancet_kernels.graph.host_waits import host_waits
 from lancet_kernels.graph.pieces import check_compiler
 from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Kind, Phase, Program
@@ -52,6 +53,8 @@ class OptimizedModule(nn.Module):
     With gradients enabled and inputs of the planned shapes it runs the plan; otherwise (validation, an
     odd last batch) it runs the original module, whose gradients it sums over the ranks as the plan would.
     plan: what was decided. timeline: the simulated iteration.
+    host_waits: instructions that make the host wait for a GPU (`graphed`). fused_layers: numbers of the fused
+    layers (`ops.fused_graph`).
     """
 
     def __init__(
@@ -63,9 +66,12 @@ class OptimizedModule(nn.Module):
         inputs: Sequence[object],
         recorder: Recorder,
         reduce_group: str,
+        host_waits: Sequence[str] = (),
+        fused_layers: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.module = module
+        self.host_waits, self.fused_layers = tuple(host_waits), tuple(fused_layers)
         self.train(module.training)
         self.plan, self.timeline = plan, timeline
         self._run, self._recorder = run, recorder
@@ -179,10 +185,13 @@ def optimize(
     recorder = Recorder()
     with step.graph() as captured:
         realize(captured.joint, program, chosen)
+        waits = host_waits(captured.joint.graph)
         run = captured.compile(
             lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
         )
-    return OptimizedModule(model, run, chosen, timeline, example_inputs, recorder, step.reduce_group)
+    return OptimizedModule(
+        model, run, chosen, timeline, example_inputs, recorder, step.reduce_group, waits, step.layer_numbers
+    )
 
 
 class _Step:
@@ -223,6 +232,11 @@ class _Step:
         if layer.name not in self._numbers:
             self._numbers[layer.name] = register_layer(exchange_of(layer))
         return self._numbers[layer.name]
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """Of the fused layers."""
+        return list(self._numbers.values())
 
     def graph_inputs(self, captured: Captured) -> list[object]:
         """A value for each placeholder of the joint graph: parameters, buffers, the inputs, ones as

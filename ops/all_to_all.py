@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.ops.groups import group_of
+from lancet_kernels.ops.kernel_path import runs_in_kernels
 from lancet_kernels.ops.link import Transfer, link
 from lancet_kernels.ops.rows import pack, unpack
 
@@ -94,13 +95,27 @@ class PendingAllToAll:
         return unpack(self.received_RD, self.count_WL, self.capacity)
 
 
+@dataclass
+class NothingToWaitFor:
+    """An all-to-all among one rank, on a GPU."""
+
+    received_WLCD: Tensor
+
+    def wait(self) -> Tensor:
+        """-> [W, L, C, D]."""
+        return self.received_WLCD
+
+
 def start_all_to_all(
     buffer_WLCD: Tensor, send_count_WL: Tensor, receive_count_WL: Tensor, group: str
-) -> PendingAllToAll:
+) -> PendingAllToAll | NothingToWaitFor:
     """Begin to send the real rows; the buffer may be reused at once.
 
     Args: send_count_WL, receive_count_WL: int64, rows of each (rank, expert) that leave and that come.
     """
+    if not group and runs_in_kernels(buffer_WLCD):
+        # Nothing travels, and packing would ask the device how many rows there are.
+        return NothingToWaitFor(buffer_WLCD.clone(memory_format=torch.contiguous_format))
     capacity = buffer_WLCD.shape[2]
     sent_RD = pack(buffer_WLCD, send_count_WL)
     if not group:

@@ -124,6 +124,12 @@ class LayerExchange:
             self._made[key] = memory, forward, memory.backward(**sizes), config
         return self._made[key][1:]
 
+    def watch(self) -> None:
+        """Raise CommunicationError for a wait of these exchanges that ran out of time, without waiting."""
+        for _, *exchanges, _ in self._made.values():
+            for exchange in exchanges:
+                exchange.watch()
+
     def __deepcopy__(self, memo: dict) -> LayerExchange:
         # A copied layer is another layer: it makes exchanges of its own when it first runs.
         return LayerExchange(

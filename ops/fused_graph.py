@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,12 @@ def register_layer(layer: object) -> int:
     """The number by which graph instructions name a `LayerExchange`."""
     _layers[len(_layers)] = layer
     return len(_layers) - 1
+
+
+def watch_layers(numbers: Iterable[int]) -> None:
+    """Raise CommunicationError for a pass of these layers that ran out of time, as `Exchange.watch` does."""
+    for number in numbers:
+        _layers[number].watch()
 
 
 def _ticket_of(made: _Pass) -> Tensor:

@@ -1,0 +1,50 @@
+"""Which instructions of a graph make the host wait for a GPU? With one of them no CUDA graph can capture it.
+
+An irregular collective asks for its sizes, and some of torch's ops have a result whose shape depends on data.
+The ops of this library on a GPU ask for nothing else (`ops.kernel_path`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from lancet_kernels.graph.from_fx import is_instruction, op_name
+
+# Without a group there is nobody to ask.
+_BETWEEN_RANKS = {"lancet.exchange_counts", "lancet.all_to_all", "start_all_to_all"}
+_ALWAYS = {
+    "lancet.merge_parts",
+    "aten._local_scalar_dense",
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten.bincount",
+    "aten._unique2",
+    "aten.unique_consecutive",
+    "aten.unique_dim",
+}
+_WITH_MASKS = {"aten.index", "aten.index_put", "aten.index_put_"}
+
+
+def host_waits(graph: fx.Graph) -> list[str]:
+    """Names of the nodes that make the host wait, in order."""
+    return [node.name for node in graph.nodes if is_instruction(node) and _waits(node)]
+
+
+def _waits(node: fx.Node) -> bool:
+    name = op_name(node)
+    if name in _BETWEEN_RANKS:
+        return bool(node.args[-1])
+    if name in _WITH_MASKS:
+        indices = [index.meta["val"] for index in node.args[1] if isinstance(index, fx.Node)]
+        # index_put with a mask and one number is a masked_fill: it asks for nothing.
+        single = name != "aten.index" and _numel(node.args[2]) == 1
+        return not single and any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+    if name == "aten.repeat_interleave":
+        return "output_size" not in node.kwargs
+    return name in _ALWAYS
+
+
+def _numel(node: object) -> int:
+    value = node.meta["val"] if isinstance(node, fx.Node) else node
+    return value.numel() if isinstance(value, Tensor) else 1

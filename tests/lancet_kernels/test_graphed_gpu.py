@@ -1,0 +1,44 @@
+"""A whole optimised step as one CUDA graph, replayed with changing data."""
+
+import pytest
+import torch
+
+from lancet_kernels import GraphedStep, optimize
+from lancet_kernels.errors import UserError
+from tests.planned_steps import VOCABULARY, StepCase, build_step
+
+pytestmark = pytest.mark.gpu
+# Rows of 64 bytes and more: descriptors can load them.
+CASE = StepCase(dtype=torch.float32, width=32, batch=4, sequence=16, experts=8)
+
+
+@pytest.mark.parametrize("backend", ["torch", "fused"])
+def test_fifty_replays_with_changing_data(backend, tmp_path):
+    step, inputs = build_step(CASE)
+    step.cuda()
+    inputs = [t.cuda() for t in inputs]
+    options = {"strategy": "lancet-dw", "backend": backend, "times": tmp_path / "times.json"}
+    planned = optimize(step, inputs, lowering="fused", **options)
+    assert len(planned.fused_layers) == (2 if backend == "fused" else 0)
+    graphed = GraphedStep(planned, inputs)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.01)
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, VOCABULARY, inputs[0].shape, generator=generator).cuda()
+        targets = torch.randint(0, VOCABULARY, inputs[1].shape, generator=generator).cuda()
+        replayed = [t.clone() for t in graphed(tokens, targets)]
+        mine = {name: p.grad.clone() for name, p in step.named_parameters()}
+        if seed % 10 == 9:
+            # The module as it stands, with the same parameters.
+            kept = {name: p.grad for name, p in step.named_parameters()}
+            step.zero_grad(set_to_none=True)
+            outputs = step(tokens, targets)
+            outputs[0].backward()
+            for one, other in zip(replayed, outputs, strict=True):
+                torch.testing.assert_close(one, other.detach(), rtol=1e-3, atol=1e-4)
+            for name, parameter in step.named_parameters():
+                torch.testing.assert_close(mine[name], parameter.grad, rtol=1e-2, atol=1e-3, msg=name)
+                parameter.grad = kept[name]
+        optimizer.step()
+    with pytest.raises(UserError, match="inputs of a captured step"):
+        graphed(tokens[:2], targets[:2])
