@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ortools.sat.python import cp_model
-
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.graph.rules import WHOLE, rule_for
 
@@ -50,6 +48,9 @@ class AxisInference:
         tables = self._tables(first, last)
         if tables is None:
             return None
+        # Here, not above: strategies that cut nothing run where there is no solver.
+        from ortools.sat.python import cp_model
+
         self.solved += 1
         made = {t for i in range(first, last + 1) for t in self.program.instructions[i].outputs}
         model = cp_model.CpModel()

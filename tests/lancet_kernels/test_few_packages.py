@@ -1,0 +1,30 @@
+"""A machine with torch, Triton and numpy alone plans and trains, as long as nothing is cut."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+BARE = """
+import sys
+for name in ("ortools", "matplotlib", "tqdm", "tokenizers", "hypothesis", "pandas"):
+    sys.modules[name] = None  # importing it raises ImportError
+import torch
+from lancet_kernels import optimize
+from tests.planned_steps import StepCase, build_step
+
+step, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=4))
+planned = optimize(step, inputs, strategy="lancet-dw", times=sys.argv[1], backend="fused", lowering="fused")
+planned(*inputs)[0].backward()
+assert all(p.grad.isfinite().all() for p in step.parameters())
+print(len(planned.fused_layers))
+"""
+
+
+def test_without_the_solver_and_the_pictures(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, str(tmp_path / "times.json")],
+        cwd=root, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["1"]
