@@ -23,7 +23,7 @@ from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.from_fx import is_collective, is_instruction
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
-from lancet_kernels.ops.groups import group_of, group_size
+from lancet_kernels.ops.groups import group_device, group_of, group_size
 from lancet_kernels.ops.link import link
 
 SMALLEST_BYTES = 1024
@@ -49,16 +49,17 @@ def measure_nodes(
 
     On CPU ranks the time is CPU time of the computing thread: what else the machine does, and waiting for
     other ranks, is not in it. A collective in the middle of computation counts from when all have come.
-    An emulated link is not paced meanwhile.
+    An emulated link is not paced meanwhile. On a GPU it is the time between two events, without the launch.
 
-    Args: inputs: one per placeholder of the graph.
+    Args: inputs: one per placeholder of the graph; they say which device.
     """
     names = [node.name for node in module.graph.nodes if is_instruction(node)]
+    on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
     runs, gbps = [], link.gbps
     link.gbps = None
     try:
         for _ in range(repeats + 1):
-            timer = _Timer(module)
+            timer = _GpuTimer(module) if on_gpu else _Timer(module)
             with torch.no_grad():
                 timer.run(*inputs)
             runs.append([(timer.cpu[name], timer.wall[name], timer.wire[name]) for name in names])
@@ -92,32 +93,51 @@ class _Timer(fx.Interpreter):
         self.cpu: dict[str, float] = {}
         self.wall: dict[str, float] = {}
         self.wire: dict[str, float] = {}
-        self._cuda = torch.cuda.is_available() and any(p.is_cuda for p in module.parameters())
 
     def run_node(self, node: fx.Node) -> object:
         if not is_instruction(node):
             return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
-        call = getattr(self, node.op)
-        self._synchronize()
+        return self._timed(node, lambda: getattr(self, node.op)(node.target, args, kwargs))
+
+    def _timed(self, node: fx.Node, call: Callable[[], object]) -> object:
+        # What moves the bytes of a collective takes its time from computation if no core is to spare.
+        clock = time.process_time if is_collective(node) and not _spare_cores() else time.thread_time
         link.read()
-        begin, cpu = time.perf_counter(), self._cpu_clock(node)
-        result = call(node.target, args, kwargs)
-        self._synchronize()
-        self.cpu[node.name] = (self._cpu_clock(node) - cpu) * 1e3
+        begin, cpu = time.perf_counter(), clock()
+        result = call()
+        self.cpu[node.name] = (clock() - cpu) * 1e3
         self.wall[node.name] = (time.perf_counter() - begin) * 1e3
         self.wire[node.name] = link.read().bytes_on_wire
         return result
 
-    def _cpu_clock(self, node: fx.Node) -> float:
-        if self._cuda:
-            return time.perf_counter()
-        # What moves the bytes of a collective takes its time from computation if no core is to spare.
-        return time.process_time() if is_collective(node) and not _spare_cores() else time.thread_time()
 
-    def _synchronize(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
+class _GpuTimer(_Timer):
+    """The same on a GPU, by events on its stream.
+
+    The device first sleeps for as long as the host may need to launch the node, so that what is measured is
+    the node and not its launch. A node that makes the host wait is measured with its launch.
+    """
+
+    _SLEEP_CYCLES = 500_000  # some 0.3 ms
+
+    def _timed(self, node: fx.Node, call: Callable[[], object]) -> object:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        link.read()
+        torch.cuda._sleep(self._SLEEP_CYCLES)
+        begin.record()
+        result = call()
+        end.record()
+        torch.cuda.synchronize()
+        traffic, elapsed_ms = link.read(), begin.elapsed_time(end)
+        # Of a collective only what it costs computation: packing and unpacking rows. An all-reduce packs
+        # nothing to speak of, and says nothing about its time on the link.
+        computing_ms = max(0.0, elapsed_ms - traffic.exposed_ms)
+        if is_collective(node) and not traffic.count:
+            computing_ms = 0.0
+        self.cpu[node.name], self.wall[node.name] = computing_ms, elapsed_ms
+        self.wire[node.name] = traffic.bytes_on_wire
+        return result
 
 
 @lru_cache(maxsize=1)
@@ -129,23 +149,25 @@ def _spare_cores() -> bool:
 
 
 def measure_communication(
-    largest: dict[str, int], width: int, group: str, repeats: int = 5
+    largest: dict[str, int], width: int, group: str, device: torch.device, repeats: int = 5
 ) -> CommunicationModel:
     """Times of `all_to_all` and `all_reduce` from 1 KB up to the largest size of each, in steps of two.
 
     Args:
         largest: bytes per rank, by collective. width: of the rows of all-to-all buffers.
+        device: where the step's tensors are.
     """
     starts: dict[str, Callable[[int], object]] = {
-        "all_to_all": lambda size: _uniform_all_to_all(size, width, group),
-        "all_reduce": lambda size: start_all_reduce([torch.zeros(max(1, size // 4))], group),
+        "all_to_all": lambda size: _uniform_all_to_all(size, width, group, device),
+        "all_reduce": lambda size: start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group),
     }
     samples = {}
     for collective, start in starts.items():
         found = []
         size = SMALLEST_BYTES
         while True:
-            call = _on_the_link(start, size) if collective == "all_to_all" else _to_the_end(start, size)
+            how = _on_the_link if collective == "all_to_all" else _to_the_end
+            call = how(start, size, device)
             found.append((float(size), _median_ms(call, group, repeats)))
             if size >= largest.get(collective, 0):
                 break
@@ -155,7 +177,7 @@ def measure_communication(
     return CommunicationModel.measured(samples)
 
 
-def _on_the_link(start: Callable[[int], object], size: int) -> Callable[[], float]:
+def _on_the_link(start: Callable[[int], object], size: int, device: torch.device) -> Callable[[], float]:
     """-> milliseconds that the link is taken; what goes before and after is computation."""
 
     def call() -> float:
@@ -166,21 +188,28 @@ def _on_the_link(start: Callable[[int], object], size: int) -> Callable[[], floa
     return call
 
 
-def _to_the_end(start: Callable[[int], object], size: int) -> Callable[[], float]:
+def _to_the_end(start: Callable[[int], object], size: int, device: torch.device) -> Callable[[], float]:
     def call() -> float:
+        _finish(device)
         begin = time.perf_counter()
         start(size).wait()
+        _finish(device)
         return (time.perf_counter() - begin) * 1e3
 
     return call
 
 
-def _uniform_all_to_all(size: int, width: int, group: str) -> object:
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _uniform_all_to_all(size: int, width: int, group: str, device: torch.device) -> object:
     """`size` bytes of float32 rows on this rank, the same number to every rank."""
     ranks = group_size(group)
     rows = max(1, size // (4 * width * ranks))
-    count = torch.full((ranks, 1), rows, dtype=torch.int64)
-    return start_all_to_all(torch.zeros(ranks, 1, rows, width), count, count, group)
+    count = torch.full((ranks, 1), rows, dtype=torch.int64, device=device)
+    return start_all_to_all(torch.zeros(ranks, 1, rows, width, device=device), count, count, group)
 
 
 def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
@@ -196,6 +225,8 @@ def _over_ranks(values: Tensor, group: str, how: str) -> Tensor:
     """The mean ("sum"), "min" or "max" over the ranks."""
     values = values.to(torch.float64, copy=True)
     if group:
+        values = values.to(group_device(group))
         operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
         dist.all_reduce(values, operation, group=group_of(group))
+    values = values.cpu()
     return values / group_size(group) if how == "sum" else values

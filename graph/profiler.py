@@ -39,7 +39,7 @@ class Profiler:
     """
 
     def __init__(self, group: str, device: torch.device, cache: str | Path | None = None) -> None:
-        self.group = group
+        self.group, self.device = group, device
         self.times = MeasuredTimes(cache or default_cache())
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         threads = torch.get_num_threads()
@@ -129,7 +129,7 @@ class Profiler:
         prefix = f"communication up to {largest}, rows of {width}, {self._where}{wire}: "
         known = self._from_first({key: ms for key, ms in self.times.items() if key.startswith(prefix)})
         if not known:
-            model = measure_communication(largest, width, self.group)
+            model = measure_communication(largest, width, self.group, self.device)
             known = {
                 f"{prefix}{collective} {size:.0f}": ms
                 for (collective, _), points in model.points.items()

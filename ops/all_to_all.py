@@ -135,7 +135,7 @@ def start_all_to_all(
         work = dist.all_to_all_single(
             received_RD, sent_RD, receive_rows, send_rows, group=process_group, async_op=True
         )
-    transfer.watch(work)
+    transfer.watch(work, sent_RD)
     return PendingAllToAll(work, transfer, received_RD, receive_count_WL, capacity, process_group)
 
 

@@ -3,6 +3,7 @@
 The empty name means "one rank": no torch.distributed needed.
 """
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
@@ -28,3 +29,9 @@ def group_size(name: str) -> int:
 def group_rank(name: str) -> int:
     """This rank's place in the group; 0 for the empty name."""
     return group_of(name).rank() if name else 0
+
+
+def group_device(name: str) -> torch.device:
+    """Where a tensor must be for the group's collectives: the CPU if its backend takes that, else the GPU."""
+    kinds = {device.type for device in group_of(name)._device_types}
+    return torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())

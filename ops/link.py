@@ -39,6 +39,16 @@ class Traffic:
     count: int = 0
 
 
+@dataclass
+class _CudaEvents:
+    """Of one transfer: it begins, has arrived (whoever asks), somebody asks for it, and goes on with it."""
+
+    begin: torch.cuda.Event
+    arrived: torch.cuda.Event
+    asked: torch.cuda.Event
+    here: torch.cuda.Event
+
+
 class Link:
     """The link of this process. `link` below is the only one; ops report to it."""
 
@@ -48,7 +58,8 @@ class Link:
         self._free_at = 0.0
         self._last_end = 0.0
         self._boards = _Boards()
-        self._cuda_events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._cuda_events: list[_CudaEvents] = []
+        self._listeners: dict[int, torch.cuda.Stream] = {}
         self.log: list[tuple[float, float]] | None = None
         """If a list: start and end of every all-to-all, in seconds on the monotonic clock (CPU ranks)."""
 
@@ -56,12 +67,19 @@ class Link:
         """The traffic since the last call; starts a new count. On CUDA this waits for the device."""
         if self._cuda_events:
             torch.cuda.synchronize()
-            elapsed = sum(start.elapsed_time(end) for start, end in self._cuda_events)
-            self._traffic.all_to_all_ms += elapsed
-            self._traffic.exposed_ms += elapsed
+            for events in self._cuda_events:
+                self._traffic.all_to_all_ms += events.begin.elapsed_time(events.arrived)
+                self._traffic.exposed_ms += events.asked.elapsed_time(events.here)
             self._cuda_events.clear()
         traffic, self._traffic = self._traffic, Traffic()
         return traffic
+
+    def listener(self) -> torch.cuda.Stream:
+        """A stream of this link's own, on the current CUDA device."""
+        device = torch.cuda.current_device()
+        if device not in self._listeners:
+            self._listeners[device] = torch.cuda.Stream(device)
+        return self._listeners[device]
 
     def start(self, group: dist.ProcessGroup, sent: int, received: int, cuda: bool) -> Transfer:
         """A transfer begins. sent, received: bytes to and from other ranks."""
@@ -123,30 +141,43 @@ class Transfer:
     def __init__(self, link: Link, group: dist.ProcessGroup, size: int, cuda: bool) -> None:
         self._link, self._size = link, size
         self._starts: torch.Tensor | None = None
-        self._event = None
+        self._events: _CudaEvents | None = None
         self._done: list[float] = []
+        self._sent: torch.Tensor | None = None
         if cuda:
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record()
+            self._events = _CudaEvents(*(torch.cuda.Event(enable_timing=True) for _ in range(4)))
+            self._events.begin.record()
         self.started = time.monotonic()
         if link.gbps is not None:
             self._starts = link._boards.row(group)
             self._starts[group.rank()] = time.monotonic()
 
-    def watch(self, work: dist.Work) -> None:
-        """Take note of when the transfer is really done: whoever waits for it may come much later."""
-        if self._event is None:
+    def watch(self, work: dist.Work, sent: torch.Tensor) -> None:
+        """Take note of when the transfer is really done: whoever waits for it may come much later.
+
+        Args: sent: what travels; it is kept until `finish`.
+        """
+        if self._events is None:
             work.get_future().add_done_callback(lambda _: self._done.append(time.monotonic()))
+            return
+        # A stream that does nothing but wait for it: the one that computes may come later. NCCL keeps what
+        # it sends until the first wait, so after this one somebody else has to.
+        self._sent = sent
+        with torch.cuda.stream(self._link.listener()):
+            work.wait()
+            self._events.arrived.record()
 
     def finish(self, work: dist.Work) -> None:
         """Wait for the transfer (and for the emulated wire), and account for it."""
         link, before = self._link, time.monotonic()
-        work.wait()
-        if self._event is not None:
-            end = torch.cuda.Event(enable_timing=True)
-            end.record()
-            link._cuda_events.append((self._event, end))
+        if self._events is not None:
+            self._events.asked.record()
+            work.wait()
+            self._events.here.record()
+            self._sent = None
+            link._cuda_events.append(self._events)
             return
+        work.wait()
         done = self._done[0] if self._done else time.monotonic()
         if self._starts is not None:
             done = max(done, self._wait_for_wire())

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lancet_kernels import ops
-from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size
+from lancet_kernels.ops.groups import group_device, group_name, group_of, group_rank, group_size
 
 
 @pytest.fixture
@@ -34,6 +34,7 @@ def test_a_name_finds_its_group(group_of_one: dist.ProcessGroup) -> None:
     name = group_of_one.group_name
     assert group_of(name) is group_of_one
     assert (group_size(name), group_rank(name)) == (1, 0)
+    assert group_device(name).type == "cpu"
 
 
 def test_ops_over_a_named_group_of_one(group_of_one: dist.ProcessGroup) -> None:
