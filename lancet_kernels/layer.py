@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.expert_activation import activate, check_activation, input_width
+from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates import Gate, parse_gate
 from lancet_kernels.ops.groups import group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums

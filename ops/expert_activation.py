@@ -9,19 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.ops.kernel_path import runs_in_kernels
 from lancet_kernels.ops.rows import blocks, clear_padding, compact, expand, real_rows_by_expert
-
-ACTIVATIONS = ("gelu", "silu", "swiglu")
-
-
-def check_activation(kind: str) -> None:
-    """Raise UserError unless `kind` is one of ACTIVATIONS."""
-    if kind not in ACTIVATIONS:
-        raise UserError(
-            "activation", got=repr(kind), expected=f"one of {', '.join(ACTIVATIONS)}", do="check the name"
-        )
 
 
 def input_width(kind: str, hidden_width: int) -> int:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.gemm_tile import activate, dgelu, dsilu, silu
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
@@ -25,7 +26,6 @@ from lancet_kernels.kernels.runtime import needs_upcast
 from lancet_kernels.kernels.specimen import Specimen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KINDS = ("gelu", "silu", "swiglu")
 # A program's tile: 16 values a thread, so that a few loads of 16 bytes are in flight.
 VALUES, WARPS = 2048, 4
 
@@ -135,8 +135,7 @@ def activation_backward(da_GCF: Tensor, h_GCH: Tensor, count_G: Tensor, kind: st
 
 def _check(h_GCH: Tensor, count_G: Tensor, kind: str) -> int:
     """-> F."""
-    if kind not in KINDS:
-        raise UserError("activation", got=repr(kind), expected=f"one of {KINDS}", do="check the name")
+    check_activation(kind)
     check_tensor("h_GCH", h_GCH, shape=(None, None, None), dtype=DTYPES)
     check_tensor("count_G", count_G, shape=h_GCH.shape[:1], dtype=torch.int64, device=h_GCH.device)
     halves = 2 if kind == "swiglu" else 1

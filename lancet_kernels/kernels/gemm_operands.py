@@ -10,11 +10,12 @@ import triton
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.activation_names import ACTIVATIONS
 from lancet_kernels.kernels.gemm_config import GemmConfig, default_config
 from lancet_kernels.kernels.runtime import INTERPRETED, check_device, needs_upcast, provide_scratch
 from lancet_kernels.kernels.tuning import tuned
 
-ACTIVATIONS = ("none", "gelu", "silu", "swiglu")
+EPILOGUES = ("none", *ACTIVATIONS)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # A small grid in the interpreter: enough to see that programs share the tiles.
 INTERPRETED_PROGRAMS = 2
@@ -86,17 +87,6 @@ def check_operand(what: str, tensor: Tensor | None, shape: tuple[int, ...], like
             do="check the operands, or call .contiguous()",
         )
     return tensor
-
-
-def check_activation(what: str, kind: str) -> None:
-    """Raise UserError unless `kind` is one of ACTIVATIONS."""
-    if kind not in ACTIVATIONS:
-        raise UserError(
-            f"{what}: activation",
-            got=repr(kind),
-            expected=f"one of {', '.join(ACTIVATIONS)}",
-            do="check the name",
-        )
 
 
 def architecture(device: torch.device) -> int:

@@ -24,11 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.kernels.gemm_config import GemmConfig, default_config
 from lancet_kernels.kernels.gemm_operands import (
     DTYPES,
+    EPILOGUES,
     Launch,
-    check_activation,
     check_operand,
     group_layout,
     on_device,
@@ -189,7 +190,7 @@ def grouped_gemm_forward(
         UserError: shapes, dtypes, devices, gaps, an unknown activation, or a config that cannot run.
     """
     what = "grouped_gemm_forward"
-    check_activation(what, activation)
+    check_activation(activation, f"{what}: activation", EPILOGUES)
     halves = 2 if activation == "swiglu" else 1
     layout = group_layout(what, x, count, weight)
     num_experts, K, NW = weight.shape
@@ -239,7 +240,7 @@ def grouped_gemm_dx(
         UserError: as `grouped_gemm_forward`, or an activation without `pre`, or `pre` without one.
     """
     what = "grouped_gemm_dx"
-    check_activation(what, activation)
+    check_activation(activation, f"{what}: activation", EPILOGUES)
     if (activation == "none") != (pre is None):
         raise UserError(
             f"{what}: pre",

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.kernels.exchange import Exchange, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.nvshmem_launch import launch
 from lancet_kernels.kernels.overlap_checks import (
-    check_activation,
     check_dense,
     check_routing,
     check_same_exchange,

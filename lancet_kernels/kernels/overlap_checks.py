@@ -14,15 +14,6 @@ if TYPE_CHECKING:
     from lancet_kernels.kernels.exchange import Exchange
     from lancet_kernels.kernels.overlap import DenseGemm, Routing
 
-ACTIVATIONS = ("gelu", "silu", "swiglu")
-
-
-def check_activation(kind: str) -> None:
-    if kind not in ACTIVATIONS:
-        raise UserError(
-            "activation", got=repr(kind), expected=f"one of {', '.join(ACTIVATIONS)}", do="check the name"
-        )
-
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> None:
     """Raise UserError unless the tensor has this shape and dtype, no gaps, and the device of `like`."""

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.activation_names import ACTIVATIONS, check_activation
 from lancet_kernels.ops.expert_activation import (
-    ACTIVATIONS,
     activate,
-    check_activation,
     input_width,
     naive_expert_activation,
 )

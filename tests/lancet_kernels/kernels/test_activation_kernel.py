@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.activation import DTYPES, KINDS, activation, activation_backward
+from lancet_kernels.kernels.activation import DTYPES, activation, activation_backward
+from lancet_kernels.kernels.activation_names import ACTIVATIONS
 
 # (counts of the groups, C, F): nothing, one, odd, no row at all, wider than a tile, more rows than a tile
 SIZES = [
@@ -34,7 +35,7 @@ def buffers(size: tuple, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_as_exact_as_the_op(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     for size in SIZES:
         h, da, count_G, real_GC = buffers(size, kind, dtype)
