@@ -33,14 +33,8 @@ from lancet_kernels.kernels.overlap_checks import (
     check_same_exchange,
     check_tensor,
 )
-from lancet_kernels.kernels.overlap_kernel import (
-    DENSE_WORDS,
-    NN,
-    NT,
-    TN,
-    overlap_kernel,
-    write_dense_row_kernel,
-)
+from lancet_kernels.kernels.overlap_kernel import overlap_kernel
+from lancet_kernels.kernels.overlap_tiles import DENSE_WORDS, NN, NT, TN, write_dense_row_kernel
 from lancet_kernels.kernels.tasks import LaunchShape, build_tasks
 from lancet_kernels.kernels.tuning import tuned
 

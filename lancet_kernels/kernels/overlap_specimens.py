@@ -9,7 +9,8 @@ import torch
 from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap import OverlapConfig, launch_tile, most_registers, overlap_tile
-from lancet_kernels.kernels.overlap_kernel import overlap_kernel, write_dense_row_kernel
+from lancet_kernels.kernels.overlap_kernel import overlap_kernel
+from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
 from lancet_kernels.kernels.specimen import Specimen
 
 # Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
