@@ -110,7 +110,7 @@ def overlap_kernel(
             if kind == DWEIGHT:
                 earlier = tl.load(earlier_use_ptr) % EARLIER_BANKS
                 dweight_block(
-                    a, W, L, C, D, T, K, source_ptr, saved_results_ptr + earlier * W * L * C * D, expert_ptr,
+                    a, C, D, T, K, source_ptr, saved_results_ptr + earlier * W * L * C * D, expert_ptr,
                     slot_ptr, dweight_ptr, BT, BD,
                 )  # fmt: skip
         if HAS_REDUCE:
