@@ -44,7 +44,7 @@ from lancet_kernels.kernels.gemm_tile import (
     wgrad_tile,
 )
 from lancet_kernels.kernels.grouped_tiles import groups, in_bands, locate
-from lancet_kernels.kernels.specimen import Specimen
+from lancet_kernels.kernels.specimen import Specimen, pointers
 
 
 @triton.jit
@@ -354,14 +354,13 @@ def specimen(
     constexprs = {"GROUP_M": config.group_m, "UPCAST": False, "TMA": tma}
     constexprs |= {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k}
     kernel, signature, constexprs, widths = make(kind, DTYPES[dtype], constexprs)
-    pointers = tuple(name for name, of in signature.items() if of.startswith("*"))
     return Specimen(
         name=kernel.fn.__name__.removesuffix("_kernel"),
         config=f"{kind} {config} {DTYPES[dtype]}{' odd' if odd else ''}",
         kernel=kernel,
         signature=signature,
         constexprs=constexprs,
-        aligned=pointers if odd else pointers + widths,
+        aligned=pointers(signature) + (() if odd else widths),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         wgmma=half and arch == 90,

@@ -21,69 +21,38 @@ SIGNAL_SET = tl.constexpr(9)
 COMPARE_GE = tl.constexpr(5)
 
 
+def _call(symbol, result, arguments, types, _semantic):
+    """A call of the device function `symbol`, with arguments of these types, in a kernel."""
+    found = {tuple(map(core.dtype, types)): (symbol, core.dtype(result))}
+    return core.extern_elementwise("", "", arguments, found, is_pure=False, _semantic=_semantic)
+
+
 @core.extern
 def _putmem_nbi_block(dest, source, num_bytes, pe, _semantic=None):
-    return core.extern_elementwise(
-        "",
-        "",
-        [dest, source, num_bytes, pe],
-        {
-            (core.dtype("int64"), core.dtype("int64"), core.dtype("int64"), core.dtype("int32")): (
-                "nvshmemx_putmem_nbi_block",
-                core.dtype("int32"),
-            )
-        },
-        is_pure=False,
-        _semantic=_semantic,
-    )
+    types = ("int64", "int64", "int64", "int32")
+    return _call("nvshmemx_putmem_nbi_block", "int32", [dest, source, num_bytes, pe], types, _semantic)
 
 
 @core.extern
 def _fence(_semantic=None):
-    return core.extern_elementwise(
-        "", "", [], {(): ("nvshmem_fence", core.dtype("int32"))}, is_pure=False, _semantic=_semantic
-    )
+    return _call("nvshmem_fence", "int32", [], (), _semantic)
 
 
 @core.extern
 def _quiet(_semantic=None):
-    return core.extern_elementwise(
-        "", "", [], {(): ("nvshmem_quiet", core.dtype("int32"))}, is_pure=False, _semantic=_semantic
-    )
+    return _call("nvshmem_quiet", "int32", [], (), _semantic)
 
 
 @core.extern
 def _signal_op(address, value, operation, pe, _semantic=None):
-    return core.extern_elementwise(
-        "",
-        "",
-        [address, value, operation, pe],
-        {
-            (core.dtype("int64"), core.dtype("uint64"), core.dtype("int32"), core.dtype("int32")): (
-                "nvshmemx_signal_op",
-                core.dtype("int32"),
-            )
-        },
-        is_pure=False,
-        _semantic=_semantic,
-    )
+    types = ("int64", "uint64", "int32", "int32")
+    return _call("nvshmemx_signal_op", "int32", [address, value, operation, pe], types, _semantic)
 
 
 @core.extern
 def _signal_wait_until(address, comparison, value, _semantic=None):
-    return core.extern_elementwise(
-        "",
-        "",
-        [address, comparison, value],
-        {
-            (core.dtype("int64"), core.dtype("int32"), core.dtype("uint64")): (
-                "nvshmem_signal_wait_until",
-                core.dtype("uint64"),
-            )
-        },
-        is_pure=False,
-        _semantic=_semantic,
-    )
+    types = ("int64", "int32", "uint64")
+    return _call("nvshmem_signal_wait_until", "uint64", [address, comparison, value], types, _semantic)
 
 
 @triton.jit

@@ -33,15 +33,9 @@ from lancet_kernels.kernels.overlap_checks import (
     check_same_exchange,
     check_tensor,
 )
-from lancet_kernels.kernels.overlap_kernel import (
-    DENSE_WORDS,
-    NN,
-    NT,
-    TN,
-    overlap_kernel,
-    write_dense_row_kernel,
-)
-from lancet_kernels.kernels.tasks import LaunchShape, build_tasks
+from lancet_kernels.kernels.overlap_kernel import overlap_kernel
+from lancet_kernels.kernels.overlap_tiles import DENSE_WORDS, NN, NT, TN, write_dense_row_kernel
+from lancet_kernels.kernels.tasks import LaunchShape, build_tasks, check_comm_programs
 from lancet_kernels.kernels.tuning import tuned
 
 DENSE_KINDS = {"nn": NN.value, "nt": NT.value, "tn": TN.value}
@@ -80,13 +74,7 @@ class OverlapConfig:
                 expected="powers of 2",
                 do="round them up",
             )
-        if not 1 <= self.comm_programs <= self.programs:
-            raise UserError(
-                "comm_programs",
-                got=self.comm_programs,
-                expected=f"1 to {self.programs} (the programs of the launch)",
-                do="give communication fewer programs",
-            )
+        check_comm_programs(self.comm_programs, self.programs)
 
     @classmethod
     def default(

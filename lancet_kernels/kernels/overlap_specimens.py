@@ -9,8 +9,9 @@ import torch
 from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap import OverlapConfig, launch_tile, most_registers, overlap_tile
-from lancet_kernels.kernels.overlap_kernel import overlap_kernel, write_dense_row_kernel
-from lancet_kernels.kernels.specimen import Specimen
+from lancet_kernels.kernels.overlap_kernel import overlap_kernel
+from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
+from lancet_kernels.kernels.specimen import Specimen, pointers
 
 # Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
 _INTEGERS = ("num_tasks", "counter", "rank", "W", "L", "C", "D", "F", "H", "chunks", "T", "K")
@@ -73,14 +74,14 @@ def _write_dense_row() -> Specimen:
 
 
 def _release(nvshmem: bool) -> Specimen:
-    pointers = ("use_ptr", "released_ptr", "released_peers_ptr")
+    words = ("use_ptr", "released_ptr", "released_peers_ptr")
     return Specimen(
         name="release",
         config="nvshmem" if nvshmem else "pointers",
         kernel=release_kernel,
-        signature=dict.fromkeys(pointers, "*i64") | dict.fromkeys(("rank", "world", "banks"), "i32"),
+        signature=dict.fromkeys(words, "*i64") | dict.fromkeys(("rank", "world", "banks"), "i32"),
         constexprs={"NVSHMEM": nvshmem},
-        aligned=pointers,
+        aligned=words,
         num_warps=small_kernel(nvshmem)["num_warps"],
         options={name: n for name, n in small_kernel(nvshmem).items() if name != "num_warps"},
         nvshmem=nvshmem,
@@ -118,7 +119,6 @@ def specimen(
     }  # fmt: skip
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
     signature = {name: _TYPES.get(name, f"*{short}") for name in arguments}
-    pointers = tuple(name for name, kind in signature.items() if kind.startswith("*"))
     more = ("" if bias else " no bias") + (" nvshmem" if nvshmem else "")
     return Specimen(
         name="overlap",
@@ -126,7 +126,7 @@ def specimen(
         kernel=overlap_kernel,
         signature=signature,
         constexprs=constexprs,
-        aligned=(*pointers, "D", "F", "H"),
+        aligned=(*pointers(signature), "D", "F", "H"),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         options={"maxnreg": most_registers(tile)},

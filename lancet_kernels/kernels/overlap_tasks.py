@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels import device
+from lancet_kernels.kernels.choices import add_choice, dot_choice
 
 # What a wait was for, in a report; the words are exchange.REPORTED's.
 WAIT_RELEASE = tl.constexpr(0)
@@ -193,58 +194,41 @@ def reduce_block(
     """
     bank = epoch % BANKS
     word = device.word(epoch, tl.full((), 0, tl.int64))
-    i_t = block * BT + tl.arange(0, BT)
-    m_t = i_t < T
+    t = block * BT + tl.arange(0, BT)
+    m_t = t < T
     for k in range(K):
-        expert = tl.load(expert_ptr + i_t * K + k, mask=m_t, other=0)
-        slot = tl.load(slot_ptr + i_t * K + k, mask=m_t, other=C)
+        expert = tl.load(expert_ptr + t * K + k, mask=m_t, other=0)
+        slot = tl.load(slot_ptr + t * K + k, mask=m_t, other=C)
         index = (bank * W * L + expert) * chunks + slot // BM
         device.wait_all(
             returned_ptr + index, m_t & (slot < C), word, max_polls, report_ptr, rank, expert // L,
             WAIT_RESULTS, index, BT, NVSHMEM,
         )  # fmt: skip
     poison = tl.where(device.failed(report_ptr), float("nan"), 0.0)
+    results_ptr += bank * W * L * C * D
     for d in range(0, D, BD):
         i_d = d + tl.arange(0, BD)
         m_d = i_d < D
         # [BT, BD]
         b_sum = tl.zeros([BT, BD], tl.float32)
         for k in range(K):
-            expert = tl.load(expert_ptr + i_t * K + k, mask=m_t, other=0)
-            slot = tl.load(slot_ptr + i_t * K + k, mask=m_t, other=C)
-            m = (m_t & (slot < C))[:, None] & m_d[None, :]
-            row = (bank * W * L + expert) * C + slot
-            b_x = tl.load(results_ptr + row[:, None] * D + i_d[None, :], mask=m, other=0.0).to(tl.float32)
-            if WEIGHTED:
-                weight = tl.load(weight_ptr + i_t * K + k, mask=m_t, other=0.0)
-                b_x = tl.where(m, b_x * weight[:, None], 0.0)
-            b_sum += b_x
+            b_sum = add_choice(
+                b_sum, k, results_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D, K, WEIGHTED
+            )
         out = (b_sum + poison).to(out_ptr.dtype.element_ty)
-        p_out = out_ptr + i_t[:, None].to(tl.int64) * D + i_d[None, :]
-        tl.store(p_out, out, mask=m_t[:, None] & m_d[None, :])
+        tl.store(out_ptr + t[:, None].to(tl.int64) * D + i_d[None, :], out, mask=m_t[:, None] & m_d[None, :])
 
 
 @triton.jit
 def dweight_block(
-    block, W, L, C, D, T, K, dy_ptr, results_ptr, expert_ptr, slot_ptr, dweight_ptr,
+    block, C, D, T, K, dy_ptr, results_ptr, expert_ptr, slot_ptr, dweight_ptr,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """DWEIGHT: dweight[t, k] = dy[t] . results[expert[t, k], slot[t, k]] in float32; zero where dropped.
 
     results [E, C, D]: those of the forward pass, which its bank still holds.
+    Example: BT = 8, block 1: tokens 8 to 15, all their choices.
     """
-    i_t = (block * BT + tl.arange(0, BT)).to(tl.int64)
-    m_t = i_t < T
+    t = block.to(tl.int64) * BT + tl.arange(0, BT)
     for k in range(K):
-        expert = tl.load(expert_ptr + i_t * K + k, mask=m_t, other=0)
-        slot = tl.load(slot_ptr + i_t * K + k, mask=m_t, other=C)
-        m_kept = m_t & (slot < C)
-        # [BT, BD]
-        b_sum = tl.zeros([BT, BD], tl.float32)
-        for d in range(0, D, BD):
-            i_d = d + tl.arange(0, BD)
-            m = m_kept[:, None] & (i_d < D)[None, :]
-            b_dy = tl.load(dy_ptr + i_t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(tl.float32)
-            p_y = results_ptr + ((expert * C + slot) * D)[:, None] + i_d[None, :]
-            b_sum += b_dy * tl.load(p_y, mask=m, other=0.0).to(tl.float32)
-        tl.store(dweight_ptr + i_t * K + k, tl.sum(b_sum, 1), mask=m_t)
+        dot_choice(k, dy_ptr, results_ptr, expert_ptr, slot_ptr, dweight_ptr, t, t < T, C, D, K, BT, BD)

@@ -20,6 +20,7 @@ that depends on D and the configuration alone: parts of a batch get the very bit
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.checks import check_number, check_tensor
+from lancet_kernels.kernels.choices import add_choice, dot_choice, place
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.runtime import needs_upcast
 from lancet_kernels.kernels.specimen import Specimen
@@ -72,24 +74,16 @@ class RowConfig:
 
 
 @triton.jit
-def _place(expert_ptr, slot_ptr, i, m, C, D):
-    """Offset of the rows of choices `i` in a [E, C, D] buffer, and which of them are kept."""
-    b_slot = tl.load(slot_ptr + i, mask=m, other=C)
-    b_expert = tl.load(expert_ptr + i, mask=m, other=0)
-    return (b_expert * C + b_slot) * D, m & (b_slot < C)
-
-
-@triton.jit
 def _put_choice(
     b_x, k, expert_ptr, slot_ptr, weight_ptr, buffer_ptr, t, m_t, i_d, m_d, C, D,
     K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
-    place, m_kept = _place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
+    offset, m_kept = place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
     if WEIGHTED:
         b_weight = tl.load(weight_ptr + t * K + k, mask=m_kept, other=0.0)
         b_x = round_to(b_x * b_weight[:, None], buffer_ptr.dtype.element_ty, EMULATE_BF16)
     m = m_kept[:, None] & m_d[None, :]
-    tl.store(buffer_ptr + place[:, None] + i_d[None, :], b_x, mask=m)
+    tl.store(buffer_ptr + offset[:, None] + i_d[None, :], b_x, mask=m)
 
 
 @triton.jit
@@ -130,19 +124,6 @@ def _permute_kernel(
 
 
 @triton.jit
-def _add_choice(
-    acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D,
-    K: tl.constexpr, WEIGHTED: tl.constexpr,
-):  # fmt: skip
-    place, m_kept = _place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
-    m = m_kept[:, None] & m_d[None, :]
-    b_row = tl.load(buffer_ptr + place[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
-    if WEIGHTED:
-        b_row = b_row * tl.load(weight_ptr + t * K + k, mask=m_kept, other=0.0).to(acc.dtype)[:, None]
-    return acc + b_row
-
-
-@triton.jit
 def _combine_kernel(
     buffer_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr, T, C, D,
     K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
@@ -163,12 +144,12 @@ def _combine_kernel(
     acc = tl.zeros([BT, BD], tl.float64 if buffer_ptr.dtype.element_ty == tl.float64 else tl.float32)
     if K <= UNROLLED:
         for k in tl.static_range(K):
-            acc = _add_choice(
+            acc = add_choice(
                 acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D, K, WEIGHTED
             )
     else:
         for k in range(K):
-            acc = _add_choice(
+            acc = add_choice(
                 acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D, K, WEIGHTED
             )
     b_out = round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16)
@@ -193,17 +174,7 @@ def _combine_dweight_kernel(
     """
     k = tl.program_id(0) % K
     t = (tl.program_id(0) // K).to(tl.int64) * BT + tl.arange(0, BT)
-    m_t = t < T
-    place, m_kept = _place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
-    acc = tl.zeros([BT, BD], dweight_ptr.dtype.element_ty)
-    for d in range(0, D, BD):
-        i_d = d + tl.arange(0, BD)
-        m = m_kept[:, None] & (i_d < D)[None, :]
-        # [BT, BD]
-        b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
-        b_row = tl.load(buffer_ptr + place[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
-        acc += b_x * b_row
-    tl.store(dweight_ptr + t * K + k, tl.sum(acc, 1), mask=m_t)
+    dot_choice(k, x_ptr, buffer_ptr, expert_ptr, slot_ptr, dweight_ptr, t, t < T, C, D, K, BT, BD)
 
 
 def _check(
@@ -229,6 +200,35 @@ def _check_weight(weight_TK: Tensor | None, expert_TK: Tensor, dtype: torch.dtyp
     if weight_TK is not None:
         dtypes = (torch.float32, torch.float64) if dtype == torch.float64 else (torch.float32,)
         check_tensor("weight_TK", weight_TK, shape=expert_TK.shape, dtype=dtypes, device=expert_TK.device)
+
+
+def _move_rows(
+    kernel: Any,
+    source: Tensor,
+    target: Tensor,
+    routing: tuple[Tensor, Tensor, Tensor | None],
+    sizes: tuple[int, int, int],
+    config: RowConfig,
+) -> None:
+    """Launch the permute or the combine kernel; routing: expert, slot and weight; sizes: T, C, D."""
+    expert_TK, slot_TK, weight_TK = routing
+    num_tokens, _, width = sizes
+    grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
+    kernel[(grid,)](
+        source,
+        expert_TK,
+        slot_TK,
+        expert_TK if weight_TK is None else weight_TK,
+        target,
+        *sizes,
+        K=expert_TK.shape[1],
+        WEIGHTED=weight_TK is not None,
+        EMULATE_BF16=needs_upcast(source.dtype),
+        BT=config.block_tokens,
+        BD=config.block_width,
+        num_warps=config.num_warps,
+        **UNFUSED,
+    )
 
 
 def permute(
@@ -261,24 +261,8 @@ def permute(
     _check("x_TD", x_TD, out, expert_TK, slot_TK, config)
     _check_weight(weight_TK, expert_TK, x_TD.dtype)
     if x_TD.numel() and out.numel():
-        grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
-        _permute_kernel[(grid,)](
-            x_TD,
-            expert_TK,
-            slot_TK,
-            expert_TK if weight_TK is None else weight_TK,
-            out,
-            num_tokens,
-            capacity,
-            width,
-            K=expert_TK.shape[1],
-            WEIGHTED=weight_TK is not None,
-            EMULATE_BF16=needs_upcast(x_TD.dtype),
-            BT=config.block_tokens,
-            BD=config.block_width,
-            num_warps=config.num_warps,
-            **UNFUSED,
-        )
+        routing = (expert_TK, slot_TK, weight_TK)
+        _move_rows(_permute_kernel, x_TD, out, routing, (num_tokens, capacity, width), config)
     return out
 
 
@@ -304,24 +288,8 @@ def combine(
     _check("out", out_TD, buffer_ECD, expert_TK, slot_TK, config)
     _check_weight(weight_TK, expert_TK, buffer_ECD.dtype)
     if out_TD.numel():
-        grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
-        _combine_kernel[(grid,)](
-            buffer_ECD,
-            expert_TK,
-            slot_TK,
-            expert_TK if weight_TK is None else weight_TK,
-            out_TD,
-            num_tokens,
-            capacity,
-            width,
-            K=expert_TK.shape[1],
-            WEIGHTED=weight_TK is not None,
-            EMULATE_BF16=needs_upcast(buffer_ECD.dtype),
-            BT=config.block_tokens,
-            BD=config.block_width,
-            num_warps=config.num_warps,
-            **UNFUSED,
-        )
+        routing = (expert_TK, slot_TK, weight_TK)
+        _move_rows(_combine_kernel, buffer_ECD, out_TD, routing, (num_tokens, capacity, width), config)
     return out_TD
 
 

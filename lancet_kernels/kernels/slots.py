@@ -12,6 +12,7 @@ No atomics: a slot depends on the order of the tokens alone, never on which prog
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.rounding import UNFUSED
-from lancet_kernels.kernels.specimen import Specimen
+from lancet_kernels.kernels.specimen import Specimen, pointers
 from lancet_kernels.kernels.topk import RoutingConfig
 
 # The prefix walks this many blocks at a time, for this many experts in a program: 32 bytes of a row each.
@@ -320,6 +321,14 @@ def inverse_tables(
     return token_of_slot_EC, choice_of_slot_EC
 
 
+def _specimen(
+    name: str, config: str, kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], *aligned: str
+) -> Specimen:
+    """aligned: the integers that are multiples of 16; all pointers are."""
+    aligned = (*pointers(signature), *aligned)
+    return Specimen(name, config, kernel, signature, constexprs, aligned, options=UNFUSED)
+
+
 def specimens(arch: int) -> Iterator[Specimen]:
     """Counting, prefix, slots and inverse tables, for one choice per token and for eight of 64 and 512."""
     tables = {"token_of_slot_ptr": "*i32", "choice_of_slot_ptr": "*i32"}
@@ -328,21 +337,11 @@ def specimens(arch: int) -> Iterator[Specimen]:
         config = RoutingConfig.default(experts, top_k)
         choices, tile, step = block_of_choices(config, top_k)
         name = f"E{experts} K{top_k}" + (" only kept" if only_kept else "")
+        constexprs = {"E": experts, "ONLY_KEPT": only_kept, "CHOICES": choices, "BN": tile}
         counted = {**routed, "count_ptr": "*i32", "N": "i32", "C": "i32"}
-        yield Specimen(
-            name="count_choices",
-            config=name,
-            kernel=_count_choices_kernel,
-            signature=counted,
-            constexprs={
-                "E": experts,
-                "ONLY_KEPT": only_kept,
-                "CHOICES": choices,
-                "BN": tile,
-                "BE": min(triton.next_power_of_2(experts), max(16, PAIRS // tile)),
-            },
-            aligned=_pointers(counted),
-            options=UNFUSED,
+        block_experts = min(triton.next_power_of_2(experts), max(16, PAIRS // tile))
+        yield _specimen(
+            "count_choices", name, _count_choices_kernel, counted, constexprs | {"BE": block_experts}
         )
         signature = {
             "expert_ptr": "*i64",
@@ -355,22 +354,7 @@ def specimens(arch: int) -> Iterator[Specimen]:
             "OLD_C": "i32",
             "C": "i32",
         }
-        yield Specimen(
-            name="slots",
-            config=name,
-            kernel=_slots_kernel,
-            signature=signature,
-            constexprs={
-                "E": experts,
-                "K": top_k,
-                "ONLY_KEPT": only_kept,
-                "CHOICES": choices,
-                "BN": tile,
-                "BJ": step,
-            },
-            aligned=_pointers(signature),
-            options=UNFUSED,
-        )
+        yield _specimen("slots", name, _slots_kernel, signature, constexprs | {"K": top_k, "BJ": step})
     signature = {
         "count_ptr": "*i32",
         "used_ptr": "*i64",
@@ -378,27 +362,10 @@ def specimens(arch: int) -> Iterator[Specimen]:
         "kept_ptr": "*i64",
         **dict.fromkeys(("B", "C", "E"), "i32"),
     }
-    yield Specimen(
-        name="prefix",
-        config=f"{PREFIX_BLOCKS}x{PREFIX_EXPERTS}",
-        kernel=_prefix_kernel,
-        signature=signature,
-        constexprs={"BB": PREFIX_BLOCKS, "BE": PREFIX_EXPERTS},
-        aligned=(*_pointers(signature), "E"),
-        options=UNFUSED,
-    )
+    constexprs = {"BB": PREFIX_BLOCKS, "BE": PREFIX_EXPERTS}
+    name = f"{PREFIX_BLOCKS}x{PREFIX_EXPERTS}"
+    yield _specimen("prefix", name, _prefix_kernel, signature, constexprs, "E")
     signature = {**routed, **tables, "N": "i32", "C": "i32"}
     for top_k in (1, 6):
-        yield Specimen(
-            name="inverse_tables",
-            config=f"K{top_k}",
-            kernel=_inverse_tables_kernel,
-            signature=signature,
-            constexprs={"K": top_k, "BN": INVERSE_CHOICES},
-            aligned=_pointers(signature),
-            options=UNFUSED,
-        )
-
-
-def _pointers(signature: dict[str, str]) -> tuple[str, ...]:
-    return tuple(name for name, kind in signature.items() if kind.startswith("*"))
+        constexprs = {"K": top_k, "BN": INVERSE_CHOICES}
+        yield _specimen("inverse_tables", f"K{top_k}", _inverse_tables_kernel, signature, constexprs)

@@ -36,3 +36,8 @@ class Specimen:
     wgmma: bool = False
     tma: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+
+
+def pointers(signature: dict[str, str]) -> tuple[str, ...]:
+    """The pointers among a specimen's arguments. Example: {"x_ptr": "*bf16", "T": "i32"} -> ("x_ptr",)."""
+    return tuple(name for name, kind in signature.items() if kind.startswith("*"))

@@ -74,13 +74,18 @@ class LaunchShape:
     comm_programs: int = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.comm_programs <= self.programs:
-            raise UserError(
-                "comm_programs",
-                got=self.comm_programs,
-                expected=f"1 to {self.programs} (the programs of the launch)",
-                do="give communication fewer programs",
-            )
+        check_comm_programs(self.comm_programs, self.programs)
+
+
+def check_comm_programs(comm_programs: int, programs: int) -> None:
+    """Raise UserError unless some of the programs of a launch, or all, can put."""
+    if not 1 <= comm_programs <= programs:
+        raise UserError(
+            "comm_programs",
+            got=comm_programs,
+            expected=f"1 to {programs} (the programs of the launch)",
+            do="give communication fewer programs",
+        )
 
 
 def build_tasks(shape: LaunchShape) -> np.ndarray:
