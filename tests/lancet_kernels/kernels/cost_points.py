@@ -18,7 +18,8 @@ TRUTH = FusedCost(
     launch_ms=0.03, latency_ms=0.01, link_gb_per_s=400.0, program_gb_per_s=10.0, program_tflops=5.0,
     efficiency=0.9,
 )  # fmt: skip
-CONFIG = OverlapConfig(GemmConfig(128, 128, 64, 8, 4), programs=132, comm_programs=16)
+# A tile for any dtype.
+CONFIG = OverlapConfig(GemmConfig(64, 32, 16, 8, 2), programs=132, comm_programs=16)
 WORKLOAD = Workload("made up", 32768, 2048, 2048, 16, 2)
 # An empty launch alone, in ms.
 EMPTY_MS = 0.005
