@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -33,21 +32,13 @@ from torch import Tensor
 
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.held_back import HeldLaunch, held_back
 from lancet_kernels.kernels.overlap import Experts, OverlapConfig, Routing, moe_backward, moe_forward
 from lancet_kernels.kernels.routing import route_choices
 from lancet_kernels.kernels.virtual_pes import VirtualPes
 
 CAPACITY_FACTOR = 1.25
 GOAL = 0.95
-# What makes a launch hold a stage, in the words of tasks.LaunchShape, and what it has without it.
-STAGES = {
-    "put": ("put", False),
-    "in": ("tiles_in", 0),
-    "out": ("tiles_out", 0),
-    "wgrad": ("wgrads", ()),
-    "reduce": ("reduce_blocks", 0),
-    "dweight": ("dweight_blocks", 0),
-}
 # Ways to launch a pass: launches, each with its stages. Every way holds every stage of its direction.
 FORWARD = ("put in out reduce", "put in|out reduce", "put|in|out|reduce", "put|in out|reduce")
 BACKWARD = (
@@ -65,7 +56,6 @@ EFFICIENCIES = (
     ("dX, dW + combine", "backward", "out wgrad reduce", 1, "out wgrad"),
     ("layer backward", "backward", "put in out wgrad reduce dweight", 2, "in out wgrad"),
 )
-Launch = Callable[[str], None]
 
 
 class FusedLayer:
@@ -147,7 +137,7 @@ class FusedLayer:
     def in_order(self, way: str, begin: Callable[[int], tuple], time_it: Callable) -> tuple[Times, list]:
         """Begin a pass on every PE, launch it the given way. -> ms by launch, what `begin` returned."""
 
-        def held(rank: int) -> tuple[Launch, tuple]:
+        def held(rank: int) -> tuple[HeldLaunch, tuple]:
             with held_back() as launches:
                 begun = begin(rank)
             (launch,) = launches
@@ -158,26 +148,6 @@ class FusedLayer:
         for stages in way.split("|"):
             ms[stages] = [time_it(lambda names=stages: self.pes.each(lambda rank: passes[rank][0](names)))]
         return ms, [begun for _, begun in passes]
-
-
-@contextmanager
-def held_back() -> Iterator[list[Launch]]:
-    """Inside, a pass prepares its one launch but does not do it; each entry launches some of its stages."""
-    launches: list[Launch] = []
-    launch = overlap._Launch._launch
-
-    def hold(self, shape, **given) -> None:
-        def some(names: str) -> None:
-            without = dict(field for stage, field in STAGES.items() if stage not in names.split())
-            launch(self, replace(shape, **without), **given)
-
-        launches.append(some)
-
-    overlap._Launch._launch = hold
-    try:
-        yield launches
-    finally:
-        overlap._Launch._launch = launch
 
 
 def one_round(layer: FusedLayer, time_it: Callable[[Callable], float]) -> tuple[dict[str, Times], bool]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from lancet_kernels import symmetric
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.overlap import (
+    DenseGemm,
     ExpertGradients,
     Experts,
     OverlapConfig,
@@ -26,7 +29,7 @@ TIMEOUT_S = 20.0
 class FusedPasses:
     """Random rows, routing and experts of a workload on this rank. Collective to make, and each pass too.
 
-    Args: memory: None makes one over all ranks.
+    Args: memory: None makes one over all ranks; name: for passes of several workloads in one memory.
     """
 
     def __init__(
@@ -35,8 +38,9 @@ class FusedPasses:
         dtype: torch.dtype,
         device: torch.device,
         memory: SymmetricMemory | None = None,
+        name: str = "",
     ) -> None:
-        self.workload, self.dtype, self.device = workload, dtype, device
+        self.workload, self.dtype, self.device, self.name = workload, dtype, device, name
         self.memory = memory or symmetric.create(None, device, TIMEOUT_S)
         self.local_experts = workload.experts // self.memory.world
         generator = torch.Generator(device).manual_seed(self.memory.rank)
@@ -72,29 +76,37 @@ class FusedPasses:
                 "timeout_s": TIMEOUT_S,
             }
             self._exchanges[rows] = (
-                Exchange(self.memory, f"forward{rows}", **sizes),
-                Exchange(self.memory, f"backward{rows}", **sizes),
+                Exchange(self.memory, f"{self.name}forward{rows}", **sizes),
+                Exchange(self.memory, f"{self.name}backward{rows}", **sizes),
             )
         return self._exchanges[rows]
 
     def forward(self, config: OverlapConfig) -> torch.Tensor:
         """One forward pass without a backward. Raises CommunicationError, at the latest one pass later."""
         exchange, _ = self.exchanges(config)
-        out, saved = moe_forward(exchange, self.x, self.routing, self.experts, config)
+        out, saved = self.begin(config)
         exchange.release(saved.use)
         exchange.watch()
         return out
 
+    def begin(self, config: OverlapConfig) -> tuple[torch.Tensor, SavedPass]:
+        """A forward pass that its backward must follow."""
+        exchange, _ = self.exchanges(config)
+        return moe_forward(exchange, self.x, self.routing, self.experts, config)
+
     def forward_backward(self, config: OverlapConfig) -> ExpertGradients:
         """One forward and its backward pass."""
-        exchange, _ = self.exchanges(config)
-        _, saved = moe_forward(exchange, self.x, self.routing, self.experts, config)
+        _, saved = self.begin(config)
         return self.backward(config, saved)
 
-    def backward(self, config: OverlapConfig, saved: SavedPass) -> ExpertGradients:
-        """The backward of a pass that `moe_forward` through these exchanges has saved."""
+    def backward(
+        self, config: OverlapConfig, saved: SavedPass, dense: Sequence[DenseGemm] = ()
+    ) -> ExpertGradients:
+        """The backward of a pass that `begin` has saved. Args: dense: what rides along."""
         forward, backward = self.exchanges(config)
-        gradients = moe_backward(forward, saved, backward, self.dy, self.routing, self.experts, config)
+        gradients = moe_backward(
+            forward, saved, backward, self.dy, self.routing, self.experts, config, dense=dense
+        )
         forward.release(saved.use)
         for exchange in (forward, backward):
             exchange.watch()

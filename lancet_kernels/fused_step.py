@@ -11,6 +11,7 @@ from torch import fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Program
+from lancet_kernels.kernels.measured_cost import LayerSort, MeasuredCost, measured_cost
 from lancet_kernels.schedules.fused import CHOICES, choose_groups
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan
@@ -25,6 +26,7 @@ class FusedChoice:
     """How the layers to fuse are chosen.
 
     stored: a plan file whose choice is taken over, if it has one. device: where the model is.
+    here: are the costs to plan with those of this machine? Else nothing that was measured on it is taken.
     Raises UserError for a strategy or a device that knows no fused launches.
     """
 
@@ -33,6 +35,7 @@ class FusedChoice:
     lowering: str
     stored: str | Path | None
     device: torch.device
+    here: bool = True
 
     def __post_init__(self) -> None:
         # Only here: the kernels need Triton, which not every machine has.
@@ -64,7 +67,14 @@ class FusedChoice:
                 return found
         lowering = "fused" if self.lowering == "auto" and self.interpreted else self.lowering
         timeline = Planner(program, cost, self.options).plan(self.strategy).simulate(program, cost)
-        return choose_groups(module, program, cost, timeline, lowering=lowering)
+        return choose_groups(
+            module, program, cost, timeline, lowering=lowering, measured_of=self._measured_of
+        )
+
+    def _measured_of(self, sort: LayerSort) -> tuple[MeasuredCost | None, str]:
+        if not self.here:
+            return None, "the plan is for another machine"
+        return measured_cost(sort, self.device)
 
     def _stored(self, program: Program) -> tuple[FusedGroup, ...]:
         try:

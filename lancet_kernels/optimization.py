@@ -162,7 +162,7 @@ def optimize(
     program, cost = step.costs(module, inputs, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
-        choose = FusedChoice(strategy, options, lowering, stored, next(model.parameters()).device)
+        choose = FusedChoice(strategy, options, lowering, stored, next(model.parameters()).device, measured)
         step.fused = _groups_of_first(step.group, lambda: choose.groups(module, program, cost))
         module, inputs = _captured_alike(step)
         program, cost = step.costs(module, inputs, cluster)

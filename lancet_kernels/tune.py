@@ -8,6 +8,8 @@ For a task, in this order:
     4. on a GPU: medians of what is left, in turn, the slowest rank counting; rank 0's choice is everyone's
        without one: the launch model again, now with the registers and shared memory that the compiler found
 
+Of a winner for fused launches the cost function is measured besides (`tune_cost`), on a GPU only.
+
 Without a GPU nothing is timed: the interpreter's times say nothing. Such entries are labelled "modelled"; one
 that was measured always goes before them. A winner is saved at once: a run that is killed goes on where it
 was.
@@ -27,7 +29,6 @@ from datetime import date
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import triton
 
 from lancet_kernels.errors import CommunicationError
@@ -44,6 +45,8 @@ from lancet_kernels.kernels.tuning import (
     config_fields,
 )
 from lancet_kernels.timing import Clock
+from lancet_kernels.tune_cost import CostOutcome, cost_of_winner, planned_launches
+from lancet_kernels.tune_ranks import Ranks
 from lancet_kernels.tune_tasks import Task
 
 # The model is trusted to tell twice the time from once, not 5 % from 10 %.
@@ -101,7 +104,9 @@ class Candidate:
 class Outcome:
     """A task's end.
 
-    Attributes: status: "tuned", "known" (the cache has it), "left" (time was up), "failed", "dry-run".
+    Attributes:
+        status: "tuned", "known" (the cache has it), "left" (time was up), "failed", "dry-run".
+        cost: of the winner's fused launches; None for other kinds, and where there is no winner.
     """
 
     task: Task
@@ -110,6 +115,7 @@ class Outcome:
     candidates: list[Candidate] = field(default_factory=list)
     winner: Candidate | None = None
     known: Entry | None = None
+    cost: CostOutcome | None = None
 
     @property
     def kept(self) -> list[Candidate]:
@@ -119,33 +125,13 @@ class Outcome:
     def default(self) -> Candidate | None:
         return self.candidates[0] if self.candidates else None
 
-
-class Ranks:
-    """What all ranks must agree on; alone, everything is agreed."""
-
-    def __init__(self) -> None:
-        self.together = dist.is_available() and dist.is_initialized()
-
     @property
-    def first(self) -> bool:
-        return not self.together or dist.get_rank() == 0
-
-    def from_first(self, value: Any) -> Any:
-        """Rank 0's value, on every rank."""
-        if not self.together:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
-
-    def slowest(self, times: list[float]) -> list[float]:
-        """The largest of each over the ranks; infinity where one rank could not run it."""
-        if not self.together:
-            return times
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        numbers = torch.tensor(times, dtype=torch.float64, device=device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
-        return numbers.tolist()
+    def config(self) -> Any | None:
+        """The winner's configuration, now or before; in a dry run the default's."""
+        if self.known is not None:
+            return self.known.configuration()
+        found = self.default if self.status == "dry-run" else self.winner
+        return None if found is None else found.config
 
 
 def rank_candidates(task: Task, hardware: Hardware, keep: int) -> list[Candidate]:
@@ -226,11 +212,14 @@ def tune(
         outcome.candidates = rank_candidates(outcome.task, place.hardware, keep)
         if dry_run:
             outcome.status = "dry-run"
-    if dry_run or not todo:
+    if dry_run:
+        for outcome in _fused(outcomes):
+            outcome.cost = CostOutcome("dry-run", planned_launches(outcome.task, outcome.config))
         return outcomes
-    if place.device is not None:
-        clock = clock or Clock(place.device)
-    with _Compiler(todo, place.hardware.arch, workers if ranks.first else 0) as compiler:
+    clock = None if place.device is None else clock or Clock(place.device)
+    # Nothing to compile: nothing to start for it.
+    workers = workers if todo and ranks.first else 0
+    with _Compiler(todo, place.hardware.arch, workers) as compiler:
         for outcome in todo:
             done = sum(o.status != "left" for o in outcomes)
             say(done, outcome.key)
@@ -246,8 +235,19 @@ def tune(
             _choose(outcome, place, clock, ranks, rounds)
             if outcome.status == "tuned" and save:
                 cache.put([_entry(outcome, place)])
+    for outcome in _fused(outcomes):
+        say(sum(o.status != "left" for o in outcomes), f"cost of {outcome.key}")
+        outcome.cost = cost_of_winner(
+            outcome.task, outcome.config, place, cache, ranks, clock,
+            rounds=rounds, force=force, in_time=time.monotonic() < deadline, save=save,
+        )  # fmt: skip
     say(sum(o.status != "left" for o in outcomes), "")
     return outcomes
+
+
+def _fused(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those of fused launches, as far as they have a configuration whose cost can be asked for."""
+    return [o for o in outcomes if o.task.kind == "overlap" and o.config is not None]
 
 
 def _mark_known(outcomes: list[Outcome], place: Place, cache: TunedCache, force: bool, ranks: Ranks) -> None:

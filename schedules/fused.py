@@ -2,14 +2,11 @@
 
 An overlap group is an MoE layer: its all-to-alls and what hides them, its own expert GEMMs (forward, dX, dW)
 and, in the backward launch, weight gradients of other layers. On streams a collective runs beside GEMM
-kernels, and what does not fit is exposed; fused, GEMM tiles and puts share a launch that takes
+kernels, and what does not fit is exposed; fused, GEMM tiles and puts share a launch, whose time comes from
+the tuner's measurements or from a model (`schedules.fused_prediction`). Each layer takes what is predicted
+faster; `explain` of the plan says which, and by which numbers.
 
-    max(communication, GEMMs) / efficiency + launch
-
-with the efficiency eta = max(T_comm, T_gemm) / T_fused that the tuner measured for the device, or else
-`MODELLED_EFFICIENCY`. Each layer takes what is predicted faster; `explain` of the plan says which, and why.
-
-Weight gradients ride along while a layer's backward has more communication than GEMMs: best fit, like the
+A weight gradient rides along if most of it is hidden in the launch, the longest first: best fit, like the
 paper's Algorithm 1, which does the same for collectives on a stream.
 """
 
@@ -25,14 +22,24 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Kind, Program
+from lancet_kernels.kernels.measured_cost import MeasuredCost
 from lancet_kernels.ops import fused_graph
 from lancet_kernels.schedules.fused_layers import MatchedLayer, independent_gradients, match_layers
+from lancet_kernels.schedules.fused_prediction import (
+    MODELLED_EFFICIENCY,
+    Launch,
+    MeasuredOf,
+    ModelledLaunch,
+    Rider,
+    measured_launch,
+    nothing_measured,
+    sort_of,
+)
 from lancet_kernels.schedules.plan import FusedGroup
 from lancet_kernels.schedules.simulate import COMPUTE, LINK, Timeline
 
-# Between the published 0.87 and 0.94 of fused kernels (MI355X, eight GPUs); replaced by what was measured.
-MODELLED_EFFICIENCY = 0.9
-LAUNCH_MS = 0.02
+# A weight gradient rides along if at least this share of its time on a stream is saved.
+LEAST_HIDDEN = 0.5
 CHOICES = ("auto", "fused", "streams")
 
 
@@ -43,14 +50,14 @@ def choose_groups(
     timeline: Timeline,
     *,
     lowering: str = "auto",
-    efficiency: float | None = None,
+    measured_of: MeasuredOf = nothing_measured,
 ) -> tuple[FusedGroup, ...]:
     """A decision for every MoE layer of a joint graph.
 
     Args:
         program: of the graph. timeline: of the best plan on streams, which fused launches must beat.
         lowering: "auto", or "fused" or "streams" for every layer that allows it.
-        efficiency: eta measured for this device; None: MODELLED_EFFICIENCY.
+        measured_of: what the tuner measured for a sort of layer on the device that will run it.
     """
     if lowering not in CHOICES:
         raise UserError("lowering", got=repr(lowering), expected=f"one of {CHOICES}", do="name one of these")
@@ -60,62 +67,66 @@ def choose_groups(
     groups = [FusedGroup(name, False, (), 0.0, 0.0, 0.0, f"streams: {why}") for name, why in refused.items()]
     taken: set[str] = set()
     for layer in layers:
-        group = _predict(module.graph, layer, program, ms, exposed, busy, taken, efficiency)
+        found, words = measured_of(sort_of(layer))
+        riders = [_rider(n, program, ms) for n in independent_gradients(module.graph, layer)]
+        group = _predict(
+            layer, program, ms, exposed, busy, found, [rider for rider in riders if rider.name not in taken]
+        )
         if lowering == "auto":
             fused = group.fused_ms < group.streams_ms
             verdict = f"{'fused' if fused else 'streams'}: predicted faster"
         else:
             fused, verdict = lowering == "fused", f"{lowering}: asked for"
-        known = "measured" if efficiency is not None else "modelled"
-        group = replace(group, fused=fused, why=f"{verdict} ({group.why}, {known} efficiency)")
+        source = words if found else f"modelled at efficiency {MODELLED_EFFICIENCY:g}: {words}"
+        group = replace(group, fused=fused, why=f"{verdict} ({group.why}; {source})")
         groups.append(group if fused else replace(group, fillers=()))
         taken |= set(groups[-1].fillers)
     return tuple(sorted(groups, key=lambda group: program.index[group.layer]))
 
 
 def _predict(
-    graph: fx.Graph,
     layer: MatchedLayer,
     program: Program,
     ms: Mapping[str, float],
     exposed: Mapping[str, float],
     busy: Mapping[str, float],
-    taken: set[str],
-    efficiency: float | None,
+    measured: MeasuredCost | None,
+    candidates: Sequence[Rider],
 ) -> FusedGroup:
-    eta = efficiency or MODELLED_EFFICIENCY
     fused_ms, streams_ms = {}, 0.0
-    fillers: list[str] = []
+    riders: list[Rider] = []
     for direction, nodes in (("forward", layer.forward), ("backward", layer.backward)):
         names = [node.name for node in nodes if node.name in program.index]
         moved = [n for n in names if program.instructions[program.index[n]].kind is not Kind.COMPUTE]
-        communication = sum(ms[n] for n in moved)
-        gemms = sum(ms[n] for n in names) - communication
+        if measured is None:
+            communication = sum(ms[n] for n in moved)
+            launch = ModelledLaunch(communication, sum(ms[n] for n in names) - communication)
+        else:
+            launch = measured_launch(layer, measured, direction)
         if direction == "backward":
-            fillers = _best_fit(graph, layer, ms, communication - gemms, taken)
-            gemms += sum(ms[n] for n in fillers)
-            streams_ms += sum(ms[n] for n in fillers)
-        fused_ms[direction] = max(communication, gemms) / eta + LAUNCH_MS
+            riders = _best_fit(candidates, launch)
+            streams_ms += sum(rider.ms for rider in riders)
+        fused_ms[direction] = launch.milliseconds(riders)
         streams_ms += sum(busy.get(n, 0.0) for n in names) + sum(exposed.get(n, 0.0) for n in moved)
     forward_ms, backward_ms = fused_ms["forward"], fused_ms["backward"]
     why = f"{forward_ms + backward_ms:.3f} ms fused, {streams_ms:.3f} ms on streams"
-    return FusedGroup(layer.name, False, tuple(fillers), forward_ms, backward_ms, streams_ms, why)
+    fillers = tuple(rider.name for rider in riders)
+    return FusedGroup(layer.name, False, fillers, forward_ms, backward_ms, streams_ms, why)
 
 
-def _best_fit(
-    graph: fx.Graph, layer: MatchedLayer, ms: Mapping[str, float], room: float, taken: set[str]
-) -> list[str]:
-    """Independent weight gradients, the longest that still fits first, until the room is used up."""
-    candidates = [n.name for n in independent_gradients(graph, layer) if n.name not in taken]
-    chosen = []
-    while room > 0:
-        fitting = [n for n in candidates if ms[n] <= room]
-        if not fitting:
-            break
-        best = max(fitting, key=lambda n: ms[n])
-        chosen.append(best)
-        candidates.remove(best)
-        room -= ms[best]
+def _rider(node: fx.Node, program: Program, ms: Mapping[str, float]) -> Rider:
+    return Rider(node.name, ms[node.name], program.instructions[program.index[node.name]].flops)
+
+
+def _best_fit(candidates: Sequence[Rider], launch: Launch) -> list[Rider]:
+    """Those of which the launch hides most, the longest first, until it hides no more."""
+    chosen: list[Rider] = []
+    now = launch.milliseconds()
+    for rider in sorted(candidates, key=lambda rider: rider.ms, reverse=True):
+        grown = launch.milliseconds([*chosen, rider])
+        if rider.ms - (grown - now) >= LEAST_HIDDEN * rider.ms:
+            chosen.append(rider)
+            now = grown
     return chosen
 
 

@@ -36,7 +36,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Find the best configuration (tile, warps, stages, group order, programs that put, rows "
         "per put) of each kernel and shape, and remember it for later runs. On a GPU candidates are timed; "
         "without one they are compiled for --arch and ranked by a model, and what is found is labelled "
-        "'modelled'. Under torchrun all ranks tune together. An interrupted run goes on where it was.",
+        "'modelled'. Of fused launches a GPU also measures what they take by bytes, tile work and programs "
+        "that put: `optimize` decides by it. Under torchrun all ranks tune together. An interrupted run goes "
+        "on where it was.",
     )
     add_arguments(command)
     command.set_defaults(run=run)
@@ -119,7 +121,11 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
             save=local_rank == 0,
         )  # fmt: skip
     if rank == 0:
-        print(json_text(_as_json(outcomes, place, cache)) if arguments.json else _text(outcomes, place))
+        print(
+            json_text(_as_json(outcomes, place, cache))
+            if arguments.json
+            else _text(outcomes, place, arguments.rounds)
+        )
     return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
 
 
@@ -160,38 +166,59 @@ def _task(outcome: Outcome) -> dict[str, Any]:
         found["winner"] = outcome.winner.as_json()
     if outcome.known is not None:
         found["winner"] = {"config": outcome.known.config, "how": outcome.known.how}
+    if outcome.cost is not None:
+        cost = outcome.cost
+        found["cost"] = {"status": cost.status, "launches": cost.launches, "text": cost.text}
     return found
 
 
-def _text(outcomes: Sequence[Outcome], place: Place) -> str:
+def _text(outcomes: Sequence[Outcome], place: Place, rounds: int) -> str:
     lines = []
     for outcome in outcomes:
-        lines.append(outcome.key)
-        if outcome.known is not None:
-            entry = outcome.known
-            lines.append(f"    {entry.how} on {entry.date}: {_short(entry.configuration())}")
-            continue
-        reasons: dict[str, int] = {}
-        for candidate in outcome.candidates:
-            if candidate.reason:
-                reason = _sort_of(candidate.reason)
-                reasons[reason] = reasons.get(reason, 0) + 1
-        pruned = "".join(f", {count} {reason}" for reason, count in reasons.items())
-        lines.append(f"    {len(outcome.candidates)} candidates: {len(outcome.kept)} kept{pruned}")
-        if outcome.winner is not None:
-            best, default = outcome.winner, outcome.default
-            times = (best.ms, default.ms) if place.device is not None else (best.model_ms, default.model_ms)
-            gain = "" if None in times else f"; the default takes {times[1] / times[0]:.2f} times as long"
-            label = "measured" if place.device is not None else "modelled"
-            lines.append(f"    {label}: {_short(best.config)}{gain}")
-        elif outcome.status == "dry-run":
-            lines += [f"    to compile: {_short(candidate.config)}" for candidate in outcome.kept]
+        lines += [outcome.key, *_configuration_text(outcome, place), *_cost_text(outcome, place, rounds)]
     counts = [
         f"{count} {text}"
         for status, text in STATUSES.items()
         if (count := sum(outcome.status == status for outcome in outcomes))
     ]
     return "\n".join([*lines, "", f"{len(outcomes)} tasks: {', '.join(counts)}"])
+
+
+def _cost_text(outcome: Outcome, place: Place, rounds: int) -> list[str]:
+    """What became of the cost function of fused launches."""
+    cost = outcome.cost
+    if cost is None:
+        return []
+    what = f"{cost.launches} launches, each {rounds} times"
+    text = {
+        "dry-run": f"{what}, would be timed"
+        + (" on a GPU; there is none here" if place.device is None else ""),
+        "no GPU": f"{what}, are to be timed on a GPU; there is none here, so nothing is measured",
+        "left": f"{what}, are left for the next run",
+    }.get(cost.status, cost.text)
+    return [f"    cost of launches: {text}"]
+
+
+def _configuration_text(outcome: Outcome, place: Place) -> list[str]:
+    if outcome.known is not None:
+        entry = outcome.known
+        return [f"    {entry.how} on {entry.date}: {_short(entry.configuration())}"]
+    reasons: dict[str, int] = {}
+    for candidate in outcome.candidates:
+        if candidate.reason:
+            reason = _sort_of(candidate.reason)
+            reasons[reason] = reasons.get(reason, 0) + 1
+    pruned = "".join(f", {count} {reason}" for reason, count in reasons.items())
+    lines = [f"    {len(outcome.candidates)} candidates: {len(outcome.kept)} kept{pruned}"]
+    if outcome.winner is not None:
+        best, default = outcome.winner, outcome.default
+        times = (best.ms, default.ms) if place.device is not None else (best.model_ms, default.model_ms)
+        gain = "" if None in times else f"; the default takes {times[1] / times[0]:.2f} times as long"
+        label = "measured" if place.device is not None else "modelled"
+        lines.append(f"    {label}: {_short(best.config)}{gain}")
+    elif outcome.status == "dry-run":
+        lines += [f"    to compile: {_short(candidate.config)}" for candidate in outcome.kept]
+    return lines
 
 
 def _sort_of(reason: str) -> str:

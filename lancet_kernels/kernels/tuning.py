@@ -10,6 +10,8 @@
 An entry that is unreadable, foreign, filed under the wrong key, or not valid on the device is as good as
 absent, and a warning says so. `lancet tune` writes the cache. Ranks of one job must find the same entries
 (they have the same file, or the files that one collective `lancet tune` wrote).
+
+Beside the entries the file may have "costs": what fused launches took (`kernels.measured_cost`).
 """
 
 from __future__ import annotations
@@ -20,14 +22,17 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lancet_kernels.atomic import locked, write_json_atomically
+
+if TYPE_CHECKING:
+    from lancet_kernels.kernels.measured_cost import CostEntry
 
 FORMAT = "lancet-tuned-configurations"
 VERSION = 1
@@ -186,19 +191,15 @@ class TunedCache:
 
     def entries(self) -> dict[str, Entry]:
         """All sound entries by key, as the file is now."""
-        try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            if (data["format"], data["version"]) != (FORMAT, VERSION):
-                raise ValueError(f"format {data['format']}, version {data['version']}")
-            raw = dict(data["entries"])
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            self._warn(f"tuned configurations in {self.path} are not readable ({error}); they are ignored")
-            return {}
+        raw = self._section("entries")
         return {key: entry for key in raw if (entry := self._entry(key, raw[key])) is not None}
 
-    def put(self, new: Iterable[Entry]) -> None:
+    def costs(self) -> dict[str, CostEntry]:
+        """All sound measurements of fused launches by key, as the file is now."""
+        raw = self._section("costs")
+        return {key: cost for key in raw if (cost := self._cost(key, raw[key])) is not None}
+
+    def put(self, new: Iterable[Entry], costs: Iterable[CostEntry] = ()) -> None:
         """Add or replace. What was measured stays, if the new entry of that key is only modelled."""
         with locked(self.path):
             entries = self.entries()
@@ -206,9 +207,29 @@ class TunedCache:
                 known = entries.get(entry.key)
                 if known is None or known.how == MODELLED or entry.how == MEASURED:
                     entries[entry.key] = entry
-            data = {key: dataclasses.asdict(entries[key]) for key in sorted(entries)}
-            write_json_atomically(self.path, {"format": FORMAT, "version": VERSION, "entries": data})
+            data = {"format": FORMAT, "version": VERSION, "entries": _as_json(entries)}
+            if all_costs := self.costs() | {cost.key: cost for cost in costs}:
+                data["costs"] = _as_json(all_costs)
+            write_json_atomically(self.path, data)
         forget()
+
+    def _section(self, name: str) -> dict[str, Any]:
+        """A part of the file, its records unchecked; empty if there is none, or it cannot be read."""
+        what = "tuned configurations"
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if (data["format"], data["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"format {data['format']}, version {data['version']}")
+            entries = dict(data["entries"])
+            if name == "entries":
+                return entries
+            what = f"measured {name}"
+            return dict(data.get(name, {}))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            self._warn(f"{what} in {self.path} are not readable ({error}); they are ignored")
+            return {}
 
     def _entry(self, key: str, raw: Any) -> Entry | None:
         try:
@@ -225,10 +246,27 @@ class TunedCache:
             return None
         return entry
 
+    def _cost(self, key: str, raw: Any) -> CostEntry | None:
+        from lancet_kernels.kernels.measured_cost import CostEntry
+
+        try:
+            entry = CostEntry.from_json(raw)
+            if entry.key != key:
+                raise ValueError(f"its content is {entry.key}")
+            config_from("overlap", entry.config)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            self._warn(f"measured cost {key!r} in {self.path} is ignored: {error}")
+            return None
+        return entry
+
     def _warn(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=3)
+
+
+def _as_json(records: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: dataclasses.asdict(records[key]) for key in sorted(records)}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -239,7 +277,7 @@ def tuned(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> 
     """
     if device.type != "cuda":
         return None
-    name, arch = _device_name(device)
+    name, arch = device_name(device)
     shape = KINDS[kind].rounded(shape)
     for entries, where, hows in (
         (_package_table(), name, (MEASURED,)),
@@ -274,7 +312,7 @@ def _user_cache() -> dict[str, Entry]:
     return TunedCache(default_cache()).entries()
 
 
-def _device_name(device: torch.device) -> tuple[str, int]:
+def device_name(device: torch.device) -> tuple[str, int]:
     """(name of the GPU, compute capability: 90 for 9.0)."""
     properties = torch.cuda.get_device_properties(device)
     return properties.name, 10 * properties.major + properties.minor

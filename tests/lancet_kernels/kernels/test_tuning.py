@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedCache:
     """The user's cache; the machine has an H100 that nobody may touch."""
     monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "user" / "tuned.json"))
     monkeypatch.setattr(tuning, "PACKAGE_TABLE", tmp_path / "package.json")
-    monkeypatch.setattr(tuning, "_device_name", lambda device: (GPU, 90))
+    monkeypatch.setattr(tuning, "device_name", lambda device: (GPU, 90))
     tuning.forget()
     yield TunedCache(tuning.default_cache())
     tuning.forget()

@@ -1,0 +1,152 @@
+"""How long does a fused launch take, given bytes that travel, tile work, and programs that put?
+
+    B  bytes of the rows that this rank puts     G  FLOPs of the experts' GEMMs     n  programs of the launch
+    c  programs that put while others have independent tiles (SMs given to communication)
+    I  FLOPs of independent GEMMs (weight gradients of other layers) that ride along
+
+    rate of p programs that put    R(p) = min(link, p * rate of a program)
+    independent tiles last         t = I / ((n - c) * r)         r: FLOP/s of a program; c put meanwhile
+    of the bytes, there travel     B_c = min(B, t * R(c))        then n programs put the rest, B_n = B - B_c
+    T_put  = latency + B_c / R(c) + B_n / R(n)
+    T_comm = T_put + B / R(n)                                    the same rows come back
+    T_gemm = (G + I) / (n r) + (c / n) B_c / R(c) + B_n / R(n)   a program that puts does not compute
+    T      = launch + max(T_comm, T_gemm) / eta
+
+Why T_gemm has the time of the puts in it: in the task list puts come first, and only independent tiles stand
+between them. So without riders the whole grid puts, then computes, and results travel back under the second
+GEMM. eta is what is left over: how much of max(T_comm, T_gemm) the launch really achieves.
+
+Example. n 132, c 16; link 400 GB/s, 10 GB/s and 5 TFLOP/s a program, latency 0.01 ms, launch 0.03 ms, eta
+0.9. B 200 MB, G 1e12: R(132) = 400 GB/s, T_put = 0.51, T_comm = 1.01, T_gemm = 1.515 + 0.5 = 2.015, T = 2.269
+ms. With I 0.232e12, 0.4 ms for 116 programs: R(16) = 160 GB/s, B_c = 64 MB, T_put = 0.75, T_gemm = 1.867 +
+0.048 + 0.34 = 2.255, T = 2.536 ms. The rider costs 0.27 ms; on a GPU of its own it would take 0.35.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+DIRECTIONS = ("forward", "backward")
+# Bytes over GB/s, FLOPs over TFLOP/s: to milliseconds.
+MS_OF_GB_PER_S, MS_OF_TFLOPS = 1e-6, 1e-9
+
+
+@dataclass(frozen=True)
+class LaunchWork:
+    """What one launch moves and computes.
+
+    Attributes:
+        bytes: of the rows that this rank puts, those to itself included; as many come back.
+        expert_flops: of the experts' GEMMs; independent_flops: of GEMMs of other layers.
+        programs: size of the grid; comm_programs: how many of it put while independent tiles are left.
+    Raises ValueError for numbers that are none, or negative.
+    """
+
+    bytes: float
+    expert_flops: float
+    independent_flops: float = 0.0
+    programs: int = 1
+    comm_programs: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_number(field.name, getattr(self, field.name))
+        grid = self.programs, self.comm_programs
+        if not all(isinstance(n, int) for n in grid) or not 1 <= self.comm_programs <= self.programs:
+            raise ValueError(f"{self.comm_programs} of {self.programs} programs put")
+
+    @classmethod
+    def of_pass(
+        cls, direction: str, rows: float, width: int, hidden: int, activation: str, itemsize: int, **given
+    ) -> LaunchWork:
+        """One direction of an MoE layer, `rows` rows of `width` to experts of width `hidden`.
+
+        The backward has dX and dW of both GEMMs: twice the FLOPs. Args: given: the other attributes.
+        """
+        wide = 2 * hidden if activation == "swiglu" else hidden
+        flops = 2.0 * rows * width * (wide + hidden) * (1 if direction == "forward" else 2)
+        return cls(float(rows * width * itemsize), flops, **given)
+
+
+@dataclass(frozen=True)
+class CostPoint:
+    """A launch that was timed: milliseconds of this work. Without bytes: GEMMs alone; without FLOPs: puts.
+
+    direction: "forward" or "backward".
+    """
+
+    direction: str
+    work: LaunchWork
+    ms: float
+
+    def __post_init__(self) -> None:
+        _check_number("ms", self.ms)
+        if self.direction not in DIRECTIONS or self.ms == 0:
+            raise ValueError(f"direction {self.direction!r}, {self.ms} ms")
+
+    @property
+    def sort(self) -> str:
+        """ "put", "gemm" or "fused"."""
+        if self.work.expert_flops + self.work.independent_flops == 0:
+            return "put"
+        return "fused" if self.work.bytes else "gemm"
+
+
+@dataclass(frozen=True)
+class FusedCost:
+    """The function above for one direction of a layer on one device. Call `milliseconds`.
+
+    Attributes: program_gb_per_s, program_tflops: what a single program puts and computes.
+    """
+
+    launch_ms: float
+    latency_ms: float
+    link_gb_per_s: float
+    program_gb_per_s: float
+    program_tflops: float
+    efficiency: float
+
+    def milliseconds(self, work: LaunchWork) -> float:
+        """T: of the one launch of a direction, or of both into which its configuration splits it."""
+        return self.launch_ms + max(self.communication_ms(work), self.gemm_ms(work)) / self.efficiency
+
+    def communication_ms(self, work: LaunchWork) -> float:
+        """T_comm: rows there and back, without the launch."""
+        few, all_of_them = self._putting(work)
+        return self.latency_ms + few + all_of_them + self._travel_ms(work.bytes, work.programs)
+
+    def gemm_ms(self, work: LaunchWork) -> float:
+        """T_gemm: all tiles, and what programs lose by putting."""
+        few, all_of_them = self._putting(work)
+        flops = work.expert_flops + work.independent_flops
+        computing = flops / (work.programs * self.program_tflops) * MS_OF_TFLOPS
+        return computing + few * work.comm_programs / work.programs + all_of_them
+
+    def _putting(self, work: LaunchWork) -> tuple[float, float]:
+        """(ms in which comm_programs put beside independent tiles, ms in which all programs put)."""
+        beside = work.programs - work.comm_programs
+        few = 0.0
+        if beside and work.independent_flops:
+            lasting = work.independent_flops / (beside * self.program_tflops) * MS_OF_TFLOPS
+            few = min(lasting, self._travel_ms(work.bytes, work.comm_programs))
+        left = work.bytes - few * self._rate(work.comm_programs) / MS_OF_GB_PER_S
+        return few, self._travel_ms(max(0.0, left), work.programs)
+
+    def _travel_ms(self, size: float, programs: int) -> float:
+        return size / self._rate(programs) * MS_OF_GB_PER_S
+
+    def _rate(self, programs: int) -> float:
+        return min(self.link_gb_per_s, programs * self.program_gb_per_s)
+
+    def error(self, points: Iterable[CostPoint]) -> float:
+        """How far the function is from the fused points on average. Example: 0.05, five percent."""
+        misses = [abs(self.milliseconds(p.work) / p.ms - 1) for p in points if p.sort == "fused"]
+        return sum(misses) / len(misses)
+
+
+def _check_number(name: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} is {value!r}")

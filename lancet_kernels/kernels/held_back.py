@@ -1,0 +1,77 @@
+"""What does each stage of a fused pass take alone? Launches held back, to be done stage by stage, for timing.
+
+    with held_back() as launches:
+        out, saved = moe_forward(...)           # prepares everything, launches nothing
+    for stages in ("put", "in out", "reduce"):
+        for launch in launches:                 # two, if the configuration is split
+            launch(stages)
+
+    stage    what it does
+    put      rows (backward: weighted dy) to peers
+    in       first GEMM of the rows
+    out      second GEMM, stored at the peer
+    wgrad    dW2, dW1
+    dense    independent GEMMs
+    reduce   weighted sum of what came back
+    dweight  gradient of the combine weights
+
+Every stage of a pass must be launched, on every PE, in this order; one that waits for a stage to come would
+wait in vain.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from lancet_kernels.kernels import overlap
+from lancet_kernels.kernels.tasks import LaunchShape
+
+# What makes a launch hold a stage, in the words of tasks.LaunchShape, and what it has without it.
+STAGES = {
+    "put": ("put", False),
+    "in": ("tiles_in", 0),
+    "out": ("tiles_out", 0),
+    "wgrad": ("wgrads", ()),
+    "dense": ("dense", ()),
+    "reduce": ("reduce_blocks", 0),
+    "dweight": ("dweight_blocks", 0),
+}
+
+
+class HeldLaunch(Protocol):
+    """A prepared launch."""
+
+    def __call__(self, stages: str, programs: int | None = None) -> None:
+        """Launch those of its stages that are named, if any. programs: another grid than configured."""
+
+
+@contextmanager
+def held_back() -> Iterator[list[HeldLaunch]]:
+    """Inside, passes of this process prepare their launches but do not do them; see above."""
+    launches: list[HeldLaunch] = []
+    launch = overlap._Launch._launch
+
+    def hold(self: overlap._Launch, shape: LaunchShape, **given: object) -> None:
+        def some(stages: str, programs: int | None = None) -> None:
+            wanted = stages.split()
+            without = dict(nothing for stage, nothing in STAGES.items() if stage not in wanted)
+            if all(getattr(shape, field) == nothing for field, nothing in map(STAGES.__getitem__, wanted)):
+                return
+            pass_ = copy.copy(self)
+            if programs is not None:
+                # The task list stays: the mix of puts and independent tiles is that of the whole launch.
+                comm_programs = min(programs, self.config.comm_programs)
+                pass_.config = replace(self.config, programs=programs, comm_programs=comm_programs)
+            launch(pass_, replace(shape, **without), **given)
+
+        launches.append(some)
+
+    overlap._Launch._launch = hold
+    try:
+        yield launches
+    finally:
+        overlap._Launch._launch = launch

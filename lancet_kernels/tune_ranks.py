@@ -1,0 +1,47 @@
+"""What must all ranks that tune together agree on? Rank 0 decides, and the slowest rank counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Ranks:
+    """What all ranks must agree on; alone, everything is agreed."""
+
+    def __init__(self) -> None:
+        self.together = dist.is_available() and dist.is_initialized()
+
+    @property
+    def world(self) -> int:
+        return dist.get_world_size() if self.together else 1
+
+    @property
+    def first(self) -> bool:
+        return not self.together or dist.get_rank() == 0
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if not self.together:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def slowest(self, times: list[float]) -> list[float]:
+        """The largest of each over the ranks; infinity where one rank could not run it."""
+        if not self.together:
+            return times
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        numbers = torch.tensor(times, dtype=torch.float64, device=device)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        return numbers.tolist()
+
+    def meet(self, device: torch.device) -> None:
+        """Return when every rank is here and its device is idle, so that what follows begins together."""
+        if self.together:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            dist.barrier()

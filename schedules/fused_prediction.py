@@ -1,0 +1,82 @@
+"""How long would the fused launches of a layer take? By measured cost functions, or the times of its ops.
+
+measured    `kernels.fused_cost`, fitted to what the tuner timed on this device: bytes, FLOPs, programs
+modelled    max(communication, GEMMs) / MODELLED_EFFICIENCY + LAUNCH_MS, of the ops' times on streams
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from lancet_kernels.kernels.fused_cost import FusedCost, LaunchWork
+from lancet_kernels.kernels.measured_cost import LayerSort, MeasuredCost
+from lancet_kernels.ops.groups import group_size
+from lancet_kernels.schedules.fused_layers import MatchedLayer
+
+# Between the published 0.87 and 0.94 of fused kernels (MI355X, eight GPUs).
+MODELLED_EFFICIENCY = 0.9
+LAUNCH_MS = 0.02
+
+MeasuredOf = Callable[[LayerSort], tuple[MeasuredCost | None, str]]
+"""What is measured for a sort of layer, or None; and words: which numbers, or why none."""
+
+
+@dataclass(frozen=True)
+class Rider:
+    """A weight gradient of another layer that may ride along: its ms on a stream, its FLOPs."""
+
+    name: str
+    ms: float
+    flops: float
+
+
+class Launch(Protocol):
+    """One direction of a layer as a fused launch."""
+
+    def milliseconds(self, riders: Sequence[Rider] = ()) -> float:
+        """Of the launch with these riders in it."""
+
+
+@dataclass(frozen=True)
+class ModelledLaunch:
+    """From the milliseconds that its all-to-alls and its computations take as ops of their own."""
+
+    communication_ms: float
+    gemm_ms: float
+
+    def milliseconds(self, riders: Sequence[Rider] = ()) -> float:
+        gemm_ms = self.gemm_ms + sum(rider.ms for rider in riders)
+        return max(self.communication_ms, gemm_ms) / MODELLED_EFFICIENCY + LAUNCH_MS
+
+
+@dataclass(frozen=True)
+class MeasuredLaunch:
+    """From its bytes and FLOPs, by the function that was fitted for its direction."""
+
+    function: FusedCost
+    work: LaunchWork
+
+    def milliseconds(self, riders: Sequence[Rider] = ()) -> float:
+        flops = float(sum(rider.flops for rider in riders))
+        return self.function.milliseconds(replace(self.work, independent_flops=flops))
+
+
+def sort_of(layer: MatchedLayer) -> LayerSort:
+    """What of a layer decides which measurements are of its launches."""
+    _, hidden, width = layer.w2.meta["val"].shape
+    dtype = str(layer.dispatch.meta["val"].dtype).removeprefix("torch.")
+    return LayerSort(width, hidden, layer.activation, dtype, group_size(layer.group))
+
+
+def measured_launch(layer: MatchedLayer, cost: MeasuredCost, direction: str) -> MeasuredLaunch:
+    """Of a step in which every choice of a token is a row, as far as there are slots for it."""
+    buffer = layer.dispatch.meta["val"]
+    rows = min(layer.expert.meta["val"].numel(), buffer.shape[:-1].numel())
+    return MeasuredLaunch(cost.functions[direction], cost.work(direction, rows, buffer.element_size()))
+
+
+def nothing_measured(sort: LayerSort) -> tuple[None, str]:
+    """For planning without any measurement of fused launches."""
+    return None, "no measurements are at hand"

@@ -1,0 +1,185 @@
+"""What was measured of fused launches, in the cache: who finds it, and what becomes of corrupt records."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+
+from lancet_kernels.kernels import measured_cost as module
+from lancet_kernels.kernels import tuning
+from lancet_kernels.kernels.measured_cost import INTERPRETER, LayerSort, measured_cost
+from lancet_kernels.kernels.tuning import TunedCache
+from tests.lancet_kernels.kernels.cost_points import CONFIG, GPU, TRUTH, cost_entry, tuned_entry
+
+SORT = LayerSort(2048, 2048, "gelu", "bfloat16", 8)
+GPU_DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedCache:
+    """The user's cache; the machine has an H100 that nobody may touch."""
+    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "user" / "tuned.json"))
+    for asked in (tuning, module):
+        monkeypatch.setattr(asked, "PACKAGE_TABLE", tmp_path / "package.json")
+        monkeypatch.setattr(asked, "device_name", lambda device: (GPU, 90))
+    tuning.forget()
+    yield TunedCache(tuning.default_cache())
+    tuning.forget()
+
+
+def test_what_was_stored_comes_back_and_fits(cache) -> None:
+    entry = cost_entry(SORT)
+    cache.put([tuned_entry(SORT)], [entry])
+    assert cache.costs() == {entry.key: entry}
+    cost, words = measured_cost(SORT, GPU_DEVICE)
+    for direction in ("forward", "backward"):
+        assert cost.functions[direction].efficiency == pytest.approx(TRUTH.efficiency, rel=1e-3)
+    assert words == (
+        f"measured 2026-11-21 on {GPU}, 8 ranks, 63 launches: efficiency 0.90 forward, 0.90 backward, "
+        "off by 0 % and 0 %"
+    )
+    work = cost.work("forward", 1000, 2)
+    assert (work.bytes, work.programs, work.comm_programs) == (1000 * 2048 * 2, 132, 16)
+
+
+def test_the_packages_table_goes_first(cache) -> None:
+    cache.put([tuned_entry(SORT)], [cost_entry(SORT)])
+    shipped = cost_entry(SORT, replace(TRUTH, efficiency=0.5))
+    TunedCache(tuning.PACKAGE_TABLE).put([tuned_entry(SORT)], [shipped])
+    cost, _ = measured_cost(SORT, GPU_DEVICE)
+    assert cost.functions["forward"].efficiency == pytest.approx(0.5, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"ranks": 4}, {"width": 1024}, {"hidden": 1024}, {"activation": "swiglu"}, {"dtype": "float16"}],
+    ids=str,
+)
+def test_another_sort_of_layer_is_not_measured_by_it(cache, other) -> None:
+    cache.put([tuned_entry(SORT)], [cost_entry(SORT)])
+    cost, words = measured_cost(replace(SORT, **other), GPU_DEVICE)
+    assert cost is None
+    assert words.startswith("nothing is measured for overlap width=")
+
+
+def test_another_device_the_cpu_and_the_interpreter_are_not_measured_by_it(cache, monkeypatch) -> None:
+    cache.put([tuned_entry(SORT)], [cost_entry(SORT)])
+    assert measured_cost(SORT, torch.device("cpu")) == (None, "nothing is measured on a CPU")
+    monkeypatch.setattr(module, "device_name", lambda device: ("NVIDIA A100-SXM4-80GB", 80))
+    assert measured_cost(SORT, GPU_DEVICE)[0] is None
+    cache.path.unlink()
+    proof = cost_entry(SORT, device=INTERPRETER, how=INTERPRETER)
+    cache.put([tuned_entry(SORT)], [proof])
+    assert cache.costs() == {proof.key: proof}
+    for name in (GPU, INTERPRETER):
+        monkeypatch.setattr(module, "device_name", lambda device, name=name: (name, 90))
+        assert measured_cost(SORT, GPU_DEVICE)[0] is None
+
+
+def test_points_of_a_configuration_that_is_no_longer_taken_are_not_taken(cache) -> None:
+    cache.put([tuned_entry(SORT, replace(CONFIG, comm_programs=33))], [cost_entry(SORT)])
+    cost, words = measured_cost(SORT, GPU_DEVICE)
+    assert cost is None
+    assert "another configuration" in words
+
+
+def test_too_few_points_are_said_to_be_that(cache) -> None:
+    entry = cost_entry(SORT)
+    cache.put([tuned_entry(SORT)], [replace(entry, points=entry.points[:5])])
+    cost, words = measured_cost(SORT, GPU_DEVICE)
+    assert cost is None
+    assert "forward: puts alone of" in words
+    assert "at least 2 are needed" in words
+
+
+def test_a_file_without_costs_is_read_as_ever_and_keeps_its_entries(cache) -> None:
+    cache.put([tuned_entry(SORT)])
+    assert "costs" not in json.loads(cache.path.read_text())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.costs() == {}
+    cache.put([], [cost_entry(SORT)])
+    cache.put([tuned_entry(replace(SORT, width=1024))])
+    assert len(cache.entries()) == 2
+    assert len(cache.costs()) == 1
+
+
+@pytest.mark.parametrize("costs", [5, "text", [1, 2], None, True])
+def test_corrupt_costs_are_ignored_with_one_warning_and_the_entries_stay(cache, costs) -> None:
+    cache.put([tuned_entry(SORT)])
+    data = json.loads(cache.path.read_text())
+    cache.path.write_text(json.dumps(data | {"costs": costs}))
+    with pytest.warns(UserWarning, match="measured costs in .* not readable"):
+        assert cache.costs() == {}
+    assert len(cache.entries()) == 1
+    cache.put([], [cost_entry(SORT)])
+    assert len(cache.costs()) == 1
+
+
+def nested(data: dict, change: dict) -> dict:
+    """`data` with some of its values changed, those of dicts one by one."""
+    return {
+        key: nested(value, change[key]) if isinstance(value, dict) and isinstance(change.get(key), dict)
+        else change.get(key, value)
+        for key, value in data.items()
+    } | {key: value for key, value in change.items() if key not in data}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"points": 5},
+        {"points": [5]},
+        {"points": [{"direction": "forward"}]},
+        {"points": [{"direction": "forward", "work": {"bytes": -1, "expert_flops": 1}, "ms": 1}]},
+        {"points": [{"direction": "forward", "work": {"bytes": 1, "expert_flops": 1}, "ms": None}]},
+        {"points": [{"direction": "up", "work": {"bytes": 1, "expert_flops": 1}, "ms": 1}]},
+        {"config": {"programs": 4}},
+        {"config": None},
+        {"sort": {"ranks": 9}},
+        {"sort": {"width": 2048, "more": 1}},
+        {"sort": None},
+        {"how": "guessed"},
+        {"how": INTERPRETER},
+        {"device": INTERPRETER},
+        {"unknown": 1},
+    ],
+    ids=str,
+)
+def test_one_corrupt_record_is_ignored_with_a_warning_and_the_others_stay(cache, change) -> None:
+    good, bad = cost_entry(replace(SORT, ranks=4)), cost_entry(SORT)
+    cache.put([tuned_entry(SORT)], [good, bad])
+    data = json.loads(cache.path.read_text())
+    if change == {"config": {"programs": 4}}:
+        data["costs"][bad.key]["config"] = change["config"]
+    else:
+        data["costs"][bad.key] = nested(data["costs"][bad.key], change)
+    cache.path.write_text(json.dumps(data))
+    fresh = TunedCache(cache.path)
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert fresh.costs() == {good.key: good}
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert measured_cost(SORT, GPU_DEVICE)[0] is None
+
+
+def put_many(path: str, process: int) -> None:
+    for number in range(5):
+        sort = LayerSort(64, 64, "gelu", "bfloat16", 10 * process + number + 1)
+        TunedCache(path).put([tuned_entry(replace(sort, width=64 + sort.ranks))], [cost_entry(sort)])
+
+
+def test_processes_that_write_at_once_lose_nothing(cache) -> None:
+    context = get_context("spawn")
+    processes = [context.Process(target=put_many, args=(str(cache.path), p)) for p in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert (len(cache.costs()), len(cache.entries())) == (10, 10)

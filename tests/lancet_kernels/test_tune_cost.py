@@ -1,0 +1,195 @@
+"""Measuring the cost of fused launches: which are timed, that all of them run, and what is stored as what."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lancet_kernels import tune as tuner
+from lancet_kernels import tune_cost, tune_tasks
+from lancet_kernels.cli import main
+from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.launch_model import hardware_of
+from lancet_kernels.kernels.measured_cost import INTERPRETER, LayerSort, measured_cost
+from lancet_kernels.kernels.overlap import OverlapConfig
+from lancet_kernels.kernels.tuning import TunedCache
+from lancet_kernels.timing import Clock
+from lancet_kernels.tune import Place, tune
+from lancet_kernels.tune_cost import CostOutcome, CostSize, measure_points, planned_launches, sizes_of
+from lancet_kernels.tune_ranks import Ranks
+from lancet_kernels.tune_tasks import make_tasks
+from lancet_kernels.workloads import WORKLOADS, Workload
+from tests.lancet_kernels.kernels.cost_points import CONFIG
+
+TINY = Workload("tiny", 16, 16, 16, 4, 2)
+# Four programs, of which one puts: enough for every sort of launch to differ.
+SMALL = OverlapConfig(
+    GemmConfig(16, 16, 16, 1, 1), put_rows=4, put_block=16, reduce_tokens=4, reduce_block=16, programs=4
+)
+PLACE = Place(torch.device("cpu"), "NVIDIA H100 80GB HBM3", hardware_of(90))
+CPU = Clock(torch.device("cpu"))
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+
+
+@pytest.fixture
+def cache(tmp_path) -> TunedCache:
+    return TunedCache(tmp_path / "tuned.json")
+
+
+def small_task(monkeypatch):
+    """The overlap task of the tiny workload, with one candidate: what the interpreter runs in no time."""
+    (task,) = make_tasks([TINY], torch.float32, ["overlap"])
+    made_up = dataclasses.replace(
+        task.tunable, candidates=lambda task, hardware: [SMALL], specimens=lambda task, config, arch: []
+    )
+    monkeypatch.setitem(tune_tasks._TUNABLES, "overlap", made_up)
+    monkeypatch.setattr(tuner._Compiler, "judge", lambda *_: True)
+    return task
+
+
+@pytest.fixture
+def once(monkeypatch) -> None:
+    """A pass takes a second in the interpreter: no warm-up, and two numbers of tokens."""
+    monkeypatch.setattr(tune_cost, "WARMUP", 0)
+    monkeypatch.setattr(tune_cost, "TOKEN_SHARES", (1, 2))
+
+
+def test_launches_differ_in_tokens_programs_and_riders() -> None:
+    (task,) = make_tasks([WORKLOADS["gpt2-s-moe"]], torch.bfloat16, ["overlap"])
+    assert [w.tokens for w in sizes_of(task.workload)] == [12288, 6144, 3072]
+    assert planned_launches(task, CONFIG) == 63
+    launches = CostSize(task.workload, 2, CONFIG, 12288).launches()
+    riding = {work.comm_programs for _, work in launches if work.independent_flops}
+    assert riding == {8, 16, 33}
+    assert {work.programs for _, work in launches if not work.expert_flops} == {8, 16, 33, 132}
+    assert {work.programs for _, work in launches if not work.bytes} == {132 - 8, 132 - 16, 132 - 33, 132}
+    # Nothing rides in a forward.
+    assert all(direction == "backward" for direction, work in launches if work.independent_flops)
+
+
+@without_gpu
+def test_every_launch_runs_and_gives_a_point_also_where_a_direction_is_two_launches(once) -> None:
+    config = dataclasses.replace(SMALL, split=True)
+    points = measure_points(TINY, torch.float32, config, CPU, Ranks(), rounds=1)
+    assert len({(p.direction, p.work) for p in points}) == len(points)
+    assert {p.sort for p in points} == {"put", "gemm", "fused"}
+    assert all(p.ms > 0 for p in points)
+    rows = int(max(p.work.bytes for p in points) / TINY.width / 4)
+    assert set(CostSize(TINY, 4, config, rows).launches()) <= {(p.direction, p.work) for p in points}
+
+
+def two_ranks() -> list[tuple]:
+    clock = Clock(torch.device("cpu"))
+    slow = clock.once
+    # Rank 1 takes a second longer for everything, as far as its clock says.
+    clock.once = lambda work: slow(work) + 1000.0 * dist.get_rank()
+    with mock.patch.multiple(tune_cost, WARMUP=0, TOKEN_SHARES=(1,)):
+        found = measure_points(TINY, torch.float32, SMALL, clock, Ranks(), rounds=1)
+    return [(p.direction, p.work, p.ms) for p in found]
+
+
+@without_gpu
+def test_ranks_have_the_same_points_and_the_slowest_one_counts(pool) -> None:
+    first, second = pool.run(two_ranks, timeout_s=240)
+    assert first == second
+    assert all(ms > 1000 for _, _, ms in first)
+
+
+@without_gpu
+def test_what_the_interpreter_took_is_stored_as_that_and_never_taken_for_a_gpu(
+    cache, monkeypatch, once
+) -> None:
+    """Although the place says that it is an H100."""
+    task = small_task(monkeypatch)
+    (outcome,) = tune([task], PLACE, cache, clock=CPU, rounds=1)
+    assert (outcome.status, outcome.cost.status) == ("tuned", "measured")
+    ((key, entry),) = cache.costs().items()
+    assert (entry.device, entry.how) == (INTERPRETER, INTERPRETER)
+    assert key.endswith("on interpreter, 1 ranks")
+    assert len(entry.points) == outcome.cost.launches == planned_launches(task, SMALL)
+    monkeypatch.setenv("LANCET_TUNED", str(cache.path))
+    from lancet_kernels.kernels import measured_cost as module
+
+    monkeypatch.setattr(module, "device_name", lambda device: (PLACE.name, 90))
+    sort = LayerSort(16, 16, "gelu", "float32", 1)
+    assert measured_cost(sort, torch.device("cuda", 0))[0] is None
+    assert measured_cost(sort, torch.device("cpu"))[0] is None
+    # A second run finds both, the configuration and its cost.
+    monkeypatch.setattr(tune_cost, "measure_points", None)
+    (again,) = tune([task], PLACE, cache, clock=CPU, rounds=1)
+    assert (again.status, again.cost.status) == ("known", "known")
+
+
+def test_a_cost_that_is_missing_is_measured_although_the_configuration_is_known(cache, monkeypatch) -> None:
+    task = small_task(monkeypatch)
+    asked = []
+
+    def measure(workload, dtype, config, clock, ranks, rounds):
+        asked.append(config)
+        return []
+
+    monkeypatch.setattr(tune_cost, "measure_points", measure)
+    tune([task], PLACE, cache, clock=CPU, rounds=1)
+    cache.path.write_text(
+        json.dumps({k: v for k, v in json.loads(cache.path.read_text()).items() if k != "costs"})
+    )
+    (outcome,) = tune([task], PLACE, cache, clock=CPU, rounds=1)
+    assert (outcome.status, outcome.cost.status) == ("known", "measured")
+    assert asked == [SMALL, SMALL]
+    assert outcome.cost.text == "no function fits: forward: puts alone of 0 sizes, at least 2 are needed"
+    # Another configuration's, or all again.
+    monkeypatch.setattr(tuner.Outcome, "config", dataclasses.replace(SMALL, comm_programs=2))
+    assert tune([task], PLACE, cache, clock=CPU, rounds=1)[0].cost.status == "measured"
+    assert tune([task], PLACE, cache, clock=CPU, rounds=1)[0].cost.status == "known"
+    assert tune([task], PLACE, cache, clock=CPU, rounds=1, force=True)[0].cost.status == "measured"
+
+
+def test_no_time_leaves_it_for_the_next_run_and_what_does_not_run_is_said(cache, monkeypatch) -> None:
+    task = small_task(monkeypatch)
+
+    def fails(*_):
+        raise RuntimeError("no shared memory\nat all")
+
+    monkeypatch.setattr(tune_cost, "measure_points", fails)
+    common = {"rounds": 1, "force": False, "save": True}
+    late = tune_cost.cost_of_winner(task, SMALL, PLACE, cache, Ranks(), CPU, in_time=False, **common)
+    assert late == CostOutcome("left", planned_launches(task, SMALL))
+    failed = tune_cost.cost_of_winner(task, SMALL, PLACE, cache, Ranks(), CPU, in_time=True, **common)
+    assert (failed.status, failed.text) == ("failed", "does not run: no shared memory")
+    assert cache.costs() == {}
+
+
+@without_gpu
+def test_a_dry_run_says_how_many_launches_and_that_there_is_no_gpu(capsys, tmp_path) -> None:
+    arguments = [
+        "tune",
+        "--kinds",
+        "overlap",
+        "--workload",
+        "gpt2-s-moe",
+        "--cache",
+        str(tmp_path / "x.json"),
+    ]
+    assert main([*arguments, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "cost of launches: 63 launches, each 15 times, would be timed on a GPU; there is none here" in said
+    assert main([*arguments, "--dry-run", "--json"]) == 0
+    (task,) = json.loads(capsys.readouterr().out)["tasks"]
+    assert task["cost"] == {"status": "dry-run", "launches": 63, "text": ""}
+    assert not list(tmp_path.iterdir())
+
+
+@without_gpu
+def test_without_a_gpu_nothing_is_measured_and_it_says_so(capsys, cache, monkeypatch) -> None:
+    (outcome,) = tune([small_task(monkeypatch)], Place.modelled(90), cache)
+    assert (outcome.status, outcome.cost.status) == ("tuned", "no GPU")
+    assert cache.costs() == {}
+    from lancet_kernels.commands.tune import _text
+
+    said = _text([outcome], Place.modelled(90), 15)
+    assert "each 15 times, are to be timed on a GPU; there is none here, so nothing is measured" in said
