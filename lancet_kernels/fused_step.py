@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,13 +16,14 @@ from lancet_kernels.kernels.measured_cost import LayerSort, MeasuredCost, measur
 from lancet_kernels.schedules.fused import CHOICES, choose_groups
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.simulate import Timeline
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 
 # Those that decide for themselves what hides what; the others are there for comparison, as they are.
 FUSED_STRATEGIES = ("lancet", "lancet-dw")
 
 
-@dataclass(frozen=True)
+@dataclass
 class FusedChoice:
     """How the layers to fuse are chosen.
 
@@ -36,6 +38,7 @@ class FusedChoice:
     stored: str | Path | None
     device: torch.device
     here: bool = True
+    _streams_ms: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
         # Only here: the kernels need Triton, which not every machine has.
@@ -66,10 +69,36 @@ class FusedChoice:
             if found:
                 return found
         lowering = "fused" if self.lowering == "auto" and self.interpreted else self.lowering
-        timeline = Planner(program, cost, self.options).plan(self.strategy).simulate(program, cost)
+        timeline = self._simulated(program, cost)
+        if lowering == "auto":
+            self._streams_ms = timeline.iteration_ms
         return choose_groups(
             module, program, cost, timeline, lowering=lowering, measured_of=self._measured_of
         )
+
+    def confirmed(
+        self, groups: tuple[FusedGroup, ...], program: Program, cost: Cost
+    ) -> tuple[FusedGroup, ...]:
+        """The same, or all on streams if the step is predicted slower with fused layers than without any.
+
+        Layers are chosen one by one, but an all-to-all that is gone leaves computation nothing to hide.
+
+        Args: program: of the step with its fused layers. After `groups`.
+        """
+        if self._streams_ms == math.inf:
+            return groups  # nobody asked which is faster
+        fused_ms = self._simulated(program, cost).iteration_ms
+        if fused_ms <= self._streams_ms:
+            return groups
+        reason = f"{self._streams_ms:.3f} ms, {fused_ms:.3f} ms with fused layers"
+        why = f"streams: the whole step is predicted faster ({reason})"
+        return tuple(
+            replace(group, fused=False, fillers=(), why=f"{why}; alone {group.why}") if group.fused else group
+            for group in groups
+        )
+
+    def _simulated(self, program: Program, cost: Cost) -> Timeline:
+        return Planner(program, cost, self.options).plan(self.strategy).simulate(program, cost)
 
     def _measured_of(self, sort: LayerSort) -> tuple[MeasuredCost | None, str]:
         if not self.here:

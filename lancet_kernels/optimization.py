@@ -163,9 +163,9 @@ def optimize(
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
         choose = FusedChoice(strategy, options, lowering, stored, next(model.parameters()).device, measured)
-        step.fused = _groups_of_first(step.group, lambda: choose.groups(module, program, cost))
-        module, inputs = _captured_alike(step)
-        program, cost = step.costs(module, inputs, cluster)
+        module, inputs, program, cost = _with_fused_layers(
+            step, choose, cluster, (module, inputs, program, cost)
+        )
         measured = measured and not choose.interpreted
     elif backend not in (None, "torch"):
         raise UserError("backend", got=repr(backend), expected="torch or fused", do="check the name")
@@ -237,6 +237,10 @@ class _Step:
     def layer_numbers(self) -> list[int]:
         """Of the fused layers."""
         return list(self._numbers.values())
+
+    def forget_fused_layers(self) -> None:
+        """After a capture with layers that are not fused after all."""
+        self._numbers.clear()
 
     def graph_inputs(self, captured: Captured) -> list[object]:
         """A value for each placeholder of the joint graph: parameters, buffers, the inputs, ones as
@@ -347,6 +351,27 @@ def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:
                 do="give every rank the same model and the same input shapes",
             )
     return module, inputs
+
+
+_Costed = tuple[fx.GraphModule, list[object], Program, Cost]
+"""A captured step: its graph, a value for each input, its Program and what its instructions cost."""
+
+
+def _with_fused_layers(
+    step: _Step, choose: FusedChoice, cluster: str | Path | Cluster | None, captured: _Costed
+) -> _Costed:
+    """The step with those layers fused that are to be; as it was given, if none is."""
+    module, inputs, program, cost = captured
+    step.fused = _groups_of_first(step.group, lambda: choose.groups(module, program, cost))
+    if not any(group.fused for group in step.fused):
+        return captured
+    module, inputs = _captured_alike(step)
+    program, cost = step.costs(module, inputs, cluster)
+    step.fused = _groups_of_first(step.group, lambda: choose.confirmed(step.fused, program, cost))
+    if not any(group.fused for group in step.fused):
+        step.forget_fused_layers()
+        return captured
+    return module, inputs, program, cost
 
 
 def _groups_of_first(group: str, choose: Callable[[], tuple[FusedGroup, ...]]) -> tuple[FusedGroup, ...]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from lancet_kernels import optimize, set_routing_step
+from lancet_kernels import fused_step, optimize, set_routing_step
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.ops import fused_experts
@@ -100,3 +102,24 @@ def test_forwards_whose_backward_never_comes_give_their_banks_back(tmp_path) -> 
     assert all(p.grad is not None for p in step.parameters())
     with pytest.raises(UserError, match="at most 2 open"):
         [planned(*inputs) for _ in range(3)]
+
+
+def test_fused_layers_must_make_the_whole_step_faster(tmp_path) -> None:
+    """Each layer is predicted faster, but the step is not: then all stay on streams, and the plan says so."""
+    choose_groups = fused_step.choose_groups
+
+    def optimistic(milliseconds, *args, **options):
+        groups = choose_groups(*args, **options | {"lowering": "fused"})
+        return tuple(replace(group, forward_ms=milliseconds) for group in groups)
+
+    case = StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5)
+    step, inputs = build_step(case)
+    for milliseconds, expected in ((1e6, 0), (0.0, 1)):
+        with (
+            mock.patch.object(fused_step, "choose_groups", partial(optimistic, milliseconds)),
+            mock.patch.object(fused_step.FusedChoice, "interpreted", False),
+        ):
+            planned = optimize(step, inputs, strategy="lancet-dw", backend="fused", times=tmp_path / "t.json")
+        assert len(planned.fused_layers) == expected
+        assert sum(group.fused for group in planned.plan.fused) == expected
+        assert ("streams: the whole step is predicted faster" in planned.plan.explain()) == (not expected)
