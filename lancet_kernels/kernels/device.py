@@ -19,12 +19,15 @@ Memory order. A put is plain stores by all threads of the program; `put_signal` 
 what the others wrote. `wait` reads with acquire at system scope and hands the value to all threads through
 a barrier. Rows that a TMA load then reads were written by ordinary stores of another PE, through another
 proxy: call `fence_tma` between the wait and such a load.
+
+With a `wire_ptr` a wait is paced: it lasts until an emulated wire would have carried the rows (`wire.py`). Without
+one nothing of that is compiled.
 """
 
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels import nvshmem_device, runtime
+from lancet_kernels.kernels import nvshmem_device, runtime, wire
 
 # A report (int64 [8]) says which wait ran out of time first:
 # [claimed, rank, peer, op, index, expected, seen, -].
@@ -160,20 +163,33 @@ def _report(report_ptr, rank, peer, op, index, expected, seen):
 
 
 @triton.jit
+def _look(signal_ptr, at_least, wire_ptr, due_ptr):
+    """The word; one below `at_least` as long as what it speaks of is on an emulated wire."""
+    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+    if wire_ptr is not None:
+        if seen >= at_least:
+            if wire.travels(due_ptr, wire_ptr):
+                seen = at_least - 1
+    return seen
+
+
+@triton.jit
 def wait(
-    signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False
+    signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False,
+    wire_ptr=None, due_ptr=None,
 ):  # fmt: skip
     """Wait until the word is `at_least`, but not longer than `max_polls` looks. -> the word seen last.
 
     When time is up the first to notice writes rank, peer, op, index, expected and seen to the report, and
     every later wait of this PE looks only once: the launch ends, and its caller raises. With NVSHMEM, rows
-    that came over the network before the signal are visible after it as well.
+    that came over the network before the signal are visible after it as well. wire, due: of a paced wait,
+    whose word counts as seen when it is due.
     """
-    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+    seen = _look(signal_ptr, at_least, wire_ptr, due_ptr)
     if seen < at_least:
         polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
         while (seen < at_least) & (polls < max_polls):
-            seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+            seen = _look(signal_ptr, at_least, wire_ptr, due_ptr)
             polls += 1
         if seen < at_least:
             _report(report_ptr, rank, peer, op, index, at_least, seen)
@@ -184,22 +200,33 @@ def wait(
 
 
 @triton.jit
+def _missing(signal_ptrs, mask, at_least, SIZE: tl.constexpr, wire_ptr, due_ptrs):
+    """-> the words [SIZE], and 1 for each that `mask` asks for and that is too small, or not due yet."""
+    nothing = tl.zeros([SIZE], tl.int64)
+    seen = tl.atomic_add(signal_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
+    missing = mask & (seen < at_least)
+    if wire_ptr is not None:
+        # Other threads than those that acquired the words may load what was written before them.
+        tl.debug_barrier()
+        due = tl.load(due_ptrs, mask=mask & (seen >= at_least), other=0, volatile=True)
+        missing = missing | (mask & (due > wire.now_ns(wire_ptr)))
+    return seen, missing.to(tl.int32)
+
+
+@triton.jit
 def wait_all(
     signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr,
-    NVSHMEM: tl.constexpr = False,
+    NVSHMEM: tl.constexpr = False, wire_ptr=None, due_ptrs=None,
 ):  # fmt: skip
     """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`.
 
-    signal_ptrs, mask, peers, indices: [SIZE]. A report names the first that is missing.
+    signal_ptrs, mask, peers, indices, due_ptrs: [SIZE]. A report names the first that is missing.
     """
-    nothing = tl.zeros([SIZE], tl.int64)
-    seen = tl.atomic_add(signal_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
-    missing = (mask & (seen < at_least)).to(tl.int32)
+    seen, missing = _missing(signal_ptrs, mask, at_least, SIZE, wire_ptr, due_ptrs)
     if tl.sum(missing, 0) > 0:
         polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
         while (tl.sum(missing, 0) > 0) & (polls < max_polls):
-            seen = tl.atomic_add(signal_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
-            missing = (mask & (seen < at_least)).to(tl.int32)
+            seen, missing = _missing(signal_ptrs, mask, at_least, SIZE, wire_ptr, due_ptrs)
             polls += 1
         if tl.sum(missing, 0) > 0:
             first = tl.arange(0, SIZE) == tl.argmax(missing, 0)

@@ -11,6 +11,9 @@ Every PE has, in symmetric memory,
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
     stage    [2, W, L, C, D]      only where NVSHMEM carries rows: those sent, and results, on their way out
 
+With an emulated wire (`wire.py`) `arrived` and `returned` are twice as long, [2 * B, ...]: words, then
+their dues.
+
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
 3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts rows
 of epoch e it waits until the peer has released epoch e - B of that bank. Results need no credit of their
@@ -34,6 +37,7 @@ from torch import Tensor
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import device, runtime
 from lancet_kernels.kernels.nvshmem_launch import launch, small_kernel
+from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
 # use.words: the epoch, then one task counter for each launch of the use.
@@ -85,6 +89,10 @@ class Exchange:
         chunk_rows: rows per signal; the row tile of the GEMMs that read them.
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
         timeout_s: how long a wait may last.
+        wire: this PE's emulated wire, on every PE or on none; None: rows arrive when they are there.
+
+    Attributes:
+        wire: that one. Between launches it may be taken away and put back: those without it are not paced.
     """
 
     def __init__(
@@ -99,6 +107,7 @@ class Exchange:
         chunk_rows: int,
         banks: int = 2,
         timeout_s: float = 60.0,
+        wire: Wire | None = None,
     ) -> None:
         if banks < 2:
             raise UserError("banks", got=banks, expected="at least 2", do="one bank would stop every sender")
@@ -110,8 +119,10 @@ class Exchange:
         experts = self.world * local_experts
         self.rows = self._region("rows", (banks, self.world, local_experts, capacity, width), dtype)
         self.results = self._region("results", (banks, experts, capacity, width), dtype)
-        self.arrived = self._region("arrived", (banks, self.world, local_experts, self.chunks))
-        self.returned = self._region("returned", (banks, experts, self.chunks))
+        self.wire = wire
+        words = banks if wire is None else 2 * banks
+        self.arrived = self._region("arrived", (words, self.world, local_experts, self.chunks))
+        self.returned = self._region("returned", (words, experts, self.chunks))
         self.released = self._region("released", (banks, self.world))
         self._epoch = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self.report = torch.zeros(device.REPORT_WORDS.value, dtype=torch.int64, device=memory.device)

@@ -58,26 +58,46 @@ class VirtualPes:
 
         What the current stream did before is seen by all, and it waits for all of them; the host does not.
         """
+        results = []
+        with self._forked():
+            for rank in range(self.world):
+                with self.on(rank):
+                    results.append(play(rank))
+        return results
+
+    def in_turns(self, play: Callable[[int], Iterator[object]]) -> None:
+        """As `each`, for work of many launches: a piece of every PE, then the next one of every PE.
+
+        play(rank) yields wherever the others may go on. Launched PE after PE, the first one's kernels would
+        fill its stream's queue (about a thousand) behind one that waits for the second, and stop the host.
+        """
+        with self._forked():
+            playing = {rank: iter(play(rank)) for rank in range(self.world)}
+            while playing:
+                for rank, pieces in list(playing.items()):
+                    with self.on(rank):
+                        if next(pieces, pieces) is pieces:
+                            del playing[rank]
+
+    @contextmanager
+    def _forked(self) -> Iterator[None]:
+        """What the current stream did before is seen by all PEs; afterwards it waits for all of them."""
         here = torch.cuda.current_stream(self.device) if self._streams else None
         for stream in self._streams:
             stream.wait_stream(here)
-        results = []
-        for rank in range(self.world):
-            with self.on(rank):
-                results.append(play(rank))
+        yield
         for stream in self._streams:
             here.wait_stream(stream)
-        return results
 
-    def rehearse(self, play: Callable[[int], object]) -> None:
-        """Do everything that play does the first time, but launch no overlap kernel.
+    def rehearse(self, play: Callable[[int], object], *others: Any) -> None:
+        """Do everything that play does the first time, but launch no overlap kernel, and none of `others`.
 
         To the exchanges it is a pass that all PEs skip: epochs go on, nothing is sent, banks are released.
         """
         if not self._streams:
             return
         torch.cuda.synchronize(self.device)
-        with rehearsal():
+        with rehearsal(*others):
             self.each(play)
         torch.cuda.synchronize(self.device)
 
