@@ -20,8 +20,8 @@ what the others wrote. `wait` reads with acquire at system scope and hands the v
 a barrier. Rows that a TMA load then reads were written by ordinary stores of another PE, through another
 proxy: call `fence_tma` between the wait and such a load.
 
-With a `wire_ptr` a wait is paced: it lasts until an emulated wire would have carried the rows (`wire.py`). Without
-one nothing of that is compiled.
+With a `wire_ptr` a wait is paced: it lasts until an emulated wire would have carried the rows (`wire.py`).
+Without one nothing of that is compiled.
 """
 
 import triton

@@ -375,6 +375,7 @@ class _Launch:
             get("dbias_out"),
             get("out"), routing.expert, routing.slot, routing.weight, get("saved_results"),
             tensors.get("dweight", routing.weight), words,
+            None if exchange.wire is None else exchange.wire.words,
             HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
             # Not by how many tokens there are: none today must not mean another variant of the kernel.
             HAS_WGRAD=bool(shape.wgrads), HAS_REDUCE=shape.tiles_out > 0 or shape.reduce_blocks > 0,

@@ -21,7 +21,7 @@ _TYPES = {
     **dict.fromkeys(("scale_ptr", "weight_ptr", "dweight_ptr"), "*fp32"),
     "max_polls": "i64",
 }
-_WORDS = "use earlier_use report count arrived released returned ready done expert slot problems".split()
+_WORDS = "use earlier_use report count arrived released returned ready done expert slot problems wire".split()
 _TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
 _TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned")}
 _STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE", "HAS_DWEIGHT")
@@ -43,7 +43,7 @@ def specimens(arch: int) -> Iterator[Specimen]:
     """Every combination that the launchers use, at the default tile of `arch`.
 
     Every combination of stages over both transports with GELU in bfloat16; every activation, type and lack of
-    biases in both directions.
+    biases in both directions; those over an emulated wire that measurements launch.
     """
     for nvshmem in (False, True):
         for fused in _FUSED:
@@ -55,6 +55,8 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "", arch, activation="swiglu")
         yield specimen(fused, "", arch, dtype=torch.float16)
         yield specimen(fused, "", arch, dtype=torch.float32)
+        yield specimen(fused, "", arch, paced=True)
+    yield specimen("backward", "+dw", arch, paced=True)
     yield _write_dense_row()
     yield from (_release(nvshmem) for nvshmem in (False, True))
 
@@ -97,11 +99,12 @@ def specimen(
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = True,
     nvshmem: bool = False,
+    paced: bool = False,
     config: OverlapConfig | None = None,
 ) -> Specimen:
     """The fused kernel with the stages `fused`, independent GEMMs `riders`, and one configuration.
 
-    config: None means the default of the architecture.
+    paced: over an emulated wire. config: None means the default of the architecture.
     """
     stages, backward = _FUSED[fused]
     short = _SHORT[dtype]
@@ -117,9 +120,11 @@ def specimen(
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block,
     }  # fmt: skip
+    if not paced:
+        constexprs["wire_ptr"] = None
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
     signature = {name: _TYPES.get(name, f"*{short}") for name in arguments}
-    more = ("" if bias else " no bias") + (" nvshmem" if nvshmem else "")
+    more = ("" if bias else " no bias") + (" nvshmem" if nvshmem else "") + (" paced" if paced else "")
     return Specimen(
         name="overlap",
         config=f"{fused}{riders} {activation} {short} {tile}{more}",

@@ -3,13 +3,16 @@
     W  PEs, L experts on each     C  capacity, in chunks of BM rows     K  choices per token
     T  tokens here                D  model width                        B  banks
 
+With a `wire_ptr` what is put takes an emulated wire (`wire.py`): due times lie behind all words of `arrived`
+and `returned`. Without one nothing of that is compiled.
+
 Index arithmetic is 64 bits wide where rows are counted: W * L * C * D passes 2^31 soon.
 """
 
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels import device
+from lancet_kernels.kernels import device, wire
 from lancet_kernels.kernels.choices import add_choice, dot_choice
 
 # What a wait was for, in a report; the words are exchange.REPORTED's.
@@ -26,7 +29,7 @@ def put_chunk(
     stage_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
     max_polls, report_ptr,
     BANKS: tl.constexpr, SCALED: tl.constexpr, NVSHMEM: tl.constexpr,
-    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, wire_ptr=None,
 ):  # fmt: skip
     """PUT: send one chunk of the rows that go to `expert`, then signal it with their count.
 
@@ -50,6 +53,11 @@ def put_chunk(
             segment = (bank * W + rank) * L + expert % L
             slot = expert.to(tl.int64) * C + start
             end = tl.minimum(count - start, BM)
+            if wire_ptr is not None:
+                # The wire carries the first rows while the last ones are copied.
+                due = wire.book(wire_ptr, peer, num_bytes(tl.maximum(end, 0), D, rows_ptr))
+                index = due_index(segment * chunks + chunk, W, L, chunks, BANKS)
+                wire.put_due(arrived_ptr, arrived_peers_ptr, peer, index, due)
             for r in range(0, end, ROWS):
                 device.put_rows(
                     rows_ptr, rows_peers_ptr, peer, (segment * C + start + r) * D,
@@ -61,9 +69,21 @@ def put_chunk(
 
 
 @triton.jit
+def num_bytes(rows, columns, like_ptr):
+    """Of a tile (int64) of the type that `like_ptr` points to."""
+    return tl.cast(rows, tl.int64) * columns * (like_ptr.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
+def due_index(index, W, L, chunks, BANKS: tl.constexpr):
+    """Where in `arrived` or `returned` is written when word `index` is due: behind all words."""
+    return BANKS * W * L * chunks + index
+
+
+@triton.jit
 def wait_rows(
     source, local, m, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr,
-    NVSHMEM: tl.constexpr, TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr,
+    NVSHMEM: tl.constexpr, TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, wire_ptr=None,
 ):  # fmt: skip
     """Wait until chunk m of the source's rows for expert `local` is here. -> how many rows come in all.
 
@@ -74,14 +94,21 @@ def wait_rows(
     """
     index = (((epoch % BANKS) * W + source) * L + local) * chunks
     word = device.word(epoch, tl.full((), 0, tl.int64))
+    due_ptr = None
+    if wire_ptr is not None:
+        due_ptr = arrived_ptr + due_index(index, W, L, chunks, BANKS)
     seen = device.wait(
-        arrived_ptr + index, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index, NVSHMEM
-    )
+        arrived_ptr + index, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index, NVSHMEM,
+        wire_ptr, due_ptr,
+    )  # fmt: skip
     count = tl.where(seen >= word, device.low_word(seen), -1)
     if (m > 0) & (m * BM < count):
+        if wire_ptr is not None:
+            due_ptr += m
         seen = device.wait(
-            arrived_ptr + index + m, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index + m, NVSHMEM
-        )
+            arrived_ptr + index + m, word, max_polls, report_ptr, rank, source, WAIT_ROWS, index + m, NVSHMEM,
+            wire_ptr, due_ptr,
+        )  # fmt: skip
         count = tl.where(seen >= word, count, -1)
     device.fence_tma(TMA)
     return count
@@ -112,7 +139,7 @@ def wait_ready(segment, m, tiles, rank, chunks, ready_ptr, max_polls, report_ptr
 def return_tile(
     source, local, m, n, count, epoch, rank, W, L, C, D, chunks, tiles,
     stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, wire_ptr=None,
 ):  # fmt: skip
     """TILE_OUT is stored at the peer, or in stage [W, L, C, D] where no pointer reaches it: the last signals.
 
@@ -123,6 +150,11 @@ def return_tile(
     segment = source * L + local
     expert = rank * L + local
     tl.debug_barrier()
+    if wire_ptr is not None:
+        # Each tile takes the wire as it ends; the signal of all is due with the last of them.
+        size = num_bytes(tl.minimum(count - m * BM, BM), tl.minimum(D - n * BN, BN), results_ptr)
+        index = due_index((bank * W * L + expert) * chunks + m, W, L, chunks, BANKS)
+        wire.put_due(returned_ptr, returned_peers_ptr, source, index, wire.book(wire_ptr, source, size))
     if NVSHMEM:
         if tl.load(results_peers_ptr + source) == 0:
             staged = (segment.to(tl.int64) * C + m * BM) * D + n * BN
@@ -186,7 +218,7 @@ def reduce_block(
     block, epoch, rank, W, L, C, D, chunks, T, K,
     results_ptr, returned_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr, max_polls, report_ptr,
     WEIGHTED: tl.constexpr, NVSHMEM: tl.constexpr, BANKS: tl.constexpr,
-    BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, wire_ptr=None,
 ):  # fmt: skip
     """REDUCE: out[t] = sum over k, in order, of weight[t, k] * results[expert[t, k], slot[t, k]], float32.
 
@@ -200,9 +232,12 @@ def reduce_block(
         expert = tl.load(expert_ptr + t * K + k, mask=m_t, other=0)
         slot = tl.load(slot_ptr + t * K + k, mask=m_t, other=C)
         index = (bank * W * L + expert) * chunks + slot // BM
+        due_ptrs = None
+        if wire_ptr is not None:
+            due_ptrs = returned_ptr + due_index(index, W, L, chunks, BANKS)
         device.wait_all(
             returned_ptr + index, m_t & (slot < C), word, max_polls, report_ptr, rank, expert // L,
-            WAIT_RESULTS, index, BT, NVSHMEM,
+            WAIT_RESULTS, index, BT, NVSHMEM, wire_ptr, due_ptrs,
         )  # fmt: skip
     poison = tl.where(device.failed(report_ptr), float("nan"), 0.0)
     results_ptr += bank * W * L * C * D

@@ -40,7 +40,7 @@ def tile_in(
     rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
     BACKWARD: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, wire_ptr=None,
 ):  # fmt: skip
     """TILE_IN: wait for a chunk of the source's rows, multiply it, count the tile as ready.
 
@@ -53,7 +53,7 @@ def tile_in(
     """
     count = wait_rows(
         source, local, m, epoch, rank, W, L, chunks, arrived_ptr, max_polls, report_ptr, NVSHMEM, TMA,
-        BANKS, BM,
+        BANKS, BM, wire_ptr,
     )  # fmt: skip
     if m * BM < count:
         segment = (source * L + local).to(tl.int64) * C
@@ -76,7 +76,7 @@ def tile_out(
     returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr,
     HAS_IN: tl.constexpr, BACKWARD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, wire_ptr=None,
 ):  # fmt: skip
     """TILE_OUT: multiply a chunk of the first GEMM's result, store it at the source, the last tile signals.
 
@@ -115,7 +115,7 @@ def tile_out(
         return_tile(
             source, local, m, n, count, epoch, rank, W, L, C, D, chunks, tl.cdiv(D, BN),
             stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-            BANKS, NVSHMEM, BM, BN,
+            BANKS, NVSHMEM, BM, BN, wire_ptr,
         )  # fmt: skip
 
 

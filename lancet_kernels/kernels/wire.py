@@ -1,13 +1,13 @@
 """When would a slower wire have carried this? Puts paced to a given GB/s on the device clock: emulated.
 
 For measurements of overlap where the wire is out of reach: virtual PEs on one GPU reach each other at the
-speed of its memory. A put is posted, as over NVLink or a network card: rows are stored at once and the program
-that put them goes on. The wire decides only when they count as arrived. Whoever puts books the wire and
-writes the time at which the last byte would have come, `due`, beside the signal; whoever waits for the
+speed of its memory. A put is posted, as over NVLink or a network card: rows are stored at once and the
+program that put them goes on. The wire decides only when they count as arrived. Whoever puts books the wire
+and writes the time at which the last byte would have come, `due`, beside the signal; whoever waits for the
 signal waits for that time, too (`device.wait`). So neither sender nor wire ever idles for the other's sake.
 
-The wire: every PE has one way out, `gb_per_s` wide, that carries what is booked in that order, each as soon as
-it is free; all ways out carry at once (full duplex). What a PE sends itself does not take it. Latency,
+The wire: every PE has one way out, `gb_per_s` wide, that carries what is booked in that order, each as soon
+as it is free; all ways out carry at once (full duplex). What a PE sends itself does not take it. Latency,
 signals and releases cost nothing. What comes in from several PEs at once is not limited.
 
     due = max(time of booking, time at which the wire is free) + bytes / rate
@@ -45,7 +45,7 @@ FS_PER_NS = tl.constexpr(1_000_000)
 
 
 class Wire:
-    """The emulated way out of one PE. Collective: every PE makes one. Carries everything at once until `pace`.
+    """The emulated way out of one PE. Collective: every PE makes one. Until `pace` it takes no time.
 
     Args:
         memory: symmetric memory whose PEs share a clock. name: unique in it.

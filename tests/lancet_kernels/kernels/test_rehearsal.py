@@ -24,9 +24,11 @@ def test_every_kernel_of_a_pass_is_compiled_once_and_loaded(tmp_path: Path) -> N
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    # Forward, backward, and two releases, of two PEs, twice: all PEs share the kernels.
-    assert found["kernels"] == ["overlap_kernel", "overlap_kernel", "release_kernel"]
-    assert len(found["launches"]) == 16
+    # Forward, backward, and two releases, of two PEs, three times: all PEs share the kernels. The third pass
+    # is paced: its forward and backward are other kernels, and only these look at a clock.
+    assert found["kernels"] == [*["overlap_kernel"] * 4, "release_kernel"]
+    assert len(found["launches"]) == 24
+    assert found["with a clock"] == 4
     assert found["put back"]
     assert not found["sent"]
     assert found["epochs"] == [2, 2]

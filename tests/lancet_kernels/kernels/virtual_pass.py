@@ -18,6 +18,7 @@ from lancet_kernels.kernels.overlap import (
     moe_forward,
 )
 from lancet_kernels.kernels.virtual_pes import VirtualPes
+from lancet_kernels.kernels.wire import Wire
 from tests.lancet_kernels.kernels.overlap_cases import (
     Answer,
     Case,
@@ -51,7 +52,8 @@ def data_of(case: Case, rank: int) -> Data:
 class VirtualPass:
     """Forward and backward of a case on all its PEs.
 
-    split: two launches per direction. dense: independent GEMMs ride along in both.
+    split: two launches per direction. dense: independent GEMMs ride along in both. paced: over an emulated
+    wire of each PE.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class VirtualPass:
         *,
         split: bool = False,
         dense: bool = False,
+        paced: bool = False,
         timeout_s: float = 20.0,
     ) -> None:
         self.case = case
@@ -69,6 +72,9 @@ class VirtualPass:
             case.width, case.hidden, case.activation, case.dtype, device, pes_here=case.world
         )
         self.config = replace(default, split=split)
+        memories = self.pes.memories
+        # One PE has only itself to send to.
+        self.wires = [Wire(memory, loopback=case.world == 1) if paced else None for memory in memories]
         self.forwards, self.backwards = (
             [
                 Exchange(
@@ -80,8 +86,9 @@ class VirtualPass:
                     dtype=case.dtype,
                     chunk_rows=self.config.gemm.block_m,
                     timeout_s=timeout_s,
+                    wire=wire,
                 )
-                for memory in self.pes.memories
+                for memory, wire in zip(memories, self.wires, strict=True)
             ]
             for name in ("forward", "backward")
         )
