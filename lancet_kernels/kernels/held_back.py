@@ -22,7 +22,7 @@ wait in vain.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -50,12 +50,14 @@ class HeldLaunch(Protocol):
 
 
 @contextmanager
-def held_back() -> Iterator[list[HeldLaunch]]:
-    """Inside, passes of this process prepare their launches but do not do them; see above."""
-    launches: list[HeldLaunch] = []
+def staged(run: Callable[[HeldLaunch], object]) -> Iterator[None]:
+    """Inside, passes of this process do not do the launch that they have prepared, but run(launch).
+
+    So what `run` puts between the stages comes before whatever the pass does after its launch.
+    """
     launch = overlap._Launch._launch
 
-    def hold(self: overlap._Launch, shape: LaunchShape, **given: object) -> None:
+    def instead(self: overlap._Launch, shape: LaunchShape, **given: object) -> None:
         def some(stages: str, programs: int | None = None) -> None:
             wanted = stages.split()
             without = dict(nothing for stage, nothing in STAGES.items() if stage not in wanted)
@@ -68,10 +70,18 @@ def held_back() -> Iterator[list[HeldLaunch]]:
                 pass_.config = replace(self.config, programs=programs, comm_programs=comm_programs)
             launch(pass_, replace(shape, **without), **given)
 
-        launches.append(some)
+        run(some)
 
-    overlap._Launch._launch = hold
+    overlap._Launch._launch = instead
     try:
-        yield launches
+        yield
     finally:
         overlap._Launch._launch = launch
+
+
+@contextmanager
+def held_back() -> Iterator[list[HeldLaunch]]:
+    """Inside, passes of this process prepare their launches but do not do them; see above."""
+    launches: list[HeldLaunch] = []
+    with staged(launches.append):
+        yield launches
