@@ -2,31 +2,17 @@
 
 import pytest
 import torch
-from peers import PEERS, Absent, make_peer
-
-from lancet_kernels import MoELayer
-
-OURS = {"ours, fused": "fused", "torch reference": "torch"}
-
-
-def make_layer(contender, w, dtype, device):
-    """-> what takes x [T, D]. Skips, with the reason, if it cannot be had."""
-    if contender in OURS:
-        return MoELayer(
-            w.width, w.hidden, w.experts, top_k=w.choices, gate="topk", capacity_factor=1.25,
-            activation=w.activation, backend=OURS[contender], device=device, dtype=dtype,
-        )  # fmt: skip
-    try:
-        return make_peer(contender, w, dtype, device)
-    except Absent as error:
-        pytest.skip(str(error))
+from peers import OURS, PEERS, Absent, make_layer
 
 
 @pytest.mark.parametrize("contender", [*OURS, *PEERS])
 @pytest.mark.parametrize("passes", ["forward", "forward and backward"])
 def bench_moe_layer(measure, workload, device, dtype, passes, contender) -> None:
     w = workload
-    layer = make_layer(contender, w, dtype, device)
+    try:
+        layer = make_layer(contender, w, dtype, device)
+    except Absent as error:
+        pytest.skip(str(error))
     training = passes != "forward"
     x = torch.randn(w.tokens, w.width, dtype=dtype, device=device, requires_grad=training)
     dy = torch.randn_like(x)

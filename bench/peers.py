@@ -1,6 +1,7 @@
-"""MoE layers of other libraries, each behind a small adapter: `make_peer(name, ...)` or the reason why not.
+"""MoE layers to compare with, each behind a small adapter: `make_layer(name, ...)` or the reason why not.
 
-None of them has been run by us yet: whoever has a GPU and installs one gets it in the same table.
+Ours, fused and the torch reference; what torch alone gives, which is always at hand; other libraries, of
+which none has been run by us yet: whoever has a GPU and installs one gets it in the same table.
 """
 
 from __future__ import annotations
@@ -11,13 +12,41 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from lancet_kernels import MoELayer
+from lancet_kernels.ops.expert_activation import activate
 from lancet_kernels.workloads import Workload
 
 Layer = Callable[[Tensor], Tensor]
+OURS = {"ours, fused": "fused", "torch reference": "torch"}
 
 
 class Absent(Exception):
     """This peer cannot take part; the message says why."""
+
+
+class TorchGrouped(nn.Module):
+    """Rows sorted by expert through torch._grouped_mm, as torchtitan's experts do it; nothing is dropped."""
+
+    def __init__(self, w: Workload, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        make = {"device": device, "dtype": dtype}
+        self.w = w
+        self.router = nn.Linear(w.width, w.experts, bias=False, **make)
+        self.w1 = nn.Parameter(torch.randn(w.experts, w.width, w.wide, **make) * 0.02)
+        self.w2 = nn.Parameter(torch.randn(w.experts, w.hidden, w.width, **make) * 0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        w = self.w
+        weight_TK, expert_TK = self.router(x).float().softmax(-1).topk(w.choices)
+        expert, order = expert_TK.flatten().sort(stable=True)
+        count = torch.zeros(w.experts, dtype=torch.int64, device=x.device)
+        ends = count.scatter_add_(0, expert, torch.ones_like(expert)).cumsum(0).to(torch.int32)
+        token = order // w.choices
+        # index_select and index_add are each other's backward; that of x[token] sorts.
+        hidden = activate(torch._grouped_mm(x.index_select(0, token), self.w1, offs=ends), w.activation)
+        y = torch._grouped_mm(hidden, self.w2, offs=ends)
+        weight = weight_TK.flatten().index_select(0, order)
+        return torch.zeros_like(x).index_add(0, token, (y * weight[:, None]).to(x.dtype))
 
 
 def _scattermoe(w: Workload, dtype: torch.dtype, device: torch.device) -> Layer:
@@ -54,7 +83,17 @@ def _megablocks(w: Workload, dtype: torch.dtype, device: torch.device) -> Layer:
     return lambda x: layer(x[:, None])[0]
 
 
-PEERS = {"scattermoe": _scattermoe, "megablocks": _megablocks}
+PEERS = {"torch grouped_mm": TorchGrouped, "scattermoe": _scattermoe, "megablocks": _megablocks}
+
+
+def make_layer(name: str, w: Workload, dtype: torch.dtype, device: torch.device) -> Layer:
+    """-> what takes x [T, D]: of OURS or of PEERS. Raises Absent if it cannot be had here."""
+    if name not in OURS:
+        return make_peer(name, w, dtype, device)
+    return MoELayer(
+        w.width, w.hidden, w.experts, top_k=w.choices, gate="topk", capacity_factor=1.25,
+        activation=w.activation, backend=OURS[name], device=device, dtype=dtype,
+    )  # fmt: skip
 
 
 def make_peer(name: str, w: Workload, dtype: torch.dtype, device: torch.device) -> Layer:

@@ -68,6 +68,12 @@ class FusedMemory:
             of_device[device] = cls(create(process_group, device, timeout_s))
         return of_device[device]
 
+    @classmethod
+    def forget(cls) -> None:
+        """Free what is shared where there is no torch.distributed; layers that run again make theirs anew."""
+        for shared in cls._of_group.pop(ALONE, {}).values():
+            shared.memory.close()
+
     def backward(self, **sizes) -> Exchange:
         """The backward exchange that all layers of these sizes share."""
         key = tuple(sorted(sizes.items(), key=str))

@@ -1,0 +1,92 @@
+"""The whole MoE layer on one GPU (EP=1), forward, and with backward, against the fastest peer at hand.
+
+Gate, dispatch, experts, combine; no communication. Ours is `MoELayer(backend="fused")`; peers are those of
+`peers.py` that can be had, our torch backend among them: which is the fastest is decided by the medians of
+the same rounds. Capacity 1.25 for ours; the other libraries drop nothing. Parameters are random, so loads
+are near balance, and little or nothing is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from gpu_clock import Clock, each_round, spread
+from gpu_sizes import normal
+from peers import OURS, PEERS, Absent, Layer, make_layer
+
+from lancet_kernels.workloads import Workload
+
+US = "ours, fused"
+PASSES = ("forward", "forward and backward")
+GOAL = 1.0
+
+
+class Layers:
+    """Every layer of a workload that can be had here, and why the others cannot."""
+
+    def __init__(self, workload: Workload, device: torch.device, dtype: torch.dtype) -> None:
+        self.workload = workload
+        self.x, self.dy = (
+            normal(workload.tokens, workload.width, device=device, dtype=dtype, seed=seed) for seed in (0, 1)
+        )
+        self.layers: dict[str, Layer] = {}
+        self.absent: dict[str, str] = {}
+        for name in (*OURS, *PEERS):
+            try:
+                self.layers[name] = make_layer(name, workload, dtype, device)
+            except Absent as error:
+                self.absent[name] = str(error)
+
+    def contenders(self, passes: str) -> dict[str, Callable[[], object]]:
+        run = self._forward if passes == "forward" else self._both
+        return {name: lambda layer=layer: run(layer) for name, layer in self.layers.items()}
+
+    def _forward(self, layer: Layer) -> None:
+        with torch.no_grad():
+            layer(self.x)
+
+    def _both(self, layer: Layer) -> None:
+        layer(self.x.requires_grad_()).backward(self.dy)
+        self.x.grad = None
+
+    def try_all(self) -> None:
+        """Each once: what fails here takes no part. Backward in this thread, where compiling is shared."""
+        for name in list(self.layers):
+            try:
+                with torch.autograd.set_multithreading_enabled(False):
+                    self._forward(self.layers[name])
+                    self._both(self.layers[name])
+            except Exception as error:
+                if name == US:
+                    raise
+                self.absent[name] = f"failed: {type(error).__name__}: {error}"
+                del self.layers[name]
+
+
+def measure(clock: Clock, layers: Layers, rounds: int, warmup: int) -> Iterator[dict]:
+    layers.try_all()
+    w = layers.workload
+    rows_flops = 2.0 * w.tokens * w.choices * w.width * (w.wide + w.hidden)
+    for passes in PASSES:
+        ms = clock.rounds(layers.contenders(passes), rounds, warmup)
+        flops = rows_flops * (1 if passes == "forward" else 3)
+        fastest = min((who for who in ms if who != US), key=lambda who: spread(ms[who])["median"])
+        yield {
+            "figure": f"MoE layer EP=1, {passes}",
+            "sizes": {
+                "T": w.tokens, "D": w.width, "F": w.hidden, "E": w.experts, "K": w.choices,
+                "activation": w.activation,
+            },
+            "name": w.name,
+            "ms": {who: spread(values) for who, values in ms.items()},
+            "tflops": {who: flops / spread(values)["median"] * 1e-9 for who, values in ms.items()},
+            "absent": layers.absent,
+            "ratios": [
+                {
+                    "what": f"rate over {fastest}",
+                    "value": spread(each_round(lambda ours, theirs: theirs / ours, ms[US], ms[fastest])),
+                    "goal": GOAL,
+                }
+            ],
+        }  # fmt: skip
