@@ -78,8 +78,17 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
     import torch
     from gpu_gemm import GroupedGemms
     from gpu_gemm import measure as measure_gemm
+    from gpu_layer import Layers
+    from gpu_layer import measure as measure_layer
     from gpu_overlap import FusedLayer, measure, measure_put, one_round, put_once, untimed
-    from gpu_sizes import SIZES, SMOKE
+    from gpu_paced import PacedLayer
+    from gpu_paced import measure as measure_paced
+    from gpu_sizes import SIZES, SMOKE, SMOKE_MODEL, SMOKE_STEP
+    from gpu_step import Step
+    from gpu_step import measure as measure_step
+
+    from lancet_kernels.models import MODELS
+    from lancet_kernels.workloads import WORKLOADS
 
     device, dtype = clock.device, torch.float32 if smoke else torch.bfloat16
     every_size, world, warmup = (SMOKE, 1, 0) if smoke else (SIZES, 2, 3)
@@ -110,23 +119,60 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
             lambda: put_once(make()),
         )
 
+    def paced_part(sizes) -> Part:
+        make = partial(PacedLayer, sizes, world, device, dtype)
+
+        def rehearse() -> None:
+            paced = make()
+            paced.virtual.each(paced.passes)
+
+        return Part(
+            f"paced link (emulated), layer {sizes.name}, {world} PEs",
+            lambda: measure_paced(clock, make(), few, warmup),
+            rehearse,
+        )
+
+    def step_part(model, sizes) -> Part:
+        make = partial(Step, model, sizes, world, device, dtype)
+        return Part(
+            f"paced link (emulated), step of {model.name}, {world} PEs",
+            lambda: measure_step(clock, make(), few, warmup),
+            lambda: make().rehearse(),
+        )
+
+    def layer_part(workload) -> Part:
+        make = partial(Layers, workload, device, dtype)
+        return Part(
+            f"MoE layer EP=1, {workload.name}",
+            lambda: measure_layer(clock, make(), few, warmup),
+            lambda: make().try_all(),
+        )
+
     puts = [(sizes, pes, None) for sizes in every_size[:2] for pes in dict.fromkeys((1, world))]
     # Beside the default, for whoever looks for a better one.
-    puts += (
+    tiles = (
         [] if smoke else [(every_size[0], 1, tile) for tile in ((8, 1024), (16, 1024), (4, 2048), (32, 256))]
     )
-    # The MoE layer and one gpt2-s-moe step on virtual PEs over a paced link belong at the end of this list.
+    layers = [w.small() if smoke else w for w in WORKLOADS.values() if w.name != "gpt2-l-moe"]
+    # The last sizes are those of the model's layers.
+    paper = every_size[-1]
+    step = (SMOKE_MODEL, SMOKE_STEP) if smoke else (MODELS["gpt2-s-moe"], paper)
     return [
         *map(gemm_part, every_size),
         *map(overlap_part, every_size),
         *(put_part(*put) for put in puts),
+        *map(paced_part, dict.fromkeys((paper, every_size[0]))),
+        step_part(*step),
+        *map(layer_part, layers[:1] if smoke else layers),
+        *(put_part(*put) for put in tiles),
     ]
 
 
 def compile_all(wanted: list[Part], report) -> None:
     """Compile the kernels of all parts side by side, before anything is measured."""
     import torch
-    from gpu_gemm import JITTED
+    from gpu_gemm import JITTED as GEMMS
+    from gpu_wire import JITTED as ALL_TO_ALLS
 
     from lancet_kernels.kernels.runtime import INTERPRETED
     from lancet_kernels.kernels.virtual_pes import rehearsal
@@ -134,7 +180,7 @@ def compile_all(wanted: list[Part], report) -> None:
     if INTERPRETED:
         return
     begin = time.monotonic()
-    with rehearsal(*JITTED):
+    with rehearsal(*GEMMS, *ALL_TO_ALLS):
         for part in wanted:
             try:
                 part.rehearse()
@@ -147,9 +193,12 @@ def compile_all(wanted: list[Part], report) -> None:
 
 
 def give_back() -> None:
-    """The memory of one part, which the allocator keeps by stream, for the next one."""
+    """The memory of one part, which the allocator keeps by stream, and its exchanges, for the next one."""
     import torch
 
+    from lancet_kernels.ops.fused_experts import FusedMemory
+
+    FusedMemory.forget()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -21,7 +21,7 @@ same rows cost on their way out: T_comm of a launch with `out` is that of a put 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,6 +36,7 @@ from lancet_kernels.kernels.held_back import HeldLaunch, held_back
 from lancet_kernels.kernels.overlap import Experts, OverlapConfig, Routing, moe_backward, moe_forward
 from lancet_kernels.kernels.routing import route_choices
 from lancet_kernels.kernels.virtual_pes import VirtualPes
+from lancet_kernels.kernels.wire import Wire
 
 CAPACITY_FACTOR = 1.25
 GOAL = 0.95
@@ -61,7 +62,8 @@ EFFICIENCIES = (
 class FusedLayer:
     """One MoE layer of the sizes on W virtual PEs, T / W tokens and E / W experts on each.
 
-    put_tile: rows and columns that a put copies at a time; None: the default.
+    put_tile: rows and columns that a put copies at a time; None: the default. wires: of each PE, for paced
+    launches. pes, name: of a layer that shares its PEs with others.
     """
 
     def __init__(
@@ -71,12 +73,18 @@ class FusedLayer:
         device: torch.device,
         dtype: torch.dtype,
         put_tile: tuple[int, int] | None = None,
+        *,
+        pes: VirtualPes | None = None,
+        wires: Sequence[Wire] | None = None,
+        name: str = "",
     ) -> None:
         self.sizes, self.world, self.device = sizes, world, device
-        self.pes = VirtualPes(world, device)
+        self.pes = pes or VirtualPes(world, device)
         tokens, local = sizes.tokens // world, sizes.experts // world
         self.capacity = math.ceil(CAPACITY_FACTOR * tokens * sizes.choices / sizes.experts)
         config = OverlapConfig.default(sizes.width, sizes.hidden, "gelu", dtype, device, pes_here=world)
+        # One launch for each direction; the ways cut it.
+        config = replace(config, split=False)
         if put_tile is not None:
             config = replace(config, put_rows=put_tile[0], put_block=put_tile[1])
         self.config = config
@@ -84,12 +92,12 @@ class FusedLayer:
         exchanges = [
             [
                 Exchange(
-                    memory, name, local_experts=local, capacity=self.capacity, width=sizes.width, dtype=dtype,
-                    chunk_rows=self.config.gemm.block_m, timeout_s=10.0,
+                    memory, name + way, local_experts=local, capacity=self.capacity, width=sizes.width,
+                    dtype=dtype, chunk_rows=self.config.gemm.block_m, timeout_s=10.0, wire=wire,
                 )
-                for memory in self.pes.memories
+                for memory, wire in zip(self.pes.memories, wires or [None] * world, strict=True)
             ]
-            for name in ("forward", "backward")
+            for way in ("forward", "backward")
         ]  # fmt: skip
         self.forwards, self.backwards = exchanges
         self.x, self.dy = (

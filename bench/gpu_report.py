@@ -50,7 +50,7 @@ class Report:
         """A line for each ratio, with its goal if it has one."""
         if self.label != MEASURED:
             return f"{self.label}; ran: " + ", ".join(f"{f['figure']} ({f['name']})" for f in self.figures)
-        lines = [f"{'figure':<36}{'sizes':<14}{'ratio':<36}{'median':>8}{'p10':>8}{'p90':>8}{'goal':>7}"]
+        lines = [f"{'figure':<44}{'sizes':<14}{'ratio':<38}{'median':>8}{'p10':>8}{'p90':>8}{'goal':>7}"]
         for figure in self.figures:
             for ratio in figure["ratios"]:
                 value, goal = ratio["value"], ratio["goal"]
@@ -58,8 +58,13 @@ class Report:
                     "" if goal is None else f"{goal:>7.2f}" + ("" if value["median"] >= goal else "  below")
                 )
                 lines.append(
-                    f"{figure['figure']:<36}{figure['name']:<14}{ratio['what']:<36}{value['median']:>8.3f}"
+                    f"{figure['figure']:<44}{figure['name']:<14}{ratio['what']:<38}{value['median']:>8.3f}"
                     f"{value['p10']:>8.3f}{value['p90']:>8.3f}{reached}"
+                )
+            if "exposed_ms" in figure:
+                exposed = ", ".join(f"{way} {v['median']:.2f}" for way, v in figure["exposed_ms"].items())
+                lines.append(
+                    f"    emulated link, {figure['gb_per_s']:.1f} GB/s; exposed communication, ms: {exposed}"
                 )
         lines += [f"not measured: {miss['what']}: {miss['why']}" for miss in self.not_measured]
         return "\n".join(lines)

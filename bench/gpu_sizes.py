@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from lancet_kernels.models import ModelConfig
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -36,6 +38,9 @@ SIZES = (
     Sizes("paper", 12288, 768, 3072, 16, 1),
 )
 SMOKE = (Sizes("smoke", 24, 16, 32, 4, 2),)
+# A step of a model has many passes; in the interpreter one takes tenths of a second.
+SMOKE_STEP = Sizes("smoke", 16, 16, 32, 2, 1)
+SMOKE_MODEL = ModelConfig("smoke", layers=4, width=16, heads=2, sequence=8, vocab=40)
 
 
 def normal(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Tensor:
