@@ -31,6 +31,7 @@ ALONE = {
     "test_strategies.py",
     "test_train.py",
     "test_tune.py",
+    "test_wire.py",
 }
 
 
