@@ -185,7 +185,7 @@ def test_a_dry_run_says_how_many_launches_and_that_there_is_no_gpu(capsys, tmp_p
     assert "cost of launches: 75 launches, each 15 times, would be timed on a GPU; there is none here" in said
     assert main([*arguments, "--dry-run", "--json"]) == 0
     (task,) = json.loads(capsys.readouterr().out)["tasks"]
-    assert task["cost"] == {"status": "dry-run", "launches": 63, "text": ""}
+    assert task["cost"] == {"status": "dry-run", "launches": 75, "text": ""}
     assert not list(tmp_path.iterdir())
 
 
