@@ -214,7 +214,7 @@ def tune(
             outcome.status = "dry-run"
     if dry_run:
         for outcome in _fused(outcomes):
-            outcome.cost = CostOutcome("dry-run", planned_launches(outcome.task, outcome.config))
+            outcome.cost = CostOutcome("dry-run", planned_launches(outcome.task, outcome.config, ranks.world))
         return outcomes
     clock = None if place.device is None else clock or Clock(place.device)
     # Nothing to compile: nothing to start for it.

@@ -2,8 +2,8 @@
 
 The configuration that won at a shape is timed with T, T/2 and T/4 tokens, all in turn, round after round:
 
-    fused        forward; backward; backward with a rider (a weight gradient [D, D] of another layer), for
-                 several numbers of programs that put: only beside independent tiles do these matter
+    fused        forward; backward; backward with a rider (a weight gradient [D, D] of another layer); each
+                 for several numbers of programs that put
     puts alone   by grids of as many programs, and by the whole grid
     GEMMs alone  by the programs that are left, and by the whole grid
 
@@ -67,18 +67,19 @@ class CostOutcome:
 class CostSize:
     """The launches to time at one number of tokens.
 
-    Attributes: rows: that this rank puts.
+    Attributes: rows: that this rank puts. ranks: how many there are.
     """
 
     workload: Workload
     itemsize: int
     config: OverlapConfig
     rows: int
+    ranks: int
 
     def launches(self) -> list[Launch]:
         """Each once."""
-        found = [(direction, self.fused(direction, self.config)) for direction in DIRECTIONS]
-        found += [("backward", self.fused("backward", config, riding=True)) for config in self.mixes()]
+        found = [(direction, self.fused(direction, mix)) for mix in self.mixes() for direction in DIRECTIONS]
+        found += [("backward", self.fused("backward", mix, riding=True)) for mix in self.mixes()]
         for putting, computing in self.grids():
             for direction in DIRECTIONS:
                 found += [(direction, self.puts(putting)), (direction, self.gemms(direction, computing))]
@@ -100,7 +101,7 @@ class CostSize:
         w = self.workload
         rider = 2.0 * w.tokens * w.width**2 if riding else 0.0
         return LaunchWork.of_pass(
-            direction, self.rows, w.width, w.hidden, w.activation, self.itemsize,
+            direction, self.rows, w.width, w.hidden, w.activation, self.itemsize, self.ranks,
             independent_flops=rider, programs=config.programs, comm_programs=config.comm_programs,
         )  # fmt: skip
 
@@ -120,9 +121,11 @@ def sizes_of(workload: Workload) -> list[Workload]:
     return [replace(workload, tokens=count) for count in tokens]
 
 
-def planned_launches(task: Task, config: OverlapConfig) -> int:
+def planned_launches(task: Task, config: OverlapConfig, ranks: int) -> int:
     """How many different launches would be timed."""
-    sizes = [CostSize(w, task.dtype.itemsize, config, w.tokens * w.choices) for w in sizes_of(task.workload)]
+    sizes = [
+        CostSize(w, task.dtype.itemsize, config, w.tokens * w.choices, ranks) for w in sizes_of(task.workload)
+    ]
     return sum(len(size.launches()) for size in sizes)
 
 
@@ -143,7 +146,7 @@ def cost_of_winner(
 
     Args: clock: None where there is nothing to time on. in_time: False leaves it for the next run.
     """
-    launches = planned_launches(task, config)
+    launches = planned_launches(task, config, ranks.world)
     if clock is None:
         return CostOutcome("no GPU", launches)
     sort = _sort_of(task, ranks.world)
@@ -199,7 +202,7 @@ def measure_points(
         for size in sizes_of(workload):
             passes = FusedPasses(size, dtype, clock.device, memory, f"{size.tokens} tokens, ")
             rows = int(passes.routing.count.sum())
-            timed.append((passes, CostSize(size, dtype.itemsize, config, rows)))
+            timed.append((passes, CostSize(size, dtype.itemsize, config, rows, ranks.world)))
         taken: dict[Launch, list[float]] = {}
         for number in range(WARMUP + rounds):
             for passes, size in timed:
@@ -218,9 +221,9 @@ def measure_points(
 
 
 def _one_round(passes: FusedPasses, size: CostSize, time_it: TimeIt) -> Iterator[tuple[Launch, float]]:
-    yield from _fused(passes, size, size.config, [], time_it)
     gradient = passes.x.new_empty(passes.workload.width, passes.workload.width)
     for config in size.mixes():
+        yield from _fused(passes, size, config, [], time_it)
         yield from _fused(passes, size, config, [DenseGemm("tn", passes.x, passes.dy, gradient)], time_it)
     for putting, computing in size.grids():
         yield from _apart(passes, size, putting, computing, time_it)
@@ -232,8 +235,7 @@ def _fused(
     """A pass as it is."""
     begun: list[Any] = []
     ms = time_it(lambda: begun.append(passes.begin(config)))
-    # Nothing rides in a forward, and then how many programs put is without effect: it counts for the one.
-    yield ("forward", size.fused("forward", size.config)), ms
+    yield ("forward", size.fused("forward", config)), ms
     ms = time_it(lambda: passes.backward(config, begun[0][1], riders))
     yield ("backward", size.fused("backward", config, riding=bool(riders))), ms
 

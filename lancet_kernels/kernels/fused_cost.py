@@ -1,25 +1,28 @@
 """How long does a fused launch take, given bytes that travel, tile work, and programs that put?
 
     B  bytes of the rows that this rank puts     G  FLOPs of the experts' GEMMs     n  programs of the launch
-    c  programs that put while others have independent tiles (SMs given to communication)
+    c  programs that put while others have tiles that need not wait (SMs given to communication)
     I  FLOPs of independent GEMMs (weight gradients of other layers) that ride along
+    E  of G, the tiles whose rows are here while others are still put: on W ranks (W - 1) / W of the tiles
 
     rate of p programs that put    R(p) = min(link, p * rate of a program)
-    independent tiles last         t = I / ((n - c) * r)         r: FLOP/s of a program; c put meanwhile
+    tiles that need not wait last  t = (E + I) / ((n - c) * r)   r: FLOP/s of a program; c put meanwhile
     of the bytes, there travel     B_c = min(B, t * R(c))        then n programs put the rest, B_n = B - B_c
     T_put  = latency + B_c / R(c) + B_n / R(n)
     T_comm = T_put + B / R(n)                                    the same rows come back
     T_gemm = (G + I) / (n r) + (c / n) B_c / R(c) + B_n / R(n)   a program that puts does not compute
     T      = launch + max(T_comm, T_gemm) / eta
 
-Why T_gemm has the time of the puts in it: in the task list puts come first, and only independent tiles stand
-between them. So without riders the whole grid puts, then computes, and results travel back under the second
-GEMM. eta is what is left over: how much of max(T_comm, T_gemm) the launch really achieves.
+Why T_gemm has the time of the puts in it: the task list mixes puts with tiles as long as there are some that
+need not wait; then the whole grid puts what is left. Results travel back under the second GEMM. E: own rows
+are here at once, those of rank-1 when the puts to rank+2 begin, and so on; those of the last rank come last.
+eta is what is left over: how much of max(T_comm, T_gemm) the launch really achieves.
 
-Example. n 132, c 16; link 400 GB/s, 10 GB/s and 5 TFLOP/s a program, latency 0.01 ms, launch 0.03 ms, eta
-0.9. B 200 MB, G 1e12: R(132) = 400 GB/s, T_put = 0.51, T_comm = 1.01, T_gemm = 1.515 + 0.5 = 2.015, T = 2.269
-ms. With I 0.232e12, 0.4 ms for 116 programs: R(16) = 160 GB/s, B_c = 64 MB, T_put = 0.75, T_gemm = 1.867 +
-0.048 + 0.34 = 2.255, T = 2.536 ms. The rider costs 0.27 ms; on a GPU of its own it would take 0.35.
+Example, 2 ranks. n 132, c 16; link 400 GB/s, 10 GB/s and 5 TFLOP/s a program, latency 0.01 ms, launch 0.03
+ms, eta 0.9. B 200 MB, G 1e12, E 0.5e12: R(16) = 160 GB/s, t = 0.862 ms, B_c = 138 MB, T_put = 1.027, T_comm
+= 1.527, T_gemm = 1.515 + 0.104 + 0.155 = 1.775, T = 2.002 ms. With I 0.232e12: t = 1.262 is longer than the
+1.25 ms of all puts, T_put = 1.26, T_gemm = 1.867 + 0.152 = 2.018, T = 2.272 ms. The rider costs 0.27 ms; on a
+GPU of its own it would take 0.35.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class LaunchWork:
     Attributes:
         bytes: of the rows that this rank puts, those to itself included; as many come back.
         expert_flops: of the experts' GEMMs; independent_flops: of GEMMs of other layers.
-        programs: size of the grid; comm_programs: how many of it put while independent tiles are left.
+        programs: size of the grid; comm_programs: how many of it put while others have something to do.
+        early_flops: of expert_flops, those of rows that are here before the last ones are put.
     Raises ValueError for numbers that are none, or negative.
     """
 
@@ -49,6 +53,7 @@ class LaunchWork:
     independent_flops: float = 0.0
     programs: int = 1
     comm_programs: int = 1
+    early_flops: float = 0.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -59,15 +64,26 @@ class LaunchWork:
 
     @classmethod
     def of_pass(
-        cls, direction: str, rows: float, width: int, hidden: int, activation: str, itemsize: int, **given
+        cls,
+        direction: str,
+        rows: float,
+        width: int,
+        hidden: int,
+        activation: str,
+        itemsize: int,
+        ranks: int,
+        **given,
     ) -> LaunchWork:
-        """One direction of an MoE layer, `rows` rows of `width` to experts of width `hidden`.
+        """One direction of an MoE layer on so many ranks: `rows` rows of `width`, experts of width `hidden`.
 
-        The backward has dX and dW of both GEMMs: twice the FLOPs. Args: given: the other attributes.
+        The backward has dX and dW of both GEMMs: twice the FLOPs, and dW needs all rows. Args: given: the
+        other attributes.
         """
         wide = 2 * hidden if activation == "swiglu" else hidden
-        flops = 2.0 * rows * width * (wide + hidden) * (1 if direction == "forward" else 2)
-        return cls(float(rows * width * itemsize), flops, **given)
+        tiles = 2.0 * rows * width * (wide + hidden)
+        flops = tiles if direction == "forward" else 2 * tiles
+        early = tiles * (ranks - 1) / ranks
+        return cls(float(rows * width * itemsize), flops, early_flops=early, **given)
 
 
 @dataclass(frozen=True)
@@ -125,11 +141,12 @@ class FusedCost:
         return computing + few * work.comm_programs / work.programs + all_of_them
 
     def _putting(self, work: LaunchWork) -> tuple[float, float]:
-        """(ms in which comm_programs put beside independent tiles, ms in which all programs put)."""
+        """(ms in which comm_programs put while others compute, ms in which all programs put)."""
         beside = work.programs - work.comm_programs
         few = 0.0
-        if beside and work.independent_flops:
-            lasting = work.independent_flops / (beside * self.program_tflops) * MS_OF_TFLOPS
+        at_once = work.independent_flops + work.early_flops
+        if beside and at_once:
+            lasting = at_once / (beside * self.program_tflops) * MS_OF_TFLOPS
             few = min(lasting, self._travel_ms(work.bytes, work.comm_programs))
         left = work.bytes - few * self._rate(work.comm_programs) / MS_OF_GB_PER_S
         return few, self._travel_ms(max(0.0, left), work.programs)

@@ -110,7 +110,8 @@ class MeasuredCost:
         """A pass of so many rows with the programs of the configuration."""
         sort, config = self.entry.sort, self.entry.config
         grid = {name: config[name] for name in ("programs", "comm_programs")}
-        return LaunchWork.of_pass(direction, rows, sort.width, sort.hidden, sort.activation, itemsize, **grid)
+        sizes = sort.width, sort.hidden, sort.activation, itemsize, sort.ranks
+        return LaunchWork.of_pass(direction, rows, *sizes, **grid)
 
     def __str__(self) -> str:
         """Which numbers these are. Example: measured 2026-11-21 on NVIDIA H100 80GB HBM3, 2 ranks, 63

@@ -17,18 +17,26 @@ So a launch finishes even where only one program per PE is resident, and the ser
     REDUCE    block                          returned, of the tokens in it      -
     DWEIGHT   block                          (results of an earlier launch)     -
 
-Order: puts first, mixed with independent tiles (DENSE, DWEIGHT) so that about `comm_programs` of the programs
-put while the others compute; then the expert tiles source by source in the order in which the rows come
-(own first, then rank-1, rank-2, ...: every PE sends to rank+1 first), the second GEMM of a source one
-source behind its first; then weight gradients, which fill the time in which results travel back; the
-reductions, which wait for the peers, last.
+Order: puts to peers, to rank+1 first, so that rows come from rank-1 first; between them what fills the time
+in which they travel, so that about `comm_programs` of the programs put while the others compute: own rows
+and their tiles, independent tiles (DENSE, DWEIGHT), then the tiles of sources whose rows should be here. When
+all is put, the rest of the expert tiles, source by source, the second GEMM of a source one source behind
+its first; then weight gradients, which fill the time in which results travel back; the reductions, which
+wait for the peers, last.
 
-Example, 2 PEs, one expert each, one chunk, one tile per GEMM, PE 0:
+Why tiles that wait for a peer may stand before puts: those of source rank-s stand behind all own puts to
+rank+1, ..., rank+s, on every PE. Were all PEs stuck, take one that waits for rows of the smallest s: they are
+put by a peer that waits in a tile of an s at least as large, so behind that put.
+
+Example, 2 PEs, one expert each, one chunk, one tile per GEMM, one program, PE 0:
     PUT(1, 0) PUT(0, 0) TILE_IN(0,0,0,0) TILE_IN(1,0,0,0) TILE_OUT(0,0,0,0) TILE_OUT(1,0,0,0) REDUCE(0)
+The same with two chunks and three programs, one of them for puts to peers:
+    PUT(1, 0) PUT(0, 0) PUT(0, 1) PUT(1, 1) TILE_IN(0,0,0,0) TILE_IN(0,0,1,0) TILE_IN(1,0,0,0) ...
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -90,7 +98,7 @@ def check_comm_programs(comm_programs: int, programs: int) -> None:
 
 def build_tasks(shape: LaunchShape) -> np.ndarray:
     """The task list of one PE. -> int32 [tasks, 6]."""
-    tasks = [*_front(shape), *_expert_tiles(shape), *_weight_gradients(shape)]
+    tasks = [*_puts_and_tiles(shape), *_weight_gradients(shape)]
     tasks += [(REDUCE, block) for block in range(shape.reduce_blocks)]
     table = np.zeros((len(tasks), TASK_WORDS), dtype=np.int32)
     for row, task in zip(table, tasks, strict=True):
@@ -98,41 +106,65 @@ def build_tasks(shape: LaunchShape) -> np.ndarray:
     return table
 
 
-def _front(shape: LaunchShape) -> Iterator[Task]:
-    """Puts and independent tiles: of every `programs` tasks, `comm_programs` are puts."""
-    puts = list(_puts(shape)) if shape.put else []
-    independent: list[Task] = [(DWEIGHT, block) for block in range(shape.dweight_blocks)]
-    for problem, (rows, columns) in enumerate(shape.dense):
-        independent += [(DENSE, problem, m, n) for m, n in product(range(rows), range(columns))]
-    fill = shape.programs - shape.comm_programs
-    taken = 0
+def _puts_and_tiles(shape: LaunchShape) -> Iterator[Task]:
+    """Of every `programs` tasks `comm_programs` are puts to peers, while the others have something to do."""
+    steps = range(1, shape.world) if shape.put else range(0)
+    puts = [(step, put) for step in steps for put in _puts(shape, step)]
+    fillers = deque(_fillers(shape))
+    early: set[Task] = set()
     for start in range(0, len(puts), shape.comm_programs):
-        yield from puts[start : start + shape.comm_programs]
-        yield from independent[taken : taken + fill]
-        taken += fill
-    yield from independent[taken:]
+        group = puts[start : start + shape.comm_programs]
+        yield from (put for _, put in group)
+        through = group[-1][0] if start + len(group) < len(puts) else shape.world
+        for _ in range(shape.programs - shape.comm_programs):
+            if fillers and fillers[0][0] < through:
+                early.add(fillers[0][1])
+                yield fillers.popleft()[1]
+    yield from (task for task in _in_order_of_arrival(shape) if task not in early)
 
 
-def _puts(shape: LaunchShape) -> Iterator[Task]:
-    """To rank+1 first, to itself last; a chunk of each expert before the second chunk of any."""
-    for step in range(1, shape.world + 1):
-        peer = (shape.rank + step) % shape.world
-        for chunk, local in product(range(shape.chunks), range(shape.local_experts)):
-            yield PUT, peer * shape.local_experts + local, chunk
+def _fillers(shape: LaunchShape) -> Iterator[tuple[int, Task]]:
+    """(s, task): what fills the time while others put; it stands behind all puts to rank+1, ..., rank+s."""
+    own = [*_own_puts(shape), *_tiles(TILE_IN, 0, shape), *_independent_tiles(shape)]
+    yield from ((0, task) for task in (*own, *_tiles(TILE_OUT, 0, shape)))
+    for step in range(1, shape.world):
+        yield from ((step, task) for task in _tiles(TILE_IN, step, shape))
+        if step > 1:
+            yield from ((step, task) for task in _tiles(TILE_OUT, step - 1, shape))
 
 
-def _expert_tiles(shape: LaunchShape) -> Iterator[Task]:
-    sources = [(shape.rank - step) % shape.world for step in range(shape.world)]
-    previous = None
-    for source in [*sources, None]:
-        if source is not None:
-            yield from _tiles(TILE_IN, source, shape, shape.tiles_in)
-        if previous is not None:
-            yield from _tiles(TILE_OUT, previous, shape, shape.tiles_out)
-        previous = source
+def _in_order_of_arrival(shape: LaunchShape) -> Iterator[Task]:
+    """All but the puts to peers, as they come best when nothing is left to put."""
+    yield from _own_puts(shape)
+    yield from _independent_tiles(shape)
+    for step in range(shape.world + 1):
+        if step < shape.world:
+            yield from _tiles(TILE_IN, step, shape)
+        if step > 0:
+            yield from _tiles(TILE_OUT, step - 1, shape)
 
 
-def _tiles(kind: int, source: int, shape: LaunchShape, columns: int) -> Iterator[Task]:
+def _own_puts(shape: LaunchShape) -> Iterator[Task]:
+    return _puts(shape, shape.world) if shape.put else iter(())
+
+
+def _puts(shape: LaunchShape, step: int) -> Iterator[Task]:
+    """To rank+step; a chunk of each expert before the second chunk of any."""
+    peer = (shape.rank + step) % shape.world
+    for chunk, local in product(range(shape.chunks), range(shape.local_experts)):
+        yield PUT, peer * shape.local_experts + local, chunk
+
+
+def _independent_tiles(shape: LaunchShape) -> Iterator[Task]:
+    yield from ((DWEIGHT, block) for block in range(shape.dweight_blocks))
+    for problem, (rows, columns) in enumerate(shape.dense):
+        yield from ((DENSE, problem, m, n) for m, n in product(range(rows), range(columns)))
+
+
+def _tiles(kind: int, step: int, shape: LaunchShape) -> Iterator[Task]:
+    """Of the rows that come from rank-step."""
+    source = (shape.rank - step) % shape.world
+    columns = shape.tiles_in if kind == TILE_IN else shape.tiles_out
     for local, m, n in product(range(shape.local_experts), range(shape.chunks), range(columns)):
         yield kind, source, local, m, n
 

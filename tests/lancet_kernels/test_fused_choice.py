@@ -77,7 +77,7 @@ def test_measured_points_change_the_decision_there_and_back(cache, sort, step) -
             assert group.fused is fused
             verdict = "fused" if fused else "streams"
             assert group.why.startswith(f"{verdict}: predicted faster (")
-            assert f"measured 2026-11-21 on {GPU}, 1 ranks, 63 launches: efficiency 0.9" in group.why
+            assert f"measured 2026-11-21 on {GPU}, 1 ranks, 75 launches: efficiency 0.9" in group.why
             assert "modelled" not in group.why
             assert group.fused_ms != before.fused_ms
 
@@ -86,7 +86,7 @@ def test_the_prediction_is_the_function_at_the_rows_of_the_layer(cache, sort, st
     store(cache, sort, FAST)
     group = chosen(step, lowering="fused")[0]
     # 48 tokens, 4 experts, capacity factor 0.75: 9 slots each.
-    work = LaunchWork.of_pass("forward", 36, 8, 32, "gelu", 4, programs=132, comm_programs=16)
+    work = LaunchWork.of_pass("forward", 36, 8, 32, "gelu", 4, 1, programs=132, comm_programs=16)
     assert group.forward_ms == pytest.approx(FAST.milliseconds(work), rel=1e-2)
     assert group.why.startswith("fused: asked for (")
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancet_kernels import fused_step, optimize, set_routing_step
+from lancet_kernels import OptimizedModule, fused_step, optimize, set_routing_step
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.ops import fused_experts
@@ -23,8 +23,8 @@ GATES = ["switch", "topk", *LONG]  # every partitionable one
 
 def train(
     case: StepCase, backend: str, steps: int, **options: object
-) -> tuple[list[dict[str, Tensor]], object]:
-    """Loss, gradients and parameters of every step, plain SGD. -> those, and the plan."""
+) -> tuple[list[dict[str, Tensor]], OptimizedModule]:
+    """Loss, gradients and parameters of every step, plain SGD. -> those, and the planned step."""
     step, inputs = build_step(case)
     planned = optimize(step, inputs, strategy="lancet", backend=backend, **options)
     optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
@@ -40,19 +40,19 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         results.append(result | {name: p.detach().clone() for name, p in step.named_parameters()})
-    return results, planned.plan
+    return results, planned
 
 
 def compare(case: StepCase, steps: int, tmp: str) -> tuple[float, list[tuple], list[int]]:
     """The largest difference, over the largest value; what became of each layer; how many gradients of
     other layers rode along in each fused backward that really ran."""
     options = {"times": f"{tmp}/times.json"}
-    expected, _ = train(case, "torch", steps, **options)
+    expected, on_streams = train(case, "torch", steps, **options)
     with (
         mock.patch.object(fused_experts, "moe_forward", wraps=fused_experts.moe_forward) as forward,
         mock.patch.object(overlap, "moe_backward", wraps=overlap.moe_backward) as backward,
     ):
-        got, plan = train(case, "fused", steps, **options)
+        got, planned = train(case, "fused", steps, **options)
     riding = [len(call.kwargs["dense"]) for call in backward.call_args_list]
     assert forward.call_count == len(riding)
     worst = 0.0
@@ -61,31 +61,31 @@ def compare(case: StepCase, steps: int, tmp: str) -> tuple[float, list[tuple], l
         for name in one:
             scale = one[name].abs().max().clamp_min(1e-3)
             worst = max(worst, float((other[name] - one[name]).abs().max() / scale))
-    explained = plan.explain()
+    # What a CUDA graph could not capture: on streams sizes travel through the host, forward and backward.
+    assert {"exchange_counts", "all_to_all"} <= {name.partition("_part")[0] for name in on_streams.host_waits}
+    assert len(planned.fused_layers) == 2
+    assert not planned.host_waits
+    plan, explained = planned.plan, planned.plan.explain()
     return worst, [(group.fused, group.why, group.layer in explained) for group in plan.fused], riding
+
+
+def compare_with_riders(case: StepCase, steps: int, tmp: str) -> tuple[float, list[tuple], list[int]]:
+    """The same as if launches hid everything: every gradient of another layer that may ride along does."""
+    with mock.patch.object(fused, "LEAST_HIDDEN", float("-inf")):
+        return compare(case, steps, tmp)
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_three_steps_of_four_layers(pool, tmp_path, gate) -> None:
     case = StepCase(gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1)
-    for worst, groups, launched in pool.run(compare, case, 3, str(tmp_path), ranks=2, timeout_s=240):
+    run = compare_with_riders if gate == "topk" else compare
+    for worst, groups, riding in pool.run(run, case, 3, str(tmp_path), ranks=2, timeout_s=240):
         assert worst < 2e-4
         # A plan that says "fused" and runs the ops would give the same numbers.
-        assert len(launched) >= 3 * 2
+        assert len(riding) >= 3 * 2
         assert len(groups) == 2
         assert all(fused and shown for fused, _, shown in groups), groups
-
-
-def with_fillers(tmp: str) -> tuple[float, list[tuple], list[int]]:
-    """As if launches hid everything: every gradient of another layer that may ride along does."""
-    with mock.patch.object(fused, "LEAST_HIDDEN", float("-inf")):
-        return compare(StepCase(dtype=torch.float32, batch=2, sequence=5), 1, tmp)
-
-
-def test_gradients_of_other_layers_ride_along(pool, tmp_path) -> None:
-    for worst, _, riding in pool.run(with_fillers, str(tmp_path), ranks=2, timeout_s=240):
-        assert worst < 2e-4
-        assert sum(riding) > 2
+        assert gate != "topk" or sum(riding) > 3 * 2
 
 
 def test_forwards_whose_backward_never_comes_give_their_banks_back(tmp_path) -> None:

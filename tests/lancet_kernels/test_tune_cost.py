@@ -62,10 +62,15 @@ def once(monkeypatch) -> None:
 def test_launches_differ_in_tokens_programs_and_riders() -> None:
     (task,) = make_tasks([WORKLOADS["gpt2-s-moe"]], torch.bfloat16, ["overlap"])
     assert [w.tokens for w in sizes_of(task.workload)] == [12288, 6144, 3072]
-    assert planned_launches(task, CONFIG) == 63
-    launches = CostSize(task.workload, 2, CONFIG, 12288).launches()
-    riding = {work.comm_programs for _, work in launches if work.independent_flops}
-    assert riding == {8, 16, 33}
+    assert planned_launches(task, CONFIG, 2) == 75
+    launches = CostSize(task.workload, 2, CONFIG, 12288, 2).launches()
+    for direction in ("forward", "backward"):
+        fused = [work for way, work in launches if way == direction and work.bytes and work.expert_flops]
+        assert {work.comm_programs for work in fused} == {8, 16, 33}
+        # Half of the rows are here at once; the backward's dW needs all.
+        share = 0.5 if direction == "forward" else 0.25
+        assert all(work.early_flops == share * work.expert_flops for work in fused)
+    assert {work.comm_programs for _, work in launches if work.independent_flops} == {8, 16, 33}
     assert {work.programs for _, work in launches if not work.expert_flops} == {8, 16, 33, 132}
     assert {work.programs for _, work in launches if not work.bytes} == {132 - 8, 132 - 16, 132 - 33, 132}
     # Nothing rides in a forward.
@@ -80,7 +85,7 @@ def test_every_launch_runs_and_gives_a_point_also_where_a_direction_is_two_launc
     assert {p.sort for p in points} == {"put", "gemm", "fused"}
     assert all(p.ms > 0 for p in points)
     rows = int(max(p.work.bytes for p in points) / TINY.width / 4)
-    assert set(CostSize(TINY, 4, config, rows).launches()) <= {(p.direction, p.work) for p in points}
+    assert set(CostSize(TINY, 4, config, rows, 1).launches()) <= {(p.direction, p.work) for p in points}
 
 
 def two_ranks() -> list[tuple]:
@@ -111,7 +116,7 @@ def test_what_the_interpreter_took_is_stored_as_that_and_never_taken_for_a_gpu(
     ((key, entry),) = cache.costs().items()
     assert (entry.device, entry.how) == (INTERPRETER, INTERPRETER)
     assert key.endswith("on interpreter, 1 ranks")
-    assert len(entry.points) == outcome.cost.launches == planned_launches(task, SMALL)
+    assert len(entry.points) == outcome.cost.launches == planned_launches(task, SMALL, 1)
     monkeypatch.setenv("LANCET_TUNED", str(cache.path))
     from lancet_kernels.kernels import measured_cost as module
 
@@ -158,7 +163,7 @@ def test_no_time_leaves_it_for_the_next_run_and_what_does_not_run_is_said(cache,
     monkeypatch.setattr(tune_cost, "measure_points", fails)
     common = {"rounds": 1, "force": False, "save": True}
     late = tune_cost.cost_of_winner(task, SMALL, PLACE, cache, Ranks(), CPU, in_time=False, **common)
-    assert late == CostOutcome("left", planned_launches(task, SMALL))
+    assert late == CostOutcome("left", planned_launches(task, SMALL, 1))
     failed = tune_cost.cost_of_winner(task, SMALL, PLACE, cache, Ranks(), CPU, in_time=True, **common)
     assert (failed.status, failed.text) == ("failed", "does not run: no shared memory")
     assert cache.costs() == {}
@@ -177,10 +182,10 @@ def test_a_dry_run_says_how_many_launches_and_that_there_is_no_gpu(capsys, tmp_p
     ]
     assert main([*arguments, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "cost of launches: 63 launches, each 15 times, would be timed on a GPU; there is none here" in said
+    assert "cost of launches: 75 launches, each 15 times, would be timed on a GPU; there is none here" in said
     assert main([*arguments, "--dry-run", "--json"]) == 0
     (task,) = json.loads(capsys.readouterr().out)["tasks"]
-    assert task["cost"] == {"status": "dry-run", "launches": 63, "text": ""}
+    assert task["cost"] == {"status": "dry-run", "launches": 75, "text": ""}
     assert not list(tmp_path.iterdir())
 
 

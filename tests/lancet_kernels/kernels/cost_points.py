@@ -35,9 +35,11 @@ def milliseconds(truth: FusedCost, work: LaunchWork) -> float:
     return EMPTY_MS + work.expert_flops / (work.programs * truth.program_tflops) * 1e-9
 
 
-def made_up_points(truth: FusedCost = TRUTH, workload: Workload = WORKLOAD) -> list[CostPoint]:
+def made_up_points(
+    truth: FusedCost = TRUTH, workload: Workload = WORKLOAD, ranks: int = 2
+) -> list[CostPoint]:
     """The launches that the tuner would time."""
-    sizes = [CostSize(w, 2, CONFIG, w.tokens * w.choices) for w in sizes_of(workload)]
+    sizes = [CostSize(w, 2, CONFIG, w.tokens * w.choices, ranks) for w in sizes_of(workload)]
     return [
         CostPoint(direction, work, milliseconds(truth, work))
         for size in sizes
@@ -48,7 +50,7 @@ def made_up_points(truth: FusedCost = TRUTH, workload: Workload = WORKLOAD) -> l
 def cost_entry(sort: LayerSort, truth: FusedCost = TRUTH, **changes: object) -> CostEntry:
     """As `lancet tune` would have stored it for a sort of layer."""
     workload = replace(WORKLOAD, width=sort.width, hidden=sort.hidden, activation=sort.activation)
-    points = tuple(made_up_points(truth, workload))
+    points = tuple(made_up_points(truth, workload, sort.ranks))
     entry = CostEntry(
         sort, GPU, MEASURED, config_fields(CONFIG), str(workload), points, "3.6.0", "2026-11-21"
     )

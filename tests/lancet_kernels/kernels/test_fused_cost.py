@@ -11,26 +11,34 @@ from lancet_kernels.kernels.fit_cost import LARGEST_ERROR, fit_cost
 from lancet_kernels.kernels.fused_cost import CostPoint, FusedCost, LaunchWork
 from tests.lancet_kernels.kernels.cost_points import TRUTH, made_up_points
 
-EXAMPLE = LaunchWork(200e6, 1e12, 0.0, 132, 16)
+EXAMPLE = LaunchWork(200e6, 1e12, 0.0, 132, 16, early_flops=0.5e12)
 
 
 def test_the_example_of_the_docstring() -> None:
-    assert TRUTH.communication_ms(EXAMPLE) == pytest.approx(1.01)
-    assert TRUTH.gemm_ms(EXAMPLE) == pytest.approx(2.015, abs=1e-3)
-    assert TRUTH.milliseconds(EXAMPLE) == pytest.approx(2.269, abs=1e-3)
+    assert TRUTH.communication_ms(EXAMPLE) == pytest.approx(1.527, abs=1e-3)
+    assert TRUTH.gemm_ms(EXAMPLE) == pytest.approx(1.775, abs=1e-3)
+    assert TRUTH.milliseconds(EXAMPLE) == pytest.approx(2.002, abs=1e-3)
     riding = replace(EXAMPLE, independent_flops=0.232e12)
-    assert TRUTH.communication_ms(riding) == pytest.approx(1.25)
-    assert TRUTH.milliseconds(riding) == pytest.approx(2.536, abs=1e-3)
+    assert TRUTH.communication_ms(riding) == pytest.approx(1.76)
+    assert TRUTH.milliseconds(riding) == pytest.approx(2.272, abs=1e-3)
+
+
+def test_a_rank_alone_puts_before_it_computes() -> None:
+    alone = replace(EXAMPLE, early_flops=0.0)
+    assert TRUTH.communication_ms(alone) == pytest.approx(1.01)
+    assert TRUTH.gemm_ms(alone) == pytest.approx(2.015, abs=1e-3)
 
 
 def test_the_backward_of_a_pass_has_twice_the_work_and_the_same_rows() -> None:
     grid = {"programs": 132, "comm_programs": 16}
-    forward = LaunchWork.of_pass("forward", 1000, 64, 256, "gelu", 2, **grid)
+    forward = LaunchWork.of_pass("forward", 1000, 64, 256, "gelu", 2, 4, **grid)
     assert (forward.bytes, forward.expert_flops) == (1000 * 64 * 2, 2 * 1000 * 64 * 256 * 2)
-    backward = LaunchWork.of_pass("backward", 1000, 64, 256, "gelu", 2, **grid)
+    backward = LaunchWork.of_pass("backward", 1000, 64, 256, "gelu", 2, 4, **grid)
     assert (backward.bytes, backward.expert_flops) == (forward.bytes, 2 * forward.expert_flops)
+    # Three of four ranks' rows are here before the last ones come, and dW needs all of them.
+    assert forward.early_flops == backward.early_flops == 0.75 * forward.expert_flops
     # swiglu's first weight has 2F columns.
-    swiglu = LaunchWork.of_pass("forward", 1000, 64, 256, "swiglu", 2, **grid)
+    swiglu = LaunchWork.of_pass("forward", 1000, 64, 256, "swiglu", 2, 4, **grid)
     assert swiglu.expert_flops == 1.5 * forward.expert_flops
 
 

@@ -287,6 +287,44 @@ def test_example_in_the_docstring() -> None:
     ]
 
 
+def test_own_tiles_fill_the_time_of_puts() -> None:
+    """Four PEs and two, two chunks, three programs of which one puts to peers."""
+    shape = LaunchShape(4, 0, 1, 2, tiles_in=1, tiles_out=1, dense=((1, 2),), programs=3)
+    beginning = [
+        *[(PUT, 1, 0), (PUT, 0, 0), (PUT, 0, 1)],
+        *[(PUT, 1, 1), (TILE_IN, 0, 0, 0, 0), (TILE_IN, 0, 0, 1, 0)],
+        *[(PUT, 2, 0), (DENSE, 0, 0, 0), (DENSE, 0, 0, 1)],
+        *[(PUT, 2, 1), (TILE_OUT, 0, 0, 0, 0), (TILE_OUT, 0, 0, 1, 0)],
+        # Rows of PE 3 were sent while these put to PE 1.
+        *[(PUT, 3, 0), (TILE_IN, 3, 0, 0, 0), (TILE_IN, 3, 0, 1, 0)],
+        *[(PUT, 3, 1), (TILE_IN, 2, 0, 0, 0), (TILE_IN, 2, 0, 1, 0)],
+    ]
+    assert task_list(shape)[: len(beginning)] == beginning
+    two = LaunchShape(2, 0, 1, 2, tiles_in=1, tiles_out=1, programs=3)
+    assert task_list(two)[:7] == [
+        *[(PUT, 1, 0), (PUT, 0, 0), (PUT, 0, 1), (PUT, 1, 1)],
+        *[(TILE_IN, 0, 0, 0, 0), (TILE_IN, 0, 0, 1, 0), (TILE_IN, 1, 0, 0, 0)],
+    ]
+
+
+@given(one=passes())
+@settings(max_examples=100, deadline=None)
+def test_tiles_stand_behind_the_puts_that_the_proof_names(one: Pass) -> None:
+    """Those of source rank-s behind all puts to rank+1, ..., rank+s."""
+    for shape in (shape for launches in one.shapes for shape in launches if shape.put):
+        put_to: set[int] = set()
+        each = shape.chunks * shape.local_experts
+        count = [0] * shape.world
+        for task in task_list(shape):
+            if task[0] == PUT:
+                step = (task[1] // shape.local_experts - shape.rank) % shape.world
+                count[step] += 1
+                put_to |= {step} if count[step] == each else set()
+            elif task[0] in (TILE_IN, TILE_OUT):
+                step = (shape.rank - task[1]) % shape.world
+                assert put_to.issuperset(range(step + 1)), named(task)
+
+
 # The same check must see what is wrong.
 
 EXAMPLE = Pass(
