@@ -89,7 +89,7 @@ def delayed_on_rank(case: Case, seeds: int) -> None:
                 layer = layers["split" if seed % 2 else "fused"]
                 with delays(100 * seed + memory.rank) as kernel:
                     check_same(layer.run(), expected, f"delays of seed {seed}")
-                assert kernel.tasks > 20
+                assert kernel.tasks > 12  # one by one, not in two launches
         for layer in layers.values():
             layer.check()
         memory.check_guards()

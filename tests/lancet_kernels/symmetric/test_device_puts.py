@@ -89,6 +89,7 @@ def test_rows_travel_both_ways(pool):
             assert out[len(order) :].isnan().all(), "more came than was sent"
 
 
+@pytest.mark.alone
 def test_wait_for_a_peer_that_puts_nothing(pool):
     _, report, seconds = pool.run(swap_on_rank, 1, True)[0]
     assert report[:7] == [1, 0, 1, OP, 1, 1 << 32, 0]
