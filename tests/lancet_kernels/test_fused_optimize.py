@@ -110,7 +110,7 @@ def test_fused_layers_must_make_the_whole_step_faster(tmp_path) -> None:
 
     def optimistic(milliseconds, *args, **options):
         groups = choose_groups(*args, **options | {"lowering": "fused"})
-        return tuple(replace(group, forward_ms=milliseconds) for group in groups)
+        return tuple(replace(group, forward_ms=milliseconds, backward_ms=milliseconds) for group in groups)
 
     case = StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5)
     step, inputs = build_step(case)

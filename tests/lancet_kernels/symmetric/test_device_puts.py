@@ -24,17 +24,20 @@ def swap_rows(
 ):  # fmt: skip
     """Put source[order[i]] to the peer, signal how many there are, wait for its rows, copy them to out.
 
-    Grid: (1,). Word `rank` of a PE's signals is for what `rank` puts there.
+    Grid: (1,). Of the two words of a bank of a PE's signals number `rank` is for what `rank` puts there.
     """
-    base = epoch % 2 * ROWS * D  # two banks
+    bank = epoch % 2
+    base = bank * ROWS * D
     device.put_rows(
         rows_ptr, row_peers_ptr, peer, base, source_ptr, order_ptr, order_ptr, num_rows, D,
         SCALED=False, NVSHMEM=False, ROWS=ROWS, BLOCK=BLOCK,
     )  # fmt: skip
     value = device.word(epoch, num_rows)
-    device.put_signal(signals_ptr, signal_peers_ptr, peer, rank, value, NVSHMEM=False)
+    device.put_signal(signals_ptr, signal_peers_ptr, peer, 2 * bank + rank, value, NVSHMEM=False)
     at_least = device.word(epoch, num_rows * 0)
-    seen = device.wait(signals_ptr + peer, at_least, polls, report_ptr, rank, peer, 3, peer)
+    # A bank's own word: a peer that is ahead has signalled the next epoch, but in the other one.
+    index = 2 * bank + peer
+    seen = device.wait(signals_ptr + index, at_least, polls, report_ptr, rank, peer, 3, index)
     arrived = device.low_word(seen)
     i_row = tl.arange(0, ROWS)
     for d in range(0, D, BLOCK):
@@ -62,7 +65,7 @@ def swap_on_rank(epochs: int, absent: bool) -> tuple[list[torch.Tensor], list[in
     outs, report = [], torch.zeros(8, dtype=torch.int64)
     with SharedMemory(timeout_s=30) as memory:
         rows = memory.allocate("rows", (2, ROWS, D), torch.float32)
-        arrived = memory.signals("arrived", 2)
+        arrived = memory.signals("arrived", 4)
         begin = time.monotonic()
         for epoch in range(1, 1 + (0 if absent and rank == 1 else epochs)):
             out = torch.full((ROWS, D), torch.nan)
@@ -92,5 +95,6 @@ def test_rows_travel_both_ways(pool):
 @pytest.mark.alone
 def test_wait_for_a_peer_that_puts_nothing(pool):
     _, report, seconds = pool.run(swap_on_rank, 1, True)[0]
-    assert report[:7] == [1, 0, 1, OP, 1, 1 << 32, 0]
+    # Bank 1, PE 1.
+    assert report[:7] == [1, 0, 1, OP, 3, 1 << 32, 0]
     assert seconds < 20
