@@ -15,6 +15,7 @@ from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.nvshmem_launch import launch
 from lancet_kernels.kernels.overlap import DenseGemm, ExpertGradients, OverlapConfig
 from lancet_kernels.kernels.overlap_specimens import specimens
+from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.emulated_network import FarMemory, network
 from tests.lancet_kernels.kernels.overlap_cases import Case
@@ -122,7 +123,9 @@ def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
 ONE_BY_ONE = ("ACT", "HAS_BIAS", "dtype", "BM", "BN", "BK", "TMA", "num_warps", "num_stages", "maxnreg")
 
 
-def launches_of(case: Case, kinds: tuple[str, ...], arch: int, *, split: bool, far: bool) -> list[dict]:
+def launches_of(
+    case: Case, kinds: tuple[str, ...], arch: int, *, split: bool, far: bool, paced: bool = False
+) -> list[dict]:
     """The launch options of a pass forward and backward, at the default tile of `arch`; nothing is run."""
     seen = []
 
@@ -130,7 +133,8 @@ def launches_of(case: Case, kinds: tuple[str, ...], arch: int, *, split: bool, f
         names = [name for name in overlap.overlap_kernel.arg_names if name not in options]
         if kernel is overlap.overlap_kernel:
             assert len(arguments) == len(names)
-            seen.append(options | {"dtype": case.dtype})
+            without_wire = {"wire_ptr": None} if arguments[names.index("wire_ptr")] is None else {}
+            seen.append(options | {"dtype": case.dtype} | without_wire)
         else:
             assert kernel is exchange.release_kernel
             assert options == {"NVSHMEM": far, **nvshmem_launch.small_kernel(far)}
@@ -145,7 +149,8 @@ def launches_of(case: Case, kinds: tuple[str, ...], arch: int, *, split: bool, f
         m.setattr(overlap, "launch", note)
         m.setattr(exchange, "launch", note)
         m.setattr(runtime, "needs_upcast", lambda dtype: False)
-        ways = [Exchange(memory, way, **sizes) for way in ("forward", "backward")]
+        wire = Wire(memory) if paced else None
+        ways = [Exchange(memory, way, wire=wire, **sizes) for way in ("forward", "backward")]
         layer = Layer(replace(case, world=1), 0, *ways, config)
         layer.dense = [_dense(kind, case.dtype) for kind in kinds]
         layer.run()
@@ -189,6 +194,13 @@ def test_every_launch_is_a_specimen(arch):
         for tokens in (0, 3):
             case = replace(SMALL, tokens=tokens)
             for options in launches_of(case, riders, arch, split=split, far=far):
+                key = key_of(options | tma, ())
+                assert key in combined, f"no specimen for {options}"
+                launched.add(key)
+    for riders in ((), ("tn",)):
+        # What measurements launch over an emulated wire: nothing rides in a forward.
+        for options in launches_of(SMALL, riders, arch, split=False, far=False, paced=True):
+            if options["BACKWARD"] or not riders:
                 key = key_of(options | tma, ())
                 assert key in combined, f"no specimen for {options}"
                 launched.add(key)
