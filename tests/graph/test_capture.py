@@ -91,7 +91,11 @@ def test_what_placeholders_stand_for():
     assert len(tangents) == 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    # Attention written out is no other sort of graph.
+    [pytest.param(name, marks=[pytest.mark.long] * name.endswith("-written-out")) for name in MODELS],
+)
 def test_the_captured_graphs_train_bitwise_like_eager(name):
     model, inputs = make_model(name)
     with capture(model, inputs) as captured:

@@ -154,7 +154,9 @@ def check_case(pool, case: StepCase, parts: tuple[int, ...], orders: int = 0) ->
     return tried
 
 
-@pytest.mark.parametrize("gate", ["switch", "batch-prioritized", "topk-dropless", "random"])
+@pytest.mark.parametrize(
+    "gate", ["switch", "batch-prioritized", "topk-dropless", pytest.param("random", marks=pytest.mark.long)]
+)
 def test_plans_keep_the_mathematics(pool, gate):
     case = replace({**GATE_CASES, **DROPLESS}[gate], layers=2)
     parts = {"switch": 2, "batch-prioritized": 3, "topk-dropless": 4, "random": 2}[gate]
@@ -349,7 +351,7 @@ def curves_on_rank(optimizer: str, steps: int) -> tuple[list[float], list[float]
     return (*losses, ranges)
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", pytest.param("adamw", marks=pytest.mark.long)])
 def test_loss_curves_coincide_to_rounding(pool, optimizer):
     """A sum in another order differs by a few eps = 1.2e-7; 50 steps amplify that, by 10 to 100 here. A plan
     that were wrong in any gradient would be off by whole percents."""

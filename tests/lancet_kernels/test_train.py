@@ -266,13 +266,13 @@ def kill_and_resume(lancet, tmp_path: Path, what: str, *arguments: object) -> No
     wait_for_end(process.pid, 3)
 
 
-@pytest.mark.long  # the one with a plan, below, is the harder case
 def test_killed_job_resumes_with_the_very_losses(lancet, tmp_path):
     kill_and_resume(
         lancet, tmp_path, "job", "--ranks", 2, "--gate", "sigmoid", "--top-k", 2, "--bias-rate", 0.1
     )
 
 
+@pytest.mark.long
 def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
     """The plan is kept with the run, so parts are added up in the same order."""
     kill_and_resume(lancet, tmp_path, "job", "--ranks", 2, "--strategy", "lancet")

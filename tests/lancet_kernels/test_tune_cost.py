@@ -130,6 +130,7 @@ def test_what_the_interpreter_took_is_stored_as_that_and_never_taken_for_a_gpu(
     assert (again.status, again.cost.status) == ("known", "known")
 
 
+@pytest.mark.long
 def test_a_cost_that_is_missing_is_measured_although_the_configuration_is_known(cache, monkeypatch) -> None:
     task = small_task(monkeypatch)
     asked = []
