@@ -21,21 +21,16 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # They watch the clock, kill processes, or need both cores for ranks that wait for each other.
 ALONE = {
-    "test_benchmarks.py",
-    "test_gpu_check.py",
     "test_launch.py",
     "test_link.py",
     "test_netns.py",
     "test_overlap_bad_input.py",
     "test_overlap_kernel.py",
-    "test_overlap_nvshmem.py",
     "test_overlap_protocol.py",
-    "test_plan_command.py",
     "test_ranks.py",
     "test_shared.py",
     "test_strategies.py",
     "test_train.py",
-    "test_tune.py",
     "test_wire.py",
 }
 
