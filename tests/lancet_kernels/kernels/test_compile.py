@@ -69,7 +69,7 @@ def check_rows(found, triton, arch):
 
 
 # The oldest one compiles all of them in the long run.
-@pytest.mark.parametrize("triton", ["newest", pytest.param("oldest", marks=pytest.mark.long)])
+@pytest.mark.parametrize("triton", ["newest", pytest.param("oldest", marks=[need_oldest, pytest.mark.long])])
 def test_one_configuration_of_every_kernel(triton):
     found = lancet_kernels_command(triton, "--arch", "sm_90", "--quick")
     names = check_rows(found, triton, "sm_90")
