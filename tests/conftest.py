@@ -21,6 +21,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # They watch the clock, kill processes, or need both cores for ranks that wait for each other.
 ALONE = {
+    "test_benchmarks.py",
     "test_launch.py",
     "test_link.py",
     "test_netns.py",
