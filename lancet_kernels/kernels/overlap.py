@@ -50,7 +50,7 @@ class OverlapConfig:
         put_rows, put_block: rows and elements of a row that one put step copies.
         reduce_tokens, reduce_block: tokens and elements of a row that one reduction step adds.
         programs: size of the grid; at most what the GPU holds at once, shared by all PEs on it.
-        comm_programs: how many of them put while there are independent tiles for the rest.
+        comm_programs: how many of them put while the rest has tiles that need not wait.
         split: two launches per direction instead of one.
         tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
     """

@@ -64,7 +64,7 @@ class LaunchShape:
         dense: (row tiles, column tiles) of each independent GEMM.
         reduce_blocks: blocks of tokens to add up; 0: none.
         dweight_blocks: blocks of tokens whose gradient of the combine weights is wanted; 0: none.
-        programs, comm_programs: size of the grid, and how many of it put while independent tiles are left.
+        programs, comm_programs: size of the grid, and how many of it put while the others have tiles.
     """
 
     world: int
