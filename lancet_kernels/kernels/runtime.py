@@ -8,8 +8,12 @@ import torch
 import triton
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.interpreter import prepare_once_per_launch
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+if INTERPRETED:
+    prepare_once_per_launch()
 
 
 def check_device(what: str, tensor: torch.Tensor) -> None:
