@@ -43,10 +43,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With -m gpu look only at files with such tests: a GPU machine may lack what others import."""
-    if collection_path.suffix != ".py" or not config.getoption("-m").startswith("gpu"):
+    """With -m gpu look only at files with such tests: a GPU machine may lack what others import.
+    With -m alone, too: to import all the others takes longer than many a test."""
+    marks = config.getoption("-m")
+    if collection_path.suffix != ".py" or not marks.startswith(("gpu", "alone")):
         return None
     text = collection_path.read_text(encoding="utf-8")
+    if marks.startswith("alone"):
+        return None if collection_path.name in ALONE or "mark.alone" in text else True
     # By their mark, or by the fixture of tests/lancet_kernels/kernels/conftest.py.
     chosen = "mark.gpu" in text or "device: torch.device" in text
     lacking = "from hypothesis" in text and find_spec("hypothesis") is None

@@ -15,8 +15,6 @@ collective, reaches the next. A worker that dies or hangs fails the test that it
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
 import pickle
 import signal
 import tempfile
@@ -26,6 +24,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from tests.processes import processes
 
 WORKERS = 4
 # How long a collective may wait for a peer; a test that waits for the timeout asks for less.
@@ -94,23 +94,15 @@ class RankPool:
         return [answers[rank] for rank in range(len(workers))]
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        before = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            for number in range(WORKERS):
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_serve, args=(theirs, number), name=f"rank-{number}", daemon=True
-                )
-                process.start()
-                theirs.close()
-                self._workers.append((process, ours))
-        finally:
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
+        context = processes()
+        for number in range(WORKERS):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, number), name=f"rank-{number}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
 
     def pids(self) -> list[int]:
         """The process ids of the workers, by rank; empty before the first run."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from lancet_kernels.kernels import tuning
 from lancet_kernels.kernels.measured_cost import INTERPRETER, LayerSort, measured_cost
 from lancet_kernels.kernels.tuning import TunedCache
 from tests.lancet_kernels.kernels.cost_points import CONFIG, GPU, TRUTH, cost_entry, tuned_entry
+from tests.processes import processes
 
 SORT = LayerSort(2048, 2048, "gelu", "bfloat16", 8)
 GPU_DEVICE = torch.device("cuda", 0)
@@ -175,11 +175,11 @@ def put_many(path: str, process: int) -> None:
 
 
 def test_processes_that_write_at_once_lose_nothing(cache) -> None:
-    context = get_context("spawn")
-    processes = [context.Process(target=put_many, args=(str(cache.path), p)) for p in range(2)]
-    for process in processes:
+    context = processes()
+    writers = [context.Process(target=put_many, args=(str(cache.path), p)) for p in range(2)]
+    for process in writers:
         process.start()
-    for process in processes:
+    for process in writers:
         process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert [process.exitcode for process in writers] == [0, 0]
     assert (len(cache.costs()), len(cache.entries())) == (10, 10)

@@ -3,7 +3,6 @@
 import json
 import warnings
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -143,22 +142,6 @@ def test_one_corrupt_entry_is_ignored_with_a_warning_and_the_others_stay(cache, 
     cache.path.write_text(json.dumps(data))
     with pytest.warns(UserWarning, match="is ignored"):
         assert TunedCache(cache.path).entries() == {good.key: good}
-
-
-def put_many(path: str, process: int) -> None:
-    for number in range(20):
-        TunedCache(path).put([entry(shape=(16, process + 1, number + 1, 1))])
-
-
-def test_processes_that_write_at_once_lose_nothing(cache) -> None:
-    context = get_context("spawn")
-    processes = [context.Process(target=put_many, args=(str(cache.path), p)) for p in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert len(cache.entries()) == 40
 
 
 def test_a_killed_writer_leaves_no_lock(cache) -> None:

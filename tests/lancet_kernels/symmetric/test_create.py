@@ -1,6 +1,5 @@
 """Which maker is picked, for which ranks; and what happens when the ranks do not agree on it."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from lancet_kernels import CommunicationError, UserError
 from lancet_kernels.symmetric import SharedMemory, create
+from tests.processes import processes
 
 
 def create_for_groups_on_rank() -> list:
@@ -80,7 +80,7 @@ def lose_the_store(rank: int, port: int, results) -> None:
 
 def test_store_is_lost():
     port = dist.TCPStore("127.0.0.1", 0, 1, is_master=True).port
-    context = multiprocessing.get_context("spawn")
+    context = processes()
     results = context.Queue()
     ranks = [context.Process(target=lose_the_store, args=(rank, port, results)) for rank in range(2)]
     for process in ranks:

@@ -1,7 +1,6 @@
 """Symmetric memory between processes: who puts where, who asked for what, and what is left behind."""
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import time
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lancet_kernels.symmetric import SharedMemory, shared
+from tests.processes import processes
 from tests.ranks import RankError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn]
@@ -276,7 +276,7 @@ def killed_between_create_and_map(rank: int, store: str, results) -> None:
 
 
 def test_killed_in_the_middle_of_allocating(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = processes()
     results = context.Queue()
     ranks = [
         context.Process(target=killed_between_create_and_map, args=(rank, f"{tmp_path}/store", results))
