@@ -37,8 +37,8 @@ SIZES = (
     Sizes("middle", 24576, 1536, 512, 64, 4),
     Sizes("paper", 12288, 768, 3072, 16, 1),
 )
-SMOKE = (Sizes("smoke", 24, 16, 32, 4, 2),)
-# A step of a model has many passes; in the interpreter one takes tenths of a second.
+# In the interpreter every task of a pass takes milliseconds, whatever its size: few experts.
+SMOKE = (Sizes("smoke", 16, 16, 32, 2, 2),)
 SMOKE_STEP = Sizes("smoke", 16, 16, 32, 2, 1)
 SMOKE_MODEL = ModelConfig("smoke", layers=4, width=16, heads=2, sequence=8, vocab=40)
 
