@@ -32,7 +32,7 @@ run: $(INSTALLED)
 	$(BIN)/lancet train --compare 8
 
 test: $(INSTALLED) $(OLDEST)/.installed
-	$(BIN)/python -m pytest -n 2 -m 'not long and not gpu and not alone'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not gpu and not alone'
 	$(BIN)/python -m pytest -m 'alone and not long and not gpu'
 
 # With the Python of the machine, which has torch for its GPU; installs nothing.

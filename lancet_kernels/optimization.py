@@ -170,7 +170,9 @@ def optimize(
     elif backend not in (None, "torch"):
         raise UserError("backend", got=repr(backend), expected="torch or fused", do="check the name")
     if plan is None:
-        plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache))
+        # What cannot be measured need not be compared.
+        most = 4 if measured else 1
+        plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache, most))
     else:
         plans = _plans_of_first(step.group, lambda: [_given_plan(plan, program, strategy)])
     if measured:
@@ -288,10 +290,15 @@ class _Step:
 
 
 def _plans(
-    program: Program, cost: Cost, strategy: str, options: PlanningOptions | None, cache: str | Path | None
+    program: Program,
+    cost: Cost,
+    strategy: str,
+    options: PlanningOptions | None,
+    cache: str | Path | None,
+    most: int,
 ) -> list[Plan]:
-    """The plan in `cache` if it is for this program, strategy and options; else what to choose from, best
-    guess first."""
+    """The plan in `cache` if it is for this program, strategy and options; else at most so many to choose
+    from, best guess first."""
     options = options or PlanningOptions.from_environment()
     if cache is not None and not Path(cache).parent.is_dir():
         raise UserError(
@@ -305,7 +312,7 @@ def _plans(
                 return [plan]
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)
-    return Planner(program, cost, options).candidates(strategy)
+    return Planner(program, cost, options).candidates(strategy, most)
 
 
 def _given_plan(path: str | Path, program: Program, strategy: str) -> Plan:

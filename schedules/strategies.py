@@ -96,9 +96,11 @@ class Planner:
     def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
         """The plan of a strategy and its nearest rivals, at most `most`, best prediction first.
 
-        For who can try them out: a part of an op is estimated until it is measured.
+        For who can try them out: a part of an op is estimated until it is measured. most=1: just the plan.
         """
         plans = [self.plan(strategy)]
+        if most == 1:
+            return plans
         if strategy == "tutel":
             plans += self._tutel_degrees()
         elif strategy in self._cutting:

@@ -175,13 +175,13 @@ def test_gpt2_l_moe_plans_in_ten_seconds():
 def test_planning_grows_about_linearly_with_layers():
     cost = CostModel.for_cluster(load_cluster("p4de"), 16)
     seconds = []
-    for layers in (12, 24, 48):
+    for layers in (6, 24):
         step = training_step(replace(MODELS["gpt2-l-moe"], layers=layers), gpus=16, batch=48)
         start = time.process_time()
         make_plan(step, cost)
         seconds.append(time.process_time() - start)
     # Four times the layers: about four times the time. Six leaves room for a busy machine.
-    assert seconds[2] < 6 * max(seconds[0], 0.3)
+    assert seconds[1] < 6 * max(seconds[0], 0.3)
 
 
 @pytest.mark.long
