@@ -45,7 +45,7 @@ class NodeTimes:
 def measure_nodes(
     module: fx.GraphModule, inputs: Sequence[object], group: str, repeats: int = 3
 ) -> dict[str, NodeTimes]:
-    """Times of every instruction node, by name: medians over runs (without the first), means over ranks.
+    """Times of every instruction node, by name: medians over runs (without the first), of the slowest rank.
 
     On CPU ranks the time is CPU time of the computing thread: what else the machine does, and waiting for
     other ranks, is not in it. A collective in the middle of computation counts from when all have come.
@@ -68,12 +68,12 @@ def measure_nodes(
         link.read()
     # [run, instruction, (CPU, wall, bytes)]
     measured = torch.tensor(runs[1:], dtype=torch.float64)
-    mean = _over_ranks(measured.median(0).values, group, "sum")
+    slowest = _over_ranks(measured.median(0).values, group, "max")
     least, most = _over_ranks(measured.amin(0), group, "min"), _over_ranks(measured.amax(0), group, "max")
     found = {}
     for i, node in enumerate(node for node in module.graph.nodes if is_instruction(node)):
         # Of what waits for other ranks, the time of the last one that came, on a good day.
-        milliseconds = float(least[i, 1]) if _waits_for_ranks(node) else float(mean[i, 0])
+        milliseconds = float(least[i, 1]) if _waits_for_ranks(node) else float(slowest[i, 0])
         found[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
     return found
 

@@ -1,16 +1,13 @@
 """Every launch of the paced measurements compiles for an H100, with the newest and the oldest Triton."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.rehearsals import ROOT, rehearse
+
 OLDEST = ROOT / ".triton-oldest"
 
 
@@ -22,16 +19,8 @@ OLDEST = ROOT / ".triton-oldest"
 def test_every_launch_compiles(tmp_path: Path, triton: str) -> None:
     if triton == "oldest" and not (OLDEST / "triton").is_dir():
         pytest.skip("no oldest Triton; bring it by: make .triton-oldest/.installed")
-    first = [str(OLDEST)] if triton == "oldest" else []
-    paths = os.pathsep.join([*first, str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("rehearse_paced.py"))],
-        env=environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    script = Path(__file__).with_name("rehearse_paced.py")
+    found = rehearse(script, tmp_path, *([OLDEST] if triton == "oldest" else []), timeout_s=600)
     # Forward: put, in, out, reduce, fused. Backward: the same, wgrad, dweight, and fused with riders.
     assert Counter(found["kernels"]) == {
         "overlap_kernel": 13, "send_kernel": 1, "receive_kernel": 1, "release_kernel": 1,

@@ -1,29 +1,18 @@
 """What a rehearsal does, as far as a machine without a GPU shows: it compiles and loads, and runs nothing."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.rehearsals import rehearse
 
 
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_virtual_pes.py rehearses for the GPU that is here"
 )
 def test_every_kernel_of_a_pass_is_compiled_once_and_loaded(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("rehearse_without_gpu.py"))],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = rehearse(Path(__file__).with_name("rehearse_without_gpu.py"), tmp_path)
     # Forward, backward, and two releases, of two PEs, three times: all PEs share the kernels. The third pass
     # is paced: its forward and backward are other kernels, and only these look at a clock.
     assert found["kernels"] == [*["overlap_kernel"] * 4, "release_kernel"]

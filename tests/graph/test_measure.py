@@ -1,0 +1,25 @@
+"""Measuring on CPU ranks: what a node takes, where ranks have not the same to do."""
+
+import torch
+import torch.distributed as dist
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from lancet_kernels.graph.from_fx import op_name
+from lancet_kernels.graph.measure import measure_nodes
+
+
+def measured_on_rank() -> dict[str, float]:
+    """Milliseconds by op; rank 1 multiplies matrices of 400^2, rank 0 of 4^2."""
+    size = 400 if dist.get_rank() == 1 else 4
+    x = torch.randn(size, size, dtype=torch.float64)
+    module = make_fx(lambda x: (x @ x).sum())(x)
+    times = measure_nodes(module, [x], dist.group.WORLD.group_name)
+    return {op_name(n): times[n.name].milliseconds for n in module.graph.nodes if n.op == "call_function"}
+
+
+def test_the_slowest_rank_counts(pool) -> None:
+    first, second = pool.run(measured_on_rank, ranks=2)
+    assert first == second
+    # 1.3e8 FLOPs: more than 0.5 ms on any one core; those of rank 0 take some 0.01 ms.
+    assert 0.5 < first["aten.mm"] < 1000
+    assert first["aten.mm"] > 5 * first["aten.sum"]
