@@ -1,4 +1,4 @@
-"""Runs a rehearsal: a program that compiles the launches of kernels for a GPU that is not here, and runs none."""
+"""Runs a rehearsal: a program that compiles and loads the kernels of launches, for a GPU that is not here."""
 
 from __future__ import annotations
 
