@@ -153,7 +153,9 @@ def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def broadcast_replicated(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make replicated parameters and buffers equal those of rank 0."""
+    """Make replicated parameters (also those that are not trained) and buffers equal those of rank 0."""
+    experts = {id(p) for p in expert_parameters(model)}
+    replicated = [p for p in model.parameters() if id(p) not in experts]
     with torch.no_grad():
-        for tensor in [*replicated_parameters(model), *model.buffers()]:
+        for tensor in [*replicated, *model.buffers()]:
             dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.fused_step import FusedChoice, exchange_of
-from lancet_kernels.gradients import call_with_summed_gradients
+from lancet_kernels.gradients import broadcast_replicated, call_with_summed_gradients
 from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
@@ -139,8 +139,9 @@ def optimize(
         times: file of measured op times (default: in the user's cache folder); they are not measured again.
         options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
         plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
-        reduce_gradients: sum the gradients of replicated parameters over the ranks, as part of the plan.
-            Divide the loss by the number of ranks for an average; use no DistributedDataParallel around it.
+        reduce_gradients: sum the gradients of replicated parameters over the ranks, as part of the plan;
+            before that, give all ranks the replicated parameters and buffers of rank 0. Divide the loss by
+            the number of ranks for an average; use no DistributedDataParallel around it.
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
             which puts and GEMM tiles overlap. None: "fused" if the model's MoE layers are.
         lowering: with "fused", "auto" fuses the layers where that is predicted faster, "fused" all that can
@@ -159,6 +160,9 @@ def optimize(
     step = _Step(model, tuple(example_inputs), reduce_gradients, times)
     measured = cluster is None
     module, inputs = _captured_alike(step)
+    if step.reduce_group:
+        # As DistributedDataParallel does, whose work this is here: what is alike then stays alike.
+        broadcast_replicated(model, group_of(step.group))
     program, cost = step.costs(module, inputs, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
@@ -340,7 +344,9 @@ def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:
             module = captured.joint
         # Out here, where the parameters are real again.
         inputs = step.graph_inputs(captured)
-        found = fingerprint(Program.from_fx(module))
+        tensors = [*step.model.named_parameters(), *step.model.named_buffers()]
+        state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
+        found = f"{fingerprint(Program.from_fx(module))} {state}"
     except UserError as error:
         refusal = error
     fingerprints = _all_gather(step.group, found)

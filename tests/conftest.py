@@ -13,6 +13,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Before CUDA starts: a queue for each of the streams on which PEs wait for each other.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 from tests.ranks import RankPool
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them all they start.

@@ -110,11 +110,13 @@ class OverlapConfig:
         cls, width: int, hidden: int, activation: str, dtype: torch.dtype, arch: int, programs: int
     ) -> OverlapConfig:
         """The heuristic default for compute capability `arch` and a grid of `programs`."""
+        aligned = width * dtype.itemsize % 16 == 0 and hidden * dtype.itemsize % 16 == 0
+        tile = overlap_tile(activation, dtype, arch)
         return cls(
-            overlap_tile(activation, dtype, arch),
+            tile if aligned else plain_tile(tile, dtype),
             programs=programs,
             comm_programs=max(1, programs // 8),
-            tma=arch >= 90 and width * dtype.itemsize % 16 == 0 and hidden * dtype.itemsize % 16 == 0,
+            tma=arch >= 90 and aligned,
         )
 
 
@@ -131,6 +133,24 @@ def overlap_tile(activation: str, dtype: torch.dtype, arch: int) -> GemmConfig:
     if arch >= 90:
         return GemmConfig(128, 64 if activation == "swiglu" else 128, 64, 8, 4)
     return GemmConfig(64, 64, 32, 8, 4)
+
+
+def plain_tile(tile: GemmConfig, dtype: torch.dtype) -> GemmConfig:
+    """What `tile`, one for tensor descriptors, becomes where not all operands are aligned for them.
+
+    Plain loads need registers for addresses: 128x128x64 with 4 stages spills 1104 bytes in the forward and
+    1724 in the backward with independent GEMMs (bfloat16, sm_90, Triton 3.6, compiled 2026-11-21); this does
+    not. (64 columns do, 416 bytes, on sm_100 with Triton 3.9.) Spills are in memory that the driver grows at
+    a launch, for which it waits until the device is idle: never, if a peer there waits for that launch.
+    """
+    if dtype.itemsize == 4:
+        return replace(tile, num_stages=1)
+    return replace(
+        tile,
+        block_n=min(tile.block_n, 32),
+        block_k=min(tile.block_k, 32),
+        num_stages=min(tile.num_stages, 3),
+    )
 
 
 def launch_tile(tile: GemmConfig, *, backward: bool, nvshmem: bool) -> GemmConfig:
@@ -310,16 +330,21 @@ class _Launch:
         self.exchange, self.use, self.routing, self.experts = exchange, use, routing, experts
         self.config, self.dense, self.backward = config, list(dense), backward
         self.hidden, self.width_in = experts.hidden, experts.w1.shape[2]
-        self.gemm = launch_tile(config.gemm, backward=backward, nvshmem=exchange.nvshmem)
 
     def run(self, *, out: Tensor, **tensors: Tensor | Use | int | None) -> None:
         self.problems = dense_table(self.dense, self.exchange.memory.device) if self.dense else None
-        gemm, exchange = self.gemm, self.exchange
+        exchange, config = self.exchange, self.config
+        # Once for both launches of a split one: they count the same tiles.
+        self.tma = config.tma and self._fit_tma([out, *tensors.values()])
+        gemm = config.gemm
+        if config.tma and not self.tma:
+            gemm = plain_tile(gemm, exchange.dtype)
+        self.gemm = gemm = launch_tile(gemm, backward=self.backward, nvshmem=exchange.nvshmem)
         tiles = {
             "tiles_in": -(-self.hidden // gemm.block_n),
             "tiles_out": -(-exchange.width // gemm.block_n),
         }
-        blocks = -(-out.shape[0] // self.config.reduce_tokens)
+        blocks = -(-out.shape[0] // config.reduce_tokens)
         wgrads: tuple[tuple[int, int], ...] = ()
         dweight_blocks = blocks if self.backward else 0
         if self.backward:
@@ -327,7 +352,7 @@ class _Launch:
         problems = tuple(self._grid(*gemm.c.shape) for gemm in self.dense)
         first, second = {"put": True, "tiles_in": tiles["tiles_in"], "dense": problems}, {}
         first["dweight_blocks"] = dweight_blocks
-        rest = first if not self.config.split else second
+        rest = first if not config.split else second
         rest |= {"tiles_out": tiles["tiles_out"], "wgrads": wgrads, "reduce_blocks": blocks}
         for stages in filter(None, (first, second)):
             self._launch(LaunchShape(**({"put": False} | stages), **self._shape()), out=out, **tensors)
@@ -355,14 +380,13 @@ class _Launch:
         get = lambda name: tensors.get(name, nothing)  # noqa: E731
         earlier = given.get("earlier") or self.use
         words = exchange.report if self.problems is None else self.problems
-        tma = config.tma and self._fit_tma(tensors.values())
         put_stage, stage = (nothing, nothing) if exchange.stage is None else exchange.stage.local
-        if tma:
+        if self.tma:
             runtime.provide_scratch()
         launch(
             overlap_kernel, (config.programs,),
-            tasks, tasks.shape[0], self.use.words, self.use.next_counter(), earlier.words, exchange.report,
-            exchange.rank, exchange.max_polls(),
+            tasks, 0 if runtime.without_tasks else tasks.shape[0], self.use.words, self.use.next_counter(),
+            earlier.words, exchange.report, exchange.rank, exchange.max_polls(),
             exchange.world, exchange.local_experts, exchange.capacity, exchange.width, self.hidden,
             self.width_in, exchange.chunks, routing.expert.shape[0], routing.expert.shape[1],
             get("source"), routing.token, tensors.get("scale", routing.weight), routing.count, put_stage,
@@ -384,13 +408,13 @@ class _Launch:
             BACKWARD=self.backward, ACT=self.experts.activation, HAS_BIAS=self.experts.b1 is not None,
             SAVE_PRE=True, SCALED="scale" in given, WEIGHTED=not self.backward, BANKS=exchange.banks,
             EARLIER_BANKS=given.get("forward_banks", exchange.banks),
-            NVSHMEM=exchange.nvshmem, UPCAST=runtime.needs_upcast(exchange.dtype), TMA=tma,
+            NVSHMEM=exchange.nvshmem, UPCAST=runtime.needs_upcast(exchange.dtype), TMA=self.tma,
             BM=gemm.block_m, BN=gemm.block_n, BK=gemm.block_k, PUT_ROWS=config.put_rows,
             PUT_BLOCK=config.put_block, BT=config.reduce_tokens, BD=config.reduce_block,
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),
         )  # fmt: skip
 
-    def _fit_tma(self, tensors: Iterable[Tensor | Use | int]) -> bool:
+    def _fit_tma(self, tensors: Iterable[Tensor | Use | int | None]) -> bool:
         """Descriptors need bases and row distances that are multiples of 16 bytes. Stores rely on it, too."""
         operands = [t for t in tensors if isinstance(t, Tensor)]
         widths = [self.exchange.width, self.hidden]
@@ -401,10 +425,22 @@ class _Launch:
         return all(t.data_ptr() % 16 == 0 for t in operands) and all(w * bytes_each % 16 == 0 for w in widths)
 
 
-@functools.lru_cache(maxsize=64)
+# More than a measurement launches: what is made again in the middle of one waits for the device.
+@functools.lru_cache(maxsize=1024)
+def _device_tasks(shape: LaunchShape, device: torch.device) -> Tensor:
+    return torch.from_numpy(build_tasks(shape)).to(device)
+
+
+_captured_tasks: dict[tuple[LaunchShape, torch.device], Tensor] = {}
+"""Task lists that CUDA graphs hold the addresses of: kept, whatever the cache forgets."""
+
+
 def device_tasks(shape: LaunchShape, device: torch.device) -> Tensor:
     """The task list on the device; made once for each shape, with a copy that waits for the device."""
-    return torch.from_numpy(build_tasks(shape)).to(device)
+    tasks = _device_tasks(shape, device)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured_tasks[shape, device] = tasks
+    return tasks
 
 
 def dense_kinds(problems: Sequence[DenseGemm]) -> int:

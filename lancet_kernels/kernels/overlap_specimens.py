@@ -8,7 +8,13 @@ import torch
 
 from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
-from lancet_kernels.kernels.overlap import OverlapConfig, launch_tile, most_registers, overlap_tile
+from lancet_kernels.kernels.overlap import (
+    OverlapConfig,
+    launch_tile,
+    most_registers,
+    overlap_tile,
+    plain_tile,
+)
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel
 from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
 from lancet_kernels.kernels.specimen import Specimen, pointers
@@ -56,6 +62,14 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "", arch, dtype=torch.float16)
         yield specimen(fused, "", arch, dtype=torch.float32)
         yield specimen(fused, "", arch, paced=True)
+        # An operand that is not aligned for descriptors: the layer's own, or only one that rides along.
+        for activation in ("gelu", "swiglu"):
+            yield specimen(fused, "", arch, activation=activation, plain="odd")
+        for riders in ("", "+dense"):
+            yield specimen(fused, riders, arch, dtype=torch.float32, plain="odd")
+        yield specimen(fused, "+dense", arch, plain="odd")
+        yield specimen(fused, "+dense", arch, plain="odd riders")
+        yield specimen(fused, "+dense", arch, activation="swiglu", plain="odd")
     yield specimen("backward", "+dw", arch, paced=True)
     yield _write_dense_row()
     yield from (_release(nvshmem) for nvshmem in (False, True))
@@ -100,17 +114,21 @@ def specimen(
     bias: bool = True,
     nvshmem: bool = False,
     paced: bool = False,
+    plain: str = "",
     config: OverlapConfig | None = None,
 ) -> Specimen:
     """The fused kernel with the stages `fused`, independent GEMMs `riders`, and one configuration.
 
-    paced: over an emulated wire. config: None means the default of the architecture.
+    paced: over an emulated wire. plain: why there are no tensor descriptors; "odd": widths are not multiples
+    of 16, "odd riders": only those of independent GEMMs. config: None means the default of the architecture.
     """
     stages, backward = _FUSED[fused]
     short = _SHORT[dtype]
     config = config or OverlapConfig(overlap_tile(activation, dtype, arch))
-    tile = launch_tile(config.gemm, backward=backward, nvshmem=nvshmem)
-    tma = arch >= 90 and dtype.itemsize == 2
+    narrow = plain == "odd" or (plain and arch >= 90)
+    tile = plain_tile(config.gemm, dtype) if narrow else config.gemm
+    tile = launch_tile(tile, backward=backward, nvshmem=nvshmem)
+    tma = arch >= 90 and not plain
     constexprs = dict.fromkeys(_STAGES, False) | dict.fromkeys(stages, True)
     constexprs |= {
         "DENSE_KINDS": _DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
@@ -124,14 +142,16 @@ def specimen(
         constexprs["wire_ptr"] = None
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
     signature = {name: _TYPES.get(name, f"*{short}") for name in arguments}
-    more = ("" if bias else " no bias") + (" nvshmem" if nvshmem else "") + (" paced" if paced else "")
+    said = {"no bias": not bias, "nvshmem": nvshmem, "paced": paced, plain: bool(plain)}
+    more = "".join(f" {what}" for what, holds in said.items() if holds)
+    widths = () if plain == "odd" else ("D", "F", "H")
     return Specimen(
         name="overlap",
         config=f"{fused}{riders} {activation} {short} {tile}{more}",
         kernel=overlap_kernel,
         signature=signature,
         constexprs=constexprs,
-        aligned=(*pointers(signature), "D", "F", "H"),
+        aligned=(*pointers(signature), *widths),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         options={"maxnreg": most_registers(tile)},

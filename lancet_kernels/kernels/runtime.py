@@ -4,6 +4,9 @@ The interpreter is chosen once, by TRITON_INTERPRET=1 in the environment before 
 is for proof, not for speed: it runs the very same kernels, program after program, on CPU tensors.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import triton
 
@@ -14,6 +17,23 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 if INTERPRETED:
     prepare_once_per_launch()
+
+without_tasks = False
+"""Launches of the overlap kernel walk no task list: see `launched_without_tasks`."""
+
+
+@contextmanager
+def launched_without_tasks() -> Iterator[None]:
+    """Inside, overlap kernels are launched as always, and end at once: nothing is sent, nothing waited for.
+
+    What a driver does at the first launch of a kernel (memory for its stack, say) is done after that.
+    """
+    global without_tasks
+    without_tasks = True
+    try:
+        yield
+    finally:
+        without_tasks = False
 
 
 def check_device(what: str, tensor: torch.Tensor) -> None:

@@ -20,14 +20,17 @@ On the CPU the interpreter runs one launch after the other: only what needs no l
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
 import triton
+from triton.runtime.errors import OutOfResources
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel
 from lancet_kernels.symmetric.virtual import virtual_memories
@@ -46,6 +49,8 @@ class VirtualPes:
 
     def __init__(self, world: int, device: torch.device | str) -> None:
         self.world, self.device = world, torch.device(device)
+        if self.device.type == "cuda":
+            _check_connections(world)
         self.memories = virtual_memories(world, self.device)
         self._streams = _streams(self.device, world) if self.device.type == "cuda" else []
 
@@ -90,9 +95,12 @@ class VirtualPes:
             here.wait_stream(stream)
 
     def rehearse(self, play: Callable[[int], object], *others: Any) -> None:
-        """Do everything that play does the first time, but launch no overlap kernel, and none of `others`.
+        """Do everything that play does the first time, but put nothing and wait for nobody.
 
-        To the exchanges it is a pass that all PEs skip: epochs go on, nothing is sent, banks are released.
+        First without launching the overlap kernel and `others`, which are compiled side by side; then, if
+        there are no others, with launches that have no tasks. To the exchanges these are two passes that all
+        PEs skip: epochs go on, nothing is sent, banks are released. Memory is a first time, too: rehearse
+        while what will be held meanwhile is held.
         """
         if not self._streams:
             return
@@ -100,6 +108,22 @@ class VirtualPes:
         with rehearsal(*others):
             self.each(play)
         torch.cuda.synchronize(self.device)
+        if not others:
+            with runtime.launched_without_tasks():
+                self.each(play)
+            torch.cuda.synchronize(self.device)
+
+
+def _check_connections(world: int) -> None:
+    """Raise UserError if streams share a queue: a PE's launch would stand behind another's that waits."""
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    if not given.isdigit() or int(given) <= world:
+        raise UserError(
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            got=given,
+            expected=f"more than {world}, for as many PEs on one device",
+            do="set it to 32 before Python starts",
+        )
 
 
 @functools.cache
@@ -144,4 +168,5 @@ def rehearsal(*others: Any) -> Iterator[None]:
         if isinstance(kernel, triton.FutureKernel):
             kernel = kernel.kernel
         if kernel is not None:
-            kernel._init_handles()
+            with suppress(OutOfResources):  # as above
+                kernel._init_handles()

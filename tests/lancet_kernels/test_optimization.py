@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels import MoELayer, UserError
+from lancet_kernels import MoELayer, UserError, expert_parameters
 from lancet_kernels.cli import main
 from lancet_kernels.graph.capture import CaptureError, capture
 from lancet_kernels.graph.program import Phase
@@ -285,6 +285,27 @@ def test_ranks_that_disagree_refuse_to_start(pool, tmp_path, what):
         assert error.startswith(f"UserError: training step across ranks: got {wanted}"), error
     if what == "capture":
         assert by_rank[1][0].startswith("CaptureError: capture of Branching"), by_rank[1]
+
+
+def other_weights_on_rank(reduce_gradients: bool) -> tuple[list[Tensor], bool]:
+    """Replicated parameters after `optimize`, where ranks had seeds of their own; are experts as before?"""
+    torch.manual_seed(7 + dist.get_rank())
+    model = OwnModel()
+    experts = [p.detach().clone() for p in expert_parameters(model)]
+    batch = {"x": torch.randn(4, 5, 6), "y": torch.randn(4, 5, 3)}
+    optimized(model, (batch, 2.0), "none", reduce_gradients=reduce_gradients)
+    kept = all(map(torch.equal, experts, expert_parameters(model)))
+    own = {id(p) for p in expert_parameters(model)}
+    return [p.detach() for p in model.parameters() if id(p) not in own], kept
+
+
+def test_replicated_parameters_become_those_of_rank_0(pool):
+    (first, kept), (second, also) = pool.run(other_weights_on_rank, True, ranks=2)
+    assert kept
+    assert also
+    assert all(map(torch.equal, first, second))
+    first, second = (found for found, _ in pool.run(other_weights_on_rank, False, ranks=2))
+    assert not all(map(torch.equal, first, second)), "who reduces gradients himself keeps what he has"
 
 
 def failing_plan_on_rank(folder: str) -> str:

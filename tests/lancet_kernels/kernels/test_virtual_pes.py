@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lancet_kernels.errors import CommunicationError
+from lancet_kernels.kernels.runtime import launched_without_tasks
 from lancet_kernels.kernels.virtual_pes import rehearsal
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.test_overlap_kernel import SMALL
@@ -140,6 +141,7 @@ def test_a_paced_wire_takes_its_time_and_changes_no_bit(compiled, work):
     run.pes.rehearse(run.play)
     fast = run.pes.each(run.play)
     run.check()
+    run.pes.rehearse(run.play)  # once more, with the answers held
     count = torch.stack([data.routing.count.view(case.world, -1).sum(1) for data in run.data])
     away = count if case.world == 1 else count.fill_diagonal_(0)
     rows = (away.sum(0) + away.sum(1)).tolist()
@@ -162,7 +164,25 @@ def test_a_paced_wire_takes_its_time_and_changes_no_bit(compiled, work):
 def test_a_rehearsal_sends_nothing(compiled):
     run = VirtualPass(ODD, torch.device("cuda"))
     run.pes.rehearse(run.play)
+    assert_skipped(run, 2)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_launches_without_tasks_send_nothing_and_wait_for_nobody(device: torch.device, world: int) -> None:
+    case = replace(ODD, world=world)
+    run = VirtualPass(case, device)
+    with launched_without_tasks():
+        for _ in range(3):
+            run.pes.each(run.play)
+    assert_skipped(run, 3)
+    if world == 1:
+        assert_right(run.pes.each(run.play), case)
+    run.check()
+
+
+def assert_skipped(run: VirtualPass, passes: int) -> None:
+    """Nothing came, and the banks are free again, as after so many passes."""
     for exchange in (*run.forwards, *run.backwards):
         assert not exchange.rows.local.any()
         assert not exchange.arrived.local.any()
-        assert (exchange.released.local.max(1).values.sum() >> 32) == 1, "the skipped pass is released"
+        assert exchange.released.local.max() >> 32 == passes, "the skipped passes are released"

@@ -64,7 +64,7 @@ class VirtualPass:
         split: bool = False,
         dense: bool = False,
         paced: bool = False,
-        timeout_s: float = 20.0,
+        timeout_s: float = 8.0,
     ) -> None:
         self.case = case
         self.pes = VirtualPes(case.world, device)
