@@ -102,6 +102,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         else Place.modelled(int(arguments.arch.removeprefix("sm_")))
     )
     cache = TunedCache(arguments.cache or default_cache())
+    if local_rank == 0 and not arguments.dry_run:
+        cache.check_writable()
     if rank == 0:
         print(_what(place, len(tasks), cache), file=sys.stderr)
     with ExitStack() as stack:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lancet_kernels.atomic import json_text, write_json_atomically, write_text_atomically
+from lancet_kernels.atomic import file_errors, json_text, locked, write_json_atomically, write_text_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.runs import RunFolder, resolve_run
 
@@ -31,6 +31,19 @@ def test_atomic_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
         write_text_atomically(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["summary.json"]
+
+
+@pytest.mark.parametrize("name", ["", "file/times.json", "file/deeper/times.json"])
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match=r"file to write: got .*, expected a file that .*; name") as caught,
+        locked(tmp_path / name),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"got here \(no space left\),"), file_errors("here"):
+        raise OSError(28, "no space left")
 
 
 def test_json_text_is_one_strict_line():
