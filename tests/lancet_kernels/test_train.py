@@ -363,7 +363,12 @@ WRONG = {
     "tokenizer": (["--tokenizer", "none.json"], "tokenizer: got none.json, expected an existing path"),
     "sequence": (["--sequence", 1000], "sequence: got 1000, expected at most 128"),
     "steps": (["--steps", 0], "--steps: got 0, expected a whole number of at least 1"),
-    "ranks": (["--ranks", "two"], "--ranks: invalid"),
+    "ranks": (["--ranks", "two"], "--ranks: got 'two', expected a whole number of at least 1"),
+    "capacity of text": (
+        ["--capacity-factor", "x"],
+        "--capacity-factor: got 'x', expected a number above 0, or none",
+    ),
+    "decay": (["--weight-decay", "-"], "--weight-decay: got '-', expected a number of at least 0"),
     "lr": (["--lr", "nan"], "--lr: got nan, expected a number above 0"),
     "option": (["--stepz", 3], "unrecognized arguments: --stepz 3"),
     "resume": (["--resume", "never"], "run: got never, expected a run in runs (which has none)"),
