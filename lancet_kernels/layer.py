@@ -339,17 +339,31 @@ class MoELayer(nn.Module):
             for local, expert in enumerate(self.expert_ids()):
                 destination[f"{prefix}experts.{expert}.{name}"] = stacked[local]
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        not_stacked = []
         for name in self.expert_names():
             keys = [f"{prefix}experts.{expert}.{name}" for expert in self.expert_ids()]
             if all(key in state_dict for key in keys):
                 state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
+            elif prefix + name not in state_dict:
+                not_stacked.append(prefix + name)
+                missing_keys += [key for key in keys if key not in state_dict]
+                # Known, so not unexpected; an incomplete parameter stays as it is.
+                for key in keys:
+                    state_dict.pop(key, None)
         # A full checkpoint also has the other ranks' experts: not ours to load, not unexpected either.
         for key in [k for k in state_dict if k.startswith(prefix + "experts.")]:
             expert = key.removeprefix(prefix + "experts.").split(".")[0]
             if expert.isdigit() and int(expert) < self.num_experts and int(expert) not in self.expert_ids():
                 del state_dict[key]
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        own_missing: list[str] = []
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
+        )
+        # Under their global names they are told already.
+        missing_keys += [key for key in own_missing if key not in not_stacked]
 
     def extra_repr(self) -> str:
         return (
