@@ -1,11 +1,14 @@
 """Files that are either the old one or the new one, whatever kills the process in between."""
 
 import contextlib
+import errno
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from lancet_kernels.errors import UserError
 
 
 def write_text_atomically(path: str | os.PathLike[str], text: str) -> None:
@@ -40,18 +43,34 @@ def locked(path: str | os.PathLike[str]) -> Iterator[None]:
     """Nobody else who asks for this lock changes the file at `path` meanwhile. Waits; freed if we die.
 
     For read, change, replace. The lock is a file of its own beside it, since the file itself is replaced.
-    Where the system has no such locks (not POSIX), there is none.
+    Where the system has no such locks (not POSIX), there is none. Raises UserError if the file cannot be
+    written, there or in the block.
     """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f".{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with file_errors(path), contextlib.ExitStack() as stack:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(ImportError):
+            import fcntl
+
+            file = stack.enter_context(path.with_name(f".{path.name}.lock").open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+@contextlib.contextmanager
+def file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """An OSError in the block becomes a UserError: the file at `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            "file to write",
+            got=f"{path} ({error.strerror or error})",
+            expected="a file that can be written",
+            do="name another file, or check the permissions",
+        ) from error
 
 
 def json_text(data: object, *, indent: int | None = None) -> str:

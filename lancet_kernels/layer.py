@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from numbers import Integral, Real
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.ops.expert_activation import activate, input_width
-from lancet_kernels.ops.gates import Gate, parse_gate
+from lancet_kernels.ops.gates import GATES, Gate, parse_gate
 from lancet_kernels.ops.groups import group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums
 
@@ -123,8 +124,17 @@ class MoELayer(nn.Module):
         self.reset_parameters()
 
     def _check(self, d_model, d_ff, num_experts, top_k, capacity_factor, activation, shared_d_ff) -> None:
-        for what, value in (("d_model", d_model), ("d_ff", d_ff), ("num_experts", num_experts)):
-            if value < 1:
+        if not isinstance(self.gate, Gate):
+            raise UserError(
+                "gate", got=repr(self.gate), expected=f"one of {', '.join(GATES)}, or a Gate", do="name one"
+            )
+        sizes = {"d_model": d_model, "d_ff": d_ff, "num_experts": num_experts, "top_k": top_k}
+        if shared_d_ff is not None:
+            sizes["shared_expert_d_ff"] = shared_d_ff
+        for what, value in sizes.items():
+            if not isinstance(value, Integral) or isinstance(value, bool):
+                raise UserError(what, got=repr(value), expected="a whole number", do="give an int")
+            if value < 1 and what in ("d_model", "d_ff", "num_experts"):
                 raise UserError(what, got=value, expected="at least 1", do="give a positive size")
         if shared_d_ff is not None and shared_d_ff < 1:
             raise UserError(
@@ -137,10 +147,15 @@ class MoELayer(nn.Module):
                 expected=f"a multiple of the {self.ranks} ranks of the group",
                 do="change the number of experts or of ranks",
             )
-        if capacity_factor is not None and not (capacity_factor > 0 and math.isfinite(capacity_factor)):
+        if capacity_factor is not None and not (
+            isinstance(capacity_factor, Real)
+            and not isinstance(capacity_factor, bool)
+            and capacity_factor > 0
+            and math.isfinite(capacity_factor)
+        ):
             raise UserError(
                 "capacity_factor",
-                got=capacity_factor,
+                got=repr(capacity_factor),
                 expected="a positive number, or None for dropless",
                 do="use 1.25, say",
             )
@@ -259,6 +274,14 @@ class MoELayer(nn.Module):
         return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
     def _check_input(self, x: Tensor, token_ids: Tensor | None) -> None:
+        for what, value in (("input", x), ("token_ids", token_ids)):
+            if not isinstance(value, Tensor) and not (what == "token_ids" and value is None):
+                raise UserError(
+                    f"{what} of MoELayer",
+                    got=f"a {type(value).__name__}",
+                    expected="a tensor",
+                    do="give a torch.Tensor",
+                )
         if x.dim() < 1 or x.shape[-1] != self.d_model:
             raise UserError(
                 "input of MoELayer",
@@ -316,17 +339,31 @@ class MoELayer(nn.Module):
             for local, expert in enumerate(self.expert_ids()):
                 destination[f"{prefix}experts.{expert}.{name}"] = stacked[local]
 
-    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        not_stacked = []
         for name in self.expert_names():
             keys = [f"{prefix}experts.{expert}.{name}" for expert in self.expert_ids()]
             if all(key in state_dict for key in keys):
                 state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
+            elif prefix + name not in state_dict:
+                not_stacked.append(prefix + name)
+                missing_keys += [key for key in keys if key not in state_dict]
+                # Known, so not unexpected; an incomplete parameter stays as it is.
+                for key in keys:
+                    state_dict.pop(key, None)
         # A full checkpoint also has the other ranks' experts: not ours to load, not unexpected either.
         for key in [k for k in state_dict if k.startswith(prefix + "experts.")]:
             expert = key.removeprefix(prefix + "experts.").split(".")[0]
             if expert.isdigit() and int(expert) < self.num_experts and int(expert) not in self.expert_ids():
                 del state_dict[key]
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        own_missing: list[str] = []
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
+        )
+        # Under their global names they are told already.
+        missing_keys += [key for key in own_missing if key not in not_stacked]
 
     def extra_repr(self) -> str:
         return (
@@ -362,11 +399,13 @@ def moe_losses(sums: list[RoutingSums], group: dist.ProcessGroup | None = None) 
 
     Collective over `group` (None: all ranks): one small all-reduce.
     """
-    if not sums:
+    is_list = isinstance(sums, (list, tuple)) and not isinstance(sums, RoutingSums)
+    if not is_list or not sums or not all(isinstance(one, RoutingSums) for one in sums):
+        wrong = next((one for one in sums if not isinstance(one, RoutingSums)), None) if is_list else sums
         raise UserError(
             "sums",
-            got="none",
+            got="none" if is_list and not sums else f"a {type(wrong).__name__}{' in the list' * is_list}",
             expected="one RoutingSums per MoE layer",
-            do="call forward with return_sums=True",
+            do="call forward with return_sums=True, and give a list of what comes second",
         )
     return ops.losses.moe_losses(sums, group_name(group))

@@ -78,7 +78,18 @@ class OptimizedModule(nn.Module):
         self._expected = module.training, _shapes(inputs)
         self._reduce_group = reduce_group
 
-    def forward(self, *inputs: object) -> object:
+    def forward(self, *inputs: object, **by_name: object) -> object:
+        """What the module returns for these inputs, given by position, in the order of example_inputs.
+
+        Raises: UserError for inputs that are given by name.
+        """
+        if by_name:
+            raise UserError(
+                f"inputs of the optimized {type(self.module).__name__}",
+                got=f"{', '.join(by_name)} by name",
+                expected="all inputs by position",
+                do="give them in the order of example_inputs",
+            )
         if not torch.is_grad_enabled():
             return self.module(*inputs)
         if (self.module.training, _shapes(inputs)) == self._expected:

@@ -57,32 +57,42 @@ def to_options(options: type, arguments: argparse.Namespace) -> Any:
 
 def positive_int(text: str) -> int:
     """Parse a whole number of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of at least 1")
-    return int(text)
+    return _number(int, text, "a whole number of at least 1", lambda value: value >= 1)
 
 
 def non_negative_int(text: str) -> int:
     """Parse a whole number of at least 0."""
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"got {text}, expected a whole number of at least 0")
-    return int(text)
+    return _number(int, text, "a whole number of at least 0", lambda value: value >= 0)
 
 
 def positive_float(text: str) -> float:
     """Parse a finite number above 0."""
-    if not 0 < float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, expected a number above 0")
-    return float(text)
+    return _number(float, text, "a number above 0", _is_positive)
 
 
 def non_negative_float(text: str) -> float:
     """Parse a finite number of at least 0."""
-    if not 0 <= float(text) < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text}, expected a number of at least 0")
-    return float(text)
+    return _number(float, text, "a number of at least 0", lambda value: 0 <= value < float("inf"))
 
 
 def positive_float_or_none(text: str) -> float | None:
     """Parse a number above 0, or the word none."""
-    return None if text.lower() == "none" else positive_float(text)
+    if text.lower() == "none":
+        return None
+    return _number(float, text, "a number above 0, or none", _is_positive)
+
+
+def _is_positive(value: float) -> bool:
+    return 0 < value < float("inf")
+
+
+def _number(kind: type, text: str, expected: str, is_good: Callable[[Any], bool]) -> Any:
+    """The number in `text`. Raises: ArgumentTypeError if there is none, or it is not good."""
+    try:
+        value = kind(text)
+    except ValueError:
+        # argparse would name the function.
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}") from None
+    if not is_good(value):
+        raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
+    return value

@@ -20,6 +20,9 @@ from lancet_kernels.atomic import json_text, sync_folder, write_json_atomically,
 from lancet_kernels.errors import UserError
 
 LATEST = "latest"
+LOCK = "lock"
+# What a run that ended before its first step may leave.
+_UNSTARTED = {LOCK, "plan.json"}
 
 
 class RunFolder:
@@ -37,20 +40,22 @@ class RunFolder:
     def create(cls, root: str | os.PathLike[str], name: str | None = None) -> "RunFolder":
         """Make and lock `root/name`; without a name, the date and time, with `-2`, ... if that is taken.
 
-        Raises UserError if the name is taken or not a plain folder name, or the folder cannot be made.
+        A name is free again if its run ended before the first step. Raises UserError if the name is taken or
+        not a plain folder name, or the folder cannot be made.
         """
         root = Path(root)
         _make(root, parents=True)
         if name is not None:
             _check_name(name)
-            if not _make(root / name):
-                raise UserError(
-                    "run name",
-                    got=f"{name}, which exists in {root}",
-                    expected="a new name",
-                    do="choose another name, or resume that run",
-                )
-            return cls(root / name)
+            is_new = _make(root / name)
+            if not is_new and not _is_unstarted(root / name):
+                raise _taken(root, name)
+            run = cls(root / name)
+            # Again, now that nobody else writes there.
+            if not is_new and not _is_unstarted(root / name):
+                run.close()
+                raise _taken(root, name)
+            return run
         stem = datetime.now().strftime("%Y%m%d-%H%M%S")
         name, number = stem, 1
         while not _make(root / name):
@@ -155,6 +160,19 @@ class RunFolder:
         self._close_metrics()
         self._lock.close()
 
+    def discard(self) -> None:
+        """Let go of a run that has not begun: its folder goes too, if it holds nothing but the lock."""
+        self._close_metrics()
+        try:
+            if os.listdir(self.path) == [LOCK]:
+                # While it is held: who waits for this very file sees that it is gone.
+                (self.path / LOCK).unlink()
+                self.path.rmdir()
+        except OSError:
+            pass  # A folder that cannot be removed may be used again.
+        finally:
+            self.close()
+
     def _close_metrics(self) -> None:
         if self._metrics is not None:
             self._metrics.close()
@@ -205,6 +223,24 @@ def _is_run(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
+def _is_unstarted(path: Path) -> bool:
+    """Is this what a run leaves that ended before its first step?"""
+    try:
+        names = os.listdir(path)
+    except OSError:
+        return False
+    return LOCK in names and _UNSTARTED.issuperset(names)
+
+
+def _taken(root: Path, name: str) -> UserError:
+    return UserError(
+        "run name",
+        got=f"{name}, which exists in {root}",
+        expected="a new name",
+        do="choose another name, or resume that run",
+    )
+
+
 def _check_name(name: str) -> None:
     if name in ("", ".", "..", LATEST) or "/" in name or "\0" in name or name.startswith("."):
         raise UserError(
@@ -236,28 +272,30 @@ def _make(folder: Path, *, parents: bool = False) -> bool:
 
 
 def _lock(folder: Path, wait_s: float) -> TextIO:
-    try:
-        # "a+": opening must not wipe the pid of a process that holds the lock.
-        file = (folder / "lock").open("a+", encoding="utf-8")
-    except OSError as error:
-        raise UserError(
-            "run folder",
-            got=f"{folder} ({_reason(error)})",
-            expected="a folder that can be written to",
-            do="check its permissions",
-        ) from error
     deadline = time.monotonic() + wait_s
     while True:
         try:
+            # "a+": opening must not wipe the pid of a process that holds the lock.
+            file = (folder / LOCK).open("a+", encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                "run folder",
+                got=f"{folder} ({_reason(error)})",
+                expected="a folder that can be written to",
+                do="check its permissions",
+            ) from error
+        try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if os.fstat(file.fileno()).st_nlink:
+                break
+            file.close()  # Its run was discarded meanwhile.
         except BlockingIOError:
-            if time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
             file.seek(0)
             holder = file.read().strip() or "unknown"
             file.close()
+            if time.monotonic() < deadline:
+                time.sleep(0.05)
+                continue
             raise UserError(
                 "run folder",
                 got=f"{folder}, in use by process {holder}",

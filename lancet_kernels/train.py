@@ -364,8 +364,13 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
     check_options(options, rank.world)
     trainer = Trainer(options, rank, load_corpus(options.data, options.tokenizer))
     run, path = _open_run(options, rank, resume)
-    trainer.plan(path / "plan.json")
-    first = _restore(trainer, path, options.steps) + 1 if resume else 1
+    try:
+        trainer.plan(path / "plan.json")
+        first = _restore(trainer, path, options.steps) + 1 if resume else 1
+    except BaseException:
+        if run is not None and not resume:
+            run.discard()
+        raise
     if run is not None:
         # The run has the plan in its own folder from here on.
         run.write_config(asdict(replace(options, experts=trainer.model.config.num_experts, plan=None)))

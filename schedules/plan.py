@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lancet_kernels.atomic import write_json_atomically
+from lancet_kernels.atomic import file_errors, write_json_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Program
@@ -165,8 +165,9 @@ class Plan:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, atomically."""
-        write_json_atomically(path, self.to_json())
+        """Write the plan as JSON, atomically. Raises: UserError if that cannot be."""
+        with file_errors(path):
+            write_json_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path, program: Program | None = None) -> Plan:

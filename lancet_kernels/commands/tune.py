@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.tuning import KINDS
 from lancet_kernels.options import positive_float, positive_int
 from lancet_kernels.workloads import WORKLOADS, parse_workload
 
@@ -52,7 +53,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help=f"{', '.join(WORKLOADS)}, or T,D,F,E,K[,activation]; may be given again (default: all of these)",
     )
     command.add_argument(
-        "--kinds", metavar="LIST", help="some kinds of kernel, as permute,overlap (default: all)"
+        "--kinds", metavar="LIST", help=f"some of {', '.join(KINDS)}, with commas between (default: all)"
     )
     command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
     command.add_argument(
@@ -80,7 +81,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     import torch
     from tqdm import tqdm
 
-    from lancet_kernels.kernels.tuning import KINDS, TunedCache, default_cache
+    from lancet_kernels.kernels.tuning import TunedCache, default_cache
     from lancet_kernels.launch import start_ranks, under_launcher
     from lancet_kernels.tune import Place, tune
     from lancet_kernels.tune_tasks import make_tasks
@@ -102,6 +103,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         else Place.modelled(int(arguments.arch.removeprefix("sm_")))
     )
     cache = TunedCache(arguments.cache or default_cache())
+    if local_rank == 0 and not arguments.dry_run:
+        cache.check_writable()
     if rank == 0:
         print(_what(place, len(tasks), cache), file=sys.stderr)
     with ExitStack() as stack:
@@ -131,12 +134,16 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 def _what(place: Place, tasks: int, cache: Any) -> str:
     how = (
-        f"no GPU here, so nothing is timed; candidates of {tasks} tasks are compiled for {place.name} and "
+        f"no GPU here, so nothing is timed; candidates of {_tasks(tasks)} are compiled for {place.name} and "
         f"ranked by a model of {place.hardware.name}"
         if place.device is None
-        else f"{tasks} tasks on {place.name}"
+        else f"{_tasks(tasks)} on {place.name}"
     )
     return f"{how}; remembered in {cache.path}"
+
+
+def _tasks(number: int) -> str:
+    return f"{number} task{'s' * (number != 1)}"
 
 
 def _as_json(outcomes: Sequence[Outcome], place: Place, cache: Any) -> dict[str, Any]:
@@ -181,7 +188,7 @@ def _text(outcomes: Sequence[Outcome], place: Place, rounds: int) -> str:
         for status, text in STATUSES.items()
         if (count := sum(outcome.status == status for outcome in outcomes))
     ]
-    return "\n".join([*lines, "", f"{len(outcomes)} tasks: {', '.join(counts)}"])
+    return "\n".join([*lines, "", f"{_tasks(len(outcomes))}: {', '.join(counts)}"])
 
 
 def _cost_text(outcome: Outcome, place: Place, rounds: int) -> list[str]:

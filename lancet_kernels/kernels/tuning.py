@@ -16,11 +16,16 @@ Beside the entries the file may have "costs": what fused launches took (`kernels
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import dataclasses
 import functools
 import json
 import math
 import os
+import shutil
+import sys
+import tempfile
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -172,8 +177,36 @@ def is_usable(kind: str, config: Any, shape: Shape, dtype: torch.dtype, arch: in
 
 
 def cache_folder() -> Path:
-    """Where this library remembers things for this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lancet_kernels"
+    """Where this library remembers things for this user.
+
+    If that cannot be written to, a folder with the same content that goes when this process ends; rank 0
+    says so on standard error, once.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    return _writable(Path(base or os.path.expanduser("~/.cache")) / "lancet_kernels")
+
+
+@functools.cache
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A file, not the permissions: these do not tell of everything, least of all root.
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"lancet: nothing is remembered: {folder} cannot be written to ({error.strerror or error});"
+                " set XDG_CACHE_HOME to a folder that can",
+                file=sys.stderr,
+                flush=True,
+            )
+    temporary = Path(tempfile.mkdtemp(prefix="lancet-cache-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for file in folder.glob("*.json"):
+            shutil.copyfile(file, temporary / file.name)
+    return temporary
 
 
 def default_cache() -> Path:
@@ -199,8 +232,16 @@ class TunedCache:
         raw = self._section("costs")
         return {key: cost for key in raw if (cost := self._cost(key, raw[key])) is not None}
 
+    def check_writable(self) -> None:
+        """Raise UserError if the file cannot be written: before hours of tuning, not after them."""
+        with locked(self.path):
+            pass
+
     def put(self, new: Iterable[Entry], costs: Iterable[CostEntry] = ()) -> None:
-        """Add or replace. What was measured stays, if the new entry of that key is only modelled."""
+        """Add or replace. What was measured stays, if the new entry of that key is only modelled.
+
+        Raises UserError if the file cannot be written.
+        """
         with locked(self.path):
             entries = self.entries()
             for entry in new:

@@ -30,9 +30,16 @@ def parse_gate(spec: str) -> Gate:
         raise UserError("gate", got=repr(spec), expected=f"one of {', '.join(GATES)}", do="check the name")
     if not bracket:
         return GATES[name]()
+    if ")" not in rest:
+        raise UserError(
+            f"options of gate {name}",
+            got=repr(spec),
+            expected="a closing bracket",
+            do=f"write {name}, or {name}(option=value)",
+        )
     try:
         call = ast.parse(f"gate({rest}", mode="eval").body
-        options = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+        options = {k.arg: _value(GATES[name], k) for k in call.keywords}
         if call.args or None in options or len(options) < len(call.keywords):
             raise TypeError("options are given by name, each once")
         return GATES[name](**options)
@@ -45,6 +52,23 @@ def parse_gate(spec: str) -> Gate:
             got=repr(spec),
             expected=f"name=value pairs of: {fields}",
             do=f"write them as {name}(option=value)",
+        ) from error
+
+
+def _value(gate: type[Gate], option: ast.keyword) -> object:
+    """The value of an option as it was written. Raises: UserError if it is no Python literal."""
+    defaults = {field.name: field.default for field in dataclasses.fields(gate)}
+    if option.arg not in defaults:
+        raise TypeError(f"no option {option.arg}")
+    try:
+        return ast.literal_eval(option.value)
+    except (ValueError, TypeError) as error:
+        default = defaults[option.arg]
+        raise UserError(
+            f"{option.arg} of gate {gate.name}",
+            got=ast.unparse(option.value),
+            expected="text in quotes" if isinstance(default, str) else "a Python literal",
+            do=f"write {gate.name}({option.arg}={default!r}), say",
         ) from error
 
 

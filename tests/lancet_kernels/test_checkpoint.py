@@ -86,8 +86,22 @@ def test_whole_state_dict_loads_strictly():
         small.load_state_dict(whole_state(seed=1))
     missing = whole_state(seed=1)
     del missing["experts.3.w1"]
-    with pytest.raises(RuntimeError, match=r"(?i)missing key"):
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "experts.3.w1"\. *$') as caught:
         layer.load_state_dict(missing)
+    assert "Unexpected" not in str(caught.value)
+
+
+def test_missing_and_unexpected_experts_go_by_their_global_names():
+    layer = torch.nn.Sequential(MoELayer(**SHAPE, gate="sigmoid", top_k=2))
+    state = {f"0.{name}": tensor for name, tensor in whole_state(seed=1).items()}
+    for name in ("experts.3.w1", "experts.5.w1", "experts.5.b2", "router"):
+        del state[f"0.{name}"]
+    before = layer[0].w1.detach().clone()
+    found = layer.load_state_dict(state | {"0.experts.8.w1": torch.zeros(4, 6)}, strict=False)
+    assert sorted(found.missing_keys) == ["0.experts.3.w1", "0.experts.5.b2", "0.experts.5.w1", "0.router"]
+    assert found.unexpected_keys == ["0.experts.8.w1"]
+    assert torch.equal(layer[0].w1, before)
+    assert torch.equal(layer[0].w2[5], state["0.experts.5.w2"])
 
 
 # ---- model and optimizer

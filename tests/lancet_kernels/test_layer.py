@@ -526,6 +526,15 @@ BAD_LAYERS = {
     "top_groups": ({"gate": "sigmoid(groups=2,top_groups=3)"}, "top_groups of gate sigmoid: got 3"),
     "activation": ({"activation": "relu"}, "activation: got 'relu', expected one of gelu, silu, swiglu"),
     "shared": ({"shared_expert_d_ff": 0}, "shared_expert_d_ff: got 0"),
+    "d_model of no number": ({"d_model": None}, "d_model: got None, expected a whole number"),
+    "fractional experts": ({"num_experts": 2.5}, "num_experts: got 2.5, expected a whole number"),
+    "text as experts": ({"num_experts": "8"}, "num_experts: got '8', expected a whole number"),
+    "top_k as float": ({"gate": "topk", "top_k": 2.0}, "top_k: got 2.0, expected a whole number"),
+    "top_k as bool": ({"top_k": True}, "top_k: got True, expected a whole number"),
+    "shared as text": ({"shared_expert_d_ff": "8"}, "shared_expert_d_ff: got '8', expected a whole number"),
+    "capacity as text": ({"capacity_factor": "1.25"}, "capacity_factor: got '1.25', expected a positive"),
+    "no gate": ({"gate": None}, "gate: got None, expected one of switch, .*, or a Gate"),
+    "class as gate": ({"gate": GATES["topk"]}, "gate: got <class .*, or a Gate"),
 }
 
 
@@ -542,6 +551,9 @@ def test_bad_input():
     ids = torch.zeros(3, dtype=torch.int64)
     for x, token_ids, message in [
         (torch.zeros(3, 5), None, r"input of MoELayer: got shape \[3, 5\], expected \[..., 4\]"),
+        (None, None, "input of MoELayer: got a NoneType, expected a tensor; give"),
+        ([1, 2], None, "input of MoELayer: got a list, expected a tensor"),
+        (torch.zeros(3, 4), [0, 1, 2], "token_ids of MoELayer: got a list, expected a tensor"),
         (torch.zeros(()), None, r"got shape \[\], expected \[..., 4\]"),
         (torch.zeros(3, 4, dtype=torch.float64), None, "got torch.float64, expected torch.float32"),
         (torch.zeros(3, 4, dtype=torch.int64), None, "got torch.int64, expected torch.float32"),
@@ -557,9 +569,16 @@ def test_bad_input():
         with pytest.raises(UserError, match=message) as caught:
             layer(x, token_ids=token_ids)
         assert_one_line(caught.value)
-    with pytest.raises(UserError, match="sums: got none, expected one RoutingSums per MoE layer") as caught:
-        moe_losses([])
-    assert_one_line(caught.value)
+    y, sums = layer(torch.zeros(3, 4), return_sums=True)
+    for wrong, message in [
+        ([], "sums: got none, expected one RoutingSums per MoE layer"),
+        (sums, "sums: got a RoutingSums, expected one"),
+        (y, "sums: got a Tensor, expected one"),
+        ([sums, y], "sums: got a Tensor in the list, expected one"),
+    ]:
+        with pytest.raises(UserError, match=message) as caught:
+            moe_losses(wrong)
+        assert_one_line(caught.value)
 
 
 def assert_one_line(error: UserError) -> None:

@@ -2,10 +2,11 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from lancet_kernels.atomic import json_text, write_json_atomically, write_text_atomically
+from lancet_kernels.atomic import file_errors, json_text, locked, write_json_atomically, write_text_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.runs import RunFolder, resolve_run
 
@@ -30,6 +31,19 @@ def test_atomic_write_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
         write_text_atomically(path, "new")
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["summary.json"]
+
+
+@pytest.mark.parametrize("name", ["", "file/times.json", "file/deeper/times.json"])
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match=r"file to write: got .*, expected a file that .*; name") as caught,
+        locked(tmp_path / name),
+    ):
+        pass
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"got here \(no space left\),"), file_errors("here"):
+        raise OSError(28, "no space left")
 
 
 def test_json_text_is_one_strict_line():
@@ -102,9 +116,54 @@ def test_names_that_are_no_plain_folder_are_refused(tmp_path, name):
 
 
 def test_a_taken_name_is_refused(tmp_path):
-    RunFolder.create(tmp_path, "run").close()
+    with RunFolder.create(tmp_path, "run") as run:
+        run.write_config({})
     with pytest.raises(UserError, match="run, which exists"):
         RunFolder.create(tmp_path, "run")
+
+
+@pytest.mark.parametrize("left", [[], ["plan.json"]])
+def test_the_name_of_a_run_that_never_began_is_free(tmp_path, left):
+    with RunFolder.create(tmp_path, "run") as run:
+        for name in left:
+            (run.path / name).write_text("{}")
+        with pytest.raises(UserError, match="in use by process"):
+            RunFolder.create(tmp_path, "run")
+    RunFolder.create(tmp_path, "run").close()
+
+
+def test_a_folder_of_something_else_is_no_free_name(tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in (None, "plan.json", "lock", "notes.txt"):
+        if name is not None:
+            (tmp_path / "run" / name).write_text("")
+        if name != "lock":
+            with pytest.raises(UserError, match="run, which exists"):
+                RunFolder.create(tmp_path, "run")
+
+
+def test_a_discarded_run_leaves_nothing_but_what_it_wrote(tmp_path):
+    RunFolder.create(tmp_path, "run").discard()
+    assert os.listdir(tmp_path) == []
+    with RunFolder.create(tmp_path, "run") as run:
+        run.write_config({})
+        run.discard()
+    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "lock"]
+
+
+def test_the_lock_of_a_discarded_run_is_no_lock(tmp_path, monkeypatch):
+    run, real, opened = RunFolder.create(tmp_path, "run"), Path.open, []
+
+    def discarded_behind_the_back(path, *args, **kwargs):
+        file = real(path, *args, **kwargs)
+        if not opened:
+            opened.append(file)
+            run.discard()
+        return file
+
+    monkeypatch.setattr(Path, "open", discarded_behind_the_back)
+    with pytest.raises(UserError, match="No such file"):
+        RunFolder.open(tmp_path / "run")
 
 
 def test_root_that_is_a_file_is_refused(tmp_path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import lancet_kernels
 from lancet_kernels import tune as tuner
 from lancet_kernels import tune_tasks
 from lancet_kernels.cli import main
@@ -20,7 +21,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.compile import CompiledKernel
 from lancet_kernels.kernels.compile_pool import Row
 from lancet_kernels.kernels.launch_model import hardware_of
-from lancet_kernels.kernels.tuning import MEASURED, MODELLED, TunedCache
+from lancet_kernels.kernels.tuning import KINDS, MEASURED, MODELLED, TunedCache
 from lancet_kernels.timing import Clock
 from lancet_kernels.tune import Place, rank_candidates, tune
 from lancet_kernels.tune_tasks import make_tasks
@@ -294,6 +295,24 @@ def test_a_dry_run_names_what_is_pruned_and_why(capsys, tmp_path) -> None:
 
 
 @without_gpu
+def test_help_names_the_kinds_and_the_version_is_told(capsys) -> None:
+    with pytest.raises(SystemExit):
+        main(["tune", "--help"])
+    text = "".join(capsys.readouterr().out.split())
+    assert f"someof{','.join(KINDS)},withcommas" in text
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"lancet {lancet_kernels.__version__}\n")
+
+
+def test_a_single_task_is_one(capsys, tmp_path) -> None:
+    one = ["--workload", "256,64,128,4,1", "--kinds", "permute", "--dry-run"]
+    assert main(["tune", "--cache", str(tmp_path / "tuned.json"), *one]) == 0
+    out, err = capsys.readouterr()
+    assert "candidates of 1 task are" in err or "1 task on " in err
+    assert "\n1 task: " in out
+
+
 def test_a_corrupt_cache_is_survived(capsys, compiler, tmp_path) -> None:
     path = tmp_path / "tuned.json"
     arguments = ("--kinds", "permute,routing")

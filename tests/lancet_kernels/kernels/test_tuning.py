@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import tuning
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap import OverlapConfig
@@ -190,3 +191,37 @@ def test_reading_a_sound_file_warns_of_nothing(cache) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert look() == TILE
+
+
+def test_a_cache_folder_that_cannot_be_written_is_said_once_and_replaced(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.delenv(tuning.CACHE_VARIABLE, raising=False)
+    folder = tuning.cache_folder()
+    assert folder == tuning.cache_folder() == tuning.default_cache().parent
+    assert folder.is_dir()
+    assert tmp_path not in folder.parents
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith(f"lancet: nothing is remembered: {tmp_path}/file/lancet_kernels cannot be written")
+    TunedCache(tuning.default_cache()).put([entry()])
+
+
+def test_what_a_read_only_cache_folder_has_is_used(tmp_path, monkeypatch, capsys):
+    TunedCache(tmp_path / "lancet_kernels" / "tuned.json").put([entry()])
+
+    def refused(dir):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(tuning.tempfile, "TemporaryFile", refused)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(tuning.CACHE_VARIABLE, raising=False)
+    assert list(TunedCache(tuning.default_cache()).entries().values()) == [entry()]
+    assert "(Read-only file system)" in capsys.readouterr().err
+
+
+def test_a_named_cache_that_cannot_be_written_is_one_line(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path, tmp_path / "file" / "tuned.json"):
+        with pytest.raises(UserError, match="expected a file that can be written; name another file"):
+            TunedCache(path).check_writable()
