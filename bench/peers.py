@@ -1,7 +1,8 @@
 """MoE layers to compare with, each behind a small adapter: `make_layer(name, ...)` or the reason why not.
 
-Ours, fused and unfused (`backend="torch"`: op by op, on a GPU by our kernels too); what torch alone gives, which is always at hand; other libraries, of
-which none has been run by us yet: whoever has a GPU and installs one gets it in the same table.
+Ours, fused and unfused (`backend="torch"`: op by op, on a GPU by our kernels too); what torch alone gives,
+which is always at hand; other libraries, of which none has been run by us yet: whoever has a GPU and
+installs one gets it in the same table.
 """
 
 from __future__ import annotations
