@@ -17,10 +17,11 @@ from pathlib import Path
 
 MEASURED = "measured"
 # What a list may take in the summary.
-MOST_NAMES, MOST_REMARKS, MOST_REASONS, WIDEST = 20, 12, 8, 170
+MOST_NAMES, MOST_REMARKS, MOST_REASONS, WIDEST = 20, 12, 8, 200
 OUTCOME = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
 BEGUN = re.compile(r"^(tests/\S+\.py::\S.*?)\s*$")
 NOT_COLLECTED = re.compile(r"^ERROR (tests/\S+?\.py)(?: |$)")
+WHY = re.compile(r"^(?:FAILED|ERROR) (tests/\S+::.+?) - (.+)$")
 SKIPPED = re.compile(r"^SKIPPED \[\d+\] \S+: (.+)$")
 EXIT_CODE = re.compile(r"^exit code (\d+)$")
 # Of `timeout`: time was up, and the command went by itself or had to be killed.
@@ -76,8 +77,8 @@ class Stage:
     """What the logs of one stage say, each a `pytest -v` with its exit code behind it.
 
     Attributes:
-        counts: tests by outcome. failed: names. begun: tests without an outcome, for the stage was stopped.
-        reasons: why tests were skipped. troubles: what else went wrong.
+        counts: tests by outcome. failed: names, and why. begun: tests without an outcome, for the stage was
+            stopped. reasons: why tests were skipped. troubles: what else went wrong.
     """
 
     logs: int = 0
@@ -90,12 +91,14 @@ class Stage:
     def read(self, text: str) -> None:
         self.logs += 1
         outcomes: dict[str, set[str]] = {}
-        status, not_collected = None, []
+        status, not_collected, why = None, [], {}
         for line in text.splitlines():
             if match := OUTCOME.match(line):
                 outcomes.setdefault(match[1], set()).add(match[2])
             elif match := BEGUN.match(line):
                 outcomes.setdefault(match[1], set())
+            elif match := WHY.match(line):
+                why.setdefault(match[1], match[2])
             elif match := NOT_COLLECTED.match(line):
                 not_collected.append(match[1])
             elif match := SKIPPED.match(line):
@@ -104,7 +107,7 @@ class Stage:
                 status = int(match[1])
         failed = [name for name, said in outcomes.items() if said & {"FAILED", "ERROR"}] + not_collected
         begun = [name for name, said in outcomes.items() if not said]
-        self.failed += failed
+        self.failed += [f"{name}: {why[name]}" if name in why else name for name in failed]
         self.begun += begun
         self.counts["failed"] += len(failed)
         self.counts["passed"] += sum(said in ({"PASSED"}, {"XPASS"}) for said in outcomes.values())
@@ -114,13 +117,13 @@ class Stage:
         elif status != 0 and not failed:
             self.troubles += [f"exit code {status}", *text.rstrip().splitlines()[-6:-1]]
 
-    def lines(self, name: str) -> list[str]:
+    def lines(self, name: str, most_names: int) -> list[str]:
         counts = ", ".join(f"{self.counts[outcome]} {outcome}" for outcome in ("passed", "failed", "skipped"))
         head = f"{name}: {counts}" + (f" in {self.logs} processes" if self.logs > 1 else "")
         return [
             head,
             *_first([f"  {trouble}" for trouble in dict.fromkeys(self.troubles)], MOST_REASONS),
-            *_first([f"  FAILED {test}" for test in self.failed], MOST_NAMES),
+            *_first([f"  FAILED {test}" for test in self.failed], most_names),
             *_first([f"  was running: {test}" for test in self.begun], MOST_REASONS),
             *_first([f"  skipped: {reason}" for reason in self.reasons], MOST_REASONS),
         ]
@@ -139,8 +142,10 @@ def stages(logs: Path) -> dict[str, Stage]:
 def summary(found: dict | None, figures: Path, logs: Path) -> tuple[str, bool]:
     """-> the last lines of a run, and whether all is well. found: None if nothing was written."""
     lines, well = ["== summary"], True
-    for name, stage in stages(logs).items():
-        lines += stage.lines(name)
+    found_stages = stages(logs)
+    failing = sum(bool(stage.failed) for stage in found_stages.values())
+    for name, stage in found_stages.items():
+        lines += stage.lines(name, MOST_NAMES // max(1, failing))
         well = well and not stage.failed and not stage.troubles
     lines += [note.read_text(encoding="utf-8").rstrip() for note in sorted(logs.glob("*-not-run.txt"))]
     if found is None:

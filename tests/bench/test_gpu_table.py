@@ -99,7 +99,8 @@ def test_summary(tmp_path: Path) -> None:
     assert not well
     assert text.splitlines()[1:-1] == [
         "1-kernels: 1 passed, 3 failed, 1 skipped in 2 processes",
-        "  FAILED tests/b.py::test_c", "  FAILED tests/b.py::test_d", "  FAILED tests/c.py",
+        "  FAILED tests/b.py::test_c: assert 1 == 2", "  FAILED tests/b.py::test_d: RuntimeError",
+        "  FAILED tests/c.py",
         "  skipped: no NVLink",
         "2-alone: 1 passed, 0 failed, 0 skipped",
         "  stopped, for its time was up", "  was running: tests/v.py::test_f[W2]",
@@ -125,7 +126,8 @@ def test_without_figures_it_says_what_the_measurements_said(tmp_path: Path, caps
 def test_short_enough_for_the_last_12000_characters(tmp_path: Path, capsys) -> None:
     """Everything fails, everywhere, and says much."""
     failing = [f"tests/some/folder/test_file.py::test_{i}[{'x' * 60}]" for i in range(200)]
-    text = "".join(f"{name} FAILED [ 1%]\n" for name in failing) + "exit code 1\n"
+    text = "".join(f"{name} FAILED [ 1%]\n" for name in failing)
+    text += "".join(f"FAILED {name} - {'assert ' * 99}\n" for name in failing) + "exit code 1\n"
     for stage in ("1-kernels-1", "2-alone", "3-sanitizer"):
         (tmp_path / f"{stage}.log").write_text(text)
     figures = [figure("wide", largest_difference=1.0, difference_allowed=0.1) for _ in range(80)]
