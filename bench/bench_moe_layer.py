@@ -1,4 +1,4 @@
-"""The whole MoE layer on one rank, forward, and with backward: ours fused, the torch reference, peers."""
+"""The whole MoE layer on one rank, forward, and with backward: ours fused and unfused, peers."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The check on a GPU, in one command and within eight minutes: the tests marked gpu, then the measurements.
-# Needs no network and no installation: plain python3 with torch, Triton and pytest. Every wait is bounded.
+# The check on a GPU, in one command and within eight minutes: the tests marked gpu, the measurements, and
+# with what time is left the sanitizer. Needs no network and no installation: plain python3 with torch,
+# Triton and pytest. Every wait is bounded. Last of all a summary; JSON and logs lie in bench/results.
 # Exit code: 0 all passed and measured, 1 not all, 2 something that it needs is missing (said in one line).
 set -u
 cd "$(dirname "$0")/.." || exit 2
@@ -9,11 +10,11 @@ python=$(command -v "${PYTHON:-python3}") || { echo "make gpu: no ${PYTHON:-pyth
 results=$(realpath -m "${RESULTS:-bench/results}")
 # Not resolved: a link into a virtual environment is what makes it one.
 [[ $python == /* ]] || python=$root/$python
-# Seconds at most: kernel tests side by side, tests of PEs that wait for one another, then the measurements,
-# of which those that do not fit are listed as not measured. Together less than eight minutes.
-kernels_s=${KERNELS_S:-140} pes_s=${PES_S:-140} measure_s=${MEASURE_S:-150}
+# Seconds in all, and at most for each stage: kernel tests side by side, tests that need the GPU for
+# themselves, measurements. The sanitizer has the rest. Whoever is interrupted has kill_s to say what it found.
+total_s=465 kernels_s=${KERNELS_S:-105} pes_s=${PES_S:-110} measure_s=${MEASURE_S:-160} kill_s=10
 
-"$python" - <<'PYTHON' || exit 2
+device=$(timeout --kill-after=5 60 "$python" - <<'PYTHON'
 import importlib.util, shutil, sys
 lacks = [name for name in ("torch", "triton", "pytest", "numpy") if importlib.util.find_spec(name) is None]
 if lacks:
@@ -25,47 +26,83 @@ if torch.cuda.get_device_capability() < (8, 0):
     sys.exit(f"make gpu: {torch.cuda.get_device_name()} is older than compute capability 8.0")
 if not (shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")):
     sys.exit("make gpu: no C compiler, which Triton needs to launch kernels")
+print(torch.cuda.get_device_name().lower().replace(" ", "-").replace("/", "-"))
 PYTHON
+)
+status=$?
+((status < 124)) || echo "make gpu: torch did not find its GPU within a minute" >&2
+((status == 0)) || exit 2
+
+figures=$results/gpu-$device-$(date -u +%Y-%m-%d).json logs=${figures%.json}.logs
+rm -rf "$logs" "$figures"
+mkdir -p "$logs" || exit 2
 
 # Everything where an installation would put it: ops/, graph/ and schedules/ lie inside the package.
 tree=$(mktemp -d) || exit 2
-trap 'rm -rf "$tree"' EXIT
+declare -A running=()
+# An interrupted stage ends all that it has started.
+trap 'kill -INT "${running[@]}" 2>/dev/null; wait; rm -rf "$tree"' EXIT
 cp -r "$root/lancet_kernels" "$root/tests" "$root/bench" "$root/pyproject.toml" "$tree/"
 cp -r "$root/ops" "$root/graph" "$root/schedules" "$tree/lancet_kernels/"
 cd "$tree" || exit 2
-export PYTHONPATH=$tree PYTHONDONTWRITEBYTECODE=1
+export PYTHONPATH=$tree PYTHONDONTWRITEBYTECODE=1 COLUMNS=200
 unset TRITON_INTERPRET
-LANCET_COMMIT=$(git -C "$root" rev-parse --short HEAD 2>/dev/null || echo unknown)
-git -C "$root" diff --quiet HEAD -- 2>/dev/null || LANCET_COMMIT+="+changes"
+LANCET_COMMIT=unknown
+if [[ -e $root/.git ]] && commit=$(git -C "$root" rev-parse --short HEAD 2>/dev/null); then
+  LANCET_COMMIT=$commit
+  git -C "$root" diff --quiet HEAD -- 2>/dev/null || LANCET_COMMIT+="+changes"
+fi
 export LANCET_COMMIT
 
-failed=0
-pytest=("$python" -m pytest -q -p no:cacheprovider -m "gpu and not long")
-together=tests/lancet_kernels/kernels/test_virtual_pes.py
+# start NAME SECONDS COMMAND...: beside what runs already; NAME.log is its output.
+start() {
+  local name=$1 limit=$2
+  shift 2
+  timeout --signal=INT --kill-after=$kill_s "$limit" "$@" >"$logs/$name.log" 2>&1 &
+  running[$name]=$!
+}
+
+# finish NAME: wait for it, and note its exit code at the end of its log.
+finish() {
+  local status
+  wait "${running[$1]}"
+  status=$?
+  unset "running[$1]"
+  printf '\nexit code %d\n' "$status" >>"$logs/$1.log"
+  echo "$1: exit code $status after $SECONDS s"
+}
+
+pytest=("$python" -m pytest -v --color=no -p no:cacheprovider -m "gpu and not long")
+# Virtual PEs wait for one another; the others measure times.
+alone=(tests/lancet_kernels/kernels/test_virtual_pes.py tests/graph/test_measure_gpu.py)
+sanitizer=tests/lancet_kernels/kernels/test_sanitizer_gpu.py
 
 # Most of the time of kernel tests is compiling, so several processes share them.
 shards=$(($(nproc) / 2)) && shards=$((shards < 1 ? 1 : shards > 8 ? 8 : shards))
-pids=()
-trap 'kill "${pids[@]}" 2>/dev/null; rm -rf "$tree"' EXIT
-for ((i = 0; i < shards; i++)); do
-  timeout --kill-after=10 "$kernels_s" "${pytest[@]}" --shard "$i/$shards" --ignore "$together" tests \
-    >"$tree/shard-$i.log" 2>&1 &
-  pids+=($!)
+for ((i = 1; i <= shards; i++)); do
+  start "1-kernels-$i" "$kernels_s" "${pytest[@]}" --shard "$((i - 1))/$shards" \
+    "${alone[@]/#/--ignore=}" --ignore="$sanitizer" tests
 done
-for ((i = 0; i < shards; i++)); do
-  lines=1
-  wait "${pids[$i]}" || { failed=1 lines=60; }
-  echo "kernel tests, process $((i + 1)) of $shards: $(tail -n $lines "$tree/shard-$i.log")"
+for ((i = 1; i <= shards; i++)); do
+  finish "1-kernels-$i"
 done
-grep -h '^SKIPPED' "$tree"/shard-*.log | sort -u
-pids=()
 
 # While a kernel spins, loading a module or sharing a hardware queue with it would wait for it.
 export CUDA_MODULE_LOADING=EAGER CUDA_DEVICE_MAX_CONNECTIONS=32
-timeout --kill-after=10 "$pes_s" "${pytest[@]}" "$together" || failed=1
+start 2-alone "$pes_s" "${pytest[@]}" "${alone[@]}"
+finish 2-alone
 
-name=$("$python" -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))')
-timeout --kill-after=10 $((measure_s + 40)) "$python" bench/gpu_measure.py --budget-s "$measure_s" \
-  --out "$results/gpu-$name-$(date -u +%Y-%m-%d).json" || failed=1
-[ "$failed" = 0 ] || echo "make gpu: not all passed, or not all was measured: see above"
-exit "$failed"
+start measure "$measure_s" "$python" bench/gpu_measure.py --budget-s $((measure_s - 15)) --out "$figures"
+finish measure
+
+left_s=$((total_s - SECONDS))
+if ((left_s >= 40)); then
+  # Its cases end by themselves, a little earlier.
+  export SANITIZER_UNTIL=$(($(date +%s) + left_s - 10))
+  start 3-sanitizer "$left_s" "${pytest[@]}" "$sanitizer"
+  finish 3-sanitizer
+else
+  echo "sanitizer: not run, $left_s s are left" | tee "$logs/sanitizer-not-run.txt"
+fi
+
+"$python" bench/gpu_table.py "$figures" "$logs" || exit 1

@@ -1,7 +1,7 @@
 """The whole MoE layer on one GPU (EP=1), forward, and with backward, against the fastest peer at hand.
 
 Gate, dispatch, experts, combine; no communication. Ours is `MoELayer(backend="fused")`; peers are those of
-`peers.py` that can be had, our torch backend among them: which is the fastest is decided by the medians of
+`peers.py` that can be had, our unfused layer among them: which is the fastest is decided by the medians of
 the same rounds. Capacity 1.25 for ours; the other libraries drop nothing. Parameters are random, so loads
 are near balance, and little or nothing is dropped.
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from gpu_clock import Clock, each_round, spread
+from gpu_clock import Clock, Times, each_round, spread
 from gpu_sizes import normal
-from peers import OURS, PEERS, Absent, Layer, make_layer
+from peers import OURS, PEERS, Absent, make_layer
+from torch import nn
 
 from lancet_kernels.workloads import Workload
 
@@ -30,7 +31,7 @@ class Layers:
         self.x, self.dy = (
             normal(workload.tokens, workload.width, device=device, dtype=dtype, seed=seed) for seed in (0, 1)
         )
-        self.layers: dict[str, Layer] = {}
+        self.layers: dict[str, nn.Module] = {}
         self.absent: dict[str, str] = {}
         for name in (*OURS, *PEERS):
             try:
@@ -42,13 +43,29 @@ class Layers:
         run = self._forward if passes == "forward" else self._both
         return {name: lambda layer=layer: run(layer) for name, layer in self.layers.items()}
 
-    def _forward(self, layer: Layer) -> None:
+    def _forward(self, layer: nn.Module) -> None:
         with torch.no_grad():
             layer(self.x)
 
-    def _both(self, layer: Layer) -> None:
+    def _both(self, layer: nn.Module) -> None:
         layer(self.x.requires_grad_()).backward(self.dy)
+
+    def _clear(self) -> None:
+        """Else the next backward would add to the gradients that are there."""
         self.x.grad = None
+        for layer in self.layers.values():
+            layer.zero_grad(set_to_none=True)
+
+    def rounds(self, clock: Clock, passes: str, rounds: int, warmup: int) -> Times:
+        """All contenders in turn, without gradients of earlier calls. -> ms of each."""
+        taken: Times = {name: [] for name in self.layers}
+        for number in range(warmup + rounds):
+            for name, work in self.contenders(passes).items():
+                elapsed_ms = clock.once(work)
+                self._clear()
+                if number >= warmup:
+                    taken[name].append(elapsed_ms)
+        return taken
 
     def try_all(self) -> None:
         """Each once: what fails here takes no part. Backward in this thread, where compiling is shared."""
@@ -62,6 +79,7 @@ class Layers:
                     raise
                 self.absent[name] = f"failed: {type(error).__name__}: {error}"
                 del self.layers[name]
+            self._clear()
 
 
 def measure(clock: Clock, layers: Layers, rounds: int, warmup: int) -> Iterator[dict]:
@@ -69,7 +87,7 @@ def measure(clock: Clock, layers: Layers, rounds: int, warmup: int) -> Iterator[
     w = layers.workload
     rows_flops = 2.0 * w.tokens * w.choices * w.width * (w.wide + w.hidden)
     for passes in PASSES:
-        ms = clock.rounds(layers.contenders(passes), rounds, warmup)
+        ms = layers.rounds(clock, passes, rounds, warmup)
         flops = rows_flops * (1 if passes == "forward" else 3)
         fastest = min((who for who in ms if who != US), key=lambda who: spread(ms[who])["median"])
         yield {

@@ -3,7 +3,8 @@
     python bench/gpu_measure.py --out bench/results/gpu.json      on a GPU
     python bench/gpu_measure.py --smoke --out smoke.json          tiny sizes in the interpreter, any machine
 
-Exit code 0: everything was measured, 1: something was not (the JSON says what and why), 2: no GPU.
+Exit code 0: all was measured, 1: something was not, or is wrong (the JSON says what and why), 2: no GPU.
+An interrupt (SIGINT) ends the run with what was measured so far.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import signal
 import sys
 import time
 import traceback
@@ -40,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="only parts whose name contains this")
     options = parser.parse_args(argv)
     begin = time.monotonic()
+    interrupt_once()
     if options.smoke:
         # Before anything imports Triton.
         os.environ["TRITON_INTERPRET"] = "1"
@@ -49,28 +52,52 @@ def main(argv: list[str] | None = None) -> int:
         print(f"gpu_measure: no CUDA device that torch {torch.__version__} can use", file=sys.stderr)
         return 2
     from gpu_clock import Clock
-    from gpu_report import MEASURED, Report
+    from gpu_report import Report
+    from gpu_table import MEASURED, remarks, table
 
     device = torch.device("cpu" if options.smoke else "cuda")
-    report = Report(options.out, SMOKE_LABEL if options.smoke else MEASURED, device)
     rounds = options.rounds or (1 if options.smoke else 20)
     wanted = [part for part in parts(Clock(device), rounds, options.smoke) if options.only in part.name]
-    compile_all(wanted, report)
+    label = SMOKE_LABEL if options.smoke else MEASURED
+    report = Report(options.out, label, device, [part.name for part in wanted])
+    try:
+        report.write()
+        compile_all(wanted, report)
+        measure_all(wanted, report, begin, options.budget_s)
+        report.complete = True
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    finally:
+        report.write()
+        found = report.found()
+        print(table(found), *remarks(found), sep="\n")
+    return 1 if remarks(found) else 0
+
+
+def interrupt_once() -> None:
+    """The first SIGINT is a KeyboardInterrupt, even if it was ignored; what that leads to none cuts short."""
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+
+
+def measure_all(wanted: list[Part], report, begin: float, budget_s: float) -> None:
     for part in wanted:
-        if time.monotonic() - begin > options.budget_s:
-            report.miss(part.name, f"out of time ({options.budget_s:g} s)")
+        if time.monotonic() - begin > budget_s:
+            report.miss(part.name, f"out of time ({budget_s:g} s)")
             continue
         try:
             for figure in part.run():
                 report.add(figure)
+            report.done(part.name)
         except Exception as error:
             traceback.print_exc()
             report.miss(part.name, f"{type(error).__name__}: {error}")
         give_back()
         print(f"{part.name}: done after {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-    report.write()
-    print(report.table())
-    return 1 if report.not_measured else 0
 
 
 def parts(clock, rounds: int, smoke: bool) -> list[Part]:

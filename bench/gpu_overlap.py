@@ -209,7 +209,7 @@ def measure(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterat
         ms = taken[direction]
         eta = each_round(partial(_eta, puts=puts), ms["put"], ms[gemm], ms[fused])
         yield {
-            "figure": f"overlap efficiency, {name}",
+            "figure": f"overlap efficiency, virtual PEs on one GPU, {name}",
             "sizes": sizes,
             "name": layer.sizes.name,
             "ms": {"fused": spread(ms[fused]), "put": spread(ms["put"]), "gemm": spread(ms[gemm])},

@@ -1,4 +1,4 @@
-"""What is written about a run: one JSON file, and a short table."""
+"""What is written about a run: one JSON file."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 import triton
+from gpu_table import wrong
 
 import lancet_kernels
-
-MEASURED = "measured"
 
 
 class Report:
     """Figures as they come; the file is whole after each of them, so that a run cut short leaves what it had.
 
     Attributes:
-        figures: one dict for each figure. not_measured: what is missing, and why.
+        planned: names of the parts. complete: did the run come to its end?
+        figures: one dict for each figure.
     """
 
-    def __init__(self, path: Path, label: str, device: torch.device) -> None:
-        self.path, self.label = path, label
+    def __init__(self, path: Path, label: str, device: torch.device, planned: Sequence[str]) -> None:
+        self.path, self.planned, self.complete = path, list(planned), False
         self.figures: list[dict] = []
-        self.not_measured: list[dict[str, str]] = []
+        self._missed: list[dict[str, str]] = []
+        self._done: set[str] = set()
         self._conditions = conditions(label, device)
 
     def add(self, figure: dict) -> None:
@@ -36,38 +38,36 @@ class Report:
         self.write()
 
     def miss(self, what: str, why: str) -> None:
-        self.not_measured.append({"what": what, "why": why})
+        self._missed.append({"what": what, "why": why})
+        self._done.add(what)
         self.write()
 
+    def done(self, part: str) -> None:
+        """All of its figures are here."""
+        self._done.add(part)
+        self.write()
+
+    def found(self) -> dict:
+        """All that there is, as in the file."""
+        rest = [name for name in self.planned if name not in self._done]
+        return {
+            **self._conditions,
+            "complete": self.complete,
+            "planned": self.planned,
+            "not_measured": [*self._missed, *({"what": name, "why": "not reached"} for name in rest)],
+            "wrong": [
+                {"what": f"{figure['figure']}, {figure['name']}", "why": wrong(figure)}
+                for figure in self.figures
+                if wrong(figure)
+            ],
+            "figures": self.figures,
+        }
+
     def write(self) -> None:
-        found = {**self._conditions, "figures": self.figures, "not_measured": self.not_measured}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(found, indent=1, default=str) + "\n", encoding="utf-8")
+        part.write_text(json.dumps(self.found(), indent=1, default=str) + "\n", encoding="utf-8")
         part.replace(self.path)
-
-    def table(self) -> str:
-        """A line for each ratio, with its goal if it has one."""
-        if self.label != MEASURED:
-            return f"{self.label}; ran: " + ", ".join(f"{f['figure']} ({f['name']})" for f in self.figures)
-        lines = [f"{'figure':<44}{'sizes':<14}{'ratio':<38}{'median':>8}{'p10':>8}{'p90':>8}{'goal':>7}"]
-        for figure in self.figures:
-            for ratio in figure["ratios"]:
-                value, goal = ratio["value"], ratio["goal"]
-                reached = (
-                    "" if goal is None else f"{goal:>7.2f}" + ("" if value["median"] >= goal else "  below")
-                )
-                lines.append(
-                    f"{figure['figure']:<44}{figure['name']:<14}{ratio['what']:<38}{value['median']:>8.3f}"
-                    f"{value['p10']:>8.3f}{value['p90']:>8.3f}{reached}"
-                )
-            if "exposed_ms" in figure:
-                exposed = ", ".join(f"{way} {v['median']:.2f}" for way, v in figure["exposed_ms"].items())
-                lines.append(
-                    f"    emulated link, {figure['gb_per_s']:.1f} GB/s; exposed communication, ms: {exposed}"
-                )
-        lines += [f"not measured: {miss['what']}: {miss['why']}" for miss in self.not_measured]
-        return "\n".join(lines)
 
 
 def conditions(label: str, device: torch.device) -> dict[str, object]:

@@ -1,7 +1,8 @@
 """MoE layers to compare with, each behind a small adapter: `make_layer(name, ...)` or the reason why not.
 
-Ours, fused and the torch reference; what torch alone gives, which is always at hand; other libraries, of
-which none has been run by us yet: whoever has a GPU and installs one gets it in the same table.
+Ours, fused and unfused (`backend="torch"`: op by op, on a GPU by our kernels too); what torch alone gives,
+which is always at hand; other libraries, of which none has been run by us yet: whoever has a GPU and
+installs one gets it in the same table.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from lancet_kernels import MoELayer
 from lancet_kernels.ops.expert_activation import activate
 from lancet_kernels.workloads import Workload
 
-Layer = Callable[[Tensor], Tensor]
-OURS = {"ours, fused": "fused", "torch reference": "torch"}
+OURS = {"ours, fused": "fused", "ours, unfused": "torch"}
 
 
 class Absent(Exception):
@@ -49,7 +49,18 @@ class TorchGrouped(nn.Module):
         return torch.zeros_like(x).index_add(0, token, (y * weight[:, None]).to(x.dtype))
 
 
-def _scattermoe(w: Workload, dtype: torch.dtype, device: torch.device) -> Layer:
+class _Called(nn.Module):
+    """A function of x as a module, with the parameters that it uses."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], *modules: nn.Module) -> None:
+        super().__init__()
+        self.function, self.modules_used = function, nn.ModuleList(modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def _scattermoe(w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """github.com/shawntan/scattermoe: takes the router's choice."""
     mlp = importlib.import_module("scattermoe.mlp")
     kind, activation = (mlp.GLUMLP, nn.SiLU()) if w.activation == "swiglu" else (mlp.MLP, nn.GELU())
@@ -60,10 +71,10 @@ def _scattermoe(w: Workload, dtype: torch.dtype, device: torch.device) -> Layer:
         weight, expert = router(x).softmax(-1).topk(w.choices)
         return experts(x, weight, expert)
 
-    return layer
+    return _Called(layer, router, experts)
 
 
-def _megablocks(w: Workload, dtype: torch.dtype, device: torch.device) -> Layer:
+def _megablocks(w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """github.com/databricks/megablocks: dropless MoE, grouped GEMMs."""
     arguments = importlib.import_module("megablocks.layers.arguments")
     dmoe = importlib.import_module("megablocks.layers.dmoe")
@@ -80,13 +91,13 @@ def _megablocks(w: Workload, dtype: torch.dtype, device: torch.device) -> Layer:
         )
     ).to(device, dtype)
     # It takes [sequence, batch, width].
-    return lambda x: layer(x[:, None])[0]
+    return _Called(lambda x: layer(x[:, None])[0], layer)
 
 
 PEERS = {"torch grouped_mm": TorchGrouped, "scattermoe": _scattermoe, "megablocks": _megablocks}
 
 
-def make_layer(name: str, w: Workload, dtype: torch.dtype, device: torch.device) -> Layer:
+def make_layer(name: str, w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """-> what takes x [T, D]: of OURS or of PEERS. Raises Absent if it cannot be had here."""
     if name not in OURS:
         return make_peer(name, w, dtype, device)
@@ -96,7 +107,7 @@ def make_layer(name: str, w: Workload, dtype: torch.dtype, device: torch.device)
     )  # fmt: skip
 
 
-def make_peer(name: str, w: Workload, dtype: torch.dtype, device: torch.device) -> Layer:
+def make_peer(name: str, w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The layer of another library. Raises Absent if it is not installed, or does not take this."""
     if device.type != "cuda":
         raise Absent(f"{name} needs a GPU")

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,38 @@ def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
+    """Even where it is ignored, as in a background process of a shell; a second one changes nothing."""
+    out = tmp_path / "smoke.json"
+    command = ["bash", "-c", 'trap "" INT; exec "$0" bench/gpu_measure.py --smoke --rounds 999 --out "$1"']
+    process = subprocess.Popen(
+        [*command, sys.executable, str(out)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not out.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        begun = json.loads(out.read_text())
+        assert not begun["complete"]
+        assert [missing["what"] for missing in begun["not_measured"]] == begun["planned"]
+        for _ in range(2):
+            process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1, stderr
+    found = json.loads(out.read_text())
+    assert not found["complete"]
+    assert stdout.startswith("smoke: interpreter, no figures")
+    for missing in found["not_measured"]:
+        assert f"not measured: {missing['what']}: not reached\n" in stdout
+
+
 def test_every_measurement_runs(tmp_path: Path) -> None:
     out = tmp_path / "smoke.json"
     done = run(sys.executable, "bench/gpu_measure.py", "--smoke", "--out", str(out))
@@ -39,7 +73,9 @@ def test_every_measurement_runs(tmp_path: Path) -> None:
     assert done.stdout.startswith("smoke: interpreter, no figures")
     found = json.loads(out.read_text())
     assert found["label"] == "smoke: interpreter, no figures"
-    assert found["not_measured"] == []
+    assert found["complete"]
+    assert len(found["planned"]) == 6
+    assert found["not_measured"] == found["wrong"] == []
     assert {"date", "device", "versions", "commit"} <= found.keys()
     names = [figure["figure"] for figure in found["figures"]]
     assert [name for name in names if name.startswith("grouped GEMM")] == [

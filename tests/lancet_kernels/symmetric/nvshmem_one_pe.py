@@ -6,6 +6,8 @@ It calls the C library itself, where the package uses nvshmem4py: what it shows 
 
 import ctypes
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -84,6 +86,16 @@ def symmetric(library: ctypes.CDLL, shape: tuple[int, ...], dtype: torch.dtype) 
     return raw.view(dtype).view(shape).zero_()
 
 
+def arguments_of_put(make: Callable[..., torch.Tensor], device: str) -> tuple:
+    """Of put_to_itself: regions by make(shape, dtype), and a table of zeros in place of the peers."""
+    rows, stage = make((ROWS, WIDTH), torch.float32), make((ROWS, WIDTH), torch.float32)
+    signals = make((2,), torch.int64)
+    source = torch.randn(8, WIDTH, device=device)
+    order = torch.tensor([7, 0, 3], dtype=torch.int32, device=device)
+    nowhere = torch.zeros(1, dtype=torch.int64, device=device)
+    return rows, nowhere, signals, source, order, stage, 0, 3, 1 << 33 | 3, WIDTH
+
+
 def main() -> None:
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")
@@ -92,11 +104,8 @@ def main() -> None:
     start(library)
     major, minor = torch.cuda.get_device_capability()
     libraries = (("libnvshmem_device", str(bitcode(folder, 10 * major + minor))),)
-    rows, signals = symmetric(library, (ROWS, WIDTH), torch.float32), symmetric(library, (2,), torch.int64)
-    source = torch.randn(8, WIDTH, device="cuda")
-    order = torch.tensor([7, 0, 3], dtype=torch.int32, device="cuda")
-    nowhere = torch.zeros(1, dtype=torch.int64, device="cuda")
-    arguments = (rows, nowhere, signals, source, order, 0, 3, 1 << 33 | 3, WIDTH)
+    arguments = arguments_of_put(partial(symmetric, library), "cuda")
+    rows, _, signals, source, order, *_ = arguments
     kernel = put_to_itself.warmup(*arguments, grid=(1,), NVSHMEM=True, extern_libs=libraries)
     kernel._init_handles()
     check(library.nvshmemx_cumodule_init(ctypes.c_void_p(kernel.module)), "nvshmemx_cumodule_init")

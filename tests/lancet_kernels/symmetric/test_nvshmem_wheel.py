@@ -1,6 +1,7 @@
 """NVSHMEM in our kernels, with one PE, where its wheel is installed; nvshmem4py need not be."""
 
 import ctypes
+import inspect
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import nvshmem_one_pe
 import pytest
+import torch
 
 PROGRAM = Path(nvshmem_one_pe.__file__)
 
@@ -24,6 +26,16 @@ def test_bitcode_of_the_architecture_or_the_next_older_one(tmp_path):
         (tmp_path / f"libnvshmem_device_sm_{arch}.bc").touch()
     names = [nvshmem_one_pe.bitcode(tmp_path, arch).stem for arch in (86, 90, 103)]
     assert names == ["libnvshmem_device_sm_80", "libnvshmem_device_sm_90", "libnvshmem_device_sm_100"]
+
+
+def test_the_program_calls_the_kernel_as_it_is_declared():
+    arguments = nvshmem_one_pe.arguments_of_put(lambda shape, dtype: torch.zeros(shape, dtype=dtype), "cpu")
+    signature = inspect.signature(nvshmem_one_pe.put_to_itself.fn)
+    bound = signature.bind(*arguments, NVSHMEM=True).arguments
+    assert [name for name, value in bound.items() if isinstance(value, torch.Tensor)] == [
+        name for name in signature.parameters if name.endswith("_ptr")
+    ]
+    assert (bound["pe"], bound["num_rows"], bound["D"]) == (0, 3, nvshmem_one_pe.WIDTH)
 
 
 @pytest.mark.gpu
