@@ -162,7 +162,7 @@ WRONG = {
     "dtype": (["--dtype", "int3"], "dtype: got int3"),
     "top-k": (["--top-k", "99"], "top_k: got 99"),
     "strategy": (["--strategy", "magic"], "--strategy"),
-    "plan file": (["--save", "/nowhere/plan.json"], "output file: got /nowhere/plan.json"),
+    "plan file": (["--save", "/nowhere/plan.json"], "file to write: got /nowhere/plan.json"),
     "trace file": (["--trace", "/"], "output file: got /"),
     "picture file": (["--timeline", "/nowhere/t.png"], "output file: got /nowhere/t.png"),
     "picture ending": (["--timeline", "picture.xyz"], "output file: got picture.xyz"),

@@ -124,9 +124,19 @@ ONE_BY_ONE = ("ACT", "HAS_BIAS", "dtype", "BM", "BN", "BK", "TMA", "num_warps", 
 
 
 def launches_of(
-    case: Case, kinds: tuple[str, ...], arch: int, *, split: bool, far: bool, paced: bool = False
+    case: Case,
+    kinds: tuple[str, ...],
+    arch: int,
+    *,
+    split: bool = False,
+    far: bool = False,
+    paced: bool = False,
+    rider: int = 16,
 ) -> list[dict]:
-    """The launch options of a pass forward and backward, at the default tile of `arch`; nothing is run."""
+    """The launch options of a pass forward and backward, as `arch` has them by default; nothing is run.
+
+    rider: width of what rides along.
+    """
     seen = []
 
     def note(kernel, grid, *arguments, **options):
@@ -141,7 +151,8 @@ def launches_of(
 
     (memory,) = virtual_memories(1)
     memory.far = far
-    config = OverlapConfig(overlap.overlap_tile(case.activation, case.dtype, arch), split=split, tma=True)
+    config = OverlapConfig.for_gpu(case.width, case.hidden, case.activation, case.dtype, arch, programs=1)
+    config = replace(config, split=split)
     sizes = {"local_experts": 2, "capacity": 9, "width": case.width, "dtype": case.dtype}
     sizes["chunk_rows"] = config.gemm.block_m
     patch = pytest.MonkeyPatch()
@@ -152,13 +163,13 @@ def launches_of(
         wire = Wire(memory) if paced else None
         ways = [Exchange(memory, way, wire=wire, **sizes) for way in ("forward", "backward")]
         layer = Layer(replace(case, world=1), 0, *ways, config)
-        layer.dense = [_dense(kind, case.dtype) for kind in kinds]
+        layer.dense = [_dense(kind, rider, case.dtype) for kind in kinds]
         layer.run()
     return seen
 
 
-def _dense(kind: str, dtype: torch.dtype) -> DenseGemm:
-    return DenseGemm(kind, *(torch.zeros(16, 16, dtype=dtype) for _ in "abc"))
+def _dense(kind: str, width: int, dtype: torch.dtype) -> DenseGemm:
+    return DenseGemm(kind, *(torch.zeros(width, width, dtype=dtype) for _ in "abc"))
 
 
 def key_of(options: dict, without: tuple[str, ...]) -> tuple:
@@ -186,32 +197,37 @@ def test_every_launch_is_a_specimen(arch):
     Specimens are compiled elsewhere (`test_compile.py`); none of them is of a launch that nobody makes.
     """
     made = specimen_options(arch)
-    tma = {"TMA": arch >= 90}
     combined = {key_of(options, ()) for options in made}
     launched = set()
+
+    def note(launches: list[dict]) -> None:
+        for options in launches:
+            key = key_of(options, ())
+            assert key in combined, f"no specimen for {options}"
+            launched.add(key)
+
     kinds = ((), ("tn",), ("tn", "tn"), ("nn",), ("nt", "tn"), ("nn", "nt", "tn"))
     for riders, split, far in product(kinds, (False, True), (False, True)):
         for tokens in (0, 3):
-            case = replace(SMALL, tokens=tokens)
-            for options in launches_of(case, riders, arch, split=split, far=far):
-                key = key_of(options | tma, ())
-                assert key in combined, f"no specimen for {options}"
-                launched.add(key)
+            note(launches_of(replace(SMALL, tokens=tokens), riders, arch, split=split, far=far))
     for riders in ((), ("tn",)):
         # What measurements launch over an emulated wire: nothing rides in a forward.
-        for options in launches_of(SMALL, riders, arch, split=False, far=False, paced=True):
-            if options["BACKWARD"] or not riders:
-                key = key_of(options | tma, ())
-                assert key in combined, f"no specimen for {options}"
-                launched.add(key)
+        paced = launches_of(SMALL, riders, arch, paced=True)
+        note([options for options in paced if options["BACKWARD"] or not riders])
+    odd = replace(SMALL, width=17, hidden=19)
+    for case in (odd, replace(odd, activation="swiglu"), replace(odd, dtype=torch.float32)):
+        for riders in ((), kinds[-1]):
+            found = launches_of(case, riders, arch)
+            assert not any(options["TMA"] for options in found)
+            note(found)
+    note(launches_of(SMALL, kinds[-1], arch, rider=17))
     changes = [{"bias": False}, {"activation": "silu"}, {"activation": "swiglu"}]
     changes += [{"dtype": FP16}, {"dtype": torch.float32}]
     for change in changes:
         case = replace(SMALL, **change)
-        for options in launches_of(case, (), arch, split=False, far=False):
-            key = key_of(options | {"TMA": tma["TMA"] and case.dtype.itemsize == 2}, ())
-            assert key in combined, f"no specimen for {options}"
-            launched.add(key)
+        found = launches_of(case, (), arch)
+        assert all(options["TMA"] == (arch >= 90) for options in found)
+        note(found)
         # In other combinations of these there is no other code; only what they are combined with.
         for options in launches_of(case, ("tn",), arch, split=True, far=True):
             assert key_of(options, ONE_BY_ONE) in {key_of(other, ONE_BY_ONE) for other in made}
