@@ -18,6 +18,9 @@ def bench_moe_layer(measure, workload, device, dtype, passes, contender) -> None
     dy = torch.randn_like(x)
 
     def run() -> None:
+        # Else backward would add to the gradients of the call before.
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
         with torch.set_grad_enabled(training):
             y = layer(x)
         if training:
