@@ -84,7 +84,8 @@ def _list_schedules(program: Program, ms: Sequence[float], limit: float | None) 
         for refuse_beyond in (2.0, 1.0, float("inf")):
             order = _ListScheduler(work, oldest_first, refuse_beyond, limit).schedule()
             fill = "oldest first" if oldest_first else "best fit"
-            yield measure(program, ms, order, f"list schedule, {fill}, refuse beyond {refuse_beyond:g}")
+            refuse = f"refuse beyond {refuse_beyond:g}" if refuse_beyond < float("inf") else "refuse nothing"
+            yield measure(program, ms, order, f"list schedule, {fill}, {refuse}")
 
 
 def measure(program: Program, ms: Sequence[float], order: list[int], method: str) -> Ordered:

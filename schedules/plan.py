@@ -194,7 +194,7 @@ class Plan:
         for name, p in {**self.compared, self.strategy: self.predicted}.items():
             speedup = p.iteration_ms / self.predicted.iteration_ms
             lines.append(
-                f"{name:<20}{p.iteration_ms:>14.2f}{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.2f}{speedup:>8.2f}x"
+                f"{name:<20}{p.iteration_ms:>14.2f}{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.3g}{speedup:>8.2f}x"
             )
         lines += ["", f"Order: {self.method}, {len(self.order)} instructions."]
         if self.blocking:
