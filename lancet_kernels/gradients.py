@@ -30,9 +30,13 @@ class _Bucket:
 
 
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are the same on every rank."""
+    """The parameters that are the same on every rank and are trained."""
+    return [p for p in _replicated(model) if p.requires_grad]
+
+
+def _replicated(model: nn.Module) -> list[nn.Parameter]:
     experts = {id(p) for p in expert_parameters(model)}
-    return [p for p in model.parameters() if p.requires_grad and id(p) not in experts]
+    return [p for p in model.parameters() if id(p) not in experts]
 
 
 def cut_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
@@ -154,8 +158,6 @@ def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:
 
 def broadcast_replicated(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Make replicated parameters (also those that are not trained) and buffers equal those of rank 0."""
-    experts = {id(p) for p in expert_parameters(model)}
-    replicated = [p for p in model.parameters() if id(p) not in experts]
     with torch.no_grad():
-        for tensor in [*replicated, *model.buffers()]:
+        for tensor in [*_replicated(model), *model.buffers()]:
             dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)

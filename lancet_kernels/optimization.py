@@ -10,6 +10,7 @@ rounding of sums that parts add up.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -357,7 +358,8 @@ def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:
         inputs = step.graph_inputs(captured)
         tensors = [*step.model.named_parameters(), *step.model.named_buffers()]
         state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
-        found = f"{fingerprint(Program.from_fx(module))} {state}"
+        # Each rank gets this of every rank, so a digest of it.
+        found = fingerprint(Program.from_fx(module)) + hashlib.sha256(repr(state).encode()).hexdigest()
     except UserError as error:
         refusal = error
     fingerprints = _all_gather(step.group, found)
