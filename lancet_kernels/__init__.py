@@ -2,6 +2,7 @@
 
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.layer import MoELayer, expert_parameters, moe_layers, moe_losses, set_routing_step
+from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.losses import MoELosses, RoutingSums
 
 # They bring the solver and torch's tracer: imported when first asked for.
@@ -27,6 +28,7 @@ __all__ = [
     "CaptureError",
     "CommunicationError",
     "GraphedStep",
+    "Groups",
     "MoELayer",
     "MoELosses",
     "OptimizedModule",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer import MoELayer
+from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.losses import RoutingSums
 
 
@@ -90,7 +91,7 @@ class Block(nn.Module):
     """Attention, then a dense or a Mixture-of-Experts feed-forward, each behind a layer norm and a
     residual."""
 
-    def __init__(self, config: ModelConfig, moe: bool, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, config: ModelConfig, moe: bool, group: dist.ProcessGroup | Groups | None) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
         self.attention = Attention(config.width, config.heads)
@@ -125,7 +126,7 @@ class GPT2MoE(nn.Module):
     weight.
     """
 
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | Groups | None = None) -> None:
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab, config.width)
