@@ -1,6 +1,7 @@
 """Mixture-of-Experts training whose all-to-all hides behind the whole training graph."""
 
 from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.gradients import set_gradient_group
 from lancet_kernels.layer import MoELayer, expert_parameters, moe_layers, moe_losses, set_routing_step
 from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.losses import MoELosses, RoutingSums
@@ -10,6 +11,7 @@ _HOMES = {
     "CaptureError": "lancet_kernels.graph.capture",
     "GraphedStep": "lancet_kernels.graphed",
     "OptimizedModule": "lancet_kernels.optimization",
+    "ddp": "lancet_kernels.data_parallel",
     "optimize": "lancet_kernels.optimization",
 }
 
@@ -34,9 +36,11 @@ __all__ = [
     "OptimizedModule",
     "RoutingSums",
     "UserError",
+    "ddp",
     "expert_parameters",
     "moe_layers",
     "moe_losses",
     "optimize",
+    "set_gradient_group",
     "set_routing_step",
 ]

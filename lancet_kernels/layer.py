@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from numbers import Integral, Real
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
@@ -23,6 +25,8 @@ from lancet_kernels.ops.groups import Groups, group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums
 
 BACKENDS = ("torch", "fused")
+# Layers whose experts a DistributedDataParallel module leaves alone.
+_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[MoELayer]] = WeakKeyDictionary()
 
 
 class MoELayer(nn.Module):
@@ -209,6 +213,7 @@ class MoELayer(nn.Module):
         Raises: UserError (wrong shape or dtype, NaN in the router, ranks that disagree), CommunicationError.
         """
         self._check_input(x, token_ids)
+        self._check_data_parallel()
         x_TD = x.reshape(-1, self.d_model)
         num_tokens = x_TD.shape[0]
         capacity = self.capacity(num_tokens)
@@ -313,6 +318,25 @@ class MoELayer(nn.Module):
                 expected=list(x.shape[:-1]),
                 do="give one id per token",
             )
+
+    def _check_data_parallel(self) -> None:
+        """Under DistributedDataParallel, experts must be none of its parameters."""
+        if torch.compiler.is_compiling() or not self.expert_group:
+            return
+        around = DistributedDataParallel._active_ddp_module
+        if around is None or self in _CHECKED.setdefault(around, WeakSet()):
+            return
+        names = {p: name for name, p in around.module.named_parameters()}
+        for own in self.expert_names():
+            name = names.get(getattr(self, own))
+            if name is not None and name not in around.parameters_to_ignore:
+                raise UserError(
+                    "DistributedDataParallel around an MoELayer",
+                    got=f"{name} among the parameters that it averages over all ranks",
+                    expected="experts of which each rank has its own",
+                    do="make the model anew (experts were overwritten) and wrap it with lancet_kernels.ddp",
+                )
+        _CHECKED[around].add(self)
 
     @torch.no_grad()
     def update_correction_bias(self, assigned_E: Tensor, rate: float) -> None:
