@@ -1,6 +1,8 @@
 """Expert groups inside data parallelism: 4 ranks, expert groups of 1, 2 and 4, against one process."""
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,11 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels import Groups, MoELayer, UserError, moe_losses, set_routing_step
+from lancet_kernels import Groups, MoELayer, UserError, moe_losses, set_gradient_group, set_routing_step
+from lancet_kernels.checkpoint import find_checkpoint, load_checkpoint, training_state
+from lancet_kernels.cli import main
 from lancet_kernels.gradients import GradientBuckets, clip_gradients, gradient_groups, groups_of
-from lancet_kernels.models import GPT2MoE, ModelConfig
+from lancet_kernels.models import GPT2MoE, ModelConfig, model_config
 from lancet_kernels.ops.groups import group_of
+from lancet_kernels.ranks import Rank
 from lancet_kernels.schedules import STRATEGY_NAMES
+from lancet_kernels.train import TrainOptions, train
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients
 
@@ -223,3 +229,94 @@ def test_groups_on_four_ranks(pool):
             "expert groups",
         ]
         assert "[0, 1, 2], [0, 1, 2, 3]" in refusals[-1]
+
+
+class Sharded(nn.Module):
+    """Two ranks that see the same tokens have half of the hidden width each."""
+
+    def __init__(self, tensor_group: dist.ProcessGroup) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank(tensor_group))
+        self.up, self.down = (nn.Linear(*size, bias=False).double() for size in ((6, 4), (4, 6)))
+        torch.manual_seed(5)
+        self.scale = nn.Parameter(torch.randn(6).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(torch.tanh(self.up(x * self.scale)))).square().sum()
+
+
+def train_shards() -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    model = Sharded(mesh["tensor"].get_group())
+    for linear in (model.up, model.down):
+        set_gradient_group(linear, mesh["data"].get_group())
+    torch.manual_seed(mesh["data"].get_local_rank())
+    x = torch.randn(5, 6).double()
+    model(x).backward()
+    wanted = gradients(model)
+    for name, gradient in wanted.items():
+        dist.all_reduce(gradient, group=None if name == "scale" else mesh["data"].get_group())
+    model.zero_grad()
+    ready = optimized(model, (x,), "lancet-dw")
+    ready(x).backward()
+    return {name: float((g - wanted[name]).abs().max()) for name, g in gradients(model).items()}
+
+
+def test_gradients_of_shards_are_summed_over_the_ranks_with_the_same_shard(pool):
+    for found in pool.run(train_shards, ranks=RANKS, timeout_s=120):
+        assert found.keys() == {"up.weight", "down.weight", "scale"}
+        assert max(found.values()) < BOUND
+
+
+# ---- lancet train
+
+
+def train_on_rank(folder: str, data: str, expert_ranks: int) -> list[float]:
+    options = TrainOptions(
+        steps=3,
+        batch=1,
+        sequence=16,
+        validation_batches=1,
+        strategy="none",
+        runs=folder,
+        name=f"{expert_ranks}",
+    )
+    options = replace(
+        options,
+        data=data,
+        device="cpu",
+        experts=4,
+        expert_ranks=expert_ranks,
+        capacity_factor=None,
+        checkpoint_every=3,
+    )
+    rank = Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+    train(options, rank)
+    dist.barrier()
+    metrics = Path(folder, str(expert_ranks), "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in metrics]
+
+
+def test_training_and_checkpoints_in_expert_groups(pool, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(1000)))
+    pairs, everybody = (
+        pool.run(train_on_rank, str(tmp_path), str(text), n, ranks=RANKS, timeout_s=120)[0] for n in (2, 4)
+    )
+    assert pairs == pytest.approx(everybody, rel=1e-5)
+    # What the replicas have saved is one set of experts, which one process can load.
+    states = []
+    for n in (2, 4):
+        path = find_checkpoint(tmp_path / str(n) / "checkpoints")
+        model = GPT2MoE(model_config("gpt2-tiny-moe", vocab=256, num_experts=4, capacity_factor=None))
+        optimizer = torch.optim.AdamW(model.parameters())
+        assert load_checkpoint(path, model, optimizer, {}) == 3
+        states.append(training_state(model, optimizer))
+    assert states[0].keys() == states[1].keys()
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(tensor, states[1][name], rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_expert_ranks_that_do_not_divide(capsys):
+    assert main(["train", "--ranks", "4", "--expert-ranks", "3"]) == 1
+    assert "expert-ranks: got 3, expected a divisor of the 4 ranks" in capsys.readouterr().err
