@@ -361,6 +361,7 @@ class Trainer:
             "iterations": self.options.compare,
             "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
             "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
+            "speedup_quartiles": overlap.speedups(measured["none"], measured[self.options.strategy]),
             "timeline": str(picture),
         }
 
