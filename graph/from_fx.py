@@ -232,6 +232,8 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
     arguments = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
     for name in ("group", "layer"):  # names of process groups and exchanges say nothing about the program
         arguments.pop(name, None)
+    if op_name(node) == "lancet.dropout":  # nor does which numbers it draws: layers look alike
+        del arguments["seed"], arguments["site"]
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items() if _is_plain(v)}
     if op_name(node) == "aten.transpose":
         plain |= {"dims": [plain.pop("dim0"), plain.pop("dim1")], "swap": True}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import ops
+from lancet_kernels.dropout import set_dropout_step
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.ops.expert_activation import activate, input_width
@@ -388,7 +389,11 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def set_routing_step(model: nn.Module, step: int) -> None:
-    """Tell the random gates of a model which training step it is."""
+    """Tell what draws random numbers in a model, its random gates and `Dropout`s, which training step it is.
+
+    Raises: UserError if two dropouts have the same call site.
+    """
+    set_dropout_step(model, step)
     for layer in moe_layers(model):
         if layer.gate.key == "index":
             layer.routing_step.fill_(step)
