@@ -75,7 +75,8 @@ class Rule:
         second.
         """
         equation = self.equation(instruction, tensors)
-        if equation is None or instruction.attributes.get("partitionable") is False:
+        # What overwrites something (the state of the random generator, say) runs once, on the whole.
+        if equation is None or instruction.attributes.get("partitionable") is False or instruction.mutates:
             return []
         operands = list(zip(instruction.inputs, equation.inputs, strict=True))
         results = list(zip(instruction.outputs, equation.outputs, strict=True))
