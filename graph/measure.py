@@ -52,17 +52,19 @@ def measure_nodes(
     On CPU ranks the time is CPU time of the computing thread: what else the machine does, and waiting for
     other ranks, is not in it. A collective in the middle of computation counts from when all have come.
     An emulated link is not paced meanwhile. On a GPU it is the time between two events, without the launch.
+    The random generators are afterwards as they were.
 
     Args: inputs: one per placeholder of the graph; they say which device.
     """
     names = [node.name for node in module.graph.nodes if is_instruction(node)]
-    on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
+    devices = {value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda}
+    on_gpu = bool(devices)
     runs, gbps = [], link.gbps
     link.gbps = None
     try:
         for _ in range(repeats + 1):
             timer = _GpuTimer(module) if on_gpu else _Timer(module)
-            with torch.no_grad():
+            with torch.no_grad(), torch.random.fork_rng(devices):
                 timer.run(*inputs)
             runs.append([(timer.cpu[name], timer.wall[name], timer.wire[name]) for name in names])
     finally:

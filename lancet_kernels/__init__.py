@@ -1,5 +1,6 @@
 """Mixture-of-Experts training whose all-to-all hides behind the whole training graph."""
 
+from lancet_kernels.dropout import Dropout, dropout
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.gradients import set_gradient_group
 from lancet_kernels.layer import MoELayer, expert_parameters, moe_layers, moe_losses, set_routing_step
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "CommunicationError",
+    "Dropout",
     "GraphedStep",
     "Groups",
     "MoELayer",
@@ -37,6 +39,7 @@ __all__ = [
     "RoutingSums",
     "UserError",
     "ddp",
+    "dropout",
     "expert_parameters",
     "moe_layers",
     "moe_losses",

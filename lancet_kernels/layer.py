@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels import ops
+from lancet_kernels.dropout import set_dropout_step
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates import GATES, Gate, parse_gate
-from lancet_kernels.ops.groups import Groups, group_name, group_rank, group_size
+from lancet_kernels.ops.groups import Groups, data_group_name, group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums
 
 BACKENDS = ("torch", "fused")
@@ -416,7 +417,11 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def set_routing_step(model: nn.Module, step: int) -> None:
-    """Tell the random gates of a model which training step it is."""
+    """Tell what draws random numbers in a model, its random gates and `Dropout`s, which training step it is.
+
+    Raises: UserError if two dropouts have the same call site.
+    """
+    set_dropout_step(model, step)
     for layer in moe_layers(model):
         if layer.gate.key == "index":
             layer.routing_step.fill_(step)
@@ -436,4 +441,4 @@ def moe_losses(sums: list[RoutingSums], group: dist.ProcessGroup | Groups | None
             expected="one RoutingSums per MoE layer",
             do="call forward with return_sums=True, and give a list of what comes second",
         )
-    return ops.losses.moe_losses(sums, group.data if isinstance(group, Groups) else group_name(group))
+    return ops.losses.moe_losses(sums, data_group_name(group))

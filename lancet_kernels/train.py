@@ -36,6 +36,7 @@ from lancet_kernels.options import (
     positive_float,
     positive_float_or_none,
     positive_int,
+    probability,
 )
 from lancet_kernels.planning_flags import PlanningFlags
 from lancet_kernels.runs import RunFolder, resolve_run
@@ -92,7 +93,10 @@ class TrainOptions(PlanningFlags):
     balance_weight: float = option(0.01, "weight of the load-balance loss", parse=non_negative_float)
     z_weight: float = option(0.0, "weight of the router's z-loss", parse=non_negative_float)
     bias_rate: float = option(0.001, "step of the sigmoid gate's correction bias", parse=non_negative_float)
-    seed: int = option(0, "of weights and data order", parse=non_negative_int)
+    dropout: float = option(
+        0.0, "probability of zero at embedding, attention and feed-forward output", parse=probability
+    )
+    seed: int = option(0, "of weights, data order and dropout", parse=non_negative_int)
     validation_batches: int = option(8, "batches of the validation loss", parse=positive_int)
     strategy: str = option(
         "lancet", "how all-to-alls are hidden; none: they are waited for", choices=STRATEGY_NAMES
@@ -147,6 +151,9 @@ def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
         top_k=top_k,
         gate=str(gate),
         capacity_factor=options.capacity_factor,
+        dropout=options.dropout,
+        # What no dropout uses must not keep a run from being resumed.
+        dropout_seed=options.seed if options.dropout else 0,
     )
     if options.sequence is not None and options.sequence > config.sequence:
         raise UserError(

@@ -160,6 +160,11 @@ def group_name(group: dist.ProcessGroup | None) -> str:
     return group.group_name if group.size() > 1 else ""
 
 
+def data_group_name(group: dist.ProcessGroup | Groups | None) -> str:
+    """The name of the ranks with different tokens: of these groups, or this very group (None: all ranks)."""
+    return group.data if isinstance(group, Groups) else group_name(group)
+
+
 def group_of(name: str) -> dist.ProcessGroup:
     """The process group of a name from `group_name` (not of the empty one)."""
     return _resolve_process_group(name)
