@@ -8,7 +8,7 @@ from lancet_kernels.ops.losses import MoELosses, RoutingSums
 _HOMES = {
     "CaptureError": "lancet_kernels.graph.capture",
     "GraphedStep": "lancet_kernels.graphed",
-    "OptimizedModule": "lancet_kernels.optimization",
+    "OptimizedModule": "lancet_kernels.optimized_module",
     "optimize": "lancet_kernels.optimization",
 }
 

@@ -19,108 +19,33 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.fused_step import FusedChoice, exchange_of
-from lancet_kernels.gradients import broadcast_replicated, call_with_summed_gradients
+from lancet_kernels.gradients import broadcast_replicated
 from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.host_waits import host_waits
 from lancet_kernels.graph.pieces import check_compiler
 from lancet_kernels.graph.profiler import Profiler
-from lancet_kernels.graph.program import Kind, Phase, Program
+from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.layer import expert_parameters, moe_layers
 from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size
-from lancet_kernels.ops.link import link
+from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
 from lancet_kernels.schedules.fused import lower
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
 from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
-from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, Timeline, simulate
+from lancet_kernels.schedules.simulate import Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
-
-
-class OptimizedModule(nn.Module):
-    """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
-
-    With gradients enabled and inputs of the planned shapes it runs the plan; otherwise (validation, an
-    odd last batch) it runs the original module, whose gradients it sums over the ranks as the plan would.
-    plan: what was decided. timeline: the simulated iteration.
-    host_waits: instructions that make the host wait for a GPU (`graphed`). fused_layers: numbers of the fused
-    layers (`ops.fused_graph`).
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        run: Callable[..., object],
-        plan: Plan,
-        timeline: Timeline,
-        inputs: Sequence[object],
-        recorder: Recorder,
-        reduce_group: str,
-        host_waits: Sequence[str] = (),
-        fused_layers: Sequence[int] = (),
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.host_waits, self.fused_layers = tuple(host_waits), tuple(fused_layers)
-        self.train(module.training)
-        self.plan, self.timeline = plan, timeline
-        self._run, self._recorder = run, recorder
-        self._expected = module.training, _shapes(inputs)
-        self._reduce_group = reduce_group
-
-    def forward(self, *inputs: object, **by_name: object) -> object:
-        """What the module returns for these inputs, given by position, in the order of example_inputs.
-
-        Raises: UserError for inputs that are given by name.
-        """
-        if by_name:
-            raise UserError(
-                f"inputs of the optimized {type(self.module).__name__}",
-                got=f"{', '.join(by_name)} by name",
-                expected="all inputs by position",
-                do="give them in the order of example_inputs",
-            )
-        if not torch.is_grad_enabled():
-            return self.module(*inputs)
-        if (self.module.training, _shapes(inputs)) == self._expected:
-            return self._run(*inputs)
-        if self._reduce_group:
-            return call_with_summed_gradients(self.module, inputs, self._reduce_group)
-        return self.module(*inputs)
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[list[Event]]:
-        """Inside the block, iterations are recorded on this rank; the events are there when it ends (CPU
-        ranks).
-
-        Clocks beside every instruction cost time: look at the order and the overlap, not at the total.
-        """
-        events: list[Event] = []
-        self._recorder.on, self._recorder.computed, link.log = True, [], []
-        try:
-            yield events
-        finally:
-            computed, moved = self._recorder.computed, link.log
-            self._recorder.on, link.log = False, None
-        begin = min((start for _, _, start, _ in computed), default=0.0)
-        for name, phase, start, end in computed:
-            events.append(
-                Event(name, COMPUTE, (start - begin) * 1e3, (end - begin) * 1e3, Kind.COMPUTE, phase)
-            )
-        for start, end in moved:
-            times = (start - begin) * 1e3, (end - begin) * 1e3
-            events.append(Event("all-to-all", LINK, *times, Kind.ALL_TO_ALL, Phase.FORWARD))
 
 
 def optimize(
@@ -445,10 +370,3 @@ def _all_gather(group: str, value: object) -> list:
     found: list = [None] * group_size(group)
     dist.all_gather_object(found, value, group=group_of(group))
     return found
-
-
-def _shapes(inputs: Sequence[object]) -> list[object]:
-    return [
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-        for leaf in pytree.tree_leaves(inputs)
-    ]

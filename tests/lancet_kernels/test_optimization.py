@@ -13,7 +13,8 @@ from lancet_kernels import MoELayer, UserError, expert_parameters
 from lancet_kernels.cli import main
 from lancet_kernels.graph.capture import CaptureError, capture
 from lancet_kernels.graph.program import Phase
-from lancet_kernels.optimization import OptimizedModule, optimize
+from lancet_kernels.optimization import optimize
+from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.ranks import Rank
 from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.plan import Plan
