@@ -1,14 +1,13 @@
 """torch's trace of a module's forward, and what that trace takes for constant.
 
-A trace holds every number, flag and mode that the forward read as a constant. torch.compile checks before each
-call that none of them has changed; `Assumptions` is that check for a traced graph that is run without it.
+A trace holds every number, flag and mode that the forward read as a constant. torch.compile checks before
+each call that none of them has changed; `Assumptions` is that check for a traced graph that is run without it.
 Besides `capture`, this is the only file that touches torch's private interfaces.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,7 +60,7 @@ class Assumptions:
         return by_name
 
     def _of_module(self, guards: Sequence) -> list[bool]:
-        """Which of the trace's guards are about the module, and not about its inputs or about all of torch."""
+        """Which of the trace's guards are about the module, not about its inputs or all of torch."""
         closure = {f"L['{name}']" for name in self._function.__code__.co_freevars}
 
         def kept(guard: object) -> bool:
@@ -113,7 +112,10 @@ def _writes(found: list[str]) -> Iterator[None]:
                 written[str(variable.source.name)] = attributes
         return variables
 
-    with mock.patch.object(SideEffects, "_get_modified_vars", spy), warnings.catch_warnings(record=True) as said:
+    with (
+        mock.patch.object(SideEffects, "_get_modified_vars", spy),
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         yield
     for warning in said:

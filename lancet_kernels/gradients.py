@@ -10,7 +10,7 @@ parameters alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,10 +98,12 @@ class GradientBuckets:
         self._next = 0
 
 
-def call_with_summed_gradients(module: nn.Module, inputs: Sequence[object], group: str) -> object:
-    """`module(*inputs)`, whose backward sums the gradients of replicated parameters over `group`, one by one.
+def call_with_summed_gradients(
+    module: nn.Module, inputs: Sequence[object], group: str, by_name: Mapping[str, object] | None = None
+) -> object:
+    """`module(*inputs, **by_name)`, whose backward sums the gradients of replicated parameters over `group`.
 
-    For calls now and then: nothing is bucketed, and computation waits for each sum.
+    One by one. For calls now and then: nothing is bucketed, and computation waits for each sum.
     """
     wanted = {id(parameter) for parameter in replicated_parameters(module)}
     summed = {
@@ -109,7 +111,7 @@ def call_with_summed_gradients(module: nn.Module, inputs: Sequence[object], grou
         for name, parameter in module.named_parameters()
         if id(parameter) in wanted
     }
-    return torch.func.functional_call(module, summed, tuple(inputs))
+    return torch.func.functional_call(module, summed, tuple(inputs), dict(by_name or {}))
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.run import Recorder
+from lancet_kernels.guards import Guards, bind, dense, refuse_sharded
 from lancet_kernels.layer import expert_parameters, moe_layers
 from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size
@@ -50,7 +52,7 @@ from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOpt
 
 def optimize(
     model: nn.Module,
-    example_inputs: Sequence[object],
+    example_inputs: Sequence[object] | Mapping[str, object],
     *,
     strategy: str = "lancet",
     cluster: str | Path | Cluster | None = None,
@@ -69,7 +71,8 @@ def optimize(
     have before the first step and refuse to start on a mismatch.
 
     Args:
-        example_inputs: real inputs of one step; they are run a few times to measure the ops.
+        example_inputs: real inputs of one step, a tuple by position or a dict by name; they are run a few
+            times to measure the ops.
         strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
         cache: a plan file; read if it is for this model, strategy and options, else written. None: plan anew.
@@ -94,7 +97,12 @@ def optimize(
         )
     if inner_compile:
         check_compiler(inner_compile)
-    step = _Step(model, tuple(example_inputs), reduce_gradients, times)
+    refuse_sharded(model)
+    by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
+    by_position = () if by_name else example_inputs
+    signature, name = inspect.signature(model.forward), type(model).__name__
+    arguments = dense(bind(signature, name, by_position, by_name))
+    step = _Step(model, *arguments, reduce_gradients, times)
     measured = cluster is None
     module, inputs = _captured_alike(step)
     if step.reduce_group:
@@ -132,8 +140,9 @@ def optimize(
         run = captured.compile(
             lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
         )
+    guards = Guards(model, captured.assumptions, arguments, bool(step.reduce_group))
     return OptimizedModule(
-        model, run, chosen, timeline, example_inputs, recorder, step.reduce_group, waits, step.layer_numbers
+        model, run, chosen, timeline, guards, recorder, step.reduce_group, waits, step.layer_numbers
     )
 
 
@@ -141,9 +150,14 @@ class _Step:
     """One training step of a model on this rank: how to capture it, and what its ops cost."""
 
     def __init__(
-        self, model: nn.Module, inputs: tuple, reduce_gradients: bool, times: str | Path | None
+        self,
+        model: nn.Module,
+        inputs: tuple,
+        by_name: Mapping[str, object],
+        reduce_gradients: bool,
+        times: str | Path | None,
     ) -> None:
-        self.model, self.inputs = model, inputs
+        self.model, self.inputs, self.by_name = model, inputs, by_name
         layers = moe_layers(model)
         self.group = layers[0]._group if layers else group_name(None)
         self.profiler = Profiler(self.group, next(model.parameters()).device, times)
@@ -160,7 +174,7 @@ class _Step:
     @contextlib.contextmanager
     def graph(self) -> Iterator[Captured]:
         """The captured step with its all-reduces, statistics out of the way."""
-        with capture(self.model, self.inputs) as captured:
+        with capture(self.model, self.inputs, self.by_name) as captured:
             if self.reduce_group:
                 insert_all_reduces(
                     captured.joint, captured.parameter_of_gradient(), self.experts, self.reduce_group
@@ -189,7 +203,7 @@ class _Step:
         """A value for each placeholder of the joint graph: parameters, buffers, the inputs, ones as
         tangents. Call it outside `graph`, in which parameters have no contents."""
         state = dict(captured.module.named_parameters()) | dict(captured.module.named_buffers())
-        flat = pytree.tree_leaves(self.inputs)
+        flat = pytree.tree_leaves((self.inputs, self.by_name))
         values = []
         for node in captured.joint.graph.nodes:
             if node.op != "placeholder":

@@ -32,7 +32,7 @@ def reduce_on_rank(bucket_bytes: int) -> dict[str, object]:
             if reduced:
                 group = group_name(dist.new_group())
                 buckets = insert_all_reduces(joint, names, experts, group, bucket_bytes)
-        values = library._Step(module, inputs, False, None).graph_inputs(captured)
+        values = library._Step(module, inputs, {}, False, None).graph_inputs(captured)
         with torch.no_grad():
             results = torch.fx.Interpreter(joint).run(*values, enable_io_processing=False)
         for position, name in names.items():
