@@ -155,10 +155,12 @@ class GradientBuckets:
         self._next = 0
 
 
-def call_with_summed_gradients(module: nn.Module, inputs: Sequence[object], groups: Groups) -> object:
-    """`module(*inputs)`, whose backward sums gradients over the groups of `gradient_groups`, one by one.
+def call_with_summed_gradients(
+    module: nn.Module, inputs: Sequence[object], groups: Groups, by_name: Mapping[str, object] | None = None
+) -> object:
+    """`module(*inputs, **by_name)`, whose backward sums gradients over the groups of `gradient_groups`.
 
-    For calls now and then: nothing is bucketed, and computation waits for each sum.
+    One by one. For calls now and then: nothing is bucketed, and computation waits for each sum.
     """
     over = gradient_groups(module, groups)
     summed = {
@@ -166,7 +168,7 @@ def call_with_summed_gradients(module: nn.Module, inputs: Sequence[object], grou
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and over[parameter]
     }
-    return torch.func.functional_call(module, summed, tuple(inputs))
+    return torch.func.functional_call(module, summed, tuple(inputs), dict(by_name or {}))
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -214,7 +214,7 @@ class MoELayer(nn.Module):
         Raises: UserError (wrong shape or dtype, NaN in the router, ranks that disagree), CommunicationError.
         """
         self._check_input(x, token_ids)
-        self._check_data_parallel()
+        self.check_data_parallel()
         x_TD = x.reshape(-1, self.d_model)
         num_tokens = x_TD.shape[0]
         capacity = self.capacity(num_tokens)
@@ -320,8 +320,8 @@ class MoELayer(nn.Module):
                 do="give one id per token",
             )
 
-    def _check_data_parallel(self) -> None:
-        """Under DistributedDataParallel, experts must be none of its parameters."""
+    def check_data_parallel(self) -> None:
+        """Raise UserError inside a DistributedDataParallel that would average different experts."""
         if torch.compiler.is_compiling() or not self.expert_group:
             return
         around = DistributedDataParallel._active_ddp_module

@@ -11,126 +11,48 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.fused_step import FusedChoice, exchange_of
-from lancet_kernels.gradients import (
-    broadcast_replicated,
-    call_with_summed_gradients,
-    gradient_groups,
-    groups_of,
-)
+from lancet_kernels.gradients import broadcast_replicated, gradient_groups, groups_of
 from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.host_waits import host_waits
 from lancet_kernels.graph.pieces import check_compiler
 from lancet_kernels.graph.profiler import Profiler
-from lancet_kernels.graph.program import Kind, Phase, Program
+from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.run import Recorder
+from lancet_kernels.guards import Guards, bind, dense, refuse_sharded
 from lancet_kernels.layer import moe_layers
 from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
-from lancet_kernels.ops.link import link
+from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
 from lancet_kernels.schedules.fused import lower
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
 from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
-from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, Timeline, simulate
+from lancet_kernels.schedules.simulate import Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
 
 
-class OptimizedModule(nn.Module):
-    """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
-
-    With gradients enabled and inputs of the planned shapes it runs the plan; otherwise (validation, an
-    odd last batch) it runs the original module, whose gradients it sums over the ranks as the plan would.
-    plan: what was decided. timeline: the simulated iteration.
-    host_waits: instructions that make the host wait for a GPU (`graphed`). fused_layers: numbers of the fused
-    layers (`ops.fused_graph`).
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        run: Callable[..., object],
-        plan: Plan,
-        timeline: Timeline,
-        inputs: Sequence[object],
-        recorder: Recorder,
-        groups: Groups | None,
-        host_waits: Sequence[str] = (),
-        fused_layers: Sequence[int] = (),
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.host_waits, self.fused_layers = tuple(host_waits), tuple(fused_layers)
-        self.train(module.training)
-        self.plan, self.timeline = plan, timeline
-        self._run, self._recorder = run, recorder
-        self._expected = module.training, _shapes(inputs)
-        self._groups = groups
-
-    def forward(self, *inputs: object, **by_name: object) -> object:
-        """What the module returns for these inputs, given by position, in the order of example_inputs.
-
-        Raises: UserError for inputs that are given by name.
-        """
-        if by_name:
-            raise UserError(
-                f"inputs of the optimized {type(self.module).__name__}",
-                got=f"{', '.join(by_name)} by name",
-                expected="all inputs by position",
-                do="give them in the order of example_inputs",
-            )
-        if not torch.is_grad_enabled():
-            return self.module(*inputs)
-        if (self.module.training, _shapes(inputs)) == self._expected:
-            return self._run(*inputs)
-        if self._groups is not None:
-            return call_with_summed_gradients(self.module, inputs, self._groups)
-        return self.module(*inputs)
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[list[Event]]:
-        """Inside the block, iterations are recorded on this rank; the events are there when it ends (CPU
-        ranks).
-
-        Clocks beside every instruction cost time: look at the order and the overlap, not at the total.
-        """
-        events: list[Event] = []
-        self._recorder.on, self._recorder.computed, link.log = True, [], []
-        try:
-            yield events
-        finally:
-            computed, moved = self._recorder.computed, link.log
-            self._recorder.on, link.log = False, None
-        begin = min((start for _, _, start, _ in computed), default=0.0)
-        for name, phase, start, end in computed:
-            events.append(
-                Event(name, COMPUTE, (start - begin) * 1e3, (end - begin) * 1e3, Kind.COMPUTE, phase)
-            )
-        for start, end in moved:
-            times = (start - begin) * 1e3, (end - begin) * 1e3
-            events.append(Event("all-to-all", LINK, *times, Kind.ALL_TO_ALL, Phase.FORWARD))
-
-
 def optimize(
     model: nn.Module,
-    example_inputs: Sequence[object],
+    example_inputs: Sequence[object] | Mapping[str, object],
     *,
     strategy: str = "lancet",
     cluster: str | Path | Cluster | None = None,
@@ -150,7 +72,8 @@ def optimize(
     have before the first step and refuse to start on a mismatch.
 
     Args:
-        example_inputs: real inputs of one step; they are run a few times to measure the ops.
+        example_inputs: real inputs of one step, a tuple by position or a dict by name; they are run a few
+            times to measure the ops.
         strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
         cache: a plan file; read if it is for this model, strategy and options, else written. None: plan anew.
@@ -177,7 +100,12 @@ def optimize(
         )
     if inner_compile:
         check_compiler(inner_compile)
-    step = _Step(model, tuple(example_inputs), reduce_gradients, times, groups)
+    refuse_sharded(model)
+    by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
+    by_position = () if by_name else example_inputs
+    signature, name = inspect.signature(model.forward), type(model).__name__
+    arguments = dense(bind(signature, name, by_position, by_name))
+    step = _Step(model, *arguments, reduce_gradients, times, groups)
     measured = cluster is None
     module, inputs = _captured_alike(step)
     if step.reduces_gradients:
@@ -217,12 +145,13 @@ def optimize(
         run = captured.compile(
             lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
         )
+    guards = Guards(model, captured.assumptions, arguments, step.reduces_gradients)
     return OptimizedModule(
         model,
         run,
         chosen,
         timeline,
-        example_inputs,
+        guards,
         recorder,
         step.groups if step.reduces_gradients else None,
         waits,
@@ -237,11 +166,12 @@ class _Step:
         self,
         model: nn.Module,
         inputs: tuple,
+        by_name: Mapping[str, object],
         reduce_gradients: bool,
         times: str | Path | None,
         groups: Groups | None = None,
     ) -> None:
-        self.model, self.inputs = model, inputs
+        self.model, self.inputs, self.by_name = model, inputs, by_name
         self.groups = groups_of(model, groups)
         self.profiler = Profiler(self.groups, next(model.parameters()).device, times)
         self.fused: tuple[FusedGroup, ...] = ()
@@ -254,7 +184,7 @@ class _Step:
     @contextlib.contextmanager
     def graph(self) -> Iterator[Captured]:
         """The captured step with its all-reduces, statistics out of the way."""
-        with capture(self.model, self.inputs) as captured:
+        with capture(self.model, self.inputs, self.by_name) as captured:
             if self.reduces_gradients:
                 replica = self.groups.replica if self.groups.replica != self.groups.data else ""
                 insert_all_reduces(
@@ -284,7 +214,7 @@ class _Step:
         """A value for each placeholder of the joint graph: parameters, buffers, the inputs, ones as
         tangents. Call it outside `graph`, in which parameters have no contents."""
         state = dict(captured.module.named_parameters()) | dict(captured.module.named_buffers())
-        flat = pytree.tree_leaves(self.inputs)
+        flat = pytree.tree_leaves((self.inputs, self.by_name))
         values = []
         for node in captured.joint.graph.nodes:
             if node.op != "placeholder":
@@ -467,10 +397,3 @@ def _all_gather(group: str, value: object) -> list:
     found: list = [None] * group_size(group)
     dist.all_gather_object(found, value, group=group_of(group))
     return found
-
-
-def _shapes(inputs: Sequence[object]) -> list[object]:
-    return [
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-        for leaf in pytree.tree_leaves(inputs)
-    ]

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 from lancet_kernels.ops.link import emulate_link, link
-from lancet_kernels.optimization import OptimizedModule, optimize
+from lancet_kernels.optimization import optimize
+from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.schedules.strategies import PlanningOptions
 from lancet_kernels.schedules.timeline import save_picture
 

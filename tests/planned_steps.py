@@ -173,7 +173,7 @@ class SmallStep:
 
     def __init__(self, case: StepCase) -> None:
         self.module, self.inputs = build_step(case)
-        self._step = _Step(self.module, self.inputs, True, None)
+        self._step = _Step(self.module, self.inputs, {}, True, None)
         with self._step.graph() as captured:
             self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
             self.parameters = captured.parameter_of_gradient()

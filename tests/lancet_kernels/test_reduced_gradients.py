@@ -33,7 +33,7 @@ def reduce_on_rank(bucket_bytes: int) -> dict[str, object]:
             if reduced:
                 over = {name: "" if name in experts else data for name in names.values()}
                 buckets = insert_all_reduces(joint, names, over, bucket_bytes=bucket_bytes)
-        values = library._Step(module, inputs, False, None).graph_inputs(captured)
+        values = library._Step(module, inputs, {}, False, None).graph_inputs(captured)
         with torch.no_grad():
             results = torch.fx.Interpreter(joint).run(*values, enable_io_processing=False)
         for position, name in names.items():
