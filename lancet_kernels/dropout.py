@@ -50,8 +50,8 @@ def dropout(
 class Dropout(nn.Module):
     """`dropout` as a module, in place of `nn.Dropout`.
 
-    It draws anew when `set_routing_step(model, step)` says another step: call that for every batch. Until then
-    recomputing (activation checkpointing) and the backward have the mask of the forward. The step is a
+    It draws anew when `set_routing_step(model, step)` says another step: call that for every batch. Until
+    then recomputing (activation checkpointing) and the backward have the mask of the forward. The step is a
     buffer, which a captured CUDA graph reads; it is not in the state dict.
 
     Args:
