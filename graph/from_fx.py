@@ -166,6 +166,9 @@ def _instruction(
     attributes = _attributes(node)
     if node in rows:
         attributes["rows"] = rows[node]
+    if "group" in node.meta:
+        # Its collectives have costs of their own (`graph.communication`).
+        attributes["group"] = node.meta["group"]
     if op == "lancet.gate":
         attributes["partitionable"] = parse_gate(attributes["spec"]).partitionable
     inputs = _tensor_names(node.all_input_nodes)

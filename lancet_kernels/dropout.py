@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.groups import group_name
+from lancet_kernels.ops.groups import Groups, group_name
 
 
 def dropout(
@@ -28,7 +28,7 @@ def dropout(
     site: int,
     seed: int = 0,
     training: bool = True,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | Groups | None = None,
 ) -> Tensor:
     """x [..., D] -> [..., D]: each feature of each token zero with probability p, else divided by 1 - p.
 
@@ -37,14 +37,14 @@ def dropout(
     Args:
         step: int64 scalar tensor. The mask is the same for the same step: count it up for every batch.
         site: which dropout of the model this is; two with the same number have the same mask.
-        group: the ranks over which the batch is spread, each with as many tokens, in the order of the ranks;
-            None: all ranks.
+        group: the ranks over which the batch is spread, each with as many tokens, in the order of the ranks
+            (of `Groups` the data group); None: all ranks.
     Raises: UserError for p outside [0, 1), x without dimensions.
     """
     _check_probability(p)
     if not training or p == 0:
         return x
-    return _dropped(x, float(p), step, seed, site, group_name(group))
+    return _dropped(x, float(p), step, seed, site, _data_group(group))
 
 
 class Dropout(nn.Module):
@@ -57,7 +57,8 @@ class Dropout(nn.Module):
     Args:
         p: probability of zero, in [0, 1).
         site: which dropout of the model this is: another number for every one, or they share a mask.
-        seed: the same on all ranks. group: the ranks over which the batch is spread; None: all ranks.
+        seed: the same on all ranks.
+        group: the ranks over which the batch is spread (of `Groups` the data group); None: all ranks.
     Raises: UserError.
     """
 
@@ -67,7 +68,7 @@ class Dropout(nn.Module):
         site: int,
         *,
         seed: int = 0,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Groups | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -78,7 +79,7 @@ class Dropout(nn.Module):
                     f"{what} of Dropout", got=repr(value), expected="a whole number from 0", do="give one"
                 )
         self.p, self.site, self.seed = float(p), int(site), int(seed)
-        self._group = group_name(group)
+        self._group = _data_group(group)
         # Without dropout a graph has nothing of it, not even an input.
         if self.p:
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
@@ -107,6 +108,10 @@ def set_dropout_step(model: nn.Module, step: int) -> None:
             )
         seen.add((layer.seed, layer.site))
         layer.step.fill_(step)
+
+
+def _data_group(group: dist.ProcessGroup | Groups | None) -> str:
+    return group.data if isinstance(group, Groups) else group_name(group)
 
 
 def _dropped(x: Tensor, p: float, step: Tensor, seed: int, site: int, group: str) -> Tensor:
