@@ -38,11 +38,8 @@ __all__ = [
     "OptimizedModule",
     "RoutingSums",
     "UserError",
-<<<<<<< HEAD
-    "dropout",
-=======
     "ddp",
->>>>>>> origin/main
+    "dropout",
     "expert_parameters",
     "moe_layers",
     "moe_losses",
