@@ -99,8 +99,8 @@ def parts_to_measure(program: Program) -> list[PartToMeasure]:
         if rule is None or not (instruction.phase is Phase.FORWARD or rule.in_experts):
             continue
         for axes in _ways(instruction, program.tensors):
-            shortest = min(program.tensors[t].shape[a] for t, a in axes.items() if a >= 0)
-            for parts in (k for k in PARTS if k <= shortest):
+            sizes = [program.tensors[t].shape[a] for t, a in axes.items() if a >= 0]
+            for parts in (k for k in PARTS if all(k <= size for size in sizes)):
                 part, specs = part_instruction(instruction, program.tensors, axes, 0, parts)
                 key = part_key(part, specs)
                 found.setdefault(key, PartToMeasure(instruction.name, parts, axes, key))
@@ -114,8 +114,7 @@ def _ways(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> list[d
         for only_experts in (False, True)
         for way in rule.assignments(instruction, tensors, only_experts=only_experts)
     ]
-    axes = [dict(zip(operands, way, strict=True)) for way in dict.fromkeys(ways)]
-    return [way for way in axes if any(axis >= 0 for axis in way.values())]
+    return [dict(zip(operands, way, strict=True)) for way in dict.fromkeys(ways)]
 
 
 def measure_parts(
@@ -138,9 +137,7 @@ def measure_parts(
 class _PartTimer(fx.Interpreter):
     """Runs a graph; nodes with parts to measure are then run again and again, whole and in part."""
 
-    def __init__(
-        self, module: fx.GraphModule, wanted: Sequence[PartToMeasure], device: torch.device
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, wanted: Sequence[PartToMeasure], device: torch.device) -> None:
         super().__init__(module)
         self.device = device
         self.shares: dict[str, float] = {}

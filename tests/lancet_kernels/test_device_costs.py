@@ -1,0 +1,211 @@
+"""What a plan adds to a step is priced as the device that runs it has it: measured once, kept, and named."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+import lancet_kernels.graph.profiler as profiler_module
+from lancet_kernels.graph import measure_device
+from lancet_kernels.graph.clusters import load_cluster
+from lancet_kernels.graph.costs import CostModel, MeasuredCosts, source_of
+from lancet_kernels.graph.cut import part_instruction
+from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile
+from lancet_kernels.graph.profiler import DEVICE_COSTS, Profiler
+from lancet_kernels.graph.program import Phase
+from lancet_kernels.graph.rules import rule_for
+from lancet_kernels.optimization import optimize
+from lancet_kernels.schedules.partition_range import PartitionOptions
+from lancet_kernels.schedules.ranges import expand, reassembly_instruction
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from tests.planned_steps import SmallStep, StepCase, build_step
+
+GIGABYTES_PER_S = 2800.0
+LAUNCH_MS = 0.003
+CASE = StepCase(layers=2)
+
+
+def result_bytes(result: object) -> int:
+    return result.nbytes if isinstance(result, Tensor) else sum(map(result_bytes, result or ()))
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A device whose calls take 3 us, and their result's bytes, read and written, at 2,800 GB/s.
+
+    -> results of the calls, in order. Whoever reads a cluster file fails.
+    """
+    calls: list[object] = []
+
+    def milliseconds_of(call, device):
+        calls.append(call())
+        # A launch is measured as several, which return nothing.
+        launches = measure_device._LAUNCHES if calls[-1] is None else 1
+        return launches * LAUNCH_MS + 2 * result_bytes(calls[-1]) / GIGABYTES_PER_S / 1e6
+
+    def no_cluster(name):
+        raise AssertionError(f"priced by cluster file {name}")
+
+    monkeypatch.setattr(measure_device, "milliseconds_of", milliseconds_of)
+    monkeypatch.setattr(profiler_module, "load_cluster", no_cluster)
+    monkeypatch.setattr(Profiler, "measures_device", property(lambda self: True))
+    return calls
+
+
+def costs_of(step: SmallStep, folder, model: str = "cuda Fake GPU, 1 threads") -> MeasuredCosts:
+    profiler = step._step.profiler = Profiler(step._step.groups, torch.device("cpu"), folder / "times.json")
+    profiler.device_model = model
+    step.program = profiler.program(step.joint, step.values)
+    return profiler.costs(step.joint, step.values, step.program, CASE.width)
+
+
+def test_a_plan_is_priced_from_what_the_device_measured(fake_gpu, tmp_path) -> None:
+    step = SmallStep(CASE)
+    cost = costs_of(step, tmp_path)
+    assert source_of(cost).endswith(
+        f"parts and joining them measured on cuda Fake GPU, 1 threads, torch {torch.__version__}"
+    )
+    assert cost.device.launch_ms == pytest.approx(LAUNCH_MS)
+
+    # A range in two parts: what matters by its measured share, the rest by launch and half, joining by bytes.
+    first, last = step.candidates()["layer"]
+    cut = step.cut(first, last, 2)
+    priced = {"measured": 0, "estimated": 0}
+    for i in step.program.instructions[step.program.index[first] : step.program.index[last] + 1]:
+        if not any(t in cut.axes for t in (*i.inputs, *i.outputs)) or i.kind.is_communication:
+            continue
+        part, specs = part_instruction(i, step.program.tensors, cut.axes, 0, 2)
+        share = cost.device.part_ms(part, specs, 1.0)
+        assert (share is not None) == (i.op in measure_device.MEASURED_OPS), i.name
+        whole = i.milliseconds
+        fixed = min(LAUNCH_MS, whole)
+        expected = share * whole if share else fixed + (whole - fixed) / 2
+        assert cost(part, specs) == pytest.approx(expected)
+        priced["measured" if share else "estimated"] += 1
+    assert min(priced.values()) >= 3
+    joined = reassembly_instruction(step.program, step.named("lancet.combine")[0], 0, 2)
+    wanted = LAUNCH_MS + joined.bytes / GIGABYTES_PER_S / 1e6
+    assert cost(joined, step.program.tensors) == pytest.approx(wanted)
+
+    # What that comes to in a plan, and where it says it is from.
+    options = PlanningOptions(partition=PartitionOptions(most_parts=2))
+    plan = Planner(step.program, cost, options).plan("lancet-partition")
+    assert f"Costs: {source_of(cost)}" in plan.explain().splitlines()
+    by_hand = step.by_hand([cut])
+    expanded = expand(step.program, [cut])
+    total = sum(cost(i, expanded.tensors) for i in expanded.instructions)
+    assert by_hand.simulate(step.program, cost).iteration_ms <= total
+
+
+def test_measured_once_per_device_model(fake_gpu, tmp_path) -> None:
+    step = SmallStep(CASE)
+    first = costs_of(step, tmp_path)
+    measured = len(fake_gpu)
+    assert measured > 10
+    assert costs_of(step, tmp_path) == first
+    assert len(fake_gpu) == measured, "measured again"
+    entry = json.loads((tmp_path / DEVICE_COSTS).read_text())["devices"][0]
+    assert (entry["device"], entry["torch"]) == ("cuda Fake GPU, 1 threads", torch.__version__)
+    assert entry["source"] == "measured"
+    # A new shape of a known device: its parts only; another device: everything.
+    before = {key for key in first.device.shares if "aten.addmm" in key}
+    wider = costs_of(SmallStep(replace(CASE, width=12)), tmp_path)
+    assert not any(isinstance(result, type(None)) for result in fake_gpu[measured:])
+    assert before < {key for key in wider.device.shares if "aten.addmm" in key}
+    measured = len(fake_gpu)
+    costs_of(step, tmp_path, "cuda Other GPU, 1 threads")
+    assert sum(result is None for result in fake_gpu[measured:]) == 1
+    assert len(json.loads((tmp_path / DEVICE_COSTS).read_text())["devices"]) == 2
+
+
+def test_parts_are_run_with_the_operands_of_a_part(fake_gpu) -> None:
+    """A part's result has the shape that its rule says; the counts of experts are those of a part."""
+    step = SmallStep(CASE)
+    wanted = measure_device.parts_to_measure(step.program)
+    assert {part.parts for part in wanted} >= {2, 4}
+    for part in wanted:
+        fake_gpu.clear()
+        measure_device.measure_parts(step.joint, step.values, [part], torch.device("cpu"))
+        whole, result = fake_gpu
+        instruction = step.program.instructions[step.program.index[part.node]]
+        made = part_instruction(instruction, step.program.tensors, part.axes, 0, part.parts)
+        shape = made[1][made[0].outputs[0]].shape
+        results = [r[0] if isinstance(r, tuple) else r for r in (whole, result)]
+        if part.axes.get(instruction.outputs[0], -1) >= 0:
+            assert tuple(results[1].shape) == shape
+        if instruction.op == "lancet.grouped_gemm":
+            rows = [int((r != 0).any(-1).sum()) for r in results]
+            assert 0 < rows[1] <= -(-rows[0] // part.parts) + results[0].shape[:2].numel()
+    assert all(
+        step.program.instructions[step.program.index[part.node]].phase is Phase.FORWARD
+        or rule_for(step.program.instructions[step.program.index[part.node]]).in_experts
+        for part in wanted
+    )
+
+
+def test_measuring_on_this_machine() -> None:
+    """The very functions, on the CPU."""
+    device = torch.device("cpu")
+    assert measure_device.measure_launch(device) > 0
+    points = measure_device.measure_copies(device)
+    assert [size for size, _ in points] == [4.0**n * 1024 for n in range(1, 9)]
+    assert points[-1][1] > points[0][1] > 0
+    step = SmallStep(CASE)
+    wanted = measure_device.parts_to_measure(step.program)
+    shares = measure_device.measure_parts(step.joint, step.values, wanted, device)
+    assert shares.keys() == {part.key for part in wanted}
+    assert all(share > 0 for share in shares.values())
+
+
+def test_a_cpu_is_priced_as_its_cluster_file_says(tmp_path) -> None:
+    step = SmallStep(CASE)
+    cost = costs_of(step, tmp_path)
+    assert source_of(cost).endswith("parts and joining them estimated from cluster file local")
+    assert not (tmp_path / DEVICE_COSTS).exists()
+    joined = reassembly_instruction(step.program, step.named("lancet.combine")[0], 0, 2)
+    roofline = CostModel(load_cluster("local"), cost.communication)
+    assert cost(joined, step.program.tensors) == pytest.approx(roofline(joined, step.program.tensors))
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"format": "lancet-device-costs", "version": 1, "devices": [{"device": 3}]}']
+)
+def test_a_file_that_is_not_readable_is_measured_again(tmp_path, text: str) -> None:
+    file = DeviceCostsFile(tmp_path / DEVICE_COSTS)
+    file.path.write_text(text)
+    with pytest.warns(UserWarning, match="measured again"):
+        assert file.get("GPU", "2.13") is None
+    costs = DeviceCosts("GPU", "2.13", 0.1, ((1.0, 0.1), (2.0, 0.3)), {"a": 0.5})
+    with pytest.warns(UserWarning, match="measured again"):
+        file.put(costs)
+    file.put(replace(costs, shares={"b": 0.25}))
+    assert file.get("GPU", "2.13").shares == {"a": 0.5, "b": 0.25}
+    assert file.get("GPU", "2.12") is None
+
+
+# ---- The plan cache
+
+
+def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, capsys) -> None:
+    module, inputs = build_step(CASE)
+    cache = tmp_path / "plan.json"
+    plans = [optimize(module, inputs, cluster=name, cache=cache).plan for name in ("p3dn", "p4de", "p4de")]
+    said = capsys.readouterr().err
+    assert said.count("planning anew") == 1
+    assert "got costs calculated for cluster p3dn" in said
+    assert "expected calculated for cluster p4de" in said
+    assert plans[0].costs != plans[1].costs == plans[2].costs
+    # The same name with another number in the file is another cluster.
+    slower = replace(load_cluster("p4de"), memory_gb_per_s=1.0)
+    optimize(module, inputs, cluster=slower, cache=cache)
+    assert "planning anew" in capsys.readouterr().err
+
+
+def test_a_measured_plan_is_taken_again_whatever_was_measured_since(tmp_path, capsys) -> None:
+    module, inputs = build_step(CASE)
+    cache = tmp_path / "plan.json"
+    for times in ("times.json", "others.json"):
+        optimize(module, inputs, cache=cache, times=tmp_path / times)
+    assert "planning anew" not in capsys.readouterr().err
