@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from lancet_kernels.graph.cut import part_instruction
 from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile
 from lancet_kernels.graph.profiler import DEVICE_COSTS, Profiler
 from lancet_kernels.graph.program import Phase
-from lancet_kernels.graph.rules import rule_for
-from lancet_kernels.optimization import optimize
+from lancet_kernels.graph.rules import WHOLE, rule_for
+from lancet_kernels.optimization import _plans
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.ranges import expand, reassembly_instruction
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from tests.planned_steps import SmallStep, StepCase, build_step
+from tests.planned_steps import SmallStep, StepCase
 
 GIGABYTES_PER_S = 2800.0
 LAUNCH_MS = 0.003
@@ -29,6 +30,12 @@ CASE = StepCase(layers=2)
 
 def result_bytes(result: object) -> int:
     return result.nbytes if isinstance(result, Tensor) else sum(map(result_bytes, result or ()))
+
+
+@pytest.fixture(scope="module")
+def step() -> SmallStep:
+    """A captured step of this one process."""
+    return SmallStep(CASE)
 
 
 @pytest.fixture
@@ -61,8 +68,7 @@ def costs_of(step: SmallStep, folder, model: str = "cuda Fake GPU, 1 threads") -
     return profiler.costs(step.joint, step.values, step.program, CASE.width)
 
 
-def test_a_plan_is_priced_from_what_the_device_measured(fake_gpu, tmp_path) -> None:
-    step = SmallStep(CASE)
+def test_a_plan_is_priced_from_what_the_device_measured(fake_gpu, tmp_path, step) -> None:
     cost = costs_of(step, tmp_path)
     assert source_of(cost).endswith(
         f"parts and joining them measured on cuda Fake GPU, 1 threads, torch {torch.__version__}"
@@ -99,8 +105,7 @@ def test_a_plan_is_priced_from_what_the_device_measured(fake_gpu, tmp_path) -> N
     assert by_hand.simulate(step.program, cost).iteration_ms <= total
 
 
-def test_measured_once_per_device_model(fake_gpu, tmp_path) -> None:
-    step = SmallStep(CASE)
+def test_measured_once_per_device_model(fake_gpu, tmp_path, step) -> None:
     first = costs_of(step, tmp_path)
     measured = len(fake_gpu)
     assert measured > 10
@@ -120,24 +125,27 @@ def test_measured_once_per_device_model(fake_gpu, tmp_path) -> None:
     assert len(json.loads((tmp_path / DEVICE_COSTS).read_text())["devices"]) == 2
 
 
-def test_parts_are_run_with_the_operands_of_a_part(fake_gpu) -> None:
+def test_parts_are_run_with_the_operands_of_a_part(fake_gpu, step) -> None:
     """A part's result has the shape that its rule says; the counts of experts are those of a part."""
-    step = SmallStep(CASE)
     wanted = measure_device.parts_to_measure(step.program)
     assert {part.parts for part in wanted} >= {2, 4}
-    for part in wanted:
-        fake_gpu.clear()
-        measure_device.measure_parts(step.joint, step.values, [part], torch.device("cpu"))
-        whole, result = fake_gpu
-        instruction = step.program.instructions[step.program.index[part.node]]
-        made = part_instruction(instruction, step.program.tensors, part.axes, 0, part.parts)
-        shape = made[1][made[0].outputs[0]].shape
-        results = [r[0] if isinstance(r, tuple) else r for r in (whole, result)]
-        if part.axes.get(instruction.outputs[0], -1) >= 0:
-            assert tuple(results[1].shape) == shape
-        if instruction.op == "lancet.grouped_gemm":
-            rows = [int((r != 0).any(-1).sum()) for r in results]
-            assert 0 < rows[1] <= -(-rows[0] // part.parts) + results[0].shape[:2].numel()
+    fake_gpu.clear()
+    measure_device.measure_parts(step.joint, step.values, wanted, torch.device("cpu"))
+    results = iter(fake_gpu)
+    for node, parts in groupby(sorted(wanted, key=lambda p: step.program.index[p.node]), lambda p: p.node):
+        instruction = step.program.instructions[step.program.index[node]]
+        whole = next(results)
+        for part in parts:
+            result = next(results)
+            made, specs = part_instruction(instruction, step.program.tensors, part.axes, 0, part.parts)
+            if part.axes.get(instruction.outputs[0], WHOLE) >= 0:
+                found = result[0] if isinstance(result, tuple) else result
+                assert tuple(found.shape) == specs[made.outputs[0]].shape
+            if instruction.op == "lancet.grouped_gemm":
+                rows = [int((r != 0).any(-1).sum()) for r in (whole, result)]
+                experts = whole.shape[0] * whole.shape[1]
+                assert 0 < rows[1] <= rows[0] // part.parts + experts
+    assert not list(results)
     assert all(
         step.program.instructions[step.program.index[part.node]].phase is Phase.FORWARD
         or rule_for(step.program.instructions[step.program.index[part.node]]).in_experts
@@ -145,22 +153,20 @@ def test_parts_are_run_with_the_operands_of_a_part(fake_gpu) -> None:
     )
 
 
-def test_measuring_on_this_machine() -> None:
+def test_measuring_on_this_machine(step) -> None:
     """The very functions, on the CPU."""
     device = torch.device("cpu")
     assert measure_device.measure_launch(device) > 0
     points = measure_device.measure_copies(device)
     assert [size for size, _ in points] == [4.0**n * 1024 for n in range(1, 9)]
     assert points[-1][1] > points[0][1] > 0
-    step = SmallStep(CASE)
     wanted = measure_device.parts_to_measure(step.program)
     shares = measure_device.measure_parts(step.joint, step.values, wanted, device)
     assert shares.keys() == {part.key for part in wanted}
     assert all(share > 0 for share in shares.values())
 
 
-def test_a_cpu_is_priced_as_its_cluster_file_says(tmp_path) -> None:
-    step = SmallStep(CASE)
+def test_a_cpu_is_priced_as_its_cluster_file_says(tmp_path, step) -> None:
     cost = costs_of(step, tmp_path)
     assert source_of(cost).endswith("parts and joining them estimated from cluster file local")
     assert not (tmp_path / DEVICE_COSTS).exists()
@@ -188,24 +194,33 @@ def test_a_file_that_is_not_readable_is_measured_again(tmp_path, text: str) -> N
 # ---- The plan cache
 
 
-def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, capsys) -> None:
-    module, inputs = build_step(CASE)
+def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, capsys, step) -> None:
     cache = tmp_path / "plan.json"
-    plans = [optimize(module, inputs, cluster=name, cache=cache).plan for name in ("p3dn", "p4de", "p4de")]
-    said = capsys.readouterr().err
-    assert said.count("planning anew") == 1
-    assert "got costs calculated for cluster p3dn" in said
-    assert "expected calculated for cluster p4de" in said
-    assert plans[0].costs != plans[1].costs == plans[2].costs
+    clusters = {name: load_cluster(name) for name in ("p3dn", "p4de")}
     # The same name with another number in the file is another cluster.
-    slower = replace(load_cluster("p4de"), memory_gb_per_s=1.0)
-    optimize(module, inputs, cluster=slower, cache=cache)
+    for cluster in (*clusters.values(), clusters["p4de"], replace(clusters["p4de"], memory_gb_per_s=1.0)):
+        cost = CostModel.for_cluster(cluster, 8)
+        (plan,) = _plans(step.program, cost, "lancet-dw", None, cache, 1)
+        assert plan.costs == source_of(cost)
+        plan.save(cache)
+    p3dn, slower = capsys.readouterr().err.splitlines()
+    assert "planning anew: plan file: got costs calculated for cluster p3dn" in p3dn
+    assert "expected calculated for cluster p4de" in p3dn
+    assert "got costs calculated for cluster p4de" in slower
+    # As many ranks as before, or it is another plan, too.
+    _plans(step.program, CostModel.for_cluster(cluster, 4), "lancet-dw", None, cache, 1)
     assert "planning anew" in capsys.readouterr().err
 
 
-def test_a_measured_plan_is_taken_again_whatever_was_measured_since(tmp_path, capsys) -> None:
-    module, inputs = build_step(CASE)
+def test_a_measured_plan_is_taken_again_whatever_was_measured_since(tmp_path, capsys, step) -> None:
     cache = tmp_path / "plan.json"
-    for times in ("times.json", "others.json"):
-        optimize(module, inputs, cache=cache, times=tmp_path / times)
+    programs = []
+    for folder in ("now", "later"):
+        cost = costs_of(step, tmp_path / folder)
+        programs.append(step.program)
+        (plan,) = _plans(step.program, cost, "lancet-dw", None, cache, 1)
+        plan.save(cache)
+    assert [i.milliseconds for i in programs[0].instructions] != [
+        i.milliseconds for i in programs[1].instructions
+    ]
     assert "planning anew" not in capsys.readouterr().err
