@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from lancet_kernels.atomic import locked, write_json_atomically
-from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.communication import Points, interpolated
 from lancet_kernels.graph.measured import measurement_key
 from lancet_kernels.graph.program import Instruction, TensorSpec
@@ -38,17 +37,7 @@ class DeviceCosts:
     shares: Mapping[str, float] = field(default_factory=dict)
     source: str = "measured"
 
-    @classmethod
-    def estimated(cls, cluster: Cluster, torch: str) -> DeviceCosts:
-        """From the launch time and the memory bandwidth in a cluster file."""
-        launch_ms = cluster.launch_us * 1e-3
-        gigabyte_ms = 1e3 / (cluster.memory_gb_per_s * cluster.memory_efficiency)
-        copies = (0.0, launch_ms), (1e9, launch_ms + gigabyte_ms)
-        return cls(f"cluster file {cluster.name}", torch, launch_ms, copies, source="estimated")
-
     def __str__(self) -> str:
-        if self.source == "estimated":
-            return f"estimated from {self.device}"
         return f"{self.source} on {self.device}, torch {self.torch}"
 
     def copy_ms(self, bytes: float) -> float:

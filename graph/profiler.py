@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.costs import MeasuredCosts
 from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile
@@ -62,11 +61,6 @@ class Profiler:
         self.device_model = f"{device.type} {kind or platform.machine()}, {threads} threads"
         self._where = f"{self.device_model}, {_ranks(groups)}, torch {torch.__version__}"
         self._device_costs = DeviceCostsFile(self.times.path.with_name(DEVICE_COSTS))
-
-    @property
-    def measures_device(self) -> bool:
-        """Is it measured what a plan adds to a step? A CPU that other ranks share gives no steady shares."""
-        return self.device.type == "cuda"
 
     def program(self, module: fx.GraphModule, inputs: Sequence[object]) -> Program:
         """The Program of a graph, each computation with its measured time, each all-to-all with the bytes
@@ -179,9 +173,7 @@ class Profiler:
         return MeasuredCosts(self._of_device(module, inputs, program), communication, self._where_with_link)
 
     def _of_device(self, module: fx.GraphModule, inputs: Sequence[object], program: Program) -> DeviceCosts:
-        """Measured where it was not before; on CPUs estimated, see `measures_device`."""
-        if not self.measures_device:
-            return DeviceCosts.estimated(load_cluster("local"), torch.__version__)
+        """As remembered; what is missing is measured."""
         wanted = parts_to_measure(program)
         known = self._from_first(self._device_costs.get(self.device_model, torch.__version__))
         missing = [part for part in wanted if known is None or part.key not in known.shares]

@@ -156,7 +156,8 @@ def optimize(
         cache: a plan file; read if it is for this model, strategy and options, and was planned with costs
             from the same source (cluster, or device, torch, ranks and link); else written. None: plan anew.
         times: file of measured op times (default: in the user's cache folder); they are not measured again.
-            What a plan adds to a step is measured once per GPU model and kept beside it (device_costs.json).
+            What a plan adds to a step is measured once per device model and kept beside it, in
+            device_costs.json.
         options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
         plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
         reduce_gradients: sum gradients over the ranks that hold the same parameters, as part of the plan;
