@@ -56,7 +56,8 @@ def part_instruction(
 ) -> tuple[Instruction, dict[str, TensorSpec]]:
     """Part `part` (from 0) of an instruction, and the specs of all operands it names.
 
-    A measured time of the whole is kept as attribute `whole_milliseconds`, for costs to derive the part's.
+    For costs to derive the part's, a measured time of the whole is kept as attribute `whole_milliseconds`,
+    with the axes of inputs and outputs as `axes`.
     """
     rule = rule_for(instruction)
     capacity = rule.capacity_dimensions(instruction, tensors) if rule else {}
@@ -76,6 +77,7 @@ def part_instruction(
     attributes = {**instruction.attributes, "part": part, "parts": parts}
     if instruction.milliseconds is not None:
         attributes["whole_milliseconds"] = instruction.milliseconds
+        attributes["axes"] = list(operands.values())
     made = replace(
         instruction,
         name=part_name(instruction.name, part, parts),

@@ -8,10 +8,11 @@ same graph.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,6 +28,8 @@ from lancet_kernels.ops.groups import Groups, group_device, group_of, group_size
 from lancet_kernels.ops.link import link
 
 SMALLEST_BYTES = 1024
+GPU_SLEEP_CYCLES = 500_000
+"""Some 0.3 ms."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,14 @@ def measure_nodes(
     Args: inputs: one per placeholder of the graph; they say which device.
     """
     names = [node.name for node in module.graph.nodes if is_instruction(node)]
-    devices = {value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda}
-    on_gpu = bool(devices)
-    runs, gbps = [], link.gbps
-    link.gbps = None
-    try:
+    on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
+    runs = []
+    with unpaced(inputs):
         for _ in range(repeats + 1):
             timer = _GpuTimer(module) if on_gpu else _Timer(module)
-            with torch.no_grad(), torch.random.fork_rng(devices):
+            with torch.no_grad():
                 timer.run(*inputs)
             runs.append([(timer.cpu[name], timer.wall[name], timer.wire[name]) for name in names])
-    finally:
-        link.gbps = gbps
-        link.read()
     # [run, instruction, (CPU, wall, bytes)]
     measured = torch.tensor(runs[1:], dtype=torch.float64)
     slowest = _over_ranks(measured.median(0).values, group, "max")
@@ -80,6 +78,19 @@ def measure_nodes(
         milliseconds = float(least[i, 1]) if _waits_for_ranks(node) else float(slowest[i, 0])
         found[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
     return found
+
+
+@contextlib.contextmanager
+def unpaced(inputs: Sequence[object]) -> Iterator[None]:
+    """Inside the block an emulated link is not paced; the random generators are afterwards as they were."""
+    gbps, link.gbps = link.gbps, None
+    devices = {value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda}
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        link.gbps = gbps
+        link.read()
 
 
 def _waits_for_ranks(node: fx.Node) -> bool:
@@ -123,12 +134,10 @@ class _GpuTimer(_Timer):
     the node and not its launch. A node that makes the host wait is measured with its launch.
     """
 
-    _SLEEP_CYCLES = 500_000  # some 0.3 ms
-
     def _timed(self, node: fx.Node, call: Callable[[], object]) -> object:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         link.read()
-        torch.cuda._sleep(self._SLEEP_CYCLES)
+        torch.cuda._sleep(GPU_SLEEP_CYCLES)
         begin.record()
         result = call()
         end.record()

@@ -37,8 +37,8 @@ def dropout(
     Args:
         step: int64 scalar tensor. The mask is the same for the same step: count it up for every batch.
         site: which dropout of the model this is; two with the same number have the same mask.
-        group: the ranks over which the batch is spread, each with as many tokens, in the order of the ranks;
-            None: all ranks.
+        group: the ranks over which the batch is spread, each with as many tokens, in the order of the ranks
+            (of `Groups` the data group); None: all ranks.
     Raises: UserError for p outside [0, 1), x without dimensions.
     """
     _check_probability(p)
@@ -50,14 +50,15 @@ def dropout(
 class Dropout(nn.Module):
     """`dropout` as a module, in place of `nn.Dropout`.
 
-    It draws anew when `set_routing_step(model, step)` says another step: call that for every batch. Until then
-    recomputing (activation checkpointing) and the backward have the mask of the forward. The step is a
+    It draws anew when `set_routing_step(model, step)` says another step: call that for every batch. Until
+    then recomputing (activation checkpointing) and the backward have the mask of the forward. The step is a
     buffer, which a captured CUDA graph reads; it is not in the state dict.
 
     Args:
         p: probability of zero, in [0, 1).
         site: which dropout of the model this is: another number for every one, or they share a mask.
-        seed: the same on all ranks. group: the ranks over which the batch is spread; None: all ranks.
+        seed: the same on all ranks.
+        group: the ranks over which the batch is spread (of `Groups` the data group); None: all ranks.
     Raises: UserError.
     """
 

@@ -116,8 +116,8 @@ class Block(nn.Module):
             )
         else:
             self.feed_forward = FeedForward(config.width)
-        self.attention_dropout = _dropout(config, 2 * number + 1)
-        self.feed_forward_dropout = _dropout(config, 2 * number + 2)
+        self.attention_dropout = _dropout(config, 2 * number + 1, group)
+        self.feed_forward_dropout = _dropout(config, 2 * number + 2, group)
 
     def forward(self, x_BSD: Tensor, token_BS: Tensor) -> tuple[Tensor, RoutingSums | None]:
         x_BSD = x_BSD + self.attention_dropout(self.attention(self.norm1(x_BSD)))
@@ -140,7 +140,7 @@ class GPT2MoE(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab, config.width)
         self.position_embedding = nn.Embedding(config.sequence, config.width)
-        self.dropout = _dropout(config, 0)
+        self.dropout = _dropout(config, 0, group)
         self.blocks = nn.ModuleList(Block(config, i % 2 == 1, group, i) for i in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.apply(_initialize)
@@ -164,9 +164,10 @@ class GPT2MoE(nn.Module):
         return nn.functional.linear(self.norm(x_BSD), self.token_embedding.weight), sums
 
 
-def _dropout(config: ModelConfig, site: int) -> Dropout:
-    # Of all ranks, whatever the experts' group: each has tokens of its own.
-    return Dropout(config.dropout, site, seed=config.dropout_seed)
+def _dropout(config: ModelConfig, site: int, group: dist.ProcessGroup | Groups | None) -> Dropout:
+    # An expert group alone does not say which ranks have tokens of their own: then all have.
+    groups = group if isinstance(group, Groups) else None
+    return Dropout(config.dropout, site, seed=config.dropout_seed, group=groups)
 
 
 def _initialize(module: nn.Module) -> None:

@@ -34,7 +34,7 @@ from lancet_kernels.graph.capture import (
     state_name,
 )
 from lancet_kernels.graph.clusters import Cluster, load_cluster
-from lancet_kernels.graph.costs import Cost, CostModel
+from lancet_kernels.graph.costs import Cost, CostModel, source_of
 from lancet_kernels.graph.host_waits import host_waits
 from lancet_kernels.graph.pieces import check_compiler
 from lancet_kernels.graph.profiler import Profiler
@@ -83,8 +83,11 @@ def optimize(
             times to measure the ops.
         strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
-        cache: a plan file; read if it is for this model, strategy and options, else written. None: plan anew.
+        cache: a plan file; read if it is for this model, strategy and options, and was planned with costs
+            from the same source (cluster, or device, torch, ranks and link); else written. None: plan anew.
         times: file of measured op times (default: in the user's cache folder); they are not measured again.
+            What a plan adds to a step is measured once per device model and kept beside it, in
+            device_costs.json.
         options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
         plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
         reduce_gradients: sum gradients over the ranks that hold the same parameters, as part of the plan;
@@ -253,8 +256,7 @@ class _Step:
             return Program.from_fx(module), cost
         program = self.profiler.program(module, inputs)
         layers = moe_layers(self.model)
-        communication = self.profiler.communication(program, layers[0].d_model if layers else 1)
-        return program, CostModel(load_cluster("local"), communication)
+        return program, self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)
 
     def measured_timeline(
         self, module: fx.GraphModule, inputs: list[object], program: Program, plan: Plan, cost: Cost
@@ -277,8 +279,8 @@ def _plans(
     cache: str | Path | None,
     most: int,
 ) -> list[Plan]:
-    """The plan in `cache` if it is for this program, strategy and options; else at most so many to choose
-    from, best guess first."""
+    """The plan in `cache` if it is for this program, strategy and options, and made with costs from the same
+    source; else at most so many to choose from, best guess first."""
     options = options or PlanningOptions.from_environment()
     if cache is not None and not Path(cache).parent.is_dir():
         raise UserError(
@@ -289,10 +291,14 @@ def _plans(
             plan = Plan.load(cache, program)
             plan.apply(program)
             if (plan.strategy, plan.options) == (strategy, asdict(options)):
-                return [plan]
+                if plan.costs == source_of(cost):
+                    return [plan]
+                old, new = plan.costs or "of an older version", source_of(cost)
+                print(f"lancet: planning anew: plan file: got costs {old}, expected {new}", file=sys.stderr)
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)
-    return Planner(program, cost, options).candidates(strategy, most)
+    plans = Planner(program, cost, options).candidates(strategy, most)
+    return [replace(plan, costs=source_of(cost)) for plan in plans]
 
 
 def _given_plan(path: str | Path, program: Program, strategy: str) -> Plan:

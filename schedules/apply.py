@@ -6,8 +6,8 @@
 
 Contract: afterwards the graph runs its instructions in exactly the order that was asked for; if that is
 no valid order of this graph, nothing has been changed and UserError says which node would read what does
-not exist yet, or draw another one's random numbers. Every rank issues its collectives in the order of the plan, so that no two ranks can wait for
-each other crosswise.
+not exist yet, or draw another one's random numbers. Every rank issues its collectives in the order of the
+plan, so that no two ranks can wait for each other crosswise.
 """
 
 from __future__ import annotations

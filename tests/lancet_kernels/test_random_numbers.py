@@ -2,14 +2,23 @@
 
 import dataclasses
 import zlib
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lancet_kernels import MoELayer, UserError, optimize
+from lancet_kernels.graph.capture import capture
+from lancet_kernels.graph.from_fx import GENERATOR, draws_random_numbers
+from lancet_kernels.graph.program import Instruction, Program, TensorSpec
+from lancet_kernels.graph.program_json import program_from_json, program_to_json
+from lancet_kernels.graph.rules import rule_for
+from lancet_kernels.schedules.apply import instruction_order, reorder
+from lancet_kernels.schedules.strategies import STRATEGIES
 from tests.optimized import BOUND, optimized
-from tests.planned_steps import SmallStep, StepCase, build_step, gradients
+from tests.planned_steps import Outcome, SmallStep, StepCase, build_step, gradients, sum_over_ranks
 
 CASE = StepCase(layers=2, batch=4, capacity_factor=None, dropout=0.1)
 
@@ -120,3 +129,106 @@ def programs(case: StepCase) -> list[tuple[int, int]]:
         tangents = sum(t.startswith("tangents") for t in steps)
         found.append((sum(i.op == "lancet.dropout" for i in dropouts), len(steps) - tangents))
     return found
+
+
+# ---- torch's own random ops keep their order
+
+
+class TorchDropouts(nn.Module):
+    """What is dropped first is needed last, so a plan would rather have it the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.early, self.late = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.second = MoELayer(8, 16, 4), MoELayer(8, 16, 4)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        aside = self.dropout(self.early(x) + 1)
+        x = self.dropout(self.late(x) + 1)
+        noise = torch.rand_like(x)
+        y = self.second(self.first(x) * noise)
+        y = nn.functional.dropout(y, 0.3)
+        return (y * aside).square().mean(), aside.detach(), y.detach()
+
+
+def torch_dropouts(strategies: tuple[str, ...], folder: str) -> dict[str, object]:
+    """Each strategy's step against the module itself, from one state of the generator."""
+    torch.manual_seed(3)
+    module = TorchDropouts().double()
+    inputs = (torch.randn(4, 5, 8, dtype=torch.float64),)
+    torch.manual_seed(dist.get_rank())
+    outputs = module(*inputs)
+    outputs[0].backward()
+    plain = Outcome(list(outputs), sum_over_ranks(module, gradients(module)))
+    found = {}
+    for strategy in strategies:
+        ready = optimized(module, inputs, strategy)
+        module.zero_grad(set_to_none=True)
+        torch.manual_seed(dist.get_rank())
+        outputs = ready(*inputs)
+        outputs[0].backward()
+        planned = Outcome(list(outputs), gradients(module))
+        found[strategy] = (
+            planned.distance(plain),
+            all(torch.equal(a != 0, b != 0) for a, b in zip(outputs[1:], plain.outputs[1:], strict=True)),
+            [name for name in ready.plan.order if name.startswith(("native_dropout", "rand"))][:4],
+            ready.plan.explain(),
+        )
+    before = torch.get_rng_state()
+    optimize(module, inputs, times=f"{folder}/times.json")
+    return found | {"measuring leaves the generator alone": torch.equal(before, torch.get_rng_state())}
+
+
+@pytest.mark.parametrize(
+    "strategies", [("lancet",), pytest.param(STRATEGIES, marks=pytest.mark.long)], ids=["lancet", "all"]
+)
+def test_torch_dropouts_draw_what_they_draw_in_the_module(pool, tmp_path, strategies):
+    for found in pool.run(torch_dropouts, strategies, str(tmp_path), ranks=2, timeout_s=180):
+        assert found.pop("measuring leaves the generator alone")
+        for distance, same_masks, order, explained in found.values():
+            assert same_masks
+            assert distance < BOUND
+            assert order == ["native_dropout", "native_dropout_1", "rand_like", "native_dropout_2"]
+            assert "lancet_kernels.Dropout can be partitioned" in explained
+
+
+def test_random_ops_depend_on_each_other_and_are_never_cut():
+    captured = capture(TorchDropouts().double(), (torch.randn(4, 5, 8, dtype=torch.float64),))
+    program = Program.from_fx(captured.joint)
+    random = [i for i, x in enumerate(program.instructions) if GENERATOR in x.mutates]
+    assert [program.instructions[i].op for i in random] == [
+        *("aten.native_dropout", "aten.native_dropout", "aten.rand_like", "aten.native_dropout"),
+    ]
+    for early, late in pairwise(random):
+        assert early in program.dependencies[late]
+    assert program_from_json(program_to_json(program)).dependencies == program.dependencies
+    names = instruction_order(captured.joint.graph)
+    first, second = (names.index(program.instructions[i].name) for i in random[:2])
+    # All of what the second reads, but not the first.
+    swapped = [*names[:first], *names[first + 1 : second + 1], names[first], *names[second + 1 :]]
+    with pytest.raises(
+        UserError, match="native_dropout_1 before native_dropout, expected native_dropout first"
+    ):
+        reorder(captured.joint.graph, swapped)
+
+
+def test_fused_attention_draws_only_with_dropout():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    assert not draws_random_numbers(graph.call_function(attention, (x, x, x)))
+    assert not draws_random_numbers(graph.call_function(attention, (x, x, x, 0.0, True)))
+    assert draws_random_numbers(graph.call_function(attention, (x, x, x, 0.1)))
+    assert draws_random_numbers(graph.call_function(attention, (x, x, x), {"dropout_p": 0.1}))
+    assert not draws_random_numbers(graph.call_function(torch.ops.lancet.dropout.default, (x,)))
+
+
+def test_what_overwrites_is_not_cut():
+    x = TensorSpec("x", (4, 4))
+    relu = Instruction("i", "aten.relu", ("x",), ("y",))
+    tensors = {"x": x, "y": TensorSpec("y", (4, 4))}
+    rule = rule_for(relu)
+    assert rule.assignments(relu, tensors, only_experts=False)
+    written = dataclasses.replace(relu, mutates=("x",))
+    assert rule.assignments(written, tensors, only_experts=False) == []

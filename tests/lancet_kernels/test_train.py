@@ -278,7 +278,7 @@ def test_killed_job_resumes_with_the_very_losses(lancet, tmp_path):
 @pytest.mark.long
 def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
     """The plan is kept with the run, so parts are added up in the same order."""
-    kill_and_resume(lancet, tmp_path, "job", "--ranks", 2, "--strategy", "lancet")
+    kill_and_resume(lancet, tmp_path, "job", "--ranks", 2, "--strategy", "lancet", "--dropout", 0.1)
     plans = [Plan.load(tmp_path / "runs" / name / "plan.json") for name in ("whole", "killed")]
     assert plans[0].fingerprint == plans[1].fingerprint
     assert json.loads((tmp_path / "runs" / "killed" / "config.json").read_text())["plan"] is None

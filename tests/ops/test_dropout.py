@@ -1,4 +1,4 @@
-"""Dropout by counter: the mask of an element against Python integers, whole and in parts, and its gradient."""
+"""Dropout by counter: masks against Python integers, whole and in parts, and gradients."""
 
 import math
 import re
