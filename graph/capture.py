@@ -100,7 +100,8 @@ class Captured:
                 bw_compiler=runner(Phase.BACKWARD),
             )
 
-        # Else a second backward through the graph (retain_graph=True) would be refused.
+        # Saved tensors may be read again (retain_graph=True). At run time torch asks for an empty list, too.
+        self._descriptors._aot_state.fw_metadata.bw_donated_idxs = []
         with torch._functorch.config.patch(donated_buffer=False):
             try:
                 call = compile_joint()

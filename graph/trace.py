@@ -1,7 +1,7 @@
 """torch's trace of a module's forward, and what that trace takes for constant.
 
 A trace holds every number, flag and mode that the forward read as a constant. torch.compile checks before
-each call that none of them has changed; `Assumptions` is that check for a traced graph that is run without it.
+each call that none of them has changed; `Assumptions` is that check for a graph that is run without it.
 Besides `capture`, this is the only file that touches torch's private interfaces.
 """
 
@@ -95,6 +95,7 @@ def plain_path(code: str, self_expression: str = "L['self']") -> str:
     code = re.sub(r"(?:\._modules|\._parameters|\._buffers|\.__dict__)?\['(\w+)'\]", r".\1", code)
     code = re.sub(r"___check_type_id\((.*?), \d+\).*", r"type of \1", code)
     code = re.sub(r"___check_obj_id\((.*?), \d+\).*", r"identity of \1", code)
+    code = re.sub(r"^not (.*)\._(\w+_hooks)$", r"no \2 on \1", code)
     return re.sub(r"(?<![\w)\]'])\.(?=[A-Za-z_])", "", code)
 
 
