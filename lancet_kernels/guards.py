@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.trace import Assumptions
-from lancet_kernels.layer import expert_parameters
+from lancet_kernels.layer import moe_layers
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 """What a call gives: by position, and by name."""
@@ -190,19 +190,8 @@ class Guards:
                 expected="one",
                 do="leave DistributedDataParallel out, or optimize(..., reduce_gradients=False)",
             )
-        if torch.distributed.get_world_size(wrapper.process_group) == 1:
-            return
-        names = {id(p): name for name, p in wrapper.module.named_parameters()}
-        for parameter in expert_parameters(self._module):
-            name = names.get(id(parameter))
-            if name is not None and parameter.requires_grad and name not in wrapper.parameters_to_ignore:
-                raise UserError(
-                    "DistributedDataParallel around experts",
-                    got=f"{name}, an expert of this rank alone, among the parameters that it sums",
-                    expected="none",
-                    do="name expert_parameters(model) in DistributedDataParallel."
-                    "_set_params_and_buffers_to_ignore_for_model",
-                )
+        for layer in moe_layers(self._module):
+            layer.check_data_parallel()
 
     def refuse_other_parameters(self) -> None:
         """Raise UserError if the module has got other parameters, or other ones are trained."""

@@ -24,7 +24,7 @@ from torch import fx, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.fused_step import FusedChoice, exchange_of
-from lancet_kernels.gradients import broadcast_replicated
+from lancet_kernels.gradients import broadcast_replicated, gradient_groups, groups_of
 from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
@@ -35,9 +35,9 @@ from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.guards import Guards, bind, refuse_sharded, to_trace
-from lancet_kernels.layer import expert_parameters, moe_layers
+from lancet_kernels.layer import moe_layers
 from lancet_kernels.ops.fused_graph import register_layer
-from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size
+from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
 from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
@@ -61,6 +61,7 @@ def optimize(
     options: PlanningOptions | None = None,
     plan: str | Path | None = None,
     reduce_gradients: bool = True,
+    groups: Groups | None = None,
     backend: str | None = None,
     lowering: str = "auto",
     inner_compile: str = "",
@@ -79,9 +80,11 @@ def optimize(
         times: file of measured op times (default: in the user's cache folder); they are not measured again.
         options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
         plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
-        reduce_gradients: sum the gradients of replicated parameters over the ranks, as part of the plan;
-            before that, give all ranks the replicated parameters and buffers of rank 0. Divide the loss by
-            the number of ranks for an average; use no DistributedDataParallel around it.
+        reduce_gradients: sum gradients over the ranks that hold the same parameters, as part of the plan;
+            before that, give all of them the parameters and buffers of the first. Divide the loss by the
+            number of ranks for an average; use no DistributedDataParallel around it.
+        groups: which ranks share experts, and which sum which gradients (default: what the MoE layers were
+            given, else all ranks of the job see different tokens).
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
             which puts and GEMM tiles overlap. None: "fused" if the model's MoE layers are.
         lowering: with "fused", "auto" fuses the layers where that is predicted faster, "fused" all that can
@@ -102,12 +105,12 @@ def optimize(
     by_position = () if by_name else example_inputs
     signature, name = inspect.signature(model.forward), type(model).__name__
     arguments = to_trace(bind(signature, name, by_position, by_name))
-    step = _Step(model, *arguments, reduce_gradients, times)
+    step = _Step(model, *arguments, reduce_gradients, times, groups)
     measured = cluster is None
     module, inputs = _captured_alike(step)
-    if step.reduce_group:
+    if step.reduces_gradients:
         # As DistributedDataParallel does, whose work this is here: what is alike then stays alike.
-        broadcast_replicated(model, group_of(step.group))
+        broadcast_replicated(model, step.groups)
     program, cost = step.costs(module, inputs, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
@@ -121,9 +124,11 @@ def optimize(
     if plan is None:
         # What cannot be measured need not be compared.
         most = 4 if measured else 1
-        plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache, most))
+        plans = _plans_of_first(
+            step.groups.world, lambda: _plans(program, cost, strategy, options, cache, most)
+        )
     else:
-        plans = _plans_of_first(step.group, lambda: [_given_plan(plan, program, strategy)])
+        plans = _plans_of_first(step.groups.world, lambda: [_given_plan(plan, program, strategy)])
     if measured:
         timelines = [step.measured_timeline(module, inputs, program, found, cost) for found in plans]
         timeline, chosen = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
@@ -131,7 +136,7 @@ def optimize(
         chosen = plans[0]
         timeline = chosen.simulate(program, cost)
     chosen = replace(chosen, predicted=Prediction.of(timeline), fused=step.fused)
-    if cache is not None and group_rank(step.group) == 0:
+    if cache is not None and group_rank(step.groups.world) == 0:
         chosen.save(cache)
     recorder = Recorder()
     with step.graph() as captured:
@@ -140,9 +145,17 @@ def optimize(
         run = captured.compile(
             lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
         )
-    guards = Guards(model, captured.assumptions, arguments, bool(step.reduce_group))
+    guards = Guards(model, captured.assumptions, arguments, step.reduces_gradients)
     return OptimizedModule(
-        model, run, chosen, timeline, guards, recorder, step.reduce_group, waits, step.layer_numbers
+        model,
+        run,
+        chosen,
+        timeline,
+        guards,
+        recorder,
+        step.groups if step.reduces_gradients else None,
+        waits,
+        step.layer_numbers,
     )
 
 
@@ -156,28 +169,26 @@ class _Step:
         by_name: Mapping[str, object],
         reduce_gradients: bool,
         times: str | Path | None,
+        groups: Groups | None = None,
     ) -> None:
         self.model, self.inputs, self.by_name = model, inputs, by_name
-        layers = moe_layers(model)
-        self.group = layers[0]._group if layers else group_name(None)
-        self.profiler = Profiler(self.group, next(model.parameters()).device, times)
+        self.groups = groups_of(model, groups)
+        self.profiler = Profiler(self.groups, next(model.parameters()).device, times)
         self.fused: tuple[FusedGroup, ...] = ()
         self._numbers: dict[str, int] = {}
-        self.reduce_group = ""
-        if reduce_gradients and self.group:
-            # A communicator of its own, so that an all-reduce never stands before an all-to-all in a queue.
-            self.reduce_group = group_name(dist.new_group())
-        experts = {id(parameter) for parameter in expert_parameters(model)}
-        names = model.named_parameters(remove_duplicate=False)
-        self.experts = {name for name, parameter in names if id(parameter) in experts}
+        over = gradient_groups(model, self.groups)
+        named = model.named_parameters(remove_duplicate=False)
+        self.gradient_groups = {name: over[parameter] for name, parameter in named}
+        self.reduces_gradients = reduce_gradients and any(over.values())
 
     @contextlib.contextmanager
     def graph(self) -> Iterator[Captured]:
         """The captured step with its all-reduces, statistics out of the way."""
         with capture(self.model, self.inputs, self.by_name) as captured:
-            if self.reduce_group:
+            if self.reduces_gradients:
+                replica = self.groups.replica if self.groups.replica != self.groups.data else ""
                 insert_all_reduces(
-                    captured.joint, captured.parameter_of_gradient(), self.experts, self.reduce_group
+                    captured.joint, captured.parameter_of_gradient(), self.gradient_groups, replica
                 )
             reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
             if any(group.fused for group in self.fused):
@@ -223,7 +234,9 @@ class _Step:
         """The step's Program and what its instructions cost: measured here, or estimated for a cluster."""
         if cluster is not None:
             cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-            return Program.from_fx(module), CostModel.for_cluster(cluster, group_size(self.group))
+            ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
+            cost = CostModel.for_cluster(cluster, ranks, expert_ranks=expert_ranks)
+            return Program.from_fx(module), cost
         program = self.profiler.program(module, inputs)
         layers = moe_layers(self.model)
         communication = self.profiler.communication(program, layers[0].d_model if layers else 1)
@@ -301,7 +314,7 @@ def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:
         found = fingerprint(Program.from_fx(module)) + hashlib.sha256(repr(state).encode()).hexdigest()
     except UserError as error:
         refusal = error
-    fingerprints = _all_gather(step.group, found)
+    fingerprints = _all_gather(step.groups.world, found)
     if refusal is not None:
         raise refusal
     for others, what in (
@@ -327,12 +340,12 @@ def _with_fused_layers(
 ) -> _Costed:
     """The step with those layers fused that are to be; as it was given, if none is."""
     module, inputs, program, cost = captured
-    step.fused = _groups_of_first(step.group, lambda: choose.groups(module, program, cost))
+    step.fused = _groups_of_first(step.groups.world, lambda: choose.groups(module, program, cost))
     if not any(group.fused for group in step.fused):
         return captured
     module, inputs = _captured_alike(step)
     program, cost = step.costs(module, inputs, cluster)
-    step.fused = _groups_of_first(step.group, lambda: choose.confirmed(step.fused, program, cost))
+    step.fused = _groups_of_first(step.groups.world, lambda: choose.confirmed(step.fused, program, cost))
     if not any(group.fused for group in step.fused):
         step.forget_fused_layers()
         return captured

@@ -18,6 +18,8 @@ from lancet_kernels.gradients import call_with_summed_gradients
 from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.guards import Guards, bind
+from lancet_kernels.ops.all_to_all import running_a_plan
+from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.link import link
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, Timeline
@@ -45,7 +47,7 @@ class OptimizedModule(nn.Module):
         timeline: Timeline,
         guards: Guards,
         recorder: Recorder,
-        reduce_group: str,
+        groups: Groups | None,
         host_waits: Sequence[str] = (),
         fused_layers: Sequence[int] = (),
     ) -> None:
@@ -56,7 +58,7 @@ class OptimizedModule(nn.Module):
         self.plan, self.timeline = plan, timeline
         self.fallbacks: Counter[str] = Counter()
         self._run, self._recorder, self._guards = run, recorder, guards
-        self._reduce_group = reduce_group
+        self._groups = groups
         self._signature = inspect.signature(module.forward)
 
     @torch.compiler.disable
@@ -71,7 +73,8 @@ class OptimizedModule(nn.Module):
         reason = self._guards.reason(arguments)
         if not reason:
             inputs, by_name = self._guards.inputs.laid_out(arguments)
-            result = self._run(*inputs, **by_name)
+            with running_a_plan():
+                result = self._run(*inputs, **by_name)
             for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(_refuse_double_backward)
@@ -83,8 +86,8 @@ class OptimizedModule(nn.Module):
                 "right, communication is not hidden (`fallbacks` counts such calls)",
                 stacklevel=2,
             )
-        if self._reduce_group:
-            return call_with_summed_gradients(self.module, inputs, self._reduce_group, by_name)
+        if self._groups is not None:
+            return call_with_summed_gradients(self.module, inputs, self._groups, by_name)
         return self.module(*inputs, **by_name)
 
     def __deepcopy__(self, memo: dict) -> OptimizedModule:

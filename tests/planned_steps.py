@@ -51,6 +51,7 @@ class StepCase:
     batch: int = 8
     sequence: int = 6
     dtype: torch.dtype = torch.float64
+    dropout: float = 0.0
 
 
 class StepWithLogits(TrainingStep):
@@ -79,6 +80,7 @@ def build_step(case: StepCase) -> tuple[StepWithLogits, tuple[Tensor, Tensor]]:
         gate=case.gate,
         capacity_factor=case.capacity_factor,
         activation=case.activation,
+        dropout=case.dropout,
     )
     torch.manual_seed(0)
     model = GPT2MoE(config).to(case.dtype)

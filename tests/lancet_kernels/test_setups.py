@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from lancet_kernels import MoELayer, OptimizedModule, expert_parameters, moe_losses
+from lancet_kernels import MoELayer, OptimizedModule, ddp, expert_parameters, moe_losses
 from lancet_kernels.errors import UserError
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import Outcome, gradients, sum_over_ranks
@@ -221,27 +221,14 @@ def without_gradients(setup: Setup) -> None:
 
 
 def data_parallel_that_sums_alone(_setup: Setup) -> None:
-    """DistributedDataParallel around, with reduce_gradients=False: as around the plain module."""
-    ranks = dist.get_world_size()
-
-    def wrapped(module: nn.Module, model: nn.Module) -> nn.Module:
-        mine = {id(p) for p in expert_parameters(model)}
-        ignored = [name for name, p in module.named_parameters() if id(p) in mine]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
-        return DistributedDataParallel(module)
-
-    own = Setup(reduce_gradients=False)
-    planned = wrapped(own.ready, own.model)
-    loss = planned(*batch())
-    got = outcome(own.model, loss, reduced=True)
-    plain = wrapped(own.model, own.model)
-    wanted = outcome(own.model, plain(*batch()), reduced=True)
-    assert got.distance(wanted) < BOUND
-    summed = outcome(own.model, own.model(*batch()), reduced=False)
-    for name, parameter in own.model.named_parameters():
-        if id(parameter) not in {id(p) for p in expert_parameters(own.model)}:
-            summed.gradients[name] /= ranks
-    assert got.distance(summed) < BOUND
+    """DistributedDataParallel around, with reduce_gradients=False: averages of what ranks give."""
+    own, plain = Setup(reduce_gradients=False), Model()
+    wrapped = ddp(own.ready)
+    for number in range(2):  # the second time in other buckets
+        got = outcome(own.model, wrapped(*batch(number)), reduced=True)
+        wanted = outcome(plain, plain(*batch(number)), reduced=False)
+        wanted.gradients = {name: g / dist.get_world_size() for name, g in wanted.gradients.items()}
+        assert got.distance(wanted) < BOUND
     assert not own.ready.fallbacks
 
 
@@ -416,6 +403,16 @@ def double_backward(setup: Setup) -> None:
     setup.model.zero_grad(set_to_none=True)
 
 
+def a_rank_that_falls_back_alone(setup: Setup) -> None:
+    if dist.get_world_size() == 1:
+        return
+    with refused("rank(s) 1 running without the plan", "see the warning"):
+        p = 0.5 * dist.get_rank()
+        with changed(setup.model.drop, p=p), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            setup.ready(*batch())
+
+
 def missing_input(setup: Setup) -> None:
     with refused("missing a required argument: 'target'", "forward(x: "):
         setup.ready(batch()[0])
@@ -435,7 +432,7 @@ def data_parallel_that_sums_experts(_setup: Setup) -> None:
     if dist.get_world_size() == 1:
         wrapped(*batch())  # one rank has all experts
         return
-    with refused("layer.w1, an expert of this rank alone"):
+    with refused("layer.w1 among the parameters that it averages", "lancet_kernels.ddp"):
         wrapped(*batch())
 
 
@@ -492,6 +489,7 @@ REFUSED = (
     copied_pickled_and_saved,
     attribute_written_in_forward,
     double_backward,
+    a_rank_that_falls_back_alone,
     missing_input,
     data_parallel_around,
     data_parallel_that_sums_experts,
