@@ -57,8 +57,8 @@ class Captured:
     module: nn.Module
     """The traced copy; shares the parameters of the original."""
     joint: fx.GraphModule
-    assumptions: Assumptions
-    """What the graph takes for constant."""
+    assumptions: Callable[[], Assumptions]
+    """Gives what the graph takes for constant; some tenths of a second, so not for every capture."""
     _descriptors: object
 
     @property

@@ -145,7 +145,7 @@ def optimize(
         run = captured.compile(
             lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
         )
-    guards = Guards(model, captured.assumptions, arguments, step.reduces_gradients)
+    guards = Guards(model, captured.assumptions(), arguments, step.reduces_gradients)
     return OptimizedModule(
         model,
         run,
