@@ -9,12 +9,12 @@ rounding of sums that parts add up.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -25,7 +25,14 @@ from torch import fx, nn
 from lancet_kernels.errors import UserError
 from lancet_kernels.fused_step import FusedChoice, exchange_of
 from lancet_kernels.gradients import broadcast_replicated, gradient_groups, groups_of
-from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
+from lancet_kernels.graph.capture import (
+    Captured,
+    capture,
+    copy_of,
+    input_position,
+    is_tangent,
+    state_name,
+)
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.host_waits import host_waits
@@ -138,13 +145,13 @@ def optimize(
     chosen = replace(chosen, predicted=Prediction.of(timeline), fused=step.fused)
     if cache is not None and group_rank(step.groups.world) == 0:
         chosen.save(cache)
-    recorder = Recorder()
-    with step.graph() as captured:
-        realize(captured.joint, program, chosen)
-        waits = host_waits(captured.joint.graph)
-        run = captured.compile(
-            lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
-        )
+    recorder, captured = Recorder(), step.captured
+    captured.joint.graph = module.graph
+    realize(captured.joint, program, chosen)
+    waits = host_waits(captured.joint.graph)
+    run = captured.compile(
+        lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
+    )
     guards = Guards(model, captured.assumptions(), arguments, step.reduces_gradients)
     return OptimizedModule(
         model,
@@ -181,22 +188,28 @@ class _Step:
         self.gradient_groups = {name: over[parameter] for name, parameter in named}
         self.reduces_gradients = reduce_gradients and any(over.values())
 
-    @contextlib.contextmanager
-    def graph(self) -> Iterator[Captured]:
+    @cached_property
+    def captured(self) -> Captured:
         """The captured step with its all-reduces, statistics out of the way."""
-        with capture(self.model, self.inputs, self.by_name) as captured:
-            if self.reduces_gradients:
-                replica = self.groups.replica if self.groups.replica != self.groups.data else ""
-                insert_all_reduces(
-                    captured.joint, captured.parameter_of_gradient(), self.gradient_groups, replica
-                )
-            reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
-            if any(group.fused for group in self.fused):
-                lower(captured.joint, self.fused, self._register)
-            yield captured
+        captured = capture(self.model, self.inputs, self.by_name)
+        if self.reduces_gradients:
+            replica = self.groups.replica if self.groups.replica != self.groups.data else ""
+            insert_all_reduces(
+                captured.joint, captured.parameter_of_gradient(), self.gradient_groups, replica
+            )
+        reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
+        return captured
+
+    def graph(self) -> fx.GraphModule:
+        """The joint graph, its chosen layers fused."""
+        joint = self.captured.joint
+        if any(group.fused for group in self.fused):
+            joint = copy_of(joint)
+            lower(joint, self.fused, self._register)
+        return joint
 
     def _register(self, layer: MatchedLayer) -> int:
-        """The number of a fused layer's exchange, the same however often the step is captured."""
+        """The number of a fused layer's exchange, the same however often the layer is fused."""
         if layer.name not in self._numbers:
             self._numbers[layer.name] = register_layer(exchange_of(layer))
         return self._numbers[layer.name]
@@ -207,16 +220,17 @@ class _Step:
         return list(self._numbers.values())
 
     def forget_fused_layers(self) -> None:
-        """After a capture with layers that are not fused after all."""
+        """Of layers that are not fused after all."""
         self._numbers.clear()
 
-    def graph_inputs(self, captured: Captured) -> list[object]:
+    def graph_inputs(self) -> list[object]:
         """A value for each placeholder of the joint graph: parameters, buffers, the inputs, ones as
-        tangents. Call it outside `graph`, in which parameters have no contents."""
-        state = dict(captured.module.named_parameters()) | dict(captured.module.named_buffers())
+        tangents."""
+        traced = self.captured.module
+        state = dict(traced.named_parameters()) | dict(traced.named_buffers())
         flat = pytree.tree_leaves((self.inputs, self.by_name))
         values = []
-        for node in captured.joint.graph.nodes:
+        for node in self.captured.joint.graph.nodes:
             if node.op != "placeholder":
                 continue
             if is_tangent(node):
@@ -249,9 +263,7 @@ class _Step:
 
         Args: module: the captured step, which stays as it is.
         """
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(module.graph, {}))
-        planned = fx.GraphModule(module, graph)
+        planned = copy_of(module)
         realize(planned, program, plan)
         blocking = {node_name(name) for name in plan.blocking}
         return simulate(self.profiler.program(planned, inputs), cost, blocking=blocking)
@@ -304,10 +316,7 @@ def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:
     """
     found, refusal, module, inputs = "", None, None, []
     try:
-        with step.graph() as captured:
-            module = captured.joint
-        # Out here, where the parameters are real again.
-        inputs = step.graph_inputs(captured)
+        module, inputs = step.graph(), step.graph_inputs()
         tensors = [*step.model.named_parameters(), *step.model.named_buffers()]
         state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
         # Each rank gets this of every rank, so a digest of it.

@@ -8,12 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels import MoELayer
-from lancet_kernels.graph.program import Phase
-from lancet_kernels.graph.program_json import fingerprint
-from lancet_kernels.models import GPT2MoE
 from tests.optimized import BOUND, optimized
-from tests.planned_steps import Outcome, SmallStep, StepCase, build_step, gradients, sum_over_ranks
+from tests.planned_steps import SmallStep, StepCase, build_step, gradients
 
 CASE = StepCase(layers=2, batch=4, capacity_factor=None, dropout=0.1)
 
