@@ -60,8 +60,8 @@ class Captured:
     module: nn.Module
     """The traced copy; shares the parameters of the original."""
     joint: fx.GraphModule
-    assumptions: Assumptions
-    """What the graph takes for constant."""
+    assumptions: Callable[[], Assumptions]
+    """Gives what the graph takes for constant; some tenths of a second, so not for every capture."""
     _descriptors: object
     _tracing_context: TracingContext
 
@@ -105,13 +105,14 @@ class Captured:
             )
 
         fake_mode = self._tracing_context.fake_mode
+        # Saved tensors may be read again (retain_graph=True). At run time torch asks for an empty list, too.
+        self._descriptors._aot_state.fw_metadata.bw_donated_idxs = []
         with (
             # As while tracing, which torch takes for granted here.
             tracing(self._tracing_context),
             compiled_autograd._disable(),
             fake_mode,
             enable_python_dispatcher(),
-            # Else a second backward through the graph (retain_graph=True) would be refused.
             torch._functorch.config.patch(donated_buffer=False),
         ):
             try:

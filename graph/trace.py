@@ -1,7 +1,7 @@
 """torch's trace of a module's forward, and what that trace takes for constant.
 
 A trace holds every number, flag and mode that the forward read as a constant. torch.compile checks before
-each call that none of them has changed; `Assumptions` is that check for a traced graph that is run without it.
+each call that none of them has changed; `Assumptions` is that check for a graph that is run without it.
 Besides `capture`, this is the only file that touches torch's private interfaces.
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from unittest import mock
 
 import torch
@@ -34,7 +35,8 @@ class Assumptions:
     def __init__(self, module: nn.Module, captured: CaptureOutput) -> None:
         self._function = get_traced_fn(module)[0]
         self._self_name, self._self_expression = _name_of_self(self._function)
-        with get_metrics_context(), dynamo_timed("lancet_assumptions"):
+        hooks_too = torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)
+        with hooks_too, get_metrics_context(), dynamo_timed("lancet_assumptions"):
             manager: CheckFunctionManager = captured.graph_capture_output.build_guards(
                 self._function.__code__, Hooks(guard_filter_fn=self._of_module)
             )
@@ -95,6 +97,7 @@ def plain_path(code: str, self_expression: str = "L['self']") -> str:
     code = re.sub(r"(?:\._modules|\._parameters|\._buffers|\.__dict__)?\['(\w+)'\]", r".\1", code)
     code = re.sub(r"___check_type_id\((.*?), \d+\).*", r"type of \1", code)
     code = re.sub(r"___check_obj_id\((.*?), \d+\).*", r"identity of \1", code)
+    code = re.sub(r"^not (.*)\._(\w+_hooks)$", r"no \2 on \1", code)
     return re.sub(r"(?<![\w)\]'])\.(?=[A-Za-z_])", "", code)
 
 
@@ -129,8 +132,8 @@ def _writes(found: list[str]) -> Iterator[None]:
 
 def trace(
     module: nn.Module, inputs: Sequence[object], by_name: Mapping[str, object]
-) -> tuple[fx.GraphModule, Assumptions]:
-    """The forward of a module as one graph, and what the graph takes for constant.
+) -> tuple[fx.GraphModule, Callable[[], Assumptions]]:
+    """The forward of a module as one graph, and a function that says what it takes for constant.
 
     Raises: UserError for a forward that writes what would be lost (an attribute, a list outside); torch's
     errors for one that is not one graph.
@@ -144,12 +147,7 @@ def trace(
 
     writes: list[str] = []
     # Sizes are numbers, also when this class of module was captured with others before.
-    settings = {
-        "automatic_dynamic_shapes": False,
-        "assume_static_by_default": True,
-        "skip_nnmodule_hook_guards": False,
-    }
-    with torch._dynamo.config.patch(settings):
+    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
         with mock.patch.object(functional_export, "fullgraph_capture", spy), _writes(writes):
             graph = functional_export.dynamo_graph_capture_for_export(module)(*inputs, **by_name)
         expression = _name_of_self(get_traced_fn(module)[0])[1]
@@ -161,4 +159,4 @@ def trace(
                 expected="a forward without side effects: a plan would not repeat them",
                 do="return the value instead, or train without optimize()",
             )
-        return graph, Assumptions(module, captures[-1])
+        return graph, partial(Assumptions, module, captures[-1])

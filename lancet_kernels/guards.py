@@ -44,10 +44,21 @@ def bind(
     return bound.args, dict(sorted(bound.kwargs.items()))
 
 
-def dense(arguments: Arguments) -> Arguments:
-    """The same values in tensors whose elements lie densely: a graph has strides in it, and a slice has
-    others than a tensor of its shape."""
-    return pytree.tree_map_only(Tensor, lambda t: _with_strides(t, _dense_strides(t)), arguments)
+def to_trace(arguments: Arguments) -> Arguments:
+    """The same values in tensors that a graph can be taken with.
+
+    Dense, because a graph has strides in it, and a slice has others than a tensor of its shape. Each one by
+    itself, because a graph of the same tensor given twice reads one of the two.
+    """
+    seen: set[int] = set()
+
+    def alone(tensor: Tensor) -> Tensor:
+        if id(tensor) in seen:
+            tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        seen.add(id(tensor))
+        return _with_strides(tensor, _dense_strides(tensor))
+
+    return pytree.tree_map_only(Tensor, alone, arguments)
 
 
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
@@ -145,6 +156,12 @@ class Guards:
         """
         self.refuse_wrappers()
         self.refuse_other_parameters()
+        reason = self._reason(arguments)
+        if reason:
+            self.refuse_other_kinds()
+        return reason
+
+    def _reason(self, arguments: Arguments) -> str:
         module = self._module
         if module.training != self._training:
             return f"the module is in {'training' if module.training else 'evaluation'} mode"
@@ -158,8 +175,6 @@ class Guards:
             return f"the hooks or the forward of {type(module).__name__} itself"
         if self._assumptions.hold(module):
             return ""
-        self.refuse_other_kinds()
-        # Without its values a user would not find it.
         return f"no longer so: {self._assumptions.broken(module) or 'an assumption of the trace'}"
 
     def refuse_wrappers(self) -> None:
@@ -225,11 +240,16 @@ def _kind(parameter: Tensor) -> tuple[object, ...]:
 
 def _own_calls(module: nn.Module) -> tuple[object, ...]:
     """What happens around the forward of the module itself, and what its forward is: no trace looks there."""
+    everywhere = nn.modules.module
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
+        everywhere._global_forward_hooks,
+        everywhere._global_forward_pre_hooks,
+        everywhere._global_backward_hooks,
+        everywhere._global_backward_pre_hooks,
     )
     return (*(list(h.values()) for h in hooks), type(module), module.__dict__.get("forward"))
 

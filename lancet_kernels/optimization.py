@@ -41,7 +41,7 @@ from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.run import Recorder
-from lancet_kernels.guards import Guards, bind, dense, refuse_sharded
+from lancet_kernels.guards import Guards, bind, refuse_sharded, to_trace
 from lancet_kernels.layer import moe_layers
 from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
@@ -114,7 +114,7 @@ def optimize(
     by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
     by_position = () if by_name else example_inputs
     signature, name = inspect.signature(model.forward), type(model).__name__
-    arguments = dense(bind(signature, name, by_position, by_name))
+    arguments = to_trace(bind(signature, name, by_position, by_name))
     step = _Step(model, *arguments, reduce_gradients, times, groups)
     measured = cluster is None
     module, inputs = _captured_alike(step)
@@ -155,7 +155,7 @@ def optimize(
     run = captured.compile(
         lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
     )
-    guards = Guards(model, captured.assumptions, arguments, step.reduces_gradients)
+    guards = Guards(model, captured.assumptions(), arguments, step.reduces_gradients)
     return OptimizedModule(
         model,
         run,

@@ -10,13 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.gradients import call_with_summed_gradients
 from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.guards import Guards, bind
+from lancet_kernels.ops.all_to_all import running_a_plan
 from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.link import link
 from lancet_kernels.schedules.plan import Plan
@@ -71,7 +73,12 @@ class OptimizedModule(nn.Module):
         reason = self._guards.reason(arguments)
         if not reason:
             inputs, by_name = self._guards.inputs.laid_out(arguments)
-            return self._run(*inputs, **by_name)
+            with running_a_plan():
+                result = self._run(*inputs, **by_name)
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(_refuse_double_backward)
+            return result
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
             warnings.warn(
@@ -122,3 +129,14 @@ class OptimizedModule(nn.Module):
         for start, end in moved:
             times = (start - begin) * 1e3, (end - begin) * 1e3
             events.append(Event("all-to-all", LINK, *times, Kind.ALL_TO_ALL, Phase.FORWARD))
+
+
+def _refuse_double_backward(_gradient: Tensor) -> None:
+    """Called when backward reaches the plan; with create_graph=True, gradients are enabled there."""
+    if torch.is_grad_enabled():
+        raise UserError(
+            "backward of an optimized module",
+            got="create_graph=True",
+            expected="gradients that are not differentiated again",
+            do="call optimized.module for them",
+        )

@@ -11,6 +11,8 @@ of the buffer goes to rank w. It is its own adjoint with the counts swapped.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,19 +25,34 @@ from lancet_kernels.ops.kernel_path import runs_in_kernels
 from lancet_kernels.ops.link import Transfer, link
 from lancet_kernels.ops.rows import pack, unpack
 
-_HEADER = 4
+_HEADER = 5
 # Messages come in multiples of this: ranks with different numbers of experts must still understand each
 # other, and gloo ends the process when two ranks expect messages of different sizes.
 _MESSAGE = 64
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+_runs_a_plan = False
+
+
+@contextlib.contextmanager
+def running_a_plan() -> Iterator[None]:
+    """Inside the block, exchanges of counts are those of a plan: its collectives are others than the
+    module's, so no rank may run one while its peers run the other."""
+    global _runs_a_plan
+    before, _runs_a_plan = _runs_a_plan, True
+    try:
+        yield
+    finally:
+        _runs_a_plan = before
+
+
 @torch.library.custom_op("lancet::exchange_counts", mutates_args=())
 def exchange_counts(count_WL: Tensor, capacity: int, width: int, dtype: torch.dtype, group: str) -> Tensor:
     """Tell every rank how many rows it gets for each of its experts.
 
-    A header travels along (capacity, width, dtype), so that ranks that disagree all raise instead of one
-    of them hanging.
+    A header travels along (capacity, width, dtype, ..., with a plan or without), so that ranks that
+    disagree all raise instead of one of them hanging.
 
     Args: count_WL int64, rows for expert l of rank w; group: a name from `group_name`.
     Returns: [W, L] int64, rows that rank w has for expert l of this rank.
@@ -44,7 +61,8 @@ def exchange_counts(count_WL: Tensor, capacity: int, width: int, dtype: torch.dt
     if not group:
         return count_WL.clone()
     ranks, local_experts = count_WL.shape
-    header = torch.tensor([capacity, width, _DTYPES.index(dtype), local_experts], device=count_WL.device)
+    values = [capacity, width, _DTYPES.index(dtype), local_experts, int(_runs_a_plan)]
+    header = torch.tensor(values, device=count_WL.device)
     message = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
     sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
     received = torch.empty_like(sent)
@@ -57,6 +75,14 @@ def exchange_counts(count_WL: Tensor, capacity: int, width: int, dtype: torch.dt
 
 def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:
     own = headers[group.rank()]
+    if len({header[-1] for header in headers}) > 1:
+        without = ", ".join(str(peer) for peer, header in enumerate(headers) if not header[-1])
+        raise UserError(
+            "optimized module across ranks",
+            got=f"rank(s) {without} running without the plan, others with it",
+            expected="the same on every rank",
+            do="see the warning there: it names the mode, setting or shape that is another one",
+        )
     for peer, header in enumerate(headers):
         if header != own:
             raise UserError(
