@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lancet_kernels.layer import expert_parameters
 from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
 from lancet_kernels.ops.groups import group_name
+from lancet_kernels.ops.waiting import waiting
 
 
 @dataclass
@@ -135,7 +136,8 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, group: dist.Pro
     square = _sum_of_squares(replicated_parameters(model))
     shard = _sum_of_squares(expert_parameters(model))
     if group is not None:
-        dist.all_reduce(shard, group=group)
+        with waiting("norm of the gradients", group):
+            dist.all_reduce(shard, group=group)
     norm = (square + shard).sqrt()
     if largest_norm is not None:
         scale = (largest_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -158,6 +160,6 @@ def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:
 
 def broadcast_replicated(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Make replicated parameters (also those that are not trained) and buffers equal those of rank 0."""
-    with torch.no_grad():
+    with torch.no_grad(), waiting("broadcast of the replicated parameters", group):
         for tensor in [*_replicated(model), *model.buffers()]:
             dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)

@@ -21,6 +21,7 @@ from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates import GATES, Gate, parse_gate
 from lancet_kernels.ops.groups import group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums
+from lancet_kernels.ops.waiting import enter_layer
 
 BACKENDS = ("torch", "fused")
 
@@ -81,6 +82,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.name = "an MoE layer"  # for messages; `name_layers` knows it better
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
         self._group = group_name(group)
         self.ranks, self.rank = group_size(self._group), group_rank(self._group)
@@ -206,6 +208,8 @@ class MoELayer(nn.Module):
         Raises: UserError (wrong shape or dtype, NaN in the router, ranks that disagree), CommunicationError.
         """
         self._check_input(x, token_ids)
+        if not torch.compiler.is_compiling():
+            enter_layer(self.name)
         x_TD = x.reshape(-1, self.d_model)
         num_tokens = x_TD.shape[0]
         capacity = self.capacity(num_tokens)
@@ -377,6 +381,13 @@ class MoELayer(nn.Module):
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """All MoE layers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def name_layers(model: nn.Module) -> None:
+    """Let messages about a failed collective name each MoE layer of a model as the model does."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            module.name = name or module.name
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -33,10 +33,11 @@ from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.run import Recorder
-from lancet_kernels.layer import expert_parameters, moe_layers
+from lancet_kernels.layer import expert_parameters, moe_layers, name_layers
 from lancet_kernels.ops.fused_graph import register_layer
-from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size
+from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size, new_group_like
 from lancet_kernels.ops.link import link
+from lancet_kernels.ops.waiting import waiting
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
 from lancet_kernels.schedules.fused import lower
@@ -169,6 +170,7 @@ def optimize(
         )
     if inner_compile:
         check_compiler(inner_compile)
+    name_layers(model)
     step = _Step(model, tuple(example_inputs), reduce_gradients, times)
     measured = cluster is None
     module, inputs = _captured_alike(step)
@@ -227,7 +229,8 @@ class _Step:
         self.reduce_group = ""
         if reduce_gradients and self.group:
             # A communicator of its own, so that an all-reduce never stands before an all-to-all in a queue.
-            self.reduce_group = group_name(dist.new_group())
+            with waiting("making of the process group of all-reduces"):
+                self.reduce_group = group_name(new_group_like(group_of(self.group)))
         experts = {id(parameter) for parameter in expert_parameters(model)}
         names = model.named_parameters(remove_duplicate=False)
         self.experts = {name for name, parameter in names if id(parameter) in experts}
@@ -430,7 +433,8 @@ def _from_first(group: str, make: Callable[[], list]) -> list:
         except Exception as error:
             failure, box = error, [f"{type(error).__name__}: {error}"]
     # Also when it failed: the others wait for it.
-    dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+    with waiting("broadcast of what rank 0 planned", process_group):
+        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
     if failure is not None:
         raise failure
     if isinstance(box[0], str):
@@ -443,7 +447,9 @@ def _all_gather(group: str, value: object) -> list:
     if not group:
         return [value]
     found: list = [None] * group_size(group)
-    dist.all_gather_object(found, value, group=group_of(group))
+    process_group = group_of(group)
+    with waiting("comparison of the ranks' graphs and plans", process_group):
+        dist.all_gather_object(found, value, group=process_group)
     return found
 
 

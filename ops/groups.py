@@ -26,6 +26,15 @@ def group_size(name: str) -> int:
     return group_of(name).size() if name else 1
 
 
+def new_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Another group of all ranks, whose waits are bounded as those of `group` (torch's default: 30 minutes).
+
+    Collective over all ranks.
+    """
+    device = next(iter(group._device_types))
+    return dist.new_group(timeout=group._get_backend(device).options._timeout)
+
+
 def group_rank(name: str) -> int:
     """This rank's place in the group; 0 for the empty name."""
     return group_of(name).rank() if name else 0
