@@ -29,7 +29,7 @@ def layer_name(node: fx.Node) -> str:
 def announce_layers(module: fx.GraphModule, in_pieces: bool) -> None:
     """Put a call of `enter_layer` before each collective of an MoE layer, wherever the layer changes.
 
-    Args: in_pieces: the graph is compiled in pieces; then an exchange of counts, which is inside one, gets none.
+    Args: in_pieces: the graph is compiled in pieces; an exchange of counts, which is inside one, gets none.
     """
     current = None
     for node in list(module.graph.nodes):

@@ -18,8 +18,8 @@ class UserError(ValueError):
 class CommunicationError(RuntimeError):
     """A collective failed or ran out of time. The message names rank, operation and whom it waited for.
 
-    missing: the ranks that did not come, as far as this rank can tell. timed_out: a wait ran out of time; else
-    a connection was lost. described: the message already says in which op of which layer.
+    missing: the ranks that did not come, as far as this rank can tell. timed_out: a wait ran out of time;
+    else a connection was lost. described: the message already says in which op of which layer.
     """
 
     def __init__(

@@ -3,6 +3,8 @@
 The empty name means "one rank": no torch.distributed needed.
 """
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -26,13 +28,18 @@ def group_size(name: str) -> int:
     return group_of(name).size() if name else 1
 
 
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """How long a collective of the group may wait for a rank."""
+    device = next(iter(group._device_types))
+    return group._get_backend(device).options._timeout.total_seconds()
+
+
 def new_group_like(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Another group of all ranks, whose waits are bounded as those of `group` (torch's default: 30 minutes).
 
     Collective over all ranks.
     """
-    device = next(iter(group._device_types))
-    return dist.new_group(timeout=group._get_backend(device).options._timeout)
+    return dist.new_group(timeout=timedelta(seconds=group_timeout_s(group)))
 
 
 def group_rank(name: str) -> int:

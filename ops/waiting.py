@@ -190,8 +190,8 @@ def _missing(rank: int, peers: list[int], waited: float) -> tuple[list[int], dic
             continue
         entered = f"last entered {entry.where} {now - entry.entered_at:.1f} s ago"
         signs[peer] = f"rank {peer} {entered if entry.number else 'has entered no collective yet'}"
-        if peer in silent:
-            signs[peer] += f" and has shown no sign of life for {now - entry.last_sign:.1f} s"
+        quiet = f"has shown no sign of life for {now - entry.last_sign:.1f} s"
+        signs[peer] += f" and {quiet if peer in silent else 'still runs'}"
     return silent or behind, signs
 
 
