@@ -10,7 +10,7 @@ from torch import fx
 from lancet_kernels.graph.from_fx import is_collective, is_instruction, op_name
 from lancet_kernels.ops.waiting import enter_layer
 
-LAYER_KEYS = ("nn_module_stack", "fwd_nn_module_stack")
+_KEYS = ("nn_module_stack", "fwd_nn_module_stack")
 # Collectives of a layer that the Program does not count as such.
 _OF_A_LAYER = ("lancet.exchange_counts", "lancet.fused_experts", "start_all_to_all")
 
@@ -20,10 +20,15 @@ def layer_name(node: fx.Node) -> str:
 
     Example: "model.blocks.3.feed_forward".
     """
-    for key in LAYER_KEYS:
+    for key in _KEYS:
         for path, _ in reversed((node.meta.get(key) or {}).values()):
             return path.removeprefix("L['self']").removeprefix(".")
     return ""
+
+
+def layer_meta(node: fx.Node) -> dict[str, object]:
+    """What another node of the same layer needs in its `meta`, so that `layer_name` knows it."""
+    return {key: node.meta[key] for key in _KEYS if key in node.meta}
 
 
 def announce_layers(module: fx.GraphModule, in_pieces: bool) -> None:
