@@ -41,9 +41,18 @@ class CostModel:
     measured: MeasuredTimes | None = None
 
     @classmethod
-    def for_cluster(cls, cluster: Cluster, gpus: int, measured: MeasuredTimes | None = None) -> CostModel:
-        """Roofline and calculated links for `gpus` ranks of a cluster."""
-        return cls(cluster, CommunicationModel.from_cluster(cluster, gpus), measured)
+    def for_cluster(
+        cls,
+        cluster: Cluster,
+        gpus: int,
+        measured: MeasuredTimes | None = None,
+        expert_ranks: int | None = None,
+    ) -> CostModel:
+        """Roofline and calculated links for `gpus` ranks of a cluster.
+
+        Args: expert_ranks: how many of them share one set of experts (default: all).
+        """
+        return cls(cluster, CommunicationModel.from_cluster(cluster, gpus, expert_ranks), measured)
 
     def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
         if instruction.milliseconds is not None:

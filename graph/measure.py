@@ -23,7 +23,7 @@ from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.from_fx import is_collective, is_instruction
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
-from lancet_kernels.ops.groups import group_device, group_of, group_size
+from lancet_kernels.ops.groups import Groups, group_device, group_of, group_size
 from lancet_kernels.ops.link import link
 from lancet_kernels.ops.waiting import waiting
 
@@ -53,17 +53,19 @@ def measure_nodes(
     On CPU ranks the time is CPU time of the computing thread: what else the machine does, and waiting for
     other ranks, is not in it. A collective in the middle of computation counts from when all have come.
     An emulated link is not paced meanwhile. On a GPU it is the time between two events, without the launch.
+    The random generators are afterwards as they were.
 
     Args: inputs: one per placeholder of the graph; they say which device.
     """
     names = [node.name for node in module.graph.nodes if is_instruction(node)]
-    on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
+    devices = {value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda}
+    on_gpu = bool(devices)
     runs, gbps = [], link.gbps
     link.gbps = None
     try:
         for _ in range(repeats + 1):
             timer = _GpuTimer(module) if on_gpu else _Timer(module)
-            with torch.no_grad():
+            with torch.no_grad(), torch.random.fork_rng(devices):
                 timer.run(*inputs)
             runs.append([(timer.cpu[name], timer.wall[name], timer.wire[name]) for name in names])
     finally:
@@ -152,30 +154,37 @@ def _spare_cores() -> bool:
 
 
 def measure_communication(
-    largest: dict[str, int], width: int, group: str, device: torch.device, repeats: int = 5
+    largest: dict[tuple[str, str], int], width: int, groups: Groups, device: torch.device, repeats: int = 5
 ) -> CommunicationModel:
     """Times of `all_to_all` and `all_reduce` from 1 KB up to the largest size of each, in steps of two.
 
     Args:
-        largest: bytes per rank, by collective. width: of the rows of all-to-all buffers.
-        device: where the step's tensors are.
+        largest: bytes per rank, by collective and group: all-to-alls of the expert group and all-reduces of
+        the data group are of group "world", all-reduces of the replica group of "replica".
+        width: of the rows of all-to-all buffers. device: where the step's tensors are.
     """
-    starts: dict[str, Callable[[int], object]] = {
-        "all_to_all": lambda size: _uniform_all_to_all(size, width, group, device),
-        "all_reduce": lambda size: start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group),
+
+    def all_reduce(group: str) -> Callable[[int], object]:
+        return lambda size: start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group)
+
+    starts: dict[tuple[str, str], Callable[[int], object]] = {
+        ("all_to_all", "world"): lambda size: _uniform_all_to_all(size, width, groups.expert, device),
+        ("all_reduce", "world"): all_reduce(groups.data),
+        ("all_reduce", "replica"): all_reduce(groups.replica),
     }
     samples = {}
-    for collective, start in starts.items():
+    for collective, name in largest:
+        start = starts[collective, name]
         found = []
         size = SMALLEST_BYTES
         while True:
             how = _on_the_link if collective == "all_to_all" else _to_the_end
             call = how(start, size, device)
-            found.append((float(size), _median_ms(call, group, repeats)))
-            if size >= largest.get(collective, 0):
+            found.append((float(size), _median_ms(call, groups.world, repeats)))
+            if size >= largest[collective, name]:
                 break
             size *= 2
-        samples[collective, "world"] = found
+        samples[collective, name] = found
     link.read()
     return CommunicationModel.measured(samples)
 

@@ -23,7 +23,7 @@ from lancet_kernels.graph.measure import measure_communication, measure_nodes
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, Program
 from lancet_kernels.kernels.tuning import cache_folder
-from lancet_kernels.ops.groups import group_of, group_rank, group_size
+from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
 from lancet_kernels.ops.link import link
 from lancet_kernels.ops.waiting import waiting
 
@@ -34,19 +34,19 @@ def default_cache() -> Path:
 
 
 class Profiler:
-    """Measured costs on the ranks of `group`. All methods are collective.
+    """Measured costs on all ranks of `groups`. All methods are collective.
 
     Args: cache: file of remembered times; None: the user's cache folder.
     """
 
-    def __init__(self, group: str, device: torch.device, cache: str | Path | None = None) -> None:
-        self.group, self.device = group, device
+    def __init__(self, groups: Groups, device: torch.device, cache: str | Path | None = None) -> None:
+        self.groups, self.device = groups, device
         self.times = MeasuredTimes(cache or default_cache())
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         threads = torch.get_num_threads()
         self._where = (
             f"{device.type} {kind or platform.machine()}, {threads} threads, "
-            f"{group_size(group)} ranks, torch {torch.__version__}"
+            f"{_ranks(groups)}, torch {torch.__version__}"
         )
 
     def program(self, module: fx.GraphModule, inputs: Sequence[object]) -> Program:
@@ -71,7 +71,7 @@ class Profiler:
     def _measure(
         self, module: fx.GraphModule, inputs: Sequence[object], program: Program, keys: dict[str, str]
     ) -> dict[str, float]:
-        measured = measure_nodes(module, inputs, self.group)
+        measured = measure_nodes(module, inputs, self.groups.world)
         by_key: dict[str, list[float]] = {}
         for name, key in keys.items():
             by_key.setdefault(key, []).append(measured[name].milliseconds)
@@ -92,7 +92,7 @@ class Profiler:
             for i in program.instructions
             if i.kind is Kind.COMPUTE and i.name not in given
         }
-        ranks = group_size(self.group)
+        ranks = group_size(self.groups.expert)
         instructions = list(program.instructions)
         for position, instruction in enumerate(instructions):
             if instruction.kind is Kind.COMPUTE:
@@ -122,25 +122,27 @@ class Profiler:
 
         Args: width: of the rows of its all-to-all buffers.
         """
-        largest = {
-            kind.value: max((int(program.instructions[i].bytes) for i in program.positions(kind)), default=0)
-            for kind in (Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
-        }
+        largest = {("all_to_all", "world"): 0, ("all_reduce", "world"): 0}
+        for i in (*program.positions(Kind.ALL_TO_ALL), *program.positions(Kind.ALL_REDUCE)):
+            instruction = program.instructions[i]
+            key = instruction.kind.value, instruction.attributes.get("group", "world")
+            largest[key] = max(largest.get(key, 0), int(instruction.bytes))
         wire = "" if link.gbps is None else f", emulated link {link.gbps:g} Gbit/s"
-        prefix = f"communication up to {largest}, rows of {width}, {self._where}{wire}: "
+        sizes = ", ".join(f"{' '.join(key)} {size}" for key, size in largest.items())
+        prefix = f"communication up to {sizes}, rows of {width}, {self._where}{wire}: "
         known = self._from_first({key: ms for key, ms in self.times.items() if key.startswith(prefix)})
         if not known:
-            model = measure_communication(largest, width, self.group, self.device)
+            model = measure_communication(largest, width, self.groups, self.device)
             known = {
-                f"{prefix}{collective} {size:.0f}": ms
-                for (collective, _), points in model.points.items()
+                f"{prefix}{collective} {group} {size:.0f}": ms
+                for (collective, group), points in model.points.items()
                 for size, ms in points
             }
             self._remember(known)
         samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for key, ms in known.items():
-            collective, size = key.removeprefix(prefix).split()
-            samples.setdefault((collective, "world"), []).append((float(size), ms))
+            collective, group, size = key.removeprefix(prefix).split()
+            samples.setdefault((collective, group), []).append((float(size), ms))
         return CommunicationModel.measured(samples)
 
     def _key(self, instruction: Instruction, program: Program) -> str:
@@ -149,10 +151,10 @@ class Profiler:
 
     def _from_first(self, values: dict[str, float | None]) -> dict[str, float | None]:
         """What rank 0 knows, on every rank: all must decide alike whether to measure."""
-        if not self.group:
+        if not self.groups.world:
             return values
-        process_group = group_of(self.group)
-        box = [values if group_rank(self.group) == 0 else None]
+        process_group = group_of(self.groups.world)
+        box = [values if process_group.rank() == 0 else None]
         with waiting("broadcast of the measured times", process_group):
             dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
         return box[0]
@@ -160,8 +162,14 @@ class Profiler:
     def _remember(self, times: dict[str, float]) -> None:
         for key, milliseconds in times.items():
             self.times.put(key, milliseconds)
-        if group_rank(self.group) == 0:
+        if group_rank(self.groups.world) == 0:
             self.times.save()
+
+
+def _ranks(groups: Groups) -> str:
+    """Example: `4 ranks`, or `4 ranks, experts over 2`."""
+    world, expert = group_size(groups.world), group_size(groups.expert)
+    return f"{world} ranks" if world == expert else f"{world} ranks, experts over {expert}"
 
 
 def _all_to_alls(program: Program) -> list[Instruction]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.groups import group_of
+from lancet_kernels.ops.groups import counts_group, group_of
 from lancet_kernels.ops.kernel_path import runs_in_kernels
 from lancet_kernels.ops.link import Transfer, link
 from lancet_kernels.ops.rows import pack, unpack
@@ -49,7 +49,7 @@ def exchange_counts(count_WL: Tensor, capacity: int, width: int, dtype: torch.dt
     message = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
     sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
     received = torch.empty_like(sent)
-    process_group = group_of(group)
+    process_group = group_of(counts_group(group))
     with waiting("exchange_counts", process_group, current_layer()):
         dist.all_to_all_single(received, sent, group=process_group)
     _check_headers(received[:, :_HEADER].tolist(), process_group)

@@ -26,6 +26,8 @@ FORMAT = "lancet-plan"
 VERSION = 2
 _AXIS_NAMES = {IRREGULAR: "irregular", PARTIAL: "partial sums", CARRIED: "carried on"}
 
+_TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -210,6 +212,8 @@ class Plan:
                 lines.append(f"  {group.layer}: {group.why}{riding}")
         if self.without_rule:
             lines.append(f"Never partitioned, because no rule is known: {', '.join(self.without_rule)}")
+        if _TORCH_DROPOUT & set(self.without_rule):
+            lines.append("  lancet_kernels.Dropout can be partitioned: its numbers do not depend on the cut")
         return "\n".join(lines)
 
 

@@ -66,6 +66,17 @@ def test_three_layers_for_three_steps(pool) -> None:
     assert max(pool.run(both, CASES[0] | {"bias": True}, 3, 3)) < 1e-4
 
 
+def in_pairs() -> float:
+    """Two expert groups of two ranks each, at once."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return both({"gate": "topk", "top_k": 2, "group": pairs[dist.get_rank() // 2]}, 1, 1)
+
+
+@pytest.mark.long
+def test_fused_expert_groups_of_two(pool) -> None:
+    assert max(pool.run(in_pairs, ranks=4, timeout_s=120)) < 2e-5
+
+
 def test_one_rank_without_torch_distributed() -> None:
     torch.manual_seed(1)
     fused = MoELayer(16, 24, 4, top_k=2, gate="topk", backend="fused")

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import lancet_kernels.optimization as library
 from lancet_kernels import expert_parameters
 from lancet_kernels.graph.capture import capture
-from lancet_kernels.ops.groups import group_name
+from lancet_kernels.ops.groups import Groups
 from lancet_kernels.schedules.buckets import insert_all_reduces
 from tests.planned_steps import (
     StepCase,
@@ -26,13 +26,14 @@ def reduce_on_rank(bucket_bytes: int) -> dict[str, object]:
     }
     found: dict[str, list] = {}
     buckets: list[str] = []
+    data = Groups.around().data
     for reduced in (False, True):
         with capture(module, inputs) as captured:
             joint, names = captured.joint, captured.parameter_of_gradient()
             if reduced:
-                group = group_name(dist.new_group())
-                buckets = insert_all_reduces(joint, names, experts, group, bucket_bytes)
-        values = library._Step(module, inputs, False, None).graph_inputs(captured)
+                over = {name: "" if name in experts else data for name in names.values()}
+                buckets = insert_all_reduces(joint, names, over, bucket_bytes=bucket_bytes)
+        values = library._Step(module, inputs, {}, False, None).graph_inputs(captured)
         with torch.no_grad():
             results = torch.fx.Interpreter(joint).run(*values, enable_io_processing=False)
         for position, name in names.items():

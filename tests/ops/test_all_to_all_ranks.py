@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lancet_kernels import CommunicationError
+from lancet_kernels import CommunicationError, ops
 from lancet_kernels.ops import all_to_all, exchange_counts, start_all_to_all
-from lancet_kernels.ops.groups import group_name
+from lancet_kernels.ops.groups import Groups, group_name
 from lancet_kernels.ops.link import emulate_link, link
 
 C, D = 5, 8
@@ -243,3 +243,21 @@ def test_peer_that_never_comes(pool, op):
         assert re.fullmatch(rf"rank {rank} waited [12]\.\d s in {name} for rank\(s\) {peers}", message)
         assert "\n" not in message
         assert 0.9 < seconds < 2.4
+
+
+def counts_beside_rows() -> bool:
+    """Rank 0 has rows under way before it exchanges counts, rank 1 sends its rows only after its counts."""
+    expert = Groups.around().expert
+    count_WL, rows_WLCD = torch.tensor([[2], [2]]), torch.randn(2, 1, 2, 3)
+
+    def rows():
+        return start_all_to_all(rows_WLCD, count_WL, count_WL, expert)
+
+    pending = rows() if dist.get_rank() == 0 else None
+    received_WL = ops.exchange_counts(count_WL, 2, 3, torch.float32, expert)
+    (pending or rows()).wait()
+    return torch.equal(received_WL, count_WL)
+
+
+def test_counts_do_not_queue_behind_rows(pool):
+    assert pool.run(counts_beside_rows) == [True, True]

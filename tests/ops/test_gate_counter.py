@@ -8,7 +8,8 @@ from op_cases import QUICK, SEEDS, Routing, assert_same_routing, empty_routing, 
 
 from lancet_kernels import ops
 from lancet_kernels.ops.gates import Hash, Random
-from lancet_kernels.ops.gates.counter import naive_counter, splitmix64
+from lancet_kernels.ops.gates.counter import naive_counter
+from lancet_kernels.ops.splitmix import splitmix64
 
 KEYS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 5)
 
