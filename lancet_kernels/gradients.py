@@ -22,6 +22,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.layer import expert_parameters, moe_layers
 from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
 from lancet_kernels.ops.groups import Groups, group_name, group_of, group_size
+from lancet_kernels.ops.waiting import waiting
 
 _MARK = "_lancet_gradient_groups"
 
@@ -206,7 +207,8 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: Groups)
         for name in dict.fromkeys(over.values())
     )
     if groups.data:
-        dist.all_reduce(square, group=group_of(groups.data))
+        with waiting("norm of the gradients", group_of(groups.data)):
+            dist.all_reduce(square, group=group_of(groups.data))
     norm = square.sqrt()
     if largest_norm is not None:
         scale = (largest_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -234,4 +236,5 @@ def broadcast_replicated(model: nn.Module, groups: Groups) -> None:
         for tensor, group in [*over.items(), *((buffer, groups.data) for buffer in model.buffers())]:
             if group:
                 process_group = group_of(group)
-                dist.broadcast(tensor, src=dist.get_global_rank(process_group, 0), group=process_group)
+                with waiting("broadcast of the replicated parameters", process_group):
+                    dist.broadcast(tensor, src=dist.get_global_rank(process_group, 0), group=process_group)

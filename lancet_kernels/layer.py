@@ -24,6 +24,7 @@ from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates import GATES, Gate, parse_gate
 from lancet_kernels.ops.groups import Groups, data_group_name, group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums
+from lancet_kernels.ops.waiting import enter_layer
 
 BACKENDS = ("torch", "fused")
 # Layers whose experts a DistributedDataParallel module leaves alone.
@@ -86,6 +87,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.name = "an MoE layer"  # for messages; `name_layers` knows it better
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
         self.groups = group if isinstance(group, Groups) else None
         self.expert_group = group.expert if isinstance(group, Groups) else group_name(group)
@@ -215,6 +217,8 @@ class MoELayer(nn.Module):
         """
         self._check_input(x, token_ids)
         self.check_data_parallel()
+        if not torch.compiler.is_compiling():
+            enter_layer(self.name)
         x_TD = x.reshape(-1, self.d_model)
         num_tokens = x_TD.shape[0]
         capacity = self.capacity(num_tokens)
@@ -405,6 +409,13 @@ class MoELayer(nn.Module):
 def moe_layers(model: nn.Module) -> list[MoELayer]:
     """All MoE layers of a model, in order."""
     return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def name_layers(model: nn.Module) -> None:
+    """Let messages about a failed collective name each MoE layer of a model as the model does."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            module.name = name or module.name
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:

@@ -42,9 +42,10 @@ from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.guards import Guards, bind, refuse_sharded, to_trace
-from lancet_kernels.layer import moe_layers
+from lancet_kernels.layer import moe_layers, name_layers
 from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
+from lancet_kernels.ops.waiting import waiting
 from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
@@ -111,6 +112,7 @@ def optimize(
     if inner_compile:
         check_compiler(inner_compile)
     refuse_sharded(model)
+    name_layers(model)
     by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
     by_position = () if by_name else example_inputs
     signature, name = inspect.signature(model.forward), type(model).__name__
@@ -397,7 +399,8 @@ def _from_first(group: str, make: Callable[[], list]) -> list:
         except Exception as error:
             failure, box = error, [f"{type(error).__name__}: {error}"]
     # Also when it failed: the others wait for it.
-    dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+    with waiting("broadcast of what rank 0 planned", process_group):
+        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
     if failure is not None:
         raise failure
     if isinstance(box[0], str):
@@ -410,5 +413,7 @@ def _all_gather(group: str, value: object) -> list:
     if not group:
         return [value]
     found: list = [None] * group_size(group)
-    dist.all_gather_object(found, value, group=group_of(group))
+    process_group = group_of(group)
+    with waiting("comparison of the ranks' graphs and plans", process_group):
+        dist.all_gather_object(found, value, group=process_group)
     return found

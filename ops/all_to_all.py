@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.errors import UserError
 from lancet_kernels.ops.groups import counts_group, group_of
 from lancet_kernels.ops.kernel_path import runs_in_kernels
 from lancet_kernels.ops.link import Transfer, link
 from lancet_kernels.ops.rows import pack, unpack
+from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 
 _HEADER = 5
 # Messages come in multiples of this: ranks with different numbers of experts must still understand each
@@ -67,7 +68,7 @@ def exchange_counts(count_WL: Tensor, capacity: int, width: int, dtype: torch.dt
     sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
     received = torch.empty_like(sent)
     process_group = group_of(counts_group(group))
-    with _named_failure("exchange_counts", process_group):
+    with waiting("exchange_counts", process_group, current_layer()):
         dist.all_to_all_single(received, sent, group=process_group)
     _check_headers(received[:, :_HEADER].tolist(), process_group)
     return received[:, _HEADER : _HEADER + local_experts].contiguous()
@@ -112,11 +113,12 @@ class PendingAllToAll:
     count_WL: Tensor
     capacity: int
     group: dist.ProcessGroup | None
+    layer: str = ""
 
     def wait(self) -> Tensor:
         """-> [W, L, C, D]. Bounded by the process group's timeout; raises CommunicationError."""
         if self.work is not None:
-            with _named_failure("all_to_all", self.group):
+            with waiting("all_to_all", self.group, self.layer):
                 self.transfer.finish(self.work)
         return unpack(self.received_RD, self.count_WL, self.capacity)
 
@@ -151,7 +153,8 @@ def start_all_to_all(
     send_rows, receive_rows = send_count_WL.sum(1).tolist(), receive_count_WL.sum(1).tolist()
     received_RD = sent_RD.new_empty(sum(receive_rows), sent_RD.shape[1])
     row_bytes = sent_RD.shape[1] * sent_RD.element_size()
-    with _named_failure("all_to_all", process_group):
+    layer = current_layer()
+    with waiting("all_to_all", process_group, layer):
         transfer = link.start(
             process_group,
             sent=(sum(send_rows) - send_rows[rank]) * row_bytes,
@@ -162,7 +165,7 @@ def start_all_to_all(
             received_RD, sent_RD, receive_rows, send_rows, group=process_group, async_op=True
         )
     transfer.watch(work, sent_RD)
-    return PendingAllToAll(work, transfer, received_RD, receive_count_WL, capacity, process_group)
+    return PendingAllToAll(work, transfer, received_RD, receive_count_WL, capacity, process_group, layer)
 
 
 @torch.library.custom_op("lancet::all_to_all", mutates_args=())
@@ -179,10 +182,12 @@ def _(buffer_WLCD, send_count_WL, receive_count_WL, group):
 def _setup_context(ctx, inputs, output) -> None:
     _, send_count_WL, receive_count_WL, ctx.group = inputs
     ctx.save_for_backward(send_count_WL, receive_count_WL)
+    ctx.layer = current_layer()
 
 
 def _backward(ctx, grad_WLCD):
     send_count_WL, receive_count_WL = ctx.saved_tensors
+    enter_layer(ctx.layer)
     return (
         torch.ops.lancet.all_to_all(grad_WLCD, receive_count_WL, send_count_WL, ctx.group),
         None,
@@ -192,23 +197,3 @@ def _backward(ctx, grad_WLCD):
 
 
 all_to_all.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _named_failure:
-    """Turn a failed collective into one line that says who waited, in which op, for whom."""
-
-    def __init__(self, op: str, group: dist.ProcessGroup) -> None:
-        self.op, self.group = op, group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
-            rank, ranks = self.group.rank(), self.group.size()
-            peers = ", ".join(str(peer) for peer in range(ranks) if peer != rank)
-            reason = str(error).splitlines()[0]
-            raise CommunicationError(
-                f"rank {rank}: {self.op} failed while waiting for rank(s) {peers}: {reason}; "
-                "look for the first rank that failed, and at the process group's timeout"
-            ) from error
