@@ -27,7 +27,9 @@ BOARD_FILE = "LANCET_BOARD"
 """Environment variable with the path of the job's board."""
 # How gloo and NCCL, which raise plain RuntimeErrors, say that a peer went away or did not answer.
 LOST_PEER = re.compile(
-    r"gloo|NCCL|connection (was )?(closed|reset|refused|aborted)|broken pipe", re.IGNORECASE
+    r"gloo|NCCL|pair closure|socket (unexpectedly )?closed|connect timeout|broken pipe|"
+    r"connection (was )?(closed|reset|refused|aborted)",
+    re.IGNORECASE,
 )
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*")

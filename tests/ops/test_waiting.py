@@ -130,6 +130,7 @@ def chained(error: Exception, cause: Exception) -> Exception:
         (RuntimeError("shape mismatch"), "self"),
         (CLOSED, "peer"),
         (TIMED_OUT, "timeout"),
+        (RuntimeError("Application timeout caused pair closure"), "timeout"),
         (dist.DistNetworkError("Connection reset"), "peer"),
         (CommunicationError("all_to_all with rank 3"), "peer"),
         (CommunicationError("all_to_all with rank 3", timed_out=True), "timeout"),
