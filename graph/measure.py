@@ -26,6 +26,7 @@ from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
 from lancet_kernels.ops.groups import Groups, group_device, group_of, group_size
 from lancet_kernels.ops.link import link
+from lancet_kernels.ops.waiting import waiting
 
 SMALLEST_BYTES = 1024
 GPU_SLEEP_CYCLES = 500_000
@@ -236,7 +237,8 @@ def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):
         if group:
-            dist.barrier(group=group_of(group))
+            with waiting("barrier before a measurement", group_of(group)):
+                dist.barrier(group=group_of(group))
         times.append(call())
     return float(_over_ranks(torch.tensor([statistics.median(times[1:])]), group, "sum")[0])
 
@@ -247,6 +249,7 @@ def _over_ranks(values: Tensor, group: str, how: str) -> Tensor:
     if group:
         values = values.to(group_device(group))
         operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
-        dist.all_reduce(values, operation, group=group_of(group))
+        with waiting("all_reduce of measured times", group_of(group)):
+            dist.all_reduce(values, operation, group=group_of(group))
     values = values.cpu()
     return values / group_size(group) if how == "sum" else values

@@ -34,6 +34,7 @@ from lancet_kernels.graph.program import Instruction, Kind, Program
 from lancet_kernels.kernels.tuning import cache_folder
 from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
 from lancet_kernels.ops.link import link
+from lancet_kernels.ops.waiting import waiting
 
 DEVICE_COSTS = "device_costs.json"
 """The file of device costs, beside that of the times."""
@@ -199,7 +200,8 @@ class Profiler:
             return values
         process_group = group_of(self.groups.world)
         box = [values if process_group.rank() == 0 else None]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+        with waiting("broadcast of the measured times", process_group):
+            dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
         return box[0]
 
     def _remember(self, times: dict[str, float]) -> None:

@@ -11,7 +11,7 @@ from lancet_kernels.ops.losses import MoELosses, RoutingSums
 _HOMES = {
     "CaptureError": "lancet_kernels.graph.capture",
     "GraphedStep": "lancet_kernels.graphed",
-    "OptimizedModule": "lancet_kernels.optimization",
+    "OptimizedModule": "lancet_kernels.optimized_module",
     "ddp": "lancet_kernels.data_parallel",
     "optimize": "lancet_kernels.optimization",
 }

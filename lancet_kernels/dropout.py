@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.groups import Groups, group_name
+from lancet_kernels.ops.groups import Groups, data_group_name
 
 
 def dropout(
@@ -44,7 +44,7 @@ def dropout(
     _check_probability(p)
     if not training or p == 0:
         return x
-    return _dropped(x, float(p), step, seed, site, _data_group(group))
+    return _dropped(x, float(p), step, seed, site, data_group_name(group))
 
 
 class Dropout(nn.Module):
@@ -79,7 +79,7 @@ class Dropout(nn.Module):
                     f"{what} of Dropout", got=repr(value), expected="a whole number from 0", do="give one"
                 )
         self.p, self.site, self.seed = float(p), int(site), int(seed)
-        self._group = _data_group(group)
+        self._group = data_group_name(group)
         # Without dropout a graph has nothing of it, not even an input.
         if self.p:
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
@@ -108,10 +108,6 @@ def set_dropout_step(model: nn.Module, step: int) -> None:
             )
         seen.add((layer.seed, layer.site))
         layer.step.fill_(step)
-
-
-def _data_group(group: dist.ProcessGroup | Groups | None) -> str:
-    return group.data if isinstance(group, Groups) else group_name(group)
 
 
 def _dropped(x: Tensor, p: float, step: Tensor, seed: int, site: int, group: str) -> Tensor:

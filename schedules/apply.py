@@ -19,6 +19,7 @@ from torch import fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.from_fx import draws_random_numbers, is_instruction, op_name
+from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
 
@@ -119,6 +120,7 @@ def start_early_wait_late(module: fx.GraphModule, blocking: Collection[str] = ()
         with graph.inserting_before(node):
             pending = graph.call_function(start, node.args, node.kwargs)
         pending.name = f"{name}_start"
+        pending.meta = layer_meta(node)
         readers = _readers(node)
         first = min(readers, key=_position(graph).__getitem__) if readers else graph.output_node()
         elements = [user for user in node.users if user.target is operator.getitem]

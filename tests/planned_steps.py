@@ -173,11 +173,11 @@ class SmallStep:
 
     def __init__(self, case: StepCase) -> None:
         self.module, self.inputs = build_step(case)
-        self._step = _Step(self.module, self.inputs, True, None)
-        with self._step.graph() as captured:
-            self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
-            self.parameters = captured.parameter_of_gradient()
-        self.values = self._step.graph_inputs(captured)
+        self._step = _Step(self.module, self.inputs, {}, True, None)
+        captured = self._step.captured
+        self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
+        self.parameters = captured.parameter_of_gradient()
+        self.values = self._step.graph_inputs()
         self.program = Program.from_fx(self.joint)
         self.inference = AxisInference(self.program)
         self.names = [i.name for i in self.program.instructions]

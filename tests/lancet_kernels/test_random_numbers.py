@@ -194,23 +194,23 @@ def test_torch_dropouts_draw_what_they_draw_in_the_module(pool, tmp_path, strate
 
 
 def test_random_ops_depend_on_each_other_and_are_never_cut():
-    with capture(TorchDropouts().double(), (torch.randn(4, 5, 8, dtype=torch.float64),)) as captured:
-        program = Program.from_fx(captured.joint)
-        random = [i for i, x in enumerate(program.instructions) if GENERATOR in x.mutates]
-        assert [program.instructions[i].op for i in random] == [
-            *("aten.native_dropout", "aten.native_dropout", "aten.rand_like", "aten.native_dropout"),
-        ]
-        for early, late in pairwise(random):
-            assert early in program.dependencies[late]
-        assert program_from_json(program_to_json(program)).dependencies == program.dependencies
-        names = instruction_order(captured.joint.graph)
-        first, second = (names.index(program.instructions[i].name) for i in random[:2])
-        # All of what the second reads, but not the first.
-        swapped = [*names[:first], *names[first + 1 : second + 1], names[first], *names[second + 1 :]]
-        with pytest.raises(
-            UserError, match="native_dropout_1 before native_dropout, expected native_dropout first"
-        ):
-            reorder(captured.joint.graph, swapped)
+    captured = capture(TorchDropouts().double(), (torch.randn(4, 5, 8, dtype=torch.float64),))
+    program = Program.from_fx(captured.joint)
+    random = [i for i, x in enumerate(program.instructions) if GENERATOR in x.mutates]
+    assert [program.instructions[i].op for i in random] == [
+        *("aten.native_dropout", "aten.native_dropout", "aten.rand_like", "aten.native_dropout"),
+    ]
+    for early, late in pairwise(random):
+        assert early in program.dependencies[late]
+    assert program_from_json(program_to_json(program)).dependencies == program.dependencies
+    names = instruction_order(captured.joint.graph)
+    first, second = (names.index(program.instructions[i].name) for i in random[:2])
+    # All of what the second reads, but not the first.
+    swapped = [*names[:first], *names[first + 1 : second + 1], names[first], *names[second + 1 :]]
+    with pytest.raises(
+        UserError, match="native_dropout_1 before native_dropout, expected native_dropout first"
+    ):
+        reorder(captured.joint.graph, swapped)
 
 
 def test_fused_attention_draws_only_with_dropout():
