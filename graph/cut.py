@@ -56,8 +56,8 @@ def part_instruction(
 ) -> tuple[Instruction, dict[str, TensorSpec]]:
     """Part `part` (from 0) of an instruction, and the specs of all operands it names.
 
-    For costs to derive the part's, a measured time of the whole is kept as attribute `whole_milliseconds`,
-    with the axes of inputs and outputs as `axes`.
+    Attributes for costs to derive the part's: how inputs and outputs are cut (`axes`), their shapes as a
+    whole (`whole_shapes`), and a measured time of the whole (`whole_milliseconds`).
     """
     rule = rule_for(instruction)
     capacity = rule.capacity_dimensions(instruction, tensors) if rule else {}
@@ -74,10 +74,15 @@ def part_instruction(
             specs[f"{instruction.inputs[source]} carried"] = part_tensor(
                 tensors[instruction.outputs[target]], CARRIED, part - 1, parts
             )
-    attributes = {**instruction.attributes, "part": part, "parts": parts}
+    attributes = {
+        **instruction.attributes,
+        "part": part,
+        "parts": parts,
+        "axes": [operands[t] for t in (*instruction.inputs, *instruction.outputs)],
+        "whole_shapes": [tensors[t].shape for t in (*instruction.inputs, *instruction.outputs)],
+    }
     if instruction.milliseconds is not None:
         attributes["whole_milliseconds"] = instruction.milliseconds
-        attributes["axes"] = list(operands.values())
     made = replace(
         instruction,
         name=part_name(instruction.name, part, parts),

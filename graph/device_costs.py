@@ -14,7 +14,6 @@ from pathlib import Path
 
 from lancet_kernels.atomic import locked, write_json_atomically
 from lancet_kernels.graph.communication import Points, interpolated
-from lancet_kernels.graph.measured import measurement_key
 from lancet_kernels.graph.program import Instruction, TensorSpec
 
 FORMAT = "lancet-device-costs"
@@ -27,14 +26,14 @@ class DeviceCosts:
 
     launch_ms: what even an op on one element takes.
     copies: (bytes read and written, milliseconds) of joining two tensors, sorted by bytes.
-    shares: by `part_key`, what a part takes of the time of the whole op.
+    shares: by `cut_key`, (number of parts, what one of them takes of the time of the whole op).
     """
 
     device: str
     torch: str
     launch_ms: float
     copies: Points
-    shares: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, Points] = field(default_factory=dict)
     source: str = "measured"
 
     def __str__(self) -> str:
@@ -45,22 +44,35 @@ class DeviceCosts:
         return interpolated(self.copies, bytes) if bytes > 0 else 0.0
 
     def part_ms(self, part: Instruction, tensors: Mapping[str, TensorSpec], whole_ms: float) -> float | None:
-        """Milliseconds of a part of an op that takes `whole_ms` as a whole; None if it was not measured."""
-        share = self.shares.get(part_key(part, tensors))
-        return None if share is None else share * whole_ms
+        """Milliseconds of a part of an op that takes `whole_ms` as a whole; None if it was not measured.
+
+        What all parts take together is piecewise linear between the numbers of parts that were measured.
+        """
+        shares = self.shares.get(cut_key(part, tensors))
+        if shares is None:
+            return None
+        together = ((1.0, 1.0), *((parts, parts * share) for parts, share in shares))
+        parts = part.attributes["parts"]
+        return interpolated(together, parts) / parts * whole_ms
 
 
-def part_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
-    """Op, shapes of the part, how it is cut, and into how many parts: the same for all parts of an op.
+_OF_THE_PART = ("part", "parts", "axes", "whole_shapes", "whole_milliseconds")
+
+
+def cut_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
+    """Op, operands and how they are cut: the same whichever part it is, and of how many.
 
     Args: part: an instruction of `graph.cut.part_instruction`. tensors: with the specs of its operands.
+    Example: `aten.mm (8x4:float32 axis 0, 4x6:float32 axis -1, 8x6:float32 axis 0) []`.
     """
-    attributes = ", ".join(
-        f"{name}={value}"
-        for name, value in sorted(part.attributes.items())
-        if name not in ("part", "whole_milliseconds")
+    names = (*part.inputs, *part.outputs)
+    sizes, axes = part.attributes["whole_shapes"], part.attributes["axes"]
+    operands = ", ".join(
+        f"{'x'.join(map(str, size)) or 'scalar'}:{tensors[name].dtype} axis {axis}"
+        for name, size, axis in zip(names, sizes, axes, strict=True)
     )
-    return f"{measurement_key(part, tensors, 'the device')} [{attributes}]"
+    attributes = ", ".join(f"{k}={v}" for k, v in sorted(part.attributes.items()) if k not in _OF_THE_PART)
+    return f"{part.op} ({operands}) [{attributes}]"
 
 
 class DeviceCostsFile:
@@ -103,8 +115,14 @@ class DeviceCostsFile:
 
 def device_costs_from_json(data: Mapping[str, object]) -> DeviceCosts:
     """The costs of which `dataclasses.asdict` gave these JSON values. Raises: TypeError, ValueError."""
-    costs = DeviceCosts(**{**data, "copies": tuple((float(b), float(ms)) for b, ms in data["copies"])})
-    numbers = [costs.launch_ms, *costs.shares.values(), *(n for point in costs.copies for n in point)]
+    shares = {key: _points(found) for key, found in data["shares"].items()}
+    costs = DeviceCosts(**{**data, "copies": _points(data["copies"]), "shares": shares})
+    points = [*costs.copies, *(point for found in shares.values() for point in found)]
+    numbers = [costs.launch_ms, *(number for point in points for number in point)]
     if not costs.copies or not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
         raise ValueError(f"{costs.device}: numbers that are no times")
     return costs
+
+
+def _points(data: list[list[float]]) -> Points:
+    return tuple((float(x), float(y)) for x, y in data)

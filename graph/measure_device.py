@@ -21,7 +21,7 @@ from torch import Tensor, fx
 
 from lancet_kernels.graph.communication import Points
 from lancet_kernels.graph.cut import part_instruction
-from lancet_kernels.graph.device_costs import part_key
+from lancet_kernels.graph.device_costs import cut_key
 from lancet_kernels.graph.from_fx import op_name, tensor_names
 from lancet_kernels.graph.measure import GPU_SLEEP_CYCLES, unpaced
 from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec
@@ -83,31 +83,31 @@ def measure_copies(device: torch.device) -> Points:
 
 
 @dataclass(frozen=True)
-class PartToMeasure:
-    """One way to cut an instruction: its node, how many parts, the axis of each tensor, and its key."""
+class CutToMeasure:
+    """One way to cut an instruction: its node, numbers of parts, the axis of each tensor, and its key."""
 
     node: str
-    parts: int
+    parts: tuple[int, ...]
     axes: Mapping[str, int]
     key: str
 
 
-def parts_to_measure(program: Program) -> list[PartToMeasure]:
+def cuts_to_measure(program: Program) -> list[CutToMeasure]:
     """Every way in which a plan may cut the ops that matter, one of each kind.
 
     Of the backward only what belongs to the experts is cut.
     """
-    found: dict[str, PartToMeasure] = {}
+    found: dict[str, CutToMeasure] = {}
     for instruction in program.instructions:
         rule = rule_for(instruction) if instruction.op in MEASURED_OPS else None
         if rule is None or not (instruction.phase is Phase.FORWARD or rule.in_experts):
             continue
         for axes in _ways(instruction, program.tensors):
             sizes = [program.tensors[t].shape[a] for t, a in axes.items() if a >= 0]
-            for parts in (k for k in PARTS if all(k <= size for size in sizes)):
-                part, specs = part_instruction(instruction, program.tensors, axes, 0, parts)
-                key = part_key(part, specs)
-                found.setdefault(key, PartToMeasure(instruction.name, parts, axes, key))
+            parts = tuple(k for k in PARTS if all(k <= size for size in sizes))
+            if parts:
+                key = cut_key(*part_instruction(instruction, program.tensors, axes, 0, parts[0]))
+                found.setdefault(key, CutToMeasure(instruction.name, parts, axes, key))
     return list(found.values())
 
 
@@ -124,11 +124,11 @@ def _ways(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> list[d
 def measure_parts(
     module: fx.GraphModule,
     inputs: Sequence[object],
-    wanted: Sequence[PartToMeasure],
+    wanted: Sequence[CutToMeasure],
     device: torch.device,
-) -> dict[str, float]:
-    """The share of its whole that each part takes, by key. The graph runs once, collectives and all, so
-    every rank of the step calls it with the same parts.
+) -> dict[str, Points]:
+    """(number of parts, share of the whole that one takes) of each cut, by key. The graph runs once,
+    collectives and all, so every rank of the step calls it with the same cuts.
 
     Args: inputs: one per placeholder of the graph.
     """
@@ -139,39 +139,42 @@ def measure_parts(
 
 
 class _PartTimer(fx.Interpreter):
-    """Runs a graph; nodes with parts to measure are then run again and again, whole and in part."""
+    """Runs a graph; nodes with cuts to measure are then run again and again, whole and in part."""
 
-    def __init__(self, module: fx.GraphModule, wanted: Sequence[PartToMeasure], device: torch.device) -> None:
+    def __init__(self, module: fx.GraphModule, wanted: Sequence[CutToMeasure], device: torch.device) -> None:
         super().__init__(module)
         self.device = device
-        self.shares: dict[str, float] = {}
-        self.wanted: dict[str, list[PartToMeasure]] = {}
-        for part in wanted:
-            self.wanted.setdefault(part.node, []).append(part)
+        self.shares: dict[str, Points] = {}
+        self.wanted: dict[str, list[CutToMeasure]] = {}
+        for cut in wanted:
+            self.wanted.setdefault(cut.node, []).append(cut)
 
     def run_node(self, node: fx.Node) -> object:
         result = super().run_node(node)
         if node.name in self.wanted:
-            args, kwargs = self.fetch_args_kwargs_from_env(node)
-            whole_ms = milliseconds_of(lambda: node.target(*args, **kwargs), self.device)
-            for part in self.wanted[node.name]:
-                args, kwargs = self._operands(node, part)
-                part_ms = milliseconds_of(lambda a=args, k=kwargs: node.target(*a, **k), self.device)
-                if whole_ms > 0:
-                    self.shares[part.key] = part_ms / whole_ms
+            whole_ms = self._milliseconds(node, *self.fetch_args_kwargs_from_env(node))
+            for cut in self.wanted[node.name]:
+                times = [(k, self._milliseconds(node, *self._operands(node, cut, k))) for k in cut.parts]
+                # What takes no time that a clock sees is as if its parts took as much together.
+                self.shares[cut.key] = tuple(
+                    (float(k), ms / whole_ms if whole_ms else 1 / k) for k, ms in times
+                )
         return result
 
-    def _operands(self, node: fx.Node, part: PartToMeasure) -> tuple[tuple, dict]:
-        return fx.map_arg((node.args, node.kwargs), lambda source: self._operand(node, source, part))
+    def _milliseconds(self, node: fx.Node, args: tuple, kwargs: dict) -> float:
+        return milliseconds_of(lambda: node.target(*args, **kwargs), self.device)
 
-    def _operand(self, node: fx.Node, source: fx.Node, part: PartToMeasure) -> object:
+    def _operands(self, node: fx.Node, cut: CutToMeasure, parts: int) -> tuple[tuple, dict]:
+        return fx.map_arg((node.args, node.kwargs), lambda source: self._operand(node, source, cut, parts))
+
+    def _operand(self, node: fx.Node, source: fx.Node, cut: CutToMeasure, parts: int) -> object:
         value = self.env[source]
         if not isinstance(value, Tensor):
             return value
-        axis = part.axes.get(tensor_names(source)[0], WHOLE)
+        axis = cut.axes.get(tensor_names(source)[0], WHOLE)
         if axis >= 0:
-            return value.narrow(axis, 0, -(-value.shape[axis] // part.parts))
+            return value.narrow(axis, 0, -(-value.shape[axis] // parts))
         if RULES[op_name(node)].in_experts and not value.is_floating_point():
             # Counts of real rows: a part has 1/k of them (Lancet, section 3).
-            return torch.div(value + part.parts - 1, part.parts, rounding_mode="floor")
+            return torch.div(value + parts - 1, parts, rounding_mode="floor")
         return value

@@ -24,10 +24,10 @@ from lancet_kernels.graph.costs import MeasuredCosts
 from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile
 from lancet_kernels.graph.measure import measure_communication, measure_nodes
 from lancet_kernels.graph.measure_device import (
+    cuts_to_measure,
     measure_copies,
     measure_launch,
     measure_parts,
-    parts_to_measure,
 )
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, Program
@@ -175,9 +175,9 @@ class Profiler:
 
     def _of_device(self, module: fx.GraphModule, inputs: Sequence[object], program: Program) -> DeviceCosts:
         """As remembered; what is missing is measured."""
-        wanted = parts_to_measure(program)
+        wanted = cuts_to_measure(program)
         known = self._from_first(self._device_costs.get(self.device_model, torch.__version__))
-        missing = [part for part in wanted if known is None or part.key not in known.shares]
+        missing = [cut for cut in wanted if known is None or cut.key not in known.shares]
         if known is not None and not missing:
             return known
         # Every rank runs the graph, for the sake of its collectives; what counts is what rank 0 measured.

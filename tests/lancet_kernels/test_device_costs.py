@@ -11,11 +11,12 @@ from torch import Tensor
 from lancet_kernels import optimization
 from lancet_kernels.graph import measure_device
 from lancet_kernels.graph.clusters import load_cluster
+from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.costs import CostModel, MeasuredCosts, source_of
 from lancet_kernels.graph.cut import part_instruction
-from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile
+from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile, cut_key
 from lancet_kernels.graph.profiler import DEVICE_COSTS, Profiler
-from lancet_kernels.graph.program import Phase
+from lancet_kernels.graph.program import Instruction, Phase, TensorSpec
 from lancet_kernels.graph.rules import WHOLE, rule_for
 from lancet_kernels.optimization import _plans
 from lancet_kernels.schedules.partition_range import PartitionOptions
@@ -126,29 +127,29 @@ def test_measured_once_per_device_model(fake_gpu, tmp_path, step) -> None:
 
 def test_parts_are_run_with_the_operands_of_a_part(fake_gpu, step) -> None:
     """A part's result has the shape that its rule says; the counts of experts are those of a part."""
-    wanted = measure_device.parts_to_measure(step.program)
-    assert {part.parts for part in wanted} >= {2, 4}
+    wanted = measure_device.cuts_to_measure(step.program)
+    assert {k for cut in wanted for k in cut.parts} == {2, 4, 8}
     fake_gpu.clear()
     measure_device.measure_parts(step.joint, step.values, wanted, torch.device("cpu"))
     results = iter(fake_gpu)
-    for node, parts in groupby(sorted(wanted, key=lambda p: step.program.index[p.node]), lambda p: p.node):
+    for node, cuts in groupby(sorted(wanted, key=lambda p: step.program.index[p.node]), lambda p: p.node):
         instruction = step.program.instructions[step.program.index[node]]
         whole = next(results)
-        for part in parts:
+        for cut, parts in [(c, k) for c in cuts for k in c.parts]:
             result = next(results)
-            made, specs = part_instruction(instruction, step.program.tensors, part.axes, 0, part.parts)
-            if part.axes.get(instruction.outputs[0], WHOLE) >= 0:
+            made, specs = part_instruction(instruction, step.program.tensors, cut.axes, 0, parts)
+            if cut.axes.get(instruction.outputs[0], WHOLE) >= 0:
                 found = result[0] if isinstance(result, tuple) else result
                 assert tuple(found.shape) == specs[made.outputs[0]].shape
             if instruction.op == "lancet.grouped_gemm":
                 rows = [int((r != 0).any(-1).sum()) for r in (whole, result)]
                 experts = whole.shape[0] * whole.shape[1]
-                assert 0 < rows[1] <= rows[0] // part.parts + experts
+                assert 0 < rows[1] <= rows[0] // parts + experts
     assert not list(results)
     assert all(
-        step.program.instructions[step.program.index[part.node]].phase is Phase.FORWARD
-        or rule_for(step.program.instructions[step.program.index[part.node]]).in_experts
-        for part in wanted
+        step.program.instructions[step.program.index[cut.node]].phase is Phase.FORWARD
+        or rule_for(step.program.instructions[step.program.index[cut.node]]).in_experts
+        for cut in wanted
     )
 
 
@@ -156,13 +157,13 @@ def test_measuring_on_this_machine(step, tmp_path) -> None:
     """The very functions, on the CPU."""
     cost = costs_of(step, tmp_path, "cpu of this machine")
     assert "parts and joining them measured on cpu of this machine" in source_of(cost)
-    assert cost.device.shares.keys() >= {p.key for p in measure_device.parts_to_measure(step.program)}
+    assert cost.device.shares.keys() >= {p.key for p in measure_device.cuts_to_measure(step.program)}
     device = torch.device("cpu")
     assert measure_device.measure_launch(device) > 0
     points = measure_device.measure_copies(device)
     assert [size for size, _ in points] == [4.0**n * 1024 for n in range(1, 9)]
     assert points[-1][1] > points[0][1] > 0
-    assert all(share > 0 for share in cost.device.shares.values())
+    assert all(share > 0 for points in cost.device.shares.values() for _, share in points)
 
 
 @pytest.mark.parametrize(
@@ -173,12 +174,29 @@ def test_a_file_that_is_not_readable_is_measured_again(tmp_path, text: str) -> N
     file.path.write_text(text)
     with pytest.warns(UserWarning, match="measured again"):
         assert file.get("GPU", "2.13") is None
-    costs = DeviceCosts("GPU", "2.13", 0.1, ((1.0, 0.1), (2.0, 0.3)), {"a": 0.5})
+    costs = DeviceCosts("GPU", "2.13", 0.1, ((1.0, 0.1), (2.0, 0.3)), {"a": ((2.0, 0.5),)})
     with pytest.warns(UserWarning, match="measured again"):
         file.put(costs)
-    file.put(replace(costs, shares={"b": 0.25}))
-    assert file.get("GPU", "2.13").shares == {"a": 0.5, "b": 0.25}
+    file.put(replace(costs, shares={"b": ((4.0, 0.25),)}))
+    assert file.get("GPU", "2.13").shares == {"a": ((2.0, 0.5),), "b": ((4.0, 0.25),)}
     assert file.get("GPU", "2.12") is None
+
+
+def test_between_measured_numbers_of_parts_the_time_of_all_grows_evenly() -> None:
+    x, w, y = (TensorSpec(name, shape) for name, shape in (("x", (24, 4)), ("w", (4, 6)), ("y", (24, 6))))
+    tensors = {spec.name: spec for spec in (x, w, y)}
+    mm = Instruction("mm", "aten.mm", ("x", "w"), ("y",), milliseconds=10.0)
+    axes = {"x": 0, "y": 0}
+    key = cut_key(*part_instruction(mm, tensors, axes, 0, 2))
+    assert key == "aten.mm (24x4:float32 axis 0, 4x6:float32 axis -1, 24x6:float32 axis 0) []"
+    # All parts together: 1.2, 1.6 and 2.0 times the whole.
+    shares = ((2.0, 0.6), (4.0, 0.4), (8.0, 0.25))
+    device = DeviceCosts("GPU", "2.13", 0.1, ((1.0, 0.1),), {key: shares})
+    cost = MeasuredCosts(device, CommunicationModel({}), "here")
+    found = [cost(*part_instruction(mm, tensors, axes, 1, k)) * k for k in (2, 3, 4, 6, 8, 12)]
+    assert found == pytest.approx([12.0, 14.0, 16.0, 18.0, 20.0, 24.0])
+    # Cut otherwise it was not measured: a launch, and 1/k of the rest.
+    assert cost(*part_instruction(mm, tensors, {"w": 1, "y": 1}, 0, 2)) == pytest.approx(0.1 + 9.9 / 2)
 
 
 # ---- The plan cache
