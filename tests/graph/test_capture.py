@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from model_zoo import MODELS, make_model
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +16,7 @@ from lancet_kernels.graph.capture import (
 )
 from lancet_kernels.graph.from_fx import op_name, tensor_names
 from lancet_kernels.graph.program import Phase, Program
+from tests.model_zoo import MODELS, make_model
 
 
 class BranchOnData(nn.Module):

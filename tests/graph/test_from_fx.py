@@ -4,14 +4,14 @@ import time
 
 import pytest
 import torch
-from capturing import read_only_step
-from model_zoo import Size
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients, weight_gradients
+from tests.capturing import read_only_step
+from tests.model_zoo import Size
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 T, D, F = 6, 8, 10

@@ -3,16 +3,16 @@
 from dataclasses import replace
 
 import pytest
-from capturing import read_only_step
-from cut_and_reassemble import WrongRule, check_node, one_op
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_zoo import MODELS, Size
-from samples import SAMPLES, Draw
 
 from lancet_kernels.graph.program import Instruction, Kind, Phase, TensorSpec
 from lancet_kernels.graph.rules import CARRIED, RULES, WHOLE, Rule, rule_for
 from lancet_kernels.schedules.axes import AxisInference
+from tests.capturing import read_only_step
+from tests.graph.cut_and_reassemble import WrongRule, check_node, one_op
+from tests.graph.samples import SAMPLES, Draw
+from tests.model_zoo import MODELS, Size
 
 BATCH = 5
 """No other size is a multiple of it."""

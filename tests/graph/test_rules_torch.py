@@ -1,15 +1,15 @@
 """Every rule of the table is proven in torch: cut, run part by part, put together, compare in fp64."""
 
 import pytest
-from capturing import read_only_step
-from cut_and_reassemble import Recorder, check_node, key_of, one_op
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_zoo import MODELS, Size
-from samples import IRREGULAR_ONLY, ONLY_ON_CUDA, SAMPLES, Draw
 
 from lancet_kernels.graph.from_fx import forward_nodes, is_instruction, op_name
 from lancet_kernels.graph.rules import RULES
+from tests.capturing import read_only_step
+from tests.graph.cut_and_reassemble import Recorder, check_node, key_of, one_op
+from tests.graph.samples import IRREGULAR_ONLY, ONLY_ON_CUDA, SAMPLES, Draw
+from tests.model_zoo import MODELS, Size
 
 PARTS = (2, 3, 5)
 PROVEN: dict[tuple, int] = {}

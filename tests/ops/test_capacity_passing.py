@@ -10,12 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import LONG, QUICK, SEEDS, Routing, assert_same_routing, no_use, skewed_logits
 from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.ops.gates import GATES, Gate, Hash, Random, Sigmoid, Switch, TopK, parse_gate
 from lancet_kernels.ops.losses import RoutingSums
+from tests.ops.op_cases import LONG, QUICK, SEEDS, Routing, assert_same_routing, no_use, skewed_logits
 
 KINDS = ["normal", "ties", "skewed", "one"]
 

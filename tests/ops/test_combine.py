@@ -4,7 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import (
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.ops.combine import naive_combine
+from tests.ops.op_cases import (
     QUICK,
     SEEDS,
     Batch,
@@ -16,10 +20,6 @@ from op_cases import (
     transposed_in_memory,
     with_gaps,
 )
-from torch import Tensor
-
-from lancet_kernels import ops
-from lancet_kernels.ops.combine import naive_combine
 
 
 def random_buffer(batch: Batch, seed: int = 7) -> Tensor:

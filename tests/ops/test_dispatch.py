@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import QUICK, Batch, batches, poisoned, routed_batch, transposed_in_memory, with_gaps
 
 from lancet_kernels import ops
 from lancet_kernels.ops.dispatch import buffer_rows, naive_dispatch
+from tests.ops.op_cases import QUICK, Batch, batches, poisoned, routed_batch, transposed_in_memory, with_gaps
 
 
 def test_by_hand() -> None:

@@ -6,17 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import (
-    QUICK,
-    SEEDS,
-    assert_as_exact_as_torch,
-    counts,
-    generator,
-    padding_of,
-    poisoned,
-    transposed_in_memory,
-    with_gaps,
-)
 from torch import Tensor
 
 from lancet_kernels import ops
@@ -26,6 +15,17 @@ from lancet_kernels.ops.expert_activation import (
     activate,
     input_width,
     naive_expert_activation,
+)
+from tests.ops.op_cases import (
+    QUICK,
+    SEEDS,
+    assert_as_exact_as_torch,
+    counts,
+    generator,
+    padding_of,
+    poisoned,
+    transposed_in_memory,
+    with_gaps,
 )
 
 COUNTS = torch.tensor([[0, 3], [4, 1]])

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import DTYPES, QUICK, SEEDS, no_use, skewed_logits, transposed_in_memory, with_gaps
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.gates import GATES
+from tests.ops.op_cases import DTYPES, QUICK, SEEDS, no_use, skewed_logits, transposed_in_memory, with_gaps
 
 SPECS = [
     "switch",

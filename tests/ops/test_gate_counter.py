@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import QUICK, SEEDS, Routing, assert_same_routing, empty_routing, no_use, used_before
 
 from lancet_kernels import ops
 from lancet_kernels.ops.gates import Hash, Random
 from lancet_kernels.ops.gates.counter import naive_counter, splitmix64
+from tests.ops.op_cases import QUICK, SEEDS, Routing, assert_same_routing, empty_routing, no_use, used_before
 
 KEYS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 5)
 

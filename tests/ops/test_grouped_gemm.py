@@ -6,7 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import (
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.ops.grouped_gemm import _for_fast_path, naive_grouped_gemm
+from tests.ops.op_cases import (
     QUICK,
     SEEDS,
     assert_as_exact_as_torch,
@@ -17,10 +21,6 @@ from op_cases import (
     transposed_in_memory,
     with_gaps,
 )
-from torch import Tensor
-
-from lancet_kernels import ops
-from lancet_kernels.ops.grouped_gemm import _for_fast_path, naive_grouped_gemm
 
 # Expert 1 has rows from no rank, expert 0 from one of two; expert 3 fills its capacity of 4 on both.
 COUNTS = torch.tensor([[0, 0, 3, 4], [2, 0, 1, 4]])

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import routed_batch, skewed_logits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +19,7 @@ from lancet_kernels import ops
 from lancet_kernels.kernels.runtime import INTERPRETED
 from lancet_kernels.ops import kernel_path
 from lancet_kernels.ops.gates import GATES, parse_gate
+from tests.ops.op_cases import routed_batch, skewed_logits
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here: see the tests marked gpu")
 

@@ -1,8 +1,6 @@
 """What cut_range refuses, what it leaves behind, and in which order the parts run."""
 
 import pytest
-from capturing import Step, read_only_step
-from model_zoo import Size
 from test_cut_torch import copy_of, forward_ranges
 
 from lancet_kernels.errors import UserError
@@ -13,6 +11,8 @@ from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.cut import Cut, CutError, cut_range
 from lancet_kernels.schedules.sink import sink_statistics
+from tests.capturing import Step, read_only_step
+from tests.model_zoo import Size
 
 SIZE = Size(batch=4, sequence=3, width=8, heads=2, vocab=29, num_experts=5, top_k=2, gate="topk")
 

@@ -5,9 +5,6 @@ In fp64, one rank, skewed routing with drops: losses and gradients agree to 1e-1
 
 import pytest
 import torch
-from capturing import Step, read_only_step
-from cut_and_reassemble import Recorder
-from model_zoo import MODELS, Size
 from torch import fx
 
 from lancet_kernels.graph.cut import can_be_cut
@@ -19,6 +16,9 @@ from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.cut import Cut, cut_range
 from lancet_kernels.schedules.ranges import pipeline_order
 from lancet_kernels.schedules.strategies import Planner
+from tests.capturing import Step, read_only_step
+from tests.graph.cut_and_reassemble import Recorder
+from tests.model_zoo import MODELS, Size
 
 GATES = {
     "switch": 1,

@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
-from made_programs import backward_of_layers, given, program, random_programs
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import durations
@@ -12,6 +11,7 @@ from lancet_kernels.schedules.list_schedule import best_order, critical_path, li
 from lancet_kernels.schedules.optimum import optimal_order
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
+from tests.schedules.made_programs import backward_of_layers, given, program, random_programs
 
 
 def test_critical_path_by_hand():

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
-from made_programs import program, tiny_step
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import load_cluster
@@ -23,6 +22,7 @@ from lancet_kernels.schedules.partition_range import (
 from lancet_kernels.schedules.pipeline import IMPOSSIBLE, PipelineCosts, simulate_pipeline
 from lancet_kernels.schedules.ranges import PartitionRange, expand, stages
 from lancet_kernels.schedules.simulate import simulate
+from tests.schedules.made_programs import program, tiny_step
 
 
 def moe_chain(*milliseconds: float, size: int = 8, saved: bool = False) -> Program:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from model_zoo import MODELS, Size, make_model
 
 from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.program import Kind, Program
@@ -10,6 +9,7 @@ from lancet_kernels.schedules.apply import instruction_order, reorder
 from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import make_plan
+from tests.model_zoo import MODELS, Size, make_model
 
 
 def slow_link(instruction, tensors) -> float:

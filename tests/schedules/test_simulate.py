@@ -5,12 +5,12 @@ from itertools import pairwise
 import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
-from made_programs import given, program, random_programs
 
 from lancet_kernels.graph.program import Kind
 from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.memory import peak_memory
 from lancet_kernels.schedules.simulate import COMPUTE, LINK, simulate
+from tests.schedules.made_programs import given, program, random_programs
 
 
 def spans(timeline):

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
-from made_programs import given, program, random_programs, tiny_step
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import load_cluster
@@ -20,6 +19,7 @@ from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions, compare, make_plan
 from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
+from tests.schedules.made_programs import given, program, random_programs, tiny_step
 
 
 def paper_setting(model, cluster, gpus, gate="switch"):

@@ -2,7 +2,6 @@
 
 from hypothesis import given as hypothesis_given
 from hypothesis import settings
-from made_programs import backward_of_layers, given, program, random_programs, tiny_step
 
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel, durations
@@ -15,6 +14,7 @@ from lancet_kernels.schedules.weight_gradients import (
     units,
     weight_gradients,
 )
+from tests.schedules.made_programs import backward_of_layers, given, program, random_programs, tiny_step
 
 
 def names(p, positions):

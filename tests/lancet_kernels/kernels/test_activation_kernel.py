@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from guarded_memory import guarded_memory
 from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation import DTYPES, activation, activation_backward
 from lancet_kernels.kernels.activation_names import ACTIVATIONS
+from tests.guarded_memory import guarded_memory
 
 # (counts of the groups, C, F): nothing, one, odd, no row at all, wider than a tile, more rows than a tile
 SIZES = [

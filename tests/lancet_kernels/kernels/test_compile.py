@@ -12,7 +12,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import bad_kernels
 import pytest
 
 from lancet_kernels.cli import main
@@ -21,6 +20,7 @@ from lancet_kernels.kernels import compile as compile_module
 from lancet_kernels.kernels import nvshmem_bitcode, ping
 from lancet_kernels.kernels.compile import CompiledKernel, all_specimens, compile_specimen, problems
 from lancet_kernels.kernels.compile_pool import compile_all
+from tests.lancet_kernels.kernels import bad_kernels
 
 ROOT = Path(__file__).parents[3]
 OLDEST = ROOT / ".triton-oldest"

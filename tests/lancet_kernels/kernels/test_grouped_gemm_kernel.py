@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from guarded import Guarded
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
@@ -16,6 +15,7 @@ from lancet_kernels.kernels import gemm_operands
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from lancet_kernels.ops.expert_activation import _activate_backward, activate
+from tests.lancet_kernels.kernels.guarded import Guarded
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ACTIVATIONS = ["none", "gelu", "silu", "swiglu"]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from guarded_memory import guarded_memory
 from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import permute as kernels
 from lancet_kernels.kernels.permute import RowConfig
+from tests.guarded_memory import guarded_memory
 
 # (T, D, E, K, C): none, one, odd, no capacity, all to one expert's buffer, wider than a tile, many choices
 SIZES = [

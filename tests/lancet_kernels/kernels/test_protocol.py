@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from protocol_model import BROKEN, Config, admits, build
-from weak_memory import AWAITED, EACH, Result, explore
+
+from tests.lancet_kernels.kernels.protocol_model import BROKEN, Config, admits, build
+from tests.lancet_kernels.kernels.weak_memory import AWAITED, EACH, Result, explore
 
 BY_TURNS = "F1 B1 F2 B2 F3 B3 F4 B4"
 NESTED = "F1 F2 B2 B1 F3 F4 B4 B3"

@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from guarded_memory import guarded_memory
 from torch import Tensor
 
 from lancet_kernels import ops
@@ -15,6 +14,7 @@ from lancet_kernels.ops.gates import GATES, Sigmoid, parse_gate
 from lancet_kernels.ops.gates.slots import slots_in_token_order, top_k_stable
 from lancet_kernels.ops.gates.weights import sigmoid
 from lancet_kernels.ops.parts import local_slots
+from tests.guarded_memory import guarded_memory
 
 # (T, E, K): none, one, odd, a block and one more, one expert, all experts, many experts
 SIZES = [(0, 3, 2), (1, 1, 1), (7, 5, 3), (65, 64, 8), (65, 6, 1), (33, 6, 6), (19, 512, 8)]
