@@ -66,6 +66,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         assert f"not measured: {missing['what']}: not reached\n" in stdout
 
 
+@pytest.mark.long
 def test_every_measurement_runs(tmp_path: Path) -> None:
     out = tmp_path / "smoke.json"
     done = run(sys.executable, "bench/gpu_measure.py", "--smoke", "--out", str(out))

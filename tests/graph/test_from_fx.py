@@ -150,6 +150,7 @@ def test_a_captured_model(name):
     assert not any(made_later & set(i.inputs) for i in program.instructions if i.phase is Phase.FORWARD)
 
 
+@pytest.mark.long
 def test_ten_thousand_nodes_in_seconds(capsys):
     """A training step written by hand: layers with an all-to-all each, dX and dW apart."""
     b = Builder()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
@@ -15,6 +15,7 @@ from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, Tens
 from lancet_kernels.graph.program_json import fingerprint, program_from_json, program_to_json
 from lancet_kernels.graph.reachability import Reachability, bitset, members
 from lancet_kernels.graph.synthetic import training_step
+from tests.examples import examples
 
 
 def tensors(*names, **aliases):
@@ -118,7 +119,7 @@ def test_fingerprint_ignores_costs_and_sees_structure():
     assert fingerprint(replace(p, instructions=(other, *p.instructions[1:]))) != fingerprint(p)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_reachability_equals_search(data):
     length = data.draw(st.integers(1, 20))

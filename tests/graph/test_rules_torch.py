@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lancet_kernels.graph.from_fx import forward_nodes, is_instruction, op_name
 from lancet_kernels.graph.rules import RULES
 from tests.capturing import read_only_step
+from tests.examples import examples
 from tests.graph.cut_and_reassemble import Recorder, check_node, key_of, one_op
 from tests.graph.samples import IRREGULAR_ONLY, ONLY_ON_CUDA, SAMPLES, Draw
 from tests.model_zoo import MODELS, Size
@@ -37,7 +38,7 @@ def test_every_rule_has_a_proof():
 
 
 @pytest.mark.parametrize("op", SAMPLES)
-@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@settings(examples(30), derandomize=True, database=None)
 @given(data=st.data())
 def test_a_rule_on_drawn_shapes(op, data):
     prove(op, data)

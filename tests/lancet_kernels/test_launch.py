@@ -22,6 +22,7 @@ from lancet_kernels.launch import (
     under_launcher,
 )
 from lancet_kernels.ranks import _blames, _one_line
+from tests.grids import few_of
 
 WORKER = """
 import ctypes, os, signal, sys, time
@@ -143,7 +144,7 @@ def test_ranks_meet_and_get_arguments_and_environment_as_given(job, capfd):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(("mode", "text"), [("raise", "boom second line"), ("early", "early")])
+@pytest.mark.parametrize(("mode", "text"), few_of([("raise", "boom second line"), ("early", "early")]))
 def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, mode, text):
     handler = signal.getsignal(signal.SIGINT)
     line = failure_of(job, mode, environment={"LOG_FOLDER": str(job / "logs")})
@@ -155,6 +156,7 @@ def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, 
     assert signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.long
 def test_the_terminal_gets_that_one_line_and_nothing_else(job):
     command = [sys.executable, str(job / "launcher.py"), *worker(job, "raise")]
     environment = os.environ | {"LOG_FOLDER": str(job / "logs")}
@@ -166,13 +168,15 @@ def test_the_terminal_gets_that_one_line_and_nothing_else(job):
 
 @pytest.mark.parametrize(
     ("mode", "line"),
-    [
-        ("SIGKILL", "rank 1 was killed by SIGKILL (out of memory, or killed by hand)"),
-        ("SIGTERM", "rank 1 was killed by SIGTERM"),
-        ("segv", "rank 1 was killed by SIGSEGV"),
-        ("code", "rank 1 ended with exit code 7"),
-        ("user", "rank 1 failed: UserError: top_k: got 9, expected at most 4; choose fewer"),
-    ],
+    few_of(
+        [
+            ("SIGKILL", "rank 1 was killed by SIGKILL (out of memory, or killed by hand)"),
+            ("SIGTERM", "rank 1 was killed by SIGTERM"),
+            ("segv", "rank 1 was killed by SIGSEGV"),
+            ("code", "rank 1 ended with exit code 7"),
+            ("user", "rank 1 failed: UserError: top_k: got 9, expected at most 4; choose fewer"),
+        ]
+    ),
 )
 def test_a_rank_that_ends_while_its_peer_waits_is_named(job, capfd, mode, line):
     assert failure_of(job, mode) == line
@@ -190,7 +194,7 @@ def test_stacks_of_a_crash_are_in_a_file(job):
     assert "Segmentation fault" in (job / "logs" / "rank-1.crash.txt").read_text()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), few_of([(signal.SIGTERM, 143), (signal.SIGINT, 130)]))
 def test_a_signal_to_the_launcher_ends_all_quietly(job, number, code):
     launcher = start_hanging_job(job)
     launcher.send_signal(number)
@@ -200,6 +204,7 @@ def test_a_signal_to_the_launcher_ends_all_quietly(job, number, code):
     assert not any(running(pid) for pid in pids(job))
 
 
+@pytest.mark.long
 def test_impatient_ctrl_c_leaves_nobody_behind(job):
     launcher = start_hanging_job(job)
     while launcher.poll() is None:
@@ -243,6 +248,7 @@ def start_hanging_job(job: Path) -> subprocess.Popen:
     return launcher
 
 
+@pytest.mark.long
 def test_under_torchrun_a_failed_rank_says_one_line(job):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"LOG_FOLDER": str(job / "logs")}

@@ -19,6 +19,7 @@ from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import node_name
 from lancet_kernels.train import TrainOptions, train
+from tests.grids import few_of
 from tests.optimized import BOUND, optimized, outcome_of
 from tests.planned_steps import (
     Outcome,
@@ -223,12 +224,14 @@ def test_module_of_ones_own(pool):
         assert found["of the input"] < BOUND
 
 
+@pytest.mark.long
 def test_one_process_needs_no_group():
     module, inputs = build_step(StepCase(layers=2))
     ready = optimized(module, inputs)
     assert outcome_of(ready, inputs, True).distance(outcome_of(module, inputs, True)) < BOUND
 
 
+@pytest.mark.long
 def test_the_same_tensors_can_be_captured_again():
     """A run must not mark its inputs as of changing size: B = S, so that torch takes both for one symbol."""
     module, inputs = build_step(StepCase(layers=2, batch=6, sequence=6))
@@ -279,7 +282,7 @@ def disagree_on_rank(what: str, times: str) -> tuple[str, float]:
     return "no error", time.monotonic() - begin
 
 
-@pytest.mark.parametrize("what", ["layers", "batch", "capture"])
+@pytest.mark.parametrize("what", few_of(["batch", "layers", "capture"]))
 def test_ranks_that_disagree_refuse_to_start(pool, tmp_path, what):
     by_rank = pool.run(disagree_on_rank, what, str(tmp_path / "times.json"), ranks=2)
     for error, seconds in by_rank:

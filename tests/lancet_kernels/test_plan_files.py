@@ -154,6 +154,7 @@ def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
         assert library._given_plan(path, small_step.program, "lancet").fingerprint == made.fingerprint
 
 
+@pytest.mark.long
 def test_plan_files_of_two_ranks(pool, tmp_path):
     kinds = ["missing", "fitting"]
     by_rank = pool.run(plans_on_rank, str(tmp_path / "plan.json"), kinds, ranks=2, timeout_s=120)
@@ -176,6 +177,7 @@ def times_on_rank(times: str) -> tuple[list[str], list[str], float]:
     return (*said, outcome_of(ready, inputs, True).distance(plain))
 
 
+@pytest.mark.long
 def test_damaged_times_are_measured_again(pool, tmp_path):
     path = tmp_path / "times.json"
     path.write_text('{"format": "lancet-meas')

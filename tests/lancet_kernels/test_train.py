@@ -13,6 +13,7 @@ import pytest
 
 from lancet_kernels.cli import main
 from lancet_kernels.schedules.plan import Plan
+from tests.grids import few_of
 
 TINY = ["--sequence", "32", "--batch", "2", "--validation-batches", "1", "--strategy", "none"]
 SUMMARY = {
@@ -163,6 +164,7 @@ def test_json_summary_and_run_folder(lancet, tmp_path):
     assert temporary_files(tmp_path) == []
 
 
+@pytest.mark.long
 def test_emulated_link_is_labelled_and_slower(lancet, tmp_path):
     out, _ = finish(lancet("--steps", 2, "--link-gbps", "0.05"))
     assert "emulated link" in out
@@ -313,7 +315,7 @@ def test_run_resumes_at_another_number_of_ranks(lancet, tmp_path):
 # ---- failures
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("rank", few_of([1, 0]))
 def test_killed_rank_ends_the_job(lancet, tmp_path, rank):
     process = lancet("--steps", 100000, "--name", "run")
     wait_for_step(tmp_path / "runs" / "run", 3)
@@ -331,6 +333,7 @@ def test_killed_rank_ends_the_job(lancet, tmp_path, rank):
     assert all(name.endswith(".traceback.txt") for name in temporary_files(tmp_path))
 
 
+@pytest.mark.long
 def test_interrupted_job_leaves_no_process(lancet, tmp_path):
     process = lancet("--steps", 100000, "--name", "run")
     wait_for_step(tmp_path / "runs" / "run", 3)

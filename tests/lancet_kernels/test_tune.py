@@ -251,6 +251,7 @@ def finish(arguments: list[str]) -> dict:
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 
 
+@pytest.mark.long
 @without_gpu
 def test_the_script_is_killed_and_goes_on_while_another_one_runs_and_nothing_is_lost(tmp_path) -> None:
     path = tmp_path / "tuned.json"

@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 from hypothesis import given as hypothesis_given
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
@@ -22,6 +21,7 @@ from lancet_kernels.schedules.partition_range import (
 from lancet_kernels.schedules.pipeline import IMPOSSIBLE, PipelineCosts, simulate_pipeline
 from lancet_kernels.schedules.ranges import PartitionRange, expand, stages
 from lancet_kernels.schedules.simulate import simulate
+from tests.examples import examples
 from tests.schedules.made_programs import program, tiny_step
 
 
@@ -190,7 +190,7 @@ def brute_force(p, cost, groups, longest_ms, most_parts):
     return best
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @hypothesis_given(
     st.lists(st.integers(0, 8), min_size=2, max_size=8),
     st.sampled_from([0.0, 0.25, 1.0]),

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given as hypothesis_given
-from hypothesis import settings
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import load_cluster
@@ -19,6 +18,7 @@ from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions, compare, make_plan
 from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
+from tests.examples import examples
 from tests.schedules.made_programs import given, program, random_programs, tiny_step
 
 
@@ -147,7 +147,7 @@ def test_unknown_strategy():
         make_plan(tiny_step(), given, "magic")
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @hypothesis_given(random_programs(most=16))
 def test_every_plan_of_a_random_program_is_valid_and_never_worse(p):
     plans = compare(p, given)
@@ -158,7 +158,7 @@ def test_every_plan_of_a_random_program_is_valid_and_never_worse(p):
     assert json.loads(json.dumps(plans["lancet"].to_json())) is not None
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @hypothesis_given(random_programs(most=16, all_reduces=False))
 def test_lancet_is_never_worse_than_its_halves(p):
     times = {name: plan.predicted.iteration_ms for name, plan in compare(p, given).items()}

@@ -90,6 +90,7 @@ def test_every_configuration_of_every_kernel(triton, arch):
     assert names == [(s.name, s.config) for _, s in all_specimens(int(arch.removeprefix("sm_")))]
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_noticed(monkeypatch, capsys):
     """One specimen for each thing; the processes that compile are the command's own: this one interprets."""
     monkeypatch.setattr(compile_module, "kernel_modules", lambda: [bad_kernels])
@@ -183,6 +184,7 @@ def test_the_bitcode_of_an_architecture(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.long
 def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
     assert main(["kernels", "--json", "--name", "ping 4x256 bf16"]) == 0
@@ -213,8 +215,9 @@ def ping_ptx(triton, arch, transport):
     return child.stdout
 
 
+@pytest.mark.long
 @need_bitcode
-@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.long), 90])
+@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("triton", TRITONS)
 def test_puts_over_nvshmem_are_linked(triton, arch):
     """The bodies are there, not only the calls; what stays open is what the CUDA driver itself offers."""
@@ -231,6 +234,7 @@ def test_puts_over_nvshmem_are_linked(triton, arch):
     assert "%tid.x" in ptx
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("triton", TRITONS)
 def test_puts_through_pointers_need_no_nvshmem(triton):
     ptx = ping_ptx(triton, 90, "pointers")
