@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-from tests.examples import examples
-
 
 def load_quick_profile() -> None:
     """The profile by default; `max_examples` is the share in percent of what `examples` is asked for."""
