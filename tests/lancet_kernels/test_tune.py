@@ -115,7 +115,7 @@ def test_a_dry_run_compiles_and_writes_nothing(compiler, cache) -> None:
 def test_time_that_is_up_leaves_the_rest_for_the_next_run(monkeypatch, cache) -> None:
     def compile_all(chosen, arch, *, workers, on_done):
         on_done(compiled(chosen[0][1]))
-        time.sleep(1)
+        time.sleep(0.2)
 
     monkeypatch.setattr(tuner.compile_pool, "compile_all", compile_all)
     tasks = make_tasks([TINY], torch.bfloat16, ["permute", "combine"])

@@ -1,7 +1,6 @@
-"""Plans: valid, ordered as promised, never predicted worse, saved and read back; planning time."""
+"""Plans: valid, ordered as promised, never predicted worse, saved and read back."""
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -165,41 +164,19 @@ def test_lancet_is_never_worse_than_its_halves(p):
     assert times["lancet"] <= min(times["none"], times["lancet-dw"], times["lancet-partition"]) + 1e-9
 
 
-def test_gpt2_l_moe_plans_in_ten_seconds():
-    step, cost = paper_setting("gpt2-l-moe", "p4de", 16)
-    start = time.process_time()
-    compare(step, cost)
-    assert time.process_time() - start < 10
-
-
-def test_planning_grows_about_linearly_with_layers():
-    cost = CostModel.for_cluster(load_cluster("p4de"), 16)
-    seconds = []
-    for layers in (6, 24):
-        step = training_step(replace(MODELS["gpt2-l-moe"], layers=layers), gpus=16, batch=48)
-        start = time.process_time()
-        make_plan(step, cost)
-        seconds.append(time.process_time() - start)
-    # Four times the layers: about four times the time. Six leaves room for a busy machine.
-    assert seconds[1] < 6 * max(seconds[0], 0.3)
-
-
 @pytest.mark.long
-def test_ten_thousand_instructions_in_thirty_seconds():
+def test_ten_thousand_instructions_are_planned():
     step = training_step(replace(MODELS["gpt2-l-moe"], layers=144), gpus=16, batch=8)
     assert len(step) > 10_000
     cost = CostModel.for_cluster(load_cluster("p4de"), 16)
-    start = time.process_time()
-    make_plan(step, cost)
-    assert time.process_time() - start < 30
+    assert len(make_plan(step, cost).order) >= len(step)
 
 
-def test_ten_thousand_instructions_are_scheduled_in_seconds():
+@pytest.mark.long
+def test_gradients_of_ten_thousand_instructions_are_scheduled():
     step = training_step(replace(MODELS["gpt2-l-moe"], layers=144), gpus=16, batch=8)
     cost = CostModel.for_cluster(load_cluster("p4de"), 16)
-    start = time.process_time()
     greedy = schedule_weight_gradients(step, cost)
-    assert time.process_time() - start < 20
     assert simulate(greedy, cost).iteration_ms < simulate(step, cost).iteration_ms
 
 
