@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.grids import few_of
-
 
 def few_of(cases: Iterable[Any], *chosen: int) -> list[Any]:
     """For `pytest.mark.parametrize`: those at the positions `chosen` (or the first one) run by default.
