@@ -53,7 +53,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("work", few_of(WORK), ids=name_of)
+@pytest.mark.parametrize("work", few_of(map(pytest.param, WORK)), ids=name_of)
 def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[Case, dict]) -> None:
     case, options = work
     if device.type == "cpu" and (case.world > 1 or case.tokens > 100):
