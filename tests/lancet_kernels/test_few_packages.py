@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BARE = """
 import sys
 for name in ("ortools", "matplotlib", "tqdm", "tokenizers", "hypothesis", "pandas"):
@@ -20,6 +22,7 @@ print(planned.plan.strategy)
 """
 
 
+@pytest.mark.long
 def test_without_the_solver_and_the_pictures() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(

@@ -187,11 +187,13 @@ def test_a_peer_that_never_answers_is_reported_by_who_waits(job):
     assert "imed out" in line
 
 
+@pytest.mark.long
 def test_stacks_of_a_crash_are_in_a_file(job):
     failure_of(job, "segv", environment={"LOG_FOLDER": str(job / "logs")})
     assert "Segmentation fault" in (job / "logs" / "rank-1.crash.txt").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "code"), few_of([(signal.SIGTERM, 143), (signal.SIGINT, 130)]))
 def test_a_signal_to_the_launcher_ends_all_quietly(job, number, code):
     launcher = start_hanging_job(job)

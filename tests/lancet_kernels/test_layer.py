@@ -390,6 +390,7 @@ def check_compiled(case: Case, backend: str) -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_layer_takes_another_number_of_tokens():
     case = Case("topk", top_k=2, ranks=1)
@@ -417,6 +418,7 @@ def step_with_losses(layer: MoELayer, x: Tensor, ids: Tensor) -> tuple[Tensor, T
     return y, moe_losses([sums]).balance.detach()
 
 
+@pytest.mark.long
 def test_compiled_layer_equals_eager_on_two_ranks(pool):
     assert pool.run(compiled_on_rank, Case("topk", top_k=2), ranks=2) == [True, True]
 

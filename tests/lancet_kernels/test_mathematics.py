@@ -122,7 +122,7 @@ def check_case(pool, case: StepCase, parts: tuple[int, ...], orders: int = 0) ->
     return tried
 
 
-@pytest.mark.parametrize("gate", few_of(["switch", "batch-prioritized", "topk-dropless", "random"], 0, 1))
+@pytest.mark.parametrize("gate", few_of(["switch", "batch-prioritized", "topk-dropless", "random"]))
 def test_plans_keep_the_mathematics(pool, gate):
     case = replace({**GATE_CASES, **DROPLESS}[gate], layers=2)
     parts = {"switch": 2, "batch-prioritized": 3, "topk-dropless": 4, "random": 2}[gate]
@@ -177,6 +177,7 @@ def curves_on_rank(optimizer: str, steps: int) -> tuple[list[float], list[float]
     return (*losses, ranges)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "steps"),
     few_of([("sgd", 10), ("sgd", 50), ("adamw", 50)]),

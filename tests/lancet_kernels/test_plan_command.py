@@ -103,6 +103,10 @@ def test_text_explains_the_chosen_strategy(capsys):
 def test_a_plan_that_does_not_fit_is_said(capsys):
     assert main([*TINY, "--memory-gb", "0.001"]) == 0
     assert "Does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_no_plan_fits(capsys):
     found = plan_json(capsys, "--memory-gb", "0.001")
     assert not any(found["fits_memory"].values())
 

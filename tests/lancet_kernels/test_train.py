@@ -13,7 +13,6 @@ import pytest
 
 from lancet_kernels.cli import main
 from lancet_kernels.schedules.plan import Plan
-from tests.grids import few_of
 
 TINY = ["--sequence", "32", "--batch", "2", "--validation-batches", "1", "--strategy", "none"]
 SUMMARY = {
@@ -143,19 +142,27 @@ def wait_for_end(launcher: int, timeout_s: float = 30) -> None:
 # ---- results
 
 
-def test_json_summary_and_run_folder(lancet, tmp_path):
-    out, err = finish(lancet("--steps", 4, "--json", "--gate", "topk", "--top-k", 2))
+def check_summary(out: str, run: Path) -> tuple[dict, list[dict]]:
+    """What `--json` printed, against the files of the run. -> the summary, and the metrics of all steps."""
     lines = out.splitlines()
     assert len(lines) == 1, "only the summary goes to standard output"
     summary = json.loads(lines[0])
     assert {key: type(value) for key, value in summary.items()} == SUMMARY
-    run = tmp_path / "runs" / summary["run"]
-    assert (tmp_path / "runs" / "latest").resolve() == run
+    assert summary["run"] == run.name
+    assert (run.parent / "latest").resolve() == run
     assert json.loads((run / "summary.json").read_text()) == summary
     metrics = metrics_of(run)
-    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     assert summary["loss_first"] == metrics[0]["loss"]
     assert summary["loss_last"] == metrics[-1]["loss"]
+    return summary, metrics
+
+
+@pytest.mark.long
+def test_json_summary_and_run_folder(lancet, tmp_path):
+    out, err = finish(lancet("--steps", 4, "--json", "--gate", "topk", "--top-k", 2))
+    (run,) = (path for path in (tmp_path / "runs").iterdir() if path.name != "latest")
+    summary, metrics = check_summary(out, run)
+    assert [m["step"] for m in metrics] == [1, 2, 3, 4]
     assert abs(metrics[0]["loss"] - math.log(256)) < 0.2
     assert (summary["ranks"], summary["experts"], summary["steps"]) == (2, 4, 4)
     assert 0 < summary["exposed_ms"] <= summary["all_to_all_ms"] < summary["step_ms"]
@@ -175,6 +182,7 @@ def test_emulated_link_is_labelled_and_slower(lancet, tmp_path):
     assert summary["all_to_all_ms"] > 8 * 16 * 512 * 8 / 0.05e9 * 1e3
 
 
+@pytest.mark.long
 def test_losses_do_not_depend_on_the_number_of_ranks(lancet, tmp_path):
     """Dropless, the same global batch: equal up to fp32 rounding, which training makes grow."""
     same = ["--steps", 10, "--capacity-factor", "none", "--experts", 4, "--gate", "topk", "--top-k", 2]
@@ -271,6 +279,24 @@ def kill_and_resume(lancet, tmp_path: Path, what: str, *arguments: object) -> No
     wait_for_end(process.pid)
 
 
+def test_killed_rank_ends_the_job_which_resumes_with_the_very_losses(lancet, tmp_path):
+    """Steps behind the last checkpoint are taken a second time: the same. The others are kept."""
+    options = ["--steps", 40, "--checkpoint-every", 10, "--gate", "sigmoid", "--top-k", 2, "--bias-rate", 0.1]
+    process = lancet(*options, "--name", "killed")
+    run = tmp_path / "runs" / "killed"
+    wait_for_step(run, 15)
+    kill_rank(process, 1)
+    before = metrics_of(run)
+    assert 15 <= len(before) < 40, "killed too late"
+    # With nothing but the name: the options are those of the run.
+    out, _ = finish(lancet("--resume", "killed", "--json", fresh=False))
+    after = metrics_of(run)
+    assert [m["step"] for m in after] == list(range(1, 41))
+    assert exact(after[: len(before)]) == exact(before)
+    check_summary(out, run)
+
+
+@pytest.mark.long
 def test_killed_job_resumes_with_the_very_losses(lancet, tmp_path):
     kill_and_resume(
         lancet, tmp_path, "job", "--ranks", 2, "--gate", "sigmoid", "--top-k", 2, "--bias-rate", 0.1
@@ -315,10 +341,8 @@ def test_run_resumes_at_another_number_of_ranks(lancet, tmp_path):
 # ---- failures
 
 
-@pytest.mark.parametrize("rank", few_of([1, 0]))
-def test_killed_rank_ends_the_job(lancet, tmp_path, rank):
-    process = lancet("--steps", 100000, "--name", "run")
-    wait_for_step(tmp_path / "runs" / "run", 3)
+def kill_rank(process: subprocess.Popen, rank: int) -> None:
+    """Kill a rank of a started command, which says so in a line and ends."""
     os.kill(job_ranks(process.pid)[rank], signal.SIGKILL)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1
@@ -327,6 +351,14 @@ def test_killed_rank_ends_the_job(lancet, tmp_path, rank):
         f"lancet: rank {rank} was killed by SIGKILL (out of memory, or killed by hand)"
     ]
     wait_for_end(process.pid)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_rank_ends_the_job(lancet, tmp_path, rank):
+    process = lancet("--steps", 100000, "--name", "run")
+    wait_for_step(tmp_path / "runs" / "run", 3)
+    kill_rank(process, rank)
     # The other rank's word on its lost peer may stay; the folder of the launcher may not.
     assert all(name.endswith(".traceback.txt") for name in temporary_files(tmp_path))
 

@@ -68,8 +68,21 @@ def check_rows(found, triton, arch):
     return [(row["name"], row["config"]) for row in found["kernels"]]
 
 
-# The oldest one compiles all of them in the long run.
-@pytest.mark.parametrize("triton", ["newest", pytest.param("oldest", marks=[need_oldest, pytest.mark.long])])
+def test_one_kernel_of_every_family():
+    """The first specimen of every module that has kernels, with the installed Triton."""
+    first = {module.__name__: (module, specimen) for module, specimen in reversed([*all_specimens(90)])}
+    assert len(first) == 7
+    rows = {(row.name, row.config): row for row in compile_all([*first.values()], 90)}
+    for _, specimen in first.values():
+        row = rows[specimen.name, specimen.config]
+        assert not row.error
+        assert problems(specimen, row) == []
+        assert row.wgmma >= specimen.wgmma
+        assert row.tma >= specimen.tma
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("triton", TRITONS)
 def test_one_configuration_of_every_kernel(triton):
     found = lancet_kernels_command(triton, "--arch", "sm_90", "--quick")
     names = check_rows(found, triton, "sm_90")

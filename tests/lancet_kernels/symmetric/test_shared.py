@@ -231,7 +231,7 @@ def close_on_rank() -> dict:
 def test_close_frees(pool):
     for result in pool.run(close_on_rank):
         assert result["mapped"] == (2 << 20, 0)
-        assert {kind for kind, _, _ in result["errors"]} == {"UserError"}
+        assert {kind for kind, _ in result["errors"]} == {"UserError"}
         assert all("got a use after close()" in message for _, message, _ in result["errors"])
         assert "region 'x'" in result["errors"][0][1]
 
@@ -283,7 +283,7 @@ def test_killed_in_the_middle_of_allocating(tmp_path):
         process.start()
     pids = [process.pid for process in ranks]
     try:
-        kind, message, _ = results.get(timeout=60)
+        kind, message = results.get(timeout=60)
         for process in ranks:
             process.join(30)
     finally:
