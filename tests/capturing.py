@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from model_zoo import Size, make_model
 from torch import Tensor, fx, nn
 
 from lancet_kernels.graph.capture import capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.sink import sink_statistics
+from tests.model_zoo import Size, make_model
 
 
 @dataclass(frozen=True)

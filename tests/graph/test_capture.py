@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from model_zoo import MODELS, make_model
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -17,6 +16,8 @@ from lancet_kernels.graph.capture import (
 )
 from lancet_kernels.graph.from_fx import op_name, tensor_names
 from lancet_kernels.graph.program import Phase, Program
+from tests.grids import few_of
+from tests.model_zoo import MODELS, make_model
 
 
 class BranchOnData(nn.Module):
@@ -91,11 +92,7 @@ def test_what_placeholders_stand_for():
     assert len(tangents) == 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    # Attention written out is no other sort of graph.
-    [pytest.param(name, marks=[pytest.mark.long] * name.endswith("-written-out")) for name in MODELS],
-)
+@pytest.mark.parametrize("name", few_of(MODELS))
 def test_the_captured_graphs_train_bitwise_like_eager(name):
     model, inputs = make_model(name)
     captured = capture(model, inputs)

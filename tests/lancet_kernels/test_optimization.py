@@ -1,7 +1,6 @@
 """`optimize`: the module that it returns, and what happens where none fits."""
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import node_name
 from lancet_kernels.train import TrainOptions, train
+from tests.grids import few_of
 from tests.optimized import BOUND, optimized, outcome_of
 from tests.planned_steps import (
     Outcome,
@@ -223,12 +223,14 @@ def test_module_of_ones_own(pool):
         assert found["of the input"] < BOUND
 
 
+@pytest.mark.long
 def test_one_process_needs_no_group():
     module, inputs = build_step(StepCase(layers=2))
     ready = optimized(module, inputs)
     assert outcome_of(ready, inputs, True).distance(outcome_of(module, inputs, True)) < BOUND
 
 
+@pytest.mark.long
 def test_the_same_tensors_can_be_captured_again():
     """A run must not mark its inputs as of changing size: B = S, so that torch takes both for one symbol."""
     module, inputs = build_step(StepCase(layers=2, batch=6, sequence=6))
@@ -258,33 +260,31 @@ def test_unknown_strategy():
 # ---- Ranks that disagree
 
 
-def disagree_on_rank(what: str, times: str) -> tuple[str, float]:
+def disagree_on_rank(what: str, times: str) -> str:
     odd = dist.get_rank() == 1
     module, inputs = build_step(StepCase(layers=4 if what == "layers" and odd else 2))
     if what == "batch" and odd:
         inputs = tuple(value[:4] for value in inputs)
     if what == "capture" and odd:
         module, inputs = Branching(), (torch.ones(4, 8),)
-    begin = time.monotonic()
     try:
         optimize(module, inputs, times=times)
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin
-    return "no error", time.monotonic() - begin
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
-@pytest.mark.parametrize("what", ["layers", "batch", "capture"])
+@pytest.mark.parametrize("what", few_of(["batch", "layers", "capture"]))
 def test_ranks_that_disagree_refuse_to_start(pool, tmp_path, what):
     by_rank = pool.run(disagree_on_rank, what, str(tmp_path / "times.json"), ranks=2)
-    for error, seconds in by_rank:
+    for error in by_rank:
         assert "\n" not in error
-        assert seconds < 15
     wanted = "no graph on rank(s) 1" if what == "capture" else "another one on rank(s) 1"
     refused = by_rank if what != "capture" else by_rank[:1]
-    for error, _ in refused:
+    for error in refused:
         assert error.startswith(f"UserError: training step across ranks: got {wanted}"), error
     if what == "capture":
-        assert by_rank[1][0].startswith("CaptureError: capture of Branching"), by_rank[1]
+        assert by_rank[1].startswith("CaptureError: capture of Branching"), by_rank[1]
 
 
 def other_weights_on_rank(reduce_gradients: bool) -> tuple[list[Tensor], bool]:

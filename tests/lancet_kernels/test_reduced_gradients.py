@@ -8,6 +8,7 @@ import lancet_kernels.optimization as library
 from lancet_kernels import expert_parameters
 from lancet_kernels.ops.groups import Groups
 from lancet_kernels.schedules.buckets import insert_all_reduces
+from tests.grids import few_of
 from tests.planned_steps import (
     StepCase,
     build_step,
@@ -48,7 +49,7 @@ def reduce_on_rank(bucket_bytes: int) -> dict[str, object]:
     return {"wrong": worst, "buckets": len(buckets), "experts": len(experts), "all": len(found)}
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 2000, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", few_of([2000, 1, 1 << 20]))
 def test_buckets_give_the_bits_of_plain_all_reduces(pool, bucket_bytes):
     for found in pool.run(reduce_on_rank, bucket_bytes, ranks=2):
         assert found["wrong"] == []

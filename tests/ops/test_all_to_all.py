@@ -3,12 +3,12 @@
 import pytest
 import torch
 from hypothesis import given
-from op_cases import QUICK, SEEDS, counts, generator, poisoned, transposed_in_memory, with_gaps
 from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.all_to_all import _check_headers, start_all_to_all
+from tests.ops.op_cases import QUICK, SEEDS, counts, generator, poisoned, transposed_in_memory, with_gaps
 
 COUNTS = torch.tensor([[0, 3, 1], [2, 0, 4]])
 

@@ -2,10 +2,10 @@
 
 import torch
 from hypothesis import given
-from op_cases import QUICK, counts, padding_of, transposed_in_memory
 from torch import Tensor
 
 from lancet_kernels.ops.rows import compact, expand, real_rows_by_expert, real_rows_by_rank
+from tests.ops.op_cases import QUICK, counts, padding_of, transposed_in_memory
 
 
 def test_by_hand() -> None:

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from model_zoo import MODELS, Size, make_model
 
 from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.program import Kind, Program
@@ -10,6 +9,8 @@ from lancet_kernels.schedules.apply import instruction_order, reorder
 from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import make_plan
+from tests.grids import few_of
+from tests.model_zoo import MODELS, Size, make_model
 
 
 def slow_link(instruction, tensors) -> float:
@@ -18,16 +19,10 @@ def slow_link(instruction, tensors) -> float:
     return whole / instruction.attributes.get("parts", 1) + (0.01 if whole else 0.0)
 
 
-CASES = [("gpt2", "tutel"), ("gpt2", "lancet-partition"), ("gpt2", "lancet"), ("bert", "lancet")]
-LONG = [
-    pytest.param(name, strategy, marks=pytest.mark.long)
-    for name in MODELS
-    for strategy in ("tutel", "lancet-partition", "lancet")
-    if (name, strategy) not in CASES
-]
+CASES = [(name, strategy) for name in MODELS for strategy in ("lancet", "lancet-partition", "tutel")]
 
 
-@pytest.mark.parametrize(("name", "strategy"), [*CASES, *LONG])
+@pytest.mark.parametrize(("name", "strategy"), few_of(CASES))
 def test_a_plan_trains_as_the_module_does(name, strategy):
     size = Size(batch=8, sequence=4, width=8, heads=2, top_k=2, gate="topk", capacity_factor=1.0)
     model, inputs = make_model(name, size)
