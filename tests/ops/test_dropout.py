@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import QUICK, SEEDS, generator, transposed_in_memory
 from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import Dropout, UserError, dropout, ops, set_routing_step
 from lancet_kernels.ops.dropout import naive_dropout
+from tests.ops.op_cases import QUICK, SEEDS, generator, transposed_in_memory
 
 
 def element_of(shape: tuple[int, ...], first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
