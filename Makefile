@@ -32,7 +32,7 @@ endif
 	touch $@
 
 run: $(INSTALLED)
-	$(BIN)/lancet train --compare 8
+	$(BIN)/lancet train --steps 120 --compare 12
 
 # A few cases of everything.
 test: $(INSTALLED)

@@ -21,6 +21,20 @@ POINT_BYTES = tuple(1024 << n for n in range(22))
 Points = tuple[tuple[float, float], ...]
 
 
+def interpolated(points: Points, size: float) -> float:
+    """Milliseconds at a size, piecewise linear. Below the first point its time; beyond the last, on with the
+    last slope."""
+    if len(points) == 1 or size <= points[0][0]:
+        return points[0][1]
+    right = min(bisect_right(points, size, key=lambda p: p[0]), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    slope = (y1 - y0) / (x1 - x0)
+    if size > x1:
+        slope = max(slope, 0.0)
+        return y1 + slope * (size - x1)
+    return y0 + slope * (size - x0)
+
+
 @dataclass(frozen=True)
 class CommunicationModel:
     """`points[collective, group]` are (bytes on one rank, milliseconds), sorted by bytes."""
@@ -62,7 +76,7 @@ class CommunicationModel:
     def milliseconds(self, collective: str, bytes: float, group: str = "world", parts: int = 1) -> float:
         """Time of one collective over `bytes` per rank, or of one of its `parts` (asked for at C/parts).
 
-        Below the first point its time is taken (pure latency); beyond the last, the last slope goes on.
+        See `interpolated`: below the first point it is pure latency.
 
         Raises:
             UserError: no points for this collective and group.
@@ -73,16 +87,7 @@ class CommunicationModel:
             raise UserError(
                 "communication cost", got=f"{collective} in {group}", expected=known, do="measure it first"
             )
-        size = bytes / parts
-        if len(points) == 1 or size <= points[0][0]:
-            return points[0][1]
-        right = min(bisect_right(points, size, key=lambda p: p[0]), len(points) - 1)
-        (x0, y0), (x1, y1) = points[right - 1], points[right]
-        slope = (y1 - y0) / (x1 - x0)
-        if size > x1:
-            slope = max(slope, 0.0)
-            return y1 + slope * (size - x1)
-        return y0 + slope * (size - x0)
+        return interpolated(points, bytes / parts)
 
     def latency(self, collective: str, group: str = "world") -> float:
         """Milliseconds that even an empty message takes."""

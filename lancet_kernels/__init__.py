@@ -1,5 +1,6 @@
 """Mixture-of-Experts training whose all-to-all hides behind the whole training graph."""
 
+from lancet_kernels.dropout import Dropout, dropout
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.gradients import set_gradient_group
 from lancet_kernels.layer import MoELayer, expert_parameters, moe_layers, moe_losses, set_routing_step
@@ -10,7 +11,7 @@ from lancet_kernels.ops.losses import MoELosses, RoutingSums
 _HOMES = {
     "CaptureError": "lancet_kernels.graph.capture",
     "GraphedStep": "lancet_kernels.graphed",
-    "OptimizedModule": "lancet_kernels.optimization",
+    "OptimizedModule": "lancet_kernels.optimized_module",
     "ddp": "lancet_kernels.data_parallel",
     "optimize": "lancet_kernels.optimization",
 }
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "CommunicationError",
+    "Dropout",
     "GraphedStep",
     "Groups",
     "MoELayer",
@@ -37,6 +39,7 @@ __all__ = [
     "RoutingSums",
     "UserError",
     "ddp",
+    "dropout",
     "expert_parameters",
     "moe_layers",
     "moe_losses",

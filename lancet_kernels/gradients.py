@@ -22,6 +22,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.layer import expert_parameters, moe_layers
 from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
 from lancet_kernels.ops.groups import Groups, group_name, group_of, group_size
+from lancet_kernels.ops.waiting import waiting
 
 _MARK = "_lancet_gradient_groups"
 
@@ -155,10 +156,12 @@ class GradientBuckets:
         self._next = 0
 
 
-def call_with_summed_gradients(module: nn.Module, inputs: Sequence[object], groups: Groups) -> object:
-    """`module(*inputs)`, whose backward sums gradients over the groups of `gradient_groups`, one by one.
+def call_with_summed_gradients(
+    module: nn.Module, inputs: Sequence[object], groups: Groups, by_name: Mapping[str, object] | None = None
+) -> object:
+    """`module(*inputs, **by_name)`, whose backward sums gradients over the groups of `gradient_groups`.
 
-    For calls now and then: nothing is bucketed, and computation waits for each sum.
+    One by one. For calls now and then: nothing is bucketed, and computation waits for each sum.
     """
     over = gradient_groups(module, groups)
     summed = {
@@ -166,7 +169,7 @@ def call_with_summed_gradients(module: nn.Module, inputs: Sequence[object], grou
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and over[parameter]
     }
-    return torch.func.functional_call(module, summed, tuple(inputs))
+    return torch.func.functional_call(module, summed, tuple(inputs), dict(by_name or {}))
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -204,7 +207,8 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: Groups)
         for name in dict.fromkeys(over.values())
     )
     if groups.data:
-        dist.all_reduce(square, group=group_of(groups.data))
+        with waiting("norm of the gradients", group_of(groups.data)):
+            dist.all_reduce(square, group=group_of(groups.data))
     norm = square.sqrt()
     if largest_norm is not None:
         scale = (largest_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -232,4 +236,5 @@ def broadcast_replicated(model: nn.Module, groups: Groups) -> None:
         for tensor, group in [*over.items(), *((buffer, groups.data) for buffer in model.buffers())]:
             if group:
                 process_group = group_of(group)
-                dist.broadcast(tensor, src=dist.get_global_rank(process_group, 0), group=process_group)
+                with waiting("broadcast of the replicated parameters", process_group):
+                    dist.broadcast(tensor, src=dist.get_global_rank(process_group, 0), group=process_group)

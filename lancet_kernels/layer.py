@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels import ops
+from lancet_kernels.dropout import set_dropout_step
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates import GATES, Gate, parse_gate
-from lancet_kernels.ops.groups import Groups, group_name, group_rank, group_size
+from lancet_kernels.ops.groups import Groups, data_group_name, group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums
+from lancet_kernels.ops.waiting import enter_layer
 
 BACKENDS = ("torch", "fused")
 # Layers whose experts a DistributedDataParallel module leaves alone.
@@ -85,6 +87,7 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.name = "an MoE layer"  # for messages; `name_layers` knows it better
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
         self.groups = group if isinstance(group, Groups) else None
         self.expert_group = group.expert if isinstance(group, Groups) else group_name(group)
@@ -213,7 +216,9 @@ class MoELayer(nn.Module):
         Raises: UserError (wrong shape or dtype, NaN in the router, ranks that disagree), CommunicationError.
         """
         self._check_input(x, token_ids)
-        self._check_data_parallel()
+        self.check_data_parallel()
+        if not torch.compiler.is_compiling():
+            enter_layer(self.name)
         x_TD = x.reshape(-1, self.d_model)
         num_tokens = x_TD.shape[0]
         capacity = self.capacity(num_tokens)
@@ -319,8 +324,8 @@ class MoELayer(nn.Module):
                 do="give one id per token",
             )
 
-    def _check_data_parallel(self) -> None:
-        """Under DistributedDataParallel, experts must be none of its parameters."""
+    def check_data_parallel(self) -> None:
+        """Raise UserError inside a DistributedDataParallel that would average different experts."""
         if torch.compiler.is_compiling() or not self.expert_group:
             return
         around = DistributedDataParallel._active_ddp_module
@@ -406,6 +411,13 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
+def name_layers(model: nn.Module) -> None:
+    """Let messages about a failed collective name each MoE layer of a model as the model does."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            module.name = name or module.name
+
+
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that differ between the ranks of an expert group: all-reduce their gradients over the
     replica group alone.
@@ -416,7 +428,11 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def set_routing_step(model: nn.Module, step: int) -> None:
-    """Tell the random gates of a model which training step it is."""
+    """Tell what draws random numbers in a model, its random gates and `Dropout`s, which training step it is.
+
+    Raises: UserError if two dropouts have the same call site.
+    """
+    set_dropout_step(model, step)
     for layer in moe_layers(model):
         if layer.gate.key == "index":
             layer.routing_step.fill_(step)
@@ -436,4 +452,4 @@ def moe_losses(sums: list[RoutingSums], group: dist.ProcessGroup | Groups | None
             expected="one RoutingSums per MoE layer",
             do="call forward with return_sums=True, and give a list of what comes second",
         )
-    return ops.losses.moe_losses(sums, group.data if isinstance(group, Groups) else group_name(group))
+    return ops.losses.moe_losses(sums, data_group_name(group))

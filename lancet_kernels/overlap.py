@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lancet_kernels.ops.link import emulate_link, link
-from lancet_kernels.optimization import OptimizedModule, optimize
+from lancet_kernels.ops.waiting import waiting
+from lancet_kernels.optimization import optimize
+from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.schedules.strategies import PlanningOptions
 from lancet_kernels.schedules.timeline import save_picture
 
@@ -88,7 +90,8 @@ def iteration(module: nn.Module, inputs: Sequence[object]) -> Iteration:
     """Run one; the first output of the module is differentiated. Collective."""
     module.zero_grad(set_to_none=True)
     if dist.is_initialized():
-        dist.barrier()
+        with waiting("barrier before an iteration"):
+            dist.barrier()
     link.read()
     begin, cpu = time.perf_counter(), time.thread_time()
     outputs = module(*inputs)
@@ -151,7 +154,8 @@ def speedups(baseline: Measured, planned: Measured) -> tuple[float, float, float
 def _mean_over_ranks(values: Sequence[float]) -> list[float]:
     numbers = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized():
-        dist.all_reduce(numbers)
+        with waiting("mean of the times over the ranks"):
+            dist.all_reduce(numbers)
         numbers /= dist.get_world_size()
     return numbers.tolist()
 

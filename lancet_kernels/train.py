@@ -24,11 +24,12 @@ from lancet_kernels.data import Corpus, check_length, load_corpus, training_batc
 from lancet_kernels.errors import UserError
 from lancet_kernels.gradients import GradientBuckets, broadcast_replicated, clip_gradients
 from lancet_kernels.launch import Rank
-from lancet_kernels.layer import BACKENDS, moe_layers, set_routing_step
+from lancet_kernels.layer import BACKENDS, moe_layers, name_layers, set_routing_step
 from lancet_kernels.models import MODELS, GPT2MoE, ModelConfig, model_config
 from lancet_kernels.ops.gates import GATES, parse_gate
 from lancet_kernels.ops.groups import Groups, group_of
 from lancet_kernels.ops.link import emulate_link, link
+from lancet_kernels.ops.waiting import waiting
 from lancet_kernels.options import (
     non_negative_float,
     non_negative_int,
@@ -36,6 +37,7 @@ from lancet_kernels.options import (
     positive_float,
     positive_float_or_none,
     positive_int,
+    probability,
 )
 from lancet_kernels.planning_flags import PlanningFlags
 from lancet_kernels.runs import RunFolder, resolve_run
@@ -92,7 +94,10 @@ class TrainOptions(PlanningFlags):
     balance_weight: float = option(0.01, "weight of the load-balance loss", parse=non_negative_float)
     z_weight: float = option(0.0, "weight of the router's z-loss", parse=non_negative_float)
     bias_rate: float = option(0.001, "step of the sigmoid gate's correction bias", parse=non_negative_float)
-    seed: int = option(0, "of weights and data order", parse=non_negative_int)
+    dropout: float = option(
+        0.0, "probability of zero at embedding, attention and feed-forward output", parse=probability
+    )
+    seed: int = option(0, "of weights, data order and dropout", parse=non_negative_int)
     validation_batches: int = option(8, "batches of the validation loss", parse=positive_int)
     strategy: str = option(
         "lancet", "how all-to-alls are hidden; none: they are waited for", choices=STRATEGY_NAMES
@@ -147,6 +152,9 @@ def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
         top_k=top_k,
         gate=str(gate),
         capacity_factor=options.capacity_factor,
+        dropout=options.dropout,
+        # What no dropout uses must not keep a run from being resumed.
+        dropout_seed=options.seed if options.dropout else 0,
     )
     if options.sequence is not None and options.sequence > config.sequence:
         raise UserError(
@@ -256,6 +264,7 @@ class Trainer:
             "model": config.name,
             "optimizer": options.optimizer,
         }
+        name_layers(self.module)
         emulate_link(options.link_gbps if rank.world > 1 else None)
 
     def plan(self, cache: Path) -> None:
@@ -335,7 +344,8 @@ class Trainer:
     def _mean_over_ranks(self, values: list[Tensor | float]) -> list[float]:
         numbers = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.rank.device)
         if self.groups.data:
-            dist.all_reduce(numbers, group=group_of(self.groups.data))
+            with waiting("mean of the step's figures over the ranks", group_of(self.groups.data)):
+                dist.all_reduce(numbers, group=group_of(self.groups.data))
         return (numbers / self.rank.world).tolist()
 
     def compare(self, picture: Path) -> dict[str, object]:
@@ -432,7 +442,8 @@ def _open_run(options: TrainOptions, rank: Rank, resume: str | None) -> tuple[Ru
             run = RunFolder.create(options.runs, options.name)
         path = [str(run.path)]
     if rank.world > 1:
-        dist.broadcast_object_list(path, src=0)
+        with waiting("broadcast of the run's folder"):
+            dist.broadcast_object_list(path, src=0)
     return run, Path(path[0])
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ _COUNTS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 
 def _all_gather(ranks: list[int]) -> list[list[int]]:
     gathered: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(gathered, ranks)
+    with waiting("comparison of the process groups"):
+        dist.all_gather_object(gathered, ranks)
     return gathered
 
 
@@ -137,7 +140,10 @@ def _new_group(ranks: Sequence[int]) -> str:
     own = ""
     for group in _distinct(_all_gather(sorted(ranks))):
         if len(group) > 1:
-            process_group = dist.new_group(group)
+            with waiting("making of the process groups"):
+                # torch's own default is 30 minutes.
+                timeout = timedelta(seconds=group_timeout_s(dist.group.WORLD))
+                process_group = dist.new_group(group, timeout=timeout)
             if group == sorted(ranks):
                 own = process_group.group_name
     return own
@@ -160,6 +166,11 @@ def group_name(group: dist.ProcessGroup | None) -> str:
     return group.group_name if group.size() > 1 else ""
 
 
+def data_group_name(group: dist.ProcessGroup | Groups | None) -> str:
+    """The name of the ranks with different tokens: of these groups, or this very group (None: all ranks)."""
+    return group.data if isinstance(group, Groups) else group_name(group)
+
+
 def group_of(name: str) -> dist.ProcessGroup:
     """The process group of a name from `group_name` (not of the empty one)."""
     return _resolve_process_group(name)
@@ -168,6 +179,12 @@ def group_of(name: str) -> dist.ProcessGroup:
 def group_size(name: str) -> int:
     """How many ranks; 1 for the empty name."""
     return group_of(name).size() if name else 1
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """How long a collective of the group may wait for a rank."""
+    device = next(iter(group._device_types))
+    return group._get_backend(device).options._timeout.total_seconds()
 
 
 def group_rank(name: str) -> int:

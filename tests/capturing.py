@@ -33,11 +33,11 @@ class Step:
 def captured_step(name: str, size: Size | None = None) -> Iterator[Step]:
     """Inside the block the graph may be changed and run."""
     model, inputs = make_model(name, size)
-    with capture(model, inputs) as captured:
-        reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
-        captured.joint.recompile()
-        program = Program.from_fx(captured.joint)
-        joint, outputs = captured.joint, captured.forward_outputs
+    captured = capture(model, inputs)
+    reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
+    captured.joint.recompile()
+    program = Program.from_fx(captured.joint)
+    joint, outputs = captured.joint, captured.forward_outputs
     yield Step(model, inputs, joint, program, tuple(_values(joint, model, inputs)), outputs)
 
 

@@ -93,6 +93,6 @@ def _comparison(found: dict) -> list[str]:
         )
     low, middle, high = found["speedup_quartiles"]
     rows.append(
-        f"    {middle:.2f}x as fast; half of the {found['iterations']} rounds between {low:.2f}x and {high:.2f}x"
+        f"    {middle:.2f}x as fast, in half of the {found['iterations']} rounds {low:.2f}x to {high:.2f}x"
     )
     return [*rows, f"    timeline in {found['timeline']}"]

@@ -43,8 +43,8 @@ class Builder:
 
 def test_a_linear_layer_by_hand():
     model = nn.Linear(D, F)
-    with capture(model, (torch.randn(T, D, requires_grad=True),)) as captured:
-        program = Program.from_fx(captured.joint)
+    captured = capture(model, (torch.randn(T, D, requires_grad=True),))
+    program = Program.from_fx(captured.joint)
     by_op: dict[str, list] = {}
     for i in program.instructions:
         by_op.setdefault(i.op, []).append(i)

@@ -152,6 +152,8 @@ MUTATIONS: dict[str, tuple[str, Rule]] = {
     "stack as if appended": ("aten.stack", Rule(("a, a -> a 1", "a b, a b -> a b 1"))),
     "repeat along what is repeated": ("aten.repeat", Rule(("a -> a", "a b -> a b"))),
     "pad along what is padded": ("aten.constant_pad_nd", Rule(("a -> a", "a b -> a b"))),
+    "dropout that does not know its tokens": ("lancet.dropout", Rule(("... d, -, d, - -> ... d",))),
+    "dropout that does not know its features": ("lancet.dropout", Rule(("... d, ..., -, - -> ... d",))),
     "gate without capacity passing": (
         "lancet.gate",
         replace(

@@ -6,7 +6,6 @@ import torch.distributed as dist
 
 import lancet_kernels.optimization as library
 from lancet_kernels import expert_parameters
-from lancet_kernels.graph.capture import capture
 from lancet_kernels.ops.groups import Groups
 from lancet_kernels.schedules.buckets import insert_all_reduces
 from tests.grids import few_of
@@ -29,12 +28,12 @@ def reduce_on_rank(bucket_bytes: int) -> dict[str, object]:
     buckets: list[str] = []
     data = Groups.around().data
     for reduced in (False, True):
-        with capture(module, inputs) as captured:
-            joint, names = captured.joint, captured.parameter_of_gradient()
-            if reduced:
-                over = {name: "" if name in experts else data for name in names.values()}
-                buckets = insert_all_reduces(joint, names, over, bucket_bytes=bucket_bytes)
-        values = library._Step(module, inputs, False, None).graph_inputs(captured)
+        step = library._Step(module, inputs, {}, False, None)
+        joint, names = step.captured.joint, step.captured.parameter_of_gradient()
+        if reduced:
+            over = {name: "" if name in experts else data for name in names.values()}
+            buckets = insert_all_reduces(joint, names, over, bucket_bytes=bucket_bytes)
+        values = step.graph_inputs()
         with torch.no_grad():
             results = torch.fx.Interpreter(joint).run(*values, enable_io_processing=False)
         for position, name in names.items():

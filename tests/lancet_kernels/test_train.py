@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -306,7 +307,7 @@ def test_killed_job_resumes_with_the_very_losses(lancet, tmp_path):
 @pytest.mark.long
 def test_killed_job_with_a_plan_resumes_with_the_very_losses(lancet, tmp_path):
     """The plan is kept with the run, so parts are added up in the same order."""
-    kill_and_resume(lancet, tmp_path, "job", "--ranks", 2, "--strategy", "lancet")
+    kill_and_resume(lancet, tmp_path, "job", "--ranks", 2, "--strategy", "lancet", "--dropout", 0.1)
     plans = [Plan.load(tmp_path / "runs" / name / "plan.json") for name in ("whole", "killed")]
     assert plans[0].fingerprint == plans[1].fingerprint
     assert json.loads((tmp_path / "runs" / "killed" / "config.json").read_text())["plan"] is None
@@ -361,6 +362,87 @@ def test_killed_rank_ends_the_job(lancet, tmp_path, rank):
     kill_rank(process, rank)
     # The other rank's word on its lost peer may stay; the folder of the launcher may not.
     assert all(name.endswith(".traceback.txt") for name in temporary_files(tmp_path))
+
+
+STEPS = {
+    "plain": ["--strategy", "none"],
+    "planned": ["--strategy", "lancet"],
+    "fused": ["--strategy", "lancet-dw", "--backend", "fused"],
+}
+OPS_OF_A_STEP = (
+    r"((exchange_counts|all_to_all) of model\.blocks\.[13]\.feed_forward|all_reduce|sum_over_ranks|"
+    r"norm of the gradients|mean of the step's figures over the ranks)"
+)
+WAITED = re.compile(
+    r"lancet: rank 1 did not answer: rank 0 waited (?P<seconds>\d+\.\d) s in (?P<where>.*) for rank\(s\) 1; "
+    r"rank 1 last entered .* \d+\.\d s ago and has shown no sign of life for \d+\.\d s.*"
+)
+
+
+@pytest.mark.parametrize(
+    "step", ["plain", *(pytest.param(step, marks=pytest.mark.long) for step in ("planned", "fused"))]
+)
+def test_a_rank_that_stops_answering_is_named(lancet, tmp_path, monkeypatch, step):
+    if step == "fused":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    timeout = 4 if step == "plain" else 60
+    process = lancet("--steps", 100000, "--name", "run", "--timeout", timeout, *STEPS[step])
+    wait_for_step(tmp_path / "runs" / "run", 2, timeout_s=240)
+    os.kill(job_ranks(process.pid)[1], signal.SIGSTOP)
+    out, err = process.communicate(timeout=timeout + 60)
+    assert (process.returncode, out) == (1, "")
+    assert len(err.splitlines()) == 1, err
+    waited = WAITED.fullmatch(err.strip())
+    assert waited, err
+    assert float(waited["seconds"]) > timeout / 2
+    if step == "plain":
+        assert re.fullmatch(OPS_OF_A_STEP, waited["where"]), err
+    assert job_ranks(process.pid) == {}
+
+
+NAN = """
+import sys, torch
+from lancet_kernels import cli, train
+from lancet_kernels.launch import launch, under_launcher
+from lancet_kernels.layer import moe_layers
+step = train.Trainer.step
+
+def step_with_nan(trainer, number):
+    if number == 2 and trainer.rank.rank == 1:
+        with torch.no_grad():
+            moe_layers(trainer.model)[1].router.fill_(float("nan"))
+    return step(trainer, number)
+
+train.Trainer.step = step_with_nan
+if under_launcher():
+    sys.exit(cli.main(sys.argv[1:]))
+try:
+    launch(2, sys.argv)
+except Exception as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["own", pytest.param("torchrun", marks=pytest.mark.long)])
+def test_a_rank_with_nan_in_its_router_is_the_one_that_failed(tmp_path, text, launcher):
+    (tmp_path / "nan.py").write_text(NAN)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [
+        sys.executable,
+        *(torchrun if launcher == "torchrun" else []),
+        str(tmp_path / "nan.py"),
+        "train",
+    ]
+    job = [*command, *TINY, "--data", str(text), "--steps", "5", "--timeout", "60"]
+    result = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert result.returncode != 0
+    line = "rank 1 failed: UserError: router logits: got NaN or infinity"
+    if launcher == "own":
+        assert result.stderr.startswith(line)
+        assert len(result.stderr.splitlines()) == 1, result.stderr
+    else:
+        assert result.stderr.count(line.replace("UserError: ", "")) == 1
+        assert "rank 0 failed" not in result.stderr
 
 
 @pytest.mark.long

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from lancet_kernels import ops
 from lancet_kernels.ops.gates import Hash, Random
-from lancet_kernels.ops.gates.counter import naive_counter, splitmix64
+from lancet_kernels.ops.gates.counter import naive_counter
+from lancet_kernels.ops.splitmix import splitmix64
 from tests.grids import few_of
 from tests.ops.op_cases import QUICK, SEEDS, Routing, assert_same_routing, empty_routing, no_use, used_before
 

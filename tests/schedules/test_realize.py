@@ -31,14 +31,14 @@ def test_a_plan_trains_as_the_module_does(name, strategy):
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
 
-    with capture(model, inputs) as captured:
-        reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
-        program = Program.from_fx(captured.joint)
-        plan = make_plan(program, slow_link, strategy)
-        assert plan.ranges
-        realize(captured.joint, program, plan)
-        came = instruction_order(captured.joint.graph)
-        run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan))
+    captured = capture(model, inputs)
+    reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
+    program = Program.from_fx(captured.joint)
+    plan = make_plan(program, slow_link, strategy)
+    assert plan.ranges
+    realize(captured.joint, program, plan)
+    came = instruction_order(captured.joint.graph)
+    run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan))
 
     # Forward and backward run apart; inside each the order is the plan's.
     planned = [name for name in map(node_name, plan.order) if name in set(came)]
