@@ -41,6 +41,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.from_fx import forward_nodes
 from lancet_kernels.graph.program import Phase
 from lancet_kernels.graph.run import GraphRunner, Recorder
+from lancet_kernels.ops.rows import expected_sizes
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 """(joint graph, number of forward outputs) -> (forward graph, backward graph)."""
@@ -125,6 +126,7 @@ def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
     with contextlib.ExitStack() as stack:
         try:
             # Sizes are numbers, also when this class of module was captured with others before.
+            stack.enter_context(expected_sizes())
             with torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
                 traced = dynamo_graph_capture_for_export(module)(*inputs)
             fake_mode = traced.meta["fake_mode"]
@@ -196,11 +198,12 @@ def output_node(module: fx.GraphModule) -> fx.Node:
     return next(node for node in reversed(module.graph.nodes) if node.op == "output")
 
 
-def fake_mode_of(node: fx.Node) -> object:
-    """The mode in which an op of the node's graph can be called on `meta["val"]`s, to learn its result's
-    shape."""
+@contextlib.contextmanager
+def fake_mode_of(node: fx.Node) -> Iterator[None]:
+    """In it an op of the node's graph can be called on `meta["val"]`s, to learn its result's shape."""
     value = node.meta["val"]
-    return (value[0] if isinstance(value, (tuple, list)) else value).fake_mode
+    with (value[0] if isinstance(value, (tuple, list)) else value).fake_mode, expected_sizes():
+        yield
 
 
 def is_fake(value: object) -> bool:
