@@ -1,7 +1,7 @@
 """What is one part of an instruction that is cut into k? Its name, shapes, work and traffic.
 
-The overhead of partitioning is real here: each part pays its own launch, and reads whatever is not cut
-(a weight) in full. An irregular part counts as 1/k of the rows (Lancet, section 3): as many as it has if tokens
+The overhead of partitioning is real here: each part pays its own launch, and reads whatever is not cut (a
+weight) in full. An irregular part counts as 1/k of the rows (Lancet, section 3): as many as it has if tokens
 are spread evenly.
 """
 

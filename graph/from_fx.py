@@ -1,8 +1,8 @@
 """From an fx graph to a `Program`: any graph with functional collectives or our all-to-all in it.
 
 Every op node becomes an instruction; a tuple's elements are its outputs. What the graph says of shapes
-(`meta["val"]`) gives bytes and FLOPs, so nothing runs; of rows it says how many there are in an evenly spread,
-dropless batch (`ops.rows.expected_sizes`). The exchange of counts, which blocks, counts as
+(`meta["val"]`) gives bytes and FLOPs, so nothing runs; of rows it says how many there are in an evenly
+spread, dropless batch (`ops.rows.expected_sizes`). The exchange of counts, which blocks, counts as
 computation. `wait_tensor` costs nothing: whoever reads its result waits for the collective.
 """
 

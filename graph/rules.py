@@ -6,8 +6,8 @@ never partitioned.
 
 MoE ops are cut in a way of their own. A part of the batch sends anything from 0 to C rows to an expert, so
 behind the dispatch each part is *irregular*: it has some of the rows, and the parts' rows add up to the
-whole's. Where a range holds nothing but all-to-alls and experts, the rows `r` are cut instead: each part has a
-window of the slots of every expert (`ops.parts`), not a slice of the tensor.
+whole's. Where a range holds nothing but all-to-alls and experts, the rows `r` are cut instead: each part has
+a window of the slots of every expert (`ops.parts`), not a slice of the tensor.
 """
 
 from __future__ import annotations

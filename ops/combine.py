@@ -54,7 +54,7 @@ def _bags(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
     """`_weighted_sum` in one call: torch's embedding bags, one per token. float32 and float64 only."""
     kept_N = (row_TK >= 0).reshape(-1)
     row_S, weight_S = row_TK.reshape(-1), None if weight_TK is None else weight_TK.reshape(-1)
-    if row_S.numel() == rows_SD.shape[0]:
+    if bool(kept_N.all()):
         first_T = torch.arange(0, row_S.numel(), row_TK.shape[1])
     else:
         row_S = row_S[kept_N]
@@ -62,9 +62,7 @@ def _bags(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
         kept_T = kept_N.view_as(row_TK).sum(1)
         first_T = kept_T.cumsum(0) - kept_T
     weight_S = None if weight_S is None else weight_S.to(rows_SD.dtype)
-    return torch.nn.functional.embedding_bag(
-        row_S, rows_SD, first_T, mode="sum", per_sample_weights=weight_S
-    )
+    return torch.nn.functional.embedding_bag(row_S, rows_SD, first_T, mode="sum", per_sample_weights=weight_S)
 
 
 @torch.library.custom_op("lancet::combine", mutates_args=())

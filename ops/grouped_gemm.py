@@ -10,6 +10,8 @@ On a GPU the Triton kernels run (`lancet_kernels.kernels.grouped_gemm`): they re
 while torch's way below has to bring them to the host first.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -79,7 +81,7 @@ def _rows_times_weights(x_RA: Tensor, weight_LAB: Tensor, count_WL: Tensor) -> T
 def _groups(rows: Tensor, count_WL: Tensor) -> list[Tensor]:
     """Views of each expert's rows."""
     bounds = group_bounds(count_WL)
-    return [rows[begin:end] for begin, end in zip(bounds, bounds[1:], strict=False)]
+    return [rows[begin:end] for begin, end in pairwise(bounds)]
 
 
 def _rows_times_rows(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
@@ -93,9 +95,7 @@ def _rows_times_rows(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
                 dw_LAB[e].zero_()
         return dw_LAB
     dw_LAB = x_RA.new_empty(count_WL.shape[1], x_RA.shape[1], dy_RB.shape[1])
-    for dw_AB, x_GA, dy_GB in zip(
-        dw_LAB, _groups(x_RA, count_WL), _groups(dy_RB, count_WL), strict=True
-    ):
+    for dw_AB, x_GA, dy_GB in zip(dw_LAB, _groups(x_RA, count_WL), _groups(dy_RB, count_WL), strict=True):
         if len(x_GA):
             torch.mm(x_GA.T, dy_GB, out=dw_AB)
         else:

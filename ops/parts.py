@@ -1,13 +1,12 @@
-"""What cutting a batch into parts needs: rows that start at zero in every part, and whole tensors out of parts
-again.
+"""What cutting a batch into parts needs: rows of each part, and whole tensors out of parts again.
 
     T  tokens of this part      E = W * L  experts      C  capacity of the whole batch
     K  choices per token        P  parts                S, R  rows to send, rows received (`ops.rows`)
 
 A part of a batch is a batch: it sends anything from 0 to C rows to an expert (Lancet, section 2.3), with
-counts and rows of its own (`part_rows`). Where the backward wants the whole batch's rows, those of the parts are
-put together, expert by expert (`merge_parts`), and `merge_rows` says where each choice's row is then. For gates
-with token-order priority these are the very rows of the uncut batch.
+counts and rows of its own (`part_rows`). Where the backward wants the whole batch's rows, those of the parts
+are put together, expert by expert (`merge_parts`), and `merge_rows` says where each choice's row is then. For
+gates with token-order priority these are the very rows of the uncut batch.
 
 A part of the capacity (Tutel) is a window of slots: part p of P has the slots n * p / P to n * (p + 1) / P of
 the n that a rank fills with rows for an expert. Both sides know the counts, so they cut alike.
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.gates.slots import slots_in_token_order
-from lancet_kernels.ops.rows import DROPPED, segments
+from lancet_kernels.ops.rows import DROPPED, segments, traced_rows
 from lancet_kernels.ops.send_rows import send_rows
 
 
@@ -123,4 +122,4 @@ def window_rows(rows_RD: Tensor, count_WL: Tensor, part: int, parts: int, by_exp
 @window_rows.register_fake
 def _(rows_RD, count_WL, part, parts, by_expert):
     first, behind = _window(rows_RD.shape[0], part, parts)
-    return rows_RD.new_empty(behind - first, rows_RD.shape[1])
+    return rows_RD.new_empty(traced_rows(behind - first, None), rows_RD.shape[1])

@@ -3,22 +3,22 @@
     T  tokens on this rank      K  choices per token      S  rows to send, one per kept choice
     W  ranks, L experts each    R  rows received          D  width
 
-Rows to send, [S, D]: by global expert e = w * L + l, then slot. What goes to one rank is one block.
-Rows received, [R, D]: by local expert, then source rank, then slot. An expert's rows are one block, a group of
-a grouped GEMM. Every offset is a prefix sum of counts [W, L].
+Rows to send, [S, D]: by global expert e = w * L + l, then slot. What goes to one rank is one block. Rows
+received, [R, D]: by local expert, then source rank, then slot. An expert's rows are one block, a group of a
+grouped GEMM. Every offset is a prefix sum of counts [W, L].
 
 Sizes in graphs. How many rows there are depends on the routing, so ops that make rows cannot say it when a
 graph is traced. Two answers:
 
-- Under torch.compile such a size is a symbol without a value (`new_dynamic_size`; dynamo of torch 2.11 to 2.13
-  allows it with `fullgraph=True`): inductor compares the sizes of what ops return with those that were traced.
+- Under torch.compile such a size is a symbol without a value (`new_dynamic_size`, which dynamo of torch 2.11
+  to 2.13 allows with `fullgraph=True`): inductor compares sizes of results with those that were traced.
 - Where a plan is made for the graph (`graph.capture`), it is the number of rows of an evenly spread, dropless
   batch (`expected_sizes`): a planner needs numbers, and the partitioner and the runtime of AOTAutograd
   (2.11 to 2.13) never compare the size of an intermediate result with the traced one. Tensors are exact when
   the graph runs, so nothing in a graph may take a number of rows as an argument and trust it.
 
-On a GPU that exchanges nothing with others, the host does not know the counts: tensors then have the most rows
-that there can be, ops read the counts on the device, and what lies behind the last row is never read.
+On a GPU that exchanges nothing with others, the host does not know the counts: tensors then have the most
+rows that there can be, ops read the counts on the device, and what lies behind the last row is never read.
 """
 
 from __future__ import annotations

@@ -6,11 +6,11 @@ attention] and k = 2 it makes
     dispatch_0 dispatch_1 all_to_all_0 ...  (in the order that was asked for)  and, where somebody behind
     the range reads a tensor of it, one node that puts the parts together.
 
-How a tensor is cut says its axis (see `graph.rules`): a dimension; WHOLE (all parts use it as it is);
-PARTIAL (parts add up). Behind the gate, rows are irregular: each part has its own counts, its own exchange of
-counts and its own rows. Where the rows themselves are cut (dimension 0 of what ops with counts read and make), a
-part has a window of the slots. `CutError` means that the range can't be cut like that; the graph is then as it
-was.
+How a tensor is cut says its axis (see `graph.rules`): a dimension; WHOLE (all parts use it as it is); PARTIAL
+(parts add up). Behind the gate, rows are irregular: each part has its own counts, its own exchange of counts
+and its own rows. Where the rows themselves are cut (dimension 0 of what ops with counts read and make), a
+part has a window of the slots. `CutError` means that the range can't be cut like that; the graph is then as
+it was.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Cutter:
                 f"{len(names) - len(self.inside)} unknown instructions", "instructions of the graph"
             )
         self.layers = [self._layer(node) for node in self.inside if op_name(node) == "lancet.dispatch"]
-        # Parts have counts and rows of their own; who reads the whole's gets them from the whole's used slots.
+        # Parts have counts and rows of their own; the whole's come from the slots that all parts used.
         self.late = [
             node for node in self.inside if op_name(node) in ("lancet.kept_counts", "lancet.send_rows")
         ]

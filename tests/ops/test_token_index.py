@@ -6,7 +6,6 @@ from lancet_kernels.ops import token_index
 from lancet_kernels.ops.groups import group_name
 from lancet_kernels.ops.token_index import naive_token_index
 
-
 TOKENS = [3, 0, 2]
 
 
