@@ -60,6 +60,7 @@ def expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
         from lancet_kernels.kernels.activation import activation
 
         return activation(h_RF.contiguous()[None], count_WL.sum().view(1), kind)[0]
+    h_RF = h_RF.contiguous()
     if kind != "swiglu":
         return activate(h_RF, kind)
     gate, up = h_RF.chunk(2, -1)

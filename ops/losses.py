@@ -86,7 +86,7 @@ def moe_losses(sums: list[RoutingSums], group: str) -> MoELosses:
     num_experts = sums[0].assigned_E.shape[0]
     # Summed up, the ones are the number of ranks.
     counts = [
-        torch.cat([s.assigned_E, s.kept_E, torch.stack([s.tokens, s.tokens.new_ones(())])]) for s in sums
+        torch.cat([s.assigned_E, s.kept_E, torch.stack([s.tokens, torch.ones_like(s.tokens)])]) for s in sums
     ]
     total = torch.ops.lancet.sum_over_ranks(torch.stack(counts), group)
     assigned_NE, kept_NE, tokens_N1, ranks_N1 = total.split([num_experts, num_experts, 1, 1], 1)

@@ -37,7 +37,7 @@ def layer() -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
     a = call("a", aten.add.Tensor, x, 1.0)
     s = call("s", lancet.all_to_all.default, a, counts, counts, "", True)
     b = call("b", aten.mul.Tensor, x, 2.0)
-    pair = call("pair", aten.split.Tensor, b, 2, 3)
+    pair = call("pair", aten.split.Tensor, b, 2, 1)
     c = call(
         "c", aten.sub.Tensor, call("p0", operator.getitem, pair, 0), call("p1", operator.getitem, pair, 1)
     )
