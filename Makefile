@@ -7,7 +7,10 @@ PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # The oldest Triton that is supported, for the compile checks of the kernels; the newest one is in .venv.
 OLDEST := .triton-oldest
 
-.PHONY: install run test gpu lint format clean
+# Two tests at a time, but never two of those that need both cores (tests/conftest.py).
+SIDE_BY_SIDE := -n 2 --dist loadgroup
+
+.PHONY: install run test test-all gpu lint format clean
 
 install: $(INSTALLED)
 
@@ -29,11 +32,15 @@ endif
 	touch $@
 
 run: $(INSTALLED)
-	$(BIN)/lancet train --compare 8
+	$(BIN)/lancet train --steps 120 --compare 12
 
-test: $(INSTALLED) $(OLDEST)/.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not long and not gpu and not alone'
-	$(BIN)/python -m pytest -m 'alone and not long and not gpu'
+# A few cases of everything.
+test: $(INSTALLED)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not long and not gpu'
+
+# Every case that needs no GPU, for hours; or for so many minutes: make test-all MINUTES=30
+test-all: $(INSTALLED) $(OLDEST)/.installed
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not gpu' --hypothesis-profile long $(MINUTES:%=--minutes %)
 
 # With the Python of the machine, which has torch for its GPU; installs nothing.
 gpu:

@@ -1,9 +1,9 @@
-"""The one place that touches torch's private interfaces: from a module to its joint forward and backward
-graph, and back.
+"""Where torch's private interfaces are touched (and in `trace`): from a module to its joint forward and
+backward graph, and back.
 
-    with capture(module, inputs) as captured:
-        captured.joint            one fx graph of aten and lancet ops, forward and backward
-        captured.compile(split)   a function of the module's inputs that trains with the graphs of `split`
+    captured = capture(module, inputs)
+    captured.joint            one fx graph of aten and lancet ops, forward and backward
+    captured.compile(split)   a function of the module's inputs that trains with the graphs of `split`
 
 Nothing is run: tensors are fake while the graph is taken, so a model may
 be larger than this machine.
@@ -12,15 +12,17 @@ be larger than this machine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch._dynamo.config
+import torch._functorch.config
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import compiled_autograd
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     ParamAOTInput,
@@ -41,6 +43,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.from_fx import forward_nodes
 from lancet_kernels.graph.program import Phase
 from lancet_kernels.graph.run import GraphRunner, Recorder
+from lancet_kernels.graph.trace import Assumptions, trace
 from lancet_kernels.ops.rows import expected_sizes
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
@@ -58,7 +61,10 @@ class Captured:
     module: nn.Module
     """The traced copy; shares the parameters of the original."""
     joint: fx.GraphModule
+    assumptions: Callable[[], Assumptions]
+    """Gives what the graph takes for constant; some tenths of a second, so not for every capture."""
     _descriptors: object
+    _tracing_context: TracingContext
 
     @property
     def forward_outputs(self) -> int:
@@ -99,50 +105,64 @@ class Captured:
                 bw_compiler=runner(Phase.BACKWARD),
             )
 
-        try:
-            call = compile_joint()
-        except TensorifyScalarRestartAnalysis:
-            # A number among the inputs: torch has now noted that it is constant, and asks to be called again.
-            call = compile_joint()
+        fake_mode = self._tracing_context.fake_mode
+        # Saved tensors may be read again (retain_graph=True). At run time torch asks for an empty list, too.
+        self._descriptors._aot_state.fw_metadata.bw_donated_idxs = []
+        with (
+            # As while tracing, which torch takes for granted here.
+            tracing(self._tracing_context),
+            compiled_autograd._disable(),
+            fake_mode,
+            enable_python_dispatcher(),
+            torch._functorch.config.patch(donated_buffer=False),
+        ):
+            try:
+                call = compile_joint()
+            except TensorifyScalarRestartAnalysis:
+                # A number among the inputs: torch has noted that it is constant, and asks to be called again.
+                call = compile_joint()
         names = [*self._descriptors.params_spec, *self._descriptors.buffers_spec]
         module = self.module
 
-        def run(*inputs: object) -> object:
+        def run(*inputs: object, **by_name: object) -> object:
             state = [_attribute(module, name) for name in names]
-            return call(*state, *inputs)
+            return call(*state, *inputs, **by_name)
 
         return run
 
 
-@contextlib.contextmanager
-def capture(module: nn.Module, inputs: Sequence[object]) -> Iterator[Captured]:
-    """Take the joint graph of `module(*inputs)`; compile it, if at all, before leaving the block.
-
-    Inside the block tensors are fake: run nothing there. The graph itself stays readable afterwards.
+def capture(
+    module: nn.Module, inputs: Sequence[object], by_name: Mapping[str, object] | None = None
+) -> Captured:
+    """Take the joint graph of `module(*inputs, **by_name)`.
 
     Args: inputs: example inputs; their shapes are what the graph is for.
     Raises: CaptureError, with torch's reason, for a module that is not one graph (a branch on data, say).
     """
-    with contextlib.ExitStack() as stack:
-        try:
-            # Sizes are numbers, also when this class of module was captured with others before.
-            stack.enter_context(expected_sizes())
-            with torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
-                traced = dynamo_graph_capture_for_export(module)(*inputs)
-            fake_mode = traced.meta["fake_mode"]
-            stack.enter_context(tracing(TracingContext(fake_mode)))
-            # Left to itself, torch gives real inputs symbolic sizes, and marks them for good when the graph
-            # has run: whoever captures with the same tensors again would get a graph with symbols.
-            static = pytree.tree_map_only(
-                Tensor, lambda tensor: fake_mode.from_tensor(tensor, static_shapes=True), tuple(inputs)
-            )
-            joint = aot_export_joint_with_descriptors(stack, traced, static)
-        except UserError:
-            raise
-        except Exception as error:
-            raise _refusal(module, error) from error
-        _make_sizes_numbers(module, joint.graph_module)
-        yield Captured(traced, joint.graph_module, joint)
+    try:
+        with expected_sizes():
+            traced, assumptions = trace(module, inputs, by_name or {})
+        context = TracingContext(traced.meta["fake_mode"])
+        # Left to itself, torch gives real inputs symbolic sizes, and marks them for good when the graph
+        # has run: whoever captures with the same tensors again would get a graph with symbols.
+        static, static_by_name = pytree.tree_map_only(
+            Tensor,
+            lambda tensor: context.fake_mode.from_tensor(tensor, static_shapes=True),
+            (tuple(inputs), dict(by_name or {})),
+        )
+        with tracing(context), expected_sizes(), contextlib.ExitStack() as stack:
+            joint = aot_export_joint_with_descriptors(stack, traced, static, static_by_name)
+    except UserError:
+        raise
+    except Exception as error:
+        raise _refusal(module, error) from error
+    _make_sizes_numbers(module, joint.graph_module)
+    return Captured(traced, joint.graph_module, assumptions, joint, context)
+
+
+def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
+    """The same graph once more, with the names and `meta` of its nodes."""
+    return fx.GraphModule(joint, copy.deepcopy(joint.graph))
 
 
 def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:

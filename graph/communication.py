@@ -21,6 +21,20 @@ POINT_BYTES = tuple(1024 << n for n in range(22))
 Points = tuple[tuple[float, float], ...]
 
 
+def interpolated(points: Points, size: float) -> float:
+    """Milliseconds at a size, piecewise linear. Below the first point its time; beyond the last, on with the
+    last slope."""
+    if len(points) == 1 or size <= points[0][0]:
+        return points[0][1]
+    right = min(bisect_right(points, size, key=lambda p: p[0]), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    slope = (y1 - y0) / (x1 - x0)
+    if size > x1:
+        slope = max(slope, 0.0)
+        return y1 + slope * (size - x1)
+    return y0 + slope * (size - x0)
+
+
 @dataclass(frozen=True)
 class CommunicationModel:
     """`points[collective, group]` are (bytes on one rank, milliseconds), sorted by bytes."""
@@ -33,8 +47,12 @@ class CommunicationModel:
         return cls({key: _sorted_points(key, found) for key, found in samples.items()})
 
     @classmethod
-    def from_cluster(cls, cluster: Cluster, gpus: int, group: str = "world") -> CommunicationModel:
-        """Points calculated for `gpus` ranks that fill the nodes of a cluster one after another."""
+    def from_cluster(cls, cluster: Cluster, gpus: int, expert_ranks: int | None = None) -> CommunicationModel:
+        """Points calculated for `gpus` ranks that fill the nodes of a cluster one after another.
+
+        Args: expert_ranks: consecutive ranks that share one set of experts (default: all). All-to-alls are
+            among these; all-reduces of group "replica" among the `gpus / expert_ranks` ranks with the same.
+        """
         if gpus < 1 or (gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node):
             raise UserError(
                 "number of GPUs",
@@ -42,18 +60,23 @@ class CommunicationModel:
                 expected=f"1 to {cluster.gpus_per_node}, or a multiple of {cluster.gpus_per_node}",
                 do="use whole nodes",
             )
-        formulas = {"all_to_all": _all_to_all_ms, "all_reduce": _all_reduce_ms}
+        among = expert_ranks or gpus
+        formulas = {
+            ("all_to_all", "world"): lambda size: _all_to_all_ms(cluster, among, size),
+            ("all_reduce", "world"): lambda size: _all_reduce_ms(cluster, gpus, size),
+        }
+        if among < gpus:
+            formulas["all_reduce", "replica"] = lambda size: _replica_all_reduce_ms(
+                cluster, gpus, among, size
+            )
         return cls(
-            {
-                (name, group): tuple((float(b), formula(cluster, gpus, b)) for b in POINT_BYTES)
-                for name, formula in formulas.items()
-            }
+            {key: tuple((float(b), formula(b)) for b in POINT_BYTES) for key, formula in formulas.items()}
         )
 
     def milliseconds(self, collective: str, bytes: float, group: str = "world", parts: int = 1) -> float:
         """Time of one collective over `bytes` per rank, or of one of its `parts` (asked for at C/parts).
 
-        Below the first point its time is taken (pure latency); beyond the last, the last slope goes on.
+        See `interpolated`: below the first point it is pure latency.
 
         Raises:
             UserError: no points for this collective and group.
@@ -64,16 +87,7 @@ class CommunicationModel:
             raise UserError(
                 "communication cost", got=f"{collective} in {group}", expected=known, do="measure it first"
             )
-        size = bytes / parts
-        if len(points) == 1 or size <= points[0][0]:
-            return points[0][1]
-        right = min(bisect_right(points, size, key=lambda p: p[0]), len(points) - 1)
-        (x0, y0), (x1, y1) = points[right - 1], points[right]
-        slope = (y1 - y0) / (x1 - x0)
-        if size > x1:
-            slope = max(slope, 0.0)
-            return y1 + slope * (size - x1)
-        return y0 + slope * (size - x0)
+        return interpolated(points, bytes / parts)
 
     def latency(self, collective: str, group: str = "world") -> float:
         """Milliseconds that even an empty message takes."""
@@ -147,5 +161,21 @@ def _all_reduce_ms(cluster: Cluster, gpus: int, size: float) -> float:
     nodes = gpus // local
     inside = 2 * size * (local - 1) / local / (cluster.intra_node_gb_per_s * cluster.link_efficiency * 1e9)
     outside = 2 * size * (nodes - 1) / nodes / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)
+    latency = cluster.inter_node_latency_us if nodes > 1 else cluster.intra_node_latency_us
+    return 2 * latency * 1e-3 + (inside + outside) * 1e3
+
+
+def _replica_all_reduce_ms(cluster: Cluster, gpus: int, expert_ranks: int, size: float) -> float:
+    """As `_all_reduce_ms`, but only every `expert_ranks`-th rank has the same: the others sum theirs at once.
+
+    Example: 16 GPUs, 8 in a node, expert groups of 8: no rank of the own node has the same experts, and 8
+    all-reduces between two nodes share the network cards, each with 2 * 1/2 of its bytes.
+    """
+    node = min(gpus, cluster.gpus_per_node)
+    local, nodes = max(1, node // expert_ranks), max(1, gpus // max(node, expert_ranks))
+    sums_at_once = node // local
+    inside = 2 * size * (local - 1) / local / (cluster.intra_node_gb_per_s * cluster.link_efficiency * 1e9)
+    leaving = 2 * sums_at_once * size * (nodes - 1) / nodes
+    outside = leaving / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)
     latency = cluster.inter_node_latency_us if nodes > 1 else cluster.intra_node_latency_us
     return 2 * latency * 1e-3 + (inside + outside) * 1e3

@@ -1,17 +1,21 @@
 """How long does an instruction take? Measured where it was measured, otherwise estimated.
 
-In this order: the time the instruction itself carries, the cache of measured times, the communication
-model (for collectives), the part's share of a whole that was measured, and the roofline: whichever of
-arithmetic and memory traffic is slower, plus the fixed cost of a kernel.
+`CostModel`, in this order: the time the instruction itself carries, the cache of measured times, the
+communication model (for collectives), the part's share of a whole that was measured, and the roofline:
+whichever of arithmetic and memory traffic is slower, plus the fixed cost of a kernel.
+`MeasuredCosts` prices a step that was measured here, and has no cluster in it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.communication import CommunicationModel
+from lancet_kernels.graph.device_costs import DeviceCosts
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, Program, TensorSpec
 
@@ -41,9 +45,18 @@ class CostModel:
     measured: MeasuredTimes | None = None
 
     @classmethod
-    def for_cluster(cls, cluster: Cluster, gpus: int, measured: MeasuredTimes | None = None) -> CostModel:
-        """Roofline and calculated links for `gpus` ranks of a cluster."""
-        return cls(cluster, CommunicationModel.from_cluster(cluster, gpus), measured)
+    def for_cluster(
+        cls,
+        cluster: Cluster,
+        gpus: int,
+        measured: MeasuredTimes | None = None,
+        expert_ranks: int | None = None,
+    ) -> CostModel:
+        """Roofline and calculated links for `gpus` ranks of a cluster.
+
+        Args: expert_ranks: how many of them share one set of experts (default: all).
+        """
+        return cls(cluster, CommunicationModel.from_cluster(cluster, gpus, expert_ranks), measured)
 
     def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
         if instruction.milliseconds is not None:
@@ -61,6 +74,14 @@ class CostModel:
         dtype = next((d for d in operands if "float" in d), "float32")
         return roofline_ms(self.cluster, dtype, instruction.flops, instruction.bytes)
 
+    @property
+    def source(self) -> str:
+        """Where the costs come from, with a digest of all that they are calculated from."""
+        measured = self.measured.items() if self.measured is not None else []
+        numbers = asdict(self.cluster), self.communication.to_json(), measured
+        digest = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:12]
+        return f"calculated for cluster {self.cluster.name} ({self.cluster.device}), digest {digest}"
+
     def _measured_ms(self, instruction: Instruction, tensors: Tensors) -> float | None:
         if self.measured is None or not len(self.measured):
             return None
@@ -74,6 +95,38 @@ class CostModel:
             group = instruction.attributes.get("group", "world")
             return self.communication.latency(_collective(instruction), group)
         return self.cluster.launch_us * 1e-3
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """Times of a step whose instructions were measured on the ranks that run it (`graph.profiler`).
+
+    What a plan adds, parts and joining them, costs what it costs on this device. `source` says where was
+    measured and not what: times vary a little whenever they are taken, and a plan does not go bad by that.
+    """
+
+    device: DeviceCosts
+    communication: CommunicationModel
+    where: str
+    """Device, ranks, torch, link."""
+
+    def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
+        if instruction.milliseconds is not None:
+            return instruction.milliseconds
+        if instruction.kind.is_communication:
+            return self.communication.milliseconds(
+                _collective(instruction), instruction.bytes, instruction.attributes.get("group", "world")
+            )
+        whole_ms = instruction.attributes.get("whole_milliseconds")
+        if whole_ms is None:
+            return self.device.copy_ms(instruction.bytes)
+        found = self.device.part_ms(instruction, tensors, whole_ms)
+        return part_of_measured(instruction, self.device.launch_ms) if found is None else found
+
+    @property
+    def source(self) -> str:
+        """Where the costs come from."""
+        return f"step measured on {self.where}; parts and joining them {self.device}"
 
 
 @dataclass(frozen=True)
@@ -96,6 +149,11 @@ def part_of_measured(instruction: Instruction, fixed_ms: float) -> float:
     whole, parts = instruction.attributes["whole_milliseconds"], instruction.attributes["parts"]
     fixed = min(fixed_ms, whole)
     return fixed + (whole - fixed) / parts
+
+
+def source_of(cost: Cost) -> str:
+    """Where costs come from, in words: a plan that was made with others is another plan."""
+    return getattr(cost, "source", "given by the caller")
 
 
 def durations(program: Program, cost: Cost) -> list[float]:

@@ -56,7 +56,8 @@ def part_instruction(
 ) -> tuple[Instruction, dict[str, TensorSpec]]:
     """Part `part` (from 0) of an instruction, and the specs of all operands it names.
 
-    A measured time of the whole is kept as attribute `whole_milliseconds`, for costs to derive the part's.
+    Attributes for costs to derive the part's: how inputs and outputs are cut (`axes`), their shapes as a
+    whole (`whole_shapes`), and a measured time of the whole (`whole_milliseconds`).
     """
     rule = rule_for(instruction)
     rows = rule.row_dimensions(instruction, tensors) if rule else {}
@@ -73,7 +74,13 @@ def part_instruction(
             specs[f"{instruction.inputs[source]} carried"] = part_tensor(
                 tensors[instruction.outputs[target]], CARRIED, part - 1, parts
             )
-    attributes = {**instruction.attributes, "part": part, "parts": parts}
+    attributes = {
+        **instruction.attributes,
+        "part": part,
+        "parts": parts,
+        "axes": [operands[t] for t in (*instruction.inputs, *instruction.outputs)],
+        "whole_shapes": [tensors[t].shape for t in (*instruction.inputs, *instruction.outputs)],
+    }
     if instruction.milliseconds is not None:
         attributes["whole_milliseconds"] = instruction.milliseconds
     made = replace(

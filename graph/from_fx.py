@@ -3,7 +3,8 @@
 Every op node becomes an instruction; a tuple's elements are its outputs. What the graph says of shapes
 (`meta["val"]`) gives bytes and FLOPs, so nothing runs; of rows it says how many there are in an evenly
 spread, dropless batch (`ops.rows.expected_sizes`). The exchange of counts, which blocks, counts as
-computation. `wait_tensor` costs nothing: whoever reads its result waits for the collective.
+computation. `wait_tensor` costs nothing: whoever reads its result waits for the collective. What draws from
+torch's global random generator (`draws_random_numbers`) overwrites its state, so that draws keep their order.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _KINDS = {
     "_c10d_functional.all_reduce_coalesced": Kind.ALL_REDUCE,
 }
 _COLLECTIVE_NAMESPACE = "_c10d_functional."
+GENERATOR = "state of the random generator"
+"""The tensor that every random op overwrites; an input of Programs that have one."""
 _WAIT = "_c10d_functional.wait_tensor"
 
 
@@ -59,6 +62,9 @@ def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: 
             tensors.update((spec.name, spec) for spec in outputs)
             phase = Phase.FORWARD if node in forward else Phase.BACKWARD
             instructions.append(_instruction(node, outputs, phase, cost))
+    if any(GENERATOR in i.mutates for i in instructions):
+        tensors[GENERATOR] = TensorSpec(GENERATOR, (), "int64", bytes=0)
+        inputs.append(GENERATOR)
     results = [name for node in nodes if node.op == "output" for name in _tensor_names(node.all_input_nodes)]
     outputs = tuple(dict.fromkeys(results))
     return Program(name, tuple(instructions), tensors, tuple(inputs), outputs, tuple(parameters))
@@ -72,6 +78,18 @@ def is_instruction(node: fx.Node) -> bool:
 def is_collective(node: fx.Node) -> bool:
     """Does the node occupy the link instead of the device?"""
     return is_instruction(node) and _kind(op_name(node)).is_communication
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Does the op take numbers from torch's global generator? Two that do must not change places."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    # Fused attention has the tag, but draws nothing without dropout.
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return given.get("dropout_p", 0.0) != 0.0
 
 
 def is_view(node: fx.Node) -> bool:
@@ -124,6 +142,9 @@ def _instruction(
 ) -> Instruction:
     op = op_name(node)
     attributes = _attributes(node)
+    if "group" in node.meta:
+        # Its collectives have costs of their own (`graph.communication`).
+        attributes["group"] = node.meta["group"]
     if op == "lancet.gate":
         attributes["partitionable"] = parse_gate(attributes["spec"]).partitionable
     inputs = _tensor_names(node.all_input_nodes)
@@ -191,7 +212,8 @@ def _mutated(node: fx.Node) -> tuple[str, ...]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return ()
-    return tuple(
+    written = (GENERATOR,) if draws_random_numbers(node) else ()
+    return written + tuple(
         name
         for argument, value in zip(schema.arguments, node.args, strict=False)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)
@@ -208,6 +230,8 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
     arguments = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
     for name in ("group", "layer"):  # names of process groups and exchanges say nothing about the program
         arguments.pop(name, None)
+    if op_name(node) == "lancet.dropout":  # nor does which numbers it draws: layers look alike
+        del arguments["seed"], arguments["site"]
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items() if _is_plain(v)}
     if op_name(node) == "aten.transpose":
         plain |= {"dims": [plain.pop("dim0"), plain.pop("dim1")], "swap": True}

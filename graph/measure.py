@@ -8,10 +8,11 @@ same graph.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,10 +24,13 @@ from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.from_fx import is_collective, is_instruction
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
-from lancet_kernels.ops.groups import group_device, group_of, group_size
+from lancet_kernels.ops.groups import Groups, group_device, group_of, group_size
 from lancet_kernels.ops.link import link
+from lancet_kernels.ops.waiting import waiting
 
 SMALLEST_BYTES = 1024
+GPU_SLEEP_CYCLES = 500_000
+"""Some 0.3 ms."""
 
 
 @dataclass(frozen=True)
@@ -52,22 +56,19 @@ def measure_nodes(
     On CPU ranks the time is CPU time of the computing thread: what else the machine does, and waiting for
     other ranks, is not in it. A collective in the middle of computation counts from when all have come.
     An emulated link is not paced meanwhile. On a GPU it is the time between two events, without the launch.
+    The random generators are afterwards as they were.
 
     Args: inputs: one per placeholder of the graph; they say which device.
     """
     names = [node.name for node in module.graph.nodes if is_instruction(node)]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
-    runs, gbps = [], link.gbps
-    link.gbps = None
-    try:
+    runs = []
+    with unpaced(inputs):
         for _ in range(repeats + 1):
             timer = _GpuTimer(module) if on_gpu else _Timer(module)
             with torch.no_grad():
                 timer.run(*inputs)
             runs.append([(timer.cpu[name], timer.wall[name], timer.wire[name]) for name in names])
-    finally:
-        link.gbps = gbps
-        link.read()
     # [run, instruction, (CPU, wall, bytes)]
     measured = torch.tensor(runs[1:], dtype=torch.float64)
     slowest = _over_ranks(measured.median(0).values, group, "max")
@@ -78,6 +79,19 @@ def measure_nodes(
         milliseconds = float(least[i, 1]) if _waits_for_ranks(node) else float(slowest[i, 0])
         found[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
     return found
+
+
+@contextlib.contextmanager
+def unpaced(inputs: Sequence[object]) -> Iterator[None]:
+    """Inside the block an emulated link is not paced; the random generators are afterwards as they were."""
+    gbps, link.gbps = link.gbps, None
+    devices = {value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda}
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        link.gbps = gbps
+        link.read()
 
 
 def _waits_for_ranks(node: fx.Node) -> bool:
@@ -121,12 +135,10 @@ class _GpuTimer(_Timer):
     the node and not its launch. A node that makes the host wait is measured with its launch.
     """
 
-    _SLEEP_CYCLES = 500_000  # some 0.3 ms
-
     def _timed(self, node: fx.Node, call: Callable[[], object]) -> object:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         link.read()
-        torch.cuda._sleep(self._SLEEP_CYCLES)
+        torch.cuda._sleep(GPU_SLEEP_CYCLES)
         begin.record()
         result = call()
         end.record()
@@ -151,30 +163,37 @@ def _spare_cores() -> bool:
 
 
 def measure_communication(
-    largest: dict[str, int], width: int, group: str, device: torch.device, repeats: int = 5
+    largest: dict[tuple[str, str], int], width: int, groups: Groups, device: torch.device, repeats: int = 5
 ) -> CommunicationModel:
     """Times of `all_to_all` and `all_reduce` from 1 KB up to the largest size of each, in steps of two.
 
     Args:
-        largest: bytes per rank, by collective. width: of the rows of all-to-all buffers.
-        device: where the step's tensors are.
+        largest: bytes per rank, by collective and group: all-to-alls of the expert group and all-reduces of
+        the data group are of group "world", all-reduces of the replica group of "replica".
+        width: of the rows of all-to-all buffers. device: where the step's tensors are.
     """
-    starts: dict[str, Callable[[int], object]] = {
-        "all_to_all": lambda size: _uniform_all_to_all(size, width, group, device),
-        "all_reduce": lambda size: start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group),
+
+    def all_reduce(group: str) -> Callable[[int], object]:
+        return lambda size: start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group)
+
+    starts: dict[tuple[str, str], Callable[[int], object]] = {
+        ("all_to_all", "world"): lambda size: _uniform_all_to_all(size, width, groups.expert, device),
+        ("all_reduce", "world"): all_reduce(groups.data),
+        ("all_reduce", "replica"): all_reduce(groups.replica),
     }
     samples = {}
-    for collective, start in starts.items():
+    for collective, name in largest:
+        start = starts[collective, name]
         found = []
         size = SMALLEST_BYTES
         while True:
             how = _on_the_link if collective == "all_to_all" else _to_the_end
             call = how(start, size, device)
-            found.append((float(size), _median_ms(call, group, repeats)))
-            if size >= largest.get(collective, 0):
+            found.append((float(size), _median_ms(call, groups.world, repeats)))
+            if size >= largest[collective, name]:
                 break
             size *= 2
-        samples[collective, "world"] = found
+        samples[collective, name] = found
     link.read()
     return CommunicationModel.measured(samples)
 
@@ -218,7 +237,8 @@ def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
     times = []
     for _ in range(repeats + 1):
         if group:
-            dist.barrier(group=group_of(group))
+            with waiting("barrier before a measurement", group_of(group)):
+                dist.barrier(group=group_of(group))
         times.append(call())
     return float(_over_ranks(torch.tensor([statistics.median(times[1:])]), group, "sum")[0])
 
@@ -229,6 +249,7 @@ def _over_ranks(values: Tensor, group: str, how: str) -> Tensor:
     if group:
         values = values.to(group_device(group))
         operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
-        dist.all_reduce(values, operation, group=group_of(group))
+        with waiting("all_reduce of measured times", group_of(group)):
+            dist.all_reduce(values, operation, group=group_of(group))
     values = values.cpu()
     return values / group_size(group) if how == "sum" else values

@@ -1,5 +1,5 @@
 """What do a training step's instructions cost on this machine? Measured once per op and shape, then
-remembered.
+remembered; and what does a plan add to them?
 
 Lancet's caching op profiler and communication cost model (section 3). Times are kept in a JSON file
 (`graph.measured`); rank 0 reads and writes it, and all ranks get what it has. Instructions that look
@@ -13,18 +13,31 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
 from lancet_kernels.graph.communication import CommunicationModel
+from lancet_kernels.graph.costs import MeasuredCosts
+from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile
 from lancet_kernels.graph.measure import measure_communication, measure_nodes
+from lancet_kernels.graph.measure_device import (
+    cuts_to_measure,
+    measure_copies,
+    measure_launch,
+    measure_parts,
+)
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, Program
 from lancet_kernels.kernels.tuning import cache_folder
-from lancet_kernels.ops.groups import group_of, group_rank, group_size
+from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
 from lancet_kernels.ops.link import link
+from lancet_kernels.ops.waiting import waiting
+
+DEVICE_COSTS = "device_costs.json"
+"""The file of device costs, beside that of the times."""
 
 
 def default_cache() -> Path:
@@ -32,21 +45,23 @@ def default_cache() -> Path:
     return cache_folder() / "times.json"
 
 
+_Known = TypeVar("_Known")
+
+
 class Profiler:
-    """Measured costs on the ranks of `group`. All methods are collective.
+    """Measured costs on all ranks of `groups`. All methods are collective.
 
     Args: cache: file of remembered times; None: the user's cache folder.
     """
 
-    def __init__(self, group: str, device: torch.device, cache: str | Path | None = None) -> None:
-        self.group, self.device = group, device
+    def __init__(self, groups: Groups, device: torch.device, cache: str | Path | None = None) -> None:
+        self.groups, self.device = groups, device
         self.times = MeasuredTimes(cache or default_cache())
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         threads = torch.get_num_threads()
-        self._where = (
-            f"{device.type} {kind or platform.machine()}, {threads} threads, "
-            f"{group_size(group)} ranks, torch {torch.__version__}"
-        )
+        self.device_model = f"{device.type} {kind or platform.machine()}, {threads} threads"
+        self._where = f"{self.device_model}, {_ranks(groups)}, torch {torch.__version__}"
+        self._device_costs = DeviceCostsFile(self.times.path.with_name(DEVICE_COSTS))
 
     def program(self, module: fx.GraphModule, inputs: Sequence[object]) -> Program:
         """The Program of a graph, each computation with its measured time, each all-to-all with the bytes
@@ -70,7 +85,7 @@ class Profiler:
     def _measure(
         self, module: fx.GraphModule, inputs: Sequence[object], program: Program, keys: dict[str, str]
     ) -> dict[str, float]:
-        measured = measure_nodes(module, inputs, self.group)
+        measured = measure_nodes(module, inputs, self.groups.world)
         by_key: dict[str, list[float]] = {}
         for name, key in keys.items():
             by_key.setdefault(key, []).append(measured[name].milliseconds)
@@ -91,7 +106,7 @@ class Profiler:
             for i in program.instructions
             if i.kind is Kind.COMPUTE and i.name not in given
         }
-        ranks = group_size(self.group)
+        ranks = group_size(self.groups.expert)
         instructions = list(program.instructions)
         for position, instruction in enumerate(instructions):
             if instruction.kind is Kind.COMPUTE:
@@ -121,45 +136,85 @@ class Profiler:
 
         Args: width: of the rows of its all-to-all buffers.
         """
-        largest = {
-            kind.value: max((int(program.instructions[i].bytes) for i in program.positions(kind)), default=0)
-            for kind in (Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
-        }
+        largest = {("all_to_all", "world"): 0, ("all_reduce", "world"): 0}
+        for i in (*program.positions(Kind.ALL_TO_ALL), *program.positions(Kind.ALL_REDUCE)):
+            instruction = program.instructions[i]
+            key = instruction.kind.value, instruction.attributes.get("group", "world")
+            largest[key] = max(largest.get(key, 0), int(instruction.bytes))
         wire = "" if link.gbps is None else f", emulated link {link.gbps:g} Gbit/s"
-        prefix = f"communication up to {largest}, rows of {width}, {self._where}{wire}: "
+        sizes = ", ".join(f"{' '.join(key)} {size}" for key, size in largest.items())
+        prefix = f"communication up to {sizes}, rows of {width}, {self._where}{wire}: "
         known = self._from_first({key: ms for key, ms in self.times.items() if key.startswith(prefix)})
         if not known:
-            model = measure_communication(largest, width, self.group, self.device)
+            model = measure_communication(largest, width, self.groups, self.device)
             known = {
-                f"{prefix}{collective} {size:.0f}": ms
-                for (collective, _), points in model.points.items()
+                f"{prefix}{collective} {group} {size:.0f}": ms
+                for (collective, group), points in model.points.items()
                 for size, ms in points
             }
             self._remember(known)
         samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for key, ms in known.items():
-            collective, size = key.removeprefix(prefix).split()
-            samples.setdefault((collective, "world"), []).append((float(size), ms))
+            collective, group, size = key.removeprefix(prefix).split()
+            samples.setdefault((collective, group), []).append((float(size), ms))
         return CommunicationModel.measured(samples)
+
+    @property
+    def _where_with_link(self) -> str:
+        return self._where if link.gbps is None else f"{self._where}, emulated link {link.gbps:g} Gbit/s"
+
+    def costs(
+        self, module: fx.GraphModule, inputs: Sequence[object], program: Program, width: int
+    ) -> MeasuredCosts:
+        """What the measured Program of a graph costs, and what a plan adds to it.
+
+        Args: program: of `program`. width: of the rows of its all-to-all buffers.
+        """
+        communication = self.communication(program, width)
+        return MeasuredCosts(self._of_device(module, inputs, program), communication, self._where_with_link)
+
+    def _of_device(self, module: fx.GraphModule, inputs: Sequence[object], program: Program) -> DeviceCosts:
+        """As remembered; what is missing is measured."""
+        wanted = cuts_to_measure(program)
+        known = self._from_first(self._device_costs.get(self.device_model, torch.__version__))
+        missing = [cut for cut in wanted if known is None or cut.key not in known.shares]
+        if known is not None and not missing:
+            return known
+        # Every rank runs the graph, for the sake of its collectives; what counts is what rank 0 measured.
+        if known is None:
+            base = measure_launch(self.device), measure_copies(self.device)
+            known = DeviceCosts(self.device_model, torch.__version__, *base)
+        shares = measure_parts(module, inputs, missing, self.device)
+        known = self._from_first(replace(known, shares={**known.shares, **shares}))
+        if group_rank(self.groups.world) == 0:
+            self._device_costs.put(known)
+        return known
 
     def _key(self, instruction: Instruction, program: Program) -> str:
         attributes = ", ".join(f"{k}={v}" for k, v in sorted(instruction.attributes.items()))
         return f"{measurement_key(instruction, program.tensors, self._where)} [{attributes}]"
 
-    def _from_first(self, values: dict[str, float | None]) -> dict[str, float | None]:
+    def _from_first(self, values: _Known) -> _Known:
         """What rank 0 knows, on every rank: all must decide alike whether to measure."""
-        if not self.group:
+        if not self.groups.world:
             return values
-        process_group = group_of(self.group)
-        box = [values if group_rank(self.group) == 0 else None]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+        process_group = group_of(self.groups.world)
+        box = [values if process_group.rank() == 0 else None]
+        with waiting("broadcast of the measured times", process_group):
+            dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
         return box[0]
 
     def _remember(self, times: dict[str, float]) -> None:
         for key, milliseconds in times.items():
             self.times.put(key, milliseconds)
-        if group_rank(self.group) == 0:
+        if group_rank(self.groups.world) == 0:
             self.times.save()
+
+
+def _ranks(groups: Groups) -> str:
+    """Example: `4 ranks`, or `4 ranks, experts over 2`."""
+    world, expert = group_size(groups.world), group_size(groups.expert)
+    return f"{world} ranks" if world == expert else f"{world} ranks, experts over {expert}"
 
 
 def _all_to_alls(program: Program) -> list[Instruction]:

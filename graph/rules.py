@@ -76,7 +76,8 @@ class Rule:
         second.
         """
         equation = self.equation(instruction, tensors)
-        if equation is None or instruction.attributes.get("partitionable") is False:
+        # What overwrites something (the state of the random generator, say) runs once, on the whole.
+        if equation is None or instruction.attributes.get("partitionable") is False or instruction.mutates:
             return []
         operands = list(zip(instruction.inputs, equation.inputs, strict=True))
         results = list(zip(instruction.outputs, equation.outputs, strict=True))
@@ -198,6 +199,8 @@ RULES: dict[str, Rule] = {
     "aten.baddbmm": Rule(("b t f, b t d, b d f -> b t f",)),
     "aten.linear": Rule(("... d, f d -> ... f", "... d, f d, f -> ... f")),
     "aten.embedding": Rule(("v! d, ... -> ... d",)),
+    # x[..., D], token index[...], feature index[D], step -> y[..., D]
+    "lancet.dropout": Rule(("... d, ..., d, - -> ... d",)),
     # logits[T, E], used[E], key[T], bias[E], as far as the gate has them
     #   -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
     "lancet.gate": Rule(

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from lancet_kernels.graph.from_fx import is_instruction, op_name
+from lancet_kernels.graph.layer_names import announce_layers
 from lancet_kernels.graph.pieces import compile_pieces
 from lancet_kernels.graph.program import Phase
 
@@ -36,6 +37,7 @@ class GraphRunner:
     def __init__(
         self, module: fx.GraphModule, phase: Phase, recorder: Recorder, inner_compile: str = ""
     ) -> None:
+        announce_layers(module, in_pieces=bool(inner_compile))
         self.module, self.phase, self.recorder = module, phase, recorder
         self.pieces = compile_pieces(module, inner_compile) if inner_compile else None
 
@@ -64,6 +66,6 @@ class _Clocked(fx.Interpreter):
         begin = time.monotonic()
         result = super().run_node(node)
         # Standing still until a collective is done is not computing.
-        if is_instruction(node) and op_name(node) != "wait":
+        if is_instruction(node) and op_name(node) not in ("wait", "enter_layer"):
             self.recorder.computed.append((node.name, self.phase, begin, time.monotonic()))
         return result

@@ -1,14 +1,18 @@
 """Mixture-of-Experts training whose all-to-all hides behind the whole training graph."""
 
+from lancet_kernels.dropout import Dropout, dropout
 from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.gradients import set_gradient_group
 from lancet_kernels.layer import MoELayer, expert_parameters, moe_layers, moe_losses, set_routing_step
+from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.losses import MoELosses, RoutingSums
 
 # They bring the solver and torch's tracer: imported when first asked for.
 _HOMES = {
     "CaptureError": "lancet_kernels.graph.capture",
     "GraphedStep": "lancet_kernels.graphed",
-    "OptimizedModule": "lancet_kernels.optimization",
+    "OptimizedModule": "lancet_kernels.optimized_module",
+    "ddp": "lancet_kernels.data_parallel",
     "optimize": "lancet_kernels.optimization",
 }
 
@@ -26,15 +30,20 @@ __version__ = "0.1.0"
 __all__ = [
     "CaptureError",
     "CommunicationError",
+    "Dropout",
     "GraphedStep",
+    "Groups",
     "MoELayer",
     "MoELosses",
     "OptimizedModule",
     "RoutingSums",
     "UserError",
+    "ddp",
+    "dropout",
     "expert_parameters",
     "moe_layers",
     "moe_losses",
     "optimize",
+    "set_gradient_group",
     "set_routing_step",
 ]

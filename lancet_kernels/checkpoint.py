@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from lancet_kernels.atomic import sync_folder, write_json_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer import MoELayer
+from lancet_kernels.ops.waiting import waiting
 
 _FACTS = "checkpoint.json"
 _INDEX = ".metadata"
@@ -91,7 +92,7 @@ def save_checkpoint(
         shutil.rmtree(final, ignore_errors=True)
         temporary.mkdir(parents=True)
     _barrier()
-    with _one_rank_is_enough():
+    with _one_rank_is_enough(), waiting("saving of a checkpoint"):
         _dcp().save(training_state(model, optimizer), checkpoint_id=temporary)
     _barrier()
     if _is_first():
@@ -119,7 +120,8 @@ def find_checkpoint(folder: Path) -> Path | None:
                 break
             print(f"passing over damaged checkpoint {candidate}: {damage}", file=sys.stderr)
     if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
+        with waiting("choice of a checkpoint"):
+            dist.broadcast_object_list(found, src=0)
     return Path(found[0]) if found[0] else None
 
 
@@ -143,7 +145,7 @@ def load_checkpoint(
             )
     _create_optimizer_state(optimizer)
     state = training_state(model, optimizer)
-    with _one_rank_is_enough():
+    with _one_rank_is_enough(), waiting("loading of a checkpoint"):
         _dcp().load(state, checkpoint_id=path)
     # Parameters were loaded in place through the views; this also takes what a module copies on loading.
     model.load_state_dict({k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")})
@@ -205,7 +207,8 @@ def _is_first() -> bool:
 
 def _barrier() -> None:
     if dist.is_initialized():
-        dist.barrier()
+        with waiting("barrier of a checkpoint"):
+            dist.barrier()
 
 
 def _dcp():

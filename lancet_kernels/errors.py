@@ -4,6 +4,8 @@ Every message says what was got, what was expected, and what to do. `UserError` 
 callers who know nothing of this library still catch it the usual way.
 """
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """A value that the user gave is wrong. The message is one line: got, expected, what to do."""
@@ -14,7 +16,17 @@ class UserError(ValueError):
 
 
 class CommunicationError(RuntimeError):
-    """A collective failed or ran out of time. The message names rank, operation and whom it waited for."""
+    """A collective failed or ran out of time. The message names rank, operation and whom it waited for.
+
+    missing: the ranks that did not come, as far as this rank can tell. timed_out: a wait ran out of time;
+    else a connection was lost. described: the message already says in which op of which layer.
+    """
+
+    def __init__(
+        self, message: str, *, missing: Sequence[int] = (), timed_out: bool = False, described: bool = False
+    ):
+        self.missing, self.timed_out, self.described = tuple(missing), timed_out, described
+        super().__init__(message)
 
 
 class RankFailed(RuntimeError):

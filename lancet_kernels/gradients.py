@@ -1,7 +1,8 @@
-"""Gradients across ranks: replicated ones all-reduced in buckets while backward runs, expert ones left alone.
+"""Gradients across ranks: which are summed over which ranks, and how: in buckets while backward runs.
 
-The loss of each rank is divided by W before backward, so that sums are what everything needs: the
-all-reduce sums replicated gradients, and the backward all-to-all has already summed those of the experts.
+The loss of each rank is divided by the N ranks of the data group before backward, so that sums are what
+everything needs: the backward all-to-all has already summed the gradients of experts over their expert group,
+and what is left to sum them over is their replica group; all other gradients are summed over the data group.
 
 Why not DistributedDataParallel: it re-cuts its buckets after the first step, so a resumed run would add
 its floating-point numbers in another order than the run it continues. Here the buckets are fixed by the
@@ -10,64 +11,121 @@ parameters alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels.layer import expert_parameters
+from lancet_kernels.errors import UserError
+from lancet_kernels.layer import expert_parameters, moe_layers
 from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
-from lancet_kernels.ops.groups import group_name
+from lancet_kernels.ops.groups import Groups, group_name, group_of, group_size
+from lancet_kernels.ops.waiting import waiting
+
+_MARK = "_lancet_gradient_groups"
 
 
 @dataclass
 class _Bucket:
     parameters: list[nn.Parameter]
+    group: str
     missing: int
     pending: PendingAllReduce | None = None
 
 
-def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that are the same on every rank and are trained."""
-    return [p for p in _replicated(model) if p.requires_grad]
+def set_gradient_group(
+    module: nn.Module, group: dist.ProcessGroup, names: Collection[str] | None = None
+) -> None:
+    """Say over which ranks the gradients of a module's own parameters are summed: those that hold the same.
+
+    For parameters that a rank has a shard of (tensor parallel, written by hand): without it their gradients
+    would be summed over ranks that hold other shards. Stays with the module when it is copied.
+
+    Args: group: ranks with the same shard and different tokens. names: parameters of `module` itself, not
+        of its submodules; None: all of them.
+    Raises: UserError for a name that is no parameter of the module.
+    """
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    for name in names or ():
+        if name not in own:
+            raise UserError(
+                f"parameter of {type(module).__name__}",
+                got=repr(name),
+                expected=f"one of {', '.join(own) or 'none, it has none of its own'}",
+                do="name a parameter of the module itself, not of a submodule",
+            )
+    marks = dict(getattr(module, _MARK, {}))
+    setattr(module, _MARK, marks | dict.fromkeys(own if names is None else names, group_name(group)))
 
 
-def _replicated(model: nn.Module) -> list[nn.Parameter]:
-    experts = {id(p) for p in expert_parameters(model)}
-    return [p for p in model.parameters() if id(p) not in experts]
+def groups_of(model: nn.Module, groups: Groups | None = None) -> Groups:
+    """The groups of a model: those given; else those its layers were given; else around its expert groups.
+
+    Collective over all ranks of the job, unless they are given.
+    Raises: UserError for layers of different expert groups.
+    """
+    layers = moe_layers(model)
+    ranks = sorted({str(layer.ranks) for layer in layers})
+    expert_groups = {layer.expert_group for layer in layers}
+    if len(expert_groups) > 1 or (groups is not None and expert_groups - {groups.expert}):
+        raise UserError(
+            "expert groups of the model's MoE layers",
+            got=f"different ones, of {' and '.join(ranks)} ranks",
+            expected="one for all layers, that of `groups` if it is given",
+            do="give all layers the same group",
+        )
+    given = [layer.groups for layer in layers if layer.groups is not None]
+    if groups is not None or given:
+        return groups or given[0]
+    # Without MoE layers nothing is expert-parallel: every parameter is replicated over all ranks.
+    return Groups.around(layers[0].expert_group if layers else None)
 
 
-def cut_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int) -> list[list[nn.Parameter]]:
-    """Parameters in reverse order (about the order in which backward finishes them), one dtype per bucket.
+def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
+    """For every parameter, trained or not, the group over which it is the same and its gradient is summed."""
+    experts = set(expert_parameters(model))
+    found = {p: groups.replica if p in experts else groups.data for p in model.parameters()}
+    for module in model.modules():
+        marks: Mapping[str, str] = getattr(module, _MARK, {})
+        found |= {p: marks[name] for name, p in module.named_parameters(recurse=False) if name in marks}
+    return found
 
-    A bucket closes when it has reached `bucket_bytes`.
+
+def cut_into_buckets(
+    group_of_parameter: Mapping[nn.Parameter, str], bucket_bytes: int
+) -> list[list[nn.Parameter]]:
+    """Trained parameters in reverse order (about the order in which backward finishes them).
+
+    One dtype and one group per bucket; a bucket closes when it has reached `bucket_bytes`.
     """
     buckets: list[list[nn.Parameter]] = []
-    size = bucket_bytes
-    for parameter in reversed(parameters):
-        if size >= bucket_bytes or buckets[-1][0].dtype != parameter.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(parameter)
-        size += parameter.numel() * parameter.element_size()
+    open_bucket: dict[tuple[torch.dtype, str], tuple[list[nn.Parameter], int]] = {}
+    for parameter, group in reversed(group_of_parameter.items()):
+        if not parameter.requires_grad or not group:
+            continue
+        kind = parameter.dtype, group
+        bucket, size = open_bucket.get(kind, ([], bucket_bytes))
+        if size >= bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        open_bucket[kind] = bucket, size + parameter.numel() * parameter.element_size()
     return buckets
 
 
 class GradientBuckets:
-    """Sums the gradients of replicated parameters over `group`, each bucket as soon as it is complete.
+    """Sums gradients over the groups of `gradient_groups`, each bucket as soon as it is complete.
 
-    Args:
-        group: its own process group, so that no all-reduce stands in an all-to-all's way in NCCL's queue.
-        bucket_bytes: larger buckets use the wire better, smaller ones start earlier (DDP's default is 25
+    Args: bucket_bytes: larger buckets use the wire better, smaller ones start earlier (DDP's default is 25
         MiB).
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup, bucket_bytes: int = 4 << 20) -> None:
-        self._group = group_name(group)
-        cuts = cut_into_buckets(replicated_parameters(model), bucket_bytes)
-        self._buckets = [_Bucket(cut, len(cut)) for cut in cuts]
+    def __init__(self, model: nn.Module, groups: Groups, bucket_bytes: int = 4 << 20) -> None:
+        over = gradient_groups(model, groups)
+        cuts = cut_into_buckets(over, bucket_bytes)
+        self._buckets = [_Bucket(cut, over[cut[0]], len(cut)) for cut in cuts]
         self._next = 0
         for bucket in self._buckets:
             for parameter in bucket.parameters:
@@ -85,7 +143,7 @@ class GradientBuckets:
 
     def _start(self, bucket: _Bucket) -> None:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
-        bucket.pending = start_all_reduce(gradients, self._group)
+        bucket.pending = start_all_reduce(gradients, bucket.group)
 
     def finish(self) -> None:
         """Wait for all buckets and put the sums into `.grad`. Parameters without a gradient count as zero."""
@@ -98,18 +156,20 @@ class GradientBuckets:
         self._next = 0
 
 
-def call_with_summed_gradients(module: nn.Module, inputs: Sequence[object], group: str) -> object:
-    """`module(*inputs)`, whose backward sums the gradients of replicated parameters over `group`, one by one.
+def call_with_summed_gradients(
+    module: nn.Module, inputs: Sequence[object], groups: Groups, by_name: Mapping[str, object] | None = None
+) -> object:
+    """`module(*inputs, **by_name)`, whose backward sums gradients over the groups of `gradient_groups`.
 
-    For calls now and then: nothing is bucketed, and computation waits for each sum.
+    One by one. For calls now and then: nothing is bucketed, and computation waits for each sum.
     """
-    wanted = {id(parameter) for parameter in replicated_parameters(module)}
+    over = gradient_groups(module, groups)
     summed = {
-        name: _SumOverRanks.apply(parameter, group)
+        name: _SumOverRanks.apply(parameter, over[parameter])
         for name, parameter in module.named_parameters()
-        if id(parameter) in wanted
+        if parameter.requires_grad and over[parameter]
     }
-    return torch.func.functional_call(module, summed, tuple(inputs))
+    return torch.func.functional_call(module, summed, tuple(inputs), dict(by_name or {}))
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -126,17 +186,30 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 @torch.no_grad()
-def clip_gradients(model: nn.Module, largest_norm: float | None, group: dist.ProcessGroup | None) -> Tensor:
+def clip_gradients(model: nn.Module, largest_norm: float | None, groups: Groups) -> Tensor:
     """Scale all gradients so that the norm of the whole model's is at most `largest_norm` (None: leave them).
 
-    Replicated gradients count once, expert shards are summed over the ranks of `group` (None: one rank).
+    Collective over the data group.
     Returns: the norm before clipping, the same on every rank.
+    Raises: UserError where there are tensor-parallel ranks: which of them hold the same is not known.
     """
-    square = _sum_of_squares(replicated_parameters(model))
-    shard = _sum_of_squares(expert_parameters(model))
-    if group is not None:
-        dist.all_reduce(shard, group=group)
-    norm = (square + shard).sqrt()
+    if group_size(groups.world) != group_size(groups.data):
+        raise UserError(
+            "groups",
+            got=f"{group_size(groups.world)} ranks, {group_size(groups.data)} of them with different tokens",
+            expected="no tensor-parallel ranks",
+            do="clip the gradients yourself",
+        )
+    over = gradient_groups(model, groups)
+    # What n ranks hold counts once: each of them adds an n-th.
+    square = sum(
+        _sum_of_squares([p for p, group in over.items() if group == name]) / group_size(name)
+        for name in dict.fromkeys(over.values())
+    )
+    if groups.data:
+        with waiting("norm of the gradients", group_of(groups.data)):
+            dist.all_reduce(square, group=group_of(groups.data))
+    norm = square.sqrt()
     if largest_norm is not None:
         scale = (largest_norm / (norm + 1e-6)).clamp(max=1.0)
         for parameter in model.parameters():
@@ -156,8 +229,12 @@ def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:
     return torch.stack([n.double() for n in norms]).square().sum()
 
 
-def broadcast_replicated(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Make replicated parameters (also those that are not trained) and buffers equal those of rank 0."""
+def broadcast_replicated(model: nn.Module, groups: Groups) -> None:
+    """Make parameters (frozen ones, too) and buffers equal those of the first rank that holds the same."""
+    over = gradient_groups(model, groups)
     with torch.no_grad():
-        for tensor in [*_replicated(model), *model.buffers()]:
-            dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+        for tensor, group in [*over.items(), *((buffer, groups.data) for buffer in model.buffers())]:
+            if group:
+                process_group = group_of(group)
+                with waiting("broadcast of the replicated parameters", process_group):
+                    dist.broadcast(tensor, src=dist.get_global_rank(process_group, 0), group=process_group)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops import fused_graph
-from lancet_kernels.optimization import OptimizedModule
+from lancet_kernels.optimized_module import OptimizedModule
 
 # torch asks for a few runs before a capture: what is made on first use must be there.
 WARMUP_STEPS = 3

@@ -1,30 +1,37 @@
 """Ranks on one machine: how they are started, how they end together, and who is blamed when one fails.
 
-Launcher side: `launch`. Worker side, the same under our launcher and under torchrun: `report_errors` around
-the whole program, `start_ranks` before the first collective.
+Launcher side: `launch`, and `run_ranks` for ranks whose environments differ more. Worker side, the same under
+our launcher and under torchrun: `report_errors` around the whole program, `start_ranks` before the first
+collective.
 
-    launcher ── elastic agent ──┬── rank 0 ── report_errors(main) ── start_ranks
-                                └── rank 1 ── ...
+    launcher ──┬── rank 0 ── report_errors(main) ── start_ranks
+               └── rank 1 ── ...
 
-A rank that raises writes an error file, which the agent hands back; a rank that is killed writes none. Either
-way the agent sends SIGTERM to the others, which end at once: a rank keeps no signal handler. If the launcher
-itself is killed, each rank's watchdog sees that its parent is gone.
+A rank that raises writes an error file; a rank that is killed writes none. Either way the launcher ends the
+others: SIGTERM, which a rank does not handle, and SIGCONT for one that was stopped. If the launcher itself is
+killed, each rank's watchdog sees that its parent is gone.
+
+Not torch's elastic agent: it waits 30 s for a stopped process, counts its own SIGKILL as a failure, and tells
+who failed first in whole seconds.
 """
 
 import contextlib
-import logging
+import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 from lancet_kernels.errors import RankFailed, UserError
+from lancet_kernels.ops.waiting import BOARD_FILE, Board
 from lancet_kernels.ranks import LAUNCHER_PID, Rank, report_errors, start_ranks, under_launcher
 
 __all__ = [
@@ -32,6 +39,7 @@ __all__ = [
     "launch",
     "report_errors",
     "root_cause",
+    "run_ranks",
     "start_ranks",
     "stop_signals",
     "under_launcher",
@@ -40,6 +48,8 @@ __all__ = [
 MONITOR_INTERVAL_S = 0.1
 # Between SIGTERM and SIGKILL. Ranks end on SIGTERM; this is for one that hangs inside the system.
 SHUTDOWN_S = 3
+# How long a rank that failed may take to say so, when another one has already lost it.
+LAST_WORDS_S = 2.0
 CPU_RANK = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -71,64 +81,130 @@ def launch(
     """
     if ranks < 1:
         raise UserError("ranks", got=ranks, expected="at least 1", do="choose a number of ranks")
-    with (
-        stop_signals(),
-        tempfile.TemporaryDirectory(prefix="lancet-ranks-") as folder,
-        _environment(_worker_environment(device, environment or {})),
-        _silent_elastic(),
-    ):
-        # Here, not above: the ranks import this module too, and need none of it.
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    # Here, not above: the ranks import this module too, and need none of it.
+    from torch.distributed import TCPStore
 
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            run_id=uuid.uuid4().hex,
-            role="rank",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            # Without it the machine's own name is looked up, which a laptop may not be able to resolve.
-            local_addr="localhost",
-            max_restarts=0,
-            monitor_interval=MONITOR_INTERVAL_S,
-            # The other signals are handled by stop_signals; elastic wants at least one name.
-            signals_to_handle="SIGQUIT",
-        )
-        # Elastic reads arguments as templates, in which two dollar signs stand for one.
-        literal = [argument.replace("$", "$$") for argument in arguments]
-        try:
-            elastic_launch(config, sys.executable)(*literal)
-        except ChildFailedError as error:
-            raise root_cause(error.failures) from None
+    # With the launcher and not with rank 0, which may be the one that fails.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        # How torch's ranks are told that rank 0 does not keep the store.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    if device == "cpu":
+        shared |= CPU_RANK
+    environments = [
+        shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(environment or {})
+        for rank in range(ranks)
+    ]
+    run_ranks([[sys.executable, *arguments]] * ranks, environments)
 
 
-def root_cause(failures: Mapping[int, object]) -> RankFailed:
-    """The failure that the others follow from, out of elastic's `ProcessFailure` for each global rank.
+def run_ranks(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> None:
+    """Run a command for each rank, with these variables beside our own, and wait until all have ended.
 
-    Elastic's own choice knows whole seconds only, and does not know that a rank whose peer was killed merely
-    reports it. In this order, and the first of its sort: a rank that raised an error of its own; that was
-    killed or left without a word; that waited in vain for a peer; that was ended by SIGTERM, which most are
-    by elastic itself; that saw a connection close.
+    Raises RankFailed and SystemExit as `launch` does; all ranks are gone by then.
     """
-    sorts = {"self": 0, "timeout": 2, "peer": 4}
+    with stop_signals(), tempfile.TemporaryDirectory(prefix="lancet-ranks-") as folder:
+        errors = [Path(folder, f"rank-{rank}.json") for rank in range(len(commands))]
+        board = Path(folder, "board")
+        Board.create(board, len(commands))
+        ours = {
+            LAUNCHER_PID: str(os.getpid()),
+            BOARD_FILE: str(board),
+            # Without it each rank whose launcher goes away warns in a page of native frames.
+            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
+        }
+        ranks: list[subprocess.Popen] = []
+        try:
+            for command, environment, file in zip(commands, environments, errors, strict=True):
+                variables = os.environ | ours | environment | {"TORCHELASTIC_ERROR_FILE": str(file)}
+                ranks.append(subprocess.Popen(command, env=variables))
+            _wait(ranks, errors)
+        finally:
+            _end(ranks)
 
-    def order(item: tuple[int, tuple[int, object]]) -> tuple[int, int, int]:
-        place, (_, failure) = item
-        record = _record(failure)
-        if record:
-            return (sorts[record["blames"]], record["time_ns"], place)
-        # By place: elastic lists those it found dead before those that it ended.
-        return (3 if failure.exitcode == -signal.SIGTERM else 1, 0, place)
 
-    _, (rank, failure) = min(enumerate(failures.items()), key=order)
+@dataclass(frozen=True)
+class Failure:
+    """A rank that ended by itself, and not well. message: what it wrote about it; None: nothing."""
+
+    exitcode: int
+    message: dict | None
+
+
+def _wait(ranks: Sequence[subprocess.Popen], errors: Sequence[Path]) -> None:
+    """Until all have ended well. Raises RankFailed for the one that the others' failures follow from."""
+    deadline = math.inf
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        failures = {r: Failure(code, _message(errors[r])) for r, code in enumerate(codes) if code}
+        if failures:
+            deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
+            # Who lost a peer may be seen dead before that peer.
+            know_why = any(_sort(failure) < _SORTS["peer"] for failure in failures.values())
+            if know_why or None not in codes or time.monotonic() >= deadline:
+                raise root_cause(failures)
+        elif None not in codes:
+            return
+        time.sleep(MONITOR_INTERVAL_S)
+
+
+def _message(file: Path) -> dict | None:
+    """What a rank wrote about its failure."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _end(ranks: Sequence[subprocess.Popen]) -> None:
+    """End what still runs, also what was stopped, and wait for all."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+            # A stopped process sees no signal until it goes on; then SIGTERM comes before all else.
+            rank.send_signal(signal.SIGCONT)
+    deadline = time.monotonic() + SHUTDOWN_S
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            # One that hangs in the kernel may outlive even that: the job still ends.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                rank.wait(SHUTDOWN_S)
+
+
+# Whose failure the others follow from comes first: a rank that raised an error of its own; that was killed or
+# left without a word; that waited in vain for a peer; that saw a connection close.
+_SORTS = {"self": 0, "silent": 1, "timeout": 2, "peer": 3}
+
+
+def root_cause(failures: Mapping[int, Failure]) -> RankFailed:
+    """The failure that the others follow from, out of those of the ranks that ended by themselves.
+
+    A rank that waited in vain for another one names that one, if it knows it: then that one failed.
+    """
+
+    def order(rank: int) -> tuple[int, int, int]:
+        record = _record(failures[rank])
+        return _sort(failures[rank]), record["time_ns"] if record else 0, rank
+
+    rank = min(failures, key=order)
+    failure = failures[rank]
     record = _record(failure)
     if record:
+        missing = record.get("missing")
+        if record["blames"] == "timeout" and missing:
+            rank, what = missing[0], "did not answer"
+        else:
+            what = "lost a peer" if record["blames"] == "peer" else "failed"
         return RankFailed(
-            rank, f"failed: {failure.message['message']}", traceback_file=record["traceback_file"]
+            rank, f"{what}: {failure.message['message']}", traceback_file=record["traceback_file"]
         )
     if failure.exitcode < 0:
         hint = " (out of memory, or killed by hand)" if failure.exitcode == -signal.SIGKILL else ""
@@ -136,62 +212,22 @@ def root_cause(failures: Mapping[int, object]) -> RankFailed:
     return RankFailed(rank, f"ended with exit code {failure.exitcode}")
 
 
-def _record(failure: object) -> dict | None:
+def _sort(failure: Failure) -> int:
+    record = _record(failure)
+    return _SORTS[record["blames"] if record else "silent"]
+
+
+def _record(failure: Failure) -> dict | None:
     """What `report_errors` wrote about a failure; None if the rank had no time to write."""
     extra = failure.message["extraInfo"] if isinstance(failure.message, dict) else {}
     return extra if "blames" in extra else None
 
 
-def _worker_environment(device: str, environment: Mapping[str, str]) -> dict[str, str]:
-    variables = {
-        LAUNCHER_PID: str(os.getpid()),
-        # Elastic's own default is 30 s.
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
-        # Without it each rank whose launcher goes away warns in a page of native frames.
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-    }
-    if device == "cpu":
-        variables |= CPU_RANK
-    return variables | dict(environment)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables and put them back: elastic's workers get the launcher's environment."""
-    # Elastic leaves this one behind.
-    names = [*variables, "TORCHELASTIC_SIGNALS_TO_HANDLE"]
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _silent_elastic() -> Iterator[None]:
-    """Keep elastic's warnings and tables from the terminal: what they say is in RankFailed."""
-    loggers = [logging.getLogger(f"torch.distributed.{name}") for name in ("elastic", "launcher")]
-    before = [(logger.propagate, logger.handlers) for logger in loggers]
-    for logger in loggers:
-        logger.propagate, logger.handlers = False, [logging.NullHandler()]
-    try:
-        yield
-    finally:
-        for logger, (propagate, handlers) in zip(loggers, before, strict=True):
-            logger.propagate, logger.handlers = propagate, handlers
-
-
 @contextlib.contextmanager
 def stop_signals() -> Iterator[None]:
-    """Turn a signal that asks us to stop into SystemExit, at which elastic ends the ranks with SIGTERM.
+    """Turn a signal that asks us to stop into SystemExit, at which the ranks are ended with SIGTERM.
 
-    Elastic's own handlers would pass SIGINT on, which a rank inside a collective answers too late, and would
-    let a second Ctrl-C interrupt the clean-up. Outside the main thread there are no signals to handle.
+    A second Ctrl-C does not interrupt the clean-up. Outside the main thread there are no signals to handle.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -205,7 +241,7 @@ def stop_signals() -> Iterator[None]:
             last_stop = time.monotonic()
             raise SystemExit(128 + number)
 
-    before = {name: signal.getsignal(name) for name in (*STOP_SIGNALS, signal.SIGQUIT)}
+    before = {name: signal.getsignal(name) for name in STOP_SIGNALS}
     for name in STOP_SIGNALS:
         # A signal that was ignored from the start (nohup) stays ignored.
         if before[name] is not signal.SIG_IGN:

@@ -9,27 +9,33 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from numbers import Integral, Real
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels import ops
+from lancet_kernels.dropout import set_dropout_step
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates import GATES, Gate, parse_gate
-from lancet_kernels.ops.groups import group_name, group_rank, group_size
+from lancet_kernels.ops.groups import Groups, data_group_name, group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums
+from lancet_kernels.ops.waiting import enter_layer
 
 BACKENDS = ("torch", "fused")
+# Layers whose experts a DistributedDataParallel module leaves alone.
+_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[MoELayer]] = WeakKeyDictionary()
 
 
 class MoELayer(nn.Module):
     """Experts behind a gate: x[..., D] -> [..., D], each token through K of E experts.
 
-    Experts are split over the ranks of `group`; everything else is replicated (all-reduce the gradients of
-    everything but `expert_parameters(model)`). Without torch.distributed the one rank has all experts.
+    Experts are split over the ranks of `group`; everything else is replicated. Which gradients are summed
+    over which ranks: `ops.groups`. Without torch.distributed the one rank has all experts.
 
     Args:
         d_model, d_ff: model width D, hidden width F of each expert.
@@ -46,7 +52,7 @@ class MoELayer(nn.Module):
             for proof not speed). A layer with gradients may then run forward `banks` = 2 times before the
             first backward; a fused layer's passes are collective, first one included.
         shared_expert_d_ff: hidden width of an expert that every token passes, in addition; None: none.
-        group: the expert-parallel process group; None: all ranks.
+        group: the expert-parallel process group, or all groups of the job as `Groups`; None: all ranks.
         device, dtype: of the parameters. The router is computed in at least float32 whatever the dtype.
 
     Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
@@ -76,14 +82,18 @@ class MoELayer(nn.Module):
         bias: bool = False,
         shared_expert_d_ff: int | None = None,
         backend: str = "torch",
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Groups | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.name = "an MoE layer"  # for messages; `name_layers` knows it better
         self.gate = parse_gate(gate) if isinstance(gate, str) else gate
-        self._group = group_name(group)
-        self.ranks, self.rank = group_size(self._group), group_rank(self._group)
+        self.groups = group if isinstance(group, Groups) else None
+        self.expert_group = group.expert if isinstance(group, Groups) else group_name(group)
+        # Whose tokens are numbered through, for gates that are keyed by the token's global index.
+        self._data_group = group.data if isinstance(group, Groups) else group_name(None)
+        self.ranks, self.rank = group_size(self.expert_group), group_rank(self.expert_group)
         self._check(d_model, d_ff, num_experts, top_k, capacity_factor, activation, shared_expert_d_ff)
         self.d_model, self.d_ff, self.num_experts, self.top_k = d_model, d_ff, num_experts, top_k
         self.capacity_factor, self.activation = capacity_factor, activation
@@ -99,7 +109,7 @@ class MoELayer(nn.Module):
             # Only here: the kernels need Triton, which not every machine has.
             from lancet_kernels.ops.fused_experts import LayerExchange
 
-            self._exchange = LayerExchange(self._group, self.local_experts, d_model, d_ff, activation)
+            self._exchange = LayerExchange(self.expert_group, self.local_experts, d_model, d_ff, activation)
 
         factory = {"device": device, "dtype": dtype}
         hidden = input_width(activation, d_ff)
@@ -206,6 +216,9 @@ class MoELayer(nn.Module):
         Raises: UserError (wrong shape or dtype, NaN in the router, ranks that disagree), CommunicationError.
         """
         self._check_input(x, token_ids)
+        self.check_data_parallel()
+        if not torch.compiler.is_compiling():
+            enter_layer(self.name)
         x_TD = x.reshape(-1, self.d_model)
         num_tokens = x_TD.shape[0]
         capacity = self.capacity(num_tokens)
@@ -240,7 +253,7 @@ class MoELayer(nn.Module):
                 x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, *parameters, self._exchange
             )
         row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
-        received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self._group)
+        received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)
         num_choices = row_TK.numel()
         most_rows = min(num_choices, self.num_experts * capacity)
         num_rows = num_choices if self.capacity_factor is None else None
@@ -254,9 +267,9 @@ class MoELayer(nn.Module):
 
     def _all_to_all(self, rows, send_count_WL, receive_count_WL, to_experts, num_rows=None) -> Tensor:
         """Rows to the experts, or back. One rank's rows need no copy; only graphs show the instruction."""
-        if not self._group and not torch.compiler.is_compiling():
+        if not self.expert_group and not torch.compiler.is_compiling():
             return rows
-        return ops.all_to_all(rows, send_count_WL, receive_count_WL, self._group, to_experts, num_rows)
+        return ops.all_to_all(rows, send_count_WL, receive_count_WL, self.expert_group, to_experts, num_rows)
 
     def _logits(self, x_TD: Tensor) -> Tensor | None:
         """Router output [T, E] in float32, in float64 for a float64 model; autocast has no say."""
@@ -274,7 +287,7 @@ class MoELayer(nn.Module):
         if self.gate.key == "token" and token_ids is not None:
             # The hash is 64 bits wide; int32 would wrap and route otherwise.
             return token_ids.reshape(-1).to(torch.int64)
-        index_T = ops.token_index(x_TD.shape[0], self._group, x_TD.device)
+        index_T = ops.token_index(x_TD.shape[0], self._data_group, x_TD.device)
         return index_T + self.routing_step * (1 << 40) if self.gate.key == "index" else index_T
 
     def _cast(self, tensor: Tensor | None) -> Tensor | None:
@@ -320,6 +333,25 @@ class MoELayer(nn.Module):
                 expected=list(x.shape[:-1]),
                 do="give one id per token",
             )
+
+    def check_data_parallel(self) -> None:
+        """Raise UserError inside a DistributedDataParallel that would average different experts."""
+        if torch.compiler.is_compiling() or not self.expert_group:
+            return
+        around = DistributedDataParallel._active_ddp_module
+        if around is None or self in _CHECKED.setdefault(around, WeakSet()):
+            return
+        names = {p: name for name, p in around.module.named_parameters()}
+        for own in self.expert_names():
+            name = names.get(getattr(self, own))
+            if name is not None and name not in around.parameters_to_ignore:
+                raise UserError(
+                    "DistributedDataParallel around an MoELayer",
+                    got=f"{name} among the parameters that it averages over all ranks",
+                    expected="experts of which each rank has its own",
+                    do="make the model anew (experts were overwritten) and wrap it with lancet_kernels.ddp",
+                )
+        _CHECKED[around].add(self)
 
     @torch.no_grad()
     def update_correction_bias(self, assigned_E: Tensor, rate: float) -> None:
@@ -389,8 +421,16 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
     return [module for module in model.modules() if isinstance(module, MoELayer)]
 
 
+def name_layers(model: nn.Module) -> None:
+    """Let messages about a failed collective name each MoE layer of a model as the model does."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            module.name = name or module.name
+
+
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that differ between ranks: never all-reduce their gradients.
+    """The parameters that differ between the ranks of an expert group: all-reduce their gradients over the
+    replica group alone.
 
     Found through the layers, not by a mark on the parameter, which a copy of the model would lose.
     """
@@ -398,16 +438,20 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 
 def set_routing_step(model: nn.Module, step: int) -> None:
-    """Tell the random gates of a model which training step it is."""
+    """Tell what draws random numbers in a model, its random gates and `Dropout`s, which training step it is.
+
+    Raises: UserError if two dropouts have the same call site.
+    """
+    set_dropout_step(model, step)
     for layer in moe_layers(model):
         if layer.gate.key == "index":
             layer.routing_step.fill_(step)
 
 
-def moe_losses(sums: list[RoutingSums], group: dist.ProcessGroup | None = None) -> ops.MoELosses:
+def moe_losses(sums: list[RoutingSums], group: dist.ProcessGroup | Groups | None = None) -> ops.MoELosses:
     """Load-balance loss, z-loss and statistics of the layers whose sums are given (see `ops.losses`).
 
-    Collective over `group` (None: all ranks): one small all-reduce.
+    Collective over `group`, all ranks with different tokens (None: all ranks): one small all-reduce.
     """
     is_list = isinstance(sums, (list, tuple)) and not isinstance(sums, RoutingSums)
     if not is_list or not sums or not all(isinstance(one, RoutingSums) for one in sums):
@@ -418,4 +462,4 @@ def moe_losses(sums: list[RoutingSums], group: dist.ProcessGroup | None = None) 
             expected="one RoutingSums per MoE layer",
             do="call forward with return_sums=True, and give a list of what comes second",
         )
-    return ops.losses.moe_losses(sums, group_name(group))
+    return ops.losses.moe_losses(sums, data_group_name(group))

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lancet_kernels.dropout import Dropout
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer import MoELayer
+from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.losses import RoutingSums
 
 
@@ -33,6 +35,10 @@ class ModelConfig:
     gate: str = "switch"
     capacity_factor: float | None = 1.25
     activation: str = "gelu"
+    dropout: float = 0.0
+    """Of the embedding, and of what attention and feed-forward add. Attention probabilities have none: they
+    never leave the fused attention, whose own dropout cannot be cut into parts."""
+    dropout_seed: int = 0
 
 
 MODELS = {
@@ -90,7 +96,9 @@ class Block(nn.Module):
     """Attention, then a dense or a Mixture-of-Experts feed-forward, each behind a layer norm and a
     residual."""
 
-    def __init__(self, config: ModelConfig, moe: bool, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, config: ModelConfig, moe: bool, group: dist.ProcessGroup | Groups | None, number: int = 0
+    ) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
         self.attention = Attention(config.width, config.heads)
@@ -108,14 +116,16 @@ class Block(nn.Module):
             )
         else:
             self.feed_forward = FeedForward(config.width)
+        self.attention_dropout = _dropout(config, 2 * number + 1, group)
+        self.feed_forward_dropout = _dropout(config, 2 * number + 2, group)
 
     def forward(self, x_BSD: Tensor, token_BS: Tensor) -> tuple[Tensor, RoutingSums | None]:
-        x_BSD = x_BSD + self.attention(self.norm1(x_BSD))
+        x_BSD = x_BSD + self.attention_dropout(self.attention(self.norm1(x_BSD)))
         h_BSD = self.norm2(x_BSD)
         if not self.moe:
-            return x_BSD + self.feed_forward(h_BSD), None
+            return x_BSD + self.feed_forward_dropout(self.feed_forward(h_BSD)), None
         y_BSD, sums = self.feed_forward(h_BSD, token_ids=token_BS, return_sums=True)
-        return x_BSD + y_BSD, sums
+        return x_BSD + self.feed_forward_dropout(y_BSD), sums
 
 
 class GPT2MoE(nn.Module):
@@ -125,12 +135,13 @@ class GPT2MoE(nn.Module):
     weight.
     """
 
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | Groups | None = None) -> None:
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab, config.width)
         self.position_embedding = nn.Embedding(config.sequence, config.width)
-        self.blocks = nn.ModuleList(Block(config, i % 2 == 1, group) for i in range(config.layers))
+        self.dropout = _dropout(config, 0, group)
+        self.blocks = nn.ModuleList(Block(config, i % 2 == 1, group, i) for i in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.apply(_initialize)
 
@@ -144,13 +155,19 @@ class GPT2MoE(nn.Module):
                 do="shorten the input",
             )
         position_S = torch.arange(sequence, device=token_BS.device)
-        x_BSD = self.token_embedding(token_BS) + self.position_embedding(position_S)
+        x_BSD = self.dropout(self.token_embedding(token_BS) + self.position_embedding(position_S))
         sums = []
         for block in self.blocks:
             x_BSD, layer_sums = block(x_BSD, token_BS)
             if layer_sums is not None:
                 sums.append(layer_sums)
         return nn.functional.linear(self.norm(x_BSD), self.token_embedding.weight), sums
+
+
+def _dropout(config: ModelConfig, site: int, group: dist.ProcessGroup | Groups | None) -> Dropout:
+    # An expert group alone does not say which ranks have tokens of their own: then all have.
+    groups = group if isinstance(group, Groups) else None
+    return Dropout(config.dropout, site, seed=config.dropout_seed, group=groups)
 
 
 def _initialize(module: nn.Module) -> None:

@@ -9,25 +9,18 @@ when it is killed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import SimpleNamespace
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.launch import CPU_RANK, root_cause, stop_signals
-from lancet_kernels.ranks import LAUNCHER_PID
+from lancet_kernels.launch import CPU_RANK, run_ranks, stop_signals
 
 RANKS = 2
 PORT = 29500  # in a namespace of our own, where nobody else listens
 _ADDRESS = "10.213.0.{}"
-_LAST_WORDS_S = 2.0
 # Waits for the end of its input, which is the end of this process, however it ends.
 _KEEPER = 'cat > /dev/null; for name in "$@"; do ip netns delete "$name"; done'
 
@@ -107,69 +100,22 @@ def run_on_wire(arguments: Sequence[str], gbps: float) -> None:
     Raises: UserError (no wire to be had), RankFailed; SystemExit when this process is told to stop. Ranks and
     wire are gone by then.
     """
-    with (
-        stop_signals(),
-        tempfile.TemporaryDirectory(prefix="lancet-wire-") as folder,
-        wire(gbps) as names,
-    ):
-        errors = [Path(folder, f"rank-{rank}.json") for rank in range(RANKS)]
-        ranks: list[subprocess.Popen] = []
-        try:
-            for rank, name in enumerate(names):
-                ranks.append(_start(arguments, rank, name, errors[rank]))
-            _wait(ranks, errors)
-        finally:
-            for rank in ranks:
-                rank.kill()
-            for rank in ranks:
-                rank.wait()
+    with stop_signals(), wire(gbps) as names:
+        run_ranks(
+            [["ip", "netns", "exec", name, sys.executable, *arguments] for name in names],
+            [_environment(rank) for rank in range(RANKS)],
+        )
 
 
-def _start(arguments: Sequence[str], rank: int, name: str, errors: Path) -> subprocess.Popen:
-    environment = (
-        os.environ
-        | CPU_RANK
-        | {
-            "RANK": str(rank),
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": _ADDRESS.format(1),
-            "MASTER_PORT": str(PORT),
-            "GLOO_SOCKET_IFNAME": _device(rank),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            # Where a rank says what went wrong, and whose end is its end: as under `launch`.
-            "TORCHELASTIC_ERROR_FILE": str(errors),
-            LAUNCHER_PID: str(os.getpid()),
-        }
-    )
-    return subprocess.Popen(["ip", "netns", "exec", name, sys.executable, *arguments], env=environment)
-
-
-def _wait(ranks: list[subprocess.Popen], errors: list[Path]) -> None:
-    """Until all have ended well. Raises RankFailed for the one that the others' failures follow from."""
-    while None in [rank.poll() for rank in ranks] and not any(rank.returncode for rank in ranks):
-        time.sleep(0.1)
-    if not any(rank.returncode for rank in ranks):
-        return
-    # A rank that lost its peer may be the first to be seen dead.
-    deadline = time.monotonic() + _LAST_WORDS_S
-    while None in [rank.poll() for rank in ranks] and time.monotonic() < deadline:
-        time.sleep(0.1)
-    raise root_cause(
-        {
-            number: SimpleNamespace(exitcode=rank.returncode, message=_message(errors[number]))
-            for number, rank in enumerate(ranks)
-            if rank.returncode
-        }
-    )
-
-
-def _message(file: Path) -> dict | None:
-    """What a rank wrote about its failure."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))["message"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+def _environment(rank: int) -> dict[str, str]:
+    return CPU_RANK | {
+        "RANK": str(rank),
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": _ADDRESS.format(1),
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": _device(rank),
+    }
 
 
 def _call(*command: str) -> None:

@@ -9,123 +9,58 @@ rounding of sums that parts add up.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.fused_step import FusedChoice, exchange_of
-from lancet_kernels.gradients import broadcast_replicated, call_with_summed_gradients
-from lancet_kernels.graph.capture import Captured, capture, input_position, is_tangent, state_name
+from lancet_kernels.gradients import broadcast_replicated, gradient_groups, groups_of
+from lancet_kernels.graph.capture import (
+    Captured,
+    capture,
+    copy_of,
+    input_position,
+    is_tangent,
+    state_name,
+)
 from lancet_kernels.graph.clusters import Cluster, load_cluster
-from lancet_kernels.graph.costs import Cost, CostModel
+from lancet_kernels.graph.costs import Cost, CostModel, source_of
 from lancet_kernels.graph.host_waits import host_waits
 from lancet_kernels.graph.pieces import check_compiler
 from lancet_kernels.graph.profiler import Profiler
-from lancet_kernels.graph.program import Kind, Phase, Program
+from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.run import Recorder
-from lancet_kernels.layer import expert_parameters, moe_layers
+from lancet_kernels.guards import Guards, bind, refuse_sharded, to_trace
+from lancet_kernels.layer import moe_layers, name_layers
 from lancet_kernels.ops.fused_graph import register_layer
-from lancet_kernels.ops.groups import group_name, group_of, group_rank, group_size
-from lancet_kernels.ops.link import link
+from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
+from lancet_kernels.ops.waiting import waiting
+from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
 from lancet_kernels.schedules.fused import lower
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
 from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
-from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, Timeline, simulate
+from lancet_kernels.schedules.simulate import Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
 
 
-class OptimizedModule(nn.Module):
-    """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
-
-    With gradients enabled and inputs of the planned shapes it runs the plan; otherwise (validation, an
-    odd last batch) it runs the original module, whose gradients it sums over the ranks as the plan would.
-    plan: what was decided. timeline: the simulated iteration.
-    host_waits: instructions that make the host wait for a GPU (`graphed`). fused_layers: numbers of the fused
-    layers (`ops.fused_graph`).
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        run: Callable[..., object],
-        plan: Plan,
-        timeline: Timeline,
-        inputs: Sequence[object],
-        recorder: Recorder,
-        reduce_group: str,
-        host_waits: Sequence[str] = (),
-        fused_layers: Sequence[int] = (),
-    ) -> None:
-        super().__init__()
-        self.module = module
-        self.host_waits, self.fused_layers = tuple(host_waits), tuple(fused_layers)
-        self.train(module.training)
-        self.plan, self.timeline = plan, timeline
-        self._run, self._recorder = run, recorder
-        self._expected = module.training, _shapes(inputs)
-        self._reduce_group = reduce_group
-
-    def forward(self, *inputs: object, **by_name: object) -> object:
-        """What the module returns for these inputs, given by position, in the order of example_inputs.
-
-        Raises: UserError for inputs that are given by name.
-        """
-        if by_name:
-            raise UserError(
-                f"inputs of the optimized {type(self.module).__name__}",
-                got=f"{', '.join(by_name)} by name",
-                expected="all inputs by position",
-                do="give them in the order of example_inputs",
-            )
-        if not torch.is_grad_enabled():
-            return self.module(*inputs)
-        if (self.module.training, _shapes(inputs)) == self._expected:
-            return self._run(*inputs)
-        if self._reduce_group:
-            return call_with_summed_gradients(self.module, inputs, self._reduce_group)
-        return self.module(*inputs)
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[list[Event]]:
-        """Inside the block, iterations are recorded on this rank; the events are there when it ends (CPU
-        ranks).
-
-        Clocks beside every instruction cost time: look at the order and the overlap, not at the total.
-        """
-        events: list[Event] = []
-        self._recorder.on, self._recorder.computed, link.log = True, [], []
-        try:
-            yield events
-        finally:
-            computed, moved = self._recorder.computed, link.log
-            self._recorder.on, link.log = False, None
-        begin = min((start for _, _, start, _ in computed), default=0.0)
-        for name, phase, start, end in computed:
-            events.append(
-                Event(name, COMPUTE, (start - begin) * 1e3, (end - begin) * 1e3, Kind.COMPUTE, phase)
-            )
-        for start, end in moved:
-            times = (start - begin) * 1e3, (end - begin) * 1e3
-            events.append(Event("all-to-all", LINK, *times, Kind.ALL_TO_ALL, Phase.FORWARD))
-
-
 def optimize(
     model: nn.Module,
-    example_inputs: Sequence[object],
+    example_inputs: Sequence[object] | Mapping[str, object],
     *,
     strategy: str = "lancet",
     cluster: str | Path | Cluster | None = None,
@@ -134,6 +69,7 @@ def optimize(
     options: PlanningOptions | None = None,
     plan: str | Path | None = None,
     reduce_gradients: bool = True,
+    groups: Groups | None = None,
     backend: str | None = None,
     lowering: str = "auto",
     inner_compile: str = "",
@@ -144,16 +80,22 @@ def optimize(
     have before the first step and refuse to start on a mismatch.
 
     Args:
-        example_inputs: real inputs of one step; they are run a few times to measure the ops.
+        example_inputs: real inputs of one step, a tuple by position or a dict by name; they are run a few
+            times to measure the ops.
         strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
-        cache: a plan file; read if it is for this model, strategy and options, else written. None: plan anew.
+        cache: a plan file; read if it is for this model, strategy and options, and was planned with costs
+            from the same source (cluster, or device, torch, ranks and link); else written. None: plan anew.
         times: file of measured op times (default: in the user's cache folder); they are not measured again.
+            What a plan adds to a step is measured once per device model and kept beside it, in
+            device_costs.json.
         options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
         plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
-        reduce_gradients: sum the gradients of replicated parameters over the ranks, as part of the plan;
-            before that, give all ranks the replicated parameters and buffers of rank 0. Divide the loss by
-            the number of ranks for an average; use no DistributedDataParallel around it.
+        reduce_gradients: sum gradients over the ranks that hold the same parameters, as part of the plan;
+            before that, give all of them the parameters and buffers of the first. Divide the loss by the
+            number of ranks for an average; use no DistributedDataParallel around it.
+        groups: which ranks share experts, and which sum which gradients (default: what the MoE layers were
+            given, else all ranks of the job see different tokens).
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
             which puts and GEMM tiles overlap. None: "fused" if the model's MoE layers are.
         lowering: with "fused", "auto" fuses the layers where that is predicted faster, "fused" all that can
@@ -169,12 +111,18 @@ def optimize(
         )
     if inner_compile:
         check_compiler(inner_compile)
-    step = _Step(model, tuple(example_inputs), reduce_gradients, times)
+    refuse_sharded(model)
+    name_layers(model)
+    by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
+    by_position = () if by_name else example_inputs
+    signature, name = inspect.signature(model.forward), type(model).__name__
+    arguments = to_trace(bind(signature, name, by_position, by_name))
+    step = _Step(model, *arguments, reduce_gradients, times, groups)
     measured = cluster is None
     module, inputs = _captured_alike(step)
-    if step.reduce_group:
+    if step.reduces_gradients:
         # As DistributedDataParallel does, whose work this is here: what is alike then stays alike.
-        broadcast_replicated(model, group_of(step.group))
+        broadcast_replicated(model, step.groups)
     program, cost = step.costs(module, inputs, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
@@ -188,9 +136,11 @@ def optimize(
     if plan is None:
         # What cannot be measured need not be compared.
         most = 4 if measured else 1
-        plans = _plans_of_first(step.group, lambda: _plans(program, cost, strategy, options, cache, most))
+        plans = _plans_of_first(
+            step.groups.world, lambda: _plans(program, cost, strategy, options, cache, most)
+        )
     else:
-        plans = _plans_of_first(step.group, lambda: [_given_plan(plan, program, strategy)])
+        plans = _plans_of_first(step.groups.world, lambda: [_given_plan(plan, program, strategy)])
     if measured:
         timelines = [step.measured_timeline(module, inputs, program, found, cost) for found in plans]
         timeline, chosen = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
@@ -198,17 +148,26 @@ def optimize(
         chosen = plans[0]
         timeline = chosen.simulate(program, cost)
     chosen = replace(chosen, predicted=Prediction.of(timeline), fused=step.fused)
-    if cache is not None and group_rank(step.group) == 0:
+    if cache is not None and group_rank(step.groups.world) == 0:
         chosen.save(cache)
-    recorder = Recorder()
-    with step.graph() as captured:
-        realize(captured.joint, program, chosen)
-        waits = host_waits(captured.joint.graph)
-        run = captured.compile(
-            lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
-        )
+    recorder, captured = Recorder(), step.captured
+    captured.joint.graph = module.graph
+    realize(captured.joint, program, chosen)
+    waits = host_waits(captured.joint.graph)
+    run = captured.compile(
+        lambda joint, outputs: split_as_planned(joint, outputs, chosen), recorder, inner_compile
+    )
+    guards = Guards(model, captured.assumptions(), arguments, step.reduces_gradients)
     return OptimizedModule(
-        model, run, chosen, timeline, example_inputs, recorder, step.reduce_group, waits, step.layer_numbers
+        model,
+        run,
+        chosen,
+        timeline,
+        guards,
+        recorder,
+        step.groups if step.reduces_gradients else None,
+        waits,
+        step.layer_numbers,
     )
 
 
@@ -216,37 +175,46 @@ class _Step:
     """One training step of a model on this rank: how to capture it, and what its ops cost."""
 
     def __init__(
-        self, model: nn.Module, inputs: tuple, reduce_gradients: bool, times: str | Path | None
+        self,
+        model: nn.Module,
+        inputs: tuple,
+        by_name: Mapping[str, object],
+        reduce_gradients: bool,
+        times: str | Path | None,
+        groups: Groups | None = None,
     ) -> None:
-        self.model, self.inputs = model, inputs
-        layers = moe_layers(model)
-        self.group = layers[0]._group if layers else group_name(None)
-        self.profiler = Profiler(self.group, next(model.parameters()).device, times)
+        self.model, self.inputs, self.by_name = model, inputs, by_name
+        self.groups = groups_of(model, groups)
+        self.profiler = Profiler(self.groups, next(model.parameters()).device, times)
         self.fused: tuple[FusedGroup, ...] = ()
         self._numbers: dict[str, int] = {}
-        self.reduce_group = ""
-        if reduce_gradients and self.group:
-            # A communicator of its own, so that an all-reduce never stands before an all-to-all in a queue.
-            self.reduce_group = group_name(dist.new_group())
-        experts = {id(parameter) for parameter in expert_parameters(model)}
-        names = model.named_parameters(remove_duplicate=False)
-        self.experts = {name for name, parameter in names if id(parameter) in experts}
+        over = gradient_groups(model, self.groups)
+        named = model.named_parameters(remove_duplicate=False)
+        self.gradient_groups = {name: over[parameter] for name, parameter in named}
+        self.reduces_gradients = reduce_gradients and any(over.values())
 
-    @contextlib.contextmanager
-    def graph(self) -> Iterator[Captured]:
+    @cached_property
+    def captured(self) -> Captured:
         """The captured step with its all-reduces, statistics out of the way."""
-        with capture(self.model, self.inputs) as captured:
-            if self.reduce_group:
-                insert_all_reduces(
-                    captured.joint, captured.parameter_of_gradient(), self.experts, self.reduce_group
-                )
-            reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
-            if any(group.fused for group in self.fused):
-                lower(captured.joint, self.fused, self._register)
-            yield captured
+        captured = capture(self.model, self.inputs, self.by_name)
+        if self.reduces_gradients:
+            replica = self.groups.replica if self.groups.replica != self.groups.data else ""
+            insert_all_reduces(
+                captured.joint, captured.parameter_of_gradient(), self.gradient_groups, replica
+            )
+        reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
+        return captured
+
+    def graph(self) -> fx.GraphModule:
+        """The joint graph, its chosen layers fused."""
+        joint = self.captured.joint
+        if any(group.fused for group in self.fused):
+            joint = copy_of(joint)
+            lower(joint, self.fused, self._register)
+        return joint
 
     def _register(self, layer: MatchedLayer) -> int:
-        """The number of a fused layer's exchange, the same however often the step is captured."""
+        """The number of a fused layer's exchange, the same however often the layer is fused."""
         if layer.name not in self._numbers:
             self._numbers[layer.name] = register_layer(exchange_of(layer))
         return self._numbers[layer.name]
@@ -257,16 +225,17 @@ class _Step:
         return list(self._numbers.values())
 
     def forget_fused_layers(self) -> None:
-        """After a capture with layers that are not fused after all."""
+        """Of layers that are not fused after all."""
         self._numbers.clear()
 
-    def graph_inputs(self, captured: Captured) -> list[object]:
+    def graph_inputs(self) -> list[object]:
         """A value for each placeholder of the joint graph: parameters, buffers, the inputs, ones as
-        tangents. Call it outside `graph`, in which parameters have no contents."""
-        state = dict(captured.module.named_parameters()) | dict(captured.module.named_buffers())
-        flat = pytree.tree_leaves(self.inputs)
+        tangents."""
+        traced = self.captured.module
+        state = dict(traced.named_parameters()) | dict(traced.named_buffers())
+        flat = pytree.tree_leaves((self.inputs, self.by_name))
         values = []
-        for node in captured.joint.graph.nodes:
+        for node in self.captured.joint.graph.nodes:
             if node.op != "placeholder":
                 continue
             if is_tangent(node):
@@ -284,11 +253,12 @@ class _Step:
         """The step's Program and what its instructions cost: measured here, or estimated for a cluster."""
         if cluster is not None:
             cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-            return Program.from_fx(module), CostModel.for_cluster(cluster, group_size(self.group))
+            ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
+            cost = CostModel.for_cluster(cluster, ranks, expert_ranks=expert_ranks)
+            return Program.from_fx(module), cost
         program = self.profiler.program(module, inputs)
         layers = moe_layers(self.model)
-        communication = self.profiler.communication(program, layers[0].d_model if layers else 1)
-        return program, CostModel(load_cluster("local"), communication)
+        return program, self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)
 
     def measured_timeline(
         self, module: fx.GraphModule, inputs: list[object], program: Program, plan: Plan, cost: Cost
@@ -297,9 +267,7 @@ class _Step:
 
         Args: module: the captured step, which stays as it is.
         """
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(module.graph, {}))
-        planned = fx.GraphModule(module, graph)
+        planned = copy_of(module)
         realize(planned, program, plan)
         blocking = {node_name(name) for name in plan.blocking}
         return simulate(self.profiler.program(planned, inputs), cost, blocking=blocking)
@@ -313,8 +281,8 @@ def _plans(
     cache: str | Path | None,
     most: int,
 ) -> list[Plan]:
-    """The plan in `cache` if it is for this program, strategy and options; else at most so many to choose
-    from, best guess first."""
+    """The plan in `cache` if it is for this program, strategy and options, and made with costs from the same
+    source; else at most so many to choose from, best guess first."""
     options = options or PlanningOptions.from_environment()
     if cache is not None and not Path(cache).parent.is_dir():
         raise UserError(
@@ -325,10 +293,14 @@ def _plans(
             plan = Plan.load(cache, program)
             plan.apply(program)
             if (plan.strategy, plan.options) == (strategy, asdict(options)):
-                return [plan]
+                if plan.costs == source_of(cost):
+                    return [plan]
+                old, new = plan.costs or "of an older version", source_of(cost)
+                print(f"lancet: planning anew: plan file: got costs {old}, expected {new}", file=sys.stderr)
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)
-    return Planner(program, cost, options).candidates(strategy, most)
+    plans = Planner(program, cost, options).candidates(strategy, most)
+    return [replace(plan, costs=source_of(cost)) for plan in plans]
 
 
 def _given_plan(path: str | Path, program: Program, strategy: str) -> Plan:
@@ -352,17 +324,14 @@ def _captured_alike(step: _Step) -> tuple[fx.GraphModule, list[object]]:
     """
     found, refusal, module, inputs = "", None, None, []
     try:
-        with step.graph() as captured:
-            module = captured.joint
-        # Out here, where the parameters are real again.
-        inputs = step.graph_inputs(captured)
+        module, inputs = step.graph(), step.graph_inputs()
         tensors = [*step.model.named_parameters(), *step.model.named_buffers()]
         state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
         # Each rank gets this of every rank, so a digest of it.
         found = fingerprint(Program.from_fx(module)) + hashlib.sha256(repr(state).encode()).hexdigest()
     except UserError as error:
         refusal = error
-    fingerprints = _all_gather(step.group, found)
+    fingerprints = _all_gather(step.groups.world, found)
     if refusal is not None:
         raise refusal
     for others, what in (
@@ -388,12 +357,12 @@ def _with_fused_layers(
 ) -> _Costed:
     """The step with those layers fused that are to be; as it was given, if none is."""
     module, inputs, program, cost = captured
-    step.fused = _groups_of_first(step.group, lambda: choose.groups(module, program, cost))
+    step.fused = _groups_of_first(step.groups.world, lambda: choose.groups(module, program, cost))
     if not any(group.fused for group in step.fused):
         return captured
     module, inputs = _captured_alike(step)
     program, cost = step.costs(module, inputs, cluster)
-    step.fused = _groups_of_first(step.group, lambda: choose.confirmed(step.fused, program, cost))
+    step.fused = _groups_of_first(step.groups.world, lambda: choose.confirmed(step.fused, program, cost))
     if not any(group.fused for group in step.fused):
         step.forget_fused_layers()
         return captured
@@ -430,7 +399,8 @@ def _from_first(group: str, make: Callable[[], list]) -> list:
         except Exception as error:
             failure, box = error, [f"{type(error).__name__}: {error}"]
     # Also when it failed: the others wait for it.
-    dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+    with waiting("broadcast of what rank 0 planned", process_group):
+        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
     if failure is not None:
         raise failure
     if isinstance(box[0], str):
@@ -443,12 +413,7 @@ def _all_gather(group: str, value: object) -> list:
     if not group:
         return [value]
     found: list = [None] * group_size(group)
-    dist.all_gather_object(found, value, group=group_of(group))
+    process_group = group_of(group)
+    with waiting("comparison of the ranks' graphs and plans", process_group):
+        dist.all_gather_object(found, value, group=process_group)
     return found
-
-
-def _shapes(inputs: Sequence[object]) -> list[object]:
-    return [
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
-        for leaf in pytree.tree_leaves(inputs)
-    ]

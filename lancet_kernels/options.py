@@ -82,6 +82,11 @@ def positive_float_or_none(text: str) -> float | None:
     return _number(float, text, "a number above 0, or none", _is_positive)
 
 
+def probability(text: str) -> float:
+    """Parse a number from 0 to below 1."""
+    return _number(float, text, "a number from 0 to below 1", lambda value: 0 <= value < 1)
+
+
 def _is_positive(value: float) -> bool:
     return 0 < value < float("inf")
 

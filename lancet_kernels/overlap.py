@@ -20,7 +20,9 @@ import torch.distributed as dist
 from torch import nn
 
 from lancet_kernels.ops.link import emulate_link, link
-from lancet_kernels.optimization import OptimizedModule, optimize
+from lancet_kernels.ops.waiting import waiting
+from lancet_kernels.optimization import optimize
+from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.schedules.strategies import PlanningOptions
 from lancet_kernels.schedules.timeline import save_picture
 
@@ -37,6 +39,8 @@ class Measured:
     cpu_ms: float
     predicted_ms: float
     predicted_exposed_ms: float
+    rounds_ms: tuple[float, ...]
+    """The iteration of each round, for ratios of what ran side by side."""
 
 
 def prepare(
@@ -64,7 +68,10 @@ def measure(
     for name, module in optimized.items():
         medians = [statistics.median(column) for column in zip(*taken[name], strict=True)][:4]
         predicted = module.plan.predicted
-        found[name] = Measured(*_mean_over_ranks(medians), predicted.iteration_ms, predicted.exposed_ms)
+        rounds_ms = tuple(_mean_over_ranks([one.iteration_ms for one in taken[name]]))
+        found[name] = Measured(
+            *_mean_over_ranks(medians), predicted.iteration_ms, predicted.exposed_ms, rounds_ms
+        )
     return found
 
 
@@ -83,7 +90,8 @@ def iteration(module: nn.Module, inputs: Sequence[object]) -> Iteration:
     """Run one; the first output of the module is differentiated. Collective."""
     module.zero_grad(set_to_none=True)
     if dist.is_initialized():
-        dist.barrier()
+        with waiting("barrier before an iteration"):
+            dist.barrier()
     link.read()
     begin, cpu = time.perf_counter(), time.thread_time()
     outputs = module(*inputs)
@@ -130,10 +138,24 @@ def report(measured: dict[str, Measured], best: str, link_name: str) -> dict[str
     return found
 
 
+def speedups(baseline: Measured, planned: Measured) -> tuple[float, float, float]:
+    """How many times as fast as the baseline, over rounds: lower quartile, median, upper quartile.
+
+    Each round compares two iterations that ran within seconds of each other, so a machine that grows slower
+    or faster meanwhile moves both.
+    """
+    ratios = [a / b for a, b in zip(baseline.rounds_ms, planned.rounds_ms, strict=True)]
+    if len(ratios) == 1:
+        return ratios[0], ratios[0], ratios[0]
+    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    return low, middle, high
+
+
 def _mean_over_ranks(values: Sequence[float]) -> list[float]:
     numbers = torch.tensor(values, dtype=torch.float64)
     if dist.is_initialized():
-        dist.all_reduce(numbers)
+        with waiting("mean of the times over the ranks"):
+            dist.all_reduce(numbers)
         numbers /= dist.get_world_size()
     return numbers.tolist()
 

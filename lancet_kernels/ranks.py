@@ -6,7 +6,6 @@ Works under `lancet_kernels.launch`, under torchrun, and alone.
 import faulthandler
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -24,13 +23,11 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 
 from lancet_kernels.atomic import write_text_atomically
 from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.ops.waiting import blames, join_board, waiting
 
 # Set by our launcher alone: the process whose end must end the rank.
 LAUNCHER_PID = "LANCET_LAUNCHER_PID"
 WATCHDOG_INTERVAL_S = 0.5
-# How gloo and NCCL, which raise plain RuntimeErrors, say that a peer went away or did not answer.
-LOST_PEER = re.compile(r"gloo|NCCL|connection (was )?(closed|reset|refused)|broken pipe", re.IGNORECASE)
-TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,8 @@ def start_ranks(device: str, timeout_s: float) -> Rank:
     """Join the other ranks, on "cpu" (gloo, one compute thread) or "cuda" (NCCL, GPU number LOCAL_RANK).
 
     timeout_s: how long a collective may wait for a peer before it raises. Alone (no launcher, or a world of
-    one) there is no process group. Raises UserError if there is no such device.
+    one) there is no process group. Raises UserError if there is no such device, CommunicationError if a rank
+    does not come.
     """
     rank, world, local_rank = (
         int(os.environ[name]) if under_launcher() else alone
@@ -64,11 +62,12 @@ def start_ranks(device: str, timeout_s: float) -> Rank:
     else:
         torch.cuda.set_device(place)
     if world > 1:
-        dist.init_process_group(
-            "nccl" if place.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_s),
-            device_id=place if place.type == "cuda" else None,
-        )
+        with waiting("meeting of the ranks"):
+            dist.init_process_group(
+                "nccl" if place.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=timeout_s),
+                device_id=place if place.type == "cuda" else None,
+            )
     return Rank(rank, world, local_rank, place)
 
 
@@ -137,9 +136,9 @@ class _FailureFiles(ErrorHandler):
         # First of all: the peers' errors follow within milliseconds.
         now = time.time_ns()
         lines = "".join(traceback.format_exception(error))
-        blames = _blames(error)
+        blamed = blames(error)
         # Every peer of a failed rank loses it: no reason to leave a temporary file for each.
-        echo = blames == "peer" and self.log_folder is None
+        echo = blamed == "peer" and self.log_folder is None
         if not isinstance(error, UserError) and not echo:
             self.traceback_file = self._write_traceback(lines)
         file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -148,7 +147,8 @@ class _FailureFiles(ErrorHandler):
                 "py_callstack": lines,
                 "timestamp": str(now // 10**9),
                 "time_ns": now,
-                "blames": blames,
+                "blames": blamed,
+                "missing": getattr(error, "missing", ()),
                 "traceback_file": self.traceback_file,
             }
             # Atomic, because elastic itself fails on half a file.
@@ -157,7 +157,9 @@ class _FailureFiles(ErrorHandler):
 
     def line(self, error: BaseException) -> str:
         """What to tell the user when no launcher of ours does."""
-        where = f"rank {self.rank} failed: " if under_launcher() else ""
+        # Who lost a peer or waited in vain knows what happened to itself, and not why.
+        told = {"self": "failed", "timeout": "gave up", "peer": "lost a peer, whose own line says why"}
+        where = f"rank {self.rank} {told[blames(error)]}: " if under_launcher() else ""
         hint = f" (traceback in {self.traceback_file})" if self.traceback_file else ""
         what = str(error) if isinstance(error, UserError) else _one_line(error)
         return f"{where}{what}{hint}"
@@ -186,17 +188,9 @@ def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split("\nException raised from")[0].split())
     if len(text) > 400:
         text = text[:400] + " ..."
+    if text and isinstance(error, CommunicationError):
+        return text  # it says what happened, and to which rank
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _blames(error: BaseException | None) -> str:
-    """What the error, or one it came from, complains of: "peer" that went away, "timeout", else "self"."""
-    while error is not None:
-        lost = isinstance(error, (CommunicationError, dist.DistError, ConnectionError, TimeoutError))
-        if lost or (isinstance(error, RuntimeError) and LOST_PEER.search(str(error))):
-            return "timeout" if isinstance(error, TimeoutError) or TIMED_OUT.search(str(error)) else "peer"
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return "self"
 
 
 def _place(device: str, local_rank: int) -> torch.device:
@@ -216,13 +210,20 @@ def _place(device: str, local_rank: int) -> torch.device:
 
 
 def _watch_launcher() -> None:
-    """End this process when our launcher is gone; a thread, as the main one may sit in a collective."""
+    """End this process when our launcher is gone, and show a sign of life until then.
+
+    A thread, as the main one may sit in a collective.
+    """
     launcher = int(os.environ.get(LAUNCHER_PID, 0))
     if not launcher:
         return
 
+    board = join_board()
+
     def watch() -> None:
         while os.getppid() == launcher:
+            if board is not None:
+                board.sign()
             time.sleep(WATCHDOG_INTERVAL_S)
         os._exit(1)
 

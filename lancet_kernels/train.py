@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
 from lancet_kernels import checkpoint
@@ -23,10 +24,12 @@ from lancet_kernels.data import Corpus, check_length, load_corpus, training_batc
 from lancet_kernels.errors import UserError
 from lancet_kernels.gradients import GradientBuckets, broadcast_replicated, clip_gradients
 from lancet_kernels.launch import Rank
-from lancet_kernels.layer import BACKENDS, moe_layers, set_routing_step
+from lancet_kernels.layer import BACKENDS, moe_layers, name_layers, set_routing_step
 from lancet_kernels.models import MODELS, GPT2MoE, ModelConfig, model_config
 from lancet_kernels.ops.gates import GATES, parse_gate
+from lancet_kernels.ops.groups import Groups, group_of
 from lancet_kernels.ops.link import emulate_link, link
+from lancet_kernels.ops.waiting import waiting
 from lancet_kernels.options import (
     non_negative_float,
     non_negative_int,
@@ -34,6 +37,7 @@ from lancet_kernels.options import (
     positive_float,
     positive_float_or_none,
     positive_int,
+    probability,
 )
 from lancet_kernels.planning_flags import PlanningFlags
 from lancet_kernels.runs import RunFolder, resolve_run
@@ -56,7 +60,12 @@ class TrainOptions(PlanningFlags):
         "switch", f"{', '.join(GATES)}; options as in 'topk(renormalize=True)'", metavar="GATE"
     )
     top_k: int | None = option(None, "experts per token (default: 2 for gshard, else 1)", parse=positive_int)
-    experts: int | None = option(None, "experts over all ranks (default: 2 per rank)", parse=positive_int)
+    experts: int | None = option(
+        None, "experts in all (default: 2 per rank that shares them)", parse=positive_int
+    )
+    expert_ranks: int | None = option(
+        None, "ranks that share one set of experts; others hold the same (default: all)", parse=positive_int
+    )
     capacity_factor: float | None = option(
         1.25, "room per expert, relative to a perfect balance; none: dropless", parse=positive_float_or_none
     )
@@ -85,7 +94,10 @@ class TrainOptions(PlanningFlags):
     balance_weight: float = option(0.01, "weight of the load-balance loss", parse=non_negative_float)
     z_weight: float = option(0.0, "weight of the router's z-loss", parse=non_negative_float)
     bias_rate: float = option(0.001, "step of the sigmoid gate's correction bias", parse=non_negative_float)
-    seed: int = option(0, "of weights and data order", parse=non_negative_int)
+    dropout: float = option(
+        0.0, "probability of zero at embedding, attention and feed-forward output", parse=probability
+    )
+    seed: int = option(0, "of weights, data order and dropout", parse=non_negative_int)
     validation_batches: int = option(8, "batches of the validation loss", parse=positive_int)
     strategy: str = option(
         "lancet", "how all-to-alls are hidden; none: they are waited for", choices=STRATEGY_NAMES
@@ -123,15 +135,26 @@ class TrainOptions(PlanningFlags):
 
 def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
     """The model's shape. Raises: UserError for whatever does not fit together, before any rank starts."""
+    sharing = options.expert_ranks or ranks
+    if ranks % sharing:
+        raise UserError(
+            "expert-ranks",
+            got=sharing,
+            expected=f"a divisor of the {ranks} ranks",
+            do="change --expert-ranks or --ranks",
+        )
     gate = parse_gate(options.gate)
     top_k = options.top_k or (2 if gate.name == "gshard" else 1)
     config = model_config(
         options.model,
         vocab=vocab,
-        num_experts=options.experts or 2 * ranks,
+        num_experts=options.experts or 2 * sharing,
         top_k=top_k,
         gate=str(gate),
         capacity_factor=options.capacity_factor,
+        dropout=options.dropout,
+        # What no dropout uses must not keep a run from being resumed.
+        dropout_seed=options.seed if options.dropout else 0,
     )
     if options.sequence is not None and options.sequence > config.sequence:
         raise UserError(
@@ -140,16 +163,27 @@ def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
             expected=f"at most {config.sequence}",
             do=f"{config.name} has no more",
         )
-    if config.num_experts % ranks:
+    if config.num_experts % sharing:
         raise UserError(
             "experts",
             got=config.num_experts,
-            expected=f"a multiple of the {ranks} ranks",
-            do="change --experts or --ranks",
+            expected=f"a multiple of the {sharing} ranks that share them",
+            do="change --experts, --expert-ranks or --ranks",
         )
     gate.check(config.num_experts, top_k)
     gate.check_capacity_factor(config.capacity_factor)
     return config
+
+
+def build_groups(rank: Rank, expert_ranks: int | None) -> Groups:
+    """Consecutive ranks, `expert_ranks` of them (None: all), share one set of experts. Collective."""
+    if rank.world == 1:
+        return Groups()
+    sharing = expert_ranks or rank.world
+    mesh = init_device_mesh(
+        rank.device.type, (rank.world // sharing, sharing), mesh_dim_names=("replica", "expert")
+    )
+    return Groups.from_mesh(mesh, expert="expert", replica="replica")
 
 
 def check_fused(options: TrainOptions) -> None:
@@ -213,13 +247,11 @@ class Trainer:
         for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
             check_length(tokens, self.sequence, part)
         torch.manual_seed(options.seed)
-        self.model = GPT2MoE(config).to(rank.device)
+        self.groups = build_groups(rank, options.expert_ranks)
+        self.model = GPT2MoE(config, self.groups).to(rank.device)
         self.optimizer = build_optimizer(options, self.model)
-        self.group = self.buckets = None
-        if rank.world > 1:
-            broadcast_replicated(self.model, dist.group.WORLD)
-            # A communicator of its own: on CUDA, all-reduces then never queue before an all-to-all.
-            self.group = dist.new_group()
+        self.buckets = None
+        broadcast_replicated(self.model, self.groups)
         self.module: nn.Module = TrainingStep(
             self.model,
             rank.world,
@@ -232,6 +264,7 @@ class Trainer:
             "model": config.name,
             "optimizer": options.optimizer,
         }
+        name_layers(self.module)
         emulate_link(options.link_gbps if rank.world > 1 else None)
 
     def plan(self, cache: Path) -> None:
@@ -255,7 +288,7 @@ class Trainer:
                 backend=self.options.backend,
             )
         elif self.rank.world > 1:
-            self.buckets = GradientBuckets(self.model, self.group)
+            self.buckets = GradientBuckets(self.model, self.groups)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets of a step on this rank, [B, S] int64 each."""
@@ -281,7 +314,7 @@ class Trainer:
         result.objective.backward()
         if self.buckets is not None:
             self.buckets.finish()
-        norm = clip_gradients(self.model, options.clip, self.group)
+        norm = clip_gradients(self.model, options.clip, self.groups)
         rate = learning_rate(options, step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -310,8 +343,9 @@ class Trainer:
 
     def _mean_over_ranks(self, values: list[Tensor | float]) -> list[float]:
         numbers = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.rank.device)
-        if self.group is not None:
-            dist.all_reduce(numbers, group=self.group)
+        if self.groups.data:
+            with waiting("mean of the step's figures over the ranks", group_of(self.groups.data)):
+                dist.all_reduce(numbers, group=group_of(self.groups.data))
         return (numbers / self.rank.world).tolist()
 
     def compare(self, picture: Path) -> dict[str, object]:
@@ -337,6 +371,7 @@ class Trainer:
             "iterations": self.options.compare,
             "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
             "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
+            "speedup_quartiles": overlap.speedups(measured["none"], measured[self.options.strategy]),
             "timeline": str(picture),
         }
 
@@ -407,7 +442,8 @@ def _open_run(options: TrainOptions, rank: Rank, resume: str | None) -> tuple[Ru
             run = RunFolder.create(options.runs, options.name)
         path = [str(run.path)]
     if rank.world > 1:
-        dist.broadcast_object_list(path, src=0)
+        with waiting("broadcast of the run's folder"):
+            dist.broadcast_object_list(path, src=0)
     return run, Path(path[0])
 
 

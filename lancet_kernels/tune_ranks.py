@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lancet_kernels.ops.waiting import waiting
+
 
 class Ranks:
     """What all ranks must agree on; alone, everything is agreed."""
@@ -27,7 +29,8 @@ class Ranks:
         if not self.together:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0)
+        with waiting("broadcast of what rank 0 decided"):
+            dist.broadcast_object_list(box, src=0)
         return box[0]
 
     def slowest(self, times: list[float]) -> list[float]:
@@ -36,7 +39,8 @@ class Ranks:
             return times
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
         numbers = torch.tensor(times, dtype=torch.float64, device=device)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        with waiting("all_reduce of measured times"):
+            dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
         return numbers.tolist()
 
     def meet(self, device: torch.device) -> None:
@@ -44,4 +48,5 @@ class Ranks:
         if self.together:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            dist.barrier()
+            with waiting("barrier before a measurement"):
+                dist.barrier()

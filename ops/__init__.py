@@ -8,6 +8,7 @@ from lancet_kernels.ops.all_reduce import all_reduce_bucket, start_all_reduce
 from lancet_kernels.ops.all_to_all import all_to_all, exchange_counts, start_all_to_all
 from lancet_kernels.ops.combine import combine, combine_dweight
 from lancet_kernels.ops.dispatch import dispatch
+from lancet_kernels.ops.dropout import dropout
 from lancet_kernels.ops.expert_activation import expert_activation, expert_activation_backward
 from lancet_kernels.ops.gate import gate, gate_backward
 from lancet_kernels.ops.grouped_gemm import (
@@ -30,6 +31,7 @@ __all__ = [
     "combine",
     "combine_dweight",
     "dispatch",
+    "dropout",
     "exchange_counts",
     "expert_activation",
     "expert_activation_backward",

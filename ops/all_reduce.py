@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.ops.groups import group_of
+from lancet_kernels.ops.waiting import waiting
 
 
 @dataclass
@@ -22,11 +23,13 @@ class PendingAllReduce:
     flat: Tensor
     shapes: list[torch.Size]
     work: dist.Work | None
+    group: dist.ProcessGroup | None = None
 
     def wait(self) -> list[Tensor]:
-        """The sums, in the order of the bucket; views of one buffer."""
+        """The sums, in the order of the bucket; views of one buffer. Raises: CommunicationError."""
         if self.work is not None:
-            self.work.wait()
+            with waiting("all_reduce", self.group):
+                self.work.wait()
         pieces = self.flat.split([shape.numel() for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
@@ -34,8 +37,13 @@ class PendingAllReduce:
 def start_all_reduce(gradients: list[Tensor], group: str) -> PendingAllReduce:
     """Begin to sum a bucket over the ranks of the group (a name from `group_name`)."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    work = dist.all_reduce(flat, group=group_of(group), async_op=True) if group else None
-    return PendingAllReduce(flat, [gradient.shape for gradient in gradients], work)
+    shapes = [gradient.shape for gradient in gradients]
+    if not group:
+        return PendingAllReduce(flat, shapes, None)
+    process_group = group_of(group)
+    with waiting("all_reduce", process_group):
+        work = dist.all_reduce(flat, group=process_group, async_op=True)
+    return PendingAllReduce(flat, shapes, work, process_group)
 
 
 @torch.library.custom_op("lancet::all_reduce_bucket", mutates_args=())

@@ -12,30 +12,48 @@ round (`ops.rows`). It is its own adjoint with the counts swapped and the other 
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.ops.groups import group_of
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.groups import counts_group, group_of
 from lancet_kernels.ops.link import Transfer, link
 from lancet_kernels.ops.rows import expert_major, rank_major, traced_rows
+from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 
-_HEADER = 3
+_HEADER = 4
 # Messages come in multiples of this: ranks with different numbers of experts must still understand each
 # other, and gloo ends the process when two ranks expect messages of different sizes.
 _MESSAGE = 64
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
+_runs_a_plan = False
+
+
+@contextlib.contextmanager
+def running_a_plan() -> Iterator[None]:
+    """Inside the block, exchanges of counts are those of a plan: its collectives are others than the
+    module's, so no rank may run one while its peers run the other."""
+    global _runs_a_plan
+    before, _runs_a_plan = _runs_a_plan, True
+    try:
+        yield
+    finally:
+        _runs_a_plan = before
+
+
 @torch.library.custom_op("lancet::exchange_counts", mutates_args=())
 def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Tensor:
     """Tell every rank how many rows it gets for each of its experts.
 
-    A header travels along (width, dtype, experts per rank), so that ranks that disagree all raise instead of
-    one of them hanging. Ranks may have different numbers of tokens.
+    A header travels along (width, dtype, ..., with a plan or without), so that ranks that disagree all raise
+    instead of one of them hanging. Ranks may have different numbers of tokens.
 
     Args: count_WL int64, rows for expert l of rank w; group: a name from `group_name`.
     Returns: [W, L] int64, rows that rank w has for expert l of this rank.
@@ -44,12 +62,13 @@ def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str
     if not group:
         return count_WL.clone()
     ranks, local_experts = count_WL.shape
-    header = torch.tensor([width, _DTYPES.index(dtype), local_experts], device=count_WL.device)
+    values = [width, _DTYPES.index(dtype), local_experts, int(_runs_a_plan)]
+    header = torch.tensor(values, device=count_WL.device)
     message = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
     sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
     received = torch.empty_like(sent)
-    process_group = group_of(group)
-    with _named_failure("exchange_counts", process_group):
+    process_group = group_of(counts_group(group))
+    with waiting("exchange_counts", process_group, current_layer()):
         dist.all_to_all_single(received, sent, group=process_group)
     _check_headers(received[:, :_HEADER].tolist(), process_group)
     return received[:, _HEADER : _HEADER + local_experts].contiguous()
@@ -57,6 +76,14 @@ def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str
 
 def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:
     own = headers[group.rank()]
+    if len({header[-1] for header in headers}) > 1:
+        without = ", ".join(str(peer) for peer, header in enumerate(headers) if not header[-1])
+        raise UserError(
+            "optimized module across ranks",
+            got=f"rank(s) {without} running without the plan, others with it",
+            expected="the same on every rank",
+            do="see the warning there: it names the mode, setting or shape that is another one",
+        )
     for peer, header in enumerate(headers):
         if header != own:
             raise UserError(
@@ -86,10 +113,11 @@ class PendingAllToAll:
     count_WL: Tensor
     to_experts: bool
     group: dist.ProcessGroup
+    layer: str = ""
 
     def wait(self) -> Tensor:
         """-> [R, D]. Bounded by the process group's timeout; raises CommunicationError."""
-        with _named_failure("all_to_all", self.group):
+        with waiting("all_to_all", self.group, self.layer):
             self.transfer.finish(self.work)
         # A collective delivers rank by rank.
         return expert_major(self.received_RD, self.count_WL) if self.to_experts else self.received_RD
@@ -127,7 +155,8 @@ def start_all_to_all(
     sent_SD = (rows_SD if to_experts else rank_major(rows_SD, send_count_WL))[: sum(send_rows)].contiguous()
     received_RD = sent_SD.new_empty(sum(receive_rows), sent_SD.shape[1])
     row_bytes = sent_SD.shape[1] * sent_SD.element_size()
-    with _named_failure("all_to_all", process_group):
+    layer = current_layer()
+    with waiting("all_to_all", process_group, layer):
         transfer = link.start(
             process_group,
             sent=(sum(send_rows) - send_rows[rank]) * row_bytes,
@@ -138,7 +167,7 @@ def start_all_to_all(
             received_RD, sent_SD, receive_rows, send_rows, group=process_group, async_op=True
         )
     transfer.watch(work, sent_SD)
-    return PendingAllToAll(work, transfer, received_RD, receive_count_WL, to_experts, process_group)
+    return PendingAllToAll(work, transfer, received_RD, receive_count_WL, to_experts, process_group, layer)
 
 
 @torch.library.custom_op("lancet::all_to_all", mutates_args=())
@@ -174,10 +203,12 @@ def _setup_context(ctx, inputs, output) -> None:
     rows_SD, send_count_WL, receive_count_WL, ctx.group, ctx.to_experts, _ = inputs
     ctx.save_for_backward(send_count_WL, receive_count_WL)
     ctx.num_rows = rows_SD.shape[0]
+    ctx.layer = current_layer()
 
 
 def _backward(ctx, grad_RD):
     send_count_WL, receive_count_WL = ctx.saved_tensors
+    enter_layer(ctx.layer)
     grad_SD = torch.ops.lancet.all_to_all(
         grad_RD, receive_count_WL, send_count_WL, ctx.group, not ctx.to_experts, ctx.num_rows
     )
@@ -185,23 +216,3 @@ def _backward(ctx, grad_RD):
 
 
 all_to_all.register_autograd(_backward, setup_context=_setup_context)
-
-
-class _named_failure:
-    """Turn a failed collective into one line that says who waited, in which op, for whom."""
-
-    def __init__(self, op: str, group: dist.ProcessGroup) -> None:
-        self.op, self.group = op, group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind, error, trace) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, CommunicationError):
-            rank, ranks = self.group.rank(), self.group.size()
-            peers = ", ".join(str(peer) for peer in range(ranks) if peer != rank)
-            reason = str(error).splitlines()[0]
-            raise CommunicationError(
-                f"rank {rank}: {self.op} failed while waiting for rank(s) {peers}: {reason}; "
-                "look for the first rank that failed, and at the process group's timeout"
-            ) from error

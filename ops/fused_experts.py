@@ -19,6 +19,7 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -35,7 +36,8 @@ from lancet_kernels.kernels.overlap import (
 )
 from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.kernels.slots import inverse_tables
-from lancet_kernels.ops.groups import group_of
+from lancet_kernels.ops.groups import group_of, group_timeout_s
+from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.symmetric import SymmetricMemory, create
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,6 +48,7 @@ class _Alone:
 
 
 ALONE = _Alone()
+ALONE_TIMEOUT_S = 60.0
 
 
 class FusedMemory:
@@ -89,7 +92,8 @@ class LayerExchange:
     Args:
         group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
         banks: forward passes that may wait for their backward at once.
-        timeout_s: how long a wait for a peer may last before CommunicationError.
+        timeout_s: how long a wait for a peer may last before CommunicationError; None: as for the group's
+            collectives.
         config: how launches are cut; None: a default for the device.
     """
 
@@ -102,12 +106,20 @@ class LayerExchange:
         activation: str,
         *,
         banks: int = 2,
-        timeout_s: float = 60.0,
+        timeout_s: float | None = None,
         config: OverlapConfig | None = None,
     ) -> None:
         self.group, self.local_experts, self.width, self.hidden = group, local_experts, width, hidden
-        self.activation, self.banks, self.timeout_s, self.config = activation, banks, timeout_s, config
+        self.activation, self.banks, self.config = activation, banks, config
+        if timeout_s is None:
+            timeout_s = group_timeout_s(group_of(group)) if group else ALONE_TIMEOUT_S
+        self.timeout_s = timeout_s
         self._made: dict[tuple, tuple[FusedMemory, Exchange, Exchange, OverlapConfig]] = {}
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the layer's experts; None: this one alone."""
+        return group_of(self.group) if self.group else None
 
     def of(self, capacity: int, like: Tensor) -> tuple[Exchange, Exchange, OverlapConfig]:
         """Forward and backward exchange and configuration for rows like `like` [T, D]."""
@@ -195,14 +207,17 @@ def forward_pass(
     dense: Sequence[DenseGemm],
 ) -> tuple[Tensor, tuple[Exchange, Exchange], SavedPass, Routing, Experts, OverlapConfig]:
     """One pass forward. -> out [T, D] and all that the backward takes; its use of the exchange is open."""
-    forward, backward, config = layer.of(capacity, x)
-    token, choice = inverse_tables(expert, slot, count_WL.numel(), capacity)
-    routing = Routing(
-        expert, slot, weight.float().contiguous(), token, choice, count_WL.reshape(-1).contiguous()
-    )
-    experts = Experts(*(None if p is None else p.contiguous() for p in (w1, b1, w2, b2)), layer.activation)
-    out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
-    forward.watch()
+    with waiting("fused_experts", layer.process_group, current_layer()):
+        forward, backward, config = layer.of(capacity, x)
+        token, choice = inverse_tables(expert, slot, count_WL.numel(), capacity)
+        routing = Routing(
+            expert, slot, weight.float().contiguous(), token, choice, count_WL.reshape(-1).contiguous()
+        )
+        experts = Experts(
+            *(None if p is None else p.contiguous() for p in (w1, b1, w2, b2)), layer.activation
+        )
+        out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
+        forward.watch()
     return out, (forward, backward), saved, routing, experts, config
 
 
@@ -218,6 +233,7 @@ class _FusedExperts(torch.autograd.Function):
             # The pass as an attribute: if the graph is dropped, so is it, and its bank is free again.
             ctx.saved, ctx.exchanges, ctx.rest, ctx.dense = saved, exchanges, rest, backward_dense
             ctx.weight_dtype = weight.dtype
+            ctx.group, ctx.layer = layer.process_group, current_layer()
         else:
             exchanges[0].release(saved.use)
         return out
@@ -226,9 +242,13 @@ class _FusedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         forward, backward = ctx.exchanges
-        gradients = moe_backward(forward, ctx.saved, backward, dy.contiguous(), *ctx.rest, dense=ctx.dense)
-        forward.release(ctx.saved.use)
-        backward.watch()
+        enter_layer(ctx.layer)
+        with waiting("fused_experts_backward", ctx.group, ctx.layer):
+            gradients = moe_backward(
+                forward, ctx.saved, backward, dy.contiguous(), *ctx.rest, dense=ctx.dense
+            )
+            forward.release(ctx.saved.use)
+            backward.watch()
         dweight = gradients.dweight.to(ctx.weight_dtype)
         return (
             gradients.dx, None, None, dweight, None, None, gradients.dw1, gradients.db1, gradients.dw2,

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.waiting import current_layer, waiting
 
 
 @dataclass
@@ -119,12 +120,13 @@ def fused_experts_backward_op(
     forward, backward = taken.exchanges
     pairs = [(a.contiguous(), b.contiguous()) for a, b in zip(dense_a, dense_b, strict=True)]
     dense = [DenseGemm("tn", a, b, a.new_empty(a.shape[1], b.shape[1])) for a, b in pairs]
-    found = moe_backward(
-        forward, taken.saved, backward, dy_TD.contiguous(), taken.routing, taken.experts, taken.config,
-        dense=dense,
-    )  # fmt: skip
-    forward.release(taken.saved.use)
-    backward.watch()
+    with waiting("fused_experts_backward", _layers[layer].process_group, current_layer()):
+        found = moe_backward(
+            forward, taken.saved, backward, dy_TD.contiguous(), taken.routing, taken.experts, taken.config,
+            dense=dense,
+        )  # fmt: skip
+        forward.release(taken.saved.use)
+        backward.watch()
     biases = [] if b1 is None else [found.db1, found.db2]
     dweight = found.dweight.to(weight_TK.dtype)
     return [found.dx, dweight, found.dw1, found.dw2, *biases, *(gemm.c for gemm in dense)]

@@ -1,11 +1,161 @@
-"""Process groups as ops see them: by name, because an op's arguments are plain data.
+"""Which ranks share experts, and which ranks sum which gradients?
 
-The empty name means "one rank": no torch.distributed needed.
+Groups go by name, because an op's arguments are plain data. The empty name means "one rank": no
+torch.distributed needed.
+
+    N = 4 ranks, expert groups of W = 2:      experts 0 1   2 3        expert group    (0, 1) (2, 3)
+                                              rank    0     1          replica group   (0, 2) (1, 3)
+                                              rank    2     3          data group      (0, 1, 2, 3)
+
+All-to-alls run in the expert group. Gradients of experts are summed over the replica group, all others over
+the data group.
 """
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.waiting import waiting
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one model on this rank, as names; "" is a group of one rank.
+
+    Replica and data group have communicators of their own, so that an all-reduce never stands before an
+    all-to-all in a queue.
+    """
+
+    expert: str = ""
+    """W ranks that share one set of experts: the all-to-alls."""
+    replica: str = ""
+    """N / W ranks that hold the same experts: their gradients are summed here."""
+    data: str = ""
+    """N ranks with different tokens: all other gradients are summed here."""
+    world: str = ""
+    """All ranks that run this model, tensor-parallel ones included: they agree on one plan."""
+
+    @classmethod
+    def around(cls, expert_group: dist.ProcessGroup | str | None = None) -> Groups:
+        """The groups of a job all of whose ranks see different tokens, from its expert groups alone.
+
+        Collective over all ranks of the job, each with its own expert group, or its name (None: all ranks are
+        one). Asked again for the same one, it gives the same communicators.
+        Raises: UserError on every rank, unless the expert groups are of one size and every rank is in one.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            return cls()
+        expert = expert_group if isinstance(expert_group, str) else group_name(expert_group)
+        own = dist.get_process_group_ranks(group_of(expert)) if expert else [dist.get_rank()]
+        expert_groups = _distinct(_all_gather(own))
+        ranks = sorted(rank for group in expert_groups for rank in group)
+        everybody = list(range(dist.get_world_size()))
+        if len({len(group) for group in expert_groups}) != 1 or ranks != everybody:
+            raise UserError(
+                "expert groups",
+                got=", ".join(map(str, expert_groups)),
+                expected=f"groups of one size that hold each of the {len(everybody)} ranks once",
+                do="make the groups alike, or use Groups.from_mesh",
+            )
+        remembered = _AROUND.setdefault(dist.group.WORLD, {})
+        if expert not in remembered:
+            place = own.index(dist.get_rank())
+            replicas = [group[place] for group in expert_groups]
+            remembered[expert] = cls._with_communicators(expert, replicas, everybody, everybody)
+        return remembered[expert]
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, expert: str, replica: str | None = None) -> Groups:
+        """The groups of a DeviceMesh, by the names of its dimensions. Collective over all ranks of the job.
+
+        Args: expert: the dimension along which experts differ. replica: the dimension along which they are
+            the same and tokens differ; None: there is none. Along all other dimensions (tensor parallel)
+            ranks see the same tokens; `set_gradient_group` says what that means for a parameter.
+        Raises: UserError for a dimension that the mesh does not have.
+        """
+        names = mesh.mesh_dim_names or ()
+        for name in (expert, replica):
+            if name is not None and name not in names:
+                raise UserError(
+                    "dimension of the mesh",
+                    got=repr(name),
+                    expected=f"one of {', '.join(names) or 'its names, of which it has none'}",
+                    do="name the mesh's dimensions with mesh_dim_names",
+                )
+        replicas = dist.get_process_group_ranks(mesh[replica].get_group()) if replica else [dist.get_rank()]
+        different_tokens = tuple(name for name in names if name in (expert, replica))
+        data = mesh[different_tokens].mesh.flatten().tolist()
+        expert_name = group_name(mesh[expert].get_group())
+        return cls._with_communicators(expert_name, replicas, data, mesh.mesh.flatten().tolist())
+
+    @classmethod
+    def _with_communicators(
+        cls, expert: str, replica: list[int], data: list[int], world: list[int]
+    ) -> Groups:
+        """Args: the ranks of this rank's groups. Collective over all ranks of the job."""
+        expert_ranks = dist.get_process_group_ranks(group_of(expert)) if expert else [dist.get_rank()]
+        counts = _new_group(expert_ranks)
+        # torch sorts the ranks of a new group; where they were not, places would differ.
+        if expert and expert_ranks == sorted(expert_ranks):
+            _COUNTS[group_of(expert)] = counts
+        data_name = _new_group(data)
+        # With one rank per expert group, experts are replicated like everything else.
+        replica_name = data_name if sorted(replica) == sorted(data) else _new_group(replica)
+        everybody = len(world) == dist.get_world_size()
+        return cls(expert, replica_name, data_name, group_name(None) if everybody else _new_group(world))
+
+
+# By group, which they do not keep alive.
+_AROUND: WeakKeyDictionary[dist.ProcessGroup, dict[str, Groups]] = WeakKeyDictionary()
+"""Of the group of all ranks: by name of the expert group."""
+_COUNTS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
+def _all_gather(ranks: list[int]) -> list[list[int]]:
+    gathered: list[list[int]] = [[]] * dist.get_world_size()
+    with waiting("comparison of the process groups"):
+        dist.all_gather_object(gathered, ranks)
+    return gathered
+
+
+def _distinct(groups: list[list[int]]) -> list[list[int]]:
+    return [list(group) for group in sorted(set(map(tuple, groups)))]
+
+
+def _new_group(ranks: Sequence[int]) -> str:
+    """A new communicator for these ranks; "" for one rank. Collective over all ranks of the job.
+
+    Every rank takes part in making all groups, in one order: torch counts them to give them names, and
+    ranks that had counted differently would wait for each other for ever.
+    """
+    own = ""
+    for group in _distinct(_all_gather(sorted(ranks))):
+        if len(group) > 1:
+            with waiting("making of the process groups"):
+                # torch's own default is 30 minutes.
+                timeout = timedelta(seconds=group_timeout_s(dist.group.WORLD))
+                process_group = dist.new_group(group, timeout=timeout)
+            if group == sorted(ranks):
+                own = process_group.group_name
+    return own
+
+
+def counts_group(name: str) -> str:
+    """The communicator on which the counts of an expert group are exchanged.
+
+    On that of the rows, the counts of one part of a batch would queue behind the rows of the part before
+    it. Without `Groups`, which make the second one, nothing is cut into parts, and the first one will do.
+    """
+    return _COUNTS.get(group_of(name), name) if name else ""
 
 
 def group_name(group: dist.ProcessGroup | None) -> str:
@@ -16,6 +166,11 @@ def group_name(group: dist.ProcessGroup | None) -> str:
     return group.group_name if group.size() > 1 else ""
 
 
+def data_group_name(group: dist.ProcessGroup | Groups | None) -> str:
+    """The name of the ranks with different tokens: of these groups, or this very group (None: all ranks)."""
+    return group.data if isinstance(group, Groups) else group_name(group)
+
+
 def group_of(name: str) -> dist.ProcessGroup:
     """The process group of a name from `group_name` (not of the empty one)."""
     return _resolve_process_group(name)
@@ -24,6 +179,12 @@ def group_of(name: str) -> dist.ProcessGroup:
 def group_size(name: str) -> int:
     """How many ranks; 1 for the empty name."""
     return group_of(name).size() if name else 1
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """How long a collective of the group may wait for a rank."""
+    device = next(iter(group._device_types))
+    return group._get_backend(device).options._timeout.total_seconds()
 
 
 def group_rank(name: str) -> int:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.waiting import waiting
 
 
 @dataclass
@@ -126,9 +127,10 @@ class _Boards:
             os.truncate(handle, 8 * size)
             os.close(handle)
         try:
-            dist.broadcast_object_list(path, src=dist.get_global_rank(group, 0), group=group)
-            board = torch.from_file(path[0], shared=True, size=size, dtype=torch.float64)
-            dist.barrier(group)
+            with waiting("the emulated link's first all-to-all", group):
+                dist.broadcast_object_list(path, src=dist.get_global_rank(group, 0), group=group)
+                board = torch.from_file(path[0], shared=True, size=size, dtype=torch.float64)
+                dist.barrier(group)
         finally:
             if group.rank() == 0:
                 os.unlink(path[0])

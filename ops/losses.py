@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lancet_kernels.ops.gates.base import Gate
 from lancet_kernels.ops.groups import group_of
+from lancet_kernels.ops.waiting import waiting
 
 
 class RoutingSums(NamedTuple):
@@ -108,7 +109,9 @@ def sum_over_ranks(counts: Tensor, group: str) -> Tensor:
     """The sum of an integer tensor over the ranks of the group; no gradient."""
     total = counts.clone()
     if group:
-        dist.all_reduce(total, group=group_of(group))
+        process_group = group_of(group)
+        with waiting("sum_over_ranks", process_group):
+            dist.all_reduce(total, group=process_group)
     return total
 
 

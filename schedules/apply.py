@@ -6,8 +6,8 @@
 
 Contract: afterwards the graph runs its instructions in exactly the order that was asked for; if that is
 no valid order of this graph, nothing has been changed and UserError says which node would read what does
-not exist yet. Every rank issues its collectives in the order of the plan, so that no two ranks can wait for
-each other crosswise.
+not exist yet, or draw another one's random numbers. Every rank issues its collectives in the order of the
+plan, so that no two ranks can wait for each other crosswise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Sequence
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.from_fx import is_instruction, op_name
+from lancet_kernels.graph.from_fx import draws_random_numbers, is_instruction, op_name
+from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
 
@@ -68,9 +69,24 @@ def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
         elements = _with_elements(node)
         wanted += elements
         made.update(elements)
+    _check_draws(graph, wanted)
     _place(graph, wanted)
     graph.lint()
     assert instruction_order(graph) == list(order)
+
+
+def _check_draws(graph: fx.Graph, wanted: Sequence[fx.Node]) -> None:
+    """Raise UserError if ops that draw from the random generator would change places: no edge joins them."""
+    present = [node.name for node in graph.nodes if draws_random_numbers(node)]
+    asked = [node.name for node in wanted if draws_random_numbers(node)]
+    for first, early in zip(present, asked, strict=True):
+        if first != early:
+            raise UserError(
+                "order of a plan",
+                got=f"{early} before {first}",
+                expected=f"{first} first: both draw random numbers",
+                do="plan again for this graph",
+            )
 
 
 def _with_elements(node: fx.Node) -> list[fx.Node]:
@@ -104,6 +120,7 @@ def start_early_wait_late(module: fx.GraphModule, blocking: Collection[str] = ()
         with graph.inserting_before(node):
             pending = graph.call_function(start, node.args, node.kwargs)
         pending.name = f"{name}_start"
+        pending.meta = layer_meta(node)
         readers = _readers(node)
         first = min(readers, key=_position(graph).__getitem__) if readers else graph.output_node()
         elements = [user for user in node.users if user.target is operator.getitem]

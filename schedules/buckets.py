@@ -1,4 +1,4 @@
-"""Gradient all-reduces of replicated parameters as instructions of the graph, several gradients to a bucket.
+"""Gradient all-reduces as instructions of the graph, several gradients to a bucket.
 
 Buckets follow the order in which the backward makes the gradients, so each is complete early; a weight
 gradient that is scheduled later takes its bucket along.
@@ -7,7 +7,7 @@ gradient that is scheduled later takes its bucket along.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -20,39 +20,45 @@ BUCKET_BYTES = 1 << 20
 def insert_all_reduces(
     module: fx.GraphModule,
     parameter_of_output: Mapping[int, str],
-    expert_names: Collection[str],
-    group: str,
+    group_of_parameter: Mapping[str, str],
+    replica_group: str = "",
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[str]:
-    """Put `lancet.all_reduce_bucket` between the replicated gradients of a joint graph and its outputs.
+    """Put `lancet.all_reduce_bucket` between the gradients of a joint graph and its outputs.
+
+    A bucket has one dtype and one group.
 
     Args:
         parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
-        expert_names: parameters that each rank has of its own. bucket_bytes: a bucket closes when it has
-        that many.
+        group_of_parameter: over which ranks its gradient is summed; "": over none.
+        replica_group: the one of these whose collectives are priced apart, as group "replica".
+        bucket_bytes: a bucket closes when it has that many.
     Returns: names of the new instructions.
     """
     graph, output = module.graph, output_node(module)
     results = list(output.args[0])
     place = {node: i for i, node in enumerate(graph.nodes)}
-    replicated = [
+    summed = [
         i
         for i, name in parameter_of_output.items()
-        if name not in expert_names and isinstance(results[i], fx.Node)
+        if group_of_parameter[name] and isinstance(results[i], fx.Node)
     ]
-    buckets: list[list[int]] = []
-    size, dtype = bucket_bytes, None
-    for i in sorted(replicated, key=lambda i: place[results[i]]):
-        value = results[i].meta["val"]
-        if size >= bucket_bytes or value.dtype != dtype:
-            buckets.append([])
-            size, dtype = 0, value.dtype
-        buckets[-1].append(i)
-        size += value.numel() * value.element_size()
+    buckets: list[tuple[str, list[int]]] = []
+    open_bucket: dict[tuple[torch.dtype, str], tuple[list[int], int]] = {}
+    for i in sorted(summed, key=lambda i: place[results[i]]):
+        value, group = results[i].meta["val"], group_of_parameter[parameter_of_output[i]]
+        bucket, size = open_bucket.get((value.dtype, group), ([], bucket_bytes))
+        if size >= bucket_bytes:
+            bucket, size = [], 0
+            buckets.append((group, bucket))
+        bucket.append(i)
+        open_bucket[value.dtype, group] = bucket, size + value.numel() * value.element_size()
     names = []
-    for bucket in buckets:
-        gradients = [results[i] for i in bucket]
-        names.append(_insert(graph, gradients, group, bucket, results, place))
+    for group, bucket in buckets:
+        node = _insert(graph, group, bucket, results, place)
+        if group == replica_group:
+            node.meta["group"] = "replica"
+        names.append(node.name)
     output.args = (results,)
     graph.lint()
     module.recompile()
@@ -60,13 +66,10 @@ def insert_all_reduces(
 
 
 def _insert(
-    graph: fx.Graph,
-    gradients: list[fx.Node],
-    group: str,
-    bucket: list[int],
-    results: list[fx.Node],
-    place: Mapping[fx.Node, int],
-) -> str:
+    graph: fx.Graph, group: str, bucket: list[int], results: list[fx.Node], place: Mapping[fx.Node, int]
+) -> fx.Node:
+    """The all-reduce of a bucket, whose results take the place of the gradients among the outputs."""
+    gradients = [results[i] for i in bucket]
     last = max(gradients, key=place.__getitem__)
     with graph.inserting_after(last):
         node = graph.call_function(torch.ops.lancet.all_reduce_bucket.default, (gradients, group))
@@ -78,4 +81,4 @@ def _insert(
             cursor = graph.call_function(operator.getitem, (node, k))
         set_value(cursor, node.meta["val"][k])
         results[i] = cursor
-    return node.name
+    return node

@@ -21,6 +21,7 @@ from torch import fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
 from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.kernels.measured_cost import MeasuredCost
 from lancet_kernels.ops import fused_graph
@@ -198,6 +199,8 @@ def _lower(
             if node is not None:
                 node.replace_all_uses_with(_element(graph, backward, i))
     forward.meta["milliseconds"], backward.meta["milliseconds"] = group.forward_ms, group.backward_ms
+    for launch in (forward, backward):
+        launch.meta.update(layer_meta(layer.dispatch))
     received, row = layer.forward[1].args[2], layer.dispatch.args[1]
     dead = sorted([*layer.forward, *layer.backward, *fillers], key=order.__getitem__, reverse=True)
     for node in (*dead, received, row):

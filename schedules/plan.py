@@ -26,6 +26,8 @@ FORMAT = "lancet-plan"
 VERSION = 2
 _AXIS_NAMES = {IRREGULAR: "irregular", PARTIAL: "partial sums", CARRIED: "carried on"}
 
+_TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -78,6 +80,7 @@ class Plan:
     compared: predictions of other strategies for the same Program and costs.
     options: the `PlanningOptions` it was planned with, as JSON values.
     fused: for each MoE layer, whether it runs in fused launches; its program is the one with those in it.
+    costs: where the costs that it was planned with come from (`graph.costs.source_of`).
     """
 
     program: str
@@ -92,13 +95,14 @@ class Plan:
     compared: Mapping[str, Prediction] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     fused: tuple[FusedGroup, ...] = ()
+    costs: str = ""
 
     @property
     def fingerprint(self) -> str:
         """64 hex digits that depend on what is done, not on how it was found or what is predicted: equal on
         ranks that agree."""
         data = self.to_json()
-        for other in ("predicted", "compared", "method", "options"):
+        for other in ("predicted", "compared", "method", "options", "costs"):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -196,6 +200,8 @@ class Plan:
             lines.append(
                 f"{name:<20}{p.iteration_ms:>14.2f}{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.3g}{speedup:>8.2f}x"
             )
+        if self.costs:
+            lines += ["", f"Costs: {self.costs}"]
         lines += ["", f"Order: {self.method}, {len(self.order)} instructions."]
         if self.blocking:
             lines.append(f"Computation waits for {len(self.blocking)} collectives.")
@@ -210,6 +216,8 @@ class Plan:
                 lines.append(f"  {group.layer}: {group.why}{riding}")
         if self.without_rule:
             lines.append(f"Never partitioned, because no rule is known: {', '.join(self.without_rule)}")
+        if _TORCH_DROPOUT & set(self.without_rule):
+            lines.append("  lancet_kernels.Dropout can be partitioned: its numbers do not depend on the cut")
         return "\n".join(lines)
 
 

@@ -4,8 +4,8 @@ Statistics are what no later all-to-all needs: they go behind everything that do
 of the router losses read what the gate says of the whole batch. Where they stand they would keep the
 planner from cutting around them; at the end of the forward pass they are in nobody's way.
 
-Constants are vectors made from nothing (the positions that a keyed gate routes by): they go to the front,
-because a part needs its slice of one, which has to exist before the range that is cut.
+Constants are vectors made from nothing (the positions that a keyed gate or dropout goes by): they go to the
+front, because a part needs its slice of one, which has to exist before the range that is cut.
 
 Behind the last all-to-all the same holds for what does not follow from it: a range can then go on from
 there, to the model's head. The order of everything else stays.
@@ -24,16 +24,17 @@ def sink_statistics(program: Program) -> list[str]:
     if not all_to_alls:
         return [instruction.name for instruction in instructions]
     last = max(all_to_alls)
-    front = _constants(program, last)
+    end = next(
+        (i for i in range(last + 1, len(program)) if instructions[i].phase is not Phase.FORWARD), len(program)
+    )
+    front = _constants(program, end)
     needed = [False] * len(program)
     for i in reversed(range(last + 1)):
         needed[i] = i in all_to_alls or any(needed[j] for j in program.dependents[i])
     before = [i for i in range(last + 1) if needed[i] and i not in front]
     sinks = [i for i in range(last + 1) if not needed[i] and i not in front]
-    end = next(
-        (i for i in range(last + 1, len(program)) if instructions[i].phase is not Phase.FORWARD), len(program)
-    )
-    behind = _main_path_first(program, last, [*sinks, *range(last + 1, end)])
+    tail = [i for i in range(last + 1, end) if i not in front]
+    behind = _main_path_first(program, last, [*sinks, *tail])
     return [instructions[i].name for i in (*sorted(front), *before, *behind, *range(end, len(program)))]
 
 
@@ -62,11 +63,11 @@ def _main_path_first(program: Program, last: int, positions: list[int]) -> list[
     return order + [i for i in positions if i in left]
 
 
-def _constants(program: Program, last: int) -> set[int]:
-    """Up to position `last`: made from scalars and other constants alone, and at most a vector."""
+def _constants(program: Program, end: int) -> set[int]:
+    """Before position `end`: made from scalars and other constants alone, and at most a vector."""
     inputs = set(program.inputs)
     found: set[int] = set()
-    for i, instruction in enumerate(program.instructions[: last + 1]):
+    for i, instruction in enumerate(program.instructions[:end]):
         if instruction.phase is not Phase.FORWARD or instruction.mutates or instruction.kind.is_communication:
             continue
         is_known = all(

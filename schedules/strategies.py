@@ -16,7 +16,7 @@ from functools import cached_property
 from itertools import pairwise
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.costs import Cost, source_of
 from lancet_kernels.graph.cut import can_be_cut
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
@@ -264,6 +264,7 @@ class Planner:
             method=method,
             without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
             options=asdict(self.options),
+            costs=source_of(self.cost),
         )
 
     def _fits(self, plan: Plan) -> bool:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from model_zoo import Size, make_model
 from torch import Tensor, fx, nn
 
 from lancet_kernels.graph.capture import capture, input_position, is_tangent, state_name
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.sink import sink_statistics
+from tests.model_zoo import Size, make_model
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Step:
 def captured_step(name: str, size: Size | None = None) -> Iterator[Step]:
     """Inside the block the graph may be changed and run."""
     model, inputs = make_model(name, size)
-    with capture(model, inputs) as captured:
-        reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
-        captured.joint.recompile()
-        program = Program.from_fx(captured.joint)
-        joint, outputs = captured.joint, captured.forward_outputs
+    captured = capture(model, inputs)
+    reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
+    captured.joint.recompile()
+    program = Program.from_fx(captured.joint)
+    joint, outputs = captured.joint, captured.forward_outputs
     yield Step(model, inputs, joint, program, tuple(_values(joint, model, inputs)), outputs)
 
 

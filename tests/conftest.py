@@ -1,7 +1,10 @@
 """Fixtures of all tests."""
 
+import math
 import os
 import signal
+import time
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,22 +21,24 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 from tests.ranks import RankPool
 
+if find_spec("hypothesis") is not None:
+    from tests.examples import load_quick_profile
+
+    load_quick_profile()
+
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and with them all they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# They watch the clock, kill processes, or need both cores for ranks that wait for each other.
+# Their processes are killed, or use both cores and wait for each other with a limit: one after the other.
 ALONE = {
-    "test_benchmarks.py",
     "test_launch.py",
-    "test_link.py",
     "test_netns.py",
     "test_overlap_bad_input.py",
     "test_overlap_kernel.py",
     "test_overlap_protocol.py",
     "test_ranks.py",
     "test_shared.py",
-    "test_strategies.py",
     "test_train.py",
     "test_wire.py",
 }
@@ -43,17 +48,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--shard", default="0/1", help="i/n: run every n-th test from the i-th on, 0 is the first"
     )
+    parser.addoption(
+        "--minutes",
+        type=float,
+        help="start no test after so many minutes; a test's second case comes after the first of all others",
+    )
+    parser.addoption("--backwards", action="store_true", help="the last test first")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The workers of xdist get this process's options, and so the same end.
+    if config.option.minutes is not None and not hasattr(config.option, "until"):
+        config.option.until = time.time() + 60 * config.option.minutes
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With -m gpu look only at files with such tests: a GPU machine may lack what others import.
-    With -m alone, too: to import all the others takes longer than many a test."""
-    marks = config.getoption("-m")
-    if collection_path.suffix != ".py" or not marks.startswith(("gpu", "alone")):
+    """With -m gpu look only at files with such tests: a GPU machine may lack what others import."""
+    if collection_path.suffix != ".py" or not config.getoption("-m").startswith("gpu"):
         return None
     text = collection_path.read_text(encoding="utf-8")
-    if marks.startswith("alone"):
-        return None if collection_path.name in ALONE or "mark.alone" in text else True
     # By their mark, or by the fixture of tests/lancet_kernels/kernels/conftest.py.
     chosen = "mark.gpu" in text or "device: torch.device" in text
     lacking = "from hypothesis" in text and find_spec("hypothesis") is None
@@ -63,10 +76,26 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.name in ALONE:
-            item.add_marker(pytest.mark.alone)
+        if item.path.name in ALONE or item.get_closest_marker("alone"):
+            item.add_marker(pytest.mark.xdist_group("alone"))
     index, count = map(int, config.getoption("--shard").split("/"))
     items[:] = items[index::count]
+    if config.option.minutes is not None:
+        seen = Counter()
+        rounds = {}
+        for item in items:
+            function = item.nodeid.partition("[")[0]
+            rounds[item] = seen[function]
+            seen[function] += 1
+        items.sort(key=rounds.__getitem__)
+    if config.option.backwards:
+        items.reverse()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if time.time() > getattr(item.config.option, "until", math.inf):
+        pytest.skip("not reached within --minutes")
 
 
 @pytest.fixture(scope="session")

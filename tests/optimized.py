@@ -3,7 +3,8 @@
 from torch import nn
 
 import lancet_kernels.optimization as library
-from lancet_kernels.optimization import OptimizedModule, optimize
+from lancet_kernels.optimization import optimize
+from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.schedules.strategies import Planner
 from tests.planned_steps import Outcome, dear_communication, gradients, sum_over_ranks
 

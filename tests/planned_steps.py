@@ -51,6 +51,7 @@ class StepCase:
     batch: int = 8
     sequence: int = 6
     dtype: torch.dtype = torch.float64
+    dropout: float = 0.0
 
 
 class StepWithLogits(TrainingStep):
@@ -79,6 +80,7 @@ def build_step(case: StepCase) -> tuple[StepWithLogits, tuple[Tensor, Tensor]]:
         gate=case.gate,
         capacity_factor=case.capacity_factor,
         activation=case.activation,
+        dropout=case.dropout,
     )
     torch.manual_seed(0)
     model = GPT2MoE(config).to(case.dtype)
@@ -171,11 +173,11 @@ class SmallStep:
 
     def __init__(self, case: StepCase) -> None:
         self.module, self.inputs = build_step(case)
-        self._step = _Step(self.module, self.inputs, True, None)
-        with self._step.graph() as captured:
-            self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
-            self.parameters = captured.parameter_of_gradient()
-        self.values = self._step.graph_inputs(captured)
+        self._step = _Step(self.module, self.inputs, {}, True, None)
+        captured = self._step.captured
+        self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
+        self.parameters = captured.parameter_of_gradient()
+        self.values = self._step.graph_inputs()
         self.program = Program.from_fx(self.joint)
         self.inference = AxisInference(self.program)
         self.names = [i.name for i in self.program.instructions]

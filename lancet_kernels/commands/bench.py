@@ -36,7 +36,7 @@ from lancet_kernels.step import TrainingStep
 from lancet_kernels.train import TrainOptions, build_config, check_options
 
 if TYPE_CHECKING:
-    from lancet_kernels.optimization import OptimizedModule
+    from lancet_kernels.optimized_module import OptimizedModule
 
 BENCH_MODEL = "gpt2-bench-moe"
 

@@ -91,4 +91,8 @@ def _comparison(found: dict) -> list[str]:
         rows.append(
             f"    {name:<18} {iteration_ms:.1f} ms per iteration, {found['exposed_ms'][name]:.1f} ms exposed"
         )
+    low, middle, high = found["speedup_quartiles"]
+    rows.append(
+        f"    {middle:.2f}x as fast, in half of the {found['iterations']} rounds {low:.2f}x to {high:.2f}x"
+    )
     return [*rows, f"    timeline in {found['timeline']}"]

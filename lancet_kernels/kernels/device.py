@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels import nvshmem_device, runtime, wire
+from lancet_kernels.kernels.runtime import looks_by_the_clock
 
 # A report (int64 [8]) says which wait ran out of time first:
 # [claimed, rank, peer, op, index, expected, seen, -].
@@ -188,9 +189,13 @@ def wait(
     seen = _look(signal_ptr, at_least, wire_ptr, due_ptr)
     if seen < at_least:
         polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
+        if INTERPRETED:
+            begin = looks_by_the_clock() - polls
         while (seen < at_least) & (polls < max_polls):
             seen = _look(signal_ptr, at_least, wire_ptr, due_ptr)
             polls += 1
+            if INTERPRETED:
+                polls = looks_by_the_clock() - begin
         if seen < at_least:
             _report(report_ptr, rank, peer, op, index, at_least, seen)
     if NVSHMEM and seen >= at_least:
@@ -225,9 +230,13 @@ def wait_all(
     seen, missing = _missing(signal_ptrs, mask, at_least, SIZE, wire_ptr, due_ptrs)
     if tl.sum(missing, 0) > 0:
         polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
+        if INTERPRETED:
+            begin = looks_by_the_clock() - polls
         while (tl.sum(missing, 0) > 0) & (polls < max_polls):
             seen, missing = _missing(signal_ptrs, mask, at_least, SIZE, wire_ptr, due_ptrs)
             polls += 1
+            if INTERPRETED:
+                polls = looks_by_the_clock() - begin
         if tl.sum(missing, 0) > 0:
             first = tl.arange(0, SIZE) == tl.argmax(missing, 0)
             peer = tl.sum(tl.where(first, peers, 0), 0)

@@ -218,7 +218,9 @@ class Exchange:
         raise CommunicationError(
             f"{self.name}: PE {rank} waited for PE {peer} {REPORTED[op]} more than {self.timeout_s:g} s: "
             f"expected {what} {expected} at signal {index}, seen {seen}; "
-            f"PE {peer} is late, dead, or in another layer: look at its log"
+            f"PE {peer} is late, dead, or in another layer: look at its log",
+            missing=(peer,),
+            timed_out=True,
         )
 
 

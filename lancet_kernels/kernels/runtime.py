@@ -4,6 +4,7 @@ The interpreter is chosen once, by TRITON_INTERPRET=1 in the environment before 
 is for proof, not for speed: it runs the very same kernels, program after program, on CPU tensors.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -78,6 +79,19 @@ def provide_scratch() -> None:
         triton.set_allocator(_scratch)
 
 
+LOOK_S = 40e-6 if INTERPRETED else 0.5e-6
+"""What a look at a signal takes: on a GPU at least; in the interpreter looks are counted by the clock."""
+
+
 def max_polls(timeout_s: float) -> int:
-    """How many looks at a signal `timeout_s` allows: of 40 us or more in the interpreter, 0.5 us on a GPU."""
-    return max(1, int(timeout_s / (40e-6 if INTERPRETED else 0.5e-6)))
+    """How many looks at a signal `timeout_s` allows."""
+    return max(1, int(timeout_s / LOOK_S))
+
+
+def looks_by_the_clock() -> int:
+    """The time, in looks. Only the interpreter calls it, where a look may take any time."""
+    return int(time.monotonic() / LOOK_S)
+
+
+# Triton takes no other functions in a kernel, not even in a branch that it never compiles.
+looks_by_the_clock.__triton_builtin__ = True

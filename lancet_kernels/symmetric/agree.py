@@ -96,7 +96,9 @@ class Meetings:
             self._say(self._number, GAVE_UP, waited)
             self._say(self._number + 1, GAVE_UP, waited)
             self._broken = f"an earlier step failed while {waited}"
-            raise CommunicationError(f"rank {self.rank}: {step} failed while {waited}")
+            raise CommunicationError(
+                f"rank {self.rank}: {step} failed while {waited}", missing=missing, timed_out=True
+            )
         said = [tuple(json.loads(self._store.get(self._key(self._number, r)))) for r in range(self.world)]
         # Whoever is in this meeting has read the last one.
         self._store.delete_key(self._key(self._number - 1, self.rank))

@@ -1,10 +1,9 @@
 """Hash and random gates: routing that is computed from a key instead of learned.
 
-Each (key, expert) pair gets a 64-bit number from a counter-based generator (splitmix64, Steele et al.
-2014), and a token goes to the k experts with the largest numbers. There is no stream and no state: the
-number depends on the key alone, never on how the batch was cut. Hash (Roller et al. 2021) keys by token
-id: a token of the vocabulary always meets the same experts. Random (Zuo et al. 2022, Chen et al. 2023)
-keys by the global index of the token in the step's batch, mixed with the step.
+Each (key, expert) pair gets a 64-bit number from a counter (`ops.splitmix`), and a token goes to the k
+experts with the largest numbers, however the batch was cut. Hash (Roller et al. 2021) keys by token id: a
+token of the vocabulary always meets the same experts. Random (Zuo et al. 2022, Chen et al. 2023) keys by the
+global index of the token in the step's batch, mixed with the step.
 """
 
 from dataclasses import dataclass
@@ -15,28 +14,7 @@ from torch import Tensor
 
 from lancet_kernels.ops.gates.base import Gate
 from lancet_kernels.ops.gates.slots import top_k_stable
-
-GOLDEN = 0x9E3779B97F4A7C15
-MASK = 0xFFFFFFFFFFFFFFFF
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same bits."""
-    value &= MASK
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's >> copies the sign bit."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def splitmix64(x: Tensor) -> Tensor:
-    """The splitmix64 finalizer on int64 (bits as uint64); multiplication wraps."""
-    x = x + _signed(GOLDEN)
-    x = (x ^ _shift_right(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shift_right(x, 27)) * _signed(0x94D049BB133111EB)
-    return x ^ _shift_right(x, 31)
+from lancet_kernels.ops.splitmix import GOLDEN, naive_splitmix64, signed, splitmix64
 
 
 @dataclass(frozen=True)
@@ -45,7 +23,7 @@ class _Counter(Gate):
     seed: int = 0
 
     def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
-        token_T1 = splitmix64(key_T + _signed(self.seed * GOLDEN))[:, None]
+        token_T1 = splitmix64(key_T + signed(self.seed * GOLDEN))[:, None]
         number_TE = splitmix64(token_T1 + torch.arange(num_experts, device=key_T.device))
         return top_k_stable(number_TE, top_k)
 
@@ -66,13 +44,6 @@ class Random(_Counter):
     key: ClassVar[str] = "index"
 
 
-def _naive_splitmix64(x: int) -> int:
-    x = (x + GOLDEN) & MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return x ^ (x >> 31)
-
-
 def naive_counter(
     key_T: Tensor, used_E: Tensor, top_k: int, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,8 +51,8 @@ def naive_counter(
     used = used_E.tolist()
     experts, slots = [], []
     for key in key_T.tolist():
-        token = _naive_splitmix64((key + seed * GOLDEN) & MASK)
-        number_E = [_signed(_naive_splitmix64((token + e) & MASK)) for e in range(len(used))]
+        token = naive_splitmix64(key + seed * GOLDEN)
+        number_E = [signed(naive_splitmix64(token + e)) for e in range(len(used))]
         experts.append(sorted(range(len(used)), key=lambda e: (-number_E[e], e))[:top_k])
         slots.append([])
         for e in experts[-1]:

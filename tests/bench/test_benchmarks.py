@@ -18,6 +18,7 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_benchmarks_are_collected_and_some_run(tmp_path) -> None:
     pytest.importorskip("pytest_benchmark")
     saved = tmp_path / "bench.json"

@@ -28,12 +28,14 @@ def test_without_a_gpu_it_says_so_in_a_line() -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.long
 def test_without_a_gpu_nothing_is_measured(tmp_path: Path) -> None:
     done = run(sys.executable, "bench/gpu_measure.py", "--out", str(tmp_path / "x.json"))
     assert done.returncode == 2
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     """Even where it is ignored, as in a background process of a shell; a second one changes nothing."""
     out = tmp_path / "smoke.json"
@@ -66,6 +68,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         assert f"not measured: {missing['what']}: not reached\n" in stdout
 
 
+@pytest.mark.long
 def test_every_measurement_runs(tmp_path: Path) -> None:
     out = tmp_path / "smoke.json"
     done = run(sys.executable, "bench/gpu_measure.py", "--smoke", "--out", str(out))

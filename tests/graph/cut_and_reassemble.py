@@ -28,7 +28,7 @@ EXACT = frozenset(
     view reshape _unsafe_view unsqueeze flatten cat split split_with_sizes slice select chunk unbind
     permute transpose t amax amin all any argmax argmin tril triu squeeze unflatten stack gather repeat
     constant_pad_nd embedding""".split()
-) | {"lancet.all_to_all", "lancet.gate"}
+) | {"lancet.all_to_all", "lancet.dropout", "lancet.gate"}
 """Ops whose parts do the very same arithmetic. Of the others, sums may be taken in another order, or a
 vectorized function may round otherwise at the end of an array."""
 

@@ -393,6 +393,12 @@ def _gate(d: Draw) -> Sample:
     return lancet.gate.default, (logits, used, key, bias, spec, top_k, d.size(1, 4)), {}
 
 
+def _dropout(d: Draw) -> Sample:
+    *tokens, width = d.shape()
+    element = d.whole(1000, *tokens), d.whole(1000, width)
+    return lancet.dropout.default, (d.real(*tokens, width), *element, d.whole(9), 0.5, 1, d.size()), {}
+
+
 class Experts:
     """Rows of an MoE layer: W ranks, L experts each, counts of rows."""
 
@@ -532,6 +538,7 @@ SAMPLES: dict[str, Callable[[Draw], Sample]] = {
     "aten.bmm": _bmm,
     "aten.baddbmm": _baddbmm,
     "aten.linear": _linear,
+    "lancet.dropout": _dropout,
     "lancet.gate": _gate,
     "lancet.all_to_all": _all_to_all,
     "lancet.grouped_gemm": _grouped_gemm,

@@ -1,17 +1,16 @@
 """From fx graphs to Programs: kinds, phases, aliases, bytes and FLOPs, by hand and of captured models."""
 
-import time
-
 import pytest
 import torch
-from capturing import read_only_step
-from model_zoo import Size
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients, weight_gradients
+from tests.capturing import read_only_step
+from tests.grids import few_of
+from tests.model_zoo import Size
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 T, D, F = 6, 8, 10
@@ -44,8 +43,8 @@ class Builder:
 
 def test_a_linear_layer_by_hand():
     model = nn.Linear(D, F)
-    with capture(model, (torch.randn(T, D, requires_grad=True),)) as captured:
-        program = Program.from_fx(captured.joint)
+    captured = capture(model, (torch.randn(T, D, requires_grad=True),))
+    program = Program.from_fx(captured.joint)
     by_op: dict[str, list] = {}
     for i in program.instructions:
         by_op.setdefault(i.op, []).append(i)
@@ -126,7 +125,7 @@ def test_types_that_cuda_ops_return():
     assert [spec.bytes for spec in program.tensors.values()] == [16, 16]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
+@pytest.mark.parametrize("name", few_of(["gpt2", "bert", "llama"]))
 def test_a_captured_model(name):
     size = Size()
     step = read_only_step(name, size)
@@ -150,7 +149,8 @@ def test_a_captured_model(name):
     assert not any(made_later & set(i.inputs) for i in program.instructions if i.phase is Phase.FORWARD)
 
 
-def test_ten_thousand_nodes_in_seconds(capsys):
+@pytest.mark.long
+def test_ten_thousand_nodes():
     """A training step written by hand: layers with an all-to-all each, dX and dW apart."""
     b = Builder()
     layers = 10_000 // 7
@@ -171,22 +171,11 @@ def test_ten_thousand_nodes_in_seconds(capsys):
         with module.graph.inserting_before(module.graph.output_node()):
             node = module.graph.call_function(aten.relu.default, (x,))
             node.meta["val"] = x.meta["val"]
-    started = time.perf_counter()
     program = Program.from_fx(module)
-    made = time.perf_counter()
     assert program.reachability.reaches(0, 1)
-    reached = time.perf_counter()
     scheduled = schedule_weight_gradients(program, lambda i, t: float(i.flops > 0 or i.kind.is_communication))
-    done = time.perf_counter()
     assert len(scheduled) == len(program) >= 9_990
     assert len(weight_gradients(program)) >= layers
-    with capsys.disabled():
-        print(
-            f"\n{len(program)} instructions: from_fx {made - started:.1f} s, reachability "
-            f"{reached - made:.1f} s, weight gradients {done - reached:.1f} s",
-            end="",
-        )
-    assert done - started < 30
 
 
 def _all_to_all(b: Builder, x: fx.Node) -> fx.Node:

@@ -20,6 +20,5 @@ def measured_on_rank() -> dict[str, float]:
 def test_the_slowest_rank_counts(pool) -> None:
     first, second = pool.run(measured_on_rank, ranks=2)
     assert first == second
-    # 1.3e8 FLOPs: more than 0.5 ms on any one core; those of rank 0 take some 0.01 ms.
-    assert 0.5 < first["aten.mm"] < 1000
-    assert first["aten.mm"] > 5 * first["aten.sum"]
+    # 1.3e8 FLOPs: more than 0.1 ms on any one core; those of rank 0 take some 0.01 ms.
+    assert first["aten.mm"] > 0.1

@@ -2,12 +2,11 @@
 
 import ast
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
@@ -15,6 +14,7 @@ from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, Tens
 from lancet_kernels.graph.program_json import fingerprint, program_from_json, program_to_json
 from lancet_kernels.graph.reachability import Reachability, bitset, members
 from lancet_kernels.graph.synthetic import training_step
+from tests.examples import examples
 
 
 def tensors(*names, **aliases):
@@ -118,7 +118,7 @@ def test_fingerprint_ignores_costs_and_sees_structure():
     assert fingerprint(replace(p, instructions=(other, *p.instructions[1:]))) != fingerprint(p)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_reachability_equals_search(data):
     length = data.draw(st.integers(1, 20))
@@ -140,8 +140,7 @@ def test_reachability_equals_search(data):
         assert reach.independent(i) == bitset(sorted(others))
 
 
-def test_ten_thousand_instructions_in_seconds():
-    start = time.perf_counter()
+def test_reachability_of_ten_thousand_instructions():
     instructions = [Instruction("i0", "x", (), ("t0",))]
     instructions += [
         Instruction(f"i{n}", "x", (f"t{n - 1}", f"t{n // 2}"), (f"t{n}",)) for n in range(1, 10_000)
@@ -149,7 +148,6 @@ def test_ten_thousand_instructions_in_seconds():
     described = {f"t{n}": TensorSpec(f"t{n}", (1,)) for n in range(10_000)}
     p = Program("long", tuple(instructions), described)
     assert p.reachability.reaches(0, 9_999)
-    assert time.perf_counter() - start < 5
 
 
 PLAIN = [

@@ -3,16 +3,17 @@
 from dataclasses import replace
 
 import pytest
-from capturing import read_only_step
-from cut_and_reassemble import WrongRule, check_node, one_op
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_zoo import MODELS, Size
-from samples import SAMPLES, Draw
 
 from lancet_kernels.graph.program import Instruction, Kind, Phase, TensorSpec
 from lancet_kernels.graph.rules import CARRIED, RULES, WHOLE, Rule, rule_for
 from lancet_kernels.schedules.axes import AxisInference
+from tests.capturing import read_only_step
+from tests.graph.cut_and_reassemble import WrongRule, check_node, one_op
+from tests.graph.samples import SAMPLES, Draw
+from tests.grids import few_of
+from tests.model_zoo import MODELS, Size
 
 BATCH = 5
 """No other size is a multiple of it."""
@@ -28,7 +29,7 @@ NEVER_CUT = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few_of(MODELS))
 def test_between_the_all_to_alls_everything_is_cut_along_the_batch(name):
     step = read_only_step(name, Size(batch=BATCH))
     program = step.program
@@ -50,7 +51,7 @@ def test_between_the_all_to_alls_everything_is_cut_along_the_batch(name):
     assert not {i.op for i in whole if i.op == "aten.bitwise_not"} or "written-out" in name
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few_of(MODELS))
 def test_forward_ops_without_a_rule_are_known(name):
     """Beside what is made from nothing: the loss, and the sum over ranks, which needs everything."""
     program = read_only_step(name, Size(batch=BATCH)).program
@@ -61,7 +62,7 @@ def test_forward_ops_without_a_rule_are_known(name):
     }
 
 
-@pytest.mark.parametrize("gate", ["batch-prioritized", "gshard", "expert-choice"])
+@pytest.mark.parametrize("gate", few_of(["batch-prioritized", "gshard", "expert-choice"]))
 def test_a_captured_gate_that_needs_the_whole_batch_is_never_cut(gate):
     program = read_only_step("gpt2", Size(gate=gate, top_k=2)).program
     position = next(i for i, x in enumerate(program.instructions) if x.op == "lancet.gate")
@@ -151,6 +152,8 @@ MUTATIONS: dict[str, tuple[str, Rule]] = {
     "stack as if appended": ("aten.stack", Rule(("a, a -> a 1", "a b, a b -> a b 1"))),
     "repeat along what is repeated": ("aten.repeat", Rule(("a -> a", "a b -> a b"))),
     "pad along what is padded": ("aten.constant_pad_nd", Rule(("a -> a", "a b -> a b"))),
+    "dropout that does not know its tokens": ("lancet.dropout", Rule(("... d, -, d, - -> ... d",))),
+    "dropout that does not know its features": ("lancet.dropout", Rule(("... d, ..., -, - -> ... d",))),
     "gate without capacity passing": (
         "lancet.gate",
         replace(

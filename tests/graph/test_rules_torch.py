@@ -1,22 +1,24 @@
 """Every rule of the table is proven in torch: cut, run part by part, put together, compare in fp64."""
 
 import pytest
-from capturing import read_only_step
-from cut_and_reassemble import Recorder, check_node, key_of, one_op
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_zoo import MODELS, Size
-from samples import IRREGULAR_ONLY, ONLY_ON_CUDA, SAMPLES, Draw
 
 from lancet_kernels.graph.from_fx import forward_nodes, is_instruction, op_name
 from lancet_kernels.graph.rules import RULES
+from tests.capturing import read_only_step
+from tests.examples import examples
+from tests.graph.cut_and_reassemble import Recorder, check_node, key_of, one_op
+from tests.graph.samples import IRREGULAR_ONLY, ONLY_ON_CUDA, SAMPLES, Draw
+from tests.grids import few_of
+from tests.model_zoo import MODELS, Size
 
 PARTS = (2, 3, 5)
 PROVEN: dict[tuple, int] = {}
 """Ops of several models are proven once: by op, shapes and attributes -> number of proofs."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few_of(MODELS))
 def test_every_forward_op_of_a_model_as_its_rule_says(name):
     """On the values that it has in the model: each op once per shapes, each way, 2 to 5 parts."""
     step = read_only_step(name, Size(batch=5))
@@ -37,7 +39,7 @@ def test_every_rule_has_a_proof():
 
 
 @pytest.mark.parametrize("op", SAMPLES)
-@settings(max_examples=8, deadline=None, derandomize=True, database=None)
+@settings(examples(30), derandomize=True, database=None)
 @given(data=st.data())
 def test_a_rule_on_drawn_shapes(op, data):
     prove(op, data)

@@ -4,12 +4,13 @@ import sysconfig
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import lancet_kernels.data as data
 from lancet_kernels.data import check_length, load_corpus, training_batch, validation_batches
 from lancet_kernels.errors import UserError
+from tests.examples import examples
 
 WORD = 2**64 - 1
 
@@ -197,7 +198,7 @@ def test_seed_and_step_both_change_the_data():
     assert len(batches) == 16
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(
     seed=st.integers(-(2**70), 2**70),
     step=st.integers(0, 2**40),
@@ -238,7 +239,7 @@ def test_validation_windows_overlap_rather_than_be_none():
     assert targets[:, -1].tolist() == [5, 6, 7]
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     rows=st.integers(1, 3),
     ranks=st.integers(1, 4),

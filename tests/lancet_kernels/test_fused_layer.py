@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
 from lancet_kernels.errors import UserError
+from tests.grids import few_of
 
 CASES = [
     {"gate": "switch", "top_k": 1, "capacity_factor": 1.0},
@@ -56,14 +57,26 @@ def both(options: dict, steps: int, layers: int) -> float:
     return worst
 
 
-@pytest.mark.parametrize("options", CASES, ids=lambda o: f"{o['gate']}-{o['capacity_factor']}")
+@pytest.mark.parametrize("options", few_of(CASES, 0, 1), ids=lambda o: f"{o['gate']}-{o['capacity_factor']}")
 def test_fused_equals_torch(pool, options) -> None:
     assert max(pool.run(both, options, 1, 1)) < 2e-5
 
 
+@pytest.mark.long
 def test_three_layers_for_three_steps(pool) -> None:
     """Banks and epochs are used again and again; layers share one backward exchange."""
     assert max(pool.run(both, CASES[0] | {"bias": True}, 3, 3)) < 1e-4
+
+
+def in_pairs() -> float:
+    """Two expert groups of two ranks each, at once."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return both({"gate": "topk", "top_k": 2, "group": pairs[dist.get_rank() // 2]}, 1, 1)
+
+
+@pytest.mark.long
+def test_fused_expert_groups_of_two(pool) -> None:
+    assert max(pool.run(in_pairs, ranks=4, timeout_s=120)) < 2e-5
 
 
 def test_one_rank_without_torch_distributed() -> None:

@@ -15,6 +15,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.ops import fused_experts
 from lancet_kernels.schedules import fused
+from tests.grids import few_of
 from tests.planned_steps import StepCase, build_step
 
 GATES = ("switch", "topk", "hash", "random", "sigmoid")  # every partitionable one
@@ -61,7 +62,7 @@ def compare(case: StepCase, steps: int) -> tuple[float, list[tuple], list[int]]:
     # What a CUDA graph could not capture: on streams sizes travel through the host, forward and backward.
     waiting = {name.partition("_part")[0] for name in on_streams.host_waits}
     assert {"exchange_counts", "all_to_all"} <= waiting or dist.get_world_size() == 1
-    assert len(planned.fused_layers) == 2
+    assert len(planned.fused_layers) == case.layers // 2
     assert not planned.host_waits
     plan, explained = planned.plan, planned.plan.explain()
     return worst, [(group.fused, group.why, group.layer in explained) for group in plan.fused], riding
@@ -74,21 +75,24 @@ def compare_with_riders(case: StepCase, steps: int) -> tuple[float, list[tuple],
 
 
 @pytest.mark.parametrize(
-    ("gate", "ranks", "steps"),
-    [("topk", 1, 1), *(pytest.param(gate, 2, 3, marks=pytest.mark.long) for gate in GATES)],
+    ("gate", "ranks", "steps", "layers"), few_of([("topk", 1, 1, 2), *((gate, 2, 3, 4) for gate in GATES)])
 )
-def test_steps_of_four_layers(pool, gate, ranks, steps) -> None:
-    case = StepCase(gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1)
+def test_steps(pool, gate, ranks, steps, layers) -> None:
+    case = StepCase(
+        gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1, layers=layers
+    )
     run = compare_with_riders if gate == "topk" else compare
     for worst, groups, riding in pool.run(run, case, steps, ranks=ranks, timeout_s=240):
         assert worst < 2e-4
         # A plan that says "fused" and runs the ops would give the same numbers.
-        assert len(riding) >= 2 * steps
-        assert len(groups) == 2
+        moe_layers = layers // 2
+        assert len(riding) >= moe_layers * steps
+        assert len(groups) == moe_layers
         assert all(fused and shown for fused, _, shown in groups), groups
-        assert gate != "topk" or sum(riding) > 2 * steps
+        assert gate != "topk" or sum(riding) > (layers - 2) * steps
 
 
+@pytest.mark.long
 def test_forwards_whose_backward_never_comes_give_their_banks_back() -> None:
     case = StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5)
     step, inputs = build_step(case)
@@ -103,9 +107,8 @@ def test_forwards_whose_backward_never_comes_give_their_banks_back() -> None:
         [planned(*inputs) for _ in range(3)]
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "expected"), [(1e6, 0), pytest.param(0.0, 1, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("milliseconds", "expected"), [(1e6, 0), (0.0, 1)])
 def test_fused_layers_must_make_the_whole_step_faster(tmp_path, milliseconds, expected) -> None:
     """Each layer is predicted faster, but the step is not: then all stay on streams, and the plan says so."""
     choose_groups = fused_step.choose_groups

@@ -1,5 +1,6 @@
 """Gradients across ranks: buckets against plain all-reduces, clipping against one process."""
 
+import copy
 from itertools import pairwise
 
 import pytest
@@ -7,14 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels import MoELayer, expert_parameters
+from lancet_kernels import Groups, MoELayer, UserError
 from lancet_kernels.gradients import (
     GradientBuckets,
     broadcast_replicated,
     clip_gradients,
     cut_into_buckets,
-    replicated_parameters,
+    gradient_groups,
+    set_gradient_group,
 )
+from tests.grids import few_of
 
 
 class Odd(nn.Module):
@@ -49,7 +52,7 @@ def buckets_on_rank(bucket_bytes: int) -> list[str]:
     bucketed = Odd()
     torch.manual_seed(0)
     plain = Odd()
-    buckets = GradientBuckets(bucketed, dist.new_group(), bucket_bytes=bucket_bytes)
+    buckets = GradientBuckets(bucketed, Groups.around(), bucket_bytes=bucket_bytes)
     wrong = []
     for step in range(3):
         backward_on(bucketed, step, rank)
@@ -80,7 +83,7 @@ def test_buckets_equal_one_all_reduce_per_gradient(pool, bucket_bytes):
 def overlap_on_rank() -> list[bool]:
     """Whether buckets were under way when backward ended, and the whole model's were in `finish`."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    buckets = GradientBuckets(model, dist.group.WORLD, bucket_bytes=1)
+    buckets = GradientBuckets(model, Groups.around(), bucket_bytes=1)
     started = []
     real = dist.all_reduce
     dist.all_reduce = lambda *a, **k: started.append(1) or real(*a, **k)
@@ -99,7 +102,7 @@ def test_buckets_start_during_backward(pool):
 
 def twice_on_rank() -> str:
     model = nn.Linear(2, 2)
-    buckets = GradientBuckets(model, dist.group.WORLD)
+    buckets = GradientBuckets(model, Groups.around())
     model(torch.ones(1, 2)).sum().backward()
     try:
         model(torch.ones(1, 2)).sum().backward()
@@ -126,19 +129,37 @@ def test_cut_into_buckets():
         (5, torch.float32),
     ]
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
-    cuts = cut_into_buckets(parameters, bucket_bytes=24)
-    assert [[p.numel() for p in cut] for cut in cuts] == [[5, 1], [8], [2, 4]]
-    assert cut_into_buckets([], 24) == []
-    flat = [p for cut in cut_into_buckets(parameters, 1) for p in cut]
+    over = dict.fromkeys(parameters, "all")
+    # One dtype per bucket; what is of another kind does not close it.
+    assert sizes_of(cut_into_buckets(over, bucket_bytes=24)) == [[5, 1], [8], [2, 4]]
+    assert sizes_of(cut_into_buckets(over, bucket_bytes=32)) == [[5, 1, 2], [8], [4]]
+    over[parameters[1]], over[parameters[3]] = "others", ""
+    assert sizes_of(cut_into_buckets(over, bucket_bytes=24)) == [[5, 4], [8], [2]]
+    assert cut_into_buckets({}, 24) == []
+    flat = [p for cut in cut_into_buckets(dict.fromkeys(parameters, "all"), 1) for p in cut]
     assert all(a is b for a, b in zip(flat, reversed(parameters), strict=True))
 
 
-def test_replicated_and_expert_parameters_are_all_there_is():
+def sizes_of(buckets: list[list[nn.Parameter]]) -> list[list[int]]:
+    return [[p.numel() for p in bucket] for bucket in buckets]
+
+
+def test_gradient_groups():
+    """Every parameter has a group, marked ones their own, also in a copy of the model."""
     model = Odd()
-    replicated, experts = replicated_parameters(model), expert_parameters(model)
-    assert {id(p) for p in experts} == {id(model.moe.w1), id(model.moe.w2)}
-    wanted = {n for n, p in model.named_parameters() if p.requires_grad} - {"moe.w1", "moe.w2"}
-    assert {n for n, p in model.named_parameters() if any(p is q for q in replicated)} == wanted
+    groups = Groups(expert="e", replica="r", data="d", world="w")
+    over = gradient_groups(model, groups)
+    assert len(over) == len(list(model.parameters()))
+    names = {name: over[p] for name, p in model.named_parameters()}
+    assert {name for name, group in names.items() if group == "r"} == {"moe.w1", "moe.w2"}
+    assert set(names.values()) == {"r", "d"}
+    with pytest.raises(
+        UserError, match="parameter of Embedding: got 'wight', expected one of weight; name a"
+    ):
+        set_gradient_group(model.embedding, None, ["wight"])
+    set_gradient_group(model.embedding, None, ["weight"])
+    for one in (model, copy.deepcopy(model)):
+        assert gradient_groups(one, groups)[one.embedding.weight] == ""
 
 
 # ---- clipping
@@ -160,12 +181,12 @@ def clip_on_rank(largest: float | None) -> tuple[float, dict[str, Tensor]]:
         ids = model.moe.expert_ids()
         mine = grad[ids.start : ids.stop] if name.startswith("moe.w") else grad
         parameter.grad = mine.to(parameter.dtype, copy=True)
-    norm = clip_gradients(model, largest, dist.group.WORLD)
+    norm = clip_gradients(model, largest, Groups.around())
     return norm.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("largest", [None, 1.0, 1e6])
+@pytest.mark.parametrize("ranks", few_of([2, 4]))
+@pytest.mark.parametrize("largest", few_of([None, 1.0, 1e6], 1))
 def test_clipping_across_expert_shards_equals_one_process(pool, ranks, largest):
     whole = {name: nn.Parameter(torch.zeros_like(grad)) for name, grad in whole_gradients(Odd()).items()}
     for name, grad in whole_gradients(Odd()).items():
@@ -185,10 +206,10 @@ def test_clipping_across_expert_shards_equals_one_process(pool, ranks, largest):
 
 
 def test_clipping_without_gradients_or_group():
-    assert clip_gradients(Odd(), 1.0, None).item() == 0
+    assert clip_gradients(Odd(), 1.0, Groups()).item() == 0
     model = nn.Linear(1, 1, bias=False)
     model.weight.grad = torch.tensor([[-3.0]])
-    assert clip_gradients(model, 1.5, None).item() == 3
+    assert clip_gradients(model, 1.5, Groups()).item() == 3
     assert abs(model.weight.grad.item() + 1.5) < 1e-5
 
 
@@ -197,7 +218,7 @@ def broadcast_on_rank() -> dict[str, Tensor]:
     model = Odd()
     model.register_buffer("count", torch.tensor([dist.get_rank() + 5]))
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
-    broadcast_replicated(model, dist.group.WORLD)
+    broadcast_replicated(model, Groups.around())
     return {"own": own, "now": {n: t.detach().clone() for n, t in model.state_dict().items()}}
 
 

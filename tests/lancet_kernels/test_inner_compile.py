@@ -34,6 +34,7 @@ def worst_difference(case: StepCase, times: str, inner_compile: str) -> float:
     return max(float((plain[name] - compiled[name]).abs().max()) for name in plain)
 
 
+@pytest.mark.long
 def test_compiled_pieces_give_the_same_step(pool, tmp_path) -> None:
     case = StepCase(batch=2, layers=2)
     found = pool.run(worst_difference, case, str(tmp_path / "times.json"), "aot_eager", timeout_s=120)

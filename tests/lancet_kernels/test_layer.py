@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, UserError, expert_parameters, moe_losses, set_routing_step
 from tests import moe_reference as reference
+from tests.grids import few_of
 from tests.moe_reference import Case
 
 GATE_CASES = {
@@ -125,8 +126,8 @@ def check_against_reference(case: Case, by_rank: list[dict[str, Tensor]]) -> dic
     return expected
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("dropless", [False, True], ids=["capacity", "dropless"])
+@pytest.mark.parametrize("ranks", few_of([1, 2, 4], 1))
+@pytest.mark.parametrize("dropless", few_of([False, True]), ids=["capacity", "dropless"])
 @pytest.mark.parametrize("gate", GATE_CASES)
 def test_layer_equals_reference(pool, gate, dropless, ranks):
     if gate == "expert-choice" and dropless:
@@ -257,7 +258,7 @@ def global_losses_on_rank(case: Case) -> dict[str, Tensor]:
     return {"values": values, "grad": grad, "assigned": losses.assigned, "dropped": losses.dropped}
 
 
-@pytest.mark.parametrize("gate", ["switch", "topk", "gshard", "batch-prioritized", "sigmoid"])
+@pytest.mark.parametrize("gate", few_of(["switch", "topk", "gshard", "batch-prioritized", "sigmoid"], 0, 1))
 def test_losses_of_two_ranks_are_those_of_the_global_batch(pool, gate):
     case = replace(GATE_CASES[gate], capacity_factor=None, tokens=24)
     whole = global_losses_on_rank(replace(case, ranks=1))
@@ -361,7 +362,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("gate", GATE_CASES)
+@pytest.mark.parametrize("gate", few_of(GATE_CASES, 0, 1))
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_layer_equals_eager(gate):
     shared = 8 if gate == "topk" else None
@@ -389,6 +390,7 @@ def check_compiled(case: Case, backend: str) -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_layer_takes_another_number_of_tokens():
     case = Case("topk", top_k=2, ranks=1)
@@ -416,6 +418,7 @@ def step_with_losses(layer: MoELayer, x: Tensor, ids: Tensor) -> tuple[Tensor, T
     return y, moe_losses([sums]).balance.detach()
 
 
+@pytest.mark.long
 def test_compiled_layer_equals_eager_on_two_ranks(pool):
     assert pool.run(compiled_on_rank, Case("topk", top_k=2), ranks=2) == [True, True]
 

@@ -11,6 +11,7 @@ from lancet_kernels.ops.gates import GATES, parse_gate
 from lancet_kernels.ops.link import link
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.strategies import STRATEGIES
+from tests.grids import few_of
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import (
     SmallStep,
@@ -121,15 +122,14 @@ def check_case(pool, case: StepCase, parts: tuple[int, ...], orders: int = 0) ->
     return tried
 
 
-@pytest.mark.parametrize(
-    "gate", ["switch", "batch-prioritized", "topk-dropless", pytest.param("random", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("gate", few_of(["switch", "batch-prioritized", "topk-dropless", "random"]))
 def test_plans_keep_the_mathematics(pool, gate):
     case = replace({**GATE_CASES, **DROPLESS}[gate], layers=2)
     parts = {"switch": 2, "batch-prioritized": 3, "topk-dropless": 4, "random": 2}[gate]
     check_case(pool, case, (parts,), orders=int(gate == "switch"))
 
 
+@pytest.mark.long
 def test_uneven_parts_keep_the_mathematics(pool):
     check_case(pool, UNEVEN["switch-uneven"], (3,))
 
@@ -177,13 +177,10 @@ def curves_on_rank(optimizer: str, steps: int) -> tuple[list[float], list[float]
     return (*losses, ranges)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "steps"),
-    [
-        ("sgd", 20),
-        pytest.param("sgd", 50, marks=pytest.mark.long),
-        pytest.param("adamw", 50, marks=pytest.mark.long),
-    ],
+    few_of([("sgd", 10), ("sgd", 50), ("adamw", 50)]),
 )
 def test_loss_curves_coincide_to_rounding(pool, optimizer, steps):
     """A sum in another order differs by a few eps = 1.2e-7; 50 steps amplify that, by 10 to 100 here. A plan

@@ -12,6 +12,7 @@ import pytest
 
 from lancet_kernels import netns
 from lancet_kernels.errors import RankFailed, UserError
+from tests.grids import few_of
 
 LACKING = netns.missing()
 pytestmark = pytest.mark.skipif(LACKING is not None, reason=f"this machine lacks {LACKING}")
@@ -74,6 +75,7 @@ def test_the_wire_has_its_speed(script: Path) -> None:
     assert names_of(os.getpid()) == []
 
 
+@pytest.mark.long
 def test_rank_that_fails_is_named(script: Path) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 failed: ValueError: no bread"):
         netns.run_on_wire([str(script), "fail"], 0.05)
@@ -92,7 +94,7 @@ def test_wire_that_cannot_be_had_is_one_line_and_leaves_nothing() -> None:
     wait_until_gone(os.getpid())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", few_of([signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
 def test_maker_that_is_stopped_leaves_nothing(number: signal.Signals) -> None:
     maker = subprocess.Popen(
         [sys.executable, "-c", HOLD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -109,6 +111,7 @@ def test_maker_that_is_stopped_leaves_nothing(number: signal.Signals) -> None:
         maker.stdout.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_bench_that_is_stopped_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "lancet_kernels.cli", "bench", "overlap", "--link", "netns"]

@@ -1,7 +1,6 @@
 """`optimize`: the module that it returns, and what happens where none fits."""
 
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -13,12 +12,13 @@ from lancet_kernels import MoELayer, UserError, expert_parameters
 from lancet_kernels.cli import main
 from lancet_kernels.graph.capture import CaptureError, capture
 from lancet_kernels.graph.program import Phase
-from lancet_kernels.optimization import OptimizedModule, optimize
+from lancet_kernels.optimization import optimize
 from lancet_kernels.ranks import Rank
 from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import node_name
 from lancet_kernels.train import TrainOptions, train
+from tests.grids import few_of
 from tests.optimized import BOUND, optimized, outcome_of
 from tests.planned_steps import (
     Outcome,
@@ -223,12 +223,14 @@ def test_module_of_ones_own(pool):
         assert found["of the input"] < BOUND
 
 
+@pytest.mark.long
 def test_one_process_needs_no_group():
     module, inputs = build_step(StepCase(layers=2))
     ready = optimized(module, inputs)
     assert outcome_of(ready, inputs, True).distance(outcome_of(module, inputs, True)) < BOUND
 
 
+@pytest.mark.long
 def test_the_same_tensors_can_be_captured_again():
     """A run must not mark its inputs as of changing size: B = S, so that torch takes both for one symbol."""
     module, inputs = build_step(StepCase(layers=2, batch=6, sequence=6))
@@ -236,9 +238,9 @@ def test_the_same_tensors_can_be_captured_again():
     for _ in range(2):
         ready = optimized(module, inputs, "none")
         assert outcome_of(ready, inputs, reduced=True).distance(plain) < BOUND
-    with capture(module, inputs) as captured:
-        names = [node.name for node in captured.joint.graph.nodes]
-        shapes = [n.meta["val"].shape for n in captured.joint.graph.nodes if n.op == "placeholder"]
+    captured = capture(module, inputs)
+    names = [node.name for node in captured.joint.graph.nodes]
+    shapes = [n.meta["val"].shape for n in captured.joint.graph.nodes if n.op == "placeholder"]
     assert not [name for name in names if "sym" in name]
     assert {type(size) for shape in shapes for size in shape} == {int}
 
@@ -255,42 +257,34 @@ def test_unknown_strategy():
         optimize(nn.Linear(2, 2), (torch.ones(1, 2),), strategy="best")
 
 
-def test_inputs_by_name():
-    module = OptimizedModule(nn.Linear(2, 2), None, None, None, (), None, "")
-    with pytest.raises(UserError, match="inputs of the optimized Linear: got input, x by name, expected all"):
-        module(input=torch.ones(1, 2), x=1)
-
-
 # ---- Ranks that disagree
 
 
-def disagree_on_rank(what: str, times: str) -> tuple[str, float]:
+def disagree_on_rank(what: str, times: str) -> str:
     odd = dist.get_rank() == 1
     module, inputs = build_step(StepCase(layers=4 if what == "layers" and odd else 2))
     if what == "batch" and odd:
         inputs = tuple(value[:4] for value in inputs)
     if what == "capture" and odd:
         module, inputs = Branching(), (torch.ones(4, 8),)
-    begin = time.monotonic()
     try:
         optimize(module, inputs, times=times)
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - begin
-    return "no error", time.monotonic() - begin
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
-@pytest.mark.parametrize("what", ["layers", "batch", "capture"])
+@pytest.mark.parametrize("what", few_of(["batch", "layers", "capture"]))
 def test_ranks_that_disagree_refuse_to_start(pool, tmp_path, what):
     by_rank = pool.run(disagree_on_rank, what, str(tmp_path / "times.json"), ranks=2)
-    for error, seconds in by_rank:
+    for error in by_rank:
         assert "\n" not in error
-        assert seconds < 15
     wanted = "no graph on rank(s) 1" if what == "capture" else "another one on rank(s) 1"
     refused = by_rank if what != "capture" else by_rank[:1]
-    for error, _ in refused:
+    for error in refused:
         assert error.startswith(f"UserError: training step across ranks: got {wanted}"), error
     if what == "capture":
-        assert by_rank[1][0].startswith("CaptureError: capture of Branching"), by_rank[1]
+        assert by_rank[1].startswith("CaptureError: capture of Branching"), by_rank[1]
 
 
 def other_weights_on_rank(reduce_gradients: bool) -> tuple[list[Tensor], bool]:

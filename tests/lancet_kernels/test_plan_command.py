@@ -1,9 +1,6 @@
 """`lancet plan`: figures for machines and people, files, and one line for whatever is wrong."""
 
 import json
-import subprocess
-import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,6 +10,7 @@ from lancet_kernels.cli import main
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.simulation import Setting
+from tests.grids import few_of
 
 TINY = ["plan", "--model", "gpt2-tiny-moe", "--cluster", "p4de", "--gpus", "16"]
 
@@ -49,20 +47,24 @@ def test_the_figures_are_those_of_the_setting(capsys):
 
 @pytest.mark.parametrize(
     ("model", "cluster", "batch"),
-    [
-        ("gpt2-s-moe", "p4de", 24),
-        ("gpt2-l-moe", "p4de", 48),
-        ("gpt2-s-moe", "p3dn", 16),
-        ("gpt2-l-moe", "p3dn", 8),
-        ("gpt2-l-moe", "dgx-h100", 48),
-        ("gpt2-l-moe", "local", 8),
-    ],
+    few_of(
+        [
+            ("gpt2-s-moe", "p4de", 24),
+            ("gpt2-l-moe", "p4de", 48),
+            ("gpt2-s-moe", "p3dn", 16),
+            ("gpt2-l-moe", "p3dn", 8),
+            ("gpt2-l-moe", "dgx-h100", 48),
+            ("gpt2-l-moe", "local", 8),
+        ]
+    ),
 )
 def test_the_default_batch_is_the_papers(model, cluster, batch):
     assert Setting(model, cluster, 8).sequences == batch
 
 
-@pytest.mark.parametrize("gate", ["gshard", "batch-prioritized", "expert-choice", "hash(seed=3)", "sigmoid"])
+@pytest.mark.parametrize(
+    "gate", few_of(["gshard", "batch-prioritized", "expert-choice", "hash(seed=3)", "sigmoid"], 1)
+)
 def test_every_gate_can_be_planned(capsys, gate):
     found = plan_json(capsys, "--gate", gate)
     assert found["gate"] == gate
@@ -101,6 +103,10 @@ def test_text_explains_the_chosen_strategy(capsys):
 def test_a_plan_that_does_not_fit_is_said(capsys):
     assert main([*TINY, "--memory-gb", "0.001"]) == 0
     assert "Does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_no_plan_fits(capsys):
     found = plan_json(capsys, "--memory-gb", "0.001")
     assert not any(found["fits_memory"].values())
 
@@ -114,7 +120,7 @@ def test_saved_plan_is_the_one_reported(capsys, tmp_path):
     assert plan.predicted.iteration_ms == found["iteration_ms"]["lancet-dw"]
 
 
-@pytest.mark.parametrize("strategy", STRATEGY_NAMES)
+@pytest.mark.parametrize("strategy", few_of(STRATEGY_NAMES, 4))
 def test_trace_has_a_track_per_rank_and_resource_without_overlaps(capsys, tmp_path, strategy):
     path = tmp_path / "trace.json"
     found = plan_json(capsys, "--strategy", strategy, "--trace", str(path))
@@ -188,22 +194,3 @@ def test_a_cluster_file_that_is_no_text(capsys, tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     assert main([*TINY, "--cluster", str(path)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_gpt2_l_moe_is_planned_in_ten_seconds_with_start_up():
-    """Of CPU time, so that a busy machine does not fail it; planning runs on one core."""
-    code = (
-        "import sys, time; from lancet_kernels.cli import main; code = main(sys.argv[1:]);"
-        "print(time.process_time(), file=sys.stderr); sys.exit(code)"
-    )
-    arguments = ["plan", "--model", "gpt2-l-moe", "--cluster", "p4de", "--gpus", "16", "--json"]
-    start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True, timeout=300
-    )
-    wall = time.perf_counter() - start
-    cpu = float(done.stderr)
-    found = json.loads(done.stdout)
-    assert cpu < 10, f"{cpu:.1f} s of CPU time, {wall:.1f} s in all"
-    assert found["total_planning_seconds"] < wall
-    assert found["iteration_ms"]["tutel"] / found["iteration_ms"]["lancet"] > 1.1

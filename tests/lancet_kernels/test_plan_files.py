@@ -16,6 +16,7 @@ from lancet_kernels.optimization import optimize
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from tests.grids import few_of
 from tests.optimized import BOUND, outcome_of
 from tests.planned_steps import (
     SmallStep,
@@ -90,7 +91,12 @@ def write_plan_file(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["fitting", "damaged", "binary", "list", "foreign", "reordered", "strange parts", "other strategy"],
+    few_of(
+        ["fitting", "damaged", "binary", "list", "foreign", "reordered", "strange parts", "other strategy"],
+        0,
+        1,
+        4,
+    ),
 )
 def test_plan_files(small_step, tmp_path, capsys, kind):
     path = tmp_path / "plan.json"
@@ -144,7 +150,9 @@ def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
 
 
-@pytest.mark.parametrize("kind", ["fitting", "damaged", "foreign", "reordered", "other strategy"])
+@pytest.mark.parametrize(
+    "kind", few_of(["fitting", "damaged", "foreign", "reordered", "other strategy"], 0, 2)
+)
 def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
     path = tmp_path / "plan.json"
     made = library._plans(small_step.program, dear_communication, "lancet", None, None, 1)[0]
@@ -154,6 +162,7 @@ def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
         assert library._given_plan(path, small_step.program, "lancet").fingerprint == made.fingerprint
 
 
+@pytest.mark.long
 def test_plan_files_of_two_ranks(pool, tmp_path):
     kinds = ["missing", "fitting"]
     by_rank = pool.run(plans_on_rank, str(tmp_path / "plan.json"), kinds, ranks=2, timeout_s=120)
@@ -176,6 +185,7 @@ def times_on_rank(times: str) -> tuple[list[str], list[str], float]:
     return (*said, outcome_of(ready, inputs, True).distance(plain))
 
 
+@pytest.mark.long
 def test_damaged_times_are_measured_again(pool, tmp_path):
     path = tmp_path / "times.json"
     path.write_text('{"format": "lancet-meas')

@@ -115,7 +115,7 @@ def test_a_dry_run_compiles_and_writes_nothing(compiler, cache) -> None:
 def test_time_that_is_up_leaves_the_rest_for_the_next_run(monkeypatch, cache) -> None:
     def compile_all(chosen, arch, *, workers, on_done):
         on_done(compiled(chosen[0][1]))
-        time.sleep(1)
+        time.sleep(0.2)
 
     monkeypatch.setattr(tuner.compile_pool, "compile_all", compile_all)
     tasks = make_tasks([TINY], torch.bfloat16, ["permute", "combine"])
@@ -251,6 +251,7 @@ def finish(arguments: list[str]) -> dict:
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
 
 
+@pytest.mark.long
 @without_gpu
 def test_the_script_is_killed_and_goes_on_while_another_one_runs_and_nothing_is_lost(tmp_path) -> None:
     path = tmp_path / "tuned.json"

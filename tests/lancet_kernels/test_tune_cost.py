@@ -77,6 +77,7 @@ def test_launches_differ_in_tokens_programs_and_riders() -> None:
     assert all(direction == "backward" for direction, work in launches if work.independent_flops)
 
 
+@pytest.mark.long
 @without_gpu
 def test_every_launch_runs_and_gives_a_point_also_where_a_direction_is_two_launches(once) -> None:
     config = dataclasses.replace(SMALL, split=True)
@@ -105,6 +106,7 @@ def test_ranks_have_the_same_points_and_the_slowest_one_counts(pool) -> None:
     assert all(ms > 1000 for _, _, ms in first)
 
 
+@pytest.mark.long
 @without_gpu
 def test_what_the_interpreter_took_is_stored_as_that_and_never_taken_for_a_gpu(
     cache, monkeypatch, once

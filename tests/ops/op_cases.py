@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lancet_kernels import ops
+from tests.examples import examples
 
-QUICK = settings(deadline=None, max_examples=40)
+QUICK = examples(200)
 LONG = settings(deadline=None, max_examples=1000)
 
 SEEDS = st.integers(0, 2**32 - 1)

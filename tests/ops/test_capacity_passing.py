@@ -10,12 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import LONG, QUICK, SEEDS, Routing, assert_same_routing, no_use, skewed_logits
 from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.ops.gates import GATES, Gate, Hash, Random, Sigmoid, Switch, TopK, parse_gate
 from lancet_kernels.ops.losses import RoutingSums
+from tests.grids import few_of
+from tests.ops.op_cases import LONG, QUICK, SEEDS, Routing, assert_same_routing, no_use, skewed_logits
 
 KINDS = ["normal", "ties", "skewed", "one"]
 
@@ -122,7 +123,7 @@ def test_parts_route_as_the_whole(case: Case) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, gate in GATES.items() if gate.partitionable])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", few_of([torch.float32, torch.float64]))
 def test_every_partitionable_gate_cut_into_single_tokens(name: str, dtype: torch.dtype) -> None:
     """61 tokens of 7 experts, one by one: no cut leaves a token where it stood in a vector register."""
     gate, experts, capacity = parse_gate(name), 7, 9

@@ -4,11 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import QUICK, SEEDS, Routing, assert_same_routing, empty_routing, no_use, used_before
 
 from lancet_kernels import ops
 from lancet_kernels.ops.gates import Hash, Random
-from lancet_kernels.ops.gates.counter import naive_counter, splitmix64
+from lancet_kernels.ops.gates.counter import naive_counter
+from lancet_kernels.ops.splitmix import splitmix64
+from tests.grids import few_of
+from tests.ops.op_cases import QUICK, SEEDS, Routing, assert_same_routing, empty_routing, no_use, used_before
 
 KEYS = st.integers(-(2**63), 2**63 - 1) | st.integers(0, 5)
 
@@ -49,7 +51,7 @@ def test_seeds_give_different_assignments() -> None:
 
 
 @pytest.mark.parametrize("spec", ["hash", "random", "random(seed=9)"])
-@pytest.mark.parametrize("experts", [7, 16])
+@pytest.mark.parametrize("experts", few_of([7, 16]))
 def test_experts_are_used_evenly(spec: str, experts: int) -> None:
     """Consecutive keys: chi-squared over the experts below its 99.9 % quantile (about 37.7 at 15 degrees)."""
     tokens = 16_000

@@ -4,7 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import (
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.gates import ExpertChoice
+from lancet_kernels.ops.gates.expert_choice import naive_expert_choice
+from tests.ops.op_cases import (
     QUICK,
     Routing,
     assert_same_routing,
@@ -14,12 +20,6 @@ from op_cases import (
     reference_routing,
     weight_rtol,
 )
-from torch import Tensor
-
-from lancet_kernels import ops
-from lancet_kernels.errors import UserError
-from lancet_kernels.ops.gates import ExpertChoice
-from lancet_kernels.ops.gates.expert_choice import naive_expert_choice
 
 
 @QUICK

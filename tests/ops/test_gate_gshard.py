@@ -3,7 +3,13 @@
 import pytest
 import torch
 from hypothesis import given
-from op_cases import (
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.gates import GShard
+from lancet_kernels.ops.gates.gshard import naive_gshard
+from tests.ops.op_cases import (
     QUICK,
     Routing,
     assert_same_routing,
@@ -13,12 +19,6 @@ from op_cases import (
     reference_routing,
     weight_rtol,
 )
-from torch import Tensor
-
-from lancet_kernels import ops
-from lancet_kernels.errors import UserError
-from lancet_kernels.ops.gates import GShard
-from lancet_kernels.ops.gates.gshard import naive_gshard
 
 
 @QUICK

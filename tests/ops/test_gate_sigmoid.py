@@ -6,7 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import (
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.gates import Sigmoid
+from lancet_kernels.ops.gates.sigmoid import naive_sigmoid
+from tests.ops.op_cases import (
     QUICK,
     SEEDS,
     Routing,
@@ -19,12 +25,6 @@ from op_cases import (
     used_before,
     weight_rtol,
 )
-from torch import Tensor
-
-from lancet_kernels import ops
-from lancet_kernels.errors import UserError
-from lancet_kernels.ops.gates import Sigmoid
-from lancet_kernels.ops.gates.sigmoid import naive_sigmoid
 
 
 @QUICK

@@ -3,7 +3,6 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import QUICK, SEEDS, generator, used_before
 from torch import Tensor
 
 from lancet_kernels.ops.gates.slots import (
@@ -12,6 +11,7 @@ from lancet_kernels.ops.gates.slots import (
     slots_in_token_order,
     top_k_stable,
 )
+from tests.ops.op_cases import QUICK, SEEDS, generator, used_before
 
 
 def loop_slots(experts: list[int], used: list[int]) -> tuple[list[int], list[int]]:

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import QUICK
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.gates import GATES, Gate, Hash, Sigmoid, TopK, parse_gate
+from tests.ops.op_cases import QUICK
 
 OPTIONS = {
     bool: st.booleans(),

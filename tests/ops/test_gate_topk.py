@@ -6,7 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import (
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.gates import Switch, TopK
+from lancet_kernels.ops.gates.topk import naive_topk
+from tests.ops.op_cases import (
     QUICK,
     SEEDS,
     Routing,
@@ -18,12 +24,6 @@ from op_cases import (
     used_before,
     weight_rtol,
 )
-from torch import Tensor
-
-from lancet_kernels import ops
-from lancet_kernels.errors import UserError
-from lancet_kernels.ops.gates import Switch, TopK
-from lancet_kernels.ops.gates.topk import naive_topk
 
 
 @QUICK

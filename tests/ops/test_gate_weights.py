@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import QUICK, SEEDS, generator
 from torch import Tensor
 
 from lancet_kernels.ops.gates.weights import (
@@ -14,6 +13,7 @@ from lancet_kernels.ops.gates.weights import (
     scores,
     sigmoid,
 )
+from tests.ops.op_cases import QUICK, SEEDS, generator
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

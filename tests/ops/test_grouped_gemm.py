@@ -7,7 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import (
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.ops.grouped_gemm import _for_fast_path, naive_grouped_gemm
+from tests.grids import few_of
+from tests.ops.op_cases import (
     QUICK,
     SEEDS,
     assert_as_exact_as_torch,
@@ -16,10 +21,6 @@ from op_cases import (
     transposed_in_memory,
     with_gaps,
 )
-from torch import Tensor
-
-from lancet_kernels import ops
-from lancet_kernels.ops.grouped_gemm import _for_fast_path, naive_grouped_gemm
 
 # Expert 1 has rows from no rank, expert 0 from one of two; expert 3 from both.
 COUNTS = torch.tensor([[0, 0, 3, 4], [2, 0, 1, 4]])
@@ -106,9 +107,9 @@ def test_against_reference(
         torch.testing.assert_close(a, b.to(dtype), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("widths", [(8, 16), (5, 3)])
-@pytest.mark.parametrize("count", [COUNTS, torch.zeros_like(COUNTS)])
+@pytest.mark.parametrize("dtype", few_of([torch.float64, torch.float32, torch.float16, torch.bfloat16], 0, 3))
+@pytest.mark.parametrize("widths", few_of(map(pytest.param, [(8, 16), (5, 3)]), 1))
+@pytest.mark.parametrize("count", few_of([COUNTS, torch.zeros_like(COUNTS)]))
 def test_experts_without_tokens_have_zero_gradients(
     dtype: torch.dtype, widths: tuple[int, int], count: Tensor
 ) -> None:
@@ -129,7 +130,7 @@ def test_experts_without_tokens_have_zero_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("widths", [(64, 40), (37, 29)])
+@pytest.mark.parametrize("widths", few_of(map(pytest.param, [(64, 40), (37, 29)]), 1))
 def test_as_exact_as_torch(dtype: torch.dtype, widths: tuple[int, int]) -> None:
     count = torch.tensor([[0, 0, 30, 40], [21, 0, 11, 40]])
     x, weight, bias, dy = (t.to(dtype) for t in operands(count, *widths))
@@ -180,7 +181,7 @@ WEIGHT_LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", WEIGHT_LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", few_of([torch.bfloat16, torch.float32]))
 def test_layout_of_the_weight_does_not_matter(layout: str, dtype: torch.dtype) -> None:
     """grouped_mm refuses strides that are no multiple of 16 bytes."""
     x, weight, _, dy = (t.to(dtype) for t in operands(COUNTS, 8, 16))
@@ -201,7 +202,7 @@ def test_copy_for_the_fast_path_only_where_needed() -> None:
     assert _for_fast_path(odd).is_contiguous()
 
 
-@pytest.mark.parametrize("count", [COUNTS, torch.tensor([[0, 1]]), torch.tensor([[0]])])
+@pytest.mark.parametrize("count", few_of([COUNTS, torch.tensor([[0, 1]]), torch.tensor([[0]])]))
 @pytest.mark.parametrize("biased", [False, True])
 def test_gradcheck(count: Tensor, biased: bool) -> None:
     x, weight, bias, _ = operands(count, 3, 2)

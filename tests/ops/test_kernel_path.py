@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from op_cases import routed_batch, skewed_logits
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +19,8 @@ from lancet_kernels import ops
 from lancet_kernels.kernels.runtime import INTERPRETED
 from lancet_kernels.ops import kernel_path
 from lancet_kernels.ops.gates import GATES, parse_gate
+from tests.grids import few_of
+from tests.ops.op_cases import routed_batch, skewed_logits
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled here: see the tests marked gpu")
 
@@ -76,7 +77,7 @@ def test_the_guard_sees_what_waits() -> None:
             question(torch.tensor([1, 2]))
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "one"])
+@pytest.mark.parametrize("kind", few_of(["normal", "ties", "one"]))
 @pytest.mark.parametrize("name", [*GATES, "topk(softmax='after')", "sigmoid(groups=2,top_groups=1)"])
 def test_gate(name: str, kind: str, in_kernels: Callable) -> None:
     gate = parse_gate(name)

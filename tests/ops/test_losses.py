@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import QUICK, SEEDS, generator, no_use, skewed_logits
 
 from lancet_kernels import ops
 from lancet_kernels.ops.gates import Hash, Sigmoid, Switch, TopK
 from lancet_kernels.ops.losses import RoutingSums, moe_losses, routing_sums
+from tests.ops.op_cases import QUICK, SEEDS, generator, no_use, skewed_logits
 
 
 def test_sums_by_hand() -> None:

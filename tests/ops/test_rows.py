@@ -3,7 +3,6 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import QUICK, SEEDS, Batch, batches, counts, generator, transposed_in_memory, with_gaps
 from torch import Tensor
 
 from lancet_kernels import ops
@@ -15,6 +14,16 @@ from lancet_kernels.ops.rows import (
     segments,
 )
 from lancet_kernels.ops.send_rows import choice_of_rows, naive_send_rows
+from tests.ops.op_cases import (
+    QUICK,
+    SEEDS,
+    Batch,
+    batches,
+    counts,
+    generator,
+    transposed_in_memory,
+    with_gaps,
+)
 
 
 def labelled(count_WL: Tensor, by_expert: bool) -> list[tuple[int, int, int]]:

@@ -1,8 +1,6 @@
 """What cut_range refuses, what it leaves behind, and in which order the parts run."""
 
 import pytest
-from capturing import Step, read_only_step
-from model_zoo import Size
 from test_cut_torch import copy_of, forward_ranges
 
 from lancet_kernels.errors import UserError
@@ -13,6 +11,9 @@ from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.cut import Cut, CutError, cut_range
 from lancet_kernels.schedules.sink import sink_statistics
+from tests.capturing import Step, read_only_step
+from tests.grids import few_of
+from tests.model_zoo import Size
 
 SIZE = Size(batch=4, sequence=3, width=8, heads=2, vocab=29, num_experts=5, top_k=2, gate="topk")
 
@@ -119,7 +120,7 @@ def test_only_what_hangs_together_with_an_all_to_all_is_cut(step):
                 assert not {*instruction.inputs, *instruction.outputs} & axes.keys()
 
 
-@pytest.mark.parametrize("parts", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("parts", few_of([2, 3, 4, 5, 6]))
 def test_what_the_planner_takes_for_possible_is_possible(step, parts):
     """can_be_cut says yes only where cut_range does not refuse: ranges from everywhere to everywhere."""
     inference = AxisInference(step.program)
@@ -160,15 +161,15 @@ def test_a_view_behind_the_range_costs_nothing_and_unread_wholes_are_not_made(st
             assert node.users
 
 
-def test_statistics_stand_behind_the_last_combine_and_constants_in_front():
-    for gate in ("topk", "random"):
-        program = read_only_step("gpt2", Size(gate=gate, top_k=2)).program
-        ops = [i.op for i in program.instructions if i.phase is Phase.FORWARD]
-        last = len(ops) - 1 - ops[::-1].index("lancet.combine")
-        gate_at = ops.index("lancet.gate")
-        assert "aten.logsumexp" not in ops[:last]
-        assert "aten.arange" not in ops[gate_at:]
-        assert AxisInference(program).axes(gate_at, last)
+@pytest.mark.parametrize("gate", few_of(["topk", "random"]))
+def test_statistics_stand_behind_the_last_combine_and_constants_in_front(gate):
+    program = read_only_step("gpt2", Size(gate=gate, top_k=2)).program
+    ops = [i.op for i in program.instructions if i.phase is Phase.FORWARD]
+    last = len(ops) - 1 - ops[::-1].index("lancet.combine")
+    gate_at = ops.index("lancet.gate")
+    assert "aten.logsumexp" not in ops[:last]
+    assert "aten.arange" not in ops[gate_at:]
+    assert AxisInference(program).axes(gate_at, last)
 
 
 def test_sinking_keeps_the_program_valid(step):

@@ -5,9 +5,6 @@ In fp64, one rank, skewed routing with drops: losses and gradients agree to 1e-1
 
 import pytest
 import torch
-from capturing import Step, read_only_step
-from cut_and_reassemble import Recorder
-from model_zoo import MODELS, Size
 from torch import fx
 
 from lancet_kernels.graph.cut import can_be_cut
@@ -19,6 +16,10 @@ from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.cut import Cut, cut_range
 from lancet_kernels.schedules.ranges import pipeline_order
 from lancet_kernels.schedules.strategies import Planner
+from tests.capturing import Step, read_only_step
+from tests.graph.cut_and_reassemble import Recorder
+from tests.grids import few_of
+from tests.model_zoo import MODELS, Size
 
 GATES = {
     "switch": 1,
@@ -115,7 +116,9 @@ def dropped(step: Step) -> int:
     return sum(int((r[1] >= capacity).sum()) for r in routing.values())
 
 
-@pytest.mark.parametrize(("gate", "dropless"), [*((gate, False) for gate in GATES), ("topk", True)])
+@pytest.mark.parametrize(
+    ("gate", "dropless"), few_of([*((gate, False) for gate in GATES), ("topk", True)], 1, 6)
+)
 def test_gates(gate, dropless):
     """Evenly and not, through two MoE layers and the attention between them."""
     step = read_only_step("gpt2", size(gate, dropless))
@@ -126,15 +129,15 @@ def test_gates(gate, dropless):
         assert (dropped(step) == 0) == dropless
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", few_of(MODELS, 1))
 def test_models(name):
     """The whole stretch from the first gate to the last combine, attention written both ways."""
     step = read_only_step(name, size())
     check(step, forward_ranges(step), 8)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert", "llama"])
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("name", few_of(["gpt2", "bert", "llama"]))
+@pytest.mark.parametrize("parts", few_of([2, 3]))
 def test_windows_of_slots(name, parts):
     """The ranges that Tutel pipelines, forward and backward."""
     step = read_only_step(name, size())

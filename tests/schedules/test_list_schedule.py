@@ -2,9 +2,7 @@
 
 import pytest
 from hypothesis import given as hypothesis_given
-from hypothesis import settings
 from hypothesis import strategies as st
-from made_programs import backward_of_layers, given, program, random_programs
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import durations
@@ -12,6 +10,8 @@ from lancet_kernels.schedules.list_schedule import best_order, critical_path, li
 from lancet_kernels.schedules.optimum import optimal_order
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
+from tests.examples import examples
+from tests.schedules.made_programs import backward_of_layers, given, program, random_programs
 
 
 def test_critical_path_by_hand():
@@ -24,7 +24,7 @@ def test_the_all_to_all_is_reached_before_other_ready_work():
     assert [i.name for i in list_schedule(p, given).instructions] == ["A", "X", "B", "C"]
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @hypothesis_given(random_programs())
 def test_never_worse_than_greedy_or_the_original(p):
     scheduled = list_schedule(p, given)
@@ -33,7 +33,7 @@ def test_never_worse_than_greedy_or_the_original(p):
     assert time <= simulate(schedule_weight_gradients(p, given), given).iteration_ms + 1e-9
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @hypothesis_given(random_programs(), st.booleans(), st.sampled_from([0.5, 1.0, 2.0]), st.integers(0, 20_000))
 def test_every_list_schedule_is_a_valid_order(p, oldest_first, refuse_beyond, limit):
     ms = durations(p, given)
@@ -44,7 +44,7 @@ def test_every_list_schedule_is_a_valid_order(p, oldest_first, refuse_beyond, li
         assert len(p.reordered(order)) == len(p)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @hypothesis_given(random_programs())
 def test_memory_limit_holds_where_the_original_holds_it(p):
     limit = simulate(p, given).peak_memory_bytes
@@ -53,7 +53,7 @@ def test_memory_limit_holds_where_the_original_holds_it(p):
     assert simulate(p.reordered(found.order), given).peak_memory_bytes <= limit
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @hypothesis_given(random_programs(most=10, all_reduces=False))
 def test_the_optimum_is_one(p):
     optimum = optimal_order(p, given, seconds=5)

@@ -4,9 +4,7 @@ import itertools
 
 import pytest
 from hypothesis import given as hypothesis_given
-from hypothesis import settings
 from hypothesis import strategies as st
-from made_programs import program, tiny_step
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import load_cluster
@@ -23,6 +21,9 @@ from lancet_kernels.schedules.partition_range import (
 from lancet_kernels.schedules.pipeline import IMPOSSIBLE, PipelineCosts, simulate_pipeline
 from lancet_kernels.schedules.ranges import PartitionRange, expand, stages
 from lancet_kernels.schedules.simulate import simulate
+from tests.examples import examples
+from tests.grids import few_of
+from tests.schedules.made_programs import program, tiny_step
 
 
 def moe_chain(*milliseconds: float, size: int = 8, saved: bool = False) -> Program:
@@ -190,7 +191,7 @@ def brute_force(p, cost, groups, longest_ms, most_parts):
     return best
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @hypothesis_given(
     st.lists(st.integers(0, 8), min_size=2, max_size=8),
     st.sampled_from([0.0, 0.25, 1.0]),
@@ -208,7 +209,7 @@ def test_dynamic_program_equals_brute_force(milliseconds, overhead, longest):
 
 
 @pytest.mark.parametrize("gate", ["switch", "batch-prioritized"])
-@pytest.mark.parametrize("batch", [2, 4, 6])
+@pytest.mark.parametrize("batch", few_of([2, 4, 6], 1))
 def test_dynamic_program_equals_brute_force_on_a_tiny_model(gate, batch):
     p = tiny_step(gpus=16, batch=batch, gate=gate)
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)

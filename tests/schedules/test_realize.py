@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from model_zoo import MODELS, Size, make_model
 
 from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.program import Kind, Program
@@ -10,6 +9,8 @@ from lancet_kernels.schedules.apply import instruction_order, reorder
 from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import make_plan
+from tests.grids import few_of
+from tests.model_zoo import MODELS, Size, make_model
 
 
 def slow_link(instruction, tensors) -> float:
@@ -18,16 +19,10 @@ def slow_link(instruction, tensors) -> float:
     return whole / instruction.attributes.get("parts", 1) + (0.01 if whole else 0.0)
 
 
-CASES = [("gpt2", "tutel"), ("gpt2", "lancet-partition"), ("gpt2", "lancet"), ("bert", "lancet")]
-LONG = [
-    pytest.param(name, strategy, marks=pytest.mark.long)
-    for name in MODELS
-    for strategy in ("tutel", "lancet-partition", "lancet")
-    if (name, strategy) not in CASES
-]
+CASES = [(name, strategy) for name in MODELS for strategy in ("lancet", "lancet-partition", "tutel")]
 
 
-@pytest.mark.parametrize(("name", "strategy"), [*CASES, *LONG])
+@pytest.mark.parametrize(("name", "strategy"), few_of(CASES))
 def test_a_plan_trains_as_the_module_does(name, strategy):
     size = Size(batch=8, sequence=4, width=8, heads=2, top_k=2, gate="topk", capacity_factor=1.0)
     model, inputs = make_model(name, size)
@@ -36,14 +31,14 @@ def test_a_plan_trains_as_the_module_does(name, strategy):
     expected = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
 
-    with capture(model, inputs) as captured:
-        reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
-        program = Program.from_fx(captured.joint)
-        plan = make_plan(program, slow_link, strategy)
-        assert plan.ranges
-        realize(captured.joint, program, plan)
-        came = instruction_order(captured.joint.graph)
-        run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan))
+    captured = capture(model, inputs)
+    reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
+    program = Program.from_fx(captured.joint)
+    plan = make_plan(program, slow_link, strategy)
+    assert plan.ranges
+    realize(captured.joint, program, plan)
+    came = instruction_order(captured.joint.graph)
+    run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan))
 
     # Forward and backward run apart; inside each the order is the plan's.
     planned = [name for name in map(node_name, plan.order) if name in set(came)]

@@ -4,13 +4,13 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given as hypothesis_given
-from hypothesis import settings
-from made_programs import given, program, random_programs
 
 from lancet_kernels.graph.program import Kind
 from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.memory import peak_memory
 from lancet_kernels.schedules.simulate import COMPUTE, LINK, simulate
+from tests.examples import examples
+from tests.schedules.made_programs import given, program, random_programs
 
 
 def spans(timeline):
@@ -78,7 +78,7 @@ def test_communication_is_issued_behind_what_it_needs():
     assert names == ["A", "B", "X", "Y", "Z", "C"]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @hypothesis_given(random_programs())
 def test_issuing_early_changes_no_time(p):
     early = p.reordered(issue_early(p, range(len(p))))
@@ -88,7 +88,7 @@ def test_issuing_early_changes_no_time(p):
         assert after.end[early.index[instruction.name]] == before.end[i]
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @hypothesis_given(random_programs())
 def test_every_timeline_is_possible(p):
     timeline = simulate(p, given)
@@ -106,7 +106,7 @@ def test_every_timeline_is_possible(p):
     assert timeline.iteration_ms == pytest.approx(busy + timeline.exposed_ms)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @hypothesis_given(random_programs())
 def test_all_reduces_never_delay_an_all_to_all(p):
     free = program(

@@ -1,8 +1,6 @@
 """Labels and Algorithm 1 on examples small enough to work out by hand, and on random programs."""
 
 from hypothesis import given as hypothesis_given
-from hypothesis import settings
-from made_programs import backward_of_layers, given, program, random_programs, tiny_step
 
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel, durations
@@ -15,6 +13,8 @@ from lancet_kernels.schedules.weight_gradients import (
     units,
     weight_gradients,
 )
+from tests.examples import examples
+from tests.schedules.made_programs import backward_of_layers, given, program, random_programs, tiny_step
 
 
 def names(p, positions):
@@ -103,7 +103,7 @@ def test_greedy_shortens_a_training_step():
     )
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @hypothesis_given(random_programs())
 def test_every_schedule_is_valid_and_no_gradient_leaves_its_last_all_to_all_behind(p):
     scheduled = schedule_weight_gradients(p, given)

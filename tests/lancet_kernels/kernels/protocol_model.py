@@ -27,7 +27,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weak_memory import COUNT, FENCE, LAST, LOW, PAUSE, READ, RESET, SEND, SIGNAL, WAIT, Message, Step, System
+from tests.lancet_kernels.kernels.weak_memory import (
+    COUNT,
+    FENCE,
+    LAST,
+    LOW,
+    PAUSE,
+    READ,
+    RESET,
+    SEND,
+    SIGNAL,
+    WAIT,
+    Message,
+    Step,
+    System,
+)
 
 Key = tuple[str | int, ...]
 

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from guarded_memory import guarded_memory
 from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation import DTYPES, activation, activation_backward
 from lancet_kernels.kernels.activation_names import ACTIVATIONS
+from tests.grids import few_of
+from tests.guarded_memory import guarded_memory
 
 # (counts of the groups, C, F): nothing, one, odd, no row at all, wider than a tile, more rows than a tile
 SIZES = [
@@ -34,7 +35,7 @@ def buffers(size: tuple, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor,
     return h, da, count_G, real_GC
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few_of(DTYPES))
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_as_exact_as_the_op(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     for size in SIZES:

@@ -12,7 +12,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import bad_kernels
 import pytest
 
 from lancet_kernels.cli import main
@@ -21,6 +20,7 @@ from lancet_kernels.kernels import compile as compile_module
 from lancet_kernels.kernels import nvshmem_bitcode, ping
 from lancet_kernels.kernels.compile import CompiledKernel, all_specimens, compile_specimen, problems
 from lancet_kernels.kernels.compile_pool import compile_all
+from tests.lancet_kernels.kernels import bad_kernels
 
 ROOT = Path(__file__).parents[3]
 OLDEST = ROOT / ".triton-oldest"
@@ -68,8 +68,21 @@ def check_rows(found, triton, arch):
     return [(row["name"], row["config"]) for row in found["kernels"]]
 
 
-# The oldest one compiles all of them in the long run.
-@pytest.mark.parametrize("triton", ["newest", pytest.param("oldest", marks=[need_oldest, pytest.mark.long])])
+def test_one_kernel_of_every_family():
+    """The first specimen of every module that has kernels, with the installed Triton."""
+    first = {module.__name__: (module, specimen) for module, specimen in reversed([*all_specimens(90)])}
+    assert len(first) == 7
+    rows = {(row.name, row.config): row for row in compile_all([*first.values()], 90)}
+    for _, specimen in first.values():
+        row = rows[specimen.name, specimen.config]
+        assert not row.error
+        assert problems(specimen, row) == []
+        assert row.wgmma >= specimen.wgmma
+        assert row.tma >= specimen.tma
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("triton", TRITONS)
 def test_one_configuration_of_every_kernel(triton):
     found = lancet_kernels_command(triton, "--arch", "sm_90", "--quick")
     names = check_rows(found, triton, "sm_90")
@@ -90,6 +103,7 @@ def test_every_configuration_of_every_kernel(triton, arch):
     assert names == [(s.name, s.config) for _, s in all_specimens(int(arch.removeprefix("sm_")))]
 
 
+@pytest.mark.long
 def test_what_is_wrong_is_noticed(monkeypatch, capsys):
     """One specimen for each thing; the processes that compile are the command's own: this one interprets."""
     monkeypatch.setattr(compile_module, "kernel_modules", lambda: [bad_kernels])
@@ -183,6 +197,7 @@ def test_the_bitcode_of_an_architecture(tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.long
 def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
     assert main(["kernels", "--json", "--name", "ping 4x256 bf16"]) == 0
@@ -213,8 +228,9 @@ def ping_ptx(triton, arch, transport):
     return child.stdout
 
 
+@pytest.mark.long
 @need_bitcode
-@pytest.mark.parametrize("arch", [pytest.param(80, marks=pytest.mark.long), 90])
+@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("triton", TRITONS)
 def test_puts_over_nvshmem_are_linked(triton, arch):
     """The bodies are there, not only the calls; what stays open is what the CUDA driver itself offers."""
@@ -231,6 +247,7 @@ def test_puts_over_nvshmem_are_linked(triton, arch):
     assert "%tid.x" in ptx
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("triton", TRITONS)
 def test_puts_through_pointers_need_no_nvshmem(triton):
     ptx = ping_ptx(triton, 90, "pointers")

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from lancet_kernels.kernels.gemm_config import GemmConfig, candidates, default_config
+from tests.grids import few_of
 
 ARCHS = [80, 86, 89, 90, 100, 120]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("accumulators", [1, 2])
+@pytest.mark.parametrize("accumulators", few_of([1, 2]))
 def test_defaults_and_candidates_are_valid(arch: int, accumulators: int) -> None:
     for dtype, m, n in product(DTYPES, (1, 64, 65, 4096), (1, 128, 4096)):
         default, *others = candidates(m, n, 4096, dtype, arch, accumulators)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from guarded import Guarded
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
@@ -16,6 +15,8 @@ from lancet_kernels.kernels import gemm_operands
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from lancet_kernels.ops.expert_activation import _activate_backward, activate
+from tests.grids import few_of
+from tests.lancet_kernels.kernels.guarded import Guarded
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ACTIVATIONS = ["none", "gelu", "silu", "swiglu"]
@@ -182,9 +183,9 @@ def check_dw(
         operand.assert_unchanged()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", few_of(LAYOUTS))
 @pytest.mark.parametrize("case", COUNTS)
-@pytest.mark.parametrize(("a", "b"), WIDTHS)
+@pytest.mark.parametrize(("a", "b"), few_of(WIDTHS, 1))
 def test_every_layout_count_and_width(layout, case: str, a: int, b: int, device: torch.device) -> None:
     rows = layout(case, device)
     check_forward(rows, a, b, "none", torch.float16, bias=True, save_pre=False)
@@ -192,7 +193,7 @@ def test_every_layout_count_and_width(layout, case: str, a: int, b: int, device:
     check_dw(rows, a, b, torch.float16, dbias=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few_of(DTYPES))
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_epilogues(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     rows = Rows.in_buffers("several experts", device)
@@ -207,7 +208,7 @@ def test_epilogues_of_odd_width(kind: str, device: torch.device) -> None:
     check_dx(rows, 17, 33, kind, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few_of(DTYPES))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_weight_gradients(layout, dtype: torch.dtype, device: torch.device) -> None:
     check_dw(layout("several experts", device), 48, 40, dtype, dbias=True)

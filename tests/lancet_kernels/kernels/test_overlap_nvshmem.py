@@ -17,6 +17,7 @@ from lancet_kernels.kernels.overlap import DenseGemm, ExpertGradients, OverlapCo
 from lancet_kernels.kernels.overlap_specimens import specimens
 from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.symmetric import virtual_memories
+from tests.grids import few_of
 from tests.lancet_kernels.kernels.emulated_network import FarMemory, network
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.overlap_ranks import (
@@ -63,11 +64,13 @@ def pass_of(layer: Layer) -> dict[str, torch.Tensor | None]:
 
 @pytest.mark.parametrize(
     ("case", "options"),
-    [
-        (Case(), {}),
-        (Case(tokens=35, capacity=35, local=1, choices=1, dtype=FP16, width=40), {"split": True}),
-        (Case(dtype=BF16, bias=False, choose="few", uneven=True), {}),
-    ],
+    few_of(
+        [
+            (Case(), {}),
+            (Case(tokens=35, capacity=35, local=1, choices=1, dtype=FP16, width=40), {"split": True}),
+            (Case(dtype=BF16, bias=False, choose="few", uneven=True), {}),
+        ]
+    ),
     ids=str,
 )
 def test_the_network_changes_no_bit(pool, case, options):
@@ -190,7 +193,7 @@ def specimen_options(arch: int) -> list[dict]:
 SMALL = Case(world=1, local=2, tokens=3, choices=1, width=16, hidden=16, dtype=BF16)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", few_of([90, 80, 100]))
 def test_every_launch_is_a_specimen(arch):
     """Stages, riders and transports in every combination; the rest one by one, for launches of whole passes.
 

@@ -18,6 +18,7 @@ from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.symmetric import SharedMemory, virtual_memories
+from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
 from tests.lancet_kernels.kernels.overlap_ranks import (
     GuardedMemory,
@@ -97,6 +98,7 @@ def delayed_on_rank(case: Case, seeds: int) -> None:
         memory.barrier()
 
 
+@pytest.mark.long
 def test_a_delay_changes_no_bit(pool):
     pool.run(delayed_on_rank, replace(TINY, tokens=17, capacity=17, choose="one"), 2)
 
@@ -148,8 +150,8 @@ def check_steps(pool, case: Case, ranks: int, steps: int, shared: bool, nap_s: f
         check_accuracy([made[number, step] for made in by_rank], case, f"layer {number} step {step}", tokens)
 
 
-def test_three_layers_for_five_steps(pool):
-    check_steps(pool, TINY, 2, 5, shared=True, nap_s=0.05)
+def test_three_layers_for_three_steps(pool):
+    check_steps(pool, TINY, 2, 3, shared=True, nap_s=0.05)
 
 
 @pytest.mark.long
@@ -349,12 +351,14 @@ RELEASES = "to release the bank (its backward of an earlier pass)"
 
 @pytest.mark.parametrize(
     ("at", "split", "what"),
-    [
-        ("launch", False, SENDS_ROWS),
-        ("second launch", True, SENDS_ROWS),
-        ("backward", False, SENDS_ROWS),
-        ("release", False, RELEASES),
-    ],
+    few_of(
+        [
+            ("launch", False, SENDS_ROWS),
+            ("second launch", True, SENDS_ROWS),
+            ("backward", False, SENDS_ROWS),
+            ("release", False, RELEASES),
+        ]
+    ),
 )
 def test_whoever_is_too_late_is_an_error_on_both_sides(pool, at, split, what):
     messages = pool.run(late_on_rank, ALL_TO_ALL, split, at)

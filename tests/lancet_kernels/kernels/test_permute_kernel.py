@@ -2,13 +2,14 @@
 
 import pytest
 import torch
-from guarded_memory import guarded_memory
 from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import permute as kernels
 from lancet_kernels.kernels.permute import RowConfig
+from tests.grids import few_of
+from tests.guarded_memory import guarded_memory
 
 # (T, D, E, K, C): none, one, odd, no capacity, all to one expert's buffer, wider than a tile, many choices
 SIZES = [
@@ -78,7 +79,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few_of(DTYPES))
 def test_permute_is_dispatch(dtype: torch.dtype, weighted: bool, device: torch.device) -> None:
     """Bit for bit where a row lies; rows behind the last one keep what they held."""
     for size in SIZES:
@@ -95,7 +96,7 @@ def test_permute_is_dispatch(dtype: torch.dtype, weighted: bool, device: torch.d
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few_of(DTYPES))
 def test_combine_adds_in_order(dtype: torch.dtype, weighted: bool, device: torch.device) -> None:
     """Bit for bit the sum k = 0, 1, ...; the op fuses products into sums of float32 rows."""
     for size in SIZES:

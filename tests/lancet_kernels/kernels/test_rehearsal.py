@@ -8,6 +8,7 @@ import torch
 from tests.rehearsals import rehearse
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     torch.cuda.is_available(), reason="test_virtual_pes.py rehearses for the GPU that is here"
 )

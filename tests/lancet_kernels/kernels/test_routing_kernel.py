@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from guarded_memory import guarded_memory
 from torch import Tensor
 
 from lancet_kernels import ops
@@ -15,6 +14,8 @@ from lancet_kernels.ops.gates import GATES, Sigmoid, parse_gate
 from lancet_kernels.ops.gates.slots import slots_in_token_order, top_k_stable
 from lancet_kernels.ops.gates.weights import sigmoid
 from lancet_kernels.ops.parts import local_slots
+from tests.grids import few_of
+from tests.guarded_memory import guarded_memory
 
 # (T, E, K): none, one, odd, a block and one more, one expert, all experts, many experts
 SIZES = [(0, 3, 2), (1, 1, 1), (7, 5, 3), (65, 64, 8), (65, 6, 1), (33, 6, 6), (19, 512, 8)]
@@ -97,7 +98,7 @@ def test_every_partitionable_gate_is_tested() -> None:
     assert {parse_gate(spec).name for spec in SPECS} == {n for n, g in GATES.items() if g.partitionable}
 
 
-@pytest.mark.parametrize("kind", ["normal", "ties", "skewed", "one"])
+@pytest.mark.parametrize("kind", few_of(["normal", "ties", "skewed", "one"], 1))
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_gate_against_the_op(spec: str, kind: str, device: torch.device) -> None:
     for tokens, experts, top_k in SIZES:
@@ -115,10 +116,23 @@ def test_every_gate_against_the_op(spec: str, kind: str, device: torch.device) -
         assert torch.equal(weights, weight_TK)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", few_of([torch.float32, torch.float64]))
 @pytest.mark.parametrize(
     ("groups", "top_groups", "experts", "top_k"),
-    [(4, 2, 16, 3), (3, 1, 15, 5), (8, 3, 8, 3), (2, 2, 6, 4), (1, 1, 7, 2), (8, 4, 64, 8), (5, 4, 10, 7)],
+    few_of(
+        [
+            (4, 2, 16, 3),
+            (3, 1, 15, 5),
+            (8, 3, 8, 3),
+            (2, 2, 6, 4),
+            (1, 1, 7, 2),
+            (8, 4, 64, 8),
+            (5, 4, 10, 7),
+        ],
+        0,
+        1,
+        3,
+    ),
 )
 def test_group_limited_selection(
     groups: int, top_groups: int, experts: int, top_k: int, dtype: torch.dtype, device: torch.device
@@ -137,8 +151,8 @@ def test_group_limited_selection(
         assert torch.equal(expert_TK.cpu(), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("top_k", [1, 2, 5, 9])
+@pytest.mark.parametrize("dtype", few_of([torch.float32, torch.float64]))
+@pytest.mark.parametrize("top_k", few_of([1, 2, 5, 9], 1))
 def test_not_finite_scores_order_as_in_torch(top_k: int, dtype: torch.dtype, device: torch.device) -> None:
     """NaN of either sign is largest, -0 equals 0, subnormals count, and the lower index wins a tie."""
     tiny = torch.finfo(dtype).smallest_normal / 4
@@ -169,7 +183,7 @@ def test_not_finite_scores_in_groups(device: torch.device) -> None:
     assert torch.equal(expert_TK.cpu(), expected)
 
 
-@pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**63, -(2**63) - 5])
+@pytest.mark.parametrize("seed", few_of([0, 1, -1, 2**31, 2**63, -(2**63) - 5], 1, 2, 5))
 def test_any_seed(seed: int, device: torch.device) -> None:
     key_T = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345])
     gate = parse_gate(f"hash(seed={seed})")
@@ -180,7 +194,7 @@ def test_any_seed(seed: int, device: torch.device) -> None:
     assert torch.equal(count_BE.sum(0).cpu().long(), torch.bincount(expected.view(-1), minlength=11))
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", few_of(SPECS, 0, 1))
 def test_parts_route_as_the_whole(spec: str, device: torch.device) -> None:
     """`used` handed on over parts that do not end where blocks end: the very slots of one call."""
     tokens, experts, capacity = 61, 7, 11
@@ -200,7 +214,7 @@ def test_parts_route_as_the_whole(spec: str, device: torch.device) -> None:
     assert torch.equal(sum(part.kept_E for part in parts), whole.kept_E)
 
 
-@pytest.mark.parametrize("capacity", [0, 1, 4, 1000])
+@pytest.mark.parametrize("capacity", few_of([0, 1, 4, 1000], 2))
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(0, 4, 2), (300, 4, 2), (9, 70, 3), (5, 3, 130)])
 def test_slots_of_given_choices(
     tokens: int, experts: int, top_k: int, capacity: int, device: torch.device
@@ -255,7 +269,7 @@ def test_default_configurations_are_valid() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, gate in GATES.items() if not gate.partitionable])
-@pytest.mark.parametrize("tokens", [0, 1, 7, 65])
+@pytest.mark.parametrize("tokens", few_of([0, 1, 7, 65], 2))
 def test_inverse_tables_of_gates_that_need_the_whole_batch(
     name: str, tokens: int, device: torch.device
 ) -> None:

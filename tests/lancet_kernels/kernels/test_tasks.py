@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels.kernels import tasks
@@ -34,6 +34,7 @@ from lancet_kernels.kernels.tasks import (
     Task,
     build_tasks,
 )
+from tests.examples import examples
 
 NUMBERS = {PUT: 2, TILE_IN: 4, TILE_OUT: 4, WGRAD: 4, DENSE: 3, REDUCE: 1, DWEIGHT: 1}
 NAMES = {getattr(tasks, name): name for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE DWEIGHT".split()}
@@ -212,25 +213,25 @@ def in_one(launches: list[LaunchShape]) -> LaunchShape:
 
 
 @given(one=passes())
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_one_program_per_pe_finishes(one: Pass) -> None:
     assert not run(one, one.lists())
 
 
 @given(one=passes(full=True))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_one_program_per_pe_finishes_when_every_chunk_is_full(one: Pass) -> None:
     assert not run(one, one.lists())
 
 
 @given(one=passes(most_experts=3), programs=st.integers(2, 5), seed=st.integers(0, 1000))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_several_programs_finish_and_read_nothing_too_early(one: Pass, programs: int, seed: int) -> None:
     assert not run(one, one.lists(), programs, seed)
 
 
 @given(one=passes(full=True, most_experts=3))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_needs_and_provides_say_what_the_kernel_does(one: Pass) -> None:
     """tasks.needs names what the kernel waits for when all chunks are full, but for what follows anyway."""
     for launches in one.shapes:
@@ -256,7 +257,7 @@ def chunk_of(fact: Fact) -> Fact:
 
 
 @given(one=passes())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_every_task_is_there_once(one: Pass) -> None:
     for launches in one.shapes:
         for shape in launches:
@@ -308,7 +309,7 @@ def test_own_tiles_fill_the_time_of_puts() -> None:
 
 
 @given(one=passes())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_tiles_stand_behind_the_puts_that_the_proof_names(one: Pass) -> None:
     """Those of source rank-s behind all puts to rank+1, ..., rank+s."""
     for shape in (shape for launches in one.shapes for shape in launches if shape.put):
@@ -381,7 +382,7 @@ def test_wrong_order_gets_stuck(mistake: str) -> None:
 
 
 @given(one=passes(most_experts=3), data=st.data())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_any_task_before_one_that_it_waits_for_gets_stuck(one: Pass, data: st.DataObject) -> None:
     lists = one.lists()
     rank = data.draw(st.integers(0, len(lists) - 1))

@@ -9,6 +9,7 @@ import torch
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels.runtime import launched_without_tasks
 from lancet_kernels.kernels.virtual_pes import rehearsal
+from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.test_overlap_kernel import SMALL
 from tests.lancet_kernels.kernels.virtual_pass import VirtualPass, assert_dense_right, assert_right
@@ -52,7 +53,7 @@ def compiled(request: pytest.FixtureRequest) -> None:
         torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("work", WORK, ids=name_of)
+@pytest.mark.parametrize("work", few_of(map(pytest.param, WORK)), ids=name_of)
 def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[Case, dict]) -> None:
     case, options = work
     if device.type == "cpu" and (case.world > 1 or case.tokens > 100):

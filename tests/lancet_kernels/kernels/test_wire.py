@@ -27,6 +27,7 @@ from tests.lancet_kernels.kernels.overlap_ranks import (
 pytestmark = pytest.mark.skipif(not runtime.INTERPRETED, reason="only the interpreter's clock can be set")
 TICK = TICK_NS.value
 MIB = 1 << 20
+LOOKS = 10**6  # by the clock: plenty
 
 
 @triton.jit
@@ -116,12 +117,12 @@ def test_a_wait_lasts_until_what_was_signalled_is_due():
     (one,) = wires(1, 40)
     report, out = torch.zeros(8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     one.now().fill_(1_000)
-    wait_kernel[(1,)](torch.tensor([7, 0]), 7, 100, report, one.words, out)
+    wait_kernel[(1,)](torch.tensor([7, 0]), 7, LOOKS, report, one.words, out)
     assert (int(out), int(one.now())) == (7, 1_000), "what took no wire is not timed"
-    wait_kernel[(1,)](torch.tensor([7, 3_050]), 7, 100, report, one.words, out)
+    wait_kernel[(1,)](torch.tensor([7, 3_050]), 7, LOOKS, report, one.words, out)
     assert (int(out), int(one.now())) == (7, 3_100), "the first look at which it is due"
     words = torch.tensor([7, 7, 7, 7, 0, 5_000, 9_000, 4_000])
-    wait_all_kernel[(1,)](words, 7, 100, report, one.words, SIZE=4)
+    wait_all_kernel[(1,)](words, 7, LOOKS, report, one.words, SIZE=4)
     assert int(one.now()) == 9_000
     assert not report.any()
 

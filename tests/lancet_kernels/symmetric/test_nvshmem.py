@@ -6,7 +6,6 @@ called when, not that NVSHMEM works. That is for the tests marked gpu.
 
 import ctypes
 import sys
-import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -71,23 +70,21 @@ def test_nothing_is_missing(gpu, monkeypatch):
     assert nvshmem.missing(CUDA) == ""
 
 
-def create_on_rank() -> tuple[str, str, float]:
-    begin = time.monotonic()
+def create_on_rank() -> tuple[str, str]:
     try:
         create(device="cuda", timeout_s=10)
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - begin
-    return "no error", "", 0.0
+        return type(error).__name__, str(error)
+    return "no error", ""
 
 
 @NO_GPU
 def test_create_says_what_works_instead(pool):
-    for kind, message, seconds in pool.run(create_on_rank):
+    for kind, message in pool.run(create_on_rank):
         assert kind == "UserError"
         assert f"got no CUDA device that torch {torch.__version__} can use (rank 0, 1)" in message
         for alternative in ("NCCL's collectives", "virtual_memories", "CPU ranks over shared memory"):
             assert alternative in message
-        assert seconds < 5
 
 
 # ---- the order of our calls, against a stand-in

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import nvshmem_one_pe
 import pytest
 import torch
+
+from tests.lancet_kernels.symmetric import nvshmem_one_pe
 
 PROGRAM = Path(nvshmem_one_pe.__file__)
 

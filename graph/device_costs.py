@@ -1,0 +1,128 @@
+"""What does a device take for what a plan adds to a step: joining parts, a launch, a part of an op?
+
+Measured once per device model (`graph.measure_device`) and kept in a JSON file beside the measured times,
+in which every entry names its source: device model, torch version, "measured".
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from lancet_kernels.atomic import locked, write_json_atomically
+from lancet_kernels.graph.communication import Points, interpolated
+from lancet_kernels.graph.program import Instruction, TensorSpec
+
+FORMAT = "lancet-device-costs"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class DeviceCosts:
+    """Of one device model with one version of torch.
+
+    launch_ms: what even an op on one element takes.
+    copies: (bytes read and written, milliseconds) of joining two tensors, sorted by bytes.
+    shares: by `cut_key`, (number of parts, what one of them takes of the time of the whole op).
+    """
+
+    device: str
+    torch: str
+    launch_ms: float
+    copies: Points
+    shares: Mapping[str, Points] = field(default_factory=dict)
+    source: str = "measured"
+
+    def __str__(self) -> str:
+        return f"{self.source} on {self.device}, torch {self.torch}"
+
+    def copy_ms(self, bytes: float) -> float:
+        """Milliseconds to join parts, with so many bytes read and written; nothing takes nothing."""
+        return interpolated(self.copies, bytes) if bytes > 0 else 0.0
+
+    def part_ms(self, part: Instruction, tensors: Mapping[str, TensorSpec], whole_ms: float) -> float | None:
+        """Milliseconds of a part of an op that takes `whole_ms` as a whole; None if it was not measured.
+
+        What all parts take together is piecewise linear between the numbers of parts that were measured.
+        """
+        shares = self.shares.get(cut_key(part, tensors))
+        if shares is None:
+            return None
+        together = ((1.0, 1.0), *((parts, parts * share) for parts, share in shares))
+        parts = part.attributes["parts"]
+        return interpolated(together, parts) / parts * whole_ms
+
+
+_OF_THE_PART = ("part", "parts", "axes", "whole_shapes", "whole_milliseconds")
+
+
+def cut_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
+    """Op, operands and how they are cut: the same whichever part it is, and of how many.
+
+    Args: part: an instruction of `graph.cut.part_instruction`. tensors: with the specs of its operands.
+    Example: `aten.mm (8x4:float32 axis 0, 4x6:float32 axis -1, 8x6:float32 axis 0) []`.
+    """
+    names = (*part.inputs, *part.outputs)
+    sizes, axes = part.attributes["whole_shapes"], part.attributes["axes"]
+    operands = ", ".join(
+        f"{'x'.join(map(str, size)) or 'scalar'}:{tensors[name].dtype} axis {axis}"
+        for name, size, axis in zip(names, sizes, axes, strict=True)
+    )
+    attributes = ", ".join(f"{k}={v}" for k, v in sorted(part.attributes.items()) if k not in _OF_THE_PART)
+    return f"{part.op} ({operands}) [{attributes}]"
+
+
+class DeviceCostsFile:
+    """The measured devices in a file. One that is corrupt or foreign counts as empty, with one warning."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def get(self, device: str, torch: str) -> DeviceCosts | None:
+        """What was measured on this device model with this torch."""
+        return next((c for c in self._read() if (c.device, c.torch) == (device, torch)), None)
+
+    def put(self, costs: DeviceCosts) -> None:
+        """Write atomically; other devices, and shares that another process saved, are kept."""
+        with locked(self.path):
+            others = []
+            for saved in self._read():
+                if (saved.device, saved.torch) == (costs.device, costs.torch):
+                    costs = replace(costs, shares={**saved.shares, **costs.shares})
+                else:
+                    others.append(saved)
+            devices = [asdict(c) for c in (*others, costs)]
+            write_json_atomically(self.path, {"format": FORMAT, "version": VERSION, "devices": devices})
+
+    def _read(self) -> list[DeviceCosts]:
+        try:
+            data = json.loads(self.path.read_text(encoding="utf-8"))
+            if (data["format"], data["version"]) != (FORMAT, VERSION):
+                raise ValueError(f"format {data['format']}, version {data['version']}")
+            return [device_costs_from_json(entry) for entry in data["devices"]]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            warnings.warn(
+                f"device costs in {self.path} are not readable ({error}); they will be measured again",
+                stacklevel=3,
+            )
+            return []
+
+
+def device_costs_from_json(data: Mapping[str, object]) -> DeviceCosts:
+    """The costs of which `dataclasses.asdict` gave these JSON values. Raises: TypeError, ValueError."""
+    shares = {key: _points(found) for key, found in data["shares"].items()}
+    costs = DeviceCosts(**{**data, "copies": _points(data["copies"]), "shares": shares})
+    points = [*costs.copies, *(point for found in shares.values() for point in found)]
+    numbers = [costs.launch_ms, *(number for point in points for number in point)]
+    if not costs.copies or not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
+        raise ValueError(f"{costs.device}: numbers that are no times")
+    return costs
+
+
+def _points(data: list[list[float]]) -> Points:
+    return tuple((float(x), float(y)) for x, y in data)

@@ -1,0 +1,180 @@
+"""How long does this device take to launch, to join parts, and for parts of the ops that a plan cuts?
+
+The same code on every device: on a GPU by events, on a CPU by the time of the computing thread
+(`milliseconds_of`). A part is measured beside its whole on the same operands, and its share of the whole is
+what counts: both then find the same caches warm.
+
+Why it matters: a layer of gpt2-bench-moe cut into 2, 4, 8 parts takes 3, 13, 29 ms more on a CPU rank. Priced
+by measured shares that is 5, 16, 40 ms; as a launch and 1/k of the whole it was 1 ms each (2-core CPU that
+others used as well, two sequences, 2026-11-22).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from lancet_kernels.graph.communication import Points
+from lancet_kernels.graph.cut import part_instruction
+from lancet_kernels.graph.device_costs import cut_key
+from lancet_kernels.graph.from_fx import op_name, tensor_names
+from lancet_kernels.graph.measure import GPU_SLEEP_CYCLES, unpaced
+from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec
+from lancet_kernels.graph.rules import RULES, WHOLE, rule_for
+
+PARTS = (2, 4, 8)
+MEASURED_OPS = frozenset(
+    ["aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear"]
+    + [op for op, rule in RULES.items() if rule.derived == "attention"]
+    + [f"lancet.{op}" for op in ("grouped_gemm", "grouped_gemm_dx", "grouped_gemm_dw", "dispatch", "combine")]
+)
+"""What a step's time goes into; parts of other ops are estimated."""
+_LARGEST_COPY = {"cuda": 1 << 28, "cpu": 1 << 26}
+_SMALLEST_COPY = 1 << 12
+_LAUNCHES = 32
+_REPEATS = 3
+
+
+def milliseconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """The median over a few calls, without the first."""
+    times = []
+    for _ in range(_REPEATS + 1):
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # The host launches meanwhile: what is measured is the device.
+            torch.cuda._sleep(GPU_SLEEP_CYCLES)
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize(device)
+            times.append(begin.elapsed_time(end))
+        else:
+            start = time.thread_time()
+            call()
+            times.append((time.thread_time() - start) * 1e3)
+    return statistics.median(times[1:])
+
+
+def measure_launch(device: torch.device) -> float:
+    """Milliseconds that an op on one element takes."""
+    x = torch.zeros(1, device=device)
+
+    def call() -> None:
+        for _ in range(_LAUNCHES):
+            x.add(1.0)
+
+    return milliseconds_of(call, device) / _LAUNCHES
+
+
+def measure_copies(device: torch.device) -> Points:
+    """(bytes read and written, milliseconds) of joining two halves, in steps of four."""
+    points, size = [], _SMALLEST_COPY
+    while size <= _LARGEST_COPY.get(device.type, _LARGEST_COPY["cpu"]):
+        # float32, read and written: eight bytes an element.
+        half = torch.zeros(size // 16, device=device)
+        points.append((float(size), milliseconds_of(lambda half=half: torch.cat([half, half]), device)))
+        size *= 4
+    return tuple(points)
+
+
+@dataclass(frozen=True)
+class CutToMeasure:
+    """One way to cut an instruction: its node, numbers of parts, the axis of each tensor, and its key."""
+
+    node: str
+    parts: tuple[int, ...]
+    axes: Mapping[str, int]
+    key: str
+
+
+def cuts_to_measure(program: Program) -> list[CutToMeasure]:
+    """Every way in which a plan may cut the ops that matter, one of each kind.
+
+    Of the backward only what belongs to the experts is cut.
+    """
+    found: dict[str, CutToMeasure] = {}
+    for instruction in program.instructions:
+        rule = rule_for(instruction) if instruction.op in MEASURED_OPS else None
+        if rule is None or not (instruction.phase is Phase.FORWARD or rule.in_experts):
+            continue
+        for axes in _ways(instruction, program.tensors):
+            sizes = [program.tensors[t].shape[a] for t, a in axes.items() if a >= 0]
+            parts = tuple(k for k in PARTS if all(k <= size for size in sizes))
+            if parts:
+                key = cut_key(*part_instruction(instruction, program.tensors, axes, 0, parts[0]))
+                found.setdefault(key, CutToMeasure(instruction.name, parts, axes, key))
+    return list(found.values())
+
+
+def _ways(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> list[dict[str, int]]:
+    rule, operands = rule_for(instruction), (*instruction.inputs, *instruction.outputs)
+    ways = [
+        way
+        for only_experts in (False, True)
+        for way in rule.assignments(instruction, tensors, only_experts=only_experts)
+    ]
+    return [dict(zip(operands, way, strict=True)) for way in dict.fromkeys(ways)]
+
+
+def measure_parts(
+    module: fx.GraphModule,
+    inputs: Sequence[object],
+    wanted: Sequence[CutToMeasure],
+    device: torch.device,
+) -> dict[str, Points]:
+    """(number of parts, share of the whole that one takes) of each cut, by key. The graph runs once,
+    collectives and all, so every rank of the step calls it with the same cuts.
+
+    Args: inputs: one per placeholder of the graph.
+    """
+    timer = _PartTimer(module, wanted, device)
+    with torch.no_grad(), unpaced(inputs):
+        timer.run(*inputs)
+    return timer.shares
+
+
+class _PartTimer(fx.Interpreter):
+    """Runs a graph; nodes with cuts to measure are then run again and again, whole and in part."""
+
+    def __init__(self, module: fx.GraphModule, wanted: Sequence[CutToMeasure], device: torch.device) -> None:
+        super().__init__(module)
+        self.device = device
+        self.shares: dict[str, Points] = {}
+        self.wanted: dict[str, list[CutToMeasure]] = {}
+        for cut in wanted:
+            self.wanted.setdefault(cut.node, []).append(cut)
+
+    def run_node(self, node: fx.Node) -> object:
+        result = super().run_node(node)
+        if node.name in self.wanted:
+            whole_ms = self._milliseconds(node, *self.fetch_args_kwargs_from_env(node))
+            for cut in self.wanted[node.name]:
+                times = [(k, self._milliseconds(node, *self._operands(node, cut, k))) for k in cut.parts]
+                # What takes no time that a clock sees is as if its parts took as much together.
+                self.shares[cut.key] = tuple(
+                    (float(k), ms / whole_ms if whole_ms else 1 / k) for k, ms in times
+                )
+        return result
+
+    def _milliseconds(self, node: fx.Node, args: tuple, kwargs: dict) -> float:
+        return milliseconds_of(lambda: node.target(*args, **kwargs), self.device)
+
+    def _operands(self, node: fx.Node, cut: CutToMeasure, parts: int) -> tuple[tuple, dict]:
+        return fx.map_arg((node.args, node.kwargs), lambda source: self._operand(node, source, cut, parts))
+
+    def _operand(self, node: fx.Node, source: fx.Node, cut: CutToMeasure, parts: int) -> object:
+        value = self.env[source]
+        if not isinstance(value, Tensor):
+            return value
+        axis = cut.axes.get(tensor_names(source)[0], WHOLE)
+        if axis >= 0:
+            return value.narrow(axis, 0, -(-value.shape[axis] // parts))
+        if RULES[op_name(node)].in_experts and not value.is_floating_point():
+            # Counts of real rows: a part has 1/k of them (Lancet, section 3).
+            return torch.div(value + parts - 1, parts, rounding_mode="floor")
+        return value

@@ -1,0 +1,54 @@
+"""DistributedDataParallel around a model with MoE layers: experts left to their own groups.
+
+DistributedDataParallel takes every parameter for replicated: it would give all ranks the experts of the
+first, and average gradients of different experts. `ddp` tells it which ones are none of its business and
+averages these over the ranks that hold the same.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.gradients import broadcast_replicated, gradient_groups, groups_of
+from lancet_kernels.ops.all_reduce import start_all_reduce
+from lancet_kernels.ops.groups import Groups, group_of, group_size
+
+
+def ddp(model: nn.Module, groups: Groups | None = None, **options: object) -> DistributedDataParallel:
+    """`model` in DistributedDataParallel, with right gradients for its MoE layers, too.
+
+    As DistributedDataParallel does, all gradients are averages over the ranks with different tokens: do not
+    divide the loss by their number. Collective over all ranks of the job.
+
+    Args: groups: as for `optimize`. options: of DistributedDataParallel, but for `process_group`.
+    Raises: UserError without torch.distributed.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise UserError(
+            "ddp", got="no process group", expected="ranks", do="call init_process_group, or use the model"
+        )
+    groups = groups_of(model, groups)
+    broadcast_replicated(model, groups)
+    over, ranks = gradient_groups(model, groups), group_size(groups.data)
+    own = {parameter: group for parameter, group in over.items() if group != groups.data}
+    ignored = []
+    for module_name, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in own:
+                # Of the model itself, DistributedDataParallel looks for `.w1` here and for `w1` there.
+                ignored += [f"{module_name}.{name}", f"{module_name}.{name}".removeprefix(".")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    for parameter, group in own.items():
+        if parameter.requires_grad:
+            # Before it is added to `.grad`, so that micro-batches add up.
+            parameter.register_hook(lambda gradient, group=group: _mean(gradient, group, ranks))
+    process_group = group_of(groups.data) if groups.data else dist.group.WORLD
+    return DistributedDataParallel(model, process_group=process_group, **options)
+
+
+def _mean(gradient: Tensor, group: str, ranks: int) -> Tensor:
+    """The gradient of all tokens: what backward all-to-alls have not summed yet, divided like all others."""
+    return start_all_reduce([gradient], group).wait()[0] / ranks

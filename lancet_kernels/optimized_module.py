@@ -1,0 +1,142 @@
+"""The module that `optimize` returns: it trains with the plan, and runs the original module where the plan
+does not fit."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.gradients import call_with_summed_gradients
+from lancet_kernels.graph.program import Kind, Phase
+from lancet_kernels.graph.run import Recorder
+from lancet_kernels.guards import Guards, bind
+from lancet_kernels.ops.all_to_all import running_a_plan
+from lancet_kernels.ops.groups import Groups
+from lancet_kernels.ops.link import link
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, Timeline
+
+
+class OptimizedModule(nn.Module):
+    """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
+
+    With gradients enabled and everything as it was at `optimize` it runs the plan. Where something has
+    changed that may change back (a mode, the shape of an odd last batch, autocast) it runs the original
+    module, whose gradients it sums over the ranks as the plan would, and warns once for each reason. Where
+    the model is another one (parameters, what wraps it), it raises a UserError. Without gradients it runs the
+    original module.
+    plan: what was decided. timeline: the simulated iteration. fallbacks: how often it ran without the plan
+    though gradients were wanted, by reason.
+    host_waits: instructions that make the host wait for a GPU (`graphed`). fused_layers: numbers of the fused
+    layers (`ops.fused_graph`).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run: Callable[..., object],
+        plan: Plan,
+        timeline: Timeline,
+        guards: Guards,
+        recorder: Recorder,
+        groups: Groups | None,
+        host_waits: Sequence[str] = (),
+        fused_layers: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.host_waits, self.fused_layers = tuple(host_waits), tuple(fused_layers)
+        self.train(module.training)
+        self.plan, self.timeline = plan, timeline
+        self.fallbacks: Counter[str] = Counter()
+        self._run, self._recorder, self._guards = run, recorder, guards
+        self._groups = groups
+        self._signature = inspect.signature(module.forward)
+
+    @torch.compiler.disable
+    def forward(self, *inputs: object, **by_name: object) -> object:
+        """What the module returns for these inputs, given by position or by name.
+
+        Raises: UserError for a model that is no longer the one that was planned.
+        """
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **by_name)
+        arguments = bind(self._signature, f"the optimized {type(self.module).__name__}", inputs, by_name)
+        reason = self._guards.reason(arguments)
+        if not reason:
+            inputs, by_name = self._guards.inputs.laid_out(arguments)
+            with running_a_plan():
+                result = self._run(*inputs, **by_name)
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(_refuse_double_backward)
+            return result
+        self.fallbacks[reason] += 1
+        if self.fallbacks[reason] == 1:
+            warnings.warn(
+                f"the optimized {type(self.module).__name__} runs without its plan: {reason}; gradients are "
+                "right, communication is not hidden (`fallbacks` counts such calls)",
+                stacklevel=2,
+            )
+        if self._groups is not None:
+            return call_with_summed_gradients(self.module, inputs, self._groups, by_name)
+        return self.module(*inputs, **by_name)
+
+    def __deepcopy__(self, memo: dict) -> OptimizedModule:
+        raise self._cannot("copied", "copy.deepcopy(optimized.module), and optimize() the copy to train it")
+
+    def __reduce_ex__(self, protocol: object) -> tuple:
+        raise self._cannot(
+            "pickled or saved whole",
+            "torch.save(optimized.module.state_dict(), file), and optimize() the model that loads it",
+        )
+
+    def _cannot(self, what: str, instead: str) -> UserError:
+        return UserError(
+            f"optimized {type(self.module).__name__}",
+            got=f"a module to be {what}",
+            expected="none: its plan holds compiled graphs and communicators of this process",
+            do=f"use {instead}",
+        )
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[list[Event]]:
+        """Inside the block, iterations are recorded on this rank; the events are there when it ends (CPU
+        ranks).
+
+        Clocks beside every instruction cost time: look at the order and the overlap, not at the total.
+        """
+        events: list[Event] = []
+        self._recorder.on, self._recorder.computed, link.log = True, [], []
+        try:
+            yield events
+        finally:
+            computed, moved = self._recorder.computed, link.log
+            self._recorder.on, link.log = False, None
+        begin = min((start for _, _, start, _ in computed), default=0.0)
+        for name, phase, start, end in computed:
+            events.append(
+                Event(name, COMPUTE, (start - begin) * 1e3, (end - begin) * 1e3, Kind.COMPUTE, phase)
+            )
+        for start, end in moved:
+            times = (start - begin) * 1e3, (end - begin) * 1e3
+            events.append(Event("all-to-all", LINK, *times, Kind.ALL_TO_ALL, Phase.FORWARD))
+
+
+def _refuse_double_backward(_gradient: Tensor) -> None:
+    """Called when backward reaches the plan; with create_graph=True, gradients are enabled there."""
+    if torch.is_grad_enabled():
+        raise UserError(
+            "backward of an optimized module",
+            got="create_graph=True",
+            expected="gradients that are not differentiated again",
+            do="call optimized.module for them",
+        )

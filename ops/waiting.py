@@ -1,0 +1,213 @@
+"""Who waits for whom, and where: a collective that fails says it in one line.
+
+    with waiting("all_to_all", group, layer="blocks.3.feed_forward"):
+        dist.all_to_all_single(...)
+
+A rank that waits for several others only learns that somebody did not come. So under our launcher the ranks
+of a job share a `Board`: a few bytes of each rank that say which collective it entered last, and when it last
+showed a sign of life. Whoever waited in vain reads there which rank it was. Entering costs one write of
+about a microsecond; without a board (torchrun, no launcher) the line names op, layer and peers.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import struct
+import time
+from dataclasses import dataclass
+from functools import cache
+
+import torch.distributed as dist
+
+from lancet_kernels.errors import CommunicationError
+
+BOARD_FILE = "LANCET_BOARD"
+"""Environment variable with the path of the job's board."""
+# How gloo and NCCL, which raise plain RuntimeErrors, say that a peer went away or did not answer.
+LOST_PEER = re.compile(
+    r"gloo|NCCL|pair closure|socket (unexpectedly )?closed|connect timeout|broken pipe|"
+    r"connection (was )?(closed|reset|refused|aborted)",
+    re.IGNORECASE,
+)
+TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+_SOURCE_PLACE = re.compile(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*")
+# A rank whose watchdog has been quiet for longer, and for half of the wait, does not run.
+SILENT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a board says of one rank; times on the monotonic clock of the machine, in seconds."""
+
+    last_sign: float
+    """0: the rank has not started yet."""
+    entered_at: float
+    number: int
+    """How many collectives it has entered."""
+    where: str
+
+
+class Board:
+    """The entries of a job's ranks: a file that they all map. Ranks of one machine only."""
+
+    _SIGN, _ENTRY = struct.Struct("=d"), struct.Struct("=dq232s")
+    _ROW = _SIGN.size + _ENTRY.size
+
+    def __init__(self, path: str | os.PathLike[str], rank: int) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self.rank, self.ranks = rank, len(self._memory) // self._ROW
+        self._number = 0
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str], ranks: int) -> None:
+        """Make the file of an empty board."""
+        with open(path, "wb") as file:
+            file.truncate(ranks * cls._ROW)
+
+    def sign(self) -> None:
+        """Show that this rank runs."""
+        self._SIGN.pack_into(self._memory, self.rank * self._ROW, time.monotonic())
+
+    def enter(self, where: bytes) -> None:
+        """This rank enters a collective."""
+        self._number += 1
+        place = self.rank * self._ROW + self._SIGN.size
+        self._ENTRY.pack_into(self._memory, place, time.monotonic(), self._number, where)
+
+    def entry(self, rank: int) -> Entry:
+        """What a rank has said last."""
+        place = rank * self._ROW
+        (last_sign,) = self._SIGN.unpack_from(self._memory, place)
+        entered_at, number, where = self._ENTRY.unpack_from(self._memory, place + self._SIGN.size)
+        return Entry(last_sign, entered_at, number, where.rstrip(b"\0").decode(errors="replace"))
+
+
+_board: Board | None = None
+_layer = ""
+
+
+def join_board() -> Board | None:
+    """The board of this job, on which collectives are noted from here on; None: there is none."""
+    global _board
+    path = os.environ.get(BOARD_FILE)
+    if path and os.path.exists(path):
+        _board = Board(path, int(os.environ["RANK"]))
+    return _board
+
+
+def enter_layer(name: str) -> None:
+    """The collectives of MoE layers that are entered next belong to the layer of this name."""
+    global _layer
+    _layer = name
+
+
+def current_layer() -> str:
+    """The name that `enter_layer` was told last; "": none, or the layer has no name."""
+    return _layer
+
+
+@cache
+def _place(op: str, layer: str) -> bytes:
+    return _where(op, layer).encode()
+
+
+def _where(op: str, layer: str) -> str:
+    return f"{op} of {layer}" if layer else op
+
+
+class waiting:
+    """Inside, this rank takes part in a collective of `group` (None: of all ranks).
+
+    When it fails: CommunicationError, with rank, op, layer, whom it waited for and how long. Errors that have
+    nothing to do with the peers pass as they are.
+    """
+
+    def __init__(self, op: str, group: dist.ProcessGroup | None = None, layer: str = "") -> None:
+        self.op, self.group, self.layer = op, group, layer
+        self.began = 0.0
+
+    def __enter__(self) -> None:
+        self.began = time.monotonic()
+        if _board is not None:
+            _board.enter(_place(self.op, self.layer))
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is not None and blames(error) != "self" and not getattr(error, "described", False):
+            raise self._described(error) from error
+
+    def _described(self, error: BaseException) -> CommunicationError:
+        waited = time.monotonic() - self.began
+        rank, peers = _rank_and_peers(self.group)
+        where = _where(self.op, self.layer)
+        reason = _SOURCE_PLACE.sub("", str(error).splitlines()[0] if str(error) else type(error).__name__)
+        if blames(error) == "peer":
+            return CommunicationError(
+                f"rank {rank} lost its connection to one of rank(s) {_listed(peers)} in {where}: {reason}",
+                described=True,
+            )
+        all_ranks = sorted([rank, *peers])
+        named = [all_ranks[peer] for peer in getattr(error, "missing", ())]
+        missing, signs = _missing(rank, peers, waited)
+        missing = missing or named or (peers if len(peers) == 1 else [])
+        # What the kernels know, beyond who waited for whom.
+        detail = f" [{reason}]" if isinstance(error, CommunicationError) else ""
+        return CommunicationError(
+            f"rank {rank} waited {waited:.1f} s in {where} for rank(s) {_listed(missing or peers)}"
+            + "".join(f"; {signs[peer]}" for peer in missing if peer in signs)
+            + detail,
+            missing=missing,
+            timed_out=True,
+            described=True,
+        )
+
+
+def _rank_and_peers(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
+    """This rank and the other ones of the group, as numbers of the whole job."""
+    if not (dist.is_available() and dist.is_initialized()):
+        # Before the first process group: all that a launcher has started.
+        rank, ranks = (int(os.environ.get(name, alone)) for name, alone in (("RANK", 0), ("WORLD_SIZE", 1)))
+        return rank, [peer for peer in range(ranks) if peer != rank]
+    rank = dist.get_rank()
+    return rank, [peer for peer in dist.get_process_group_ranks(group) if peer != rank]
+
+
+def _missing(rank: int, peers: list[int], waited: float) -> tuple[list[int], dict[int, str]]:
+    """Which of the peers did not come, by the board, and what it says of each peer.
+
+    Those that show no sign of life; if all do, those that have entered fewer collectives than this rank.
+    """
+    if _board is None or _board.ranks <= max([rank, *peers]):
+        return [], {}
+    now, own = time.monotonic(), _board.entry(rank)
+    entries = {peer: _board.entry(peer) for peer in peers}
+    silent = [p for p, entry in entries.items() if now - entry.last_sign > max(SILENT_S, waited / 2)]
+    behind = [p for p, entry in entries.items() if entry.number < own.number]
+    signs = {}
+    for peer, entry in entries.items():
+        if not entry.last_sign:
+            signs[peer] = f"rank {peer} has not started yet"
+            continue
+        entered = f"last entered {entry.where} {now - entry.entered_at:.1f} s ago"
+        signs[peer] = f"rank {peer} {entered if entry.number else 'has entered no collective yet'}"
+        quiet = f"has shown no sign of life for {now - entry.last_sign:.1f} s"
+        signs[peer] += f" and {quiet if peer in silent else 'still runs'}"
+    return silent or behind, signs
+
+
+def blames(error: BaseException | None) -> str:
+    """What the error, or one it came from, complains of: "peer" that went away, "timeout", else "self"."""
+    while error is not None:
+        if isinstance(error, CommunicationError):
+            return "timeout" if error.timed_out else "peer"
+        lost = isinstance(error, (dist.DistError, ConnectionError, TimeoutError))
+        if lost or (isinstance(error, RuntimeError) and LOST_PEER.search(str(error))):
+            return "timeout" if isinstance(error, TimeoutError) or TIMED_OUT.search(str(error)) else "peer"
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "self"
+
+
+def _listed(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks))

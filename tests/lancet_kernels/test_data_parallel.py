@@ -1,0 +1,67 @@
+"""DistributedDataParallel around models with MoE layers, against one process with the whole batch."""
+
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lancet_kernels import Groups, UserError, ddp
+from tests.lancet_kernels.test_expert_groups import (
+    RANKS,
+    Case,
+    Step,
+    batch,
+    distances,
+    expert_group,
+    one_process,
+)
+from tests.optimized import BOUND
+
+
+def train_with_ddp(size: int) -> dict[str, float]:
+    """Three steps and a micro-batch each way; the distance of the last one."""
+    case = Case()
+    step = Step(case, expert_group(size), 1)
+    reference = one_process(case)
+    mine = batch().chunk(RANKS)[dist.get_rank()]
+    around = ddp(step, bucket_cap_mb=0.001)
+    for _ in range(2):
+        around.zero_grad()
+        loss, _ = around(mine)
+        loss.backward()
+    once = distances(step, loss / RANKS, reference)
+    # A second backward adds to the gradients, as it does everywhere.
+    around(mine)[0].backward()
+    for parameter in step.parameters():
+        parameter.grad /= 2
+    twice = distances(step, loss / RANKS, reference)
+    return once | {f"twice {name}": distance for name, distance in twice.items()}
+
+
+@pytest.mark.parametrize(
+    "size", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long)]
+)
+def test_gradients_under_ddp_equal_one_process(pool, size):
+    for found in pool.run(train_with_ddp, size, ranks=RANKS, timeout_s=120):
+        assert not {name: distance for name, distance in found.items() if distance > BOUND}
+
+
+def wrap_without_ddp() -> str:
+    step = Step(Case(), dist.group.WORLD, 1)
+    try:
+        DistributedDataParallel(step)(batch()[:4])
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_distributed_data_parallel_that_takes_experts_is_refused(pool):
+    for text in pool.run(wrap_without_ddp):
+        assert text.startswith(
+            "DistributedDataParallel around an MoELayer: got model.blocks.1.feed_forward.w1"
+        )
+        assert "lancet_kernels.ddp" in text
+
+
+def test_ddp_without_ranks():
+    with pytest.raises(UserError, match="ddp: got no process group, expected ranks; call init_process_group"):
+        ddp(Step(Case(), Groups(), 1))
