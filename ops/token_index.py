@@ -19,16 +19,22 @@ def naive_token_index(tokens_of_rank: list[int], rank: int) -> Tensor:
 
 
 @torch.library.custom_op("lancet::token_index", mutates_args=())
-def token_index(num_tokens: int, group: str, device: torch.device) -> Tensor:
+def token_index(num_tokens: int, group: str, device: torch.device, equal_ranks: bool = False) -> Tensor:
     """-> [T] int64: how many tokens the ranks before this one have, and the T - 1 numbers behind that.
 
     Collective: ranks tell each other how many tokens they have.
 
-    Args: group: a name from `group_name`. Example: 2 tokens on rank 0, T = 3 on rank 1 gives [2, 3, 4].
+    Args:
+        group: a name from `group_name`.
+        equal_ranks: take it that all ranks have T tokens, and ask nobody. Where they have not, two tokens may
+            get one index.
+    Example: 2 tokens on rank 0, T = 3 on rank 1 gives [2, 3, 4].
     """
     index_T = torch.arange(num_tokens, device=device)
     if not group:
         return index_T
+    if equal_ranks:
+        return index_T + group_rank(group) * num_tokens
     own = torch.tensor([num_tokens], device=group_device(group))
     tokens_W = own.new_empty(group_size(group))
     dist.all_gather_into_tensor(tokens_W, own, group=group_of(group))
@@ -36,5 +42,5 @@ def token_index(num_tokens: int, group: str, device: torch.device) -> Tensor:
 
 
 @token_index.register_fake
-def _(num_tokens, group, device):
+def _(num_tokens, group, device, equal_ranks=False):
     return torch.empty(num_tokens, dtype=torch.int64, device=device)

@@ -238,13 +238,13 @@ def test_peer_that_never_comes(pool, op):
 def counts_beside_rows() -> bool:
     """Rank 0 has rows under way before it exchanges counts, rank 1 sends its rows only after its counts."""
     expert = Groups.around().expert
-    count_WL, rows_WLCD = torch.tensor([[2], [2]]), torch.randn(2, 1, 2, 3)
+    count_WL, rows_SD = torch.tensor([[2], [2]]), torch.randn(4, 3)
 
     def rows():
-        return start_all_to_all(rows_WLCD, count_WL, count_WL, expert)
+        return start_all_to_all(rows_SD, count_WL, count_WL, expert, True)
 
     pending = rows() if dist.get_rank() == 0 else None
-    received_WL = ops.exchange_counts(count_WL, 2, 3, torch.float32, expert)
+    received_WL = ops.exchange_counts(count_WL, 3, torch.float32, expert)
     (pending or rows()).wait()
     return torch.equal(received_WL, count_WL)
 

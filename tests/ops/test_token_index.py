@@ -13,6 +13,8 @@ def indices_on_rank() -> tuple[list[int], int]:
     group, rank = group_name(None), torch.distributed.get_rank()
     index = token_index(TOKENS[rank], group, torch.device("cpu"))
     assert torch.equal(index, naive_token_index(TOKENS, rank))
+    first = token_index(3, group, torch.device("cpu"), equal_ranks=True)
+    assert torch.equal(first, naive_token_index([3, 3, 3], rank))
     torch.library.opcheck(torch.ops.lancet.token_index.default, (3, group, torch.device("cpu")))
     return index.tolist(), index.dtype == torch.int64
 
