@@ -22,7 +22,10 @@ class Parts:
     def __init__(self, passes: FusedPasses) -> None:
         self.w, self.passes = passes.workload, passes
         routing = passes.routing
-        self.places, self.weight = (routing.expert, routing.slot), routing.weight
+        capacity = passes.workload.capacity
+        # Rows of padded buffers, as fused launches have them.
+        row = routing.expert * capacity + routing.slot
+        self.row, self.weight = torch.where(routing.slot < capacity, row, -1), routing.weight
         self.count = routing.count[None]
         shape = (1, self.w.experts, self.w.capacity)
         self.rows = passes.x.new_zeros(*shape, self.w.width)
@@ -30,8 +33,9 @@ class Parts:
         self.hidden = passes.x.new_zeros(*shape, self.w.hidden)
 
     def communication(self) -> None:
-        rows = permute(self.passes.x, *self.places, None, self.w.experts, self.w.capacity, out=self.rows[0])
-        combine(rows, *self.places, self.weight)
+        rows = self.rows.view(-1, self.w.width)
+        permute(self.passes.x, self.row, None, len(rows), out=rows)
+        combine(rows, self.row, self.weight)
 
     def gemms_forward(self) -> None:
         experts = self.passes.experts

@@ -8,7 +8,7 @@ installs one gets it in the same table.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,79 @@ def _megablocks(w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Mod
 
 
 PEERS = {"torch grouped_mm": TorchGrouped, "scattermoe": _scattermoe, "megablocks": _megablocks}
+
+
+class Dense(nn.Module):
+    """A SwiGLU layer with the FLOPs of K experts per token."""
+
+    def __init__(self, w: Workload, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        make = {"bias": False, "device": device, "dtype": dtype}
+        self.up = nn.Linear(w.width, w.choices * w.wide, **make)
+        self.down = nn.Linear(w.choices * w.hidden, w.width, **make)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(activate(self.up(x), "swiglu"))
+
+
+def _mixtral(w: Workload, implementation: str) -> nn.Module:
+    """The MoE block of transformers' Mixtral, which takes [batch, sequence, width]."""
+    try:
+        import transformers
+        from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+    except ImportError as error:
+        raise Absent(f"transformers is not installed ({error})") from error
+    config = transformers.MixtralConfig(
+        hidden_size=w.width, intermediate_size=w.hidden, num_local_experts=w.experts,
+        num_experts_per_tok=w.choices,
+    )  # fmt: skip
+    block = MixtralSparseMoeBlock(config)
+    block.experts.config._experts_implementation = implementation
+    return block
+
+
+SAME_WEIGHTS = (
+    "ours, dropless", "ours, capacity 1.25", "transformers grouped_mm", "transformers eager", "dense",
+)  # fmt: skip
+
+
+def same_weights(
+    w: Workload, dtype: torch.dtype, device: torch.device, names: Sequence[str] = SAME_WEIGHTS
+) -> dict[str, nn.Module]:
+    """Layers by name that take x [T, D]; those that are dropless are checked to give the same.
+
+    Raises: Absent without transformers.
+    """
+    router = 0.05 * torch.randn(w.experts, w.width, dtype=dtype, device=device)
+    w1 = 0.05 * torch.randn(w.experts, w.width, w.wide, dtype=dtype, device=device)
+    w2 = 0.05 * torch.randn(w.experts, w.hidden, w.width, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def make(name: str) -> nn.Module:
+        if name == "dense":
+            return Dense(w, dtype, device)
+        if name.startswith("ours"):
+            layer = MoELayer(
+                w.width, w.hidden, w.experts, top_k=w.choices, gate="topk(renormalize=True)",
+                capacity_factor=1.25 if "1.25" in name else None, activation="swiglu",
+                device=device, dtype=dtype,
+            )  # fmt: skip
+            for own, value in ((layer.router, router), (layer.w1, w1), (layer.w2, w2)):
+                own.copy_(value)
+            return layer
+        block = _mixtral(w, name.removeprefix("transformers ")).to(device, dtype)
+        block.gate.weight.copy_(router)
+        block.experts.gate_up_proj.copy_(w1.transpose(1, 2))
+        block.experts.down_proj.copy_(w2.transpose(1, 2))
+        return _Called(lambda x: block(x[None])[0], block)
+
+    layers = {name: make(name) for name in names}
+    alike = [layer for name, layer in layers.items() if name.startswith(("ours, dropless", "transformers"))]
+    x = torch.randn(64, w.width, dtype=dtype, device=device)
+    with torch.no_grad():
+        for layer in alike[1:]:
+            torch.testing.assert_close(layer(x), alike[0](x), rtol=1e-3, atol=1e-4)
+    return layers
 
 
 def make_layer(name: str, w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:

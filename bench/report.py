@@ -149,6 +149,7 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
                 cells.append(f"{best['roofline_share']:.0%} ({best['contender']})")
             lines.append(_line(cells))
         tables.append(f"### {kernel}\n\n" + "\n".join(lines))
+    tables += _peer_tables(rows)
     found = etas([r for r in rows if "label" not in r])
     if found:
         head = ["fused", "longer part", "its ms", "fused ms", "eta"]
@@ -161,6 +162,32 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         ]
         note = "eta = the longer of communication and GEMMs alone / fused; 1 hides the shorter one entirely."
         tables.append(f"### Overlap\n\n{note}\n\n" + "\n".join(lines))
+    return tables
+
+
+def _peer_tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Times and memory of the layer and its peers, and ours over each; rows that have them."""
+    tables = []
+    for title, key, unit in (
+        ("The MoE layer beside its peers", "median_ms", "ms, and ours over it"),
+        ("Most memory of one pass", "peak_mib", "MiB, and times what autograd must keep of rows"),
+    ):
+        here = [r for r in rows if key in r]
+        if not here:
+            continue
+        peers = list(dict.fromkeys(peer for r in here for peer in r[key]))
+        lines = [_line(["", *peers]), _line(["---"] * (len(peers) + 1))]
+        for r in here:
+            cells = []
+            for peer in peers:
+                value = r[key].get(peer)
+                if value is None:
+                    cells.append("-")
+                    continue
+                ratio = r["ours_over"].get(peer) if key == "median_ms" else value / r["kept_mib"]
+                cells.append(f"{value:.0f}" + ("" if ratio is None else f" ({ratio:.2f})"))
+            lines.append(_line([r["sizes"] or r["workload"], *cells]))
+        tables.append(f"### {title}\n\n{unit}\n\n" + "\n".join(lines))
     return tables
 
 

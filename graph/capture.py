@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,7 @@ from lancet_kernels.graph.from_fx import forward_nodes
 from lancet_kernels.graph.program import Phase
 from lancet_kernels.graph.run import GraphRunner, Recorder
 from lancet_kernels.graph.trace import Assumptions, trace
+from lancet_kernels.ops.rows import expected_sizes
 
 Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 """(joint graph, number of forward outputs) -> (forward graph, backward graph)."""
@@ -139,7 +140,8 @@ def capture(
     Raises: CaptureError, with torch's reason, for a module that is not one graph (a branch on data, say).
     """
     try:
-        traced, assumptions = trace(module, inputs, by_name or {})
+        with expected_sizes():
+            traced, assumptions = trace(module, inputs, by_name or {})
         context = TracingContext(traced.meta["fake_mode"])
         # Left to itself, torch gives real inputs symbolic sizes, and marks them for good when the graph
         # has run: whoever captures with the same tensors again would get a graph with symbols.
@@ -148,7 +150,7 @@ def capture(
             lambda tensor: context.fake_mode.from_tensor(tensor, static_shapes=True),
             (tuple(inputs), dict(by_name or {})),
         )
-        with tracing(context), contextlib.ExitStack() as stack:
+        with tracing(context), expected_sizes(), contextlib.ExitStack() as stack:
             joint = aot_export_joint_with_descriptors(stack, traced, static, static_by_name)
     except UserError:
         raise
@@ -216,11 +218,12 @@ def output_node(module: fx.GraphModule) -> fx.Node:
     return next(node for node in reversed(module.graph.nodes) if node.op == "output")
 
 
-def fake_mode_of(node: fx.Node) -> object:
-    """The mode in which an op of the node's graph can be called on `meta["val"]`s, to learn its result's
-    shape."""
+@contextlib.contextmanager
+def fake_mode_of(node: fx.Node) -> Iterator[None]:
+    """In it an op of the node's graph can be called on `meta["val"]`s, to learn its result's shape."""
     value = node.meta["val"]
-    return (value[0] if isinstance(value, (tuple, list)) else value).fake_mode
+    with (value[0] if isinstance(value, (tuple, list)) else value).fake_mode, expected_sizes():
+        yield
 
 
 def is_fake(value: object) -> bool:

@@ -1,8 +1,8 @@
 """What is one part of an instruction that is cut into k? Its name, shapes, work and traffic.
 
-The overhead of partitioning is real here: each part pays its own launch, and reads whatever is not cut
-(a weight) in full. An irregular part counts as C/k rows in time (Lancet, section 3), but its buffer is the
-size of the whole, because any part may send up to C rows to an expert.
+The overhead of partitioning is real here: each part pays its own launch, and reads whatever is not cut (a
+weight) in full. An irregular part counts as 1/k of the rows (Lancet, section 3): as many as it has if tokens
+are spread evenly.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ def is_cut(instruction: Instruction, axes: Axes) -> bool:
 
 
 def part_tensor(
-    spec: TensorSpec, axis: int, part: int, parts: int, capacity_dimension: int | None = None
+    spec: TensorSpec, axis: int, part: int, parts: int, row_dimension: int | None = None
 ) -> TensorSpec:
     """One part of a tensor. Example: x (8, 4) cut along 0 into 2: `x[1/2]` (4, 4), half the bytes."""
     name = part_name(spec.name, part, parts)
     shape = list(spec.shape)
+    if axis == IRREGULAR and row_dimension is not None:
+        axis = row_dimension
     if axis >= 0:
         shape[axis] = -(-shape[axis] // parts)
         return TensorSpec(name, tuple(shape), spec.dtype, -(-spec.bytes // parts), spec.alias_of)
-    if axis == IRREGULAR and capacity_dimension is not None:
-        shape[capacity_dimension] = -(-shape[capacity_dimension] // parts)
     return TensorSpec(name, tuple(shape), spec.dtype, spec.bytes, spec.alias_of)
 
 
 def can_be_cut(tensors: Mapping[str, TensorSpec], axes: Axes, parts: int) -> bool:
     """Do the parts of all tensors line up? Parts are whole units of the shortest dimension that is cut, so
     it must divide the others. Equal parts line up through views too; uneven ones only where all tensors
-    have the same size along their axes (the capacity)."""
+    have the same size along their axes (rows)."""
     sizes = {tensors[t].shape[a] for t, a in axes.items() if a >= 0}
     units = min(sizes, default=0)
     if units < parts or any(s % units for s in sizes):
@@ -60,10 +60,10 @@ def part_instruction(
     whole (`whole_shapes`), and a measured time of the whole (`whole_milliseconds`).
     """
     rule = rule_for(instruction)
-    capacity = rule.capacity_dimensions(instruction, tensors) if rule else {}
+    rows = rule.row_dimensions(instruction, tensors) if rule else {}
     operands = {t: axes.get(t, WHOLE) for t in (*instruction.inputs, *instruction.outputs)}
     specs = {
-        t: tensors[t] if a == WHOLE else part_tensor(tensors[t], a, part, parts, capacity.get(t))
+        t: tensors[t] if a == WHOLE else part_tensor(tensors[t], a, part, parts, rows.get(t))
         for t, a in operands.items()
     }
     names = {t: spec.name for t, spec in specs.items()}

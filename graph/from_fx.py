@@ -1,7 +1,8 @@
 """From an fx graph to a `Program`: any graph with functional collectives or our all-to-all in it.
 
 Every op node becomes an instruction; a tuple's elements are its outputs. What the graph says of shapes
-(`meta["val"]`) gives bytes and FLOPs, so nothing runs. The exchange of counts, which blocks, counts as
+(`meta["val"]`) gives bytes and FLOPs, so nothing runs; of rows it says how many there are in an evenly
+spread, dropless batch (`ops.rows.expected_sizes`). The exchange of counts, which blocks, counts as
 computation. `wait_tensor` costs nothing: whoever reads its result waits for the collective. What draws from
 torch's global random generator (`draws_random_numbers`) overwrites its state, so that draws keep their order.
 """
@@ -44,7 +45,6 @@ def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: 
     Instructions are named like their nodes; tensors too, element i of a tuple as `node.i`.
     """
     nodes = list(module.graph.nodes)
-    rows = real_rows(nodes)
     forward = forward_nodes(nodes)
     tensors: dict[str, TensorSpec] = {}
     instructions, inputs, parameters = [], [], []
@@ -60,9 +60,8 @@ def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: 
         elif is_instruction(node):
             outputs = _specs(node)
             tensors.update((spec.name, spec) for spec in outputs)
-            instructions.append(
-                _instruction(node, outputs, Phase.FORWARD if node in forward else Phase.BACKWARD, rows, cost)
-            )
+            phase = Phase.FORWARD if node in forward else Phase.BACKWARD
+            instructions.append(_instruction(node, outputs, phase, cost))
     if any(GENERATOR in i.mutates for i in instructions):
         tensors[GENERATOR] = TensorSpec(GENERATOR, (), "int64", bytes=0)
         inputs.append(GENERATOR)
@@ -138,34 +137,11 @@ def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
     return {node for node in nodes if node not in behind}
 
 
-def real_rows(nodes: list[fx.Node]) -> dict[fx.Node, int]:
-    """How many rows of each [W, L, C, D] buffer are expected to be real: T * K, or all slots if those
-    are fewer.
-
-    Costs of MoE ops follow from it. With a capacity, tokens are dropped, so it is an upper bound
-    (Lancet, section 3, takes C).
-    """
-    rows: dict[fx.Node, int] = {}
-    for node in nodes:
-        if not is_instruction(node) or not op_name(node).startswith("lancet."):
-            continue
-        if op_name(node) == "lancet.dispatch":
-            ranks, local_experts, capacity, _ = node.meta["val"].shape
-            rows[node] = min(node.args[1].meta["val"].numel(), ranks * local_experts * capacity)
-        else:
-            found = [rows[source] for source in node.all_input_nodes if source in rows]
-            if found:
-                rows[node] = found[0]
-    return rows
-
-
 def _instruction(
-    node: fx.Node, outputs: list[TensorSpec], phase: Phase, rows: dict[fx.Node, int], cost: NodeCost | None
+    node: fx.Node, outputs: list[TensorSpec], phase: Phase, cost: NodeCost | None
 ) -> Instruction:
     op = op_name(node)
     attributes = _attributes(node)
-    if node in rows:
-        attributes["rows"] = rows[node]
     if "group" in node.meta:
         # Its collectives have costs of their own (`graph.communication`).
         attributes["group"] = node.meta["group"]
@@ -179,8 +155,8 @@ def _instruction(
         outputs=tuple(spec.name for spec in outputs),
         kind=_kind(op),
         phase=phase,
-        flops=_flops(node, op, rows),
-        bytes=_bytes(node, op, outputs, rows),
+        flops=_flops(node, op),
+        bytes=_bytes(node, op, outputs),
         milliseconds=None if cost is None else cost(node),
         mutates=_mutated(node),
         attributes=attributes,
@@ -276,12 +252,12 @@ def _is_plain(value: object) -> bool:
     )
 
 
-def _flops(node: fx.Node, op: str, rows: dict[fx.Node, int]) -> float:
+def _flops(node: fx.Node, op: str) -> float:
     """Of matrix products and attention; element-wise work is bound by memory and counted in bytes."""
     if op in ("lancet.grouped_gemm", "lancet.grouped_gemm_dx"):
-        return 2.0 * rows.get(node, 0) * node.args[2].meta["val"][0].numel()
+        return 2.0 * node.args[0].meta["val"].shape[0] * node.args[2].meta["val"][0].numel()
     if op == "lancet.grouped_gemm_dw":
-        return 2.0 * rows.get(node, 0) * node.meta["val"][0].numel()
+        return 2.0 * node.args[0].meta["val"].shape[0] * node.meta["val"][0].numel()
     packet = getattr(node.target, "overloadpacket", None)
     values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
     if op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention":
@@ -308,28 +284,19 @@ def _attention_flops(values: list[Any], backward: bool) -> float:
     return product * (5 if backward else 2)
 
 
-def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec], rows: dict[fx.Node, int]) -> float:
-    """Moved through memory: everything read and written, of a view nothing; of MoE buffers the real rows."""
+def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
+    """Moved through memory: everything read and written, of a view nothing; or over the link."""
     if outputs and all(spec.alias_of is not None for spec in outputs):
         return 0.0
     values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
     if op == "lancet.all_to_all":
-        return float(_buffer_bytes(node.args[0].meta["val"], rows.get(node)))
+        return float(_content_bytes(node.args[0].meta["val"]))
     if _kind(op).is_communication:
         return float(sum(spec.content_bytes for spec in outputs))
     own = node.meta.get("val")
-    values += [v for v in own if isinstance(v, Tensor)] if isinstance(own, (tuple, list)) else [own]
-    in_experts = node in rows
-    return float(
-        sum(
-            _buffer_bytes(v, rows.get(node)) if in_experts and v.dim() == 4 else v.numel() * v.element_size()
-            for v in values
-            if isinstance(v, Tensor)
-        )
-    )
+    values += own if isinstance(own, (tuple, list)) else [own]
+    return float(sum(_content_bytes(v) for v in values if isinstance(v, Tensor)))
 
 
-def _buffer_bytes(buffer: Tensor, real: int | None) -> int:
-    """Bytes of the real rows of a [W, L, C, D] buffer."""
-    slots = buffer.shape[:-1].numel()
-    return min(slots, real or slots) * buffer.shape[-1] * buffer.element_size()
+def _content_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -12,9 +12,10 @@ from torch import Tensor, fx
 from lancet_kernels.graph.from_fx import is_instruction, op_name
 
 # Without a group there is nobody to ask.
-_BETWEEN_RANKS = {"lancet.exchange_counts", "lancet.all_to_all", "start_all_to_all"}
+_GROUP = {"lancet.exchange_counts": 3, "lancet.all_to_all": 3, "start_all_to_all": 3}
 _ALWAYS = {
     "lancet.merge_parts",
+    "lancet.window_rows",
     "aten._local_scalar_dense",
     "aten.nonzero",
     "aten.masked_select",
@@ -33,8 +34,8 @@ def host_waits(graph: fx.Graph) -> list[str]:
 
 def _waits(node: fx.Node) -> bool:
     name = op_name(node)
-    if name in _BETWEEN_RANKS:
-        return bool(node.args[-1])
+    if name in _GROUP:
+        return bool(node.args[_GROUP[name]])
     if name in _WITH_MASKS:
         indices = [index.meta["val"] for index in node.args[1] if isinstance(index, fx.Node)]
         # index_put with a mask and one number is a masked_fill: it asks for nothing.

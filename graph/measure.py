@@ -230,7 +230,7 @@ def _uniform_all_to_all(size: int, width: int, group: str, device: torch.device)
     ranks = group_size(group)
     rows = max(1, size // (4 * width * ranks))
     count = torch.full((ranks, 1), rows, dtype=torch.int64, device=device)
-    return start_all_to_all(torch.zeros(ranks, 1, rows, width, device=device), count, count, group)
+    return start_all_to_all(torch.zeros(ranks * rows, width, device=device), count, count, group, True)
 
 
 def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:

@@ -72,8 +72,12 @@ def _number(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[int]]:
 
 
 def stands_alone(node: fx.Node) -> bool:
-    """Communication, its start or its wait, and fused launches: no compiler may look across them."""
-    if is_collective(node) or op_name(node).startswith("lancet.fused_experts"):
+    """Communication, its start or its wait, and fused launches: no compiler may look across them.
+
+    Nor at ops on rows, or any other op of this library: a compiler gains nothing by them, and the number of
+    rows is another one in each step.
+    """
+    if is_collective(node) or op_name(node).startswith("lancet."):
         return True
     if isinstance(node.target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
         return False

@@ -5,8 +5,9 @@ be cut along t (first operand and result) or along f (second operand and result)
 never partitioned.
 
 MoE ops are cut in a way of their own. A part of the batch sends anything from 0 to C rows to an expert, so
-behind the dispatch each part is *irregular*: it has the shape of the whole, and the parts' real rows
-add up to it. Where a range holds nothing but all-to-alls and experts, the capacity `c` is cut instead.
+behind the dispatch each part is *irregular*: it has some of the rows, and the parts' rows add up to the
+whole's. Where a range holds nothing but all-to-alls and experts, the rows `r` are cut instead: each part has
+a window of the slots of every expert (`ops.parts`), not a slice of the tensor.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Rule:
     equations: alternatives, told apart by how many operands they have; the first that fits is taken.
     derived: instead, the name of a function in `DERIVED` that writes the equation from shapes and attributes.
     irregular: per operand `~` (irregular), `^` (carried), `.` (whole) or a dimension name, for cuts
-    behind the gate. in_experts: the op belongs to the all-to-alls and experts, where the capacity may be cut.
+    behind the gate. in_experts: the op belongs to the all-to-alls and experts, where the rows may be cut.
     carries: positions of outputs that each part hands on to the next, in place of the input alike.
     """
 
@@ -128,15 +129,14 @@ class Rule:
                 )
         return found
 
-    def capacity_dimensions(self, instruction: Instruction, tensors: Tensors) -> dict[str, int]:
-        """Which dimension of each operand is the capacity `c`: what an irregular part has 1/k of on
-        average."""
+    def row_dimensions(self, instruction: Instruction, tensors: Tensors) -> dict[str, int]:
+        """Which dimension of each operand are the rows `r`: what an irregular part has 1/k of on average."""
         equation = self.equation(instruction, tensors)
         if equation is None:
             return {}
         pairs = [*zip(instruction.inputs, equation.inputs, strict=True)]
         pairs += zip(instruction.outputs, equation.outputs, strict=True)
-        return {t: names.index("c") for t, names in pairs if "c" in names}
+        return {t: names.index("r") for t, names in pairs if "r" in names}
 
 
 def rule_for(instruction: Instruction) -> Rule | None:
@@ -213,40 +213,36 @@ RULES: dict[str, Rule] = {
     ),
     # used'[E] -> counts[W, E_l]: behind a gate that is cut, or of a part of what a whole gate decided
     "lancet.kept_counts": Rule(("e! -> w! l!",), irregular=("^ -> ~", ". -> ~")),
-    # x[T, D], expert[T, K], slot[T, K] -> buffer[W, E_l, C, D] (and counts[W, E_l])
+    # expert[T, K], slot[T, K], counts[W, E_l] -> row[T, K]: of a part, among that part's rows
+    "lancet.send_rows": Rule(("t! k!, t! k!, w! e! -> t! k!",), irregular=("t, t, ~ -> t",)),
+    # x[T, D], row[T, K] (, weight[T, K]) -> rows[S, D]
     "lancet.dispatch": Rule(
-        ("t! d!, t! k!, t! k! -> w! e! c! d!", "t! d!, t! k!, t! k! -> w! e! c! d!, w! e!"),
-        irregular=("t, t, t -> ~", "t, t, t -> ~, ~"),
+        ("t! d!, t! k! -> r! d!", "t! d!, t! k!, t! k! -> r! d!"), irregular=("t, t -> ~", "t, t, t -> ~")
     ),
     "lancet.exchange_counts": Rule(("w! e! -> w! e!",), irregular=("~ -> ~",), in_experts=True),
-    # x[W, E_l, C, D], send counts[W, E_l] (, receive counts) -> y[W, E_l, C, D]
+    # x[S, D], send counts[W, E_l], receive counts -> y[R, D]
     "lancet.all_to_all": Rule(
-        ("w! e! c d!, w! e! -> w! e! c d!", "w! e! c d!, w! e!, w! e! -> w! e! c d!"),
-        irregular=("~, ~ -> ~", "~, ~, ~ -> ~"),
+        ("r d!, w! e!, w! e! -> r d!",),
+        irregular=("~, ~, ~ -> ~",),
         in_experts=True,
     ),
-    # x[W, E_l, C, D], counts[W, E_l], weight[E_l, D, F] (, bias[E_l, F]) -> y[W, E_l, C, F]
+    # x[R, D], counts[W, E_l], weight[E_l, D, F] (, bias[E_l, F]) -> y[R, F]
     "lancet.grouped_gemm": Rule(
-        (
-            "w! e! c d, w! e!, e! d f! -> w! e! c f!",
-            "w! e! c d, w! e!, e! d f!, e! f! -> w! e! c f!",
-        ),
+        ("r d, w! e!, e! d! f! -> r f!", "r d, w! e!, e! d! f!, e! f! -> r f!"),
         irregular=("~, ~, . -> ~", "~, ~, ., . -> ~"),
         in_experts=True,
     ),
-    # h[W, E_l, C, F] (, counts[W, E_l]) -> a[W, E_l, C, F]
+    # h[R, F], counts[W, E_l] -> a[R, F]
     "lancet.expert_activation": Rule(
-        ("w! e! c f! -> w! e! c g!", "w! e! c f!, w! e! -> w! e! c g!"),
-        irregular=("~ -> ~", "~, ~ -> ~"),
+        ("r f!, w! e! -> r g!",),
+        irregular=("~, ~ -> ~",),
         in_experts=True,
     ),
     # Backward of the experts: dy, counts, weight -> dx;  x, dy, counts -> dweight;  da, h, counts -> dh
-    "lancet.grouped_gemm_dx": Rule(("w! e! c f, w! e!, e! d! f -> w! e! c d!",), in_experts=True),
-    "lancet.grouped_gemm_dw": Rule(("w! e! c+ d!, w! e! c+ f!, w! e! -> e! d! f!",), in_experts=True),
-    "lancet.grouped_gemm_dbias": Rule(("w! e! c+ f!, w! e! -> e! f!",), in_experts=True),
-    "lancet.expert_activation_backward": Rule(
-        ("w! e! c f!, w! e! c g!, w! e! -> w! e! c g!",), in_experts=True
-    ),
-    # y[W, E_l, C, D], expert[T, K], slot[T, K], weight[T, K] -> out[T, D]
-    "lancet.combine": Rule(("w! e! c! d!, t k!, t k!, t k! -> t! d!",), irregular=("~, t, t, t -> t",)),
+    "lancet.grouped_gemm_dx": Rule(("r f, w! e!, e! d! f -> r d!",), in_experts=True),
+    "lancet.grouped_gemm_dw": Rule(("r+ d!, r+ f!, w! e! -> e! d! f!",), in_experts=True),
+    "lancet.grouped_gemm_dbias": Rule(("r+ f!, w! e! -> e! f!",), in_experts=True),
+    "lancet.expert_activation_backward": Rule(("r f!, r g!, w! e! -> r g!",), in_experts=True),
+    # y[S, D], row[T, K], weight[T, K] -> out[T, D]
+    "lancet.combine": Rule(("r! d!, t k!, t k! -> t! d!",), irregular=("~, t, t -> t",)),
 }

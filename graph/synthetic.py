@@ -32,20 +32,17 @@ class ModelShape:
     experts_per_gpu: int = 2
     experts_per_token: int = 1
     capacity_factor: float | None = 1.25
-    """None: dropless, a slot for every token in every expert's buffer."""
+    """None: dropless."""
     padded: bool = True
-    """Do all-to-alls and experts work on the full capacity, or on as many rows as there are tokens?"""
-
-    def capacity(self, tokens: int, experts: int) -> int:
-        """Slots per expert for the tokens of one rank."""
-        if self.capacity_factor is None:
-            return tokens
-        return max(1, math.ceil(self.capacity_factor * tokens * self.experts_per_token / experts))
+    """Do all-to-alls and experts work on the full capacity, if there is one, or on the rows alone?"""
 
     def rows(self, tokens: int, experts: int) -> int:
-        """Rows of an expert buffer that cost something."""
-        slots = experts * self.capacity(tokens, experts)
-        return slots if self.padded else min(slots, tokens * self.experts_per_token)
+        """Rows that one rank sends, padding included, if tokens are spread evenly."""
+        choices = tokens * self.experts_per_token
+        if self.capacity_factor is None:
+            return choices
+        slots = experts * max(1, math.ceil(self.capacity_factor * choices / experts))
+        return slots if self.padded else min(slots, choices)
 
 
 MODELS = {
@@ -100,8 +97,6 @@ class _TrainingStep:
         self.model, self.gpus, self.batch, self.partitionable = model, gpus, batch, partitionable
         self.b = StepBuilder(f"{model.name}, {gpus} GPUs, batch {batch}", dtype)
         self.tokens = batch * model.sequence
-        experts = model.experts_per_gpu * gpus
-        self.real_share = model.rows(self.tokens, experts) / (experts * model.capacity(self.tokens, experts))
         # Parameter to the gradient the optimizer reads: reduced over the ranks, or an expert's own.
         self.final_gradient: dict[str, str] = {}
 
@@ -179,13 +174,6 @@ class _TrainingStep:
 
         b.on_backward(step)
 
-    def _emit(self, name: str, op: str, inputs: list[str], outputs: list[str], flops: float = 0.0) -> None:
-        """An instruction on expert buffers [W, L, C, D], of which only some rows may cost something."""
-        specs = [self.b.tensors[t] for t in (*inputs, *outputs)]
-        shares = [self.real_share if len(spec.shape) == 4 else 1.0 for spec in specs]
-        traffic = sum(spec.content_bytes * share for spec, share in zip(specs, shares, strict=True))
-        self.b.emit(name, op, inputs, outputs, flops=flops, bytes=traffic)
-
     def _output_projection(self, x: str) -> str:
         """By the embedding's weight; its gradient waits for the embedding's own."""
         b, m = self.b, self.model
@@ -213,7 +201,6 @@ class _TrainingStep:
         b, m = self.b, self.model
         width, tokens, k = m.width, self.tokens, m.experts_per_token
         experts = m.experts_per_gpu * self.gpus
-        capacity = m.capacity(tokens, experts)
         x_td = b.view(f"{name}.rows", x, tokens, width)
         logits = b.linear(f"{name}.router", x_td, experts, bias=False)
         used = b.given(f"{name}.used", experts, dtype="int32")
@@ -228,12 +215,13 @@ class _TrainingStep:
             partitionable=self.partitionable,
         )
         self._on_gate_backward(name, logits, weight)
-        buffer_shape = (self.gpus, m.experts_per_gpu, capacity, width)
-        buffer = b.tensor(f"{name}.buffer", *buffer_shape)
-        counts = b.tensor(f"{name}.counts", *buffer_shape[:2], dtype="int32")
+        counts = b.tensor(f"{name}.counts", self.gpus, m.experts_per_gpu, dtype="int32")
         b.emit(f"{name}.kept_counts", "lancet.kept_counts", [after], [counts])
-        self._emit(f"{name}.dispatch", "lancet.dispatch", [x_td, expert, slot], [buffer])
-        received_counts = b.tensor(f"{name}.received_counts", *buffer_shape[:2], dtype="int32")
+        row = b.tensor(f"{name}.row", tokens, k, dtype="int32")
+        b.emit(f"{name}.send_rows", "lancet.send_rows", [expert, slot, counts], [row])
+        sent = b.tensor(f"{name}.sent", m.rows(tokens, experts), width)
+        b.emit(f"{name}.dispatch", "lancet.dispatch", [x_td, row], [sent])
+        received_counts = b.tensor(f"{name}.received_counts", self.gpus, m.experts_per_gpu, dtype="int32")
         b.emit(
             f"{name}.exchange_counts",
             "lancet.exchange_counts",
@@ -243,13 +231,13 @@ class _TrainingStep:
             bytes=b.tensors[counts].content_bytes,
             collective="all_to_all",
         )
-        self._on_dispatch_backward(name, x_td, buffer)
-        received = self._all_to_all(f"{name}.all_to_all_dispatch", buffer, counts, received_counts)
+        self._on_dispatch_backward(name, x_td, sent)
+        received = self._all_to_all(f"{name}.all_to_all_dispatch", sent, counts, received_counts)
         hidden = self._experts(f"{name}.expert_up", received, 4 * width, received_counts)
         active = self._activation(f"{name}.expert_activation", hidden, received_counts)
         done = self._experts(f"{name}.expert_down", active, width, received_counts)
         returned = self._all_to_all(f"{name}.all_to_all_combine", done, received_counts, counts)
-        return self._combine(name, returned, [expert, slot, weight], x)
+        return self._combine(name, returned, [row, weight], x)
 
     def _on_gate_backward(self, name: str, logits: str, weight: str) -> None:
         b = self.b
@@ -261,13 +249,13 @@ class _TrainingStep:
 
         b.on_backward(step)
 
-    def _on_dispatch_backward(self, name: str, x_td: str, buffer: str) -> None:
+    def _on_dispatch_backward(self, name: str, x_td: str, sent: str) -> None:
         b = self.b
 
         def step() -> None:
             grad = b.tensor(f"d_{name}.x", *b.shape(x_td))
-            inputs = [b.gradient(buffer), f"{name}.expert", f"{name}.slot"]
-            self._emit(f"{name}.dispatch.backward", "lancet.dispatch_backward", inputs, [grad])
+            inputs = [b.gradient(sent), f"{name}.row"]
+            b.emit(f"{name}.dispatch.backward", "lancet.dispatch_backward", inputs, [grad])
             b.send_gradient(x_td, grad)
 
         b.on_backward(step)
@@ -275,7 +263,7 @@ class _TrainingStep:
     def _all_to_all(self, name: str, x: str, counts: str, back: str) -> str:
         b = self.b
         y = b.tensor(f"{name}.y", *b.shape(x))
-        size = b.tensors[x].content_bytes * self.real_share
+        size = b.tensors[x].content_bytes
         b.emit(name, "lancet.all_to_all", [x, counts, back], [y], kind=Kind.ALL_TO_ALL, bytes=size)
 
         def step() -> None:
@@ -289,18 +277,19 @@ class _TrainingStep:
 
     def _experts(self, name: str, x: str, features: int, counts: str) -> str:
         b = self.b
-        ranks, local, capacity, width = b.shape(x)
+        rows, width = b.shape(x)
+        local = self.model.experts_per_gpu
         weight = b.parameter(f"{name}.weight", local, width, features)
-        y = b.tensor(f"{name}.y", ranks, local, capacity, features)
-        work = 2.0 * ranks * local * capacity * width * features * self.real_share
-        self._emit(name, "lancet.grouped_gemm", [x, counts, weight], [y], flops=work)
+        y = b.tensor(f"{name}.y", rows, features)
+        work = 2.0 * rows * width * features
+        b.emit(name, "lancet.grouped_gemm", [x, counts, weight], [y], flops=work)
 
         def step() -> None:
             dy = b.gradient(y)
             dx = b.tensor(f"d_{name}.x", *b.shape(x))
-            self._emit(f"{name}.dX", "lancet.grouped_gemm_dx", [dy, counts, weight], [dx], flops=work)
+            b.emit(f"{name}.dX", "lancet.grouped_gemm_dx", [dy, counts, weight], [dx], flops=work)
             grad = b.tensor(f"d_{name}.weight", local, width, features)
-            self._emit(f"{name}.dW", "lancet.grouped_gemm_dw", [x, dy, counts], [grad], flops=work)
+            b.emit(f"{name}.dW", "lancet.grouped_gemm_dw", [x, dy, counts], [grad], flops=work)
             b.outputs.append(grad)
             b.send_weight_gradient(weight, grad)
             b.send_gradient(x, dx)
@@ -311,12 +300,12 @@ class _TrainingStep:
     def _activation(self, name: str, x: str, counts: str) -> str:
         b = self.b
         y = b.tensor(f"{name}.y", *b.shape(x))
-        self._emit(name, "lancet.expert_activation", [x, counts], [y])
+        b.emit(name, "lancet.expert_activation", [x, counts], [y])
 
         def step() -> None:
             dx = b.tensor(f"d_{name}.x", *b.shape(x))
             inputs = [b.gradient(y), x, counts]
-            self._emit(f"{name}.backward", "lancet.expert_activation_backward", inputs, [dx])
+            b.emit(f"{name}.backward", "lancet.expert_activation_backward", inputs, [dx])
             b.send_gradient(x, dx)
 
         b.on_backward(step)
@@ -325,15 +314,15 @@ class _TrainingStep:
     def _combine(self, name: str, returned: str, routing: list[str], like: str) -> str:
         b = self.b
         out = b.tensor(f"{name}.out", self.tokens, self.model.width)
-        self._emit(f"{name}.combine", "lancet.combine", [returned, *routing], [out])
+        b.emit(f"{name}.combine", "lancet.combine", [returned, *routing], [out])
 
         def step() -> None:
             grad = b.tensor(f"d_{name}.returned", *b.shape(returned))
-            dweight = b.tensor(f"d_{name}.gate_weight", *b.shape(routing[2]), dtype="float32")
+            dweight = b.tensor(f"d_{name}.gate_weight", *b.shape(routing[1]), dtype="float32")
             inputs = [b.gradient(out), returned, *routing]
-            self._emit(f"{name}.combine.backward", "lancet.combine_backward", inputs, [grad, dweight])
+            b.emit(f"{name}.combine.backward", "lancet.combine_backward", inputs, [grad, dweight])
             b.send_gradient(returned, grad)
-            b.send_gradient(routing[2], dweight)
+            b.send_gradient(routing[1], dweight)
 
         b.on_backward(step)
         return b.view(f"{name}.y", out, *b.shape(like))

@@ -114,7 +114,7 @@ def _dropped(x: Tensor, p: float, step: Tensor, seed: int, site: int, group: str
     if x.dim() < 1:
         raise UserError("input of dropout", got="a scalar", expected="[..., D]", do="drop something larger")
     tokens = x.shape[:-1]
-    token = ops.token_index(tokens.numel(), group, x.device).view(tokens)
+    token = ops.token_index(tokens.numel(), group, x.device, True).view(tokens)
     feature_D = torch.arange(x.shape[-1], device=x.device)
     return ops.dropout(x, token, feature_D, step, p, seed, site)
 

@@ -211,7 +211,7 @@ class MoELayer(nn.Module):
         """x [..., D] -> [..., D], and the layer's RoutingSums if asked for.
 
         Args:
-            x: every rank the same number of tokens.
+            x: any number of tokens, also another one on each rank.
             token_ids: int64 or int32, shaped like x without its last dimension; only gate "hash" looks at it.
         Raises: UserError (wrong shape or dtype, NaN in the router, ranks that disagree), CommunicationError.
         """
@@ -252,14 +252,24 @@ class MoELayer(nn.Module):
             return fused_experts(
                 x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, *parameters, self._exchange
             )
-        received_WL = ops.exchange_counts(count_WL, capacity, self.d_model, x_TD.dtype, self.expert_group)
-        sent_WLCD = ops.dispatch(x_TD, expert_TK, slot_TK, None, self.ranks, self.num_experts, capacity)
-        rows_WLCD = ops.all_to_all(sent_WLCD, count_WL, received_WL, self.expert_group)
-        hidden = ops.grouped_gemm(rows_WLCD, received_WL, self._cast(self.w1), self._cast(self.b1))
-        hidden = ops.expert_activation(hidden, received_WL, self.activation)
-        rows_WLCD = ops.grouped_gemm(hidden, received_WL, self._cast(self.w2), self._cast(self.b2))
-        back_WLCD = ops.all_to_all(rows_WLCD, received_WL, count_WL, self.expert_group)
-        return ops.combine(back_WLCD, expert_TK, slot_TK, weight_TK)
+        row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
+        received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)
+        num_choices = row_TK.numel()
+        most_rows = min(num_choices, self.num_experts * capacity)
+        num_rows = num_choices if self.capacity_factor is None else None
+        sent_SD = ops.dispatch(x_TD, row_TK, None, most_rows, num_rows)
+        rows_RD = self._all_to_all(sent_SD, count_WL, received_WL, True)
+        hidden_RH = ops.grouped_gemm(rows_RD, received_WL, self._cast(self.w1), self._cast(self.b1))
+        hidden_RF = ops.expert_activation(hidden_RH, received_WL, self.activation)
+        rows_RD = ops.grouped_gemm(hidden_RF, received_WL, self._cast(self.w2), self._cast(self.b2))
+        back_SD = self._all_to_all(rows_RD, received_WL, count_WL, False, sent_SD.shape[0])
+        return ops.combine(back_SD, row_TK, weight_TK)
+
+    def _all_to_all(self, rows, send_count_WL, receive_count_WL, to_experts, num_rows=None) -> Tensor:
+        """Rows to the experts, or back. One rank's rows need no copy; only graphs show the instruction."""
+        if not self.expert_group and not torch.compiler.is_compiling():
+            return rows
+        return ops.all_to_all(rows, send_count_WL, receive_count_WL, self.expert_group, to_experts, num_rows)
 
     def _logits(self, x_TD: Tensor) -> Tensor | None:
         """Router output [T, E] in float32, in float64 for a float64 model; autocast has no say."""

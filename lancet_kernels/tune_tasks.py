@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lancet_kernels import ops
 from lancet_kernels.kernels import (
     gemm_config,
     grouped_gemm,
@@ -172,18 +173,22 @@ def routed(w: Workload, device: torch.device) -> tuple[torch.Tensor, Any]:
     return score.softmax(-1).gather(1, found.expert_TK), found
 
 
+def send_rows_of(routed: Any) -> tuple[torch.Tensor, int]:
+    """(row of each choice [T, K], number of rows) of a routing."""
+    row = ops.send_rows(routed.expert_TK, routed.slot_TK, routed.kept_E[None])
+    return row, int(routed.kept_E.sum())
+
+
 def _row_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
     w = task.workload
     weight, found = routed(w, device)
-    places = found.expert_TK, found.slot_TK
+    row, num_rows = send_rows_of(found)
     if task.kind == "permute":
         x = torch.randn(w.tokens, w.width, dtype=task.dtype, device=device)
-        out = torch.empty(w.experts, w.capacity, w.width, dtype=task.dtype, device=device)
-        return lambda config: (
-            lambda: permute.permute(x, *places, None, w.experts, w.capacity, out=out, config=config)
-        )
-    rows = torch.randn(w.experts, w.capacity, w.width, dtype=task.dtype, device=device)
-    return lambda config: lambda: permute.combine(rows, *places, weight, config=config)
+        out = torch.empty(num_rows, w.width, dtype=task.dtype, device=device)
+        return lambda config: lambda: permute.permute(x, row, None, num_rows, out=out, config=config)
+    rows = torch.randn(num_rows, w.width, dtype=task.dtype, device=device)
+    return lambda config: lambda: permute.combine(rows, row, weight, config=config)
 
 
 # Routing.

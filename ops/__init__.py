@@ -19,7 +19,8 @@ from lancet_kernels.ops.grouped_gemm import (
 )
 from lancet_kernels.ops.kept_counts import kept_counts
 from lancet_kernels.ops.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
-from lancet_kernels.ops.parts import local_slots, merge_parts, merge_slots
+from lancet_kernels.ops.parts import merge_parts, merge_rows, part_rows, window_counts, window_rows
+from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.ops.token_index import token_index
 
 __all__ = [
@@ -41,13 +42,16 @@ __all__ = [
     "grouped_gemm_dw",
     "grouped_gemm_dx",
     "kept_counts",
-    "local_slots",
     "merge_parts",
-    "merge_slots",
+    "merge_rows",
     "moe_losses",
+    "part_rows",
     "routing_sums",
+    "send_rows",
     "start_all_reduce",
     "start_all_to_all",
     "sum_over_ranks",
     "token_index",
+    "window_counts",
+    "window_rows",
 ]

@@ -1,10 +1,11 @@
-"""Irregular all-to-all in two phases: counts first, then the real rows alone (Lancet, section 6, figure 10).
+"""Irregular all-to-all in two phases: counts first, then the rows themselves (Lancet, section 6, figure 10).
 
-    W  ranks, L experts on each      C  capacity      D  width      R  real rows
+    W  ranks, L experts on each      R  rows      D  width
 
 `exchange_counts` is phase one and runs once per layer: afterwards both sides know both directions, so
-the way back and both backward passes need no second exchange. `all_to_all` is phase two: row block [w]
-of the buffer goes to rank w. It is its own adjoint with the counts swapped.
+the way back and both backward passes need no second exchange. `all_to_all` is phase two. On the way to the
+experts, rows lie by rank before it and by local expert behind it; on the way back it is the other way
+round (`ops.rows`). It is its own adjoint with the counts swapped and the other direction.
 
 `start_all_to_all` gives the same in two halves, so that computation can run in between.
 """
@@ -21,12 +22,11 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.groups import counts_group, group_of
-from lancet_kernels.ops.kernel_path import runs_in_kernels
 from lancet_kernels.ops.link import Transfer, link
-from lancet_kernels.ops.rows import pack, unpack
+from lancet_kernels.ops.rows import expert_major, rank_major, traced_rows
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 
-_HEADER = 5
+_HEADER = 4
 # Messages come in multiples of this: ranks with different numbers of experts must still understand each
 # other, and gloo ends the process when two ranks expect messages of different sizes.
 _MESSAGE = 64
@@ -49,11 +49,11 @@ def running_a_plan() -> Iterator[None]:
 
 
 @torch.library.custom_op("lancet::exchange_counts", mutates_args=())
-def exchange_counts(count_WL: Tensor, capacity: int, width: int, dtype: torch.dtype, group: str) -> Tensor:
+def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Tensor:
     """Tell every rank how many rows it gets for each of its experts.
 
-    A header travels along (capacity, width, dtype, ..., with a plan or without), so that ranks that
-    disagree all raise instead of one of them hanging.
+    A header travels along (width, dtype, ..., with a plan or without), so that ranks that disagree all raise
+    instead of one of them hanging. Ranks may have different numbers of tokens.
 
     Args: count_WL int64, rows for expert l of rank w; group: a name from `group_name`.
     Returns: [W, L] int64, rows that rank w has for expert l of this rank.
@@ -62,7 +62,7 @@ def exchange_counts(count_WL: Tensor, capacity: int, width: int, dtype: torch.dt
     if not group:
         return count_WL.clone()
     ranks, local_experts = count_WL.shape
-    values = [capacity, width, _DTYPES.index(dtype), local_experts, int(_runs_a_plan)]
+    values = [width, _DTYPES.index(dtype), local_experts, int(_runs_a_plan)]
     header = torch.tensor(values, device=count_WL.device)
     message = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
     sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
@@ -87,113 +87,132 @@ def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:
     for peer, header in enumerate(headers):
         if header != own:
             raise UserError(
-                "MoE layer across ranks (capacity, width, dtype, experts per rank)",
+                "MoE layer across ranks (width, dtype, experts per rank)",
                 got=f"{_describe(own)} on rank {group.rank()} and {_describe(header)} on rank {peer}",
                 expected="the same on every rank",
-                do="give every rank the same number of tokens and the same layer",
+                do="give every rank the same layer",
             )
 
 
 def _describe(header: list[int]) -> tuple:
-    return (*header[:2], str(_DTYPES[header[2]]).removeprefix("torch."), header[3])
+    return header[0], str(_DTYPES[header[1]]).removeprefix("torch."), header[2]
 
 
 @exchange_counts.register_fake
-def _(count_WL, capacity, width, dtype, group):
+def _(count_WL, width, dtype, group):
     return torch.empty_like(count_WL)
 
 
 @dataclass
 class PendingAllToAll:
-    """An all-to-all under way. `wait` gives the received buffer."""
+    """An all-to-all under way. `wait` gives the received rows."""
 
-    work: dist.Work | None
-    transfer: Transfer | None
+    work: dist.Work
+    transfer: Transfer
     received_RD: Tensor
     count_WL: Tensor
-    capacity: int
-    group: dist.ProcessGroup | None
+    to_experts: bool
+    group: dist.ProcessGroup
     layer: str = ""
 
     def wait(self) -> Tensor:
-        """-> [W, L, C, D]. Bounded by the process group's timeout; raises CommunicationError."""
-        if self.work is not None:
-            with waiting("all_to_all", self.group, self.layer):
-                self.transfer.finish(self.work)
-        return unpack(self.received_RD, self.count_WL, self.capacity)
+        """-> [R, D]. Bounded by the process group's timeout; raises CommunicationError."""
+        with waiting("all_to_all", self.group, self.layer):
+            self.transfer.finish(self.work)
+        # A collective delivers rank by rank.
+        return expert_major(self.received_RD, self.count_WL) if self.to_experts else self.received_RD
 
 
 @dataclass
 class NothingToWaitFor:
-    """An all-to-all among one rank, on a GPU."""
+    """An all-to-all among one rank."""
 
-    received_WLCD: Tensor
+    rows_RD: Tensor
 
     def wait(self) -> Tensor:
-        """-> [W, L, C, D]."""
-        return self.received_WLCD
+        """-> the rows that were sent, themselves: one rank's order is the same on both sides."""
+        return self.rows_RD
 
 
 def start_all_to_all(
-    buffer_WLCD: Tensor, send_count_WL: Tensor, receive_count_WL: Tensor, group: str
+    rows_SD: Tensor,
+    send_count_WL: Tensor,
+    receive_count_WL: Tensor,
+    group: str,
+    to_experts: bool,
+    num_rows: int | None = None,
 ) -> PendingAllToAll | NothingToWaitFor:
-    """Begin to send the real rows; the buffer may be reused at once.
+    """Begin to send rows, which must stay as they are until `wait`.
 
-    Args: send_count_WL, receive_count_WL: int64, rows of each (rank, expert) that leave and that come.
+    Args: as of `all_to_all`.
     """
-    if not group and runs_in_kernels(buffer_WLCD):
-        # Nothing travels, and packing would ask the device how many rows there are.
-        return NothingToWaitFor(buffer_WLCD.clone(memory_format=torch.contiguous_format))
-    capacity = buffer_WLCD.shape[2]
-    sent_RD = pack(buffer_WLCD, send_count_WL)
     if not group:
-        return PendingAllToAll(None, None, sent_RD, receive_count_WL, capacity, None)
+        return NothingToWaitFor(rows_SD)
     process_group = group_of(group)
     rank = process_group.rank()
     send_rows, receive_rows = send_count_WL.sum(1).tolist(), receive_count_WL.sum(1).tolist()
-    received_RD = sent_RD.new_empty(sum(receive_rows), sent_RD.shape[1])
-    row_bytes = sent_RD.shape[1] * sent_RD.element_size()
+    # A device that did not know how many rows there are has made too many.
+    sent_SD = (rows_SD if to_experts else rank_major(rows_SD, send_count_WL))[: sum(send_rows)].contiguous()
+    received_RD = sent_SD.new_empty(sum(receive_rows), sent_SD.shape[1])
+    row_bytes = sent_SD.shape[1] * sent_SD.element_size()
     layer = current_layer()
     with waiting("all_to_all", process_group, layer):
         transfer = link.start(
             process_group,
             sent=(sum(send_rows) - send_rows[rank]) * row_bytes,
             received=(sum(receive_rows) - receive_rows[rank]) * row_bytes,
-            cuda=sent_RD.is_cuda,
+            cuda=sent_SD.is_cuda,
         )
         work = dist.all_to_all_single(
-            received_RD, sent_RD, receive_rows, send_rows, group=process_group, async_op=True
+            received_RD, sent_SD, receive_rows, send_rows, group=process_group, async_op=True
         )
-    transfer.watch(work, sent_RD)
-    return PendingAllToAll(work, transfer, received_RD, receive_count_WL, capacity, process_group, layer)
+    transfer.watch(work, sent_SD)
+    return PendingAllToAll(work, transfer, received_RD, receive_count_WL, to_experts, process_group, layer)
 
 
 @torch.library.custom_op("lancet::all_to_all", mutates_args=())
-def all_to_all(buffer_WLCD: Tensor, send_count_WL: Tensor, receive_count_WL: Tensor, group: str) -> Tensor:
-    """Exchange the real rows and wait. -> [W, L, C, D]; rows from rank w in block [w]."""
-    return start_all_to_all(buffer_WLCD, send_count_WL, receive_count_WL, group).wait()
+def all_to_all(
+    rows_SD: Tensor,
+    send_count_WL: Tensor,
+    receive_count_WL: Tensor,
+    group: str,
+    to_experts: bool,
+    num_rows: int | None = None,
+) -> Tensor:
+    """Exchange rows and wait.
+
+    Args:
+        send_count_WL, receive_count_WL: int64, rows of each (rank, expert) that leave and that come.
+        group: a name from `group_name`.
+        to_experts: rows [S, D] by rank and expert become [R, D] by local expert and rank; else the way back.
+        num_rows: how many rows come, if the caller knows it.
+    """
+    pending = start_all_to_all(rows_SD, send_count_WL, receive_count_WL, group, to_experts)
+    rows_RD = pending.wait()
+    # An op's result may not be its input.
+    return rows_RD.clone(memory_format=torch.contiguous_format) if rows_RD is rows_SD else rows_RD
 
 
 @all_to_all.register_fake
-def _(buffer_WLCD, send_count_WL, receive_count_WL, group):
-    return torch.empty_like(buffer_WLCD, memory_format=torch.contiguous_format)
+def _(rows_SD, send_count_WL, receive_count_WL, group, to_experts, num_rows=None):
+    num_rows = num_rows if group else rows_SD.shape[0]
+    return rows_SD.new_empty(traced_rows(rows_SD.shape[0], num_rows), rows_SD.shape[1])
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    _, send_count_WL, receive_count_WL, ctx.group = inputs
+    rows_SD, send_count_WL, receive_count_WL, ctx.group, ctx.to_experts, _ = inputs
     ctx.save_for_backward(send_count_WL, receive_count_WL)
+    ctx.num_rows = rows_SD.shape[0]
     ctx.layer = current_layer()
 
 
-def _backward(ctx, grad_WLCD):
+def _backward(ctx, grad_RD):
     send_count_WL, receive_count_WL = ctx.saved_tensors
     enter_layer(ctx.layer)
-    return (
-        torch.ops.lancet.all_to_all(grad_WLCD, receive_count_WL, send_count_WL, ctx.group),
-        None,
-        None,
-        None,
+    grad_SD = torch.ops.lancet.all_to_all(
+        grad_RD, receive_count_WL, send_count_WL, ctx.group, not ctx.to_experts, ctx.num_rows
     )
+    return grad_SD, None, None, None, None, None
 
 
 all_to_all.register_autograd(_backward, setup_context=_setup_context)

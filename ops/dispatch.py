@@ -1,103 +1,82 @@
-"""Dispatch: copy each token's row into the buffer of the experts it chose.
+"""Dispatch: copy each token's row to where its experts' rows lie.
 
-    T  tokens on this rank      E  experts in all           C  capacity
-    K  choices per token        W  ranks, L = E / W experts on each
-    D  model width
+    T  tokens on this rank      S  rows to send (`ops.rows`)
+    K  choices per token        D  model width
 
-The buffer is [W, L, C, D]: expert e = w * L + l, one row per slot. Rows that nobody takes are zero here,
-but their content is no promise of the contract: nothing may read them. Dispatch and combine are each
-other's adjoint, so each one's backward is the other.
+Dispatch and combine are each other's adjoint, so each one's backward is the other.
 """
 
 import torch
 from torch import Tensor
 
 from lancet_kernels.ops.kernel_path import runs_in_kernels
+from lancet_kernels.ops.rows import traced_rows
+from lancet_kernels.ops.send_rows import choice_of_rows
 
 
-def naive_dispatch(
-    x_TD: Tensor,
-    expert_TK: Tensor,
-    slot_TK: Tensor,
-    weight_TK: Tensor | None,
-    ranks: int,
-    num_experts: int,
-    capacity: int,
-) -> Tensor:
+def naive_dispatch(x_TD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
     """Reference, one row after the other."""
-    buffer_ECD = x_TD.new_zeros(num_experts, capacity, x_TD.shape[1])
-    for t in range(x_TD.shape[0]):
-        for k in range(expert_TK.shape[1]):
-            if slot_TK[t, k] < capacity:
+    rows_SD = x_TD.new_zeros(int((row_TK >= 0).sum()), x_TD.shape[1])
+    for t in range(row_TK.shape[0]):
+        for k in range(row_TK.shape[1]):
+            if row_TK[t, k] >= 0:
                 row_D = x_TD[t] if weight_TK is None else x_TD[t] * weight_TK[t, k]
-                buffer_ECD[expert_TK[t, k], slot_TK[t, k]] = row_D.to(x_TD.dtype)
-    return buffer_ECD.view(ranks, num_experts // ranks, capacity, x_TD.shape[1])
-
-
-def buffer_rows(expert_TK: Tensor, slot_TK: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Row of each choice in the flat buffer [E * C], and whether it was kept.
-
-    Example: C = 4, expert = [[2, 0]], slot = [[1, 4]] -> row = [[9, 0]], kept = [[True, False]].
-    """
-    kept_TK = slot_TK < capacity
-    return torch.where(kept_TK, expert_TK * capacity + slot_TK, 0), kept_TK
+                rows_SD[row_TK[t, k]] = row_D.to(x_TD.dtype)
+    return rows_SD
 
 
 @torch.library.custom_op("lancet::dispatch", mutates_args=())
 def dispatch(
     x_TD: Tensor,
-    expert_TK: Tensor,
-    slot_TK: Tensor,
+    row_TK: Tensor,
     weight_TK: Tensor | None,
-    ranks: int,
-    num_experts: int,
-    capacity: int,
+    most_rows: int,
+    num_rows: int | None = None,
 ) -> Tensor:
-    """Rows into the send buffer, times their weight if one is given.
+    """rows[row[t, k]] = x[t] * weight[t, k].
 
-    Args: expert_TK, slot_TK: int64, from the gate; no two kept choices share a slot.
-    Returns: [W, L, C, D] in the dtype of x; products are taken in at least float32.
+    Args:
+        row_TK: int64, from `send_rows`. weight_TK: None means 1.
+        most_rows: S is no more than that; how many rows are made where the host does not know S.
+        num_rows: S, if the caller knows it.
+    Returns: [S, D] in the dtype of x; products are taken in at least float32.
     """
     if runs_in_kernels(x_TD):
         from lancet_kernels.kernels.permute import permute
 
-        rows = x_TD.contiguous(), expert_TK.contiguous(), slot_TK.contiguous()
         weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
-        buffer_ECD = permute(*rows, weight_TK, num_experts, capacity)
-        return buffer_ECD.view(ranks, num_experts // ranks, capacity, x_TD.shape[1])
+        return permute(x_TD.contiguous(), row_TK.contiguous(), weight_TK, most_rows)
 
-    num_choices = expert_TK.shape[1]
-    row_TK, kept_TK = buffer_rows(expert_TK, slot_TK, capacity)
-    # Dropped rows all land on one extra row, which is cut off: no host sync to count the kept ones.
-    row_N = torch.where(kept_TK, row_TK, num_experts * capacity).reshape(-1)
-    x_ND = x_TD.repeat_interleave(num_choices, dim=0) if num_choices > 1 else x_TD
-    if weight_TK is not None:
-        x_ND = (x_ND * weight_TK.reshape(-1, 1)).to(x_TD.dtype)
-    buffer_RD = x_TD.new_zeros(num_experts * capacity + 1, x_TD.shape[1])
-    buffer_RD.index_copy_(0, row_N, x_ND)
-    return buffer_RD[:-1].view(ranks, num_experts // ranks, capacity, x_TD.shape[1])
+    choice_S = choice_of_rows(row_TK)
+    token_S = choice_S if row_TK.shape[1] == 1 else choice_S.div(row_TK.shape[1], rounding_mode="floor")
+    rows_SD = x_TD.index_select(0, token_S)
+    if weight_TK is None:
+        return rows_SD
+    weight_S1 = weight_TK.reshape(-1)[choice_S].unsqueeze(1)
+    # The rows are a copy of ours: no need for another one, unless the weights are wider.
+    wide = torch.promote_types(rows_SD.dtype, weight_S1.dtype) != rows_SD.dtype
+    return (rows_SD * weight_S1).to(x_TD.dtype) if wide else rows_SD.mul_(weight_S1)
 
 
 @dispatch.register_fake
-def _(x_TD, expert_TK, slot_TK, weight_TK, ranks, num_experts, capacity):
-    return x_TD.new_empty(ranks, num_experts // ranks, capacity, x_TD.shape[1])
+def _(x_TD, row_TK, weight_TK, most_rows, num_rows=None):
+    return x_TD.new_empty(traced_rows(most_rows, num_rows), x_TD.shape[1])
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x_TD, expert_TK, slot_TK, weight_TK, *_ = inputs
-    weighted = weight_TK is not None and ctx.needs_input_grad[3]
-    ctx.save_for_backward(expert_TK, slot_TK, weight_TK, x_TD if weighted else None)
+    x_TD, row_TK, weight_TK, *_ = inputs
+    weighted = weight_TK is not None and ctx.needs_input_grad[2]
+    ctx.save_for_backward(row_TK, weight_TK, x_TD if weighted else None)
 
 
-def _backward(ctx, grad_WLCD):
-    expert_TK, slot_TK, weight_TK, x_TD = ctx.saved_tensors
+def _backward(ctx, grad_SD):
+    row_TK, weight_TK, x_TD = ctx.saved_tensors
     grad_x = grad_weight = None
     if ctx.needs_input_grad[0]:
-        grad_x = torch.ops.lancet.combine(grad_WLCD, expert_TK, slot_TK, weight_TK)
+        grad_x = torch.ops.lancet.combine(grad_SD, row_TK, weight_TK)
     if x_TD is not None:
-        grad_weight = torch.ops.lancet.combine_dweight(x_TD, grad_WLCD, expert_TK, slot_TK)
-        grad_weight = grad_weight.to(weight_TK.dtype)
-    return grad_x, None, None, grad_weight, None, None, None
+        grad_weight = torch.ops.lancet.combine_dweight(x_TD, grad_SD, row_TK).to(weight_TK.dtype)
+    return grad_x, None, grad_weight, None, None
 
 
 dispatch.register_autograd(_backward, setup_context=_setup_context)

@@ -1,16 +1,14 @@
-"""The nonlinearity inside the experts, on real rows only.
+"""The nonlinearity inside the experts.
 
-W  ranks, L experts here      C  capacity      F  hidden width (swiglu: input is [gate | up], 2F wide)
-R  real rows
+R  rows received      F  hidden width (swiglu: input is [gate | up], 2F wide)
 """
 
-import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from lancet_kernels.ops.kernel_path import runs_in_kernels
-from lancet_kernels.ops.rows import blocks, clear_padding, compact, expand, real_rows_by_expert
 
 
 def input_width(kind: str, hidden_width: int) -> int:
@@ -28,109 +26,97 @@ def activate(h: Tensor, kind: str) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def _activate_into(a: Tensor, h: Tensor, kind: str) -> None:
-    """`activate` into memory that is there."""
+def _activate_backward_into(dh: Tensor, da: Tensor, h: Tensor, kind: str) -> None:
+    """The gradient of the input, in the dtype of the operands, into memory that is there."""
     if kind == "gelu":
-        torch.ops.aten.gelu.out(h, out=a)
+        torch.ops.aten.gelu_backward.grad_input(da, h, grad_input=dh)
     elif kind == "silu":
-        torch.ops.aten.silu.out(h, out=a)
+        torch.ops.aten.silu_backward.grad_input(da, h, grad_input=dh)
     else:
-        gate, up = h.chunk(2, -1)
-        torch.mul(torch.nn.functional.silu(gate), up, out=a)
+        (gate, up), (dgate, dup) = h.chunk(2, -1), dh.chunk(2, -1)
+        torch.mul(da, torch.nn.functional.silu(gate), out=dup)
+        torch.ops.aten.silu_backward.grad_input(da * up, gate, grad_input=dgate)
 
 
 def _activate_backward(da: Tensor, h: Tensor, kind: str) -> Tensor:
-    if kind == "gelu":
-        # gelu(h) = h * Phi(h), so its derivative is Phi(h) + h * phi(h)
-        cdf = 0.5 * (1 + torch.erf(h * math.sqrt(0.5)))
-        pdf = torch.exp(-0.5 * h * h) / math.sqrt(2 * math.pi)
-        return da * (cdf + h * pdf)
-    if kind == "silu":
-        return da * _dsilu(h)
-    gate, up = h.chunk(2, -1)
-    return torch.cat([da * up * _dsilu(gate), da * torch.nn.functional.silu(gate)], -1)
+    dh = torch.empty_like(h)
+    _activate_backward_into(dh, da, h, kind)
+    return dh
 
 
-def _dsilu(h: Tensor) -> Tensor:
-    s = torch.sigmoid(h)
-    return s * (1 + h * (1 - s))
-
-
-def naive_expert_activation(h_WLCF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
-    """Reference, one buffer after the other; differentiable."""
-    ranks, local_experts, capacity, _ = h_WLCF.shape
-    out = [
-        torch.nn.functional.pad(activate(h_WLCF[w, e, :n], kind), (0, 0, 0, capacity - n))
-        for w in range(ranks)
-        for e in range(local_experts)
-        for n in [int(count_WL[w, e])]
-    ]
-    return torch.stack(out).unflatten(0, (ranks, local_experts))
+def naive_expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
+    """Reference, one row after the other; differentiable."""
+    rows = [activate(h_F, kind) for h_F in h_RF[: int(count_WL.sum())]]
+    return torch.stack(rows) if rows else activate(h_RF, kind)
 
 
 @torch.library.custom_op("lancet::expert_activation", mutates_args=())
-def expert_activation(h_WLCF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
-    """-> [W, L, C, F]: the activation of the real rows. kind: one of ACTIVATIONS."""
-    if runs_in_kernels(h_WLCF):
+def expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
+    """-> [R, F]: the activation of all rows. kind: one of ACTIVATIONS.
+
+    Args: count_WL: read where there may be more rows than real ones, on a GPU.
+    """
+    if runs_in_kernels(h_RF):
         from lancet_kernels.kernels.activation import activation
 
-        h_GCF = h_WLCF.contiguous().flatten(0, 1)
-        return activation(h_GCF, count_WL.reshape(-1), kind).unflatten(0, h_WLCF.shape[:2])
-    if h_WLCF.device.type == "cpu":
-        found = blocks(count_WL)
-        width = h_WLCF.shape[3] // 2 if kind == "swiglu" else h_WLCF.shape[3]
-        a_WLCF = h_WLCF.new_empty(*h_WLCF.shape[:3], width)
-        for w, e, n in found:
-            _activate_into(a_WLCF[w, e, :n], h_WLCF[w, e, :n], kind)
-        return clear_padding(a_WLCF, found)
-    row_R = real_rows_by_expert(count_WL, h_WLCF.shape[2])
-    return expand(activate(compact(h_WLCF, row_R), kind), row_R, h_WLCF.shape[:3])
+        return activation(h_RF.contiguous()[None], count_WL.sum().view(1), kind)[0]
+    h_RF = h_RF.contiguous()
+    if kind != "swiglu":
+        return activate(h_RF, kind)
+    gate, up = h_RF.chunk(2, -1)
+    dtype = torch.promote_types(h_RF.dtype, torch.float32)
+    if dtype == h_RF.dtype:
+        return torch.nn.functional.silu(gate).mul_(up)
+    return _in_blocks(lambda h: activate(h.to(dtype), kind), h_RF.new_empty(len(h_RF), gate.shape[1]), h_RF)
 
 
 @expert_activation.register_fake
-def _(h_WLCF, count_WL, kind):
-    width = h_WLCF.shape[3] // 2 if kind == "swiglu" else h_WLCF.shape[3]
-    return h_WLCF.new_empty(*h_WLCF.shape[:3], width)
+def _(h_RF, count_WL, kind):
+    width = h_RF.shape[1] // 2 if kind == "swiglu" else h_RF.shape[1]
+    return h_RF.new_empty(h_RF.shape[0], width)
+
+
+_BLOCK = 1024
+"""Rows that are widened to float32 at a time."""
+
+
+def _in_blocks(function: Callable[..., Tensor], out: Tensor, *operands: Tensor) -> Tensor:
+    """out[r] = function(operands[r]), some rows at a time."""
+    for begin in range(0, out.shape[0], _BLOCK):
+        rows = slice(begin, begin + _BLOCK)
+        out[rows] = function(*(operand[rows] for operand in operands))
+    return out
 
 
 @torch.library.custom_op("lancet::expert_activation_backward", mutates_args=())
-def expert_activation_backward(da_WLCF: Tensor, h_WLCF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
+def expert_activation_backward(da_RF: Tensor, h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> gradient of h, shaped like h; computed in at least float32, rounded once."""
-    if runs_in_kernels(h_WLCF):
+    if runs_in_kernels(h_RF):
         from lancet_kernels.kernels.activation import activation_backward
 
-        da_GCF, h_GCF = (t.contiguous().flatten(0, 1) for t in (da_WLCF, h_WLCF))
-        dh_GCF = activation_backward(da_GCF, h_GCF, count_WL.reshape(-1), kind)
-        return dh_GCF.unflatten(0, h_WLCF.shape[:2])
-    dtype = torch.promote_types(h_WLCF.dtype, torch.float32)
-    if h_WLCF.device.type == "cpu" and dtype == h_WLCF.dtype:
-        found = blocks(count_WL)
-        dh_WLCF = torch.empty_like(h_WLCF, memory_format=torch.contiguous_format)
-        for w, e, n in found:
-            da_NF, h_NF, dh_NF = da_WLCF[w, e, :n], h_WLCF[w, e, :n], dh_WLCF[w, e, :n]
-            if kind == "gelu":
-                torch.ops.aten.gelu_backward.grad_input(da_NF, h_NF, grad_input=dh_NF)
-            else:
-                dh_NF.copy_(_activate_backward(da_NF, h_NF, kind))
-        return clear_padding(dh_WLCF, found)
-    row_R = real_rows_by_expert(count_WL, h_WLCF.shape[2])
-    dh_RF = _activate_backward(compact(da_WLCF, row_R).to(dtype), compact(h_WLCF, row_R).to(dtype), kind)
-    return expand(dh_RF.to(h_WLCF.dtype), row_R, h_WLCF.shape[:3])
+        rows = da_RF.contiguous()[None], h_RF.contiguous()[None]
+        return activation_backward(*rows, count_WL.sum().view(1), kind)[0]
+    dtype = torch.promote_types(h_RF.dtype, torch.float32)
+    dh_RF = torch.empty_like(h_RF, memory_format=torch.contiguous_format)
+    if dtype == h_RF.dtype:
+        _activate_backward_into(dh_RF, da_RF, h_RF, kind)
+        return dh_RF
+    return _in_blocks(lambda da, h: _activate_backward(da.to(dtype), h.to(dtype), kind), dh_RF, da_RF, h_RF)
 
 
 @expert_activation_backward.register_fake
-def _(da_WLCF, h_WLCF, count_WL, kind):
-    return h_WLCF.new_empty(h_WLCF.shape)
+def _(da_RF, h_RF, count_WL, kind):
+    return h_RF.new_empty(h_RF.shape)
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    h_WLCF, count_WL, ctx.kind = inputs
-    ctx.save_for_backward(h_WLCF, count_WL)
+    h_RF, count_WL, ctx.kind = inputs
+    ctx.save_for_backward(h_RF, count_WL)
 
 
-def _backward(ctx, da_WLCF):
-    h_WLCF, count_WL = ctx.saved_tensors
-    return torch.ops.lancet.expert_activation_backward(da_WLCF, h_WLCF, count_WL, ctx.kind), None, None
+def _backward(ctx, da_RF):
+    h_RF, count_WL = ctx.saved_tensors
+    return torch.ops.lancet.expert_activation_backward(da_RF, h_RF, count_WL, ctx.kind), None, None
 
 
 expert_activation.register_autograd(_backward, setup_context=_setup_context)

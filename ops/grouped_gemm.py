@@ -1,259 +1,197 @@
-"""Grouped GEMM over the real rows: each expert's rows times its weight; dX and dW as ops of their own.
+"""Grouped GEMM: each expert's rows times its weight; dX and dW as ops of their own.
 
-    W  ranks, L experts here      A  input width       R  real rows (sum of counts)
-    C  capacity                   B  output width
+    L  experts here      R  rows received, by expert (`ops.rows`); counts [W, L] say how many of each
+    A  input width       B  output width
 
-Work: 2 * R * A * B FLOPs for each of forward, dX, dW. Padding is never multiplied, and what it holds
-does not matter. dX and dW are separate ops because a scheduler can only move what it can tell apart
-(Lancet, section 4).
+Work: 2 * R * A * B FLOPs for each of forward, dX, dW. dX and dW are separate ops because a scheduler can
+only move what it can tell apart (Lancet, section 4).
 
 On a GPU the Triton kernels run (`lancet_kernels.kernels.grouped_gemm`): they read the counts where they are,
 while torch's way below has to bring them to the host first.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 from lancet_kernels.ops.kernel_path import runs_in_kernels
-from lancet_kernels.ops.rows import Block, blocks, clear_padding, compact, expand, real_rows_by_expert
+from lancet_kernels.ops.rows import group_bounds, group_offsets
 
 
-def naive_grouped_gemm(
-    x_WLCA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None
-) -> Tensor:
+def naive_grouped_gemm(x_RA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None) -> Tensor:
     """Reference, one row after the other."""
-    ranks, local_experts, capacity, _ = x_WLCA.shape
-    y_WLCB = x_WLCA.new_zeros(ranks, local_experts, capacity, weight_LAB.shape[2])
-    for w in range(ranks):
-        for e in range(local_experts):
-            for c in range(int(count_WL[w, e])):
-                row_B = x_WLCA[w, e, c] @ weight_LAB[e]
-                y_WLCB[w, e, c] = row_B if bias_LB is None else row_B + bias_LB[e]
-    return y_WLCB
+    y_RB = x_RA.new_zeros(x_RA.shape[0], weight_LAB.shape[2])
+    row = 0
+    for e in range(weight_LAB.shape[0]):
+        for _ in range(int(count_WL[:, e].sum())):
+            row_B = x_RA[row] @ weight_LAB[e]
+            y_RB[row] = row_B if bias_LB is None else row_B + bias_LB[e]
+            row += 1
+    return y_RB
 
 
 def _has_fast_path(*operands: Tensor) -> bool:
-    """torch's grouped_mm: bf16, rows of a multiple of 16 bytes (facts: torch 2.11 to 2.13)."""
-    return all(t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 for t in operands)
+    """Does torch's grouped_mm take them? Rows of a multiple of 16 bytes; bf16 on a GPU, on a CPU also float32
+    and float16 (torch 2.11 to 2.13)."""
+    return all(
+        t.dtype in ((torch.bfloat16,) if t.is_cuda else (torch.float32, torch.bfloat16, torch.float16))
+        and t.shape[-1] * t.element_size() % 16 == 0
+        and t.numel() > 0
+        for t in operands
+    )
 
 
-def _for_fast_path(weight_LAB: Tensor) -> Tensor:
-    """The weight itself if grouped_mm takes its strides, else a contiguous copy.
+def _for_fast_path(tensor: Tensor) -> Tensor:
+    """The tensor itself if grouped_mm takes its strides, else a contiguous copy.
 
     It takes matrices whose rows (or columns) are dense and 16 bytes apart, or a multiple of that. A slice
     of a wider weight need not be so.
     """
-    _, rows, columns = weight_LAB.shape
-    _, row_stride, column_stride = weight_LAB.stride()
-    by_row = column_stride == 1 and row_stride >= columns and row_stride % 8 == 0
-    by_column = row_stride == 1 and column_stride >= rows and column_stride % 8 == 0
-    aligned = weight_LAB.stride(0) % 8 == 0 and weight_LAB.data_ptr() % 16 == 0
+    rows, columns = tensor.shape[-2:]
+    row_stride, column_stride = tensor.stride()[-2:]
+    unit = 16 // tensor.element_size()
+    by_row = column_stride == 1 and row_stride >= columns and row_stride % unit == 0
+    by_column = row_stride == 1 and column_stride >= rows and column_stride % unit == 0
+    aligned = tensor.data_ptr() % 16 == 0 and (tensor.dim() == 2 or tensor.stride(0) % unit == 0)
     if aligned and (by_row or by_column):
-        return weight_LAB
-    return weight_LAB.clone(memory_format=torch.contiguous_format)
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
-def _group_bounds(count_WL: Tensor) -> list[int]:
-    return [0, *count_WL.sum(0).cumsum(0).tolist()]
+def _ends(count_WL: Tensor) -> Tensor:
+    """-> [L] int32: the end of each expert's group."""
+    return count_WL.sum(0).cumsum(0).to(torch.int32)
 
 
 def _rows_times_weights(x_RA: Tensor, weight_LAB: Tensor, count_WL: Tensor) -> Tensor:
-    """-> [R, B]: each expert's rows (R in expert order) times its weight."""
-    if x_RA.shape[0] > 0 and _has_fast_path(x_RA, weight_LAB):
-        end_L = count_WL.sum(0).cumsum(0).to(torch.int32)
-        return torch.nn.functional.grouped_mm(x_RA, _for_fast_path(weight_LAB), offs=end_L)
-    bounds = _group_bounds(count_WL)
+    """-> [R, B]: each expert's rows times its weight."""
+    if _has_fast_path(x_RA, weight_LAB) and weight_LAB.shape[1] * weight_LAB.element_size() % 16 == 0:
+        x_RA, weight_LAB = _for_fast_path(x_RA), _for_fast_path(weight_LAB)
+        return torch.nn.functional.grouped_mm(x_RA, weight_LAB, offs=_ends(count_WL))
     y_RB = x_RA.new_empty(x_RA.shape[0], weight_LAB.shape[2])
-    for e, weight_AB in enumerate(weight_LAB):
-        torch.mm(x_RA[bounds[e] : bounds[e + 1]], weight_AB, out=y_RB[bounds[e] : bounds[e + 1]])
+    for weight_AB, x_GA, y_GB in zip(
+        weight_LAB, _groups(x_RA, count_WL), _groups(y_RB, count_WL), strict=True
+    ):
+        if len(x_GA):
+            torch.mm(x_GA, weight_AB, out=y_GB)
     return y_RB
+
+
+def _groups(rows: Tensor, count_WL: Tensor) -> list[Tensor]:
+    """Views of each expert's rows."""
+    bounds = group_bounds(count_WL)
+    return [rows[begin:end] for begin, end in pairwise(bounds)]
 
 
 def _rows_times_rows(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
     """-> [L, A, B]: x^T dy over each expert's rows, zero for an expert without rows."""
-    if x_RA.shape[0] > 0 and _has_fast_path(x_RA, dy_RB):
-        count_L = count_WL.sum(0)
-        dw_LAB = torch.nn.functional.grouped_mm(x_RA.T, dy_RB, offs=count_L.cumsum(0).to(torch.int32))
-        # An empty group leaves its part of the output unwritten.
-        return dw_LAB.masked_fill_((count_L == 0)[:, None, None], 0)
-    bounds = _group_bounds(count_WL)
-    dw_LAB = x_RA.new_zeros(count_WL.shape[1], x_RA.shape[1], dy_RB.shape[1])
-    for e, dw_AB in enumerate(dw_LAB):
-        if bounds[e + 1] > bounds[e]:
-            torch.mm(x_RA[bounds[e] : bounds[e + 1]].T, dy_RB[bounds[e] : bounds[e + 1]], out=dw_AB)
-    return dw_LAB
-
-
-def _forward_in_kernel(
-    x_WLCA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None
-) -> Tensor:
-    from lancet_kernels.kernels.grouped_gemm import grouped_gemm_forward
-
-    y_WLCB = x_WLCA.new_zeros(*x_WLCA.shape[:3], weight_LAB.shape[2])
-    bias_LB = None if bias_LB is None else bias_LB.contiguous()
-    grouped_gemm_forward(
-        x_WLCA.contiguous(), count_WL.contiguous(), weight_LAB.contiguous(), bias_LB, out=y_WLCB
-    )
-    return y_WLCB
-
-
-def _dx_in_kernel(dy_WLCB: Tensor, count_WL: Tensor, weight_LAB: Tensor) -> Tensor:
-    from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dx
-
-    dx_WLCA = dy_WLCB.new_zeros(*dy_WLCB.shape[:3], weight_LAB.shape[1])
-    return grouped_gemm_dx(dy_WLCB.contiguous(), count_WL.contiguous(), weight_LAB.contiguous(), out=dx_WLCA)
-
-
-def _dw_in_kernel(x_WLCA: Tensor, dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
-    from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dw
-
-    return grouped_gemm_dw(x_WLCA.contiguous(), dy_WLCB.contiguous(), count_WL.contiguous())[0]
-
-
-def _masked_column_sums(dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
-    """-> dbias [L, B] without the counts on the host, at the price of reading the padding."""
-    slot_C = torch.arange(dy_WLCB.shape[2], device=dy_WLCB.device)
-    real_WLC1 = (slot_C < count_WL[..., None])[..., None]
-    return torch.where(real_WLC1, dy_WLCB, 0).sum((0, 2), dtype=torch.float32).to(dy_WLCB.dtype)
-
-
-_LEAST_ROWS = 16
-"""Blocks with fewer rows on average are put together for one larger product."""
-
-
-def _blocks_in_place(x_WLCA: Tensor, other: Tensor, count_WL: Tensor) -> list[Block] | None:
-    """The blocks, if it is best to multiply them where they lie; else None."""
-    if x_WLCA.device.type != "cpu" or _has_fast_path(x_WLCA, other):
-        return None
-    found = blocks(count_WL)
-    taken = [n for _, _, n in found if n]
-    return found if sum(taken) >= _LEAST_ROWS * len(taken) else None
-
-
-def _blocks_times_weights(
-    x_WLCA: Tensor, weight_LAB: Tensor, of: list[Block], bias_LB: Tensor | None
-) -> Tensor:
-    """-> [W, L, C, B], zero where rows are not real."""
-    y_WLCB = x_WLCA.new_empty(*x_WLCA.shape[:3], weight_LAB.shape[2])
-    for w, e, n in of:
-        if n and bias_LB is None:
-            torch.mm(x_WLCA[w, e, :n], weight_LAB[e], out=y_WLCB[w, e, :n])
-        elif n:
-            torch.addmm(bias_LB[e], x_WLCA[w, e, :n], weight_LAB[e], out=y_WLCB[w, e, :n])
-    return clear_padding(y_WLCB, of)
-
-
-def _blocks_times_blocks(x_WLCA: Tensor, dy_WLCB: Tensor, of: list[Block]) -> Tensor:
-    """-> [L, A, B], zero for an expert without rows."""
-    dw_LAB = x_WLCA.new_empty(x_WLCA.shape[1], x_WLCA.shape[3], dy_WLCB.shape[3])
-    begun = [False] * dw_LAB.shape[0]
-    for w, e, n in of:
-        if n and begun[e]:
-            dw_LAB[e].addmm_(x_WLCA[w, e, :n].T, dy_WLCB[w, e, :n])
-        elif n:
-            torch.mm(x_WLCA[w, e, :n].T, dy_WLCB[w, e, :n], out=dw_LAB[e])
-            begun[e] = True
-    for e, has_rows in enumerate(begun):
-        if not has_rows:
-            dw_LAB[e].zero_()
+    if _has_fast_path(x_RA, dy_RB):
+        x_RA, dy_RB = _for_fast_path(x_RA), _for_fast_path(dy_RB)
+        dw_LAB = torch.nn.functional.grouped_mm(x_RA.T, dy_RB, offs=_ends(count_WL))
+        # An empty group may leave its part of the output unwritten.
+        for e, n in enumerate(count_WL.sum(0).tolist()):
+            if not n:
+                dw_LAB[e].zero_()
+        return dw_LAB
+    dw_LAB = x_RA.new_empty(count_WL.shape[1], x_RA.shape[1], dy_RB.shape[1])
+    for dw_AB, x_GA, dy_GB in zip(dw_LAB, _groups(x_RA, count_WL), _groups(dy_RB, count_WL), strict=True):
+        if len(x_GA):
+            torch.mm(x_GA.T, dy_GB, out=dw_AB)
+        else:
+            dw_AB.zero_()
     return dw_LAB
 
 
 @torch.library.custom_op("lancet::grouped_gemm", mutates_args=())
-def grouped_gemm(x_WLCA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None) -> Tensor:
-    """y[w, l, c] = x[w, l, c] @ weight[l] (+ bias[l]) for c < counts[w, l]. -> [W, L, C, B].
+def grouped_gemm(x_RA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None) -> Tensor:
+    """y[r] = x[r] @ weight[l] (+ bias[l]) for the rows r of expert l. -> [R, B].
 
-    Args: count_WL int64; x and weight of one dtype.
+    Args: count_WL int64: rows that rank w sent for expert l; x and weight of one dtype.
     """
-    if runs_in_kernels(x_WLCA):
-        return _forward_in_kernel(x_WLCA, count_WL, weight_LAB, bias_LB)
+    if runs_in_kernels(x_RA):
+        from lancet_kernels.kernels.grouped_gemm import grouped_gemm_forward
 
-    in_place = _blocks_in_place(x_WLCA, weight_LAB, count_WL)
-    if in_place is not None:
-        return _blocks_times_weights(x_WLCA, weight_LAB, in_place, bias_LB)
-    row_R = real_rows_by_expert(count_WL, x_WLCA.shape[2])
-    y_RB = _rows_times_weights(compact(x_WLCA, row_R), weight_LAB, count_WL)
+        bias_LB = None if bias_LB is None else bias_LB.contiguous()
+        operands = x_RA.contiguous(), group_offsets(count_WL), weight_LAB.contiguous(), bias_LB
+        return grouped_gemm_forward(*operands)[0]
+
+    y_RB = _rows_times_weights(x_RA, weight_LAB, count_WL)
     if bias_LB is not None:
-        y_RB += bias_LB.repeat_interleave(count_WL.sum(0), dim=0, output_size=y_RB.shape[0])
-    return expand(y_RB, row_R, x_WLCA.shape[:3])
+        for bias_B, y_GB in zip(bias_LB, _groups(y_RB, count_WL), strict=True):
+            y_GB += bias_B
+    return y_RB
 
 
 @grouped_gemm.register_fake
-def _(x_WLCA, count_WL, weight_LAB, bias_LB):
-    return x_WLCA.new_empty(*x_WLCA.shape[:3], weight_LAB.shape[2])
+def _(x_RA, count_WL, weight_LAB, bias_LB):
+    return x_RA.new_empty(x_RA.shape[0], weight_LAB.shape[2])
 
 
 @torch.library.custom_op("lancet::grouped_gemm_dx", mutates_args=())
-def grouped_gemm_dx(dy_WLCB: Tensor, count_WL: Tensor, weight_LAB: Tensor) -> Tensor:
-    """dx[w, l, c] = dy[w, l, c] @ weight[l]^T on the real rows. -> [W, L, C, A]."""
-    if runs_in_kernels(dy_WLCB):
-        return _dx_in_kernel(dy_WLCB, count_WL, weight_LAB)
+def grouped_gemm_dx(dy_RB: Tensor, count_WL: Tensor, weight_LAB: Tensor) -> Tensor:
+    """dx[r] = dy[r] @ weight[l]^T for the rows r of expert l. -> [R, A]."""
+    if runs_in_kernels(dy_RB):
+        from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dx as in_kernel
 
-    in_place = _blocks_in_place(dy_WLCB, weight_LAB, count_WL)
-    if in_place is not None:
-        return _blocks_times_weights(dy_WLCB, weight_LAB.transpose(1, 2), in_place, None)
-    row_R = real_rows_by_expert(count_WL, dy_WLCB.shape[2])
-    dx_RA = _rows_times_weights(compact(dy_WLCB, row_R), weight_LAB.transpose(1, 2), count_WL)
-    return expand(dx_RA, row_R, dy_WLCB.shape[:3])
+        return in_kernel(dy_RB.contiguous(), group_offsets(count_WL), weight_LAB.contiguous())
+    return _rows_times_weights(dy_RB, weight_LAB.transpose(1, 2), count_WL)
 
 
 @grouped_gemm_dx.register_fake
-def _(dy_WLCB, count_WL, weight_LAB):
-    return dy_WLCB.new_empty(*dy_WLCB.shape[:3], weight_LAB.shape[1])
+def _(dy_RB, count_WL, weight_LAB):
+    return dy_RB.new_empty(dy_RB.shape[0], weight_LAB.shape[1])
 
 
 @torch.library.custom_op("lancet::grouped_gemm_dw", mutates_args=())
-def grouped_gemm_dw(x_WLCA: Tensor, dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
-    """dw[l] = sum over the real rows of x^T dy. -> [L, A, B], zero for an expert that got no row."""
-    if runs_in_kernels(x_WLCA):
-        return _dw_in_kernel(x_WLCA, dy_WLCB, count_WL)
+def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
+    """dw[l] = x^T dy over the rows of expert l. -> [L, A, B], zero for an expert that got no row."""
+    if runs_in_kernels(x_RA):
+        from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dw as in_kernel
 
-    in_place = _blocks_in_place(x_WLCA, dy_WLCB, count_WL)
-    if in_place is not None:
-        return _blocks_times_blocks(x_WLCA, dy_WLCB, in_place)
-    row_R = real_rows_by_expert(count_WL, x_WLCA.shape[2])
-    return _rows_times_rows(compact(x_WLCA, row_R), compact(dy_WLCB, row_R), count_WL)
+        return in_kernel(x_RA.contiguous(), dy_RB.contiguous(), group_offsets(count_WL))[0]
+    return _rows_times_rows(x_RA, dy_RB, count_WL)
 
 
 @grouped_gemm_dw.register_fake
-def _(x_WLCA, dy_WLCB, count_WL):
-    return x_WLCA.new_empty(x_WLCA.shape[1], x_WLCA.shape[3], dy_WLCB.shape[3])
+def _(x_RA, dy_RB, count_WL):
+    return x_RA.new_empty(count_WL.shape[1], x_RA.shape[1], dy_RB.shape[1])
 
 
 @torch.library.custom_op("lancet::grouped_gemm_dbias", mutates_args=())
-def grouped_gemm_dbias(dy_WLCB: Tensor, count_WL: Tensor) -> Tensor:
-    """dbias[l] = sum over the real rows of dy, in at least float32, rounded once. -> [L, B]."""
-    if runs_in_kernels(dy_WLCB):
-        return _masked_column_sums(dy_WLCB, count_WL)
-    row_R = real_rows_by_expert(count_WL, dy_WLCB.shape[2])
-    dtype = torch.promote_types(dy_WLCB.dtype, torch.float32)
-    dy_RB = compact(dy_WLCB, row_R).to(dtype)
-    local_experts = count_WL.shape[1]
-    expert_R = torch.arange(local_experts, device=dy_RB.device).repeat_interleave(
-        count_WL.sum(0), output_size=dy_RB.shape[0]
-    )
-    dbias_LB = dy_RB.new_zeros(local_experts, dy_RB.shape[1]).index_add_(0, expert_R, dy_RB)
-    return dbias_LB.to(dy_WLCB.dtype)
+def grouped_gemm_dbias(dy_RB: Tensor, count_WL: Tensor) -> Tensor:
+    """dbias[l] = sum of dy over the rows of expert l, in at least float32, rounded once. -> [L, B]."""
+    dtype = torch.promote_types(dy_RB.dtype, torch.float32)
+    if runs_in_kernels(dy_RB):
+        # Without the counts on the host: which expert has row r, L for rows that are not real.
+        row_R = torch.arange(dy_RB.shape[0], device=dy_RB.device)
+        expert_R = torch.bucketize(row_R, group_offsets(count_WL)[1:], right=True)
+        sums = dy_RB.new_zeros(count_WL.shape[1] + 1, dy_RB.shape[1], dtype=dtype)
+        return sums.index_add_(0, expert_R, dy_RB.to(dtype))[:-1].to(dy_RB.dtype)
+    dbias_LB = dy_RB.new_empty(count_WL.shape[1], dy_RB.shape[1])
+    for dbias_B, dy_GB in zip(dbias_LB, _groups(dy_RB, count_WL), strict=True):
+        dbias_B.copy_(dy_GB.sum(0, dtype=dtype))
+    return dbias_LB
 
 
 @grouped_gemm_dbias.register_fake
-def _(dy_WLCB, count_WL):
-    return dy_WLCB.new_empty(dy_WLCB.shape[1], dy_WLCB.shape[3])
+def _(dy_RB, count_WL):
+    return dy_RB.new_empty(count_WL.shape[1], dy_RB.shape[1])
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    x_WLCA, count_WL, weight_LAB, _ = inputs
+    x_RA, count_WL, weight_LAB, _ = inputs
     needs_dx, _, needs_dw = ctx.needs_input_grad[:3]
-    ctx.save_for_backward(x_WLCA if needs_dw else None, count_WL, weight_LAB if needs_dx else None)
+    ctx.save_for_backward(x_RA if needs_dw else None, count_WL, weight_LAB if needs_dx else None)
 
 
-def _backward(ctx, dy_WLCB):
-    x_WLCA, count_WL, weight_LAB = ctx.saved_tensors
+def _backward(ctx, dy_RB):
+    x_RA, count_WL, weight_LAB = ctx.saved_tensors
     needs_dx, _, needs_dw, needs_dbias = ctx.needs_input_grad[:4]
     ops = torch.ops.lancet
-    dx = ops.grouped_gemm_dx(dy_WLCB, count_WL, weight_LAB) if needs_dx else None
-    dw = ops.grouped_gemm_dw(x_WLCA, dy_WLCB, count_WL) if needs_dw else None
-    dbias = ops.grouped_gemm_dbias(dy_WLCB, count_WL) if needs_dbias else None
+    dx = ops.grouped_gemm_dx(dy_RB, count_WL, weight_LAB) if needs_dx else None
+    dw = ops.grouped_gemm_dw(x_RA, dy_RB, count_WL) if needs_dw else None
+    dbias = ops.grouped_gemm_dbias(dy_RB, count_WL) if needs_dbias else None
     return dx, None, dw, dbias
 
 

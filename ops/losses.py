@@ -80,17 +80,22 @@ class MoELosses(NamedTuple):
 def moe_losses(sums: list[RoutingSums], group: str) -> MoELosses:
     """Apply the formulas: one small all-reduce of counts for all layers together.
 
-    f_e comes from all ranks, P_e from this one: the formula is linear in P, so the average over ranks
-    (which the gradient all-reduce takes anyway) is exactly the loss of the global batch. All ranks must
-    have the same number of tokens.
+    f_e and the number of tokens come from all ranks, P_e from this one, times the number of ranks: the
+    formula is linear in P, so the average over ranks (which the gradient all-reduce takes anyway) is exactly
+    the loss of the global batch, however its tokens are spread over the ranks.
     """
-    counts = torch.stack([torch.stack([s.assigned_E, s.kept_E]) for s in sums])
-    assigned_NE, kept_NE = torch.ops.lancet.sum_over_ranks(counts, group).unbind(1)
-    probability_NE = torch.stack([s.probability_E / s.tokens.clamp(min=1) for s in sums])
-    square_N = torch.stack([s.square_logsumexp / s.tokens.clamp(min=1) for s in sums])
+    num_experts = sums[0].assigned_E.shape[0]
+    # Summed up, the ones are the number of ranks.
+    counts = [
+        torch.cat([s.assigned_E, s.kept_E, torch.stack([s.tokens, torch.ones_like(s.tokens)])]) for s in sums
+    ]
+    total = torch.ops.lancet.sum_over_ranks(torch.stack(counts), group)
+    assigned_NE, kept_NE, tokens_N1, ranks_N1 = total.split([num_experts, num_experts, 1, 1], 1)
+    tokens_N1 = tokens_N1.clamp(min=1)
+    probability_NE = torch.stack([s.probability_E for s in sums]) * ranks_N1 / tokens_N1
+    square_N = torch.stack([s.square_logsumexp for s in sums]) * ranks_N1[:, 0] / tokens_N1[:, 0]
     total_N1 = assigned_NE.sum(1, keepdim=True).clamp(min=1)
     share_NE = assigned_NE.to(probability_NE.dtype) / total_N1
-    num_experts = assigned_NE.shape[1]
     return MoELosses(
         balance=num_experts * (share_NE * probability_NE).sum(1),
         z=square_N,

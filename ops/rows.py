@@ -1,91 +1,94 @@
-"""Which rows of a [W, L, C, D] buffer are real? The first counts[w, l] of each (w, l).
+"""Where do compact rows lie? A row is one kept choice of one token; nothing else is stored per expert.
 
-    W  ranks      L  experts on each      C  capacity      R  real rows
+    T  tokens on this rank      K  choices per token      S  rows to send, one per kept choice
+    W  ranks, L experts each    R  rows received          D  width
 
-Compact form: the real rows alone, [R, D], in the order that the reader wants.
+Rows to send, [S, D]: by global expert e = w * L + l, then slot. What goes to one rank is one block. Rows
+received, [R, D]: by local expert, then source rank, then slot. An expert's rows are one block, a group of a
+grouped GEMM. Every offset is a prefix sum of counts [W, L].
 
-On the CPU the real rows of each (w, l) are one block of memory (`blocks`), which ops work on where it lies:
-copying rows to and fro costs as much as a small matrix product.
+Sizes in graphs. How many rows there are depends on the routing, so ops that make rows cannot say it when a
+graph is traced. Two answers:
+
+- Under torch.compile such a size is a symbol without a value (`new_dynamic_size`, which dynamo of torch 2.11
+  to 2.13 allows with `fullgraph=True`): inductor compares sizes of results with those that were traced.
+- Where a plan is made for the graph (`graph.capture`), it is the number of rows of an evenly spread, dropless
+  batch (`expected_sizes`): a planner needs numbers, and the partitioner and the runtime of AOTAutograd
+  (2.11 to 2.13) never compare the size of an intermediate result with the traced one. Tensors are exact when
+  the graph runs, so nothing in a graph may take a number of rows as an argument and trust it.
+
+On a GPU that exchanges nothing with others, the host does not know the counts: tensors then have the most
+rows that there can be, ops read the counts on the device, and what lies behind the last row is never read.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+DROPPED = -1
+"""The row of a choice that was dropped."""
 
-def real_rows_by_rank(count_WL: Tensor, capacity: int) -> Tensor:
-    """Indices of the real rows in the flat buffer [W * L * C], by rank, then expert: the order on the wire.
+_expected = False
 
-    Example: C = 3, counts = [[1, 2], [0, 3]] -> [0, 3, 4, 9, 10, 11].
+
+@contextlib.contextmanager
+def expected_sizes() -> Iterator[None]:
+    """Traced inside, ops that make rows give them the expected number instead of a symbol."""
+    global _expected
+    before, _expected = _expected, True
+    try:
+        yield
+    finally:
+        _expected = before
+
+
+def traced_rows(expected: int, given: int | None) -> int:
+    """For fakes: how many rows has the result? `given` if the caller knows it."""
+    if given is not None:
+        return given
+    return expected if _expected else torch.library.get_ctx().new_dynamic_size()
+
+
+def group_bounds(count_WL: Tensor) -> list[int]:
+    """First row of each local expert's group among the received rows, and the end of the last one.
+
+    Example: counts = [[1, 2], [0, 3]] -> [0, 1, 6].
     """
-    slot_C = torch.arange(capacity, device=count_WL.device)
-    return (slot_C < count_WL[..., None]).reshape(-1).nonzero().view(-1)
+    return [0, *count_WL.sum(0).cumsum(0).tolist()]
 
 
-def real_rows_by_expert(count_WL: Tensor, capacity: int) -> Tensor:
-    """The same rows, by expert, then rank: the order of a grouped GEMM.
+def group_offsets(count_WL: Tensor) -> Tensor:
+    """`group_bounds` as a tensor [L + 1], without asking the device."""
+    return torch.nn.functional.pad(count_WL.sum(0).cumsum(0), (1, 0))
 
-    Example: C = 3, counts = [[1, 2], [0, 3]] -> [0, 3, 4, 9, 10, 11] with L = 2 becomes
-    expert 0: [0], expert 1: [3, 4, 9, 10, 11].
+
+def segments(count_WL: Tensor, by_expert: bool) -> list[int]:
+    """Lengths of the (rank, expert) segments in the order in which they lie: by expert if received, else by
+    rank.
+
+    Example: counts = [[1, 2], [0, 3]] -> [1, 2, 0, 3]; by expert [1, 0, 2, 3].
     """
-    ranks, local_experts = count_WL.shape
-    slot_C = torch.arange(capacity, device=count_WL.device)
-    real_LWC = (slot_C < count_WL[..., None]).transpose(0, 1)
-    flat_WLC = torch.arange(ranks * local_experts * capacity, device=count_WL.device)
-    return flat_WLC.view(ranks, local_experts, capacity).transpose(0, 1)[real_LWC]
+    return (count_WL.T if by_expert else count_WL).reshape(-1).tolist()
 
 
-def compact(buffer_WLCD: Tensor, row_R: Tensor) -> Tensor:
-    """-> [R, D], the rows named by `row_R`."""
-    return buffer_WLCD.reshape(-1, buffer_WLCD.shape[-1]).index_select(0, row_R)
+def expert_major(rows_RD: Tensor, count_WL: Tensor) -> Tensor:
+    """Rows by rank, then expert -> by expert, then rank. The rows themselves where that is the same."""
+    return _transpose_segments(rows_RD, count_WL.tolist())
 
 
-def expand(rows_RD: Tensor, row_R: Tensor, shape_WLC: tuple[int, int, int]) -> Tensor:
-    """-> [W, L, C, D], the rows put back to where `row_R` names, zero elsewhere."""
-    width = rows_RD.shape[-1]
-    buffer = rows_RD.new_zeros(shape_WLC[0] * shape_WLC[1] * shape_WLC[2], width)
-    buffer.index_copy_(0, row_R, rows_RD)
-    return buffer.view(*shape_WLC, width)
+def rank_major(rows_RD: Tensor, count_WL: Tensor) -> Tensor:
+    """Rows by expert, then rank -> by rank, then expert. The rows themselves where that is the same."""
+    return _transpose_segments(rows_RD, count_WL.T.tolist())
 
 
-Block = tuple[int, int, int]
-"""(rank, local expert, how many rows are real)"""
-
-
-def blocks(count_WL: Tensor) -> list[Block]:
-    """All of them, by rank, then expert: the order on the wire."""
-    return [(w, e, n) for w, row in enumerate(count_WL.tolist()) for e, n in enumerate(row)]
-
-
-def clear_padding(buffer_WLCD: Tensor, of: list[Block]) -> Tensor:
-    """The buffer itself, zero where rows are not real."""
-    for w, e, n in of:
-        buffer_WLCD[w, e, n:].zero_()
-    return buffer_WLCD
-
-
-def pack(buffer_WLCD: Tensor, count_WL: Tensor) -> Tensor:
-    """-> [R, D], the real rows in the order on the wire."""
-    if buffer_WLCD.device.type != "cpu":
-        return compact(buffer_WLCD, real_rows_by_rank(count_WL, buffer_WLCD.shape[2]))
-    return torch.cat([buffer_WLCD[w, e, :n] for w, e, n in blocks(count_WL)])
-
-
-def unpack(rows_RD: Tensor, count_WL: Tensor, capacity: int) -> Tensor:
-    """-> [W, L, C, D]: what `pack` made, back in its places; zero elsewhere."""
-    shape_WLC = (*count_WL.shape, capacity)
-    if rows_RD.device.type != "cpu":
-        return expand(rows_RD, real_rows_by_rank(count_WL, capacity), shape_WLC)
-    buffer_WLCD = rows_RD.new_empty(*shape_WLC, rows_RD.shape[1])
-    found = blocks(count_WL)
-    for (w, e, n), rows_ND in zip(found, _pieces(rows_RD, found), strict=True):
-        buffer_WLCD[w, e, :n] = rows_ND
-    return clear_padding(buffer_WLCD, found)
-
-
-def _pieces(rows_RD: Tensor, of: list[Block]) -> Iterator[Tensor]:
-    begin = 0
-    for _, _, n in of:
-        yield rows_RD[begin : begin + n]
-        begin += n
+def _transpose_segments(rows_RD: Tensor, count_AB: Sequence[Sequence[int]]) -> Tensor:
+    """Rows by a, then b -> by b, then a."""
+    inner = len(count_AB[0]) if count_AB else 0
+    if len(count_AB) <= 1 or inner <= 1:
+        return rows_RD
+    pieces = rows_RD[: sum(map(sum, count_AB))].split([n for row in count_AB for n in row])
+    return torch.cat([piece for b in range(inner) for piece in pieces[b::inner]])

@@ -1,31 +1,46 @@
 """Which tokens of the global batch does this rank have? Their indices, as an op.
 
-    T  tokens on each rank
+    T  tokens on this rank; each rank may have another number of them
 
 An op of its own, so that every rank captures the same graph: the rank is looked up when it runs.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lancet_kernels.ops.groups import group_rank
+from lancet_kernels.ops.groups import group_device, group_of, group_rank, group_size
 
 
-def naive_token_index(num_tokens: int, rank: int) -> Tensor:
+def naive_token_index(tokens_of_rank: list[int], rank: int) -> Tensor:
     """Reference: a list."""
-    return torch.tensor([rank * num_tokens + t for t in range(num_tokens)], dtype=torch.int64)
+    first = sum(tokens_of_rank[:rank])
+    return torch.tensor([first + t for t in range(tokens_of_rank[rank])], dtype=torch.int64)
 
 
 @torch.library.custom_op("lancet::token_index", mutates_args=())
-def token_index(num_tokens: int, group: str, device: torch.device) -> Tensor:
-    """-> [T] int64: this rank's place in the group times T, and the T - 1 numbers behind it.
+def token_index(num_tokens: int, group: str, device: torch.device, equal_ranks: bool = False) -> Tensor:
+    """-> [T] int64: how many tokens the ranks before this one have, and the T - 1 numbers behind that.
 
-    Args: group: a name from `group_name`. Example: T = 3 on rank 1 gives [3, 4, 5].
+    Collective: ranks tell each other how many tokens they have.
+
+    Args:
+        group: a name from `group_name`.
+        equal_ranks: take it that all ranks have T tokens, and ask nobody. Where they have not, two tokens may
+            get one index.
+    Example: 2 tokens on rank 0, T = 3 on rank 1 gives [2, 3, 4].
     """
-    first = group_rank(group) * num_tokens
-    return torch.arange(first, first + num_tokens, device=device)
+    index_T = torch.arange(num_tokens, device=device)
+    if not group:
+        return index_T
+    if equal_ranks:
+        return index_T + group_rank(group) * num_tokens
+    own = torch.tensor([num_tokens], device=group_device(group))
+    tokens_W = own.new_empty(group_size(group))
+    dist.all_gather_into_tensor(tokens_W, own, group=group_of(group))
+    return index_T + tokens_W[: group_rank(group)].sum().to(device)
 
 
 @token_index.register_fake
-def _(num_tokens, group, device):
+def _(num_tokens, group, device, equal_ranks=False):
     return torch.empty(num_tokens, dtype=torch.int64, device=device)

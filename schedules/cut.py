@@ -6,10 +6,11 @@ attention] and k = 2 it makes
     dispatch_0 dispatch_1 all_to_all_0 ...  (in the order that was asked for)  and, where somebody behind
     the range reads a tensor of it, one node that puts the parts together.
 
-How a tensor is cut says its axis (see `graph.rules`): a dimension; WHOLE (all parts use it as it is);
-PARTIAL (parts add up). Behind the gate, buffers are irregular: each part has its own slots, counts and
-exchange of counts, and its buffers have room for no more than its own tokens. `CutError` means that the
-range can't be cut like that; the graph is then as it was.
+How a tensor is cut says its axis (see `graph.rules`): a dimension; WHOLE (all parts use it as it is); PARTIAL
+(parts add up). Behind the gate, rows are irregular: each part has its own counts, its own exchange of counts
+and its own rows. Where the rows themselves are cut (dimension 0 of what ops with counts read and make), a
+part has a window of the slots. `CutError` means that the range can't be cut like that; the graph is then as
+it was.
 """
 
 from __future__ import annotations
@@ -39,10 +40,9 @@ _COUNTED = {
     "lancet.expert_activation": (1,),
     "lancet.expert_activation_backward": (2,),
 }
-"""Ops whose buffer has counts beside it, and the positions of the counts."""
-_CAPACITY = 2
-"""The capacity among the dimensions of a buffer [W, L, C, D]."""
-_READS_SLOTS = ("lancet.dispatch", "lancet.combine", "lancet.combine_dweight")
+"""Ops whose rows have counts beside them, and the positions of the counts; those of the operands first."""
+_ROWS = 0
+"""The rows among the dimensions of [R, D]."""
 
 
 _Replacement = tuple[fx.Node, fx.Node, fx.Node]
@@ -68,17 +68,27 @@ class _Layer:
     """The routing of an MoE layer whose dispatch lies in the range."""
 
     dispatch: fx.Node
-    expert: fx.Node
-    slot: fx.Node
-    count: fx.Node
+    row: fx.Node
+
+    @property
+    def expert(self) -> fx.Node:
+        return self.row.args[0]
+
+    @property
+    def slot(self) -> fx.Node:
+        return self.row.args[1]
+
+    @property
+    def count(self) -> fx.Node:
+        return self.row.args[2]
 
     @property
     def num_experts(self) -> int:
-        return self.dispatch.args[5]
+        return self.count.meta["val"].numel()
 
     @property
     def capacity(self) -> int:
-        return self.dispatch.args[6]
+        return self.count.args[1]
 
 
 def cut_range(graph: fx.Graph, cut: Cut, order: Sequence[tuple[str, int]] | None = None) -> list[str]:
@@ -105,15 +115,17 @@ class _Cutter:
                 f"{len(names) - len(self.inside)} unknown instructions", "instructions of the graph"
             )
         self.layers = [self._layer(node) for node in self.inside if op_name(node) == "lancet.dispatch"]
-        # Parts have counts of their own; who reads the whole's gets them from the whole's used slots.
-        self.late = [node for node in self.inside if op_name(node) == "lancet.kept_counts"]
+        # Parts have counts and rows of their own; the whole's come from the slots that all parts used.
+        self.late = [
+            node for node in self.inside if op_name(node) in ("lancet.kept_counts", "lancet.send_rows")
+        ]
         self.cut = [node for node in self.inside if node not in self.late and self._touches_cut(node)]
         self.made = {element for node in self.cut for element in _with_elements(node)}
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.parts)]
         self.local: list[dict[_Layer, tuple[fx.Node, fx.Node]]] = [{} for _ in range(self.parts)]
+        self.windows: dict[tuple[fx.Node, int], fx.Node] = {}
         self.wholes: dict[fx.Node, fx.Node] = {}
         self.bounds = self._unit_bounds()
-        self.fake_mode = fake_mode_of(self.inside[0])
 
     def run(self, order: Sequence[tuple[str, int]] | None) -> None:
         """Insert the parts behind the range, mend its readers, take the originals out."""
@@ -129,7 +141,7 @@ class _Cutter:
             with self.graph.inserting_before(end):
                 for name, part in order:
                     self._copy(nodes[name], part)
-                replacements = [r for layer in self.layers for r in self._mended_slots(layer)]
+                replacements = [r for layer in self.layers for r in self._mended_rows(layer)]
                 replacements += [r for node in self.cut for r in self._reassembled(node)]
         except (RuntimeError, ValueError, IndexError) as error:
             for node in reversed(self.graph.nodes):
@@ -141,24 +153,27 @@ class _Cutter:
             raise _refuse(f"parts that do not fit together: {reason}", "axes that the rules allow") from error
         for reader, old, new in replacements:
             reader.replace_input_with(old, new)
+        for node in reversed(self.cut):
+            for element in reversed(_with_elements(node)):
+                self.graph.erase_node(element)
+        dead = [layer.row for layer in self.layers if not layer.row.users]
+        for node in dead:
+            self.graph.erase_node(node)
         for whole in reversed(self.wholes.values()):
             if not whole.users:
                 self.graph.erase_node(whole)
         for node in self.late:
-            for moved in _with_elements(node):
-                end.prepend(moved)
-        for node in reversed(self.cut):
-            for element in reversed(_with_elements(node)):
-                self.graph.erase_node(element)
+            if node not in dead:
+                end.prepend(node)
         self.graph.lint()
 
     # What is in the range
 
     def _layer(self, dispatch: fx.Node) -> _Layer:
-        send = next((user for user in dispatch.users if op_name(user) == "lancet.all_to_all"), None)
-        if send is None or op_name(send.args[1]) != "lancet.kept_counts":
-            raise _refuse(f"{dispatch.name} without all-to-all or kept_counts", "the ops of an MoELayer")
-        return _Layer(dispatch, dispatch.args[1], dispatch.args[2], send.args[1])
+        row = dispatch.args[1]
+        if op_name(row) != "lancet.send_rows" or op_name(row.args[2]) != "lancet.kept_counts":
+            raise _refuse(f"{dispatch.name} without send_rows or kept_counts", "the ops of an MoELayer")
+        return _Layer(dispatch, row)
 
     def _touches_cut(self, node: fx.Node) -> bool:
         touched = [name for n in (*node.all_input_nodes, *_with_elements(node)) for name in tensor_names(n)]
@@ -193,20 +208,19 @@ class _Cutter:
 
     def _copy(self, node: fx.Node, part: int) -> None:
         op = op_name(node)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._part(source, part))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._part(source, part, node))
         args = list(args)
         if op == "lancet.gate" and part > 0:
             args[1] = self.env[part - 1][_element(node, 3)]
-        elif op == "lancet.exchange_counts" and self._layer_of_count(node.args[0]):
-            args[1] = self._part_capacity(self._layer_of_count(node.args[0]), part)
         elif op == "lancet.dispatch":
-            layer = self._layer_of_dispatch(node)
-            args[2], args[6] = self._local(layer, part)[0], self._part_capacity(layer, part)
-        elif op == "lancet.combine":
-            args[2] = self._local(self._layer_of_slot(node.args[2]), part)[0]
-        elif op in _COUNTED and self._axis(node.args[0]) == _CAPACITY:
+            # No more than one row per choice, and no more than there are slots.
+            most = min(args[1].meta["val"].numel(), _shape(node)[0])
+            args[3:] = [most, None]
+        elif op == "lancet.all_to_all":
+            args[5:] = [None]
+        if op in _COUNTED and self._axis(node.args[0]) == _ROWS:
             for position in _COUNTED[op]:
-                args[position] = self._window_counts(node.args[position], node.args[0], part)
+                args[position] = self._window_counts(node.args[position], part)
         elif op in _SHAPED and self._axis(node) >= 0:
             args[_SHAPED[op]] = self._part_shape(node, part)
         copy = self._call(node.target, tuple(args), dict(kwargs), f"{node.name}_part{part}")
@@ -221,32 +235,44 @@ class _Cutter:
 
     def _call(self, target, args: tuple, kwargs: dict, name: str) -> fx.Node:
         values = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-        with self.fake_mode:
+        with fake_mode_of(self.inside[0]):
             value = target(*values[0], **values[1])
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         set_value(node, value)
         return node
 
-    def _part(self, node: fx.Node, part: int) -> fx.Node:
-        """What stands for a node in a part: its copy, its local counts, a slice of it, or itself."""
+    def _part(self, node: fx.Node, part: int, reader: fx.Node | None = None) -> fx.Node:
+        """What stands for a node in a part: its copy, its own rows or counts, a slice of it, or itself.
+
+        Args: reader: who reads it; it says how many rows there are.
+        """
         if node in self.env[part]:
             return self.env[part][node]
         if node in self.made:
             raise _refuse(
                 f"{node.name} of part {part} read before it is made", "an order that makes it first"
             )
-        layer = self._layer_of_count(node)
+        layer = self._layer_of(node)
         if layer is not None:
-            return self._local(layer, part)[1]
+            row, count = self._local(layer, part)
+            return row if node is layer.row else count
         axis = self._axis(node)
-        found = node
-        if axis >= 0:
+        own = node
+        if axis == _ROWS and reader is not None and op_name(reader) in _COUNTED:
+            count = reader.args[_COUNTED[op_name(reader)][0]]
+            own = self._call(
+                lancet.window_rows.default,
+                (node, count, part, self.parts, _lie_by_expert(node)),
+                {},
+                f"{node.name}_window{part}",
+            )
+        elif axis >= 0:
             first, behind = self._window(_shape(node)[axis], part)
-            found = self._call(aten.slice.Tensor, (node, axis, first, behind), {}, f"{node.name}_slice{part}")
+            own = self._call(aten.slice.Tensor, (node, axis, first, behind), {}, f"{node.name}_slice{part}")
         elif axis != WHOLE:
             raise _refuse(f"{node.name}, which is made outside, irregular", "an all-to-all with its dispatch")
-        self.env[part][node] = found
-        return found
+        self.env[part][node] = own
+        return own
 
     def _part_shape(self, node: fx.Node, part: int) -> list[int]:
         shape, axis = _shape(node), self._axis(node)
@@ -256,42 +282,30 @@ class _Cutter:
 
     # The routing of a part
 
-    def _layer_of_count(self, node: fx.Node) -> _Layer | None:
-        return next((layer for layer in self.layers if layer.count is node), None)
-
-    def _layer_of_dispatch(self, node: fx.Node) -> _Layer:
-        return next(layer for layer in self.layers if layer.dispatch is node)
-
-    def _layer_of_slot(self, node: fx.Node) -> _Layer:
-        found = next((layer for layer in self.layers if layer.slot is node), None)
-        if found is None:
-            raise _refuse("a combine without its dispatch", "both in the range")
-        return found
-
-    def _part_capacity(self, layer: _Layer, part: int) -> int:
-        """A token goes to an expert once at most, so a part needs no more slots than it has tokens."""
-        return min(layer.capacity, _shape(self._part(layer.expert, part))[0])
+    def _layer_of(self, node: fx.Node) -> _Layer | None:
+        """The layer whose rows or counts a node is."""
+        return next((layer for layer in self.layers if node in (layer.row, layer.count)), None)
 
     def _local(self, layer: _Layer, part: int) -> tuple[fx.Node, fx.Node]:
-        """The part's own slots [T, K] and counts [W, L]."""
+        """The part's own row_TK and counts [W, L]."""
         if layer not in self.local[part]:
-            capacity = self._part_capacity(layer, part)
             args = (self._part(layer.expert, part), self._part(layer.slot, part), layer.num_experts)
-            name = f"{layer.dispatch.name}_slots_part{part}"
-            both = self._call(lancet.local_slots.default, (*args, layer.capacity, capacity), {}, name)
-            slot = self._call(operator.getitem, (both, 0), {}, f"{name}_slot")
+            name = f"{layer.dispatch.name}_rows_part{part}"
+            both = self._call(lancet.part_rows.default, (*args, layer.capacity), {}, name)
+            row = self._call(operator.getitem, (both, 0), {}, f"{name}_row")
             count = self._call(operator.getitem, (both, 1), {}, f"{name}_count")
             shape = _shape(layer.count)
             count = self._call(aten.view.default, (count, shape), {}, f"{name}_counts")
-            self.local[part][layer] = slot, count
+            self.local[part][layer] = row, count
         return self.local[part][layer]
 
-    def _window_counts(self, count: fx.Node, buffer: fx.Node, part: int) -> fx.Node:
-        """Real rows among the slots of a part, where the capacity is cut: counts less what earlier parts
-        hold."""
-        first, behind = self._window(_shape(buffer)[_CAPACITY], part)
-        less = self._call(aten.sub.Tensor, (count, first), {}, f"{count.name}_behind{part}")
-        return self._call(aten.clamp.default, (less, 0, behind - first), {}, f"{count.name}_slice{part}")
+    def _window_counts(self, count: fx.Node, part: int) -> fx.Node:
+        """How many rows of each (rank, expert) are in a part's window of slots."""
+        if (count, part) not in self.windows:
+            args = (count, part, self.parts)
+            name = f"{count.name}_window{part}"
+            self.windows[count, part] = self._call(lancet.window_counts.default, args, {}, name)
+        return self.windows[count, part]
 
     # The whole again
 
@@ -339,15 +353,14 @@ class _Cutter:
             for other in parts[1:]:
                 total = self._call(aten.add.Tensor, (total, other), {}, name)
             return total
+        windows = axis == _ROWS and op_name(node) in _COUNTED
+        if windows or axis == IRREGULAR:
+            count = _count_of(node)
+            pick = self._window_counts if windows else self._part
+            counts = [pick(count, p) for p in range(self.parts)]
+            return self._call(lancet.merge_parts.default, (parts, counts, _lie_by_expert(node)), {}, name)
         if axis >= 0:
             return self._concatenate(parts, axis, element.meta["val"], name)
-        if axis == IRREGULAR:
-            count = (
-                self._layer_of_dispatch(node).count if op_name(node) == "lancet.dispatch" else _count_of(node)
-            )
-            counts = [self._part(count, p) for p in range(self.parts)]
-            args = (parts, counts, _shape(element)[2])
-            return self._call(lancet.merge_parts.default, args, {}, name)
         raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
 
     def _concatenate(self, parts: list[fx.Node], axis: int, whole: Tensor, name: str) -> fx.Node:
@@ -361,16 +374,16 @@ class _Cutter:
         back = [order.index(d) for d in range(whole.dim())]
         return self._call(aten.permute.default, (joined, back), {}, name)
 
-    def _mended_slots(self, layer: _Layer) -> list[_Replacement]:
-        """Whoever reads merged buffers behind the range needs the slots that rows have there."""
-        readers = [u for u in layer.slot.users if u not in self.made and op_name(u) in _READS_SLOTS]
+    def _mended_rows(self, layer: _Layer) -> list[_Replacement]:
+        """Whoever reads merged rows behind the range needs to know where they are there."""
+        readers = [user for user in layer.row.users if user not in self.made]
         if not readers:
             return []
         experts = [self._part(layer.expert, p) for p in range(self.parts)]
-        slots, counts = zip(*(self._local(layer, p) for p in range(self.parts)), strict=True)
-        args = (experts, list(slots), list(counts), layer.capacity)
-        merged = self._call(lancet.merge_slots.default, args, {}, f"{layer.slot.name}_merged")
-        return [(reader, layer.slot, merged) for reader in readers]
+        rows, counts = zip(*(self._local(layer, p) for p in range(self.parts)), strict=True)
+        name = f"{layer.row.name}_merged"
+        merged = self._call(lancet.merge_rows.default, (experts, list(rows), list(counts)), {}, name)
+        return [(reader, layer.row, merged) for reader in readers]
 
 
 def _shape(node: fx.Node) -> list[int]:
@@ -379,8 +392,23 @@ def _shape(node: fx.Node) -> list[int]:
 
 
 def _count_of(node: fx.Node) -> fx.Node:
-    """The counts that say which rows of an op's result are real."""
-    return node.args[2] if op_name(node) == "lancet.all_to_all" else node.args[1]
+    """The counts of the rows that an op makes."""
+    if op_name(node) == "lancet.dispatch":
+        return node.args[1].args[2]
+    return node.args[_COUNTED[op_name(node)][-1]]
+
+
+def _lie_by_expert(node: fx.Node) -> bool:
+    """Are these rows received ones, by local expert, or rows to send, by rank?"""
+    while op_name(node) in _COUNTED and op_name(node) != "lancet.all_to_all":
+        node = node.args[0]
+    if op_name(node) == "lancet.all_to_all":
+        return node.args[4]
+    if op_name(node) in ("lancet.merge_parts", "lancet.window_rows"):
+        return node.args[-1]
+    if op_name(node) == "lancet.dispatch":
+        return False
+    raise _refuse(f"rows of {node.name}", "rows of a dispatch or an all-to-all")
 
 
 def _element(node: fx.Node, index: int) -> fx.Node:

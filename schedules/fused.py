@@ -201,9 +201,9 @@ def _lower(
     forward.meta["milliseconds"], backward.meta["milliseconds"] = group.forward_ms, group.backward_ms
     for launch in (forward, backward):
         launch.meta.update(layer_meta(layer.dispatch))
-    received = layer.forward[1].args[2]
+    received, row = layer.forward[1].args[2], layer.dispatch.args[1]
     dead = sorted([*layer.forward, *layer.backward, *fillers], key=order.__getitem__, reverse=True)
-    for node in (*dead, received):
+    for node in (*dead, received, row):
         if not node.users:
             graph.erase_node(node)
 

@@ -67,7 +67,7 @@ def match_layers(graph: fx.Graph) -> tuple[list[MatchedLayer], dict[str, str]]:
     matched, refused = [], {}
     for node in graph.nodes:
         # Forward dispatches carry no weight; a backward one is the adjoint of a weighted combine.
-        if node.op == "call_function" and op_name(node) == "lancet.dispatch" and node.args[3] is None:
+        if node.op == "call_function" and op_name(node) == "lancet.dispatch" and node.args[2] is None:
             try:
                 matched.append(_match(node))
             except Refused as reason:
@@ -78,16 +78,19 @@ def match_layers(graph: fx.Graph) -> tuple[list[MatchedLayer], dict[str, str]]:
 def _match(dispatch: fx.Node) -> MatchedLayer:
     if str(dispatch.meta["val"].dtype) not in FUSABLE_DTYPES:
         raise Refused(f"rows of {str(dispatch.meta['val'].dtype).removeprefix('torch.')}")
-    x, expert, slot, _, _, _, capacity = dispatch.args
+    x, row = dispatch.args[:2]
+    if op_name(row) != "lancet.send_rows" or op_name(row.args[2]) != "lancet.kept_counts":
+        raise Refused("its rows are not those of a whole batch")
+    expert, slot, count = row.args
     sent = _reader(dispatch, "lancet.all_to_all")
     first = _reader(sent, "lancet.grouped_gemm")
     activation = _reader(first, "lancet.expert_activation")
     second = _reader(activation, "lancet.grouped_gemm")
     back = _reader(second, "lancet.all_to_all")
     combine = _reader(back, "lancet.combine")
-    if combine.args[1:3] != (expert, slot) or combine.args[3] is None:
+    if combine.args[1] is not row or combine.args[2] is None:
         raise Refused("its combine reads another routing")
-    weight = combine.args[3]
+    weight = combine.args[2]
 
     # From here on every reader is of the backward pass.
     dw2 = _reader(activation, "lancet.grouped_gemm_dw")
@@ -117,8 +120,8 @@ def _match(dispatch: fx.Node) -> MatchedLayer:
         if others:
             raise Refused(f"{others[0]} reads {node.name}, which fused kernels keep to themselves")
     return MatchedLayer(
-        dispatch, combine, x, expert, slot, weight, sent.args[1], first.args[2], b1, second.args[2], b2,
-        activation.args[2], sent.args[3], capacity, dy_dispatch.args[0], dx, dweight, dw1, dw2, db1, db2,
+        dispatch, combine, x, expert, slot, weight, count, first.args[2], b1, second.args[2], b2,
+        activation.args[2], sent.args[3], count.args[1], dy_dispatch.args[0], dx, dweight, dw1, dw2, db1, db2,
         forward, backward,
     )  # fmt: skip
 

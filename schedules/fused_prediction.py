@@ -72,9 +72,9 @@ def sort_of(layer: MatchedLayer) -> LayerSort:
 
 def measured_launch(layer: MatchedLayer, cost: MeasuredCost, direction: str) -> MeasuredLaunch:
     """Of a step in which every choice of a token is a row, as far as there are slots for it."""
-    buffer = layer.dispatch.meta["val"]
-    rows = min(layer.expert.meta["val"].numel(), buffer.shape[:-1].numel())
-    return MeasuredLaunch(cost.functions[direction], cost.work(direction, rows, buffer.element_size()))
+    rows = layer.dispatch.meta["val"]
+    work = cost.work(direction, rows.shape[0], rows.element_size())
+    return MeasuredLaunch(cost.functions[direction], work)
 
 
 def nothing_measured(sort: LayerSort) -> tuple[None, str]:

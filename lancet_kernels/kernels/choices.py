@@ -1,9 +1,10 @@
 """Where does the row of a token's choice lie, what does it add to a sum, what is its dot product?
 
-    t  tokens [BT], m_t which of them exist    K  choices per token    C  capacity    D  width of a row
+    t  tokens [BT], m_t which of them exist    K  choices per token    D  width of a row
 
-Choice k of token t sits in a buffer [E, C, D] at expert[t, k], slot[t, k]. One with slot >= C was dropped:
-its row is never read, and it counts as zero whatever the buffer holds. K may be a constexpr or an argument.
+Compact rows [S, D]: choice k of token t lies at row[t, k]; a negative row was dropped. Padded buffers
+[E, C, D], those of fused launches: at expert[t, k], slot[t, k]; a slot >= C was dropped. The row of a dropped
+choice is never read, and it counts as zero. K may be a constexpr or an argument.
 """
 
 import triton
@@ -22,19 +23,54 @@ def place(expert_ptr, slot_ptr, i, m, C, D):
 
 
 @triton.jit
-def add_choice(
-    acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D, K, WEIGHTED: tl.constexpr
-):  # fmt: skip
-    """-> acc [BT, BD] + the columns i_d of each token's row of choice k, times weight[t, k] if WEIGHTED.
+def place_row(row_ptr, i, m, D):
+    """Offset of the compact rows of choices `i`, and which of them are kept.
+
+    Example: D = 10: row 3 is at 30 and kept; row -1 would not be.
+    """
+    b_row = tl.load(row_ptr + i, mask=m, other=-1)
+    return b_row * D, m & (b_row >= 0)
+
+
+@triton.jit
+def add_row(acc, rows_ptr, weight_ptr, i, offset, m_kept, i_d, m_d, WEIGHTED: tl.constexpr):
+    """-> acc [BT, BD] + the columns i_d of the rows at `offset`, times weight[i] if WEIGHTED.
 
     Example: acc = [[1, 1]], a row [3, 4] and weight 10: [[31, 41]].
     """
-    offset, m_kept = place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
     m = m_kept[:, None] & m_d[None, :]
-    b_row = tl.load(buffer_ptr + offset[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
+    b_row = tl.load(rows_ptr + offset[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
     if WEIGHTED:
-        b_row = b_row * tl.load(weight_ptr + t * K + k, mask=m_kept, other=0.0).to(acc.dtype)[:, None]
+        b_row = b_row * tl.load(weight_ptr + i, mask=m_kept, other=0.0).to(acc.dtype)[:, None]
     return acc + b_row
+
+
+@triton.jit
+def dot_row(
+    x_ptr, rows_ptr, dweight_ptr, i, t, m_t, offset, m_kept, D, BT: tl.constexpr, BD: tl.constexpr
+):  # fmt: skip
+    """dweight[i] = x[t] . the row at `offset`, summed in the dtype of dweight, in blocks of BD columns.
+
+    Example: x[t] = [1, 2], a row [3, 4]: 11; for a dropped choice 0.
+    """
+    acc = tl.zeros([BT, BD], dweight_ptr.dtype.element_ty)
+    for d in range(0, D, BD):
+        i_d = d + tl.arange(0, BD)
+        m = m_kept[:, None] & (i_d < D)[None, :]
+        # [BT, BD]
+        b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
+        b_row = tl.load(rows_ptr + offset[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
+        acc += b_x * b_row
+    tl.store(dweight_ptr + i, tl.sum(acc, 1), mask=m_t)
+
+
+@triton.jit
+def add_choice(
+    acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D, K, WEIGHTED: tl.constexpr
+):  # fmt: skip
+    """`add_row` of each token's choice k in a padded buffer."""
+    offset, m_kept = place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
+    return add_row(acc, buffer_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
 
 
 @triton.jit
@@ -42,17 +78,6 @@ def dot_choice(
     k, x_ptr, buffer_ptr, expert_ptr, slot_ptr, dweight_ptr, t, m_t, C, D, K,
     BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dweight[t, k] = x[t] . the row of choice k, summed in the dtype of dweight, in blocks of BD columns.
-
-    Example: x[t] = [1, 2], a row [3, 4]: 11; for a dropped choice 0.
-    """
+    """`dot_row` of each token's choice k in a padded buffer."""
     offset, m_kept = place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
-    acc = tl.zeros([BT, BD], dweight_ptr.dtype.element_ty)
-    for d in range(0, D, BD):
-        i_d = d + tl.arange(0, BD)
-        m = m_kept[:, None] & (i_d < D)[None, :]
-        # [BT, BD]
-        b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
-        b_row = tl.load(buffer_ptr + offset[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
-        acc += b_x * b_row
-    tl.store(dweight_ptr + t * K + k, tl.sum(acc, 1), mask=m_t)
+    dot_row(x_ptr, buffer_ptr, dweight_ptr, t * K + k, t, m_t, offset, m_kept, D, BT, BD)

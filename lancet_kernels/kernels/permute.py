@@ -1,21 +1,18 @@
-"""Rows of tokens into the buffers of their experts, and back: permute, combine, and their gradients.
+"""Rows of tokens to where their experts' rows lie, and back: permute, combine, and their gradients.
 
-    T  tokens      K  choices per token      D  model width
-    E  experts     C  capacity
+    T  tokens      K  choices per token      D  model width      S  rows, one per kept choice
 
-    permute            buffer[e, slot] = x[t] * weight[t, k]                    backward of combine
-    combine            out[t] = sum_k buffer[e, slot] * weight[t, k]            backward of permute
-    combine_dweight    dweight[t, k] = x[t] . buffer[e, slot]                   weight gradient of both
+    permute            rows[row[t, k]] = x[t] * weight[t, k]                    backward of combine
+    combine            out[t] = sum_k rows[row[t, k]] * weight[t, k]            backward of permute
+    combine_dweight    dweight[t, k] = x[t] . rows[row[t, k]]                   weight gradient of both
 
-where e, slot = expert[t, k], slot[t, k], and a choice with slot >= C is dropped: it is never written, and it
-contributes zero whatever the buffer holds. Arithmetic is in float32 (float64 for float64 rows), rounded once.
-Products are not fused into sums (`rounding.UNFUSED`), because torch does not either.
+where a choice with a negative row is dropped: it is never written, and it contributes zero. Arithmetic is in
+float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`rounding.UNFUSED`).
 
-Bit for bit `ops.dispatch` and `ops.combine` where the order of additions is the same: always for permute, for
-combine with K <= 4. combine adds k = 0, 1, ..., K - 1, starting at zero. torch's sum(1) over five or more
-rows adds some columns in four interleaved sums (2.13 on a CPU: those left over from blocks of 32, and all of
-D < 32), so that these differ in the last bits of float32. combine_dweight sums over D in an order of its own
-that depends on D and the configuration alone: parts of a batch get the very bits of the whole.
+permute is bit for bit `ops.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; of float32 rows on
+a CPU the op fuses products into sums, so that the two differ in the last bits there. combine_dweight sums
+over D in an order of its own that depends on D and the configuration alone: parts of a batch get the very
+bits of the whole.
 """
 
 from collections.abc import Iterator
@@ -28,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.checks import check_number, check_tensor
-from lancet_kernels.kernels.choices import add_choice, dot_choice, place
+from lancet_kernels.kernels.checks import check_tensor
+from lancet_kernels.kernels.choices import add_row, dot_row, place_row
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.runtime import needs_upcast
 from lancet_kernels.kernels.specimen import Specimen
@@ -75,31 +72,30 @@ class RowConfig:
 
 @triton.jit
 def _put_choice(
-    b_x, k, expert_ptr, slot_ptr, weight_ptr, buffer_ptr, t, m_t, i_d, m_d, C, D,
+    b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D,
     K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr,
 ):  # fmt: skip
-    offset, m_kept = place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
+    offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
     if WEIGHTED:
         b_weight = tl.load(weight_ptr + t * K + k, mask=m_kept, other=0.0)
-        b_x = round_to(b_x * b_weight[:, None], buffer_ptr.dtype.element_ty, EMULATE_BF16)
+        b_x = round_to(b_x * b_weight[:, None], rows_ptr.dtype.element_ty, EMULATE_BF16)
     m = m_kept[:, None] & m_d[None, :]
-    tl.store(buffer_ptr + offset[:, None] + i_d[None, :], b_x, mask=m)
+    tl.store(rows_ptr + offset[:, None] + i_d[None, :], b_x, mask=m)
 
 
 @triton.jit
 def _permute_kernel(
-    x_ptr, expert_ptr, slot_ptr, weight_ptr, buffer_ptr, T, C, D,
+    x_ptr, row_ptr, weight_ptr, rows_ptr, T, D,
     K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Copy each token's row to the slots that its choices took, times their weights.
+    """Copy each token's row to the rows of its choices, times their weights.
 
     Grid: (ceil(T / BT) * ceil(D / BD),), columns first. Each program owns a BT x BD tile of x.
-    Shapes: x [T, D]; expert, slot [T, K] int64; weight [T, K]; buffer [E, C, D], written only where a choice
-    sits.
-    Floor: reads T D, writes at most K T D elements; 16 T K bytes of indices per ceil(D / BD).
+    Shapes: x [T, D]; row [T, K] int64; weight [T, K]; rows [S, D], written only where a choice lies.
+    Floor: reads T D, writes at most K T D elements; 8 T K bytes of indices per ceil(D / BD).
 
-    Example: K = 1, C = 2, x = [[1, 2], [3, 4]], expert = [[1], [1]], slot = [[0], [2]], weight = [[10], [1]]
-    -> buffer[1, 0] = [10, 20], and nothing else is written.
+    Example: K = 1, x = [[1, 2], [3, 4]], row = [[1], [-1]], weight = [[10], [1]] -> rows[1] = [10, 20], and
+    nothing else is written.
     """
     num_columns = tl.cdiv(D, BD)
     t = (tl.program_id(0) // num_columns).to(tl.int64) * BT + tl.arange(0, BT)
@@ -111,82 +107,70 @@ def _permute_kernel(
         b_x = b_x.to(tl.float32)
     if K <= UNROLLED:
         for k in tl.static_range(K):
-            _put_choice(
-                b_x, k, expert_ptr, slot_ptr, weight_ptr, buffer_ptr, t, m_t, i_d, m_d, C, D,
-                K, WEIGHTED, EMULATE_BF16,
-            )  # fmt: skip
+            _put_choice(b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D, K, WEIGHTED, EMULATE_BF16)
     else:
         for k in range(K):
-            _put_choice(
-                b_x, k, expert_ptr, slot_ptr, weight_ptr, buffer_ptr, t, m_t, i_d, m_d, C, D,
-                K, WEIGHTED, EMULATE_BF16,
-            )  # fmt: skip
+            _put_choice(b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D, K, WEIGHTED, EMULATE_BF16)
 
 
 @triton.jit
 def _combine_kernel(
-    buffer_ptr, expert_ptr, slot_ptr, weight_ptr, out_ptr, T, C, D,
+    rows_ptr, row_ptr, weight_ptr, out_ptr, T, D,
     K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Gather each token's rows and add them with their weights, k = 0 first, rounded once.
 
     Grid: (ceil(T / BT) * ceil(D / BD),), columns first. Each program owns a BT x BD tile of out.
-    Shapes: buffer [E, C, D]; expert, slot [T, K] int64; weight [T, K]; out [T, D].
+    Shapes: rows [S, D]; row [T, K] int64; weight [T, K]; out [T, D].
     Floor: reads at most K T D elements, writes T D; 2 K T D FLOPs. Rows of dropped choices are not read.
 
-    Example: K = 2, C = 2, buffer = [[[1], [2]], [[3], [4]]], expert = [[0, 1], [1, 0]],
-    slot = [[0, 1], [0, 2]], weight = [[2, 10], [100, 1000]] -> out = [[42], [300]].
+    Example: K = 2, rows = [[1], [3], [4]], row = [[0, 2], [1, -1]], weight = [[2, 10], [100, 1000]] -> out =
+    [[42], [300]].
     """
     num_columns = tl.cdiv(D, BD)
     t = (tl.program_id(0) // num_columns).to(tl.int64) * BT + tl.arange(0, BT)
     i_d = (tl.program_id(0) % num_columns) * BD + tl.arange(0, BD)
     m_t, m_d = t < T, i_d < D
-    acc = tl.zeros([BT, BD], tl.float64 if buffer_ptr.dtype.element_ty == tl.float64 else tl.float32)
+    acc = tl.zeros([BT, BD], tl.float64 if rows_ptr.dtype.element_ty == tl.float64 else tl.float32)
     if K <= UNROLLED:
         for k in tl.static_range(K):
-            acc = add_choice(
-                acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D, K, WEIGHTED
-            )
+            offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
+            acc = add_row(acc, rows_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
     else:
         for k in range(K):
-            acc = add_choice(
-                acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D, K, WEIGHTED
-            )
+            offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
+            acc = add_row(acc, rows_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
     b_out = round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16)
     tl.store(out_ptr + t[:, None] * D + i_d[None, :], b_out, mask=m_t[:, None] & m_d[None, :])
 
 
 @triton.jit
 def _combine_dweight_kernel(
-    x_ptr, buffer_ptr, expert_ptr, slot_ptr, dweight_ptr, T, C, D,
+    x_ptr, rows_ptr, row_ptr, dweight_ptr, T, D,
     K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """The dot product of each token's row with the rows in the slots of its choices; zero where dropped.
+    """The dot product of each token's row with the rows of its choices; zero where dropped.
 
     Grid: (ceil(T / BT) * K,), choices first, so that programs that run together share rows of x. Each
     program owns one choice of BT tokens.
-    Shapes: x [T, D]; buffer [E, C, D]; expert, slot [T, K] int64; dweight [T, K] in the
-    dtype of the sums.
-    Floor: reads T D elements of x (K times from L2) and at most K T D of the buffer; 2 K T D FLOPs.
+    Shapes: x [T, D]; rows [S, D]; row [T, K] int64; dweight [T, K] in the dtype of the sums.
+    Floor: reads T D elements of x (K times from L2) and at most K T D of the rows; 2 K T D FLOPs.
 
-    Example: K = 2, C = 2, x = [[1], [7]], buffer = [[[1], [2]], [[3], [4]]], expert = [[0, 1], [1, 0]],
-    slot = [[0, 1], [0, 2]] -> dweight = [[1, 4], [21, 0]].
+    Example: K = 2, x = [[1], [7]], rows = [[1], [3], [4]], row = [[0, 2], [1, -1]] -> dweight = [[1, 4],
+    [21, 0]].
     """
     k = tl.program_id(0) % K
     t = (tl.program_id(0) // K).to(tl.int64) * BT + tl.arange(0, BT)
-    dot_choice(k, x_ptr, buffer_ptr, expert_ptr, slot_ptr, dweight_ptr, t, t < T, C, D, K, BT, BD)
+    offset, m_kept = place_row(row_ptr, t * K + k, t < T, D)
+    dot_row(x_ptr, rows_ptr, dweight_ptr, t * K + k, t, t < T, offset, m_kept, D, BT, BD)
 
 
-def _check(
-    rows: str, rows_TD: Tensor, buffer_ECD: Tensor, expert_TK: Tensor, slot_TK: Tensor, config: RowConfig
-) -> None:
-    check_tensor(rows, rows_TD, shape=(None, None), dtype=DTYPES)
-    num_tokens, width = rows_TD.shape
-    device = rows_TD.device
-    check_tensor("buffer_ECD", buffer_ECD, shape=(None, None, width), dtype=rows_TD.dtype, device=device)
-    check_tensor("expert_TK", expert_TK, shape=(num_tokens, None), dtype=torch.int64, device=device)
-    check_tensor("slot_TK", slot_TK, shape=expert_TK.shape, dtype=torch.int64, device=device)
-    check_number("capacity", buffer_ECD.shape[1], 0, 2**31 - 1)
+def _check(what: str, x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor, config: RowConfig) -> None:
+    check_tensor(what, x_TD, shape=(None, None), dtype=DTYPES)
+    num_tokens, width = x_TD.shape
+    device = x_TD.device
+    check_tensor("rows_SD", rows_SD, shape=(None, width), dtype=x_TD.dtype, device=device)
+    check_tensor("row_TK", row_TK, shape=(num_tokens, None), dtype=torch.int64, device=device)
     if not config.is_valid():
         raise UserError(
             "row configuration",
@@ -196,32 +180,31 @@ def _check(
         )
 
 
-def _check_weight(weight_TK: Tensor | None, expert_TK: Tensor, dtype: torch.dtype) -> None:
+def _check_weight(weight_TK: Tensor | None, row_TK: Tensor, dtype: torch.dtype) -> None:
     if weight_TK is not None:
         dtypes = (torch.float32, torch.float64) if dtype == torch.float64 else (torch.float32,)
-        check_tensor("weight_TK", weight_TK, shape=expert_TK.shape, dtype=dtypes, device=expert_TK.device)
+        check_tensor("weight_TK", weight_TK, shape=row_TK.shape, dtype=dtypes, device=row_TK.device)
 
 
 def _move_rows(
     kernel: Any,
     source: Tensor,
     target: Tensor,
-    routing: tuple[Tensor, Tensor, Tensor | None],
-    sizes: tuple[int, int, int],
+    row_TK: Tensor,
+    weight_TK: Tensor | None,
     config: RowConfig,
 ) -> None:
-    """Launch the permute or the combine kernel; routing: expert, slot and weight; sizes: T, C, D."""
-    expert_TK, slot_TK, weight_TK = routing
-    num_tokens, _, width = sizes
+    """Launch the permute or the combine kernel."""
+    (num_tokens, top_k), width = row_TK.shape, source.shape[1]
     grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
     kernel[(grid,)](
         source,
-        expert_TK,
-        slot_TK,
-        expert_TK if weight_TK is None else weight_TK,
+        row_TK,
+        row_TK if weight_TK is None else weight_TK,
         target,
-        *sizes,
-        K=expert_TK.shape[1],
+        num_tokens,
+        width,
+        K=top_k,
         WEIGHTED=weight_TK is not None,
         EMULATE_BF16=needs_upcast(source.dtype),
         BT=config.block_tokens,
@@ -233,95 +216,77 @@ def _move_rows(
 
 def permute(
     x_TD: Tensor,
-    expert_TK: Tensor,
-    slot_TK: Tensor,
+    row_TK: Tensor,
     weight_TK: Tensor | None,
-    num_experts: int,
-    capacity: int,
+    num_rows: int,
     *,
     out: Tensor | None = None,
     config: RowConfig | None = None,
 ) -> Tensor:
-    """buffer[expert[t, k], slot[t, k]] = x[t] * weight[t, k], where kept.
+    """rows[row[t, k]] = x[t] * weight[t, k], where kept.
 
     Args:
-        x_TD: float32, bfloat16, float16 or float64; expert_TK, slot_TK: int64, from the gate, no two kept
-            choices share a slot; weight_TK: float32 (or float64 for float64 rows), None means 1.
-        out: [E, C, D] to write into, such as a region of symmetric memory; None: a new one.
-    Returns: [E, C, D]; rows that nobody takes are not written.
+        x_TD: float32, bfloat16, float16 or float64; row_TK: int64, negative where dropped, no two alike, all
+            below num_rows; weight_TK: float32 (or float64 for float64 rows), None means 1.
+        num_rows: how many rows to make. out: [num_rows, D] to write into; None: a new one.
+    Returns: [num_rows, D]; rows that nobody takes are not written.
     Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
     check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
-    num_tokens, width = x_TD.shape
+    width = x_TD.shape[1]
     config = config or tuned("permute", (width,), x_TD.dtype, x_TD.device) or RowConfig.default(width)
-    shape = (num_experts, capacity, width)
     if out is None:
-        out = torch.empty(shape, dtype=x_TD.dtype, device=x_TD.device)
-    check_tensor("out", out, shape=shape, dtype=x_TD.dtype, device=x_TD.device)
-    _check("x_TD", x_TD, out, expert_TK, slot_TK, config)
-    _check_weight(weight_TK, expert_TK, x_TD.dtype)
+        out = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
+    check_tensor("out", out, shape=(num_rows, width), dtype=x_TD.dtype, device=x_TD.device)
+    _check("x_TD", x_TD, out, row_TK, config)
+    _check_weight(weight_TK, row_TK, x_TD.dtype)
     if x_TD.numel() and out.numel():
-        routing = (expert_TK, slot_TK, weight_TK)
-        _move_rows(_permute_kernel, x_TD, out, routing, (num_tokens, capacity, width), config)
+        _move_rows(_permute_kernel, x_TD, out, row_TK, weight_TK, config)
     return out
 
 
 def combine(
-    buffer_ECD: Tensor,
-    expert_TK: Tensor,
-    slot_TK: Tensor,
-    weight_TK: Tensor | None,
-    *,
-    config: RowConfig | None = None,
+    rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, *, config: RowConfig | None = None
 ) -> Tensor:
-    """out[t] = sum_k weight[t, k] * buffer[expert[t, k], slot[t, k]], over the kept choices.
+    """out[t] = sum_k weight[t, k] * rows[row[t, k]], over the kept choices.
 
-    Args: as of `permute`. Returns: [T, D] in the dtype of the buffer, rounded once.
+    Args: as of `permute`. Returns: [T, D] in the dtype of the rows, rounded once.
     Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
-    check_tensor("buffer_ECD", buffer_ECD, shape=(None, None, None), dtype=DTYPES)
-    check_tensor("expert_TK", expert_TK, shape=(None, None), dtype=torch.int64)
-    num_tokens, (_, capacity, width) = expert_TK.shape[0], buffer_ECD.shape
-    dtype, device = buffer_ECD.dtype, buffer_ECD.device
-    config = config or tuned("combine", (width,), dtype, device) or RowConfig.default(width)
-    out_TD = torch.empty(num_tokens, width, dtype=dtype, device=device)
-    _check("out", out_TD, buffer_ECD, expert_TK, slot_TK, config)
-    _check_weight(weight_TK, expert_TK, buffer_ECD.dtype)
+    check_tensor("rows_SD", rows_SD, shape=(None, None), dtype=DTYPES)
+    check_tensor("row_TK", row_TK, shape=(None, None), dtype=torch.int64)
+    width, dtype = rows_SD.shape[1], rows_SD.dtype
+    config = config or tuned("combine", (width,), dtype, rows_SD.device) or RowConfig.default(width)
+    out_TD = torch.empty(row_TK.shape[0], width, dtype=dtype, device=rows_SD.device)
+    _check("out", out_TD, rows_SD, row_TK, config)
+    _check_weight(weight_TK, row_TK, dtype)
     if out_TD.numel():
-        routing = (expert_TK, slot_TK, weight_TK)
-        _move_rows(_combine_kernel, buffer_ECD, out_TD, routing, (num_tokens, capacity, width), config)
+        _move_rows(_combine_kernel, rows_SD, out_TD, row_TK, weight_TK, config)
     return out_TD
 
 
 def combine_dweight(
-    x_TD: Tensor,
-    buffer_ECD: Tensor,
-    expert_TK: Tensor,
-    slot_TK: Tensor,
-    *,
-    config: RowConfig | None = None,
+    x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor, *, config: RowConfig | None = None
 ) -> Tensor:
-    """dweight[t, k] = x[t] . buffer[expert[t, k], slot[t, k]], zero where dropped: [T, K], at least float32.
+    """dweight[t, k] = x[t] . rows[row[t, k]], zero where dropped: [T, K], at least float32.
 
-    In combine x is the gradient of its output; in permute the buffer is.
+    In combine x is the gradient of its output; in permute the rows are.
     Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
     check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
     num_tokens, width = x_TD.shape
     config = config or RowConfig.default(width)
-    _check("x_TD", x_TD, buffer_ECD, expert_TK, slot_TK, config)
+    _check("x_TD", x_TD, rows_SD, row_TK, config)
     dtype = torch.promote_types(x_TD.dtype, torch.float32)
-    dweight_TK = torch.empty(expert_TK.shape, dtype=dtype, device=x_TD.device)
+    dweight_TK = torch.empty(row_TK.shape, dtype=dtype, device=x_TD.device)
     if dweight_TK.numel():
-        top_k = expert_TK.shape[1]
+        top_k = row_TK.shape[1]
         _combine_dweight_kernel[(triton.cdiv(num_tokens, config.block_tokens) * top_k,)](
             x_TD,
-            buffer_ECD,
-            expert_TK,
-            slot_TK,
+            rows_SD,
+            row_TK,
             dweight_TK,
             num_tokens,
-            buffer_ECD.shape[1],
             width,
             K=top_k,
             BT=config.block_tokens,
@@ -332,26 +297,26 @@ def combine_dweight(
     return dweight_TK
 
 
-_SIZES = {"T": "i32", "C": "i32", "D": "i32"}
-_INDICES = {"expert_ptr": "*i64", "slot_ptr": "*i64"}
+_SIZES = {"T": "i32", "D": "i32"}
+_INDICES = {"row_ptr": "*i64"}
 
 
 def specimen(kernel: str, dtype: str, top_k: int, weighted: bool, config: RowConfig) -> Specimen:
     """ "permute", "combine" or "combine_dweight" for one dtype, number of choices and tile."""
     weights = {"weight_ptr": "*fp32" if weighted else "*i64"}
-    x, buffer = {"x_ptr": f"*{dtype}"}, {"buffer_ptr": f"*{dtype}"}
+    x, rows = {"x_ptr": f"*{dtype}"}, {"rows_ptr": f"*{dtype}"}
     constexprs = {"K": top_k, "BT": config.block_tokens, "BD": config.block_width}
     if kernel == "combine_dweight":
         function, signature = (
             _combine_dweight_kernel,
-            {**x, **buffer, **_INDICES, "dweight_ptr": "*fp32"},
+            {**x, **rows, **_INDICES, "dweight_ptr": "*fp32"},
         )
     else:
         constexprs |= {"WEIGHTED": weighted, "EMULATE_BF16": False}
         function, signature = (
-            (_permute_kernel, {**x, **_INDICES, **weights, **buffer})
+            (_permute_kernel, {**x, **_INDICES, **weights, **rows})
             if kernel == "permute"
-            else (_combine_kernel, {**buffer, **_INDICES, **weights, "out_ptr": f"*{dtype}"})
+            else (_combine_kernel, {**rows, **_INDICES, **weights, "out_ptr": f"*{dtype}"})
         )
     return Specimen(
         name=kernel,

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lancet_kernels.graph.from_fx import op_name, tensor_names
 from lancet_kernels.graph.program import Instruction, Program
 from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE, Rule, rule_for
+from lancet_kernels.ops.rows import expected_sizes
 
 Values = Mapping[fx.Node, object]
 
@@ -41,7 +42,24 @@ COUNTS = {
     "lancet.expert_activation": (1,),
     "lancet.expert_activation_backward": (2,),
 }
-CAPACITY = 2
+ROWS = 0
+
+
+def window(values: Tensor, count: Tensor, p: int, parts: int, by_expert: bool) -> Tensor:
+    """The rows in part p's window of slots, segment by segment."""
+    lengths = (count.T if by_expert else count).reshape(-1).tolist()
+    pieces = zip(values.split(lengths), lengths, strict=True)
+    return torch.cat([piece[n * p // parts : n * (p + 1) // parts] for piece, n in pieces])
+
+
+def put_together(pieces: list[Tensor], count: Tensor, by_expert: bool) -> Tensor:
+    """Windows in the order of the parts -> all rows."""
+    lengths, parts = (count.T if by_expert else count).reshape(-1).tolist(), len(pieces)
+    split = [
+        piece.split([n * (p + 1) // parts - n * p // parts for n in lengths])
+        for p, piece in enumerate(pieces)
+    ]
+    return torch.cat([rows for of_segment in zip(*split, strict=True) for rows in of_segment])
 
 
 class WrongRule(AssertionError):
@@ -70,7 +88,7 @@ def one_op(target: Callable, args: Sequence[object], kwargs: Mapping | None = No
     args, kwargs = torch.utils._pytree.tree_map(placeholder, (tuple(args), dict(kwargs or {})))
     node = graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-    with mode:
+    with mode, expected_sizes():
         node.meta["val"] = target(*fake_args, **fake_kwargs)
     graph.output(node)
     fx.GraphModule(torch.nn.Module(), graph)
@@ -134,7 +152,7 @@ def check_way(
     if units < parts or any(size % units for size in sizes):
         raise UnequalUnits
 
-    def window(size: int, p: int) -> tuple[int, int]:
+    def bounds(size: int, p: int) -> tuple[int, int]:
         scale = size // units
         return units * p // parts * scale, units * (p + 1) // parts * scale
 
@@ -142,6 +160,11 @@ def check_way(
     # The uncut op first.
     expected = _tensors(_call(node, fx.map_arg((node.args, node.kwargs), values.__getitem__)))
     pieces: list[list[Tensor]] = []
+    windows = instruction.op in COUNTS and way[0] == ROWS
+    if windows:
+        operand_count, result_count = (values[node.args[COUNTS[instruction.op][i]]] for i in (0, -1))
+        # One rank's rows lie alike in both orders; all other ops have received rows.
+        by_expert = True
     where = f"{instruction.op} {[shapes[t] for t in axes]} cut {way} into {parts}"
     for p in range(parts):
 
@@ -152,20 +175,22 @@ def check_way(
             axis = axes.get(name, WHOLE)
             if axis < 0:
                 return values[source]
-            first, behind = window(shapes[name][axis], p)
+            if windows:
+                return window(values[source], operand_count, p, parts, by_expert)
+            first, behind = bounds(shapes[name][axis], p)
             return values[source].narrow(axis, first, behind - first)
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), part)
         args = list(args)
         if instruction.op in SHAPE_ARGUMENT and way[-1] >= 0:
             shape = list(shapes[instruction.outputs[0]])
-            first, behind = window(shape[way[-1]], p)
+            first, behind = bounds(shape[way[-1]], p)
             shape[way[-1]] = behind - first
             args[SHAPE_ARGUMENT[instruction.op]] = shape
-        if instruction.op in COUNTS and way[0] == CAPACITY:
-            first, behind = window(shapes[instruction.inputs[0]][CAPACITY], p)
+        if windows:
             for position in COUNTS[instruction.op]:
-                args[position] = (args[position] - first).clamp(0, behind - first)
+                count = args[position]
+                args[position] = count * (p + 1) // parts - count * p // parts
         try:
             pieces.append(_tensors(_call(node, (args, kwargs))))
         except (RuntimeError, IndexError, ValueError) as error:
@@ -174,7 +199,11 @@ def check_way(
         if axis == CARRIED and n not in rule.carries:
             continue  # marked `*`: nobody may rely on it
         try:
-            joined = _joined([piece[n] for piece in pieces], axis)
+            results = [piece[n] for piece in pieces]
+            if windows and axis == ROWS:
+                joined = put_together(results, result_count, by_expert)
+            else:
+                joined = _joined(results, axis)
         except (RuntimeError, IndexError) as error:
             raise WrongRule(f"{where}: the parts do not go together: {error}") from error
         _compare(f"{where}, result {n}", joined, whole, instruction.op)

@@ -400,23 +400,24 @@ def _dropout(d: Draw) -> Sample:
 
 
 class Experts:
-    """Buffers of an MoE layer: W ranks, L experts each, capacity C, counts of real rows; padding is zero."""
+    """Rows of an MoE layer: W ranks, L experts each, counts of rows."""
 
     def __init__(self, d: Draw) -> None:
-        self.ranks, self.local, self.capacity = d.size(1, 2), d.size(1, 3), d.size(1, 8)
+        self.ranks, self.local = d.size(1, 2), d.size(1, 3)
         self.width, self.hidden = d.size(1, 5), 2 * d.size(1, 3)
-        self.counts = d.whole(self.capacity + 1, self.ranks, self.local)
+        self.counts = d.whole(9, self.ranks, self.local)
+        self.counts[0, 0] += 1
         self.d = d
 
-    def buffer(self, width: int) -> Tensor:
-        buffer = self.d.real(self.ranks, self.local, self.capacity, width)
-        real = torch.arange(self.capacity) < self.counts[..., None]
-        return buffer * real[..., None]
+    def rows(self, width: int) -> Tensor:
+        return self.d.real(int(self.counts.sum()), width)
 
 
 def _all_to_all(d: Draw) -> Sample:
     e = Experts(d)
-    return lancet.all_to_all.default, (e.buffer(e.width), e.counts, e.counts.clone(), ""), {}
+    counts = e.counts[:1]
+    rows = e.d.real(int(counts.sum()), e.width)
+    return lancet.all_to_all.default, (rows, counts, counts.clone(), "", d.one_of(True, False)), {}
 
 
 def _grouped_gemm(d: Draw) -> Sample:
@@ -424,7 +425,7 @@ def _grouped_gemm(d: Draw) -> Sample:
     bias = d.real(e.local, e.hidden) if d.one_of(True, False) else None
     return (
         lancet.grouped_gemm.default,
-        (e.buffer(e.width), e.counts, d.real(e.local, e.width, e.hidden), bias),
+        (e.rows(e.width), e.counts, d.real(e.local, e.width, e.hidden), bias),
         {},
     )
 
@@ -433,26 +434,26 @@ def _grouped_gemm_dx(d: Draw) -> Sample:
     e = Experts(d)
     return (
         lancet.grouped_gemm_dx.default,
-        (e.buffer(e.hidden), e.counts, d.real(e.local, e.width, e.hidden)),
+        (e.rows(e.hidden), e.counts, d.real(e.local, e.width, e.hidden)),
         {},
     )
 
 
 def _grouped_gemm_dw(d: Draw) -> Sample:
     e = Experts(d)
-    return lancet.grouped_gemm_dw.default, (e.buffer(e.width), e.buffer(e.hidden), e.counts), {}
+    return lancet.grouped_gemm_dw.default, (e.rows(e.width), e.rows(e.hidden), e.counts), {}
 
 
 def _grouped_gemm_dbias(d: Draw) -> Sample:
     e = Experts(d)
-    return lancet.grouped_gemm_dbias.default, (e.buffer(e.hidden), e.counts), {}
+    return lancet.grouped_gemm_dbias.default, (e.rows(e.hidden), e.counts), {}
 
 
 def _expert_activation(d: Draw) -> Sample:
     e = Experts(d)
     return (
         lancet.expert_activation.default,
-        (e.buffer(e.hidden), e.counts, d.one_of("gelu", "silu", "swiglu")),
+        (e.rows(e.hidden), e.counts, d.one_of("gelu", "silu", "swiglu")),
         {},
     )
 
@@ -462,7 +463,7 @@ def _expert_activation_backward(d: Draw) -> Sample:
     outer = e.hidden // 2 if kind == "swiglu" else e.hidden
     return (
         lancet.expert_activation_backward.default,
-        (e.buffer(outer), e.buffer(e.hidden), e.counts, kind),
+        (e.rows(outer), e.rows(e.hidden), e.counts, kind),
         {},
     )
 
@@ -550,5 +551,11 @@ SAMPLES: dict[str, Callable[[Draw], Sample]] = {
 
 ONLY_ON_CUDA = {f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")}
 """Their rule is that of the op for CPUs, which is proven; what they return besides is described by hand."""
-IRREGULAR_ONLY = {"lancet.kept_counts", "lancet.dispatch", "lancet.exchange_counts", "lancet.combine"}
+IRREGULAR_ONLY = {
+    "lancet.kept_counts",
+    "lancet.send_rows",
+    "lancet.dispatch",
+    "lancet.exchange_counts",
+    "lancet.combine",
+}
 """Cut behind the gate alone; proven on whole layers, in tests/schedules/test_cut_torch.py."""

@@ -121,13 +121,16 @@ def test_parts_read_whole_weights_again():
     assert 4 * cost(part, part_specs) > cost(instruction, specs)
 
 
-def test_irregular_parts_cost_c_over_k_and_keep_the_whole_buffer():
-    spec = TensorSpec("b", (2, 2, 10, 4), "float32")
-    part = part_tensor(spec, IRREGULAR, 0, 4, capacity_dimension=2)
-    assert (part.shape, part.bytes) == ((2, 2, 3, 4), spec.bytes)
-    exchange = Instruction("x", "lancet.all_to_all", ("b", "n"), ("c",), Kind.ALL_TO_ALL, bytes=640)
+def test_irregular_parts_have_one_kth_of_the_rows():
+    spec = TensorSpec("b", (40, 4), "float32")
+    part = part_tensor(spec, IRREGULAR, 0, 4, row_dimension=0)
+    assert (part.shape, part.bytes) == ((10, 4), spec.bytes // 4)
+    counts = part_tensor(TensorSpec("n", (2, 2), "int64"), IRREGULAR, 0, 4)
+    assert (counts.shape, counts.bytes) == ((2, 2), 32)
+    exchange = Instruction("x", "lancet.all_to_all", ("b", "n", "m"), ("c",), Kind.ALL_TO_ALL, bytes=640)
     specs = {"b": spec, "c": TensorSpec("c", spec.shape), "n": TensorSpec("n", (2, 2), "int32")}
-    axes = dict.fromkeys(("b", "n", "c"), IRREGULAR)
+    specs["m"] = TensorSpec("m", (2, 2), "int32")
+    axes = dict.fromkeys(("b", "n", "m", "c"), IRREGULAR)
     made, _ = part_instruction(exchange, specs, axes, 0, 4)
     assert made.bytes == 160
 

@@ -14,7 +14,7 @@ from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.graph.host_waits import host_waits
 
 X, MASK, INDEX = torch.arange(6.0), torch.tensor([True, False] * 3), torch.tensor([1, 2])
-BUFFER, COUNT = torch.zeros(1, 2, 3, 4), torch.tensor([[1, 3]])
+ROWS, COUNT = torch.zeros(4, 5), torch.tensor([[1, 3]])
 
 
 def waiting(function: Callable, *inputs: Tensor) -> list[str]:
@@ -37,11 +37,16 @@ def waiting(function: Callable, *inputs: Tensor) -> list[str]:
         (lambda m: m.nonzero(), [MASK], ["aten.nonzero"]),
         (lambda i: torch.bincount(i), [INDEX], ["aten.bincount"]),
         (lambda x, m: x.masked_select(m), [X, MASK], ["aten.masked_select"]),
-        (lambda b, c: torch.ops.lancet.all_to_all(b, c, c, ""), [BUFFER, COUNT], []),
+        (lambda b, c: torch.ops.lancet.all_to_all(b, c, c, "", True), [ROWS, COUNT], []),
         (
-            lambda b, c: torch.ops.lancet.merge_parts([b, b], [c, c], 6),
-            [BUFFER, COUNT],
+            lambda b, c: torch.ops.lancet.merge_parts([b, b], [c, c], True),
+            [ROWS, COUNT],
             ["lancet.merge_parts"],
+        ),
+        (
+            lambda b, c: torch.ops.lancet.window_rows(b, c, 0, 2, True),
+            [ROWS, COUNT],
+            ["lancet.window_rows"],
         ),
     ],
 )
@@ -50,8 +55,8 @@ def test_ops(function: Callable, inputs: list[Tensor], expected: list[str]) -> N
 
 
 def test_between_ranks_sizes_are_asked_for() -> None:
-    module = make_fx(lambda b, c: torch.ops.lancet.all_to_all(b, c, c, ""))(BUFFER, COUNT)
+    module = make_fx(lambda b, c: torch.ops.lancet.all_to_all(b, c, c, "", True))(ROWS, COUNT)
     (node,) = [n for n in module.graph.nodes if op_name(n) == "lancet.all_to_all"]
-    node.args = (*node.args[:-1], "some group")
+    node.args = (*node.args[:3], "some group", *node.args[4:])
     assert host_waits(module.graph) == [node.name]
-    assert ops.all_to_all(BUFFER, COUNT, COUNT, "").shape == BUFFER.shape
+    assert ops.all_to_all(ROWS, COUNT, COUNT, "", True).shape == ROWS.shape

@@ -24,7 +24,7 @@ def graph_of_two_layers() -> fx.GraphModule:
         ("nn_module_stack", "blocks.1.b"),
         ("fwd_nn_module_stack", "blocks.0.a"),
     ):
-        rows = graph.call_function(torch.ops.lancet.all_to_all.default, (rows, count, count, ""))
+        rows = graph.call_function(torch.ops.lancet.all_to_all.default, (rows, count, count, "", True))
         rows.meta[key] = stack(path)
     graph.output(rows)
     return fx.GraphModule({}, graph)
@@ -44,11 +44,11 @@ def test_a_layer_is_announced_where_it_changes():
 
 
 def test_a_graph_that_runs_enters_its_layers():
-    rows, count = torch.randn(1, 2, 3, 4), torch.full((1, 2), 3)
+    rows, count = torch.randn(6, 4), torch.full((1, 2), 3)
     enter_layer("")
     recorder = Recorder(on=True)
     runner = GraphRunner(graph_of_two_layers(), Phase.FORWARD, recorder)
     assert torch.equal(runner([rows, count]), rows)
     assert current_layer() == "blocks.0.a"
     assert len(recorder.computed) == 4, "announcing a layer is no instruction"
-    assert ops.all_to_all(rows, count, count, "").equal(rows)
+    assert ops.all_to_all(rows, count, count, "", True).equal(rows)

@@ -168,15 +168,15 @@ MUTATIONS: dict[str, tuple[str, Rule]] = {
     ),
     "weight gradient that forgets the sum": (
         "lancet.grouped_gemm_dw",
-        Rule(("w! e! c d!, w! e! c f!, w! e! -> e! c f!",), in_experts=True),
+        Rule(("r d!, r f!, w! e! -> e! r f!",), in_experts=True),
     ),
     "bias gradient per part": (
         "lancet.grouped_gemm_dbias",
-        Rule(("w! e! c f!, w! e! -> e! c",), in_experts=True),
+        Rule(("r f!, w! e! -> e! r",), in_experts=True),
     ),
     "experts' GEMM along its input width": (
         "lancet.grouped_gemm",
-        Rule(("w! e! c! d, w! e!, e! d f! -> w! e! d f!",), in_experts=True),
+        Rule(("r! d, w! e!, e! d f! -> d f!",), in_experts=True),
     ),
 }
 

@@ -79,8 +79,7 @@ def test_cuts(op, inputs, outputs, attributes, expected):
     assert cuts(op, inputs, outputs, **attributes) == expected
 
 
-W, E, C, D, F, TOKENS = 2, 3, 8, 4, 6, 16
-BUFFER = (W, E, C, D)
+W, E, ROWS, D, F, TOKENS = 2, 3, 32, 4, 6, 16
 
 
 def test_moe_ops_turn_the_batch_irregular_and_back():
@@ -89,22 +88,21 @@ def test_moe_ops_turn_the_batch_irregular_and_back():
     gate = [(TOKENS, W * E), used], [*routing, used]
     assert cuts("lancet.gate", *gate) == {(0, WHOLE, 0, 0, 0, CARRIED)}
     assert cuts("lancet.gate", *gate, partitionable=False) == set()
-    assert cuts("lancet.dispatch", [(TOKENS, D), *routing[:2]], [BUFFER, (W, E)]) == {
-        (0, 0, 0, IRREGULAR, IRREGULAR)
-    }
-    assert cuts("lancet.combine", [BUFFER, *routing], [(TOKENS, D)]) == {(IRREGULAR, 0, 0, 0, 0)}
+    assert cuts("lancet.send_rows", [*routing[:2], (W, E)], [routing[0]]) == {(0, 0, IRREGULAR, 0)}
+    assert cuts("lancet.dispatch", [(TOKENS, D), routing[0]], [(ROWS, D)]) == {(0, 0, IRREGULAR)}
+    assert cuts("lancet.combine", [(ROWS, D), *routing[:2]], [(TOKENS, D)]) == {(IRREGULAR, 0, 0, 0)}
     assert cuts("lancet.exchange_counts", [(W, E)], [(W, E)]) == {(IRREGULAR, IRREGULAR)}
 
 
-def test_capacity_is_cut_only_where_nothing_but_experts_is_in_the_range():
-    exchange = "lancet.all_to_all", [BUFFER, (W, E)], [BUFFER]
-    assert cuts(*exchange) == {(IRREGULAR, IRREGULAR, IRREGULAR)}
-    assert cuts(*exchange, only_experts=True) == {(2, WHOLE, 2)}
-    experts = "lancet.grouped_gemm", [BUFFER, (W, E), (E, D, F)], [(W, E, C, F)]
+def test_rows_are_cut_only_where_nothing_but_experts_is_in_the_range():
+    exchange = "lancet.all_to_all", [(ROWS, D), (W, E), (W, E)], [(ROWS, D)]
+    assert cuts(*exchange) == {(IRREGULAR,) * 4}
+    assert cuts(*exchange, only_experts=True) == {(0, WHOLE, WHOLE, 0)}
+    experts = "lancet.grouped_gemm", [(ROWS, D), (W, E), (E, D, F)], [(ROWS, F)]
     assert cuts(*experts) == {(IRREGULAR, IRREGULAR, WHOLE, IRREGULAR)}
-    assert cuts(*experts, only_experts=True) == {(2, WHOLE, WHOLE, 2)}
-    wgrad = "lancet.grouped_gemm_dw", [BUFFER, (W, E, C, F), (W, E)], [(E, D, F)]
-    assert cuts(*wgrad, only_experts=True) == {(2, 2, WHOLE, PARTIAL)}
+    assert cuts(*experts, only_experts=True) == {(0, WHOLE, WHOLE, 0)}
+    wgrad = "lancet.grouped_gemm_dw", [(ROWS, D), (ROWS, F), (W, E)], [(E, D, F)]
+    assert cuts(*wgrad, only_experts=True) == {(0, 0, WHOLE, PARTIAL)}
 
 
 def test_a_dimension_of_size_one_is_never_cut():

@@ -1,4 +1,4 @@
-"""Inputs that several op tests share: routings that overflow, counts with holes, poisoned buffers.
+"""Inputs that several op tests share: routings that overflow, counts with holes, gaps full of NaN.
 
 Tensors come from a drawn seed, shapes and the kind of difficulty from hypothesis itself, so that a failing
 example shrinks to a small shape quickly and is printed as a few numbers.
@@ -115,20 +115,16 @@ class Batch:
     capacity: int
 
     @property
-    def args(self) -> tuple[Tensor, Tensor]:
-        return self.routing.expert_TK, self.routing.slot_TK
-
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        return self.ranks, self.num_experts, self.capacity
-
-    @property
     def count_WL(self) -> Tensor:
         return self.routing.used_E.clamp(max=self.capacity).view(self.ranks, -1)
 
-    def padding(self) -> Tensor:
-        """-> [W, L, C] bool: rows of the buffer that hold nothing."""
-        return padding_of(self.count_WL, self.capacity)
+    @property
+    def row_TK(self) -> Tensor:
+        return ops.send_rows(self.routing.expert_TK, self.routing.slot_TK, self.count_WL)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.count_WL.sum())
 
 
 def routed_batch(
@@ -169,24 +165,16 @@ def batches(draw: st.DrawFn) -> Batch:
 
 
 @st.composite
-def counts(draw: st.DrawFn, max_capacity: int = 5) -> tuple[Tensor, int]:
-    """counts [W, L] and C: full, partly filled and empty blocks; sometimes nothing at all."""
-    ranks, local_experts = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    capacity = draw(st.integers(0, max_capacity))
-    rows = st.lists(st.integers(0, capacity), min_size=local_experts, max_size=local_experts)
-    count = draw(st.lists(rows, min_size=ranks, max_size=ranks))
-    return torch.tensor(count), capacity
-
-
-def padding_of(count_WL: Tensor, capacity: int) -> Tensor:
-    """-> [W, L, C] bool: the rows that are not real."""
-    return torch.arange(capacity) >= count_WL[..., None]
-
-
-def poisoned(buffer_WLCD: Tensor, count_WL: Tensor) -> Tensor:
-    """A copy with NaN in every row that is not real."""
-    padding_WLC = padding_of(count_WL, buffer_WLCD.shape[2])
-    return buffer_WLCD.masked_fill(padding_WLC[..., None], torch.nan)
+def counts(draw: st.DrawFn, most: int = 5) -> Tensor:
+    """counts [W, L] of 1 to 4 ranks with 1 to 8 experts each: many zeros, all rows at one expert, none at
+    all."""
+    ranks, local_experts = draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    if draw(st.booleans()):
+        count = torch.zeros(ranks, local_experts, dtype=torch.int64)
+        count[:, draw(st.integers(0, local_experts - 1))] = draw(st.integers(0, most))
+        return count
+    row = st.lists(st.integers(0, most), min_size=local_experts, max_size=local_experts)
+    return torch.tensor(draw(st.lists(row, min_size=ranks, max_size=ranks)))
 
 
 def with_gaps(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""all_to_all and exchange_counts on real ranks: bitwise right, only real rows on the wire, bounded waits.
+"""all_to_all and exchange_counts on real ranks: bitwise right, nothing but rows on the wire, bounded waits.
 
-W ranks      L experts on each      C capacity      D width
+W ranks      L experts on each      D width
 """
 
 import re
@@ -17,7 +17,7 @@ from lancet_kernels.ops.groups import Groups, group_name
 from lancet_kernels.ops.link import emulate_link, link
 from tests.grids import few_of
 
-C, D = 5, 8
+MOST, D = 5, 8
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 COUNTS = ["mixed", "none", "full", "to rank 0", "empty experts", "only own"]
 
@@ -25,14 +25,14 @@ COUNTS = ["mixed", "none", "full", "to rank 0", "empty experts", "only own"]
 def all_counts(kind: str, ranks: int, local_experts: int) -> Tensor:
     """[W, W, L]: rows that each rank sends to each expert of each rank; any rank can work them out."""
     shape = (ranks, ranks, local_experts)
-    counts = torch.randint(0, C + 1, shape, generator=torch.Generator().manual_seed(ranks + local_experts))
+    counts = torch.randint(0, MOST + 1, shape, generator=torch.Generator().manual_seed(ranks + local_experts))
     if kind == "none":
         counts.zero_()
     elif kind == "full":
-        counts.fill_(C)
+        counts.fill_(MOST)
     elif kind == "to rank 0":
         counts[:, 1:] = 0
-        counts[:, 0] = C
+        counts[:, 0] = MOST
     elif kind == "empty experts":
         counts[:, :, ::2] = 0
     elif kind == "only own":
@@ -40,16 +40,24 @@ def all_counts(kind: str, ranks: int, local_experts: int) -> Tensor:
     return counts
 
 
-def all_rows(counts: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
-    """[W, W, L, C, D]: the send buffer of each rank, NaN where there is no row."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = torch.randn(*counts.shape, C, D, generator=generator, dtype=torch.float64)
-    return rows.masked_fill(torch.arange(C)[:, None] >= counts[..., None, None], torch.nan).to(dtype)
+def segment(source: int, peer: int, expert: int, rows: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """The rows that one rank has for one expert of another; any rank can work them out."""
+    generator = torch.Generator().manual_seed(((seed * 8 + source) * 8 + peer) * 8 + expert)
+    return torch.randn(rows, D, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def without_padding(rows: Tensor) -> Tensor:
-    """The padding of what arrives is zero."""
-    return rows.nan_to_num(0.0)
+def sent_by(counts: Tensor, rank: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Rows to send, by rank, then expert."""
+    _, ranks, local = counts.shape
+    pairs = [(w, e) for w in range(ranks) for e in range(local)]
+    return torch.cat([segment(rank, w, e, int(counts[rank, w, e]), dtype, seed) for w, e in pairs])
+
+
+def received_by(counts: Tensor, rank: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Rows received, by expert, then source."""
+    ranks, _, local = counts.shape
+    pairs = [(w, e) for e in range(local) for w in range(ranks)]
+    return torch.cat([segment(w, rank, e, int(counts[w, rank, e]), dtype, seed) for w, e in pairs])
 
 
 class SentBytes:
@@ -80,18 +88,18 @@ def exchange_on_rank(kind: str, local_experts: int, dtype: torch.dtype) -> dict:
     """Counts, rows, and the gradients back, of this rank; and the bytes of each step."""
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), group_name(None)
     counts = all_counts(kind, ranks, local_experts)
-    buffer = all_rows(counts, dtype, seed=1)[rank].requires_grad_()
-    received = exchange_counts(counts[rank], C, D, dtype, group)
+    rows = sent_by(counts, rank, dtype, seed=1).requires_grad_()
+    received = exchange_counts(counts[rank], D, dtype, group)
     link.read()
     with SentBytes() as calls:
-        out = all_to_all(buffer, counts[rank], received, group)
+        out = all_to_all(rows, counts[rank], received, group, True)
         forward = link.read()
-        out.backward(all_rows(received[None], dtype, seed=2 + rank)[0])
+        out.backward(received_by(counts, rank, dtype, seed=2))
     backward = link.read()
     return {
         "received": received,
         "out": out.detach(),
-        "grad": buffer.grad,
+        "grad": rows.grad,
         "calls": calls,
         "link": [forward.bytes_sent, backward.bytes_sent],
         "count": [forward.count, backward.count],
@@ -101,18 +109,15 @@ def exchange_on_rank(kind: str, local_experts: int, dtype: torch.dtype) -> dict:
 @pytest.mark.parametrize("ranks", few_of([2, 4]))
 @pytest.mark.parametrize("kind", COUNTS)
 @pytest.mark.parametrize("dtype", few_of(DTYPES), ids=lambda dtype: str(dtype).removeprefix("torch."))
-def test_rows_arrive_and_padding_never_travels(pool, dtype, kind, ranks):
+def test_rows_arrive_where_they_belong_and_gradients_go_back(pool, dtype, kind, ranks):
     for local_experts in (1, 3):
         results = pool.run(exchange_on_rank, kind, local_experts, dtype, ranks=ranks)
         counts = all_counts(kind, ranks, local_experts)
-        sent = all_rows(counts, dtype, seed=1)
-        # The gradient that rank r's output gets; [r, w] of it came from rank w.
-        back = torch.stack([all_rows(counts[:, r][None], dtype, seed=2 + r)[0] for r in range(ranks)])
         row_bytes = D * torch.empty((), dtype=dtype).element_size()
         for r, got in enumerate(results):
             assert torch.equal(got["received"], counts[:, r])
-            assert torch.equal(got["out"], without_padding(sent[:, r]))
-            assert torch.equal(got["grad"], without_padding(back[:, r]))
+            assert torch.equal(got["out"], received_by(counts, r, dtype, seed=1))
+            assert torch.equal(got["grad"], sent_by(counts, r, dtype, seed=2))
             forward = (counts[r].sum() - counts[r, r].sum()).item() * row_bytes
             backward = (counts[:, r].sum() - counts[r, r].sum()).item() * row_bytes
             assert got["calls"] == [forward, backward], "bytes handed to torch.distributed"
@@ -122,14 +127,14 @@ def test_rows_arrive_and_padding_never_travels(pool, dtype, kind, ranks):
 
 def test_alone_nothing_travels():
     counts = torch.tensor([[2, 0, 5]])
-    buffer = all_rows(counts[None], torch.float32, seed=1)[0].requires_grad_()
+    rows = sent_by(counts[None], 0, torch.float32, seed=1).requires_grad_()
     link.read()
-    received = exchange_counts(counts, C, D, torch.float32, "")
-    out = all_to_all(buffer, counts, received, "")
+    received = exchange_counts(counts, D, torch.float32, "")
+    out = all_to_all(rows, counts, received, "", True)
     out.sum().backward()
     assert torch.equal(received, counts)
-    assert torch.equal(out, without_padding(buffer.detach()))
-    assert buffer.grad.sum() == 7 * D
+    assert torch.equal(out, rows)
+    assert rows.grad.sum() == 7 * D
     assert link.read().bytes_sent == 0
 
 
@@ -143,14 +148,13 @@ def paced_on_rank(gbps: float) -> dict:
     """One all-to-all of ROWS rows to each rank."""
     ranks, group = dist.get_world_size(), group_name(None)
     counts = torch.full((ranks, 1), ROWS)
-    buffer = torch.randn(ranks, 1, ROWS, WIDTH)
-    start_all_to_all(buffer, counts, counts, group).wait()
+    rows = torch.randn(ranks * ROWS, WIDTH)
+    start_all_to_all(rows, counts, counts, group, True).wait()
     emulate_link(gbps)
     dist.barrier()
     link.read()
     begin = time.monotonic()
-    pending = start_all_to_all(buffer, counts, counts, group)
-    buffer.fill_(torch.nan)  # it may be reused at once
+    pending = start_all_to_all(rows, counts, counts, group, True)
     out = pending.wait()
     total = time.monotonic() - begin
     traffic = link.read()
@@ -176,11 +180,11 @@ def test_emulated_link_takes_its_time(pool, ranks):
 
 def two_at_once_on_rank() -> float:
     counts = torch.full((2, 1), ROWS)
-    buffer = torch.randn(2, 1, ROWS, WIDTH)
+    rows = torch.randn(2 * ROWS, WIDTH)
     emulate_link(GBPS)
     dist.barrier()
     begin = time.monotonic()
-    pending = [start_all_to_all(buffer, counts, counts, group_name(None)) for _ in range(2)]
+    pending = [start_all_to_all(rows, counts, counts, group_name(None), True) for _ in range(2)]
     for transfer in pending:
         transfer.wait()
     return time.monotonic() - begin
@@ -198,21 +202,21 @@ def absent_on_rank(op: str) -> tuple[str, str, float]:
     """Rank 1 stays away; the others say what they got to hear, and when."""
     group, ranks = group_name(None), dist.get_world_size()
     counts = torch.ones(ranks, 1, dtype=torch.int64)
-    buffer = torch.ones(ranks, 1, C, D)
+    rows = torch.ones(ranks, D)
     # The first collective also makes the connections: a peer that leaves comes later.
-    exchange_counts(counts, C, D, torch.float32, group)
+    exchange_counts(counts, D, torch.float32, group)
     if dist.get_rank() == 1:
         time.sleep(2.5)
         return "absent", "", 0.0
     begin = time.monotonic()
     try:
         if op == "exchange_counts":
-            exchange_counts(counts, C, D, torch.float32, group)
+            exchange_counts(counts, D, torch.float32, group)
         elif op == "all_to_all":
-            all_to_all(buffer, counts, counts, group)
+            all_to_all(rows, counts, counts, group, True)
         else:
             emulate_link(1.0)
-            start_all_to_all(buffer, counts, counts, group).wait()
+            start_all_to_all(rows, counts, counts, group, True).wait()
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - begin
     return "no error", "", time.monotonic() - begin
@@ -234,13 +238,13 @@ def test_peer_that_never_comes(pool, op):
 def counts_beside_rows() -> bool:
     """Rank 0 has rows under way before it exchanges counts, rank 1 sends its rows only after its counts."""
     expert = Groups.around().expert
-    count_WL, rows_WLCD = torch.tensor([[2], [2]]), torch.randn(2, 1, 2, 3)
+    count_WL, rows_SD = torch.tensor([[2], [2]]), torch.randn(4, 3)
 
     def rows():
-        return start_all_to_all(rows_WLCD, count_WL, count_WL, expert)
+        return start_all_to_all(rows_SD, count_WL, count_WL, expert, True)
 
     pending = rows() if dist.get_rank() == 0 else None
-    received_WL = ops.exchange_counts(count_WL, 2, 3, torch.float32, expert)
+    received_WL = ops.exchange_counts(count_WL, 3, torch.float32, expert)
     (pending or rows()).wait()
     return torch.equal(received_WL, count_WL)
 

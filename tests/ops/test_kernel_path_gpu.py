@@ -67,17 +67,19 @@ def test_rows_through_the_experts_and_back(kind, dtype):
     w1, w2 = 0.1 * randn(EXPERTS, WIDTH, wide), 0.1 * randn(EXPERTS, WIDTH, WIDTH)
 
     def through(x, dy, weight, w1, w2, expert, slot, count):
-        sent = ops.dispatch(x, expert, slot, None, 1, EXPERTS, CAPACITY)
+        row = ops.send_rows(expert, slot, count)
+        most = min(row.numel(), EXPERTS * CAPACITY)
+        sent = ops.dispatch(x, row, None, most)
         h = ops.grouped_gemm(sent, count, w1, None)
         a = ops.expert_activation(h, count, kind)
         back = ops.grouped_gemm(a, count, w2, None)
-        y = ops.combine(back, expert, slot, weight)
-        dback = ops.dispatch(dy, expert, slot, weight, 1, EXPERTS, CAPACITY)
-        dweight = ops.combine_dweight(dy, back, expert, slot)
+        y = ops.combine(back, row, weight)
+        dback = ops.dispatch(dy, row, weight, most)
+        dweight = ops.combine_dweight(dy, back, row)
         da = ops.grouped_gemm_dx(dback, count, w2)
         dh = ops.expert_activation_backward(da, h, count, kind)
         dw1, dw2 = ops.grouped_gemm_dw(sent, dh, count), ops.grouped_gemm_dw(a, dback, count)
-        dx = ops.combine(ops.grouped_gemm_dx(dh, count, w1), expert, slot, None)
+        dx = ops.combine(ops.grouped_gemm_dx(dh, count, w1), row, None)
         return y, dweight, dw1, dw2, dx
 
     def on(device, dtype):

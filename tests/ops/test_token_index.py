@@ -6,17 +6,21 @@ from lancet_kernels.ops import token_index
 from lancet_kernels.ops.groups import group_name
 from lancet_kernels.ops.token_index import naive_token_index
 
+TOKENS = [3, 0, 2]
+
 
 def indices_on_rank() -> tuple[list[int], int]:
-    group = group_name(None)
-    index = token_index(3, group, torch.device("cpu"))
-    assert torch.equal(index, naive_token_index(3, torch.distributed.get_rank()))
+    group, rank = group_name(None), torch.distributed.get_rank()
+    index = token_index(TOKENS[rank], group, torch.device("cpu"))
+    assert torch.equal(index, naive_token_index(TOKENS, rank))
+    first = token_index(3, group, torch.device("cpu"), equal_ranks=True)
+    assert torch.equal(first, naive_token_index([3, 3, 3], rank))
     torch.library.opcheck(torch.ops.lancet.token_index.default, (3, group, torch.device("cpu")))
     return index.tolist(), index.dtype == torch.int64
 
 
 def test_every_rank_has_its_own(pool):
-    assert pool.run(indices_on_rank, ranks=2) == [([0, 1, 2], True), ([3, 4, 5], True)]
+    assert pool.run(indices_on_rank, ranks=3) == [([0, 1, 2], True), ([], True), ([3, 4], True)]
 
 
 def test_one_process():

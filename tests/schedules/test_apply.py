@@ -19,7 +19,7 @@ aten, lancet = torch.ops.aten, torch.ops.lancet
 def layer() -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
     """a = x + 1;  s = all_to_all(a);  b = x * 2;  first, second = split(b);  c = first - second;
     d = s + 3;  -> d, c."""
-    values = torch.randn(1, 2, 3, 4), torch.tensor([[2, 3]])
+    values = torch.randn(5, 4), torch.tensor([[2, 3]])
     graph, mode = fx.Graph(), FakeTensorMode()
 
     def known(node: fx.Node, value: object, name: str) -> fx.Node:
@@ -35,9 +35,9 @@ def layer() -> tuple[fx.GraphModule, tuple[torch.Tensor, ...]]:
         return known(graph.call_function(target, args), value, name)
 
     a = call("a", aten.add.Tensor, x, 1.0)
-    s = call("s", lancet.all_to_all.default, a, counts, counts, "")
+    s = call("s", lancet.all_to_all.default, a, counts, counts, "", True)
     b = call("b", aten.mul.Tensor, x, 2.0)
-    pair = call("pair", aten.split.Tensor, b, 2, 3)
+    pair = call("pair", aten.split.Tensor, b, 2, 1)
     c = call(
         "c", aten.sub.Tensor, call("p0", operator.getitem, pair, 0), call("p1", operator.getitem, pair, 1)
     )

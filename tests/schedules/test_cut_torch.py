@@ -112,7 +112,7 @@ def check(step: Step, ranges: list[tuple[int, int]], parts: int) -> list[dict]:
 
 def dropped(step: Step) -> int:
     _, routing = outcome(step.joint, step)
-    capacity = next(n.args[6] for n in step.joint.graph.nodes if op_name(n) == "lancet.dispatch")
+    capacity = next(n.args[1] for n in step.joint.graph.nodes if op_name(n) == "lancet.kept_counts")
     return sum(int((r[1] >= capacity).sum()) for r in routing.values())
 
 
@@ -138,7 +138,7 @@ def test_models(name):
 
 @pytest.mark.parametrize("name", few_of(["gpt2", "bert", "llama"]))
 @pytest.mark.parametrize("parts", few_of([2, 3]))
-def test_capacity_axis(name, parts):
+def test_windows_of_slots(name, parts):
     """The ranges that Tutel pipelines, forward and backward."""
     step = read_only_step(name, size())
     ranges = Planner(step.program, lambda instruction, tensors: 1.0).expert_ranges
@@ -146,7 +146,7 @@ def test_capacity_axis(name, parts):
     assert phases.count(Phase.FORWARD) == 2
     assert phases.count(Phase.BACKWARD) == 2
     for axes in check(step, ranges, parts):
-        assert set(axes.values()) <= {2, -3}
+        assert set(axes.values()) <= {0, -3}
 
 
 @pytest.mark.long
@@ -158,6 +158,6 @@ def test_whole_grid(name, gate, dropless, parts):
     step = read_only_step(name, size(gate, dropless))
     check(step, forward_ranges(step), parts)
     experts = Planner(step.program, lambda instruction, tensors: 1.0).expert_ranges
-    capacity = next(n.args[6] for n in step.joint.graph.nodes if op_name(n) == "lancet.dispatch")
+    capacity = next(n.args[1] for n in step.joint.graph.nodes if op_name(n) == "lancet.kept_counts")
     if parts <= capacity:
         check(step, experts, parts)

@@ -89,12 +89,12 @@ def test_axes_of_a_training_step():
     assert whole["layer1.attention.query.heads"] == 0
     assert whole["layer1.moe.router.out"] == 0
     assert whole["layer1.moe.used_after"] == CARRIED
-    assert whole["layer1.moe.buffer"] == whole["layer1.moe.expert_up.y"] == IRREGULAR
+    assert whole["layer1.moe.sent"] == whole["layer1.moe.expert_up.y"] == IRREGULAR
     assert whole["layer1.moe.out"] == whole["layer1.residual2.y"] == 0
     assert not any(t in whole for t in p.parameters)
     first, last = p.positions(Kind.ALL_TO_ALL)[:2]
     experts = inference.axes(first, last)
-    assert set(experts.values()) == {2}
+    assert set(experts.values()) == {0}
     first, last = p.positions(Kind.ALL_TO_ALL)[2:]
     backward = inference.axes(first, last)
     assert backward["d_layer1.moe.expert_up.weight"] == PARTIAL
@@ -108,8 +108,8 @@ def test_no_axes_without_an_all_to_all_or_around_a_gate_of_the_whole_batch():
     assert inference.axes(at["layer1.moe.gate"], at["layer1.residual2"]) is None
     behind = inference.axes(at["layer1.moe.kept_counts"], at["layer1.residual2"])
     assert behind["layer1.moe.expert"] == 0
-    assert behind["layer1.moe.buffer"] == IRREGULAR
-    # An irregular tensor cannot come from outside: the experts alone can only be cut along the capacity.
+    assert behind["layer1.moe.sent"] == IRREGULAR
+    # An irregular tensor cannot come from outside: the experts alone can only be cut into windows of slots.
     assert inference.axes(at["layer1.moe.all_to_all_dispatch"], at["layer1.residual2"]) is None
     assert inference.axes(at["final_norm"], at["cross_entropy"]) is None
 

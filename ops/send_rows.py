@@ -1,0 +1,51 @@
+"""At which row does each kept choice lie among the rows to send?
+
+    T  tokens on this rank      W  ranks, L experts on each, e = w * L + l
+    K  choices per token
+
+Computed once per layer; dispatch, combine and their gradients read it.
+"""
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.ops.rows import DROPPED
+
+
+def naive_send_rows(expert_TK: Tensor, slot_TK: Tensor, count_WL: Tensor) -> Tensor:
+    """Reference, one choice after the other."""
+    count_E = count_WL.flatten().tolist()
+    row_TK = torch.full_like(expert_TK, DROPPED)
+    for t in range(expert_TK.shape[0]):
+        for k in range(expert_TK.shape[1]):
+            expert, slot = int(expert_TK[t, k]), int(slot_TK[t, k])
+            if slot < count_E[expert]:
+                row_TK[t, k] = sum(count_E[:expert]) + slot
+    return row_TK
+
+
+@torch.library.custom_op("lancet::send_rows", mutates_args=())
+def send_rows(expert_TK: Tensor, slot_TK: Tensor, count_WL: Tensor) -> Tensor:
+    """-> [T, K] int64: rows by expert, then slot; DROPPED for a slot that is not among the counts.
+
+    Args: expert_TK, slot_TK: int64, from the gate; slots of one expert start at zero and leave none out.
+    Example: counts = [[1], [2]], expert = [[1, 0], [1, 0]], slot = [[0, 0], [1, 1]] -> [[1, 0], [2, -1]].
+    """
+    count_E = count_WL.reshape(-1)
+    first_E = count_E.cumsum(0) - count_E
+    return torch.where(slot_TK < count_E[expert_TK], first_E[expert_TK] + slot_TK, DROPPED)
+
+
+@send_rows.register_fake
+def _(expert_TK, slot_TK, count_WL):
+    return torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
+
+
+def choice_of_rows(row_TK: Tensor) -> Tensor:
+    """-> [S] int64: the choice t * K + k that lies at each row. Asks the device how many rows there are.
+
+    Example: row = [[1, 0], [2, -1]] -> [1, 0, 2].
+    """
+    row_N = row_TK.reshape(-1)
+    choice_S = (row_N >= 0).nonzero().view(-1)
+    return torch.empty_like(choice_S).index_copy_(0, row_N[choice_S], choice_S)
