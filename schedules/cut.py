@@ -358,7 +358,10 @@ class _Cutter:
             count = _count_of(node)
             pick = self._window_counts if windows else self._part
             counts = [pick(count, p) for p in range(self.parts)]
-            return self._call(lancet.merge_parts.default, (parts, counts, _lie_by_expert(node)), {}, name)
+            merged = self._call(lancet.merge_parts.default, (parts, counts, _lie_by_expert(node)), {}, name)
+            # Expected sizes of parts, each bounded alone, need not add up to that of the whole.
+            set_value(merged, element.meta["val"])
+            return merged
         if axis >= 0:
             return self._concatenate(parts, axis, element.meta["val"], name)
         raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")

@@ -181,7 +181,7 @@ def test_sinking_keeps_the_program_valid(step):
 def test_axes_that_no_rule_allows_leave_the_graph_as_it_was(step):
     """Found out at different depths: while parts are made, and while they are put together."""
     names, axes = first_layer(step)
-    expert = next(n for n in step.joint.graph.nodes if n.name == "dispatch").args[1]
+    expert = next(n for n in step.joint.graph.nodes if n.name == "dispatch").args[1].args[0]
     refuses(step, Cut(names, 2, {**axes, tensor_names(expert)[0]: -1}), "range to cut")
     refuses(step, Cut(names, 2, {**axes, "grouped_gemm": -1}), "read behind the range")
 
