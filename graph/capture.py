@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -162,7 +163,10 @@ def capture(
 
 def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
     """The same graph once more, with the names and `meta` of its nodes."""
-    return fx.GraphModule(joint, copy.deepcopy(joint.graph))
+    with warnings.catch_warnings():
+        # torch's own, at the copy of a description of its own: nothing that a user could change.
+        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+        return fx.GraphModule(joint, copy.deepcopy(joint.graph))
 
 
 def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
