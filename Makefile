@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# And what only `make test-all` needs.
+ALL_INSTALLED := $(VENV)/.all-installed
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
 # The oldest Triton that is supported, for the compile checks of the kernels; the newest one is in .venv.
 OLDEST := .triton-oldest
@@ -23,6 +25,10 @@ ifeq ($(shell uname -s),Linux)
 endif
 	touch $@
 
+$(ALL_INSTALLED): $(INSTALLED)
+	$(PIP) install -c constraints.txt -e '.[test-all]'
+	touch $@
+
 $(OLDEST)/.installed: $(INSTALLED) constraints-kernels.txt
 	rm -rf $(OLDEST)
 ifeq ($(shell uname -s),Linux)
@@ -39,7 +45,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not long and not gpu'
 
 # Every case that needs no GPU, for hours; or for so many minutes: make test-all MINUTES=30
-test-all: $(INSTALLED) $(OLDEST)/.installed
+test-all: $(ALL_INSTALLED) $(OLDEST)/.installed
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not gpu' --hypothesis-profile long $(MINUTES:%=--minutes %)
 
 # With the Python of the machine, which has torch for its GPU; installs nothing.

@@ -75,8 +75,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    xdist = config.pluginmanager.hasplugin("xdist")  # a GPU machine may lack it
     for item in items:
-        if item.path.name in ALONE or item.get_closest_marker("alone"):
+        if xdist and (item.path.name in ALONE or item.get_closest_marker("alone")):
             item.add_marker(pytest.mark.xdist_group("alone"))
     index, count = map(int, config.getoption("--shard").split("/"))
     items[:] = items[index::count]

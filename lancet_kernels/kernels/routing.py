@@ -107,34 +107,6 @@ def route_choices(
     return _in_token_order(expert_TK, count_BE, used_E, capacity, config)
 
 
-def local_slots(
-    expert_TK: Tensor,
-    slot_TK: Tensor,
-    num_experts: int,
-    capacity: int,
-    part_capacity: int,
-    *,
-    config: RoutingConfig | None = None,
-) -> Routed:
-    """Renumber the kept choices of a part from zero, in token order, as `ops.parts.local_slots`.
-
-    Example: C = 3, expert = [[0], [0], [1]], slot = [[2], [3], [0]] -> slot = [[0], [c], [0]], kept = [1, 1].
-
-    Args: slot_TK: slots in the whole batch, from any gate; part_capacity: c, at least the most rows that one
-    expert gets here.
-    Returns: local slots (c: dropped); `used_E` and `kept_E` are both the rows of the part; tables are [E, c].
-    Raises: UserError for wrong dtypes, shapes, layouts or sizes.
-    """
-    config = config or _default_for_choices(expert_TK)
-    check_number("number of experts", num_experts, 1, MAX_EXPERTS)
-    count_BE = slot_kernels.count_choices(expert_TK, num_experts, config, slot_TK, capacity)
-    nothing_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_TK.device)
-    used_out_E, kept_E = slot_kernels.prefix(count_BE, nothing_E, part_capacity)
-    tables = slot_kernels.slots(expert_TK, count_BE, nothing_E, part_capacity, config, slot_TK, capacity)
-    local_TK, token_of_slot_EC, choice_of_slot_EC = tables
-    return Routed(expert_TK, local_TK, used_out_E, token_of_slot_EC, choice_of_slot_EC, kept_E)
-
-
 def _default_for_choices(expert_TK: Tensor) -> RoutingConfig:
     # Of the kernels that work on choices alone none holds a tile of all experts: as if there were few.
     top_k = expert_TK.shape[-1] if expert_TK.ndim else 1
@@ -155,7 +127,6 @@ __all__ = [
     "Routed",
     "RoutingConfig",
     "inverse_tables",
-    "local_slots",
     "route_choices",
     "route_keys",
     "route_scores",

@@ -34,15 +34,14 @@ PAIRS = 4096
 
 @triton.jit
 def _count_choices_kernel(
-    expert_ptr, slot_ptr, count_ptr, N, C,
-    E: tl.constexpr, ONLY_KEPT: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
+    expert_ptr, count_ptr, N,
+    E: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """How many choices of each block go to each expert.
 
     Grid: (B,). Each program owns CHOICES = block tokens * K choices.
-    Shapes: expert, slot [N] int64; count [B, E] int32.
-    Floor: reads 8 N bytes (16 N with ONLY_KEPT), writes 4 B E; N * E comparisons.
-    ONLY_KEPT: choices with slot >= C do not count.
+    Shapes: expert [N] int64; count [B, E] int32.
+    Floor: reads 8 N bytes, writes 4 B E; N * E comparisons.
 
     Example: E = 3, expert = [2, 0, 2, 2] in one block -> count = [[1, 0, 3]].
     """
@@ -51,8 +50,6 @@ def _count_choices_kernel(
     n = i_block * CHOICES + i
     m = (i < CHOICES) & (n < N)
     b_expert = tl.load(expert_ptr + n, mask=m, other=-1).to(tl.int32)
-    if ONLY_KEPT:
-        b_expert = tl.where(tl.load(slot_ptr + n, mask=m, other=0) < C, b_expert, -1)
     for first in range(0, E, BE):
         i_e = first + tl.arange(0, BE)
         # [BN, BE]
@@ -94,18 +91,15 @@ def _prefix_kernel(
 
 @triton.jit
 def _slots_kernel(
-    expert_ptr, old_slot_ptr, before_ptr, used_ptr, slot_ptr, token_of_slot_ptr, choice_of_slot_ptr,
-    N, OLD_C, C,
-    E: tl.constexpr, K: tl.constexpr, ONLY_KEPT: tl.constexpr,
-    CHOICES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
+    expert_ptr, before_ptr, used_ptr, slot_ptr, token_of_slot_ptr, choice_of_slot_ptr, N, C,
+    E: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """The slot of each choice, and for each slot below C its token and which of the token's choices it is.
 
     Grid: (B,). Each program owns CHOICES = block tokens * K choices in token order: (t, 0), (t, 1), ...
-    Shapes: expert, old_slot, slot [T, K] int64 (N = T * K); before [B, E] int32, from `_prefix_kernel`;
+    Shapes: expert, slot [T, K] int64 (N = T * K); before [B, E] int32, from `_prefix_kernel`;
     used [E] int64; token_of_slot, choice_of_slot [E, C] int32, written only where a choice sits.
     Floor: reads 8 N bytes, writes 8 N + 8 per kept choice; BN comparisons per choice.
-    ONLY_KEPT: a choice with old_slot >= OLD_C takes no slot and gets C.
 
     Example: C = 6, K = 2, expert = [[2, 0], [2, 1]], used = [5, 0, 1], before = 0
     -> slot = [[1, 5], [2, 0]], token_of_slot[2] = [?, 0, 1, ...], choice_of_slot[0] = [..., 1].
@@ -115,26 +109,17 @@ def _slots_kernel(
     i = tl.arange(0, BN)
     m = (i < CHOICES) & (first + i < N)
     b_expert = tl.load(expert_ptr + first + i, mask=m, other=-1).to(tl.int32)
-    if ONLY_KEPT:
-        b_old = tl.load(old_slot_ptr + first + i, mask=m, other=0)
-        b_expert = tl.where(b_old < OLD_C, b_expert, -1)
     rank = tl.zeros([BN], tl.int32)
     for j in range(0, BN, BJ):
         i_j = j + tl.arange(0, BJ)
         m_j = (i_j < CHOICES) & (first + i_j < N)
-        # A dropped one among these equals no expert that is looked for: those of `b_expert` are -1 then.
         b_other = tl.load(expert_ptr + first + i_j, mask=m_j, other=-1).to(tl.int32)
-        if ONLY_KEPT:
-            b_other = tl.where(tl.load(old_slot_ptr + first + i_j, mask=m_j, other=0) < OLD_C, b_other, -1)
         earlier = (b_expert[:, None] == b_other[None, :]) & (i_j[None, :] < i[:, None])
         rank += tl.sum(earlier.to(tl.int32), 1)
-    m_takes = m & (b_expert >= 0)
-    b_used = tl.load(used_ptr + b_expert, mask=m_takes, other=0)
-    b_slot = b_used + tl.load(before_ptr + i_block * E + b_expert, mask=m_takes, other=0) + rank
-    if ONLY_KEPT:
-        b_slot = tl.where(m_takes, b_slot, C)
+    b_used = tl.load(used_ptr + b_expert, mask=m, other=0)
+    b_slot = b_used + tl.load(before_ptr + i_block * E + b_expert, mask=m, other=0) + rank
     tl.store(slot_ptr + first + i, b_slot, mask=m)
-    m_kept = m_takes & (b_slot < C)
+    m_kept = m & (b_slot < C)
     place = b_expert.to(tl.int64) * C + b_slot
     tl.store(token_of_slot_ptr + place, ((first + i) // K).to(tl.int32), mask=m_kept)
     tl.store(choice_of_slot_ptr + place, ((first + i) % K).to(tl.int32), mask=m_kept)
@@ -169,36 +154,24 @@ def block_of_choices(config: RoutingConfig, top_k: int) -> tuple[int, int, int]:
     return choices, tile, min(tile, max(16, PAIRS // tile))
 
 
-def count_choices(
-    expert_TK: Tensor,
-    num_experts: int,
-    config: RoutingConfig,
-    slot_TK: Tensor | None = None,
-    capacity: int = 0,
-) -> Tensor:
+def count_choices(expert_TK: Tensor, num_experts: int, config: RoutingConfig) -> Tensor:
     """-> count_BE int32: how many choices of each block of `config` go to each expert.
 
-    Args: expert_TK: int64, 0 to E - 1 (not checked on the device). slot_TK, int64: count only those below
-    `capacity`.
+    Args: expert_TK: int64, 0 to E - 1 (not checked on the device).
     Raises: UserError for wrong dtypes, shapes, layouts or sizes.
     """
     check_tensor("expert_TK", expert_TK, shape=(None, None), dtype=torch.int64)
     check_number("tokens times top_k", expert_TK.numel(), 0, 2**31 - 1)
     num_tokens, top_k = expert_TK.shape
-    if slot_TK is not None:
-        check_tensor("slot_TK", slot_TK, shape=expert_TK.shape, dtype=torch.int64, device=expert_TK.device)
     choices, tile, _ = block_of_choices(config, top_k)
     blocks = triton.cdiv(num_tokens, config.block_tokens)
     count_BE = torch.empty(blocks, num_experts, dtype=torch.int32, device=expert_TK.device)
     if blocks:
         _count_choices_kernel[(blocks,)](
             expert_TK,
-            expert_TK if slot_TK is None else slot_TK,
             count_BE,
             expert_TK.numel(),
-            capacity,
             E=num_experts,
-            ONLY_KEPT=slot_TK is not None,
             CHOICES=choices,
             BN=tile,
             BE=min(triton.next_power_of_2(num_experts), max(16, PAIRS // tile)),
@@ -236,18 +209,11 @@ def prefix(count_BE: Tensor, used_E: Tensor, capacity: int) -> tuple[Tensor, Ten
 
 
 def slots(
-    expert_TK: Tensor,
-    before_BE: Tensor,
-    used_E: Tensor,
-    capacity: int,
-    config: RoutingConfig,
-    old_slot_TK: Tensor | None = None,
-    old_capacity: int = 0,
+    expert_TK: Tensor, before_BE: Tensor, used_E: Tensor, capacity: int, config: RoutingConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> slot_TK int64, token_of_slot_EC and choice_of_slot_EC int32 (undefined where nobody sits).
 
-    Args: before_BE: from `prefix`, counted with the same `config`. old_slot_TK: only choices below
-    `old_capacity` take a slot, the others get `capacity`.
+    Args: before_BE: from `prefix`, counted with the same `config`.
     Raises: UserError for wrong dtypes, shapes, layouts or sizes.
     """
     num_tokens, top_k = expert_TK.shape
@@ -262,18 +228,15 @@ def slots(
     if blocks:
         _slots_kernel[(blocks,)](
             expert_TK,
-            expert_TK if old_slot_TK is None else old_slot_TK,
             before_BE,
             used_E,
             slot_TK,
             token_of_slot_EC,
             choice_of_slot_EC,
             expert_TK.numel(),
-            old_capacity,
             capacity,
             E=num_experts,
             K=top_k,
-            ONLY_KEPT=old_slot_TK is not None,
             CHOICES=choices,
             BN=tile,
             BJ=step,
@@ -333,25 +296,23 @@ def specimens(arch: int) -> Iterator[Specimen]:
     """Counting, prefix, slots and inverse tables, for one choice per token and for eight of 64 and 512."""
     tables = {"token_of_slot_ptr": "*i32", "choice_of_slot_ptr": "*i32"}
     routed = {"expert_ptr": "*i64", "slot_ptr": "*i64"}
-    for experts, top_k, only_kept in ((8, 1, False), (64, 6, True), (512, 8, False)):
+    for experts, top_k in ((8, 1), (64, 6), (512, 8)):
         config = RoutingConfig.default(experts, top_k)
         choices, tile, step = block_of_choices(config, top_k)
-        name = f"E{experts} K{top_k}" + (" only kept" if only_kept else "")
-        constexprs = {"E": experts, "ONLY_KEPT": only_kept, "CHOICES": choices, "BN": tile}
-        counted = {**routed, "count_ptr": "*i32", "N": "i32", "C": "i32"}
+        name = f"E{experts} K{top_k}"
+        constexprs = {"E": experts, "CHOICES": choices, "BN": tile}
+        counted = {"expert_ptr": "*i64", "count_ptr": "*i32", "N": "i32"}
         block_experts = min(triton.next_power_of_2(experts), max(16, PAIRS // tile))
         yield _specimen(
             "count_choices", name, _count_choices_kernel, counted, constexprs | {"BE": block_experts}
         )
         signature = {
             "expert_ptr": "*i64",
-            "old_slot_ptr": "*i64",
             "before_ptr": "*i32",
             "used_ptr": "*i64",
             "slot_ptr": "*i64",
             **tables,
             "N": "i32",
-            "OLD_C": "i32",
             "C": "i32",
         }
         yield _specimen("slots", name, _slots_kernel, signature, constexprs | {"K": top_k, "BJ": step})

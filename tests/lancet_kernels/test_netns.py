@@ -94,6 +94,7 @@ def test_wire_that_cannot_be_had_is_one_line_and_leaves_nothing() -> None:
     wait_until_gone(os.getpid())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", few_of([signal.SIGKILL, signal.SIGINT, signal.SIGTERM]))
 def test_maker_that_is_stopped_leaves_nothing(number: signal.Signals) -> None:
     maker = subprocess.Popen(

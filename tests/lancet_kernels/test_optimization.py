@@ -132,6 +132,7 @@ def orders_on_rank(case: StepCase) -> dict[str, object]:
     }
 
 
+@pytest.mark.long
 def test_order_that_came_out_is_the_order_asked_for(pool):
     for found in pool.run(orders_on_rank, StepCase(layers=2), ranks=2, timeout_s=180):
         assert found["kept"]

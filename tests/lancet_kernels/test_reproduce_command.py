@@ -96,6 +96,7 @@ def test_text_names_the_paper_and_the_assumptions(data):
         assert assumption in text
 
 
+@pytest.mark.long
 def test_every_picture_is_drawn(data, tmp_path):
     for number, figure in data.items():
         path = tmp_path / f"{number}.png"
@@ -109,6 +110,7 @@ def small():
     return Setting("gpt2-tiny-moe", "p3dn", 16, padded=True)
 
 
+@pytest.mark.long
 def test_a_decomposition_adds_up(small):
     found = measure(small, what_if=True)
     simulated = simulate_setting(small)

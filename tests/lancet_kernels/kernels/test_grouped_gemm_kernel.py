@@ -194,7 +194,7 @@ def test_every_layout_count_and_width(layout, case: str, a: int, b: int, device:
 
 
 @pytest.mark.parametrize("dtype", few_of(DTYPES))
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", few_of(ACTIVATIONS, 0, -1))
 def test_epilogues(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     rows = Rows.in_buffers("several experts", device)
     check_forward(rows, 48, 40, kind, dtype, bias=True, save_pre=True)
@@ -249,6 +249,7 @@ def test_many_experts_most_of_them_empty(device: torch.device) -> None:
     torch.testing.assert_close(out.tensor.cpu().double(), exact, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+@pytest.mark.long
 def test_how_many_programs_share_the_tiles_changes_nothing(device: torch.device) -> None:
     results = []
     for num_programs in (1, 3, 1000):

@@ -13,7 +13,6 @@ from lancet_kernels.kernels.routing import Routed, RoutingConfig
 from lancet_kernels.ops.gates import GATES, Sigmoid, parse_gate
 from lancet_kernels.ops.gates.slots import slots_in_token_order, top_k_stable
 from lancet_kernels.ops.gates.weights import sigmoid
-from lancet_kernels.ops.parts import local_slots
 from tests.grids import few_of
 from tests.guarded_memory import guarded_memory
 
@@ -282,24 +281,6 @@ def test_inverse_tables_of_gates_that_need_the_whole_batch(
     assert_tables(tuple(table.cpu() for table in tables), expert_TK, slot_TK, capacity)
 
 
-@pytest.mark.parametrize("name", ["topk", "gshard"])
-def test_local_slots_of_a_part(name: str, device: torch.device) -> None:
-    """As the op for gates of either kind, with tables in the part's own numbering."""
-    experts, capacity, part_capacity = 5, 12, 8
-    used_E = torch.tensor([0, 11, 3, 12, 40])
-    logits_TE = make_logits("skewed", 43, experts)
-    expert_TK, slot_TK, _, _ = ops.gate(logits_TE, used_E, None, None, name, 2, capacity)
-    part = slice(11, 33)
-    wanted_TK, count_E = local_slots(expert_TK[part], slot_TK[part], experts, capacity, part_capacity)
-    inputs = (expert_TK[part].to(device), slot_TK[part].to(device))
-    with guarded_memory():
-        routed = routing.local_slots(*inputs, experts, capacity, part_capacity)
-    routed = Routed(*(x.cpu() for x in routed))
-    assert count_E.max() <= part_capacity
-    assert_routed(routed, (expert_TK[part], wanted_TK, count_E), part_capacity)
-    assert torch.equal(routed.kept_E, count_E)
-
-
 def test_by_hand(device: torch.device) -> None:
     """C = 2; of expert 0 one slot was taken before: it keeps token 0, and drops tokens 2 and 3."""
     score_TE = torch.tensor([[5.0, 1, 0], [0, 5, 5], [5, 0, torch.nan], [5, 0, 1]], device=device)
@@ -333,7 +314,7 @@ def test_user_errors_name_what_is_wrong() -> None:
         ("dtype of key_T", lambda: routing.route_keys(score_TE[0], used_E, 2, 3)),
         ("layout of expert_TK", lambda: routing.route_choices(expert_TK.T, used_E, 3)),
         ("shape of slot_TK", lambda: routing.inverse_tables(expert_TK, expert_TK[:3], 6, 3)),
-        ("layout of slot_TK", lambda: routing.local_slots(expert_TK[:2], expert_TK[:2, :].T, 6, 3, 3)),
+        ("layout of slot_TK", lambda: routing.inverse_tables(expert_TK[:2], expert_TK[:2, :].T, 6, 3)),
     ]
     for message, call in wrong:
         with pytest.raises(UserError, match=message):

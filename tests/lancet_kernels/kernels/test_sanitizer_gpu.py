@@ -21,7 +21,7 @@ CASES = {
     "fused": ("test_virtual_pes.py", "test_forward_and_backward and cuda and W1"),
     "grouped GEMM": ("test_grouped_gemm_kernel.py", "cuda and several"),
     "permute": ("test_permute_kernel.py", "cuda and (by_hand or given_buffer or parts)"),
-    "routing": ("test_routing_kernel.py", "cuda and (by_hand or local_slots or prefix)"),
+    "routing": ("test_routing_kernel.py", "cuda and (by_hand or prefix)"),
 }
 
 

@@ -232,7 +232,7 @@ def test_close_frees(pool):
     for result in pool.run(close_on_rank):
         assert result["mapped"] == (2 << 20, 0)
         assert {kind for kind, _ in result["errors"]} == {"UserError"}
-        assert all("got a use after close()" in message for _, message, _ in result["errors"])
+        assert all("got a use after close()" in message for _, message in result["errors"])
         assert "region 'x'" in result["errors"][0][1]
 
 
@@ -295,7 +295,7 @@ def test_killed_in_the_middle_of_allocating(tmp_path):
     assert segments(pids) == []
 
 
-def other_machine_on_rank() -> tuple[str, str, float]:
+def other_machine_on_rank() -> tuple[str, str]:
     real = shared._machine
     if dist.get_rank() == 1:
         shared._machine = lambda: "another machine"
@@ -306,6 +306,6 @@ def other_machine_on_rank() -> tuple[str, str, float]:
 
 
 def test_ranks_on_two_machines(pool):
-    for kind, message, _ in pool.run(other_machine_on_rank):
+    for kind, message in pool.run(other_machine_on_rank):
         assert kind == "UserError"
         assert "rank(s) 1 that share no memory with rank 0" in message
