@@ -141,8 +141,7 @@ def capture(
     Raises: CaptureError, with torch's reason, for a module that is not one graph (a branch on data, say).
     """
     try:
-        with expected_sizes():
-            traced, assumptions = trace(module, inputs, by_name or {})
+        traced, assumptions = trace(module, inputs, by_name or {})
         context = TracingContext(traced.meta["fake_mode"])
         # Left to itself, torch gives real inputs symbolic sizes, and marks them for good when the graph
         # has run: whoever captures with the same tensors again would get a graph with symbols.

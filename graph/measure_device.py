@@ -25,7 +25,8 @@ from lancet_kernels.graph.device_costs import cut_key
 from lancet_kernels.graph.from_fx import op_name, tensor_names
 from lancet_kernels.graph.measure import GPU_SLEEP_CYCLES, unpaced
 from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec
-from lancet_kernels.graph.rules import RULES, WHOLE, rule_for
+from lancet_kernels.graph.rules import IRREGULAR, RULES, WHOLE, rule_for
+from lancet_kernels.ops.parts import window_counts
 
 PARTS = (2, 4, 8)
 MEASURED_OPS = frozenset(
@@ -172,9 +173,22 @@ class _PartTimer(fx.Interpreter):
         if not isinstance(value, Tensor):
             return value
         axis = cut.axes.get(tensor_names(source)[0], WHOLE)
-        if axis >= 0:
-            return value.narrow(axis, 0, -(-value.shape[axis] // parts))
-        if RULES[op_name(node)].in_experts and not value.is_floating_point():
-            # Counts of real rows: a part has 1/k of them (Lancet, section 3).
-            return torch.div(value + parts - 1, parts, rounding_mode="floor")
-        return value
+        if RULES[op_name(node)].in_experts:
+            # A part has 1/k of every expert's rows (Lancet, section 3).
+            if not value.is_floating_point():
+                return window_counts(value, 0, parts)
+            if axis in (0, IRREGULAR):
+                counts = (self.env[n] for n in node.all_input_nodes)
+                count = next(c for c in counts if not c.is_floating_point())
+                return value[: int(window_counts(count, 0, parts).sum())]
+        if axis < 0:
+            return value
+        part = value.narrow(axis, 0, -(-value.shape[axis] // parts))
+        return _without_gaps(part) if op_name(node) == "lancet.dispatch" and source is node.args[1] else part
+
+
+def _without_gaps(row_TK: Tensor) -> Tensor:
+    """The rows of a part of a batch, numbered from zero. Example: [[5], [-1], [2]] -> [[1], [-1], [0]]."""
+    kept_TK = row_TK >= 0
+    row_S = row_TK[kept_TK]
+    return row_TK.masked_scatter(kept_TK, row_S.argsort().argsort())

@@ -25,6 +25,7 @@ from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.rows import expected_sizes
 
 
 class Assumptions:
@@ -147,7 +148,8 @@ def trace(
 
     writes: list[str] = []
     # Sizes are numbers, also when this class of module was captured with others before.
-    with torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
+    static = torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
+    with static, expected_sizes():
         with mock.patch.object(functional_export, "fullgraph_capture", spy), _writes(writes):
             graph = functional_export.dynamo_graph_capture_for_export(module)(*inputs, **by_name)
         expression = _name_of_self(get_traced_fn(module)[0])[1]
