@@ -73,12 +73,23 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if chosen and not lacking else True
 
 
+def group_of(item: pytest.Item) -> str | None:
+    """The tests of a group run in one process, one after the other."""
+    if item.path.name in ALONE or item.get_closest_marker("alone"):
+        return "alone"
+    if hasattr(item.module, "read_only_step"):
+        return "captured"  # captured steps are kept by the process
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    shared = any(fixture.scope == "module" for definitions in fixtures for fixture in definitions)
+    return item.path.stem if shared else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     xdist = config.pluginmanager.hasplugin("xdist")  # a GPU machine may lack it
     for item in items:
-        if xdist and (item.path.name in ALONE or item.get_closest_marker("alone")):
-            item.add_marker(pytest.mark.xdist_group("alone"))
+        if xdist and (group := group_of(item)):
+            item.add_marker(pytest.mark.xdist_group(group))
     index, count = map(int, config.getoption("--shard").split("/"))
     items[:] = items[index::count]
     if config.option.minutes is not None:
