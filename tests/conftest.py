@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--minutes",
         type=float,
-        help="start no test after so many minutes; a test's second case comes after the first of all others",
+        help="start no test after so many minutes; long ones come first, one case of each before a second",
     )
     parser.addoption("--backwards", action="store_true", help="the last test first")
 
@@ -93,13 +93,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     index, count = map(int, config.getoption("--shard").split("/"))
     items[:] = items[index::count]
     if config.option.minutes is not None:
-        seen = Counter()
-        rounds = {}
+        seen, order = Counter(), {}
         for item in items:
             function = item.nodeid.partition("[")[0]
-            rounds[item] = seen[function]
+            # `make test` has run the short ones.
+            order[item] = (item.get_closest_marker("long") is None, seen[function])
             seen[function] += 1
-        items.sort(key=rounds.__getitem__)
+        items.sort(key=order.__getitem__)
     if config.option.backwards:
         items.reverse()
 
