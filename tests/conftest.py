@@ -51,7 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--minutes",
         type=float,
-        help="start no test after so many minutes; a test's second case comes after the first of all others",
+        help="start no test after so many minutes; long ones come first, one case of each before a second",
     )
     parser.addoption("--backwards", action="store_true", help="the last test first")
 
@@ -73,22 +73,33 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None if chosen and not lacking else True
 
 
+def group_of(item: pytest.Item) -> str | None:
+    """The tests of a group run in one process, one after the other."""
+    if item.path.name in ALONE or item.get_closest_marker("alone"):
+        return "alone"
+    if hasattr(item.module, "read_only_step"):
+        return "captured"  # captured steps are kept by the process
+    fixtures = item._fixtureinfo.name2fixturedefs.values()
+    shared = any(fixture.scope == "module" for definitions in fixtures for fixture in definitions)
+    return item.path.stem if shared else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     xdist = config.pluginmanager.hasplugin("xdist")  # a GPU machine may lack it
     for item in items:
-        if xdist and (item.path.name in ALONE or item.get_closest_marker("alone")):
-            item.add_marker(pytest.mark.xdist_group("alone"))
+        if xdist and (group := group_of(item)):
+            item.add_marker(pytest.mark.xdist_group(group))
     index, count = map(int, config.getoption("--shard").split("/"))
     items[:] = items[index::count]
     if config.option.minutes is not None:
-        seen = Counter()
-        rounds = {}
+        seen, order = Counter(), {}
         for item in items:
             function = item.nodeid.partition("[")[0]
-            rounds[item] = seen[function]
+            # `make test` has run the short ones.
+            order[item] = (item.get_closest_marker("long") is None, seen[function])
             seen[function] += 1
-        items.sort(key=rounds.__getitem__)
+        items.sort(key=order.__getitem__)
     if config.option.backwards:
         items.reverse()
 

@@ -142,6 +142,7 @@ def _run(function: Callable[..., Any], arguments: tuple, place: tuple, leave_tog
     import torch.distributed as dist
 
     from lancet_kernels.ops.link import emulate_link, link
+    from lancet_kernels.ops.waiting import enter_layer
 
     store, rank, ranks, timeout_s = place
     torch.set_num_threads(1)
@@ -168,4 +169,5 @@ def _run(function: Callable[..., Any], arguments: tuple, place: tuple, leave_tog
         raise
     finally:
         emulate_link(None)
+        enter_layer("")
         dist.destroy_process_group()

@@ -105,6 +105,7 @@ def test_a_plan_is_priced_from_what_the_device_measured(fake_gpu, tmp_path, step
     assert by_hand.simulate(step.program, cost).iteration_ms <= total
 
 
+@pytest.mark.long
 def test_measured_once_per_device_model(fake_gpu, tmp_path, step) -> None:
     first = costs_of(step, tmp_path)
     measured = len(fake_gpu)
@@ -125,6 +126,7 @@ def test_measured_once_per_device_model(fake_gpu, tmp_path, step) -> None:
     assert len(json.loads((tmp_path / DEVICE_COSTS).read_text())["devices"]) == 2
 
 
+@pytest.mark.long
 def test_parts_are_run_with_the_operands_of_a_part(fake_gpu, step) -> None:
     """A part's result has the shape that its rule says; the counts of experts are those of a part."""
     wanted = measure_device.cuts_to_measure(step.program)
@@ -153,6 +155,7 @@ def test_parts_are_run_with_the_operands_of_a_part(fake_gpu, step) -> None:
     )
 
 
+@pytest.mark.long
 def test_measuring_on_this_machine(step, tmp_path) -> None:
     """The very functions, on the CPU."""
     cost = costs_of(step, tmp_path, "cpu of this machine")
@@ -220,6 +223,7 @@ def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, capsys, step)
     assert "planning anew" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_measured_plan_is_taken_again_whatever_was_measured_since(tmp_path, capsys, step) -> None:
     cache = tmp_path / "plan.json"
     programs = []

@@ -297,6 +297,7 @@ def train_on_rank(folder: str, data: str, expert_ranks: int) -> list[float]:
     return [json.loads(line)["loss"] for line in metrics]
 
 
+@pytest.mark.long
 def test_training_and_checkpoints_in_expert_groups(pool, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(1000)))

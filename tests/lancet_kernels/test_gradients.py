@@ -74,7 +74,7 @@ def buckets_on_rank(bucket_bytes: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("bucket_bytes", few_of([1, 100, 1 << 20], 1))
 def test_buckets_equal_one_all_reduce_per_gradient(pool, bucket_bytes):
     """Bitwise: two numbers have one sum."""
     assert pool.run(buckets_on_rank, bucket_bytes, ranks=2) == [[], []]

@@ -212,6 +212,7 @@ def own_on_rank() -> dict[str, object]:
     }
 
 
+@pytest.mark.long
 def test_module_of_ones_own(pool):
     for found in pool.run(own_on_rank, ranks=2, timeout_s=180):
         assert found["distance"] < BOUND
@@ -318,6 +319,7 @@ def failing_plan_on_rank(folder: str) -> str:
     return "no error"
 
 
+@pytest.mark.long
 def test_rank_0_without_a_plan_keeps_nobody_waiting(pool, tmp_path):
     first, second = pool.run(failing_plan_on_rank, str(tmp_path), ranks=2, collective_timeout_s=20)
     assert "missing" in first

@@ -17,6 +17,7 @@ from lancet_kernels.graph.program_json import program_from_json, program_to_json
 from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.schedules.apply import instruction_order, reorder
 from lancet_kernels.schedules.strategies import STRATEGIES
+from tests.grids import few_of
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import Outcome, SmallStep, StepCase, build_step, gradients, sum_over_ranks
 
@@ -50,7 +51,7 @@ def planned_steps(case: StepCase, orders: int) -> tuple[list[float], list[int], 
     return distances, parts, changed
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", few_of([1, 2], 1))
 def test_a_partitioned_model_drops_what_the_module_drops(pool, ranks):
     for distances, parts, changed in pool.run(planned_steps, CASE, 1, ranks=ranks, timeout_s=180):
         assert max(distances) < BOUND
@@ -99,6 +100,7 @@ def part_of_the_batch(case: StepCase) -> dict[str, Tensor]:
     return gradients(module)
 
 
+@pytest.mark.long
 def test_ranks_together_are_one_process_with_the_whole_batch(pool):
     # Statistics of the router losses are of all ranks, so the whole objective is that of the whole batch.
     module = whole_model(CASE)
@@ -112,6 +114,7 @@ def test_ranks_together_are_one_process_with_the_whole_batch(pool):
         assert (found - gradient).abs().max() < BOUND * max(1.0, float(gradient.abs().max())), name
 
 
+@pytest.mark.long
 def test_without_dropout_the_graph_has_nothing_of_it(pool):
     without, with_dropout = pool.run(programs, CASE, ranks=1)[0]
     assert without == (0, 0)

@@ -379,6 +379,7 @@ WAITED = re.compile(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "step", ["plain", *(pytest.param(step, marks=pytest.mark.long) for step in ("planned", "fused"))]
 )
@@ -471,10 +472,6 @@ WRONG = {
     "data": (["--data", "nowhere.txt"], "data: got nowhere.txt, expected an existing path"),
     "plan": (["--strategy", "lancet", "--plan", "none.json"], "plan: got none.json with strategy lancet"),
     "plan of none": (["--strategy", "none", "--plan", "short.txt"], "plan: got short.txt with strategy none"),
-    "plan that is none": (
-        ["--strategy", "lancet", "--plan", "short.txt", "--ranks", 1, "--sequence", 16, "--batch", 1],
-        "plan file: got short.txt",
-    ),
     "tokenizer": (["--tokenizer", "none.json"], "tokenizer: got none.json, expected an existing path"),
     "sequence": (["--sequence", 1000], "sequence: got 1000, expected at most 128"),
     "steps": (["--steps", 0], "--steps: got 0, expected a whole number of at least 1"),

@@ -230,7 +230,7 @@ def test_peer_that_never_comes(pool, op):
         kind, message, seconds = results[rank]
         peers = ", ".join(str(peer) for peer in range(4) if peer != rank)
         assert kind == CommunicationError.__name__, message
-        assert re.fullmatch(rf"rank {rank} waited [12]\.\d s in {name} for rank\(s\) {peers}", message)
+        assert re.fullmatch(rf"rank {rank} waited \d+\.\d s in {name} for rank\(s\) {peers}", message)
         assert "\n" not in message
         assert seconds > 0.9
 

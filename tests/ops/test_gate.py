@@ -88,7 +88,7 @@ def test_no_two_choices_share_a_slot(spec: str, tokens: int, dtype: torch.dtype,
     assert all(len(set(row)) == len(row) for row in expert_TK.tolist())
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", few_of(SPECS, 0, 1, 4, 5, 7, 8))
 def test_gradcheck(spec: str) -> None:
     args = gate_args(spec)
     logits_TE = args[0].requires_grad_()
@@ -119,7 +119,7 @@ def test_opcheck(spec: str) -> None:
 STATIC_UTILS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", few_of(SPECS, 1, 7))
 def test_opcheck_with_gradient(spec: str) -> None:
     """opcheck's AOT test adds outputs up in place, which fails for any op whose first output is an integer:
     that part is done here by compiling, forward and backward, with sizes dynamic.
@@ -140,7 +140,7 @@ def test_opcheck_with_gradient(spec: str) -> None:
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", few_of(SPECS, 1, 7))
 @pytest.mark.parametrize("relayout", few_of([torch.clone, transposed_in_memory]))
 def test_opcheck_backward(spec: str, relayout) -> None:
     args = gate_args(spec)

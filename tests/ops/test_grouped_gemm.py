@@ -203,7 +203,7 @@ def test_copy_for_the_fast_path_only_where_needed() -> None:
 
 
 @pytest.mark.parametrize("count", few_of([COUNTS, torch.tensor([[0, 1]]), torch.tensor([[0]])]))
-@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("biased", few_of([False, True], 1))
 def test_gradcheck(count: Tensor, biased: bool) -> None:
     x, weight, bias, _ = operands(count, 3, 2)
     leaves = [t.requires_grad_() for t in ((x, weight, bias) if biased else (x, weight))]
@@ -219,7 +219,7 @@ def test_only_the_gradients_asked_for(frozen: str) -> None:
     assert {name for name, tensor in tensors.items() if tensor.grad is None} == {frozen}
 
 
-@pytest.mark.parametrize("relayout", [torch.clone, transposed_in_memory])
+@pytest.mark.parametrize("relayout", few_of([torch.clone, transposed_in_memory]))
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_opcheck(relayout, dtype: torch.dtype) -> None:
     x, weight, bias, dy = (relayout(t.to(dtype)) for t in operands(COUNTS, 8, 8))

@@ -21,8 +21,9 @@ from tests.examples import examples
 from tests.schedules.made_programs import given, program, random_programs, tiny_step
 
 
-def paper_setting(model, cluster, gpus, gate="switch"):
-    step = training_step(model, gpus=gpus, batch=PAPER_BATCH[cluster, model], gate=gate)
+def paper_setting(model, cluster, gpus, gate="switch", layers=None):
+    shape = MODELS[model] if layers is None else replace(MODELS[model], layers=layers)
+    step = training_step(shape, gpus=gpus, batch=PAPER_BATCH[cluster, model], gate=gate)
     return step, CostModel.for_cluster(load_cluster(cluster), gpus)
 
 
@@ -74,7 +75,7 @@ def test_each_half_helps_and_both_help_more(plans):
 
 
 def test_batch_prioritized_gates_are_never_inside_a_range():
-    step, cost = paper_setting("gpt2-s-moe", "p3dn", 16, gate="batch-prioritized")
+    step, cost = paper_setting("gpt2-s-moe", "p3dn", 16, gate="batch-prioritized", layers=4)
     plan = make_plan(step, cost)
     assert plan.ranges
     for r in plan.ranges:
@@ -83,7 +84,7 @@ def test_batch_prioritized_gates_are_never_inside_a_range():
 
 
 def test_memory_limit():
-    step, cost = paper_setting("gpt2-s-moe", "p4de", 16)
+    step, cost = paper_setting("gpt2-s-moe", "p4de", 16, layers=4)
     need = make_plan(step, cost, "none").predicted.peak_memory_gb
     for name, plan in compare(step, cost, options=PlanningOptions(memory_limit_gb=need)).items():
         assert plan.predicted.peak_memory_gb <= need, name

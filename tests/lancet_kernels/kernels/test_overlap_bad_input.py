@@ -11,6 +11,7 @@ from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap import DenseGemm, dense_table, moe_backward
 from lancet_kernels.symmetric import virtual_memories
+from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case, make_routing
 from tests.lancet_kernels.kernels.overlap_ranks import (
     CONFIG,
@@ -198,7 +199,7 @@ def test_exchanges_that_differ_are_refused(layer):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", few_of([False, True]))
 def test_a_count_above_the_capacity_writes_nothing_outside(layer, monkeypatch, split):
     """On a GPU nobody looks at the values of a routing: a count above C counts as C."""
     layer.config = replace(CONFIG, split=split)

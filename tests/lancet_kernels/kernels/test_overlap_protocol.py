@@ -150,6 +150,7 @@ def check_steps(pool, case: Case, ranks: int, steps: int, shared: bool, nap_s: f
         check_accuracy([made[number, step] for made in by_rank], case, f"layer {number} step {step}", tokens)
 
 
+@pytest.mark.long
 def test_three_layers_for_three_steps(pool):
     check_steps(pool, TINY, 2, 3, shared=True, nap_s=0.05)
 

@@ -115,7 +115,7 @@ def test_combine_adds_in_order(dtype: torch.dtype, weighted: bool, device: torch
             assert ((out_TD.double() - by_op.double()).abs() <= allowed_TD).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", few_of(DTYPES))
 def test_combine_dweight(dtype: torch.dtype, device: torch.device) -> None:
     """As exact as torch in the same dtype, against float64."""
     for size in SIZES:

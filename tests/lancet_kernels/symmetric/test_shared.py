@@ -172,7 +172,7 @@ def absent_on_rank(step: str) -> tuple[str, str, str]:
         return *error, failure(memory.barrier)[1]
 
 
-@pytest.mark.parametrize("step", ["barrier", "allocate"])
+@pytest.mark.parametrize("step", few_of(["barrier", "allocate"]))
 def test_absent_rank_is_named(pool, step):
     results = pool.run(absent_on_rank, step, ranks=4)
     name, limit = ("barrier", 0.8) if step == "barrier" else ("allocate 'y' [4] float32", 1)
