@@ -21,6 +21,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.long
 def test_without_a_gpu_it_says_so_in_a_line() -> None:
     done = run("bash", "bench/gpu.sh", PYTHON=sys.executable)
     assert done.returncode == 2

@@ -78,6 +78,7 @@ def test_a_second_shape_is_captured_as_plainly_as_the_first():
             assert not op_name(node).startswith("aten.sym_")
 
 
+@pytest.mark.long
 def test_what_placeholders_stand_for():
     model, inputs = make_model("llama")
     captured = capture(model, inputs)

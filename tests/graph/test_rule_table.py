@@ -62,7 +62,8 @@ def test_forward_ops_without_a_rule_are_known(name):
     }
 
 
-@pytest.mark.parametrize("gate", few_of(["batch-prioritized", "gshard", "expert-choice"]))
+@pytest.mark.long
+@pytest.mark.parametrize("gate", ["batch-prioritized", "gshard", "expert-choice"])
 def test_a_captured_gate_that_needs_the_whole_batch_is_never_cut(gate):
     program = read_only_step("gpt2", Size(gate=gate, top_k=2)).program
     position = next(i for i, x in enumerate(program.instructions) if x.op == "lancet.gate")

@@ -10,7 +10,6 @@ from tests.capturing import read_only_step
 from tests.examples import examples
 from tests.graph.cut_and_reassemble import Recorder, check_node, key_of, one_op
 from tests.graph.samples import IRREGULAR_ONLY, ONLY_ON_CUDA, SAMPLES, Draw
-from tests.grids import few_of
 from tests.model_zoo import MODELS, Size
 
 PARTS = (2, 3, 5)
@@ -18,7 +17,8 @@ PROVEN: dict[tuple, int] = {}
 """Ops of several models are proven once: by op, shapes and attributes -> number of proofs."""
 
 
-@pytest.mark.parametrize("name", few_of(MODELS))
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
 def test_every_forward_op_of_a_model_as_its_rule_says(name):
     """On the values that it has in the model: each op once per shapes, each way, 2 to 5 parts."""
     step = read_only_step(name, Size(batch=5))

@@ -226,6 +226,7 @@ def test_impatient_ctrl_c_leaves_nobody_behind(job):
     assert not any(running(pid) for pid in pids(job))
 
 
+@pytest.mark.long
 def test_ctrl_c_to_the_process_group_ends_all_quietly(job):
     launcher = start_hanging_job(job)
     os.killpg(launcher.pid, signal.SIGINT)

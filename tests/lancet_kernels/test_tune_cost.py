@@ -99,6 +99,7 @@ def two_ranks() -> list[tuple]:
     return [(p.direction, p.work, p.ms) for p in found]
 
 
+@pytest.mark.long
 @without_gpu
 def test_ranks_have_the_same_points_and_the_slowest_one_counts(pool) -> None:
     first, second = pool.run(two_ranks, timeout_s=240)

@@ -174,6 +174,7 @@ def put_many(path: str, process: int) -> None:
         TunedCache(path).put([tuned_entry(replace(sort, width=64 + sort.ranks))], [cost_entry(sort)])
 
 
+@pytest.mark.long
 def test_processes_that_write_at_once_lose_nothing(cache) -> None:
     context = processes()
     writers = [context.Process(target=put_many, args=(str(cache.path), p)) for p in range(2)]
