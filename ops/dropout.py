@@ -8,8 +8,7 @@ knows its place and the rule is the plain "... d, ..., d, - -> ... d".
 
 Nothing is saved for the backward: it is the same op on the gradient, so the mask is drawn again. A saved
 mask would have to be put together again behind every range that is cut, and a byte (or bit) per element be
-kept until the backward; drawing takes as long as torch's own dropout (2-core CPU, one thread, 2048 x 768
-float32, 2026-11-22: 9 ms, torch 17 ms; 1024 x 128: 1.1 and 1.6 ms).
+kept until the backward.
 """
 
 import torch
