@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lancet_kernels.fused_pass import FusedPasses
-from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
+from lancet_kernels.kernels.grouped_gemm_kernel import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from lancet_kernels.kernels.overlap import OverlapConfig
 from lancet_kernels.kernels.permute import combine, permute
-from lancet_kernels.workloads import Workload
+from lancet_kernels.tuning.workloads import Workload
 
 
 class Parts:

@@ -6,7 +6,7 @@ Peers: torch's grouped_mm (16-bit), and a loop of GEMMs, one for each expert.
 import pytest
 import torch
 
-from lancet_kernels.kernels import grouped_gemm
+from lancet_kernels.kernels import grouped_gemm_kernel
 
 
 @pytest.mark.parametrize("contender", ["ours", "torch grouped_mm", "loop of GEMMs"])
@@ -28,9 +28,9 @@ def bench_grouped_gemm(measure, workload, device, dtype, kernel, contender) -> N
 
     grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
     ours = {
-        "forward": lambda: grouped_gemm.grouped_gemm_forward(x[None], count, weight),
-        "dx": lambda: grouped_gemm.grouped_gemm_dx(dy[None], count, weight),
-        "dw": lambda: grouped_gemm.grouped_gemm_dw(x[None], dy[None], count),
+        "forward": lambda: grouped_gemm_kernel.grouped_gemm_forward(x[None], count, weight),
+        "dx": lambda: grouped_gemm_kernel.grouped_gemm_dx(dy[None], count, weight),
+        "dw": lambda: grouped_gemm_kernel.grouped_gemm_dw(x[None], dy[None], count),
     }
     torch_ones = {
         "forward": lambda: grouped_mm(flat_x, weight, offs=end),

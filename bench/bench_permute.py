@@ -5,7 +5,7 @@ import torch
 
 from lancet_kernels import ops
 from lancet_kernels.kernels.permute import combine, permute
-from lancet_kernels.tune_tasks import routed, send_rows_of
+from lancet_kernels.tuning.tune_tasks import routed, send_rows_of
 
 
 @pytest.mark.parametrize("contender", ["ours", "torch ops"])

@@ -22,8 +22,8 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))
 
 from lancet_kernels.kernels.launch_model import hardware_of, roofline_ms
-from lancet_kernels.timing import Clock
-from lancet_kernels.workloads import WORKLOADS, Workload
+from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETER = "interpreter: proof, not speed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from lancet_kernels.timing import Clock
+from lancet_kernels.measuring.timing import Clock
 
 __all__ = ["Clock", "Times", "each_round", "spread"]
 

@@ -9,7 +9,7 @@ from gpu_clock import Clock, each_round, spread
 from gpu_sizes import Sizes, choices_of_tokens, normal
 from torch import Tensor
 
-from lancet_kernels.kernels import grouped_gemm as kernels
+from lancet_kernels.kernels import grouped_gemm_kernel as kernels
 
 OURS, TORCH, DENSE = "lancet_kernels", "torch._grouped_mm", "dense"
 # Relative to the largest value, in bf16.

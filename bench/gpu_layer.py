@@ -16,7 +16,7 @@ from gpu_sizes import normal
 from peers import OURS, PEERS, Absent, make_layer
 from torch import nn
 
-from lancet_kernels.workloads import Workload
+from lancet_kernels.tuning.workloads import Workload
 
 US = "ours, fused"
 PASSES = ("forward", "forward and backward")

@@ -114,8 +114,8 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
     from gpu_step import Step
     from gpu_step import measure as measure_step
 
-    from lancet_kernels.models import MODELS
-    from lancet_kernels.workloads import WORKLOADS
+    from lancet_kernels.training.models import MODELS
+    from lancet_kernels.tuning.workloads import WORKLOADS
 
     device, dtype = clock.device, torch.float32 if smoke else torch.bfloat16
     every_size, world, warmup = (SMOKE, 1, 0) if smoke else (SIZES, 2, 3)

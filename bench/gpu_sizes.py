@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from lancet_kernels.models import ModelConfig
+from lancet_kernels.training.models import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from lancet_kernels.kernels.overlap import DenseGemm, ExpertGradients, moe_backward, moe_forward
 from lancet_kernels.kernels.virtual_pes import VirtualPes, rehearsal
-from lancet_kernels.models import Block, ModelConfig
+from lancet_kernels.training.models import Block, ModelConfig
 
 # Of the vocabulary, so that rows of logits are aligned.
 VOCAB_MULTIPLE = 64

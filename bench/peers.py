@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
 from lancet_kernels.ops.expert_activation import activate
-from lancet_kernels.workloads import Workload
+from lancet_kernels.tuning.workloads import Workload
 
 OURS = {"ours, fused": "fused", "ours, unfused": "torch"}
 

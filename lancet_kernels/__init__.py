@@ -1,18 +1,18 @@
 """Mixture-of-Experts training whose all-to-all hides behind the whole training graph."""
 
-from lancet_kernels.dropout import Dropout, dropout
+from lancet_kernels.dropout_layer import Dropout, dropout
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.gradients import set_gradient_group
 from lancet_kernels.layer import MoELayer, expert_parameters, moe_layers, moe_losses, set_routing_step
 from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.losses import MoELosses, RoutingSums
+from lancet_kernels.training.gradients import set_gradient_group
 
 # They bring the solver and torch's tracer: imported when first asked for.
 _HOMES = {
     "CaptureError": "lancet_kernels.graph.capture",
     "GraphedStep": "lancet_kernels.graphed",
     "OptimizedModule": "lancet_kernels.optimized_module",
-    "ddp": "lancet_kernels.data_parallel",
+    "ddp": "lancet_kernels.training.data_parallel",
     "optimize": "lancet_kernels.optimization",
 }
 

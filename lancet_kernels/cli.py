@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from lancet_kernels import __version__
-from lancet_kernels.commands import bench, kernels, plan, reproduce, train, tune
+from lancet_kernels.commands import bench, kernels, plan_command, reproduce, train, tune
 from lancet_kernels.errors import RankFailed, UserError
-from lancet_kernels.launch import report_errors, under_launcher
+from lancet_kernels.training.launch import report_errors, under_launcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lancet", description="Mixture-of-Experts training that hides its all-to-all.")
     parser.add_argument("--version", action="version", version=f"lancet {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, plan, bench, tune, kernels, reproduce):
+    for command in (train, plan_command, bench, tune, kernels, reproduce):
         command.add_parser(commands)
     return parser
 

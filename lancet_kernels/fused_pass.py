@@ -20,7 +20,7 @@ from lancet_kernels.kernels.overlap import (
 )
 from lancet_kernels.kernels.routing import route_scores
 from lancet_kernels.symmetric import SymmetricMemory
-from lancet_kernels.workloads import Workload
+from lancet_kernels.tuning.workloads import Workload
 
 # A pass that a peer leaves alone shall not hold up tuning for long.
 TIMEOUT_S = 20.0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels import ops
-from lancet_kernels.dropout import set_dropout_step
+from lancet_kernels.dropout_layer import set_dropout_step
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.ops.expert_activation import activate, input_width

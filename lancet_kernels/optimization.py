@@ -24,7 +24,6 @@ from torch import fx, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.fused_step import FusedChoice, exchange_of
-from lancet_kernels.gradients import broadcast_replicated, gradient_groups, groups_of
 from lancet_kernels.graph.capture import (
     Captured,
     capture,
@@ -56,6 +55,7 @@ from lancet_kernels.schedules.realize import node_name, realize, split_as_planne
 from lancet_kernels.schedules.simulate import Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
+from lancet_kernels.training.gradients import broadcast_replicated, gradient_groups, groups_of
 
 
 def optimize(

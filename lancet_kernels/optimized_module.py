@@ -14,7 +14,6 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.gradients import call_with_summed_gradients
 from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.guards import Guards, bind
@@ -23,6 +22,7 @@ from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.link import link
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, Timeline
+from lancet_kernels.training.gradients import call_with_summed_gradients
 
 
 class OptimizedModule(nn.Module):

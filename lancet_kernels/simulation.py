@@ -18,12 +18,12 @@ from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.synthetic import PAPER_BATCH, ModelShape, training_step
-from lancet_kernels.models import model_config
 from lancet_kernels.ops.gates import parse_gate
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import Timeline
 from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
+from lancet_kernels.training.models import model_config
 
 LIKE = {"dgx-h100": "p4de"}
 """Clusters the paper did not use, and the one of its clusters with as much memory per GPU."""

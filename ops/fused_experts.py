@@ -35,7 +35,7 @@ from lancet_kernels.kernels.overlap import (
     moe_forward,
 )
 from lancet_kernels.kernels.runtime import check_device
-from lancet_kernels.kernels.slots import inverse_tables
+from lancet_kernels.kernels.slots_kernel import inverse_tables
 from lancet_kernels.ops.groups import group_of, group_timeout_s
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.symmetric import SymmetricMemory, create

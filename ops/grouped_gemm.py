@@ -6,8 +6,8 @@
 Work: 2 * R * A * B FLOPs for each of forward, dX, dW. dX and dW are separate ops because a scheduler can
 only move what it can tell apart (Lancet, section 4).
 
-On a GPU the Triton kernels run (`lancet_kernels.kernels.grouped_gemm`): they read the counts where they are,
-while torch's way below has to bring them to the host first.
+On a GPU the Triton kernels run (`lancet_kernels.kernels.grouped_gemm_kernel`): they read the counts where
+they are, while torch's way below has to bring them to the host first.
 """
 
 from itertools import pairwise
@@ -110,7 +110,7 @@ def grouped_gemm(x_RA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Te
     Args: count_WL int64: rows that rank w sent for expert l; x and weight of one dtype.
     """
     if runs_in_kernels(x_RA):
-        from lancet_kernels.kernels.grouped_gemm import grouped_gemm_forward
+        from lancet_kernels.kernels.grouped_gemm_kernel import grouped_gemm_forward
 
         bias_LB = None if bias_LB is None else bias_LB.contiguous()
         operands = x_RA.contiguous(), group_offsets(count_WL), weight_LAB.contiguous(), bias_LB
@@ -132,7 +132,7 @@ def _(x_RA, count_WL, weight_LAB, bias_LB):
 def grouped_gemm_dx(dy_RB: Tensor, count_WL: Tensor, weight_LAB: Tensor) -> Tensor:
     """dx[r] = dy[r] @ weight[l]^T for the rows r of expert l. -> [R, A]."""
     if runs_in_kernels(dy_RB):
-        from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dx as in_kernel
+        from lancet_kernels.kernels.grouped_gemm_kernel import grouped_gemm_dx as in_kernel
 
         return in_kernel(dy_RB.contiguous(), group_offsets(count_WL), weight_LAB.contiguous())
     return _rows_times_weights(dy_RB, weight_LAB.transpose(1, 2), count_WL)
@@ -147,7 +147,7 @@ def _(dy_RB, count_WL, weight_LAB):
 def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
     """dw[l] = x^T dy over the rows of expert l. -> [L, A, B], zero for an expert that got no row."""
     if runs_in_kernels(x_RA):
-        from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dw as in_kernel
+        from lancet_kernels.kernels.grouped_gemm_kernel import grouped_gemm_dw as in_kernel
 
         return in_kernel(x_RA.contiguous(), dy_RB.contiguous(), group_offsets(count_WL))[0]
     return _rows_times_rows(x_RA, dy_RB, count_WL)

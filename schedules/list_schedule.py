@@ -20,7 +20,7 @@ from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 from lancet_kernels.schedules.issue import issue_early
-from lancet_kernels.schedules.memory import AliveBytes, peak_memory
+from lancet_kernels.schedules.peak_memory import AliveBytes, peak_memory
 from lancet_kernels.schedules.simulate import Times, run
 from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots
 

@@ -17,7 +17,7 @@ from functools import cached_property
 
 from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
-from lancet_kernels.schedules.memory import peak_memory
+from lancet_kernels.schedules.peak_memory import peak_memory
 
 COMPUTE, LINK = "compute", "communication"
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels.layer import MoELayer
-from lancet_kernels.models import GPT2MoE, ModelConfig
 from lancet_kernels.ops.losses import moe_losses
+from lancet_kernels.training.models import GPT2MoE, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class GPT2Loss(nn.Module):
 
 
 class WrittenOutGPT2Attention(nn.Module):
-    """Of the same parameters as `lancet_kernels.models.Attention`; queries, keys and values by `split`."""
+    """The parameters of `training.models.Attention`; queries, keys and values by `split`."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         batch, sequence, width = x_BSD.shape

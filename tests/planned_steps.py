@@ -24,7 +24,6 @@ from lancet_kernels.graph.capture import is_tangent, output_node
 from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
-from lancet_kernels.models import GPT2MoE, ModelConfig
 from lancet_kernels.optimization import _Step
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.partition_range import PartitionOptions
@@ -32,7 +31,8 @@ from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.ranges import PartitionRange, expand
 from lancet_kernels.schedules.realize import realize, split_as_planned
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from lancet_kernels.step import TrainingStep
+from lancet_kernels.training.models import GPT2MoE, ModelConfig
+from lancet_kernels.training.step import TrainingStep
 
 VOCABULARY = 13
 

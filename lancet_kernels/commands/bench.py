@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lancet_kernels import netns
 from lancet_kernels.atomic import json_text, write_json_atomically
-from lancet_kernels.data import load_corpus, training_batch
 from lancet_kernels.errors import UserError
-from lancet_kernels.launch import Rank, launch, start_ranks, under_launcher
-from lancet_kernels.models import MODELS, GPT2MoE, ModelConfig
+from lancet_kernels.measuring import netns
 from lancet_kernels.ops.link import emulate_link
 from lancet_kernels.options import (
     add_options,
@@ -30,10 +27,13 @@ from lancet_kernels.options import (
     to_options,
 )
 from lancet_kernels.planning_flags import PlanningFlags
-from lancet_kernels.ranks import LAUNCHER_PID
 from lancet_kernels.schedules import STRATEGY_NAMES
-from lancet_kernels.step import TrainingStep
-from lancet_kernels.train import TrainOptions, build_config, check_options
+from lancet_kernels.training.data import load_corpus, training_batch
+from lancet_kernels.training.launch import Rank, launch, start_ranks, under_launcher
+from lancet_kernels.training.models import MODELS, GPT2MoE, ModelConfig
+from lancet_kernels.training.ranks import LAUNCHER_PID
+from lancet_kernels.training.step import TrainingStep
+from lancet_kernels.training.train_loop import TrainOptions, build_config, check_options
 
 if TYPE_CHECKING:
     from lancet_kernels.optimized_module import OptimizedModule
@@ -131,7 +131,7 @@ def _chosen_speed(argv: Sequence[str], options: OverlapOptions) -> float:
 
 def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int:
     # Here, not above: it brings the solver and torch's tracer.
-    from lancet_kernels import overlap
+    from lancet_kernels.measuring import overlap_bench as overlap
     from lancet_kernels.schedules.strategies import PlanningOptions
 
     rank = start_ranks("cpu", options.timeout)

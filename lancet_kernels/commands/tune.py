@@ -12,10 +12,10 @@ from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.tuning import KINDS
 from lancet_kernels.options import positive_float, positive_int
-from lancet_kernels.workloads import WORKLOADS, parse_workload
+from lancet_kernels.tuning.workloads import WORKLOADS, parse_workload
 
 if TYPE_CHECKING:
-    from lancet_kernels.tune import Outcome, Place
+    from lancet_kernels.tuning.tuner import Outcome, Place
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Rank 0 compiles while the others wait.
@@ -82,9 +82,9 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     from tqdm import tqdm
 
     from lancet_kernels.kernels.tuning import TunedCache, default_cache
-    from lancet_kernels.launch import start_ranks, under_launcher
-    from lancet_kernels.tune import Place, tune
-    from lancet_kernels.tune_tasks import make_tasks
+    from lancet_kernels.training.launch import start_ranks, under_launcher
+    from lancet_kernels.tuning.tune_tasks import make_tasks
+    from lancet_kernels.tuning.tuner import Place, tune
 
     kinds = arguments.kinds.split(",") if arguments.kinds else list(KINDS)
     if unknown := [kind for kind in kinds if kind not in KINDS]:

@@ -25,10 +25,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels import slots as slot_kernels
+from lancet_kernels.kernels import slots_kernel as slot_kernels
 from lancet_kernels.kernels.checks import check_number, check_tensor
-from lancet_kernels.kernels.slots import inverse_tables
-from lancet_kernels.kernels.topk import MAX_EXPERTS, RoutingConfig, choose_by_key, choose_by_score
+from lancet_kernels.kernels.slots_kernel import inverse_tables
+from lancet_kernels.kernels.topk_kernel import MAX_EXPERTS, RoutingConfig, choose_by_key, choose_by_score
 from lancet_kernels.kernels.tuning import tuned
 
 

@@ -127,7 +127,7 @@ def config_class(kind: str) -> type:
     if kind.startswith("grouped_gemm"):
         from lancet_kernels.kernels.gemm_config import GemmConfig as found
     elif kind == "routing":
-        from lancet_kernels.kernels.topk import RoutingConfig as found
+        from lancet_kernels.kernels.topk_kernel import RoutingConfig as found
     elif kind == "overlap":
         from lancet_kernels.kernels.overlap import OverlapConfig as found
     else:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from lancet_kernels.paper import claims
-from lancet_kernels.paper.measured import Decomposition, Measured, measure
+from lancet_kernels.paper.measured_figures import Decomposition, Measured, measure
 from lancet_kernels.simulation import Setting
 
 CLUSTERS = tuple(claims.DEVICE)

@@ -64,7 +64,7 @@ def top_k_stable(score_TE: Tensor, k: int) -> Tensor:
     different routing; a stable sort does not.
     """
     if score_TE.ndim == 2 and runs_in_kernels(score_TE, (torch.float32, torch.float64)):
-        from lancet_kernels.kernels.topk import choose_by_score
+        from lancet_kernels.kernels.topk_kernel import choose_by_score
 
         return choose_by_score(score_TE.contiguous(), k)[0]
     if k == 1:

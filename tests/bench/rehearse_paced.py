@@ -31,8 +31,8 @@ def main() -> None:
     from lancet_kernels.kernels.exchange import release_kernel
     from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
     from lancet_kernels.kernels.virtual_pes import rehearsal
-    from lancet_kernels.models import ModelConfig
     from lancet_kernels.ops.gates.slots import slots_in_token_order
+    from lancet_kernels.training.models import ModelConfig
 
     def route(self: gpu_overlap.FusedLayer, tokens: int, rank: int) -> overlap.Routing:
         """Without kernels."""

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from peers import Absent, TorchGrouped, make_peer
 
 from lancet_kernels.ops.expert_activation import activate
-from lancet_kernels.workloads import Workload
+from lancet_kernels.tuning.workloads import Workload
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])

@@ -7,9 +7,9 @@ from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 from lancet_kernels.graph.synthetic import GATES, ModelShape, training_step
-from lancet_kernels.models import GPT2MoE, model_config
 from lancet_kernels.ops import gates
-from lancet_kernels.step import TrainingStep
+from lancet_kernels.training.models import GPT2MoE, model_config
+from lancet_kernels.training.step import TrainingStep
 from tests.grids import few_of
 
 GEMMS = ("aten.mm", "aten.addmm", "lancet.grouped_gemm", "lancet.grouped_gemm_dx", "lancet.grouped_gemm_dw")

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels import Groups, MoELayer, UserError, moe_losses, set_gradient_group, set_routing_step
-from lancet_kernels.checkpoint import find_checkpoint, load_checkpoint, training_state
 from lancet_kernels.cli import main
-from lancet_kernels.gradients import GradientBuckets, clip_gradients, gradient_groups, groups_of
-from lancet_kernels.models import GPT2MoE, ModelConfig, model_config
 from lancet_kernels.ops.groups import group_of
-from lancet_kernels.ranks import Rank
 from lancet_kernels.schedules import STRATEGY_NAMES
-from lancet_kernels.train import TrainOptions, train
+from lancet_kernels.training.checkpoint import find_checkpoint, load_checkpoint, training_state
+from lancet_kernels.training.gradients import GradientBuckets, clip_gradients, gradient_groups, groups_of
+from lancet_kernels.training.models import GPT2MoE, ModelConfig, model_config
+from lancet_kernels.training.ranks import Rank
+from lancet_kernels.training.train_loop import TrainOptions, train
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients
 

@@ -13,11 +13,11 @@ from lancet_kernels.cli import main
 from lancet_kernels.graph.capture import CaptureError, capture
 from lancet_kernels.graph.program import Phase
 from lancet_kernels.optimization import optimize
-from lancet_kernels.ranks import Rank
 from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import node_name
-from lancet_kernels.train import TrainOptions, train
+from lancet_kernels.training.ranks import Rank
+from lancet_kernels.training.train_loop import TrainOptions, train
 from tests.grids import few_of
 from tests.optimized import BOUND, optimized, outcome_of
 from tests.planned_steps import (

@@ -8,7 +8,7 @@ import pytest
 from lancet_kernels.cli import main
 from lancet_kernels.graph.program import Kind
 from lancet_kernels.paper import claims, figures, pictures, tables
-from lancet_kernels.paper.measured import WHAT_IF, Decomposition, Measured, measure
+from lancet_kernels.paper.measured_figures import WHAT_IF, Decomposition, Measured, measure
 from lancet_kernels.simulation import Setting, simulate_setting
 
 

@@ -7,7 +7,7 @@ from hypothesis import given as hypothesis_given
 
 from lancet_kernels.graph.program import Kind
 from lancet_kernels.schedules.issue import issue_early
-from lancet_kernels.schedules.memory import peak_memory
+from lancet_kernels.schedules.peak_memory import peak_memory
 from lancet_kernels.schedules.simulate import COMPUTE, LINK, simulate
 from tests.examples import examples
 from tests.schedules.made_programs import given, program, random_programs

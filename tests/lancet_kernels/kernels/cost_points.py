@@ -9,8 +9,8 @@ from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.measured_cost import CostEntry, LayerSort
 from lancet_kernels.kernels.overlap import OverlapConfig
 from lancet_kernels.kernels.tuning import MEASURED, Entry, config_fields
-from lancet_kernels.tune_cost import CostSize, sizes_of
-from lancet_kernels.workloads import Workload
+from lancet_kernels.tuning.tune_cost import CostSize, sizes_of
+from lancet_kernels.tuning.workloads import Workload
 
 GPU = "NVIDIA H100 80GB HBM3"
 # That of the docstring of kernels.fused_cost.

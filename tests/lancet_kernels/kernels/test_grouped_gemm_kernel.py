@@ -13,7 +13,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import gemm_operands
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
+from lancet_kernels.kernels.grouped_gemm_kernel import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
 from lancet_kernels.ops.expert_activation import _activate_backward, activate
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.guarded import Guarded

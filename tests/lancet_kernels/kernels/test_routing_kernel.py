@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels import routing, slots, topk
+from lancet_kernels.kernels import routing, slots_kernel, topk_kernel
 from lancet_kernels.kernels.routing import Routed, RoutingConfig
 from lancet_kernels.ops.gates import GATES, Sigmoid, parse_gate
 from lancet_kernels.ops.gates.slots import slots_in_token_order, top_k_stable
@@ -144,7 +144,7 @@ def test_group_limited_selection(
         score_TE = sigmoid(logits_TE) + bias_E
         expected = gate.select(logits_TE, None, bias_E, experts, top_k)
         with guarded_memory():
-            expert_TK, _ = topk.choose_by_score(
+            expert_TK, _ = topk_kernel.choose_by_score(
                 score_TE.to(device), top_k, groups=groups, top_groups=top_groups
             )
         assert torch.equal(expert_TK.cpu(), expected)
@@ -166,7 +166,7 @@ def test_not_finite_scores_order_as_in_torch(top_k: int, dtype: torch.dtype, dev
     rows += [values[torch.randint(0, 9, (9,), generator=generator(n))] for n in range(40)]
     score_TE = torch.stack(rows)
     with guarded_memory():
-        expert_TK, _ = topk.choose_by_score(score_TE.to(device), top_k)
+        expert_TK, _ = topk_kernel.choose_by_score(score_TE.to(device), top_k)
     assert torch.equal(expert_TK.cpu(), top_k_stable(score_TE, top_k))
 
 
@@ -178,7 +178,7 @@ def test_not_finite_scores_in_groups(device: torch.device) -> None:
     allowed_TE = Sigmoid(groups=4, top_groups=2)._allowed(score_TE, 12)
     expected = top_k_stable(score_TE.masked_fill(~allowed_TE, -torch.inf), 4)
     with guarded_memory():
-        expert_TK, _ = topk.choose_by_score(score_TE.to(device), 4, groups=4, top_groups=2)
+        expert_TK, _ = topk_kernel.choose_by_score(score_TE.to(device), 4, groups=4, top_groups=2)
     assert torch.equal(expert_TK.cpu(), expected)
 
 
@@ -188,7 +188,7 @@ def test_any_seed(seed: int, device: torch.device) -> None:
     gate = parse_gate(f"hash(seed={seed})")
     expected = gate.select(None, key_T, None, 11, 4)
     with guarded_memory():
-        expert_TK, count_BE = topk.choose_by_key(key_T.to(device), 11, 4, seed=seed)
+        expert_TK, count_BE = topk_kernel.choose_by_key(key_T.to(device), 11, 4, seed=seed)
     assert torch.equal(expert_TK.cpu(), expected)
     assert torch.equal(count_BE.sum(0).cpu().long(), torch.bincount(expected.view(-1), minlength=11))
 
@@ -230,12 +230,12 @@ def test_slots_of_given_choices(
 
 
 def test_more_blocks_than_the_prefix_takes_at_a_time(device: torch.device) -> None:
-    tokens = 2 * slots.PREFIX_BLOCKS + 3
+    tokens = 2 * slots_kernel.PREFIX_BLOCKS + 3
     score_TE = make_logits("normal", tokens, 10)
     expected = top_k_stable(score_TE, 2)
     used_E = torch.arange(10)
     with guarded_memory():
-        _, count_BE = topk.choose_by_score(score_TE[:20].to(device), 2, config=RoutingConfig(1))
+        _, count_BE = topk_kernel.choose_by_score(score_TE[:20].to(device), 2, config=RoutingConfig(1))
         assert count_BE.shape == (20, 10)
         assert torch.equal(count_BE.cpu().long(), torch.zeros(20, 10).long().scatter_(1, expected[:20], 1))
     count_BE = torch.zeros(tokens, 10, dtype=torch.int32).scatter_(1, expected, 1)
@@ -243,7 +243,7 @@ def test_more_blocks_than_the_prefix_takes_at_a_time(device: torch.device) -> No
     total_E = used_E + count_BE.sum(0)
     count_BE = count_BE.to(device)
     with guarded_memory():
-        used_out_E, kept_E = slots.prefix(count_BE, used_E.to(device), 50)
+        used_out_E, kept_E = slots_kernel.prefix(count_BE, used_E.to(device), 50)
     assert torch.equal(count_BE.cpu(), before_BE)
     assert torch.equal(used_out_E.cpu(), total_E)
     assert torch.equal(kept_E.cpu(), total_E.clamp(max=50) - used_E)
@@ -260,7 +260,7 @@ def test_every_configuration_gives_the_same_bits(experts: int, top_k: int, devic
 
 
 def test_default_configurations_are_valid() -> None:
-    for experts in (1, 8, 60, 64, 512, topk.MAX_EXPERTS):
+    for experts in (1, 8, 60, 64, 512, topk_kernel.MAX_EXPERTS):
         for top_k in {1, 2, min(8, experts), experts}:
             assert RoutingConfig.default(experts, top_k).is_valid(experts, top_k)
     assert not RoutingConfig(3).is_valid(8, 2)
@@ -293,7 +293,7 @@ def test_by_hand(device: torch.device) -> None:
     assert routed.token_of_slot_EC[1:].tolist() == [[0, 1], [1, 2]]
     assert routed.choice_of_slot_EC[1:].tolist() == [[1, 0], [1, 0]]
     key_T = torch.tensor([7], device=device)
-    expert_TK, count_BE = topk.choose_by_key(key_T, 4, 2)
+    expert_TK, count_BE = topk_kernel.choose_by_key(key_T, 4, 2)
     assert (expert_TK.tolist(), count_BE.tolist()) == ([[1, 3]], [[0, 1, 0, 1]])
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lancet_kernels import netns
 from lancet_kernels.errors import RankFailed, UserError
+from lancet_kernels.measuring import netns
 from tests.grids import few_of
 
 LACKING = netns.missing()
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(LACKING is not None, reason=f"this machine lacks
 RANK = """
 import json, os, sys, time
 import torch, torch.distributed as dist
-from lancet_kernels.ranks import report_errors, start_ranks
+from lancet_kernels.training.ranks import report_errors, start_ranks
 def main():
     rank = start_ranks("cpu", 20)
     if sys.argv[1:] == ["fail"] and rank.rank == 1:
@@ -40,7 +40,7 @@ raise SystemExit(report_errors(main))
 """
 HOLD = """
 import time
-from lancet_kernels.netns import wire
+from lancet_kernels.measuring.netns import wire
 with wire(0.1) as names:
     print(*names, flush=True)
     time.sleep(100)

@@ -403,8 +403,9 @@ def test_a_rank_that_stops_answering_is_named(lancet, tmp_path, monkeypatch, ste
 
 NAN = """
 import sys, torch
-from lancet_kernels import cli, train
-from lancet_kernels.launch import launch, under_launcher
+from lancet_kernels import cli
+from lancet_kernels.training import train_loop as train
+from lancet_kernels.training.launch import launch, under_launcher
 from lancet_kernels.layer import moe_layers
 step = train.Trainer.step
 

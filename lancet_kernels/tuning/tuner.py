@@ -44,10 +44,10 @@ from lancet_kernels.kernels.tuning import (
     TunedCache,
     config_fields,
 )
-from lancet_kernels.timing import Clock
-from lancet_kernels.tune_cost import CostOutcome, cost_of_winner, planned_launches
-from lancet_kernels.tune_ranks import Ranks
-from lancet_kernels.tune_tasks import Task
+from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.tuning.tune_cost import CostOutcome, cost_of_winner, planned_launches
+from lancet_kernels.tuning.tune_ranks import Ranks
+from lancet_kernels.tuning.tune_tasks import Task
 
 # The model is trusted to tell twice the time from once, not 5 % from 10 %.
 PRUNE_ABOVE = 1.5

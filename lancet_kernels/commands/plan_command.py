@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import UserError
-from lancet_kernels.models import MODELS
 from lancet_kernels.ops.gates import GATES
 from lancet_kernels.options import (
     add_options,
@@ -23,6 +22,7 @@ from lancet_kernels.options import (
 )
 from lancet_kernels.planning_flags import PlanningFlags
 from lancet_kernels.schedules import STRATEGY_NAMES
+from lancet_kernels.training.models import MODELS
 
 if TYPE_CHECKING:
     from lancet_kernels.simulation import Setting, Simulated

@@ -12,8 +12,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from lancet_kernels import MoELayer, UserError, set_routing_step
-from lancet_kernels.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, training_state
-from lancet_kernels.models import GPT2MoE, ModelConfig
+from lancet_kernels.training.checkpoint import (
+    find_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    training_state,
+)
+from lancet_kernels.training.models import GPT2MoE, ModelConfig
 from tests.grids import few_of
 
 SHAPE = {"d_model": 4, "d_ff": 6, "num_experts": 8, "bias": True, "shared_expert_d_ff": 5}

@@ -14,20 +14,19 @@ import torch
 import torch.distributed as dist
 
 import lancet_kernels
-from lancet_kernels import tune as tuner
-from lancet_kernels import tune_tasks
 from lancet_kernels.cli import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.compile import CompiledKernel
 from lancet_kernels.kernels.compile_pool import Row
 from lancet_kernels.kernels.launch_model import hardware_of
 from lancet_kernels.kernels.tuning import KINDS, MEASURED, MODELLED, TunedCache
-from lancet_kernels.timing import Clock
-from lancet_kernels.tune import Place, rank_candidates, tune
-from lancet_kernels.tune_tasks import make_tasks
-from lancet_kernels.workloads import WORKLOADS, Workload, parse_workload
+from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.tuning import tune_tasks, tuner
+from lancet_kernels.tuning.tune_tasks import make_tasks
+from lancet_kernels.tuning.tuner import Place, rank_candidates, tune
+from lancet_kernels.tuning.workloads import WORKLOADS, Workload, parse_workload
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TINY = Workload("tiny", 12, 16, 32, 4, 2)
 SM90 = Place.modelled(90)
 

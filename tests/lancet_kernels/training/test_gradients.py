@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import Groups, MoELayer, UserError
-from lancet_kernels.gradients import (
+from lancet_kernels.training.gradients import (
     GradientBuckets,
     broadcast_replicated,
     clip_gradients,

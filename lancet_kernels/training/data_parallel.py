@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.gradients import broadcast_replicated, gradient_groups, groups_of
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.groups import Groups, group_of, group_size
+from lancet_kernels.training.gradients import broadcast_replicated, gradient_groups, groups_of
 
 
 def ddp(model: nn.Module, groups: Groups | None = None, **options: object) -> DistributedDataParallel:

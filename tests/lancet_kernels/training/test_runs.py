@@ -8,7 +8,7 @@ import pytest
 
 from lancet_kernels.atomic import file_errors, json_text, locked, write_json_atomically, write_text_atomically
 from lancet_kernels.errors import UserError
-from lancet_kernels.runs import RunFolder, resolve_run
+from lancet_kernels.training.runs import RunFolder, resolve_run
 
 
 def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
@@ -92,7 +92,7 @@ def test_truncate_refuses_a_file_damaged_in_the_middle(tmp_path):
 
 
 def test_default_names_do_not_collide(tmp_path, monkeypatch):
-    import lancet_kernels.runs as runs
+    import lancet_kernels.training.runs as runs
 
     class Clock:
         @staticmethod
@@ -181,7 +181,7 @@ def test_open_of_nothing_and_config_of_nothing(tmp_path):
 
 HOLDER = """
 import sys
-from lancet_kernels.runs import RunFolder
+from lancet_kernels.training.runs import RunFolder
 run = RunFolder.open(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()

@@ -17,20 +17,20 @@ import torch
 from lancet_kernels import ops
 from lancet_kernels.kernels import (
     gemm_config,
-    grouped_gemm,
+    grouped_gemm_kernel,
     overlap_candidates,
     overlap_specimens,
     permute,
-    topk,
+    topk_kernel,
 )
 from lancet_kernels.kernels.gemm_operands import DTYPES
 from lancet_kernels.kernels.launch_model import Facts, Gemms, Hardware, gemm_ms, rows_ms
 from lancet_kernels.kernels.overlap import OverlapConfig
 from lancet_kernels.kernels.permute import RowConfig
 from lancet_kernels.kernels.specimen import Specimen
-from lancet_kernels.kernels.topk import RoutingConfig, lanes
+from lancet_kernels.kernels.topk_kernel import RoutingConfig, lanes
 from lancet_kernels.kernels.tuning import KINDS, Shape, key_of
-from lancet_kernels.workloads import Workload
+from lancet_kernels.tuning.workloads import Workload
 
 LANES_OF_AN_SM = 128
 
@@ -115,8 +115,8 @@ def _gemm_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None
 
 def _gemm_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
     layout = "buffers" if task.kind == "grouped_gemm_dw" else "none"
-    make = grouped_gemm.SPECIMEN_OF[task.kind]
-    return [grouped_gemm.specimen(make, layout, task.dtype, config, arch)]
+    make = grouped_gemm_kernel.SPECIMEN_OF[task.kind]
+    return [grouped_gemm_kernel.specimen(make, layout, task.dtype, config, arch)]
 
 
 def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
@@ -127,13 +127,15 @@ def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[
     count = torch.full((1, experts), rows, dtype=torch.int64, device=device)
     if task.kind == "grouped_gemm_dw":
         x, dy, dw = make(1, experts, k, m), make(1, experts, k, n), make(experts, m, n)
-        return lambda config: lambda: grouped_gemm.grouped_gemm_dw(x, dy, count, dw=dw, config=config)
+        return lambda config: lambda: grouped_gemm_kernel.grouped_gemm_dw(x, dy, count, dw=dw, config=config)
     x, out = make(1, experts, m, k), make(1, experts, m, n)
     if task.kind == "grouped_gemm_dx":
         w = make(experts, n, k)
-        return lambda config: lambda: grouped_gemm.grouped_gemm_dx(x, count, w, out=out, config=config)
+        return lambda config: lambda: grouped_gemm_kernel.grouped_gemm_dx(x, count, w, out=out, config=config)
     w = make(experts, k, n)
-    return lambda config: lambda: grouped_gemm.grouped_gemm_forward(x, count, w, out=out, config=config)
+    return lambda config: (
+        lambda: grouped_gemm_kernel.grouped_gemm_forward(x, count, w, out=out, config=config)
+    )
 
 
 # Rows to their experts and back.
@@ -216,7 +218,7 @@ def _routing_model(task: Task, config: Any, hardware: Hardware, facts: Facts | N
 
 
 def _routing_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    return [topk.score_specimen("fp32", task.workload.experts, task.workload.choices, config)]
+    return [topk_kernel.score_specimen("fp32", task.workload.experts, task.workload.choices, config)]
 
 
 def _routing_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lancet_kernels.errors import RankFailed, UserError
-from lancet_kernels.launch import (
+from lancet_kernels.training.launch import (
     Failure,
     Rank,
     launch,
@@ -22,7 +22,7 @@ from lancet_kernels.launch import (
     start_ranks,
     under_launcher,
 )
-from lancet_kernels.ranks import _one_line
+from lancet_kernels.training.ranks import _one_line
 from tests.grids import few_of
 
 RANKS_TIMEOUT_S = 240
@@ -30,7 +30,7 @@ WORKER = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 from lancet_kernels.errors import UserError
-from lancet_kernels.launch import report_errors, start_ranks
+from lancet_kernels.training.launch import report_errors, start_ranks
 from lancet_kernels.ops.waiting import waiting
 
 folder, mode, *rest = sys.argv[1:]
@@ -73,7 +73,7 @@ sys.exit(report_errors(main, os.environ.get("LOG_FOLDER")))
 LAUNCHER = """
 import sys
 from lancet_kernels.errors import RankFailed
-from lancet_kernels.launch import launch
+from lancet_kernels.training.launch import launch
 try:
     launch(2, sys.argv[1:])
 except RankFailed as error:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels.dropout import Dropout
+from lancet_kernels.dropout_layer import Dropout
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer import MoELayer
 from lancet_kernels.ops.groups import Groups

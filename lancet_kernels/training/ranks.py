@@ -1,6 +1,6 @@
 """One rank of a job: who it is, how it joins the others, and how it ends when something fails.
 
-Works under `lancet_kernels.launch`, under torchrun, and alone.
+Works under `lancet_kernels.training.launch`, under torchrun, and alone.
 """
 
 import faulthandler

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lancet_kernels import MoELayer, UserError
-from lancet_kernels.models import MODELS, FeedForward, GPT2MoE, model_config
+from lancet_kernels.training.models import MODELS, FeedForward, GPT2MoE, model_config
 
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
 

@@ -19,13 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
-from lancet_kernels import checkpoint
-from lancet_kernels.data import Corpus, check_length, load_corpus, training_batch, validation_batches
 from lancet_kernels.errors import UserError
-from lancet_kernels.gradients import GradientBuckets, broadcast_replicated, clip_gradients
-from lancet_kernels.launch import Rank
 from lancet_kernels.layer import BACKENDS, moe_layers, name_layers, set_routing_step
-from lancet_kernels.models import MODELS, GPT2MoE, ModelConfig, model_config
 from lancet_kernels.ops.gates import GATES, parse_gate
 from lancet_kernels.ops.groups import Groups, group_of
 from lancet_kernels.ops.link import emulate_link, link
@@ -40,9 +35,14 @@ from lancet_kernels.options import (
     probability,
 )
 from lancet_kernels.planning_flags import PlanningFlags
-from lancet_kernels.runs import RunFolder, resolve_run
 from lancet_kernels.schedules import STRATEGY_NAMES
-from lancet_kernels.step import TrainingStep
+from lancet_kernels.training import checkpoint
+from lancet_kernels.training.data import Corpus, check_length, load_corpus, training_batch, validation_batches
+from lancet_kernels.training.gradients import GradientBuckets, broadcast_replicated, clip_gradients
+from lancet_kernels.training.launch import Rank
+from lancet_kernels.training.models import MODELS, GPT2MoE, ModelConfig, model_config
+from lancet_kernels.training.runs import RunFolder, resolve_run
+from lancet_kernels.training.step import TrainingStep
 
 _CHECKPOINTS = "checkpoints"
 _RATES = {"adamw": 1e-3, "sgd": 0.1}
@@ -354,7 +354,7 @@ class Trainer:
         The link is the one of the run, or one on which all-to-all takes 40 % of a blocking iteration.
         """
         # Here, not above: the solver and torch's tracer take a second to import.
-        from lancet_kernels import overlap
+        from lancet_kernels.measuring import overlap_bench as overlap
         from lancet_kernels.schedules.strategies import PlanningOptions
 
         step, inputs = getattr(self.module, "module", self.module), self.batch(1)

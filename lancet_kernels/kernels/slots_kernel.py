@@ -22,7 +22,7 @@ from torch import Tensor
 from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.rounding import UNFUSED
 from lancet_kernels.kernels.specimen import Specimen, pointers
-from lancet_kernels.kernels.topk import RoutingConfig
+from lancet_kernels.kernels.topk_kernel import RoutingConfig
 
 # The prefix walks this many blocks at a time, for this many experts in a program: 32 bytes of a row each.
 PREFIX_BLOCKS, PREFIX_EXPERTS = 256, 8

@@ -32,7 +32,7 @@ from types import FrameType
 
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.ops.waiting import BOARD_FILE, Board
-from lancet_kernels.ranks import LAUNCHER_PID, Rank, report_errors, start_ranks, under_launcher
+from lancet_kernels.training.ranks import LAUNCHER_PID, Rank, report_errors, start_ranks, under_launcher
 
 __all__ = [
     "Rank",

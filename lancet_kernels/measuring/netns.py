@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.launch import CPU_RANK, run_ranks, stop_signals
+from lancet_kernels.training.launch import CPU_RANK, run_ranks, stop_signals
 
 RANKS = 2
 PORT = 29500  # in a namespace of our own, where nobody else listens

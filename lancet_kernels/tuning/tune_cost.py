@@ -31,13 +31,13 @@ from lancet_kernels.kernels.held_back import held_back
 from lancet_kernels.kernels.measured_cost import INTERPRETER, CostEntry, LayerSort, MeasuredCost
 from lancet_kernels.kernels.overlap import DenseGemm, OverlapConfig
 from lancet_kernels.kernels.tuning import MEASURED, TunedCache, config_fields
-from lancet_kernels.timing import Clock
-from lancet_kernels.tune_ranks import Ranks
-from lancet_kernels.tune_tasks import Task
-from lancet_kernels.workloads import Workload
+from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.tuning.tune_ranks import Ranks
+from lancet_kernels.tuning.tune_tasks import Task
+from lancet_kernels.tuning.workloads import Workload
 
 if TYPE_CHECKING:
-    from lancet_kernels.tune import Place
+    from lancet_kernels.tuning.tuner import Place
 
 TOKEN_SHARES = (1, 2, 4)  # the workload's tokens over these
 COMM_SHARES = (16, 8, 4)  # one of so many programs puts

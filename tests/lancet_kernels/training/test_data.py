@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import lancet_kernels.data as data
-from lancet_kernels.data import check_length, load_corpus, training_batch, validation_batches
+import lancet_kernels.training.data as data
 from lancet_kernels.errors import UserError
+from lancet_kernels.training.data import check_length, load_corpus, training_batch, validation_batches
 from tests.examples import examples
 
 WORD = 2**64 - 1

@@ -10,20 +10,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lancet_kernels import tune as tuner
-from lancet_kernels import tune_cost, tune_tasks
 from lancet_kernels.cli import main
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.launch_model import hardware_of
 from lancet_kernels.kernels.measured_cost import INTERPRETER, LayerSort, measured_cost
 from lancet_kernels.kernels.overlap import OverlapConfig
 from lancet_kernels.kernels.tuning import TunedCache
-from lancet_kernels.timing import Clock
-from lancet_kernels.tune import Place, tune
-from lancet_kernels.tune_cost import CostOutcome, CostSize, measure_points, planned_launches, sizes_of
-from lancet_kernels.tune_ranks import Ranks
-from lancet_kernels.tune_tasks import make_tasks
-from lancet_kernels.workloads import WORKLOADS, Workload
+from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.tuning import tune_cost, tune_tasks, tuner
+from lancet_kernels.tuning.tune_cost import CostOutcome, CostSize, measure_points, planned_launches, sizes_of
+from lancet_kernels.tuning.tune_ranks import Ranks
+from lancet_kernels.tuning.tune_tasks import make_tasks
+from lancet_kernels.tuning.tuner import Place, tune
+from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 from tests.lancet_kernels.kernels.cost_points import CONFIG
 
 TINY = Workload("tiny", 16, 16, 16, 4, 2)

@@ -1,0 +1,1 @@
+"""Training: models, data, ranks, gradients, checkpoints, the loop."""

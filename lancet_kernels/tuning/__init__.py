@@ -1,0 +1,1 @@
+"""The tuner of the kernels' configurations."""
