@@ -158,7 +158,7 @@ PLAIN = [
     *(f"graph/{m}.py" for m in ("measured", "cut", "equations", "rules", "step_builder", "synthetic")),
     *(
         f"schedules/{m}.py"
-        for m in ("simulate", "memory", "weight_gradients", "list_schedule", "issue", "optimum")
+        for m in ("clock", "simulate", "peak_memory", "weight_gradients", "list_schedule", "issue", "optimum")
     ),
     *(f"schedules/{m}.py" for m in ("axes", "pipeline", "ranges", "partition_range", "plan", "strategies")),
     "schedules/timeline.py",
