@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from lancet_kernels import expert_parameters, moe_losses, set_routing_step
+from lancet_kernels.captured_step import CapturedStep
 from lancet_kernels.graph.capture import is_tangent, output_node
 from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
-from lancet_kernels.optimization import _Step
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan, Prediction
@@ -173,7 +173,7 @@ class SmallStep:
 
     def __init__(self, case: StepCase) -> None:
         self.module, self.inputs = build_step(case)
-        self._step = _Step(self.module, self.inputs, {}, True, None)
+        self._step = CapturedStep(self.module, self.inputs, {}, True, None)
         captured = self._step.captured
         self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
         self.parameters = captured.parameter_of_gradient()
