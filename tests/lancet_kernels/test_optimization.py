@@ -17,7 +17,8 @@ from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import node_name
 from lancet_kernels.training.ranks import Rank
-from lancet_kernels.training.train_loop import TrainOptions, train
+from lancet_kernels.training.train_loop import train
+from lancet_kernels.training.train_options import TrainOptions
 from tests.grids import few_of
 from tests.optimized import BOUND, optimized, outcome_of
 from tests.planned_steps import (
