@@ -24,7 +24,7 @@ from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Program
-from lancet_kernels.layer import moe_layers
+from lancet_kernels.model_layers import moe_layers
 from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import Groups, group_size
 from lancet_kernels.schedules.apply import reorder

@@ -27,7 +27,8 @@ from lancet_kernels.graph.pieces import check_compiler
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.guards import Arguments, Guards, bind, refuse_sharded, to_trace
-from lancet_kernels.layer import BACKENDS, moe_layers, name_layers
+from lancet_kernels.layer import BACKENDS
+from lancet_kernels.model_layers import moe_layers, name_layers
 from lancet_kernels.ops.groups import Groups, group_rank
 from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.rank_agreement import capture_alike, plans_of_first_rank

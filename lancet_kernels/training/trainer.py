@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels.layer import moe_layers, name_layers, set_routing_step
+from lancet_kernels.model_layers import moe_layers, name_layers, set_routing_step
 from lancet_kernels.ops.groups import Groups, group_of
 from lancet_kernels.ops.link import emulate_link, link
 from lancet_kernels.ops.waiting import waiting

@@ -406,7 +406,7 @@ import sys, torch
 from lancet_kernels import cli
 from lancet_kernels.training.trainer import Trainer
 from lancet_kernels.training.launch import launch, under_launcher
-from lancet_kernels.layer import moe_layers
+from lancet_kernels.model_layers import moe_layers
 step = Trainer.step
 
 def step_with_nan(trainer, number):
