@@ -22,6 +22,7 @@ from lancet_kernels.graph.capture import (
 )
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Program
 from lancet_kernels.model_layers import moe_layers
@@ -79,7 +80,7 @@ class CapturedStep:
             insert_all_reduces(
                 captured.joint, captured.parameter_of_gradient(), self.gradient_groups, replica
             )
-        reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
+        reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
         return captured
 
     def graph(self) -> fx.GraphModule:
@@ -132,7 +133,7 @@ class CapturedStep:
             cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
             estimate = CostModel.for_cluster(cluster, ranks, expert_ranks=expert_ranks)
-            return CostedGraph(module, inputs, Program.from_fx(module), estimate)
+            return CostedGraph(module, inputs, program_from_fx(module), estimate)
         program = self.profiler.program(module, inputs)
         layers = moe_layers(self.model)
         cost = self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)

@@ -14,7 +14,7 @@ from torch import fx
 
 from lancet_kernels.captured_step import CapturedStep
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.program import Program
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.ops.groups import group_of, group_rank, group_size
 from lancet_kernels.ops.waiting import waiting
@@ -32,7 +32,7 @@ def capture_alike(step: CapturedStep) -> tuple[fx.GraphModule, list[object]]:
         tensors = [*step.model.named_parameters(), *step.model.named_buffers()]
         state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
         # Each rank gets this of every rank, so a digest of it.
-        digest = fingerprint(Program.from_fx(module)) + hashlib.sha256(repr(state).encode()).hexdigest()
+        digest = fingerprint(program_from_fx(module)) + hashlib.sha256(repr(state).encode()).hexdigest()
     except UserError as error:
         refusal = error
     fingerprints = values_of_ranks(step.groups.world, digest)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from lancet_kernels.kernels.cost_entry import LayerSort
 from lancet_kernels.kernels.fused_cost import FusedCost, LaunchWork
-from lancet_kernels.kernels.measured_cost import LayerSort, MeasuredCost
+from lancet_kernels.kernels.measured_cost import MeasuredCost
 from lancet_kernels.ops.groups import group_size
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from lancet_kernels import expert_parameters, moe_losses, set_routing_step
 from lancet_kernels.captured_step import CapturedStep
 from lancet_kernels.graph.capture import is_tangent, output_node
-from lancet_kernels.graph.from_fx import op_name
+from lancet_kernels.graph.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.schedules.axes import AxisInference
@@ -178,7 +178,7 @@ class SmallStep:
         self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
         self.parameters = captured.parameter_of_gradient()
         self.values = self._step.graph_inputs()
-        self.program = Program.from_fx(self.joint)
+        self.program = program_from_fx(self.joint)
         self.inference = AxisInference(self.program)
         self.names = [i.name for i in self.program.instructions]
 

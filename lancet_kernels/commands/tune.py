@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.tuning import KINDS
+from lancet_kernels.kernels.tuned_entry import KINDS
 from lancet_kernels.options import positive_float, positive_int
 from lancet_kernels.tuning.workloads import WORKLOADS, parse_workload
 
@@ -243,7 +243,7 @@ def _sort_of(reason: str) -> str:
 
 
 def _short(config: Any) -> str:
-    from lancet_kernels.kernels.tuning import config_fields
+    from lancet_kernels.kernels.tuned_entry import config_fields
 
     fields = config_fields(config)
     gemm = fields.pop("gemm", None)

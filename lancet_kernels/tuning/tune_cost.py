@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -26,18 +26,19 @@ import triton
 from lancet_kernels import symmetric
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.fused_pass import TIMEOUT_S, FusedPasses
+from lancet_kernels.kernels.cost_entry import INTERPRETER, CostEntry, LayerSort
 from lancet_kernels.kernels.fused_cost import DIRECTIONS, CostPoint, LaunchWork
 from lancet_kernels.kernels.held_back import held_back
-from lancet_kernels.kernels.measured_cost import INTERPRETER, CostEntry, LayerSort, MeasuredCost
-from lancet_kernels.kernels.overlap import DenseGemm, OverlapConfig
-from lancet_kernels.kernels.tuning import MEASURED, TunedCache, config_fields
+from lancet_kernels.kernels.measured_cost import MeasuredCost
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm
+from lancet_kernels.kernels.tuned_entry import MEASURED, config_fields
+from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_ranks import Ranks
 from lancet_kernels.tuning.tune_tasks import Task
 from lancet_kernels.tuning.workloads import Workload
-
-if TYPE_CHECKING:
-    from lancet_kernels.tuning.tuner import Place
 
 TOKEN_SHARES = (1, 2, 4)  # the workload's tokens over these
 COMM_SHARES = (16, 8, 4)  # one of so many programs puts

@@ -10,8 +10,8 @@ import torch
 from lancet_kernels.fused_step import FusedChoice
 from lancet_kernels.kernels import measured_cost as module
 from lancet_kernels.kernels import tuning
+from lancet_kernels.kernels.cost_entry import INTERPRETER, LayerSort
 from lancet_kernels.kernels.fused_cost import LaunchWork
-from lancet_kernels.kernels.measured_cost import INTERPRETER, LayerSort
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.schedules.fused import _best_fit
 from lancet_kernels.schedules.fused_layers import match_layers

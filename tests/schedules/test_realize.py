@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lancet_kernels.graph.capture import capture
-from lancet_kernels.graph.program import Kind, Program
+from lancet_kernels.graph.from_fx import program_from_fx
+from lancet_kernels.graph.program import Kind
 from lancet_kernels.schedules.apply import instruction_order, reorder
 from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
 from lancet_kernels.schedules.sink import sink_statistics
@@ -32,8 +33,8 @@ def test_a_plan_trains_as_the_module_does(name, strategy):
     model.zero_grad(set_to_none=True)
 
     captured = capture(model, inputs)
-    reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
-    program = Program.from_fx(captured.joint)
+    reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
+    program = program_from_fx(captured.joint)
     plan = make_plan(program, slow_link, strategy)
     assert plan.ranges
     realize(captured.joint, program, plan)

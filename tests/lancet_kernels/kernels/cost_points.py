@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lancet_kernels.kernels.cost_entry import CostEntry, LayerSort
 from lancet_kernels.kernels.fused_cost import CostPoint, FusedCost, LaunchWork
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.measured_cost import CostEntry, LayerSort
-from lancet_kernels.kernels.overlap import OverlapConfig
-from lancet_kernels.kernels.tuning import MEASURED, Entry, config_fields
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.tuned_entry import MEASURED, Entry, config_fields
 from lancet_kernels.tuning.tune_cost import CostSize, sizes_of
 from lancet_kernels.tuning.workloads import Workload
 

@@ -12,7 +12,8 @@ import torch
 
 from lancet_kernels.kernels import measured_cost as module
 from lancet_kernels.kernels import tuning
-from lancet_kernels.kernels.measured_cost import INTERPRETER, LayerSort, measured_cost
+from lancet_kernels.kernels.cost_entry import INTERPRETER, LayerSort
+from lancet_kernels.kernels.measured_cost import measured_cost
 from lancet_kernels.kernels.tuning import TunedCache
 from tests.lancet_kernels.kernels.cost_points import CONFIG, GPU, TRUTH, cost_entry, tuned_entry
 from tests.processes import processes

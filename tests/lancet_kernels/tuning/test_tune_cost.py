@@ -11,17 +11,19 @@ import torch
 import torch.distributed as dist
 
 from lancet_kernels.cli import main
+from lancet_kernels.kernels.cost_entry import INTERPRETER, LayerSort
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.launch_model import hardware_of
-from lancet_kernels.kernels.measured_cost import INTERPRETER, LayerSort, measured_cost
-from lancet_kernels.kernels.overlap import OverlapConfig
+from lancet_kernels.kernels.measured_cost import measured_cost
+from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.tuning import tune_cost, tune_tasks, tuner
+from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_cost import CostOutcome, CostSize, measure_points, planned_launches, sizes_of
 from lancet_kernels.tuning.tune_ranks import Ranks
 from lancet_kernels.tuning.tune_tasks import make_tasks
-from lancet_kernels.tuning.tuner import Place, tune
+from lancet_kernels.tuning.tuner import tune
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 from tests.lancet_kernels.kernels.cost_points import CONFIG
 
