@@ -1,6 +1,7 @@
 """What a plan adds to a step is priced as the device that runs it has it: measured once, kept, and named."""
 
 import json
+import math
 from dataclasses import replace
 from itertools import groupby
 
@@ -24,6 +25,8 @@ from lancet_kernels.schedules.ranges import expand, reassembly_instruction
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from tests.planned_steps import SmallStep, StepCase
 
+PER_EXPERT = ("lancet.grouped_gemm_dw", "lancet.grouped_gemm_dbias")
+"""Their results have no rows."""
 GIGABYTES_PER_S = 2800.0
 LAUNCH_MS = 0.003
 CASE = StepCase(layers=2)
@@ -140,13 +143,16 @@ def test_parts_are_run_with_the_operands_of_a_part(fake_gpu, step) -> None:
         for cut, parts in [(c, k) for c in cuts for k in c.parts]:
             result = next(results)
             made, specs = part_instruction(instruction, step.program.tensors, cut.axes, 0, parts)
-            if cut.axes.get(instruction.outputs[0], WHOLE) >= 0:
-                found = result[0] if isinstance(result, tuple) else result
-                assert tuple(found.shape) == specs[made.outputs[0]].shape
-            if instruction.op == "lancet.grouped_gemm":
-                rows = [int((r != 0).any(-1).sum()) for r in (whole, result)]
-                experts = whole.shape[0] * whole.shape[1]
-                assert 0 < rows[1] <= rows[0] // parts + experts
+            parted = result[0] if isinstance(result, tuple) else result
+            if rule_for(instruction).in_experts:
+                # A window of the slots of every (rank, expert): 1/k of its rows, rounded up.
+                counts = next(t for t in instruction.inputs if "int" in step.program.tensors[t].dtype)
+                groups = math.prod(step.program.tensors[counts].shape)
+                if parted.is_floating_point() and instruction.op not in PER_EXPERT:
+                    assert parted.shape[1:] == whole.shape[1:]
+                    assert 0 < parted.shape[0] <= whole.shape[0] // parts + groups
+            elif cut.axes.get(instruction.outputs[0], WHOLE) >= 0:
+                assert tuple(parted.shape) == specs[made.outputs[0]].shape
     assert not list(results)
     assert all(
         step.program.instructions[step.program.index[cut.node]].phase is Phase.FORWARD
