@@ -14,7 +14,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Program
-from lancet_kernels.kernels.cost_entry import LayerSort
+from lancet_kernels.kernels.cost_entry import LayerKind
 from lancet_kernels.kernels.measured_cost import MeasuredCost, measured_cost
 from lancet_kernels.rank_agreement import capture_alike, fused_groups_of_first_rank
 from lancet_kernels.schedules.fused import CHOICES, choose_groups
@@ -103,10 +103,10 @@ class FusedChoice:
     def _simulated(self, program: Program, cost: Cost) -> Timeline:
         return Planner(program, cost, self.options).plan(self.strategy).simulate(program, cost)
 
-    def _measured_of(self, sort: LayerSort) -> tuple[MeasuredCost | None, str]:
+    def _measured_of(self, kind: LayerKind) -> tuple[MeasuredCost | None, str]:
         if not self.here:
             return None, "the plan is for another machine"
-        return measured_cost(sort, self.device)
+        return measured_cost(kind, self.device)
 
     def _stored(self, program: Program) -> tuple[FusedGroup, ...]:
         try:

@@ -23,7 +23,7 @@ from lancet_kernels.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.costs import Cost, source_of
 from lancet_kernels.graph.host_waits import host_waits
-from lancet_kernels.graph.pieces import check_compiler
+from lancet_kernels.graph.inner_compile import check_compiler
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.guards import Arguments, Guards, bind, refuse_sharded, to_trace

@@ -213,7 +213,7 @@ def _configuration_text(outcome: Outcome, place: Place) -> list[str]:
     reasons: dict[str, int] = {}
     for candidate in outcome.candidates:
         if candidate.reason:
-            reason = _sort_of(candidate.reason)
+            reason = _kind_of_reason(candidate.reason)
             reasons[reason] = reasons.get(reason, 0) + 1
     pruned = "".join(f", {count} {reason}" for reason, count in reasons.items())
     lines = [f"    {len(outcome.candidates)} candidates: {len(outcome.kept)} kept{pruned}"]
@@ -228,7 +228,7 @@ def _configuration_text(outcome: Outcome, place: Place) -> list[str]:
     return lines
 
 
-def _sort_of(reason: str) -> str:
+def _kind_of_reason(reason: str) -> str:
     """A reason without its numbers, so that alike ones can be counted."""
     who, what = reason.split(": ", 1)
     if "times the best" in what:

@@ -17,7 +17,7 @@ INTERPRETER = "interpreter"
 
 
 @dataclass(frozen=True)
-class LayerSort:
+class LayerKind:
     """What the cost of a layer's launches depends on, but for how much there is to move and to compute.
 
     Attributes: width, hidden: D and F of the experts. dtype: of the rows ("bfloat16"). ranks: in its group.
@@ -41,7 +41,7 @@ class LayerSort:
 
 @dataclass(frozen=True)
 class CostEntry:
-    """Everything that was timed for one sort of layer.
+    """Everything that was timed for one kind of layer.
 
     Attributes:
         device: the GPU's name. how: "measured", or "interpreter" (device and how), which proves only.
@@ -49,7 +49,7 @@ class CostEntry:
         workload: what was run. points: of both directions. triton: its version. date: ISO.
     """
 
-    sort: LayerSort
+    kind: LayerKind
     device: str
     how: str
     config: dict[str, Any]
@@ -60,14 +60,14 @@ class CostEntry:
 
     @property
     def key(self) -> str:
-        return self.sort.key(self.device)
+        return self.kind.key(self.device)
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> CostEntry:
         """Raises ValueError, KeyError, TypeError or AttributeError for what `asdict` did not make."""
-        sort = LayerSort(**raw["sort"])
+        kind = LayerKind(**raw["kind"])
         points = tuple(CostPoint(**{**p, "work": LaunchWork(**p["work"])}) for p in raw["points"])
-        entry = cls(**{**raw, "sort": sort, "points": points})
+        entry = cls(**{**raw, "kind": kind, "points": points})
         if entry.how not in (MEASURED, INTERPRETER) or (entry.how == INTERPRETER) != (
             entry.device == INTERPRETER
         ):

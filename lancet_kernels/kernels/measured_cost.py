@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lancet_kernels.kernels.cost_entry import CostEntry, LayerSort
+from lancet_kernels.kernels.cost_entry import CostEntry, LayerKind
 from lancet_kernels.kernels.fused_cost import FusedCost, LaunchWork
 from lancet_kernels.kernels.tuned_entry import MEASURED, config_fields
 from lancet_kernels.kernels.tuning import PACKAGE_TABLE, TunedCache, default_cache, device_name, tuned
@@ -19,16 +19,16 @@ from lancet_kernels.kernels.tuning import PACKAGE_TABLE, TunedCache, default_cac
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """The cost functions of a sort of layer, and the entry that they were fitted to."""
+    """The cost functions of a kind of layer, and the entry that they were fitted to."""
 
     functions: dict[str, FusedCost]
     entry: CostEntry
 
     def work(self, direction: str, rows: int, itemsize: int) -> LaunchWork:
         """A pass of so many rows with the programs of the configuration."""
-        sort, config = self.entry.sort, self.entry.config
+        kind, config = self.entry.kind, self.entry.config
         grid = {name: config[name] for name in ("programs", "comm_programs")}
-        sizes = sort.width, sort.hidden, sort.activation, itemsize, sort.ranks
+        sizes = kind.width, kind.hidden, kind.activation, itemsize, kind.ranks
         return LaunchWork.of_pass(direction, rows, *sizes, **grid)
 
     def __str__(self) -> str:
@@ -38,11 +38,11 @@ class MeasuredCost:
         of = {d: (f, [p for p in entry.points if p.direction == d]) for d, f in self.functions.items()}
         efficiencies = ", ".join(f"{f.efficiency:.2f} {direction}" for direction, (f, _) in of.items())
         errors = " and ".join(f"{100 * f.error(points):.0f} %" for f, points in of.values())
-        where = f"on {entry.device}, {entry.sort.ranks} ranks, {len(entry.points)} launches"
+        where = f"on {entry.device}, {entry.kind.ranks} ranks, {len(entry.points)} launches"
         return f"measured {entry.date} {where}: efficiency {efficiencies}, off by {errors}"
 
 
-def measured_cost(sort: LayerSort, device: torch.device) -> tuple[MeasuredCost | None, str]:
+def measured_cost(kind: LayerKind, device: torch.device) -> tuple[MeasuredCost | None, str]:
     """The measured cost functions for a device, or None; with words for people: what they are, or why none.
 
     The package's table goes before the user's cache, as for configurations.
@@ -50,12 +50,12 @@ def measured_cost(sort: LayerSort, device: torch.device) -> tuple[MeasuredCost |
     if device.type != "cuda":
         return None, "nothing is measured on a CPU"
     name, _ = device_name(device)
-    key = sort.key(name)
+    key = kind.key(name)
     found = [TunedCache(path).costs().get(key) for path in (PACKAGE_TABLE, default_cache())]
     entry = next((entry for entry in found if entry is not None and entry.how == MEASURED), None)
     if entry is None:
         return None, f"nothing is measured for {key}"
-    config = tuned("overlap", sort.shape, getattr(torch, sort.dtype), device)
+    config = tuned("overlap", kind.shape, getattr(torch, kind.dtype), device)
     if config is None or config_fields(config) != entry.config:
         return None, f"what is measured for {key} is of another configuration than the one tuned last"
     try:

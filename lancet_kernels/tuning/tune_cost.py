@@ -26,7 +26,7 @@ import triton
 from lancet_kernels import symmetric
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.fused_pass import TIMEOUT_S, FusedPasses
-from lancet_kernels.kernels.cost_entry import INTERPRETER, CostEntry, LayerSort
+from lancet_kernels.kernels.cost_entry import INTERPRETER, CostEntry, LayerKind
 from lancet_kernels.kernels.fused_cost import DIRECTIONS, CostPoint, LaunchWork
 from lancet_kernels.kernels.held_back import held_back
 from lancet_kernels.kernels.measured_cost import MeasuredCost
@@ -150,8 +150,8 @@ def cost_of_winner(
     launches = planned_launches(task, config, ranks.world)
     if clock is None:
         return CostOutcome("no GPU", launches)
-    sort = _sort_of(task, ranks.world)
-    known = ranks.from_first(None if force else cache.costs().get(sort.key(_device(place, clock))))
+    kind = _kind_of(task, ranks.world)
+    known = ranks.from_first(None if force else cache.costs().get(kind.key(_device(place, clock))))
     if known is not None and (known.config, known.triton) == (config_fields(config), triton.__version__):
         return CostOutcome("known", len(known.points), _how_good(known), known)
     if not ranks.from_first(in_time):
@@ -164,7 +164,7 @@ def cost_of_winner(
         return CostOutcome("failed", launches, f"does not run: {str(error).splitlines()[0]}")
     how = MEASURED if clock.device.type == "cuda" else INTERPRETER
     entry = CostEntry(
-        sort, _device(place, clock), how, config_fields(config), str(task.workload), tuple(points),
+        kind, _device(place, clock), how, config_fields(config), str(task.workload), tuple(points),
         triton.__version__, date.today().isoformat(),
     )  # fmt: skip
     if save:
@@ -172,9 +172,9 @@ def cost_of_winner(
     return CostOutcome("measured", len(points), _how_good(entry), entry)
 
 
-def _sort_of(task: Task, ranks: int) -> LayerSort:
+def _kind_of(task: Task, ranks: int) -> LayerKind:
     w = task.workload
-    return LayerSort(w.width, w.hidden, w.activation, str(task.dtype).removeprefix("torch."), ranks)
+    return LayerKind(w.width, w.hidden, w.activation, str(task.dtype).removeprefix("torch."), ranks)
 
 
 def _device(place: Place, clock: Clock) -> str:

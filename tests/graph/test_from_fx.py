@@ -8,10 +8,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Kind, Phase
-from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients, weight_gradients
+from lancet_kernels.schedules.weight_gradients import weight_gradients
 from tests.capturing import read_only_step
 from tests.grids import few_of
 from tests.model_zoo import Size
+from tests.schedules.algorithm_1 import schedule_weight_gradients
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 T, D, F = 6, 8, 10
