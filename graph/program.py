@@ -141,14 +141,6 @@ class Program:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check()
 
-    @classmethod
-    def from_fx(cls, module: Any, cost: Any = None, name: str = "graph") -> Program:
-        """The Program of an fx graph; see `lancet_kernels.graph.from_fx.program_from_fx`."""
-        # Here, not above: Programs need no torch.
-        from lancet_kernels.graph.from_fx import program_from_fx
-
-        return program_from_fx(module, cost, name)
-
     def __len__(self) -> int:
         return len(self.instructions)
 

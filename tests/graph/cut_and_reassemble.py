@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form
-from lancet_kernels.graph.from_fx import op_name, tensor_names
+from lancet_kernels.graph.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program import Instruction, Program
 from lancet_kernels.graph.rules import Rule, rule_for
 from lancet_kernels.ops.rows import expected_sizes
@@ -102,7 +102,7 @@ def instruction_of(node: fx.Node) -> tuple[Instruction, Program]:
 
 @lru_cache(maxsize=8)
 def _program_of(module: fx.GraphModule) -> Program:
-    return Program.from_fx(module)
+    return program_from_fx(module)
 
 
 def ways(node: fx.Node, rule: Rule | None = None) -> list[tuple[Form, ...]]:

@@ -6,11 +6,13 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lancet_kernels.graph.capture import capture
-from lancet_kernels.graph.program import Kind, Phase, Program
-from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients, weight_gradients
+from lancet_kernels.graph.from_fx import program_from_fx
+from lancet_kernels.graph.program import Kind, Phase
+from lancet_kernels.schedules.weight_gradients import weight_gradients
 from tests.capturing import read_only_step
 from tests.grids import few_of
 from tests.model_zoo import Size
+from tests.schedules.algorithm_1 import schedule_weight_gradients
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 T, D, F = 6, 8, 10
@@ -44,7 +46,7 @@ class Builder:
 def test_a_linear_layer_by_hand():
     model = nn.Linear(D, F)
     captured = capture(model, (torch.randn(T, D, requires_grad=True),))
-    program = Program.from_fx(captured.joint)
+    program = program_from_fx(captured.joint)
     by_op: dict[str, list] = {}
     for i in program.instructions:
         by_op.setdefault(i.op, []).append(i)
@@ -78,7 +80,7 @@ def test_functional_collectives():
     gathered = b.call(collectives.all_gather_into_tensor.default, y, 2, "0")
     module = b.module(y, done, b.call(collectives.wait_tensor.default, gathered))
 
-    program = Program.from_fx(module, name="by hand")
+    program = program_from_fx(module, name="by hand")
     kinds = {i.name: i.kind for i in program.instructions}
     assert kinds[sent.name] is Kind.ALL_TO_ALL
     assert kinds[reduced.name] is Kind.ALL_REDUCE
@@ -100,7 +102,7 @@ def test_costs_from_a_callback():
     x, w = b.input("x", T, D), b.input("w", D, F)
     y = b.call(aten.mm.default, x, w)
     z = b.call(aten.relu.default, y)
-    program = Program.from_fx(b.module(z), cost=lambda node: 2.5 if node is y else None)
+    program = program_from_fx(b.module(z), cost=lambda node: 2.5 if node is y else None)
     assert [i.milliseconds for i in program.instructions] == [2.5, None]
 
 
@@ -110,7 +112,7 @@ def test_mutation_and_tuples():
     first = b.call(aten.split.Tensor, x, 3, 1)
     taken = b.call(lambda pair: pair[0], first)  # an op that is no OpOverload
     b.call(aten.add_.Tensor, x, 1.0)
-    program = Program.from_fx(b.module(taken))
+    program = program_from_fx(b.module(taken))
     split, _, add = program.instructions
     assert split.outputs == (f"{first.name}.0", f"{first.name}.1")
     assert [program.tensors[t].alias_of for t in split.outputs] == ["x", "x"]
@@ -121,7 +123,7 @@ def test_mutation_and_tuples():
 def test_types_that_cuda_ops_return():
     b = Builder()
     x = b.input("seed", 2, dtype=torch.uint64)
-    program = Program.from_fx(b.module(b.call(aten.clone.default, x)))
+    program = program_from_fx(b.module(b.call(aten.clone.default, x)))
     assert [spec.bytes for spec in program.tensors.values()] == [16, 16]
 
 
@@ -171,7 +173,7 @@ def test_ten_thousand_nodes():
         with module.graph.inserting_before(module.graph.output_node()):
             node = module.graph.call_function(aten.relu.default, (x,))
             node.meta["val"] = x.meta["val"]
-    program = Program.from_fx(module)
+    program = program_from_fx(module)
     assert program.reachability.reaches(0, 1)
     scheduled = schedule_weight_gradients(program, lambda i, t: float(i.flops > 0 or i.kind.is_communication))
     assert len(scheduled) == len(program) >= 9_990

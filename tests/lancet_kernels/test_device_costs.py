@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancet_kernels import optimization
+from lancet_kernels import captured_step
 from lancet_kernels.graph import measure_device
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.communication import CommunicationModel
@@ -61,14 +61,14 @@ def fake_gpu(monkeypatch):
         raise AssertionError(f"priced by cluster file {name}")
 
     monkeypatch.setattr(measure_device, "milliseconds_of", milliseconds_of)
-    monkeypatch.setattr(optimization, "load_cluster", no_cluster)
+    monkeypatch.setattr(captured_step, "load_cluster", no_cluster)
     return calls
 
 
 def costs_of(step: SmallStep, folder, model: str = "cuda Fake GPU, 1 threads") -> MeasuredCosts:
     profiler = step._step.profiler = Profiler(step._step.groups, torch.device("cpu"), folder / "times.json")
     profiler.device_model = model
-    step.program, cost = step._step.costs(step.joint, step.values, None)
+    _, _, step.program, cost = step._step.costed(step.joint, step.values, None)
     return cost
 
 

@@ -17,8 +17,8 @@ from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions, compare, make_plan
-from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
 from tests.examples import examples
+from tests.schedules.algorithm_1 import schedule_weight_gradients
 from tests.schedules.made_programs import given, program, random_programs, tiny_step
 
 
