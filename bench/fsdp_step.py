@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Program
 
 collectives = torch.ops._c10d_functional
@@ -289,7 +290,7 @@ def captured(shape: Shape) -> Iterator[CapturedStep]:
         for node in joint.graph.nodes:
             if ranks.replica in node.args:
                 node.meta["group"] = "replica"
-        program = Program.from_fx(joint, name=shape.name)
+        program = program_from_fx(joint, name=shape.name)
         cost = CostModel.for_cluster(
             load_cluster(shape.cluster), shape.ranks, expert_ranks=shape.expert_ranks
         )

@@ -22,6 +22,7 @@ from torch import fx
 from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.costs import MeasuredCosts, collective_of
 from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.measure import measure_communication, measure_nodes
 from lancet_kernels.graph.measure_device import (
     cuts_to_measure,
@@ -31,7 +32,7 @@ from lancet_kernels.graph.measure_device import (
 )
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, Program
-from lancet_kernels.kernels.tuning import cache_folder
+from lancet_kernels.kernels.cache_folder import cache_folder
 from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
 from lancet_kernels.ops.link import link
 from lancet_kernels.ops.waiting import waiting
@@ -72,7 +73,7 @@ class Profiler:
 
         Args: inputs: one per placeholder of the graph.
         """
-        program = Program.from_fx(module)
+        program = program_from_fx(module)
         # Fused launches say themselves what they take: alone, without peers at work, they cannot be timed.
         given = {n.name: n.meta["milliseconds"] for n in module.graph.nodes if "milliseconds" in n.meta}
         keys = {i.name: self._key(i, program) for i in program.instructions if i.name not in given}

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.trace import Assumptions
-from lancet_kernels.layer import moe_layers
+from lancet_kernels.model_layers import moe_layers
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 """What a call gives: by position, and by name."""

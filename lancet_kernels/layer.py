@@ -7,7 +7,6 @@ D  d_model                  F  d_ff                 K  top_k      C  capacity
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from numbers import Integral, Real
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels import ops
-from lancet_kernels.dropout_layer import set_dropout_step
 from lancet_kernels.errors import UserError
+from lancet_kernels.expert_names import ExpertsByGlobalId
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates import GATES, Gate, parse_gate
-from lancet_kernels.ops.groups import Groups, data_group_name, group_name, group_rank, group_size
+from lancet_kernels.ops.groups import Groups, group_name, group_rank, group_size
 from lancet_kernels.ops.losses import RoutingSums
 from lancet_kernels.ops.waiting import enter_layer
 
@@ -31,7 +30,7 @@ BACKENDS = ("torch", "fused")
 _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[MoELayer]] = WeakKeyDictionary()
 
 
-class MoELayer(nn.Module):
+class MoELayer(ExpertsByGlobalId):
     """Experts behind a gate: x[..., D] -> [..., D], each token through K of E experts.
 
     Experts are split over the ranks of `group`; everything else is replicated. Which gradients are summed
@@ -366,47 +365,6 @@ class MoELayer(nn.Module):
         load_E = assigned_E.to(self.correction_bias.dtype)
         self.correction_bias += rate * torch.sign(load_E.mean() - load_E)
 
-    def expert_names(self) -> Iterator[str]:
-        """Names of the parameters [L, ...] that hold the experts of this rank."""
-        return (name for name in ("w1", "b1", "w2", "b2") if getattr(self, name) is not None)
-
-    def expert_ids(self) -> range:
-        """Global ids of the experts on this rank."""
-        return range(self.rank * self.local_experts, (self.rank + 1) * self.local_experts)
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for name in self.expert_names():
-            stacked = destination.pop(prefix + name)
-            for local, expert in enumerate(self.expert_ids()):
-                destination[f"{prefix}experts.{expert}.{name}"] = stacked[local]
-
-    def _load_from_state_dict(
-        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        not_stacked = []
-        for name in self.expert_names():
-            keys = [f"{prefix}experts.{expert}.{name}" for expert in self.expert_ids()]
-            if all(key in state_dict for key in keys):
-                state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
-            elif prefix + name not in state_dict:
-                not_stacked.append(prefix + name)
-                missing_keys += [key for key in keys if key not in state_dict]
-                # Known, so not unexpected; an incomplete parameter stays as it is.
-                for key in keys:
-                    state_dict.pop(key, None)
-        # A full checkpoint also has the other ranks' experts: not ours to load, not unexpected either.
-        for key in [k for k in state_dict if k.startswith(prefix + "experts.")]:
-            expert = key.removeprefix(prefix + "experts.").split(".")[0]
-            if expert.isdigit() and int(expert) < self.num_experts and int(expert) not in self.expert_ids():
-                del state_dict[key]
-        own_missing: list[str] = []
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
-        )
-        # Under their global names they are told already.
-        missing_keys += [key for key in own_missing if key not in not_stacked]
-
     def extra_repr(self) -> str:
         return (
             f"d_model={self.d_model}, d_ff={self.d_ff}, num_experts={self.num_experts}, top_k={self.top_k}, "
@@ -414,52 +372,3 @@ class MoELayer(nn.Module):
             f"backend={self.backend}, "
             f"experts {self.expert_ids().start} to {self.expert_ids().stop - 1} here"
         )
-
-
-def moe_layers(model: nn.Module) -> list[MoELayer]:
-    """All MoE layers of a model, in order."""
-    return [module for module in model.modules() if isinstance(module, MoELayer)]
-
-
-def name_layers(model: nn.Module) -> None:
-    """Let messages about a failed collective name each MoE layer of a model as the model does."""
-    for name, module in model.named_modules():
-        if isinstance(module, MoELayer):
-            module.name = name or module.name
-
-
-def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that differ between the ranks of an expert group: all-reduce their gradients over the
-    replica group alone.
-
-    Found through the layers, not by a mark on the parameter, which a copy of the model would lose.
-    """
-    return [getattr(layer, name) for layer in moe_layers(model) for name in layer.expert_names()]
-
-
-def set_routing_step(model: nn.Module, step: int) -> None:
-    """Tell what draws random numbers in a model, its random gates and `Dropout`s, which training step it is.
-
-    Raises: UserError if two dropouts have the same call site.
-    """
-    set_dropout_step(model, step)
-    for layer in moe_layers(model):
-        if layer.gate.key == "index":
-            layer.routing_step.fill_(step)
-
-
-def moe_losses(sums: list[RoutingSums], group: dist.ProcessGroup | Groups | None = None) -> ops.MoELosses:
-    """Load-balance loss, z-loss and statistics of the layers whose sums are given (see `ops.losses`).
-
-    Collective over `group`, all ranks with different tokens (None: all ranks): one small all-reduce.
-    """
-    is_list = isinstance(sums, (list, tuple)) and not isinstance(sums, RoutingSums)
-    if not is_list or not sums or not all(isinstance(one, RoutingSums) for one in sums):
-        wrong = next((one for one in sums if not isinstance(one, RoutingSums)), None) if is_list else sums
-        raise UserError(
-            "sums",
-            got="none" if is_list and not sums else f"a {type(wrong).__name__}{' in the list' * is_list}",
-            expected="one RoutingSums per MoE layer",
-            do="call forward with return_sums=True, and give a list of what comes second",
-        )
-    return ops.losses.moe_losses(sums, data_group_name(group))

@@ -25,15 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.exchange import Exchange
-from lancet_kernels.kernels.overlap import (
-    DenseGemm,
-    Experts,
-    OverlapConfig,
-    Routing,
-    SavedPass,
-    moe_backward,
-    moe_forward,
-)
+from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
 from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.kernels.slots_kernel import inverse_tables
 from lancet_kernels.ops.groups import group_of, group_timeout_s
@@ -126,7 +120,7 @@ class LayerExchange:
         memory = FusedMemory.of(self.group, like.device, self.timeout_s)
         key = capacity, like.dtype, like.device
         if key not in self._made or self._made[key][0] is not memory:
-            config = self.config or OverlapConfig.default(
+            config = self.config or default_overlap_config(
                 self.width, self.hidden, self.activation, like.dtype, like.device
             )
             sizes = {

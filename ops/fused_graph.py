@@ -106,7 +106,8 @@ def fused_experts_backward_op(
 
     dense_a [N, A] and dense_b [N, B], pairs: a^T b rides along in the same launch. -> [A, B] each.
     """
-    from lancet_kernels.kernels.overlap import DenseGemm, moe_backward
+    from lancet_kernels.kernels.overlap import moe_backward
+    from lancet_kernels.kernels.overlap_data import DenseGemm
 
     number = int(ticket)
     if number not in _passes:

@@ -33,9 +33,9 @@ from lancet_kernels.schedules.fused_prediction import (
     MeasuredOf,
     ModelledLaunch,
     Rider,
+    kind_of,
     measured_launch,
     nothing_measured,
-    sort_of,
 )
 from lancet_kernels.schedules.plan import FusedGroup
 from lancet_kernels.schedules.simulate import Timeline
@@ -59,7 +59,7 @@ def choose_groups(
     Args:
         program: of the graph. timeline: of the best plan on streams, which fused launches must beat.
         lowering: "auto", or "fused" or "streams" for every layer that allows it.
-        measured_of: what the tuner measured for a sort of layer on the device that will run it.
+        measured_of: what the tuner measured for a kind of layer on the device that will run it.
     """
     if lowering not in CHOICES:
         raise UserError("lowering", got=repr(lowering), expected=f"one of {CHOICES}", do="name one of these")
@@ -69,7 +69,7 @@ def choose_groups(
     groups = [FusedGroup(name, False, (), 0.0, 0.0, 0.0, f"streams: {why}") for name, why in refused.items()]
     taken: set[str] = set()
     for layer in layers:
-        found, words = measured_of(sort_of(layer))
+        found, words = measured_of(kind_of(layer))
         riders = [_rider(n, program, ms) for n in independent_gradients(module.graph, layer)]
         group = _predict(
             layer, program, ms, exposed, busy, found, [rider for rider in riders if rider.name not in taken]

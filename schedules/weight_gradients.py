@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lancet_kernels.graph.costs import Cost, collective_of, durations
+from lancet_kernels.graph.costs import collective_of
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 
@@ -126,14 +126,8 @@ def assign(program: Program, ms: Sequence[float]) -> dict[int, list[Unit]]:
     return assigned
 
 
-def schedule_weight_gradients(program: Program, cost: Cost) -> Program:
-    """The program with its weight gradients behind the all-to-alls that they overlap (Algorithm 1)."""
-    ms = durations(program, cost)
-    return program.reordered(greedy_order(program, ms))
-
-
 def greedy_order(program: Program, ms: Sequence[float]) -> list[int]:
-    """The same as positions, for durations by position."""
+    """Positions, the weight gradients behind the all-to-alls that they overlap. Args: ms: by position."""
     slots: dict[int, float] = {}
     for a, chosen in assign(program, ms).items():
         for unit in chosen:
@@ -175,12 +169,3 @@ def _already_filled(program: Program, ms: Sequence[float], a: int, movable: int)
             if not movable >> i & 1:
                 total += ms[i]
     return total
-
-
-def assigned_names(program: Program, ms: Sequence[float]) -> dict[str, list[str]]:
-    """`assign` in names, for reports: all-to-all -> weight gradients that overlap it."""
-    names = [i.name for i in program.instructions]
-    return {
-        names[a]: [names[i] for unit in chosen for i in unit.positions]
-        for a, chosen in assign(program, ms).items()
-    }

@@ -33,7 +33,7 @@ from lancet_kernels.training.launch import Rank, launch, start_ranks, under_laun
 from lancet_kernels.training.models import MODELS, GPT2MoE, ModelConfig
 from lancet_kernels.training.ranks import LAUNCHER_PID
 from lancet_kernels.training.step import TrainingStep
-from lancet_kernels.training.train_loop import TrainOptions, build_config, check_options
+from lancet_kernels.training.train_options import TrainOptions, build_config, check_options
 
 if TYPE_CHECKING:
     from lancet_kernels.optimized_module import OptimizedModule

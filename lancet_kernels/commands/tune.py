@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.tuning import KINDS
+from lancet_kernels.kernels.tuned_entry import KINDS
 from lancet_kernels.options import positive_float, positive_int
 from lancet_kernels.tuning.workloads import WORKLOADS, parse_workload
 
@@ -213,7 +213,7 @@ def _configuration_text(outcome: Outcome, place: Place) -> list[str]:
     reasons: dict[str, int] = {}
     for candidate in outcome.candidates:
         if candidate.reason:
-            reason = _sort_of(candidate.reason)
+            reason = _kind_of_reason(candidate.reason)
             reasons[reason] = reasons.get(reason, 0) + 1
     pruned = "".join(f", {count} {reason}" for reason, count in reasons.items())
     lines = [f"    {len(outcome.candidates)} candidates: {len(outcome.kept)} kept{pruned}"]
@@ -228,7 +228,7 @@ def _configuration_text(outcome: Outcome, place: Place) -> list[str]:
     return lines
 
 
-def _sort_of(reason: str) -> str:
+def _kind_of_reason(reason: str) -> str:
     """A reason without its numbers, so that alike ones can be counted."""
     who, what = reason.split(": ", 1)
     if "times the best" in what:
@@ -243,7 +243,7 @@ def _sort_of(reason: str) -> str:
 
 
 def _short(config: Any) -> str:
-    from lancet_kernels.kernels.tuning import config_fields
+    from lancet_kernels.kernels.tuned_entry import config_fields
 
     fields = config_fields(config)
     gemm = fields.pop("gemm", None)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer import expert_parameters, moe_layers
+from lancet_kernels.model_layers import expert_parameters, moe_layers
 from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
 from lancet_kernels.ops.groups import Groups, group_name, group_of, group_size
 from lancet_kernels.ops.waiting import waiting

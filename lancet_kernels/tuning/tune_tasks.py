@@ -25,11 +25,11 @@ from lancet_kernels.kernels import (
 )
 from lancet_kernels.kernels.gemm_operands import DTYPES
 from lancet_kernels.kernels.launch_model import Facts, Gemms, Hardware, gemm_ms, rows_ms
-from lancet_kernels.kernels.overlap import OverlapConfig
-from lancet_kernels.kernels.permute import RowConfig
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.row_config import RowConfig
 from lancet_kernels.kernels.specimen import Specimen
 from lancet_kernels.kernels.topk_kernel import RoutingConfig, lanes
-from lancet_kernels.kernels.tuning import KINDS, Shape, key_of
+from lancet_kernels.kernels.tuned_entry import KINDS, Shape, key_of
 from lancet_kernels.tuning.workloads import Workload
 
 LANES_OF_AN_SM = 128

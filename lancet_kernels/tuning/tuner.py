@@ -34,17 +34,12 @@ import triton
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels import compile_pool
 from lancet_kernels.kernels.compile import SHARED_LIMIT
-from lancet_kernels.kernels.launch_model import Facts, Hardware, hardware_of
+from lancet_kernels.kernels.launch_model import Facts, Hardware
 from lancet_kernels.kernels.specimen import Specimen
-from lancet_kernels.kernels.tuning import (
-    MEASURED,
-    MODELLED,
-    PACKAGE_TABLE,
-    Entry,
-    TunedCache,
-    config_fields,
-)
+from lancet_kernels.kernels.tuned_entry import MEASURED, MODELLED, Entry, config_fields
+from lancet_kernels.kernels.tuning import PACKAGE_TABLE, TunedCache
 from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_cost import CostOutcome, cost_of_winner, planned_launches
 from lancet_kernels.tuning.tune_ranks import Ranks
 from lancet_kernels.tuning.tune_tasks import Task
@@ -53,32 +48,6 @@ from lancet_kernels.tuning.tune_tasks import Task
 PRUNE_ABOVE = 1.5
 # So a modelled winner replaces the default only if the model sees this much less time.
 MODELLED_GAIN = 0.25
-
-
-@dataclass(frozen=True)
-class Place:
-    """What is tuned for: the GPU that is here (`device`), or an architecture to compile for.
-
-    Attributes: name: of the device in the cache's keys.
-    """
-
-    device: torch.device | None
-    name: str
-    hardware: Hardware
-
-    @property
-    def how(self) -> str:
-        return MODELLED if self.device is None else MEASURED
-
-    @staticmethod
-    def here(device: torch.device) -> Place:
-        properties = torch.cuda.get_device_properties(device)
-        arch = 10 * properties.major + properties.minor
-        return Place(device, properties.name, hardware_of(arch, properties.name))
-
-    @staticmethod
-    def modelled(arch: int) -> Place:
-        return Place(None, f"sm_{arch}", hardware_of(arch))
 
 
 @dataclass

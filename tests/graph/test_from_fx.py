@@ -9,15 +9,16 @@ from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.costs import CostModel
-from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.from_fx import program_from_fx
+from lancet_kernels.graph.program import Instruction, Kind, Phase
 from lancet_kernels.schedules.weight_gradients import (
     overlappable,
-    schedule_weight_gradients,
     weight_gradients,
 )
 from tests.capturing import read_only_step
 from tests.grids import few_of
 from tests.model_zoo import Size
+from tests.schedules.algorithm_1 import schedule_weight_gradients
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 T, D, F = 6, 8, 10
@@ -51,7 +52,7 @@ class Builder:
 def test_a_linear_layer_by_hand():
     model = nn.Linear(D, F)
     captured = capture(model, (torch.randn(T, D, requires_grad=True),))
-    program = Program.from_fx(captured.joint)
+    program = program_from_fx(captured.joint)
     by_op: dict[str, list] = {}
     for i in program.instructions:
         by_op.setdefault(i.op, []).append(i)
@@ -85,7 +86,7 @@ def test_functional_collectives():
     gathered = b.call(collectives.all_gather_into_tensor.default, y, 2, "0")
     module = b.module(y, done, b.call(collectives.wait_tensor.default, gathered))
 
-    program = Program.from_fx(module, name="by hand")
+    program = program_from_fx(module, name="by hand")
     kinds = {i.name: i.kind for i in program.instructions}
     assert kinds[sent.name] is Kind.ALL_TO_ALL
     assert kinds[reduced.name] is Kind.ALL_REDUCE
@@ -107,7 +108,7 @@ def test_costs_from_a_callback():
     x, w = b.input("x", T, D), b.input("w", D, F)
     y = b.call(aten.mm.default, x, w)
     z = b.call(aten.relu.default, y)
-    program = Program.from_fx(b.module(z), cost=lambda node: 2.5 if node is y else None)
+    program = program_from_fx(b.module(z), cost=lambda node: 2.5 if node is y else None)
     assert [i.milliseconds for i in program.instructions] == [2.5, None]
 
 
@@ -117,7 +118,7 @@ def test_mutation_and_tuples():
     first = b.call(aten.split.Tensor, x, 3, 1)
     taken = b.call(lambda pair: pair[0], first)  # an op that is no OpOverload
     b.call(aten.add_.Tensor, x, 1.0)
-    program = Program.from_fx(b.module(taken))
+    program = program_from_fx(b.module(taken))
     split, _, add = program.instructions
     assert split.outputs == (f"{first.name}.0", f"{first.name}.1")
     assert [program.tensors[t].alias_of for t in split.outputs] == ["x", "x"]
@@ -128,7 +129,7 @@ def test_mutation_and_tuples():
 def test_types_that_cuda_ops_return():
     b = Builder()
     x = b.input("seed", 2, dtype=torch.uint64)
-    program = Program.from_fx(b.module(b.call(aten.clone.default, x)))
+    program = program_from_fx(b.module(b.call(aten.clone.default, x)))
     assert [spec.bytes for spec in program.tensors.values()] == [16, 16]
 
 
@@ -178,7 +179,7 @@ def test_ten_thousand_nodes():
         with module.graph.inserting_before(module.graph.output_node()):
             node = module.graph.call_function(aten.relu.default, (x,))
             node.meta["val"] = x.meta["val"]
-    program = Program.from_fx(module)
+    program = program_from_fx(module)
     assert program.reachability.reaches(0, 1)
     scheduled = schedule_weight_gradients(program, lambda i, t: float(i.flops > 0 or i.kind.is_communication))
     assert len(scheduled) == len(program) >= 9_990
@@ -202,7 +203,7 @@ def test_nodes_without_values():
     root = nn.Module()
     root.weight = nn.Parameter(torch.zeros(D, F))
     b.graph.output((picked,))
-    program = Program.from_fx(fx.GraphModule(root, b.graph))
+    program = program_from_fx(fx.GraphModule(root, b.graph))
     mm, where = program.instructions
     assert program.inputs == ("x", mm.inputs[1])
     assert program.parameters == (mm.inputs[1],)
@@ -233,7 +234,7 @@ def fsdp_step() -> fx.GraphModule:
 
 
 def test_gathers_and_scatters_are_priced_as_such():
-    program = Program.from_fx(fsdp_step())
+    program = program_from_fx(fsdp_step())
     whole = ITEM * D * F
     found = {i.op: i for i in program.instructions if i.kind is Kind.OTHER_COMMUNICATION}
     gather, scatter = found.values()
@@ -251,7 +252,7 @@ def test_gathers_and_scatters_are_priced_as_such():
 
 
 def test_weight_gradients_that_are_scattered():
-    program = Program.from_fx(fsdp_step())
+    program = program_from_fx(fsdp_step())
     found = [program.instructions[i].name for i in weight_gradients(program)]
     (dw,) = [
         i for i in program.instructions if i.op == "aten.mm" and program.tensors[i.outputs[0]].shape == (D, F)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lancet_kernels.graph.capture import capture
-from lancet_kernels.graph.program import Kind, Phase, Program
+from lancet_kernels.graph.from_fx import program_from_fx
+from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.graph.reachability import bitset
 from lancet_kernels.graph.synthetic import GATES, ModelShape, training_step
 from lancet_kernels.ops import gates
@@ -28,7 +29,7 @@ def pair(request):
     written = training_step(shape, gpus=1, batch=BATCH)
     tokens = torch.zeros(BATCH, config.sequence, dtype=torch.long)
     captured = capture(TrainingStep(GPT2MoE(config), 1), (tokens, tokens))
-    return written, Program.from_fx(captured.joint)
+    return written, program_from_fx(captured.joint)
 
 
 def gemms(program, phase):

@@ -14,12 +14,12 @@ from lancet_kernels.schedules.list_schedule import (
     list_order,
     list_schedule,
 )
-from lancet_kernels.schedules.optimum import optimal_order
 from lancet_kernels.schedules.peak_memory import peak_memory
 from lancet_kernels.schedules.simulate import simulate
-from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
 from tests.examples import examples
+from tests.schedules.algorithm_1 import schedule_weight_gradients
 from tests.schedules.made_programs import backward_of_layers, given, program, random_programs
+from tests.schedules.optimum import optimal_order
 
 
 def test_critical_path_by_hand():
