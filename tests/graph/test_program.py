@@ -155,7 +155,10 @@ PLAIN = [
         f"graph/{m}.py"
         for m in ("program", "program_json", "reachability", "clusters", "communication", "costs")
     ),
-    *(f"graph/{m}.py" for m in ("measured", "cut", "equations", "rules", "step_builder", "synthetic")),
+    *(
+        f"graph/{m}.py"
+        for m in ("measured", "part_instruction", "forms", "equations", "rules", "step_builder", "synthetic")
+    ),
     *(
         f"schedules/{m}.py"
         for m in ("clock", "simulate", "peak_memory", "weight_gradients", "list_schedule", "issue")

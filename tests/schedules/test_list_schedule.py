@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import durations
+from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.list_schedule import (
     FREE,
     LIMITED,
@@ -65,7 +66,8 @@ def test_memory_limit_holds_where_the_original_holds_it(p):
 def test_the_optimum_is_one(p):
     optimum = optimal_order(p, given, seconds=5)
     assert optimum.proven
-    assert simulate(p.reordered(optimum.order), given).iteration_ms == pytest.approx(optimum.iteration_ms)
+    order = issue_early(p, optimum.order)
+    assert simulate(p.reordered(order), given).iteration_ms == pytest.approx(optimum.iteration_ms)
     assert best_order(p, given).iteration_ms >= optimum.iteration_ms - 1e-6
 
 
