@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -25,7 +26,7 @@ from lancet_kernels.graph.device_costs import cut_key
 from lancet_kernels.graph.from_fx import op_name, tensor_names
 from lancet_kernels.graph.measure import GPU_SLEEP_CYCLES, unpaced
 from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec
-from lancet_kernels.graph.rules import IRREGULAR, RULES, WHOLE, rule_for
+from lancet_kernels.graph.rules import IRREGULAR, RULES, WHOLE, Rule, rule_for
 from lancet_kernels.ops.parts import window_counts
 
 PARTS = (2, 4, 8)
@@ -78,7 +79,7 @@ def measure_copies(device: torch.device) -> Points:
     while size <= _LARGEST_COPY.get(device.type, _LARGEST_COPY["cpu"]):
         # float32, read and written: eight bytes an element.
         half = torch.zeros(size // 16, device=device)
-        points.append((float(size), milliseconds_of(lambda half=half: torch.cat([half, half]), device)))
+        points.append((float(size), milliseconds_of(partial(torch.cat, [half, half]), device)))
         size *= 4
     return tuple(points)
 
@@ -103,7 +104,7 @@ def cuts_to_measure(program: Program) -> list[CutToMeasure]:
         rule = rule_for(instruction) if instruction.op in MEASURED_OPS else None
         if rule is None or not (instruction.phase is Phase.FORWARD or rule.in_experts):
             continue
-        for axes in _ways(instruction, program.tensors):
+        for axes in _ways(instruction, rule, program.tensors):
             sizes = [program.tensors[t].shape[a] for t, a in axes.items() if a >= 0]
             parts = tuple(k for k in PARTS if all(k <= size for size in sizes))
             if parts:
@@ -112,8 +113,8 @@ def cuts_to_measure(program: Program) -> list[CutToMeasure]:
     return list(found.values())
 
 
-def _ways(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> list[dict[str, int]]:
-    rule, operands = rule_for(instruction), (*instruction.inputs, *instruction.outputs)
+def _ways(instruction: Instruction, rule: Rule, tensors: Mapping[str, TensorSpec]) -> list[dict[str, int]]:
+    operands = (*instruction.inputs, *instruction.outputs)
     ways = [
         way
         for only_experts in (False, True)

@@ -57,12 +57,13 @@ class Profiler:
 
     def __init__(self, groups: Groups, device: torch.device, cache: str | Path | None = None) -> None:
         self.groups, self.device = groups, device
-        self.times = MeasuredTimes(cache or default_cache())
+        file = Path(cache or default_cache())
+        self.times = MeasuredTimes(file)
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         threads = torch.get_num_threads()
         self.device_model = f"{device.type} {kind or platform.machine()}, {threads} threads"
         self._where = f"{self.device_model}, {_ranks(groups)}, torch {torch.__version__}"
-        self._device_costs = DeviceCostsFile(self.times.path.with_name(DEVICE_COSTS))
+        self._device_costs = DeviceCostsFile(file.with_name(DEVICE_COSTS))
 
     def program(self, module: fx.GraphModule, inputs: Sequence[object]) -> Program:
         """The Program of a graph, each computation with its measured time, each all-to-all with the bytes
@@ -80,8 +81,9 @@ class Profiler:
         wanted = {*keys.values(), *(_bytes_key(keys[i.name]) for i in _all_to_alls(program))}
         known = self._from_first({key: self.times.get(key) for key in sorted(wanted)})
         if any(number is None for number in known.values()):
-            known = self._measure(module, inputs, program, keys)
-        return self._with_times(program, keys, known, given)
+            return self._with_times(program, keys, self._measure(module, inputs, program, keys), given)
+        times = {key: number for key, number in known.items() if number is not None}
+        return self._with_times(program, keys, times, given)
 
     def _measure(
         self, module: fx.GraphModule, inputs: Sequence[object], program: Program, keys: dict[str, str]
@@ -155,8 +157,8 @@ class Profiler:
             }
             self._remember(known)
         samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for key, ms in known.items():
-            collective, group, size = key.removeprefix(prefix).split()
+        for line, ms in known.items():
+            collective, group, size = line.removeprefix(prefix).split()
             samples.setdefault((collective, group), []).append((float(size), ms))
         return CommunicationModel.measured(samples)
 
@@ -200,7 +202,7 @@ class Profiler:
         if not self.groups.world:
             return values
         process_group = group_of(self.groups.world)
-        box = [values if process_group.rank() == 0 else None]
+        box: list = [values if process_group.rank() == 0 else None]
         with waiting("broadcast of the measured times", process_group):
             dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
         return box[0]

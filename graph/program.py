@@ -70,7 +70,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
-    bytes: int | None = None
+    bytes: int = None  # type: ignore[assignment]  # __post_init__ fills it in
     alias_of: str | None = None
 
     def __post_init__(self):
@@ -177,8 +177,8 @@ class Program:
         owner: dict[str, str] = {}
         for name in self.tensors:
             root = name
-            while self.tensors[root].alias_of is not None:
-                root = self.tensors[root].alias_of
+            while (storage := self.tensors[root].alias_of) is not None:
+                root = storage
             owner[name] = root
         return owner
 

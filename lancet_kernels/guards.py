@@ -144,7 +144,9 @@ class Guards:
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
         modules = list(module.modules())
-        self._places = [(m._parameters, n, p) for m in modules for n, p in m._parameters.items()]
+        self._places: list[tuple[Mapping[str, object], str, object]] = [
+            (m._parameters, n, p) for m in modules for n, p in m._parameters.items()
+        ]
         self._places += [(m._modules, n, child) for m in modules for n, child in m._modules.items()]
         self._trainable = [(p, p.requires_grad) for p in module.parameters()]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -68,6 +69,9 @@ class MoELayer(ExpertsByGlobalId):
     and loads it at any number of ranks.
     """
 
+    correction_bias: Tensor | None
+    routing_step: Tensor
+
     def __init__(
         self,
         d_model: int,
@@ -110,7 +114,7 @@ class MoELayer(ExpertsByGlobalId):
 
             self._exchange = LayerExchange(self.expert_group, self.local_experts, d_model, d_ff, activation)
 
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         hidden = input_width(activation, d_ff)
         self.router = (
             nn.Parameter(torch.empty(num_experts, d_model, **factory)) if self.gate.uses_logits else None
@@ -119,7 +123,8 @@ class MoELayer(ExpertsByGlobalId):
         self.w2 = nn.Parameter(torch.empty(self.local_experts, d_ff, d_model, **factory))
         self.b1 = nn.Parameter(torch.empty(self.local_experts, hidden, **factory)) if bias else None
         self.b2 = nn.Parameter(torch.empty(self.local_experts, d_model, **factory)) if bias else None
-        self.shared_up = self.shared_down = None
+        self.shared_up: nn.Linear | None = None
+        self.shared_down: nn.Linear | None = None
         if shared_expert_d_ff is not None:
             shared_hidden = input_width(activation, shared_expert_d_ff)
             self.shared_up = nn.Linear(d_model, shared_hidden, bias=bias, **factory)
@@ -234,7 +239,7 @@ class MoELayer(ExpertsByGlobalId):
         )
         count_WL = ops.kept_counts(used_out_E, capacity, self.ranks)
         y_TD = self._experts(self._cast(x_TD), expert_TK, slot_TK, weight_TK, count_WL, capacity)
-        if self.shared_up is not None:
+        if self.shared_up is not None and self.shared_down is not None:
             y_TD = y_TD + self.shared_down(activate(self.shared_up(x_TD), self.activation))
         y = y_TD.view(x.shape)
         if not return_sums:
@@ -247,9 +252,9 @@ class MoELayer(ExpertsByGlobalId):
         if self._exchange is not None and not torch.compiler.is_compiling():
             from lancet_kernels.ops.fused_experts import fused_experts
 
-            parameters = (self._cast(p) for p in (self.w1, self.b1, self.w2, self.b2))
+            w1, b1, w2, b2 = (self._cast(p) for p in (self.w1, self.b1, self.w2, self.b2))
             return fused_experts(
-                x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, *parameters, self._exchange
+                x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, self._exchange
             )
         row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
         received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)

@@ -77,7 +77,9 @@ def from_first_rank(group: str, make: Callable[[], list]) -> list:
     """What rank 0 makes, on every rank. Raises: rank 0's error there, UserError with it on the others."""
     if not group:
         return make()
-    process_group, box, failure = group_of(group), [None], None
+    process_group = group_of(group)
+    box: list = [None]
+    failure: Exception | None = None
     if group_rank(group) == 0:
         try:
             box = [make()]

@@ -66,7 +66,7 @@ def _fit_puts(points: Sequence[CostPoint]) -> tuple[float, float, float]:
     to be no slower than what was seen.
     """
     counts = sorted({p.work.programs for p in points})
-    best = None
+    best: tuple[float, float, float, float] | None = None
     for bound in range(len(counts), -1, -1):
         slow = [p.work.programs in counts[:bound] for p in points]
         by_program = [p.work.bytes / p.work.programs * s for p, s in zip(points, slow, strict=True)]

@@ -111,7 +111,7 @@ def find_checkpoint(folder: Path) -> Path | None:
 
     Decided on rank 0 for all ranks (collective).
     """
-    found = [None]
+    found: list[str | None] = [None]
     if _is_first():
         for candidate in _folders(folder):
             damage = _damage(candidate)

@@ -121,7 +121,7 @@ def run_ranks(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[
         ranks: list[subprocess.Popen] = []
         try:
             for command, environment, file in zip(commands, environments, errors, strict=True):
-                variables = os.environ | ours | environment | {"TORCHELASTIC_ERROR_FILE": str(file)}
+                variables = {**os.environ, **ours, **environment} | {"TORCHELASTIC_ERROR_FILE": str(file)}
                 ranks.append(subprocess.Popen(command, env=variables))
             _wait(ranks, errors)
         finally:
@@ -197,7 +197,7 @@ def root_cause(failures: Mapping[int, Failure]) -> RankFailed:
     rank = min(failures, key=order)
     failure = failures[rank]
     record = _record(failure)
-    if record:
+    if record and isinstance(failure.message, dict):
         missing = record.get("missing")
         if record["blames"] == "timeout" and missing:
             rank, what = missing[0], "did not answer"

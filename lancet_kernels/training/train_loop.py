@@ -67,7 +67,8 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
 
 def _open_run(options: TrainOptions, rank: Rank, resume: str | None) -> tuple[RunFolder | None, Path]:
     """The run's folder, held by rank 0 alone, and its path on every rank."""
-    run, path = None, [None]
+    run: RunFolder | None = None
+    path: list = [None]
     if rank.rank == 0:
         if resume:
             # The ranks of a launcher that was just killed need a moment to notice.
