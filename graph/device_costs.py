@@ -18,7 +18,7 @@ from lancet_kernels.graph.communication import Points, interpolated
 from lancet_kernels.graph.program import Instruction, TensorSpec
 
 FORMAT = "lancet-device-costs"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -57,20 +57,20 @@ class DeviceCosts:
         return interpolated(together, parts) / parts * whole_ms
 
 
-_OF_THE_PART = ("part", "parts", "axes", "whole_shapes", "whole_milliseconds")
+_OF_THE_PART = ("part", "parts", "forms", "whole_shapes", "whole_milliseconds")
 
 
 def cut_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
     """Op, operands and how they are cut: the same whichever part it is, and of how many.
 
-    Args: part: an instruction of `graph.cut.part_instruction`. tensors: with the specs of its operands.
-    Example: `aten.mm (8x4:float32 axis 0, 4x6:float32 axis -1, 8x6:float32 axis 0) []`.
+    Args: part: an instruction of `graph.part_instruction`. tensors: with the specs of its operands.
+    Example: `aten.mm (8x4:float32 cut 0, 4x6:float32 whole, 8x6:float32 cut 0) []`.
     """
     names = (*part.inputs, *part.outputs)
-    sizes, axes = part.attributes["whole_shapes"], part.attributes["axes"]
+    sizes, forms = part.attributes["whole_shapes"], part.attributes["forms"]
     operands = ", ".join(
-        f"{'x'.join(map(str, size)) or 'scalar'}:{tensors[name].dtype} axis {axis}"
-        for name, size, axis in zip(names, sizes, axes, strict=True)
+        f"{'x'.join(map(str, size)) or 'scalar'}:{tensors[name].dtype} {form}"
+        for name, size, form in zip(names, sizes, forms, strict=True)
     )
     attributes = ", ".join(f"{k}={v}" for k, v in sorted(part.attributes.items()) if k not in _OF_THE_PART)
     return f"{part.op} ({operands}) [{attributes}]"

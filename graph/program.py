@@ -185,7 +185,11 @@ class Program:
     @cached_property
     def dependencies(self) -> list[tuple[int, ...]]:
         """For each instruction, the positions that must come before it: producers, and for storages that
-        are overwritten also the last writer (of a reader) and all readers so far (of a writer)."""
+        are overwritten also the last writer (of a reader) and all readers so far (of a writer).
+
+        Forward and backward run one after the other: what begins the backward comes behind what ends the
+        forward, whether or not it reads it.
+        """
         mutated = {self.storage[t] for i in self.instructions for t in i.mutates}
         readers: dict[str, list[int]] = {s: [] for s in mutated}
         writer: dict[str, int] = {}
@@ -204,6 +208,13 @@ class Program:
                     readers[s].append(i)
             before.discard(i)
             result.append(tuple(sorted(before)))
+        phases = [instruction.phase for instruction in self.instructions]
+        read_in_forward = {j for i, phase in enumerate(phases) if phase is Phase.FORWARD for j in result[i]}
+        ends = [i for i, phase in enumerate(phases) if phase is Phase.FORWARD and i not in read_in_forward]
+        for i, before in enumerate(result):
+            begins = phases[i] is Phase.BACKWARD and not any(phases[j] is Phase.BACKWARD for j in before)
+            if begins:
+                result[i] = tuple(sorted({*before, *(j for j in ends if j < i)}))
         return result
 
     @cached_property
@@ -232,10 +243,10 @@ class Program:
         """
         positions = [self.index.get(o, -1) if isinstance(o, str) else int(o) for o in order]
         if sorted(positions) != list(range(len(self))):
-            missing = len(self) - len({p for p in positions if 0 <= p < len(self)})
+            missing = [i.name for k, i in enumerate(self.instructions) if k not in set(positions)]
             raise UserError(
                 f"order for program {self.name}",
-                got=f"{len(positions)} entries, {missing} instructions missing",
+                got=f"{len(positions)} entries, without {', '.join(missing[:3]) or 'any missing'}",
                 expected=f"each of the {len(self)} instructions exactly once",
                 do="plan again for this program",
             )

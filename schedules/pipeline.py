@@ -10,13 +10,12 @@ Example: compute 4, all-to-all 4, compute 4, no overhead, two parts of 2 each: c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lancet_kernels.graph.costs import Cost
-from lancet_kernels.graph.cut import can_be_cut, is_cut, part_instruction
+from lancet_kernels.graph.forms import CARRIED, Forms
+from lancet_kernels.graph.part_instruction import can_be_cut, is_cut, part_instruction
 from lancet_kernels.graph.program import Program
-from lancet_kernels.graph.rules import CARRIED
 from lancet_kernels.schedules.axes import AxisInference, range_signature
 from lancet_kernels.schedules.ranges import outgoing, pipeline_order, reassembly_instruction
 
@@ -43,16 +42,16 @@ class Pipeline:
 
 
 def simulate_pipeline(
-    program: Program, first: int, last: int, axes: Mapping[str, int], parts: int, cost: Cost
+    program: Program, first: int, last: int, forms: Forms, parts: int, cost: Cost
 ) -> Pipeline:
     """Start and end of every part of positions first..last (both included)."""
     free = {False: 0.0, True: 0.0}
     ended: dict[tuple[int, int | None], float] = {}
-    part_ms = {i: _part_ms(program, i, axes, parts, cost) for i in range(first, last + 1)}
-    cut = {i: is_cut(program.instructions[i], axes) for i in part_ms}
-    carried = {i: any(axes.get(t) == CARRIED for t in program.instructions[i].outputs) for i in part_ms}
+    part_ms = {i: _part_ms(program, i, forms, parts, cost) for i in range(first, last + 1)}
+    cut = {i: is_cut(program.instructions[i], forms) for i in part_ms}
+    carried = {i: any(forms.get(t) == CARRIED for t in program.instructions[i].outputs) for i in part_ms}
     times = []
-    for i, part in pipeline_order(program, first, last, axes, parts):
+    for i, part in pipeline_order(program, first, last, forms, parts):
         link = program.instructions[i].kind.is_communication
         start = free[link]
         for j in program.dependencies[i]:
@@ -66,17 +65,17 @@ def simulate_pipeline(
         times.append(PartTime(i, part, start, end))
     finished = max(t.end_ms for t in times)
     joined = sum(
-        cost(reassembly_instruction(program, t, axes[t], parts), program.tensors)
-        for t in outgoing(program, first, last, axes).reassembled
+        cost(reassembly_instruction(program, t, forms[t], parts), program.tensors)
+        for t in outgoing(program, first, last, forms).reassembled
     )
     return Pipeline(tuple(times), max(finished, free[False]) + joined)
 
 
-def _part_ms(program: Program, i: int, axes: Mapping[str, int], parts: int, cost: Cost) -> float:
+def _part_ms(program: Program, i: int, forms: Forms, parts: int, cost: Cost) -> float:
     instruction = program.instructions[i]
-    if parts == 1 or not is_cut(instruction, axes):
+    if parts == 1 or not is_cut(instruction, forms):
         return cost(instruction, program.tensors)
-    return cost(*part_instruction(instruction, program.tensors, axes, 0, parts))
+    return cost(*part_instruction(instruction, program.tensors, forms, 0, parts))
 
 
 class PipelineCosts:
@@ -97,17 +96,17 @@ class PipelineCosts:
             self._known[key] = self._simulate(first, last, parts)
         return self._known[key]
 
-    def axes(self, first: int, last: int) -> Mapping[str, int] | None:
-        return self.inference.axes(first, last)
+    def forms(self, first: int, last: int) -> Forms | None:
+        return self.inference.forms(first, last)
 
     def _simulate(self, first: int, last: int, parts: int) -> float:
-        axes: Mapping[str, int] | None = {}
+        forms: Forms | None = {}
         if parts > 1:
-            axes = self.inference.axes(first, last)
-            if axes is None or not can_be_cut(self.program.tensors, axes, parts):
+            forms = self.inference.forms(first, last)
+            if forms is None or not can_be_cut(self.program.tensors, forms, parts):
                 return IMPOSSIBLE
         self.simulated += 1
-        return simulate_pipeline(self.program, first, last, axes, parts, self.cost).end_ms
+        return simulate_pipeline(self.program, first, last, forms, parts, self.cost).end_ms
 
     def _signature(self, first: int, last: int) -> int:
         key = first, last

@@ -247,7 +247,7 @@ class SmallStep:
 
     def cut(self, first: str, last: str, parts: int) -> PartitionRange | None:
         """The range of these instructions in that many parts, None if it has no axes."""
-        axes = self.inference.axes(self.program.index[first], self.program.index[last])
+        axes = self.inference.forms(self.program.index[first], self.program.index[last])
         return PartitionRange(first, last, parts, dict(axes)) if axes else None
 
     def named(self, op: str, phase: Phase = Phase.FORWARD) -> list[str]:

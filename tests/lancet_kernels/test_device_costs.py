@@ -14,11 +14,12 @@ from lancet_kernels.graph import measure_device
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.costs import CostModel, MeasuredCosts, source_of
-from lancet_kernels.graph.cut import part_instruction
 from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile, cut_key
+from lancet_kernels.graph.forms import WHOLE
+from lancet_kernels.graph.part_instruction import part_instruction
 from lancet_kernels.graph.profiler import DEVICE_COSTS, Profiler
 from lancet_kernels.graph.program import Instruction, Phase, TensorSpec
-from lancet_kernels.graph.rules import WHOLE, rule_for
+from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.optimization import _plans
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.ranges import expand, reassembly_instruction
@@ -83,9 +84,9 @@ def test_a_plan_is_priced_from_what_the_device_measured(fake_gpu, tmp_path, step
     cut = step.cut(first, last, 2)
     priced = {"measured": 0, "estimated": 0}
     for i in step.program.instructions[step.program.index[first] : step.program.index[last] + 1]:
-        if not any(t in cut.axes for t in (*i.inputs, *i.outputs)) or i.kind.is_communication:
+        if not any(t in cut.forms for t in (*i.inputs, *i.outputs)) or i.kind.is_communication:
             continue
-        part, specs = part_instruction(i, step.program.tensors, cut.axes, 0, 2)
+        part, specs = part_instruction(i, step.program.tensors, cut.forms, 0, 2)
         share = cost.device.part_ms(part, specs, 1.0)
         assert (share is not None) == (i.op in measure_device.MEASURED_OPS), i.name
         whole = i.milliseconds
@@ -142,7 +143,7 @@ def test_parts_are_run_with_the_operands_of_a_part(fake_gpu, step) -> None:
         whole = next(results)
         for cut, parts in [(c, k) for c in cuts for k in c.parts]:
             result = next(results)
-            made, specs = part_instruction(instruction, step.program.tensors, cut.axes, 0, parts)
+            made, specs = part_instruction(instruction, step.program.tensors, cut.forms, 0, parts)
             parted = result[0] if isinstance(result, tuple) else result
             if rule_for(instruction).in_experts:
                 # A window of the slots of every (rank, expert): 1/k of its rows, rounded up.
@@ -151,7 +152,7 @@ def test_parts_are_run_with_the_operands_of_a_part(fake_gpu, step) -> None:
                 if parted.is_floating_point() and instruction.op not in PER_EXPERT:
                     assert parted.shape[1:] == whole.shape[1:]
                     assert 0 < parted.shape[0] <= whole.shape[0] // parts + groups
-            elif cut.axes.get(instruction.outputs[0], WHOLE) >= 0:
+            elif cut.forms.get(instruction.outputs[0], WHOLE).is_cut:
                 assert tuple(parted.shape) == specs[made.outputs[0]].shape
     assert not list(results)
     assert all(

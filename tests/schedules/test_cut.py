@@ -4,8 +4,9 @@ import pytest
 from test_cut_torch import copy_of, forward_ranges
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.cut import can_be_cut
+from lancet_kernels.graph.forms import WHOLE, cut
 from lancet_kernels.graph.from_fx import tensor_names
+from lancet_kernels.graph.part_instruction import can_be_cut
 from lancet_kernels.graph.program import Phase, TensorSpec
 from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.axes import AxisInference
@@ -30,7 +31,7 @@ def first_layer(step: Step) -> tuple[tuple[str, ...], dict[str, int]]:
         i for i in range(first, len(step.program)) if step.program.instructions[i].op == "lancet.combine"
     )
     names = tuple(i.name for i in step.program.instructions[first : last + 1])
-    return names, dict(AxisInference(step.program).axes(first, last))
+    return names, dict(AxisInference(step.program).forms(first, last))
 
 
 def test_parts_run_in_the_order_asked_for(step):
@@ -78,7 +79,7 @@ def test_more_parts_than_the_batch_has(step):
 def test_dimensions_that_do_not_line_up(step):
     names, axes = first_layer(step)
     view = next(n for n in step.joint.graph.nodes if n.name == names[0]).args[0]
-    refuses(step, Cut(names, 2, {**axes, view.name: 1}), "dimensions")
+    refuses(step, Cut(names, 2, {**axes, view.name: cut(1)}), "dimensions")
 
 
 def test_a_dispatch_without_its_all_to_all(step):
@@ -112,7 +113,7 @@ def test_only_what_hangs_together_with_an_all_to_all_is_cut(step):
     inference, program = AxisInference(step.program), step.program
     first, _ = forward_ranges(step)[0]
     for last in range(first + 4, first + 60):
-        axes = inference.axes(first, last)
+        axes = inference.forms(first, last)
         if axes is None:
             continue
         for instruction in program.instructions[first : last + 1]:
@@ -129,7 +130,7 @@ def test_what_the_planner_takes_for_possible_is_possible(step, parts, stride):
     checked = 0
     for first in (gates[0] - 5, gates[0], gates[0] + 1):
         for last in range(gates[0] + 3, min(forward, gates[1] + 12), stride):
-            axes = inference.axes(first, last)
+            axes = inference.forms(first, last)
             if not axes or not can_be_cut(step.program.tensors, axes, parts):
                 continue
             names = tuple(i.name for i in step.program.instructions[first : last + 1])
@@ -146,10 +147,10 @@ def test_sizes_that_do_not_divide_each_other_cannot_be_cut():
     def spec(size: int) -> TensorSpec:
         return TensorSpec("t", (size,))
 
-    assert can_be_cut({"a": spec(4), "b": spec(12)}, {"a": 0, "b": 0}, 2)
-    assert not can_be_cut({"a": spec(4), "b": spec(6)}, {"a": 0, "b": 0}, 2)
-    assert can_be_cut({"a": spec(5)}, {"a": 0}, 3)
-    assert not can_be_cut({"a": spec(4), "b": spec(12)}, {"a": 0, "b": 0}, 3)
+    assert can_be_cut({"a": spec(4), "b": spec(12)}, {"a": cut(0), "b": cut(0)}, 2)
+    assert not can_be_cut({"a": spec(4), "b": spec(6)}, {"a": cut(0), "b": cut(0)}, 2)
+    assert can_be_cut({"a": spec(5)}, {"a": cut(0)}, 3)
+    assert not can_be_cut({"a": spec(4), "b": spec(12)}, {"a": cut(0), "b": cut(0)}, 3)
 
 
 def test_a_view_behind_the_range_costs_nothing_and_unread_wholes_are_not_made(step):
@@ -169,7 +170,7 @@ def test_statistics_stand_behind_the_last_combine_and_constants_in_front(gate):
     gate_at = ops.index("lancet.gate")
     assert "aten.logsumexp" not in ops[:last]
     assert "aten.arange" not in ops[gate_at:]
-    assert AxisInference(program).axes(gate_at, last)
+    assert AxisInference(program).forms(gate_at, last)
 
 
 def test_sinking_keeps_the_program_valid(step):
@@ -182,11 +183,11 @@ def test_axes_that_no_rule_allows_leave_the_graph_as_it_was(step):
     """Found out at different depths: while parts are made, and while they are put together."""
     names, axes = first_layer(step)
     expert = next(n for n in step.joint.graph.nodes if n.name == "dispatch").args[1].args[0]
-    refuses(step, Cut(names, 2, {**axes, tensor_names(expert)[0]: -1}), "range to cut")
-    refuses(step, Cut(names, 2, {**axes, "grouped_gemm": -1}), "read behind the range")
+    refuses(step, Cut(names, 2, {**axes, tensor_names(expert)[0]: WHOLE}), "range to cut")
+    refuses(step, Cut(names, 2, {**axes, "grouped_gemm": WHOLE}), "read behind the range")
 
     (first, last), program = forward_ranges(step)[0], step.program
-    axes = AxisInference(program).axes(first, last)
+    axes = AxisInference(program).forms(first, last)
     residual = next(i for i in program.instructions[first : last + 1] if i.op == "aten.add").inputs[0]
     names = tuple(i.name for i in program.instructions[first : last + 1])
-    refuses(step, Cut(names, 2, {**axes, residual: -1}), "parts that do not fit together")
+    refuses(step, Cut(names, 2, {**axes, residual: WHOLE}), "parts that do not fit together")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import fx
 
-from lancet_kernels.graph.cut import can_be_cut
+from lancet_kernels.graph.forms import IRREGULAR, PARTIAL, WINDOW
 from lancet_kernels.graph.from_fx import op_name
+from lancet_kernels.graph.part_instruction import can_be_cut
 from lancet_kernels.graph.program import Phase
-from lancet_kernels.graph.rules import IRREGULAR
 from lancet_kernels.ops.gates import parse_gate
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.cut import Cut, cut_range
@@ -89,7 +89,7 @@ def assert_same(found: tuple, expected: tuple) -> None:
 def cut_copy(step: Step, ranges: list[tuple[int, int]], parts: int) -> tuple[fx.GraphModule, list[dict]]:
     module, inference, used = copy_of(step.joint), AxisInference(step.program), []
     for first, last in ranges:
-        axes = inference.axes(first, last)
+        axes = inference.forms(first, last)
         assert axes, f"{step.program.instructions[first].name} to {step.program.instructions[last].name}"
         assert can_be_cut(step.program.tensors, axes, parts) or 8 % parts
         names = tuple(i.name for i in step.program.instructions[first : last + 1])
@@ -146,7 +146,7 @@ def test_windows_of_slots(name, parts):
     assert phases.count(Phase.FORWARD) == 2
     assert phases.count(Phase.BACKWARD) == 2
     for axes in check(step, ranges, parts):
-        assert set(axes.values()) <= {0, -3}
+        assert set(axes.values()) <= {WINDOW, PARTIAL}
 
 
 @pytest.mark.long

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel, GivenCosts, durations
+from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW, cut
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
-from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.partition_range import (
     PartitionOptions,
@@ -58,7 +58,7 @@ def test_stages():
 
 def test_pipeline_of_two_parts_by_hand():
     p = moe_chain(4, 4, 4)
-    axes = {f"t{n}": 0 for n in range(4)}
+    axes = {f"t{n}": cut(0) for n in range(4)}
     assert spans(p, axes, 2, GivenCosts()) == (
         [
             ("i1", 0, 0, 2), ("i1", 1, 2, 4),
@@ -71,7 +71,7 @@ def test_pipeline_of_two_parts_by_hand():
 
 def test_pipeline_with_overhead_and_a_slow_link_by_hand():
     p = moe_chain(2, 8, 2, 8, 2)
-    axes = {f"t{n}": 0 for n in range(6)}
+    axes = {f"t{n}": cut(0) for n in range(6)}
     found, end = spans(p, axes, 2, GivenCosts(overhead_ms=1.0))
     # Parts: computation 2, all-to-all 5. The link runs 2-7-12, then from max(12, 12)=12 17-22; 22 + 2.
     assert [f for f in found if f[0] == "i2"] == [("i2", 0, 2, 7), ("i2", 1, 7, 12)]
@@ -84,19 +84,19 @@ def test_pipeline_with_overhead_and_a_slow_link_by_hand():
 def test_axes_of_a_training_step():
     p = tiny_step()
     inference = AxisInference(p)
-    whole = inference.axes(p.index["layer1.norm1"], p.index["layer1.residual2"])
-    assert whole["layer1.norm1.y"] == 0
-    assert whole["layer1.attention.query.heads"] == 0
-    assert whole["layer1.moe.router.out"] == 0
+    whole = inference.forms(p.index["layer1.norm1"], p.index["layer1.residual2"])
+    assert whole["layer1.norm1.y"] == cut(0)
+    assert whole["layer1.attention.query.heads"] == cut(0)
+    assert whole["layer1.moe.router.out"] == cut(0)
     assert whole["layer1.moe.used_after"] == CARRIED
     assert whole["layer1.moe.sent"] == whole["layer1.moe.expert_up.y"] == IRREGULAR
-    assert whole["layer1.moe.out"] == whole["layer1.residual2.y"] == 0
+    assert whole["layer1.moe.out"] == whole["layer1.residual2.y"] == cut(0)
     assert not any(t in whole for t in p.parameters)
     first, last = p.positions(Kind.ALL_TO_ALL)[:2]
-    experts = inference.axes(first, last)
-    assert set(experts.values()) == {0}
+    experts = inference.forms(first, last)
+    assert set(experts.values()) == {WINDOW}
     first, last = p.positions(Kind.ALL_TO_ALL)[2:]
-    backward = inference.axes(first, last)
+    backward = inference.forms(first, last)
     assert backward["d_layer1.moe.expert_up.weight"] == PARTIAL
 
 
@@ -104,24 +104,24 @@ def test_no_axes_without_an_all_to_all_or_around_a_gate_of_the_whole_batch():
     p = tiny_step(gate="batch-prioritized")
     inference = AxisInference(p)
     at = p.index
-    assert inference.axes(at["layer0.norm1"], at["layer0.residual2"]) is None
-    assert inference.axes(at["layer1.moe.gate"], at["layer1.residual2"]) is None
-    behind = inference.axes(at["layer1.moe.kept_counts"], at["layer1.residual2"])
-    assert behind["layer1.moe.expert"] == 0
+    assert inference.forms(at["layer0.norm1"], at["layer0.residual2"]) is None
+    assert inference.forms(at["layer1.moe.gate"], at["layer1.residual2"]) is None
+    behind = inference.forms(at["layer1.moe.kept_counts"], at["layer1.residual2"])
+    assert behind["layer1.moe.expert"] == cut(0)
     assert behind["layer1.moe.sent"] == IRREGULAR
     # An irregular tensor cannot come from outside: the experts alone can only be cut into windows of slots.
-    assert inference.axes(at["layer1.moe.all_to_all_dispatch"], at["layer1.residual2"]) is None
-    assert inference.axes(at["final_norm"], at["cross_entropy"]) is None
+    assert inference.forms(at["layer1.moe.all_to_all_dispatch"], at["layer1.residual2"]) is None
+    assert inference.forms(at["final_norm"], at["cross_entropy"]) is None
 
 
 def test_alike_layers_are_solved_once():
     p = tiny_step(layers=8)
     inference = AxisInference(p)
     for layer in (1, 3, 5, 7):
-        axes = inference.axes(p.index[f"layer{layer}.norm1"], p.index[f"layer{layer}.residual1"] + 1)
+        axes = inference.forms(p.index[f"layer{layer}.norm1"], p.index[f"layer{layer}.residual1"] + 1)
         assert axes is None
-        axes = inference.axes(p.index[f"layer{layer}.norm2"], p.index[f"layer{layer}.residual2"])
-        assert axes[f"layer{layer}.moe.out"] == 0
+        axes = inference.forms(p.index[f"layer{layer}.norm2"], p.index[f"layer{layer}.residual2"])
+        assert axes[f"layer{layer}.moe.out"] == cut(0)
     assert inference.solved == 1
 
 
@@ -131,11 +131,11 @@ def test_expanded_programs_run_as_long_as_the_pipeline_said(parts):
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
     costs = PipelineCosts(p, cost)
     first, last = p.index["layer1.norm2"], p.index["layer1.residual2"]
-    axes = costs.axes(first, last)
+    axes = costs.forms(first, last)
     cut = PartitionRange("layer1.norm2", "layer1.residual2", parts, dict(axes))
     expanded = expand(p, [cut])
     names = [i.name for i in expanded.instructions]
-    assert f"layer1.moe.gate[{parts}/{parts}]" in names
+    assert f"layer1.moe.gate_part{parts - 1}" in names
     assert "layer1.moe.gate" not in names
     # The backward pass reads the same tensors as before.
     produced = {t for i in expanded.instructions for t in i.outputs} | set(expanded.inputs)
@@ -149,11 +149,11 @@ def test_expanded_programs_run_as_long_as_the_pipeline_said(parts):
 
 def test_carried_state_goes_from_part_to_part():
     p = tiny_step()
-    axes = AxisInference(p).axes(p.index["layer1.moe.gate"], p.index["layer1.moe.combine"])
+    axes = AxisInference(p).forms(p.index["layer1.moe.gate"], p.index["layer1.moe.combine"])
     expanded = expand(p, [PartitionRange("layer1.moe.gate", "layer1.moe.combine", 4, axes)])
     gates = [i for i in expanded.instructions if i.op == "lancet.gate"]
     assert [g.inputs[1] for g in gates] == ["layer1.moe.used"] + [
-        f"layer1.moe.used_after[{n}/4]" for n in (1, 2, 3)
+        f"layer1.moe.used_after_part{n}" for n in range(3)
     ]
 
 
