@@ -106,7 +106,8 @@ def cuts_to_measure(program: Program) -> list[CutToMeasure]:
         if rule is None or not (instruction.phase is Phase.FORWARD or rule.in_experts):
             continue
         for forms in _ways(instruction, rule, program.tensors):
-            sizes = [program.tensors[t].shape[form.dimension] for t, form in forms.items() if form.is_cut]
+            shapes = {t: program.tensors[t].shape for t in forms}
+            sizes = [shapes[t][f.dimension] for t, f in forms.items() if f.dimension is not None]
             parts = tuple(k for k in PARTS if all(k <= size for size in sizes))
             if parts:
                 key = cut_key(*part_instruction(instruction, program.tensors, forms, 0, parts[0]))
@@ -183,7 +184,7 @@ class _PartTimer(fx.Interpreter):
                 counts = (self.env[n] for n in node.all_input_nodes)
                 count = next(c for c in counts if not c.is_floating_point())
                 return value[: int(window_counts(count, 0, parts).sum())]
-        if not form.is_cut:
+        if form.dimension is None:
             return value
         part = value.narrow(form.dimension, 0, -(-value.shape[form.dimension] // parts))
         return _without_gaps(part) if op_name(node) == "lancet.dispatch" and source is node.args[1] else part

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, overload
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -161,11 +161,9 @@ class MoELayer(ExpertsByGlobalId):
                 expected=f"a multiple of the {self.ranks} ranks of the group",
                 do="change the number of experts or of ranks",
             )
+        is_number = isinstance(capacity_factor, Real) and not isinstance(capacity_factor, bool)
         if capacity_factor is not None and not (
-            isinstance(capacity_factor, Real)
-            and not isinstance(capacity_factor, bool)
-            and capacity_factor > 0
-            and math.isfinite(capacity_factor)
+            is_number and capacity_factor > 0 and math.isfinite(capacity_factor)
         ):
             raise UserError(
                 "capacity_factor",
@@ -252,10 +250,11 @@ class MoELayer(ExpertsByGlobalId):
         if self._exchange is not None and not torch.compiler.is_compiling():
             from lancet_kernels.ops.fused_experts import fused_experts
 
-            w1, b1, w2, b2 = (self._cast(p) for p in (self.w1, self.b1, self.w2, self.b2))
             return fused_experts(
-                x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, self._exchange
-            )
+                x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity,
+                self._cast(self.w1), self._cast(self.b1), self._cast(self.w2), self._cast(self.b2),
+                self._exchange,
+            )  # fmt: skip
         row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
         received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)
         num_choices = row_TK.numel()
@@ -293,6 +292,12 @@ class MoELayer(ExpertsByGlobalId):
             return token_ids.reshape(-1).to(torch.int64)
         index_T = ops.token_index(x_TD.shape[0], self._data_group, x_TD.device)
         return index_T + self.routing_step * (1 << 40) if self.gate.key == "index" else index_T
+
+    @overload
+    def _cast(self, tensor: Tensor) -> Tensor: ...
+
+    @overload
+    def _cast(self, tensor: None) -> None: ...
 
     def _cast(self, tensor: Tensor | None) -> Tensor | None:
         """To autocast's dtype where autocast is on: it does not know our ops."""

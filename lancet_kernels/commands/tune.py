@@ -221,8 +221,9 @@ def _configuration_text(outcome: Outcome, place: Place) -> list[str]:
     if best is not None and default is not None:
         measured = place.device is not None
         own, other = (best.ms, default.ms) if measured else (best.model_ms, default.model_ms)
-        compared = own is not None and other is not None
-        gain = f"; the default takes {other / own:.2f} times as long" if compared else ""
+        gain = ""
+        if own is not None and other is not None:
+            gain = f"; the default takes {other / own:.2f} times as long"
         label = "measured" if measured else "modelled"
         lines.append(f"    {label}: {_short(best.config)}{gain}")
     elif outcome.status == "dry-run":

@@ -79,7 +79,7 @@ def _fit_puts(points: Sequence[CostPoint]) -> tuple[float, float, float]:
             link = rates[-1] if bound < len(counts) else rates[0] * counts[-1]
             best = error, found[0], program, link
     if best is None:
-        _check_grows("puts alone", 0.0)
+        raise _does_not_grow("puts alone")
     return best[1:]
 
 
@@ -112,4 +112,8 @@ def _lines(columns: Sequence[Sequence[float]], points: Sequence[CostPoint]) -> t
 
 def _check_grows(what: str, slope: float) -> None:
     if slope <= 0:
-        raise ValueError(f"the time of {what} does not grow with their size")
+        raise _does_not_grow(what)
+
+
+def _does_not_grow(what: str) -> ValueError:
+    return ValueError(f"the time of {what} does not grow with their size")
