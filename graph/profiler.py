@@ -13,10 +13,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from lancet_kernels.graph.communication import CommunicationModel
@@ -33,9 +31,8 @@ from lancet_kernels.graph.measure_device import (
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, Program
 from lancet_kernels.kernels.cache_folder import cache_folder
-from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
+from lancet_kernels.ops.groups import Groups, Value, from_first_rank, group_rank, group_size
 from lancet_kernels.ops.link import link
-from lancet_kernels.ops.waiting import waiting
 
 DEVICE_COSTS = "device_costs.json"
 """The file of device costs, beside that of the times."""
@@ -44,9 +41,6 @@ DEVICE_COSTS = "device_costs.json"
 def default_cache() -> Path:
     """Where measured times are kept unless said otherwise: the user's cache folder."""
     return cache_folder() / "times.json"
-
-
-_Known = TypeVar("_Known")
 
 
 class Profiler:
@@ -197,15 +191,9 @@ class Profiler:
         attributes = ", ".join(f"{k}={v}" for k, v in sorted(instruction.attributes.items()))
         return f"{measurement_key(instruction, program.tensors, self._where)} [{attributes}]"
 
-    def _from_first(self, values: _Known) -> _Known:
+    def _from_first(self, values: Value) -> Value:
         """What rank 0 knows, on every rank: all must decide alike whether to measure."""
-        if not self.groups.world:
-            return values
-        process_group = group_of(self.groups.world)
-        box: list = [values if process_group.rank() == 0 else None]
-        with waiting("broadcast of the measured times", process_group):
-            dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
-        return box[0]
+        return from_first_rank(values, self.groups.world, "the measured times")
 
     def _remember(self, times: dict[str, float]) -> None:
         for key, milliseconds in times.items():

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -115,6 +115,7 @@ class Groups:
         return cls(expert, replica_name, data_name, group_name(None) if everybody else _new_group(world))
 
 
+Value = TypeVar("Value")
 # By group, which they do not keep alive.
 _AROUND: WeakKeyDictionary[dist.ProcessGroup, dict[str, Groups]] = WeakKeyDictionary()
 """Of the group of all ranks: by name of the expert group."""
@@ -182,6 +183,19 @@ def _world() -> dist.ProcessGroup:
 def group_of(name: str) -> dist.ProcessGroup:
     """The process group of a name from `group_name` (not of the empty one)."""
     return _resolve_process_group(cast(Any, name))  # of a type of torch's own, which older ones lack
+
+
+def from_first_rank(value: Value, group: str, what: str) -> Value:
+    """The value of the group's first rank, on every rank; `value` where there is no group. Collective.
+
+    Args: what: is sent, for the message if a rank stays away.
+    """
+    if not group:
+        return value
+    process_group, box = group_of(group), [value]
+    with waiting(f"broadcast of {what}", process_group):
+        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+    return box[0]
 
 
 def group_size(name: str) -> int:
