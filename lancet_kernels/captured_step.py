@@ -33,7 +33,7 @@ from lancet_kernels.schedules.buckets import insert_all_reduces
 from lancet_kernels.schedules.fused import lower
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan
-from lancet_kernels.schedules.realize import node_name, realize
+from lancet_kernels.schedules.realize import realize
 from lancet_kernels.schedules.simulate import Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.training.gradients import gradient_groups, groups_of
@@ -144,12 +144,13 @@ class CapturedStep:
         cost = self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)
         return CostedGraph(module, inputs, program, cost)
 
-    def measured_timeline(self, graph: CostedGraph, plan: Plan) -> Timeline:
-        """The planned step, simulated with the measured times of its very instructions, parts included."""
-        planned = copy_of(graph.module)
-        realize(planned, graph.program, plan)
-        blocking = {node_name(name) for name in plan.blocking}
-        return simulate(self.profiler.program(planned, graph.inputs), graph.cost, blocking=blocking)
+    def planned(self, graph: CostedGraph, plan: Plan, measured: bool) -> tuple[Plan, Timeline]:
+        """The plan with the order of the graph that runs, and that graph's step, simulated with measured
+        times of its very instructions, parts included, or with estimates of them."""
+        module = copy_of(graph.module)
+        plan = realize(module, graph.program, plan)
+        program = self.profiler.program(module, graph.inputs) if measured else program_from_fx(module)
+        return plan, simulate(program, graph.cost, blocking=plan.blocking)
 
 
 def _exchange_of(layer: MatchedLayer) -> LayerExchange:

@@ -20,11 +20,11 @@ from torch import nn
 from lancet_kernels.captured_step import CapturedStep, CostedGraph
 from lancet_kernels.errors import UserError
 from lancet_kernels.fused_step import FusedChoice, fuse_layers
+from lancet_kernels.graph.capture import copy_of
 from lancet_kernels.graph.clusters import Cluster
-from lancet_kernels.graph.costs import Cost, source_of
+from lancet_kernels.graph.costs import source_of
 from lancet_kernels.graph.host_waits import host_waits
 from lancet_kernels.graph.inner_compile import check_compiler
-from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.guards import Arguments, Guards, bind, refuse_sharded, to_trace
 from lancet_kernels.layer import BACKENDS
@@ -103,14 +103,18 @@ def optimize(
         graph = fuse_layers(step, choice, cluster, graph)
         measured = measured and not choice.interpreted
     if plan is not None:
-        plans = plans_of_first_rank(world, lambda: [_given_plan(plan, graph.program, strategy)])
+        plans = plans_of_first_rank(world, lambda: [_given_plan(plan, graph, strategy)])
     else:
         # What cannot be measured need not be compared.
         most = 4 if measured else 1
-        plans = plans_of_first_rank(
-            world, lambda: _plans(graph.program, graph.cost, strategy, options, cache, most)
-        )
-    chosen, timeline = _fastest(step, graph, plans, measured)
+        plans = plans_of_first_rank(world, lambda: _plans(graph, strategy, options, cache, most))
+    if measured or cluster is not None:
+        planned = [step.planned(graph, plan, measured) for plan in plans]
+        chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
+    else:
+        # Fused launches that nobody times, in the interpreter.
+        chosen, timeline = plans[0], plans[0].simulate(graph.program, graph.cost)
+    chosen = replace(chosen, predicted=Prediction.of(timeline), fused=step.fused)
     if cache is not None and group_rank(world) == 0:
         chosen.save(cache)
     return _module_with(chosen, timeline, step, graph, arguments, inner_compile)
@@ -138,20 +142,6 @@ def _arguments(model: nn.Module, example_inputs: Sequence[object] | Mapping[str,
     return to_trace(bind(signature, name, example_inputs, {}))
 
 
-def _fastest(
-    step: CapturedStep, graph: CostedGraph, plans: Sequence[Plan], measured: bool
-) -> tuple[Plan, Timeline]:
-    """The plan with the shortest predicted step, and that step: with times measured of the planned graph's
-    own instructions, or else of the first plan with the costs that it was made with."""
-    if measured:
-        timelines = [step.measured_timeline(graph, plan) for plan in plans]
-        timeline, plan = min(zip(timelines, plans, strict=True), key=lambda pair: pair[0].iteration_ms)
-    else:
-        plan = plans[0]
-        timeline = plan.simulate(graph.program, graph.cost)
-    return replace(plan, predicted=Prediction.of(timeline), fused=step.fused), timeline
-
-
 def _module_with(
     plan: Plan,
     timeline: Timeline,
@@ -163,7 +153,7 @@ def _module_with(
     """The module that trains with the plan, into which the captured step's own graph is turned."""
     recorder, captured = Recorder(), step.captured
     captured.joint.graph = graph.module.graph
-    realize(captured.joint, graph.program, plan)
+    plan = realize(captured.joint, graph.program, plan)
     waits = host_waits(captured.joint.graph)
     run = captured.compile(
         lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder, inner_compile
@@ -182,8 +172,7 @@ def _module_with(
 
 
 def _plans(
-    program: Program,
-    cost: Cost,
+    graph: CostedGraph,
     strategy: str,
     options: PlanningOptions | None,
     cache: str | Path | None,
@@ -198,23 +187,28 @@ def _plans(
         )
     if cache is not None and Path(cache).exists():
         try:
-            plan = Plan.load(cache, program)
-            plan.apply(program)
+            plan = _loaded(cache, graph)
             if (plan.strategy, plan.options) == (strategy, asdict(options)):
-                if plan.costs == source_of(cost):
+                if plan.costs == source_of(graph.cost):
                     return [plan]
-                old, new = plan.costs or "of an older version", source_of(cost)
+                old, new = plan.costs or "of an older version", source_of(graph.cost)
                 print(f"lancet: planning anew: plan file: got costs {old}, expected {new}", file=sys.stderr)
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)
-    plans = Planner(program, cost, options).candidates(strategy, most)
-    return [replace(plan, costs=source_of(cost)) for plan in plans]
+    plans = Planner(graph.program, graph.cost, options).candidates(strategy, most)
+    return [replace(plan, costs=source_of(graph.cost)) for plan in plans]
 
 
-def _given_plan(path: str | Path, program: Program, strategy: str) -> Plan:
-    """The plan in a file. Raises: UserError unless it is a plan of this strategy for this program."""
-    plan = Plan.load(path, program)
-    plan.apply(program)
+def _loaded(path: str | Path, graph: CostedGraph) -> Plan:
+    """The plan in a file. Raises: UserError unless it can be put into this graph."""
+    plan = Plan.load(path, graph.program)
+    realize(copy_of(graph.module), graph.program, plan)
+    return plan
+
+
+def _given_plan(path: str | Path, graph: CostedGraph, strategy: str) -> Plan:
+    """The plan in a file. Raises: UserError unless it is a plan of this strategy for this graph."""
+    plan = _loaded(path, graph)
     if plan.strategy != strategy:
         raise UserError(
             "plan file",

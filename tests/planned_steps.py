@@ -200,8 +200,11 @@ class SmallStep:
         """Forward and backward graph of a plan."""
         joint = copy.deepcopy(self.joint)
         assert [n.name for n in joint.graph.nodes] == [n.name for n in self.joint.graph.nodes]
-        realize(joint, self.program, plan)
-        return split_as_planned(joint, self.forward_outputs, plan)
+        return split_as_planned(joint, self.forward_outputs, realize(joint, self.program, plan))
+
+    def realized(self, plan: Plan) -> Plan:
+        """The plan with the order of the graph that runs."""
+        return realize(copy.deepcopy(self.joint), self.program, plan)
 
     @torch.no_grad()
     def run(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Outcome:

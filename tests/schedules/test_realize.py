@@ -7,7 +7,7 @@ from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Kind
 from lancet_kernels.schedules.apply import instruction_order, reorder
-from lancet_kernels.schedules.realize import node_name, realize, split_as_planned
+from lancet_kernels.schedules.realize import realize, split_as_planned
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import make_plan
 from tests.grids import few_of
@@ -37,16 +37,12 @@ def test_a_plan_trains_as_the_module_does(name, strategy):
     program = program_from_fx(captured.joint)
     plan = make_plan(program, slow_link, strategy)
     assert plan.ranges
-    realize(captured.joint, program, plan)
+    plan = realize(captured.joint, program, plan)
     came = instruction_order(captured.joint.graph)
     run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan))
 
-    # Forward and backward run apart; inside each the order is the plan's.
-    planned = [name for name in map(node_name, plan.order) if name in set(came)]
-    phase = dict(zip(came, range(len(came)), strict=True))
-    sends = [n for n in planned if n.startswith(("all_to_all", "dispatch", "grouped_gemm"))]
-    assert sends == sorted(sends, key=phase.__getitem__)
-    assert any("_part1" in n for n in sends)
+    assert came == list(plan.order)
+    assert any(name.startswith("all_to_all") and name.endswith("_part1") for name in came)
 
     found = run(*inputs)
     found.backward()
