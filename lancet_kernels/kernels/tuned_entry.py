@@ -15,7 +15,7 @@ Shape = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A sort of kernel: the names of what its shape is made of, and which of these is a number of rows."""
+    """A kind of kernel: the names of what its shape is made of, and which of these is a number of rows."""
 
     names: tuple[str, ...]
     rows: int | None = None

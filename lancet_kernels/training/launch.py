@@ -145,7 +145,7 @@ def _wait(ranks: Sequence[subprocess.Popen], errors: Sequence[Path]) -> None:
         if failures:
             deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
             # Who lost a peer may be seen dead before that peer.
-            know_why = any(_sort(failure) < _SORTS["peer"] for failure in failures.values())
+            know_why = any(_blame_order(failure) < _BLAME_ORDER["peer"] for failure in failures.values())
             if know_why or None not in codes or time.monotonic() >= deadline:
                 raise root_cause(failures)
         elif None not in codes:
@@ -181,7 +181,7 @@ def _end(ranks: Sequence[subprocess.Popen]) -> None:
 
 # Whose failure the others follow from comes first: a rank that raised an error of its own; that was killed or
 # left without a word; that waited in vain for a peer; that saw a connection close.
-_SORTS = {"self": 0, "silent": 1, "timeout": 2, "peer": 3}
+_BLAME_ORDER = {"self": 0, "silent": 1, "timeout": 2, "peer": 3}
 
 
 def root_cause(failures: Mapping[int, Failure]) -> RankFailed:
@@ -192,7 +192,7 @@ def root_cause(failures: Mapping[int, Failure]) -> RankFailed:
 
     def order(rank: int) -> tuple[int, int, int]:
         record = _record(failures[rank])
-        return _sort(failures[rank]), record["time_ns"] if record else 0, rank
+        return _blame_order(failures[rank]), record["time_ns"] if record else 0, rank
 
     rank = min(failures, key=order)
     failure = failures[rank]
@@ -212,9 +212,9 @@ def root_cause(failures: Mapping[int, Failure]) -> RankFailed:
     return RankFailed(rank, f"ended with exit code {failure.exitcode}")
 
 
-def _sort(failure: Failure) -> int:
+def _blame_order(failure: Failure) -> int:
     record = _record(failure)
-    return _SORTS[record["blames"] if record else "silent"]
+    return _BLAME_ORDER[record["blames"] if record else "silent"]
 
 
 def _record(failure: Failure) -> dict | None:

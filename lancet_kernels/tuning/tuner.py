@@ -108,7 +108,7 @@ def rank_candidates(task: Task, hardware: Hardware, keep: int) -> list[Candidate
     """Every candidate with the model's time, the default first; all but the best `keep` have a reason.
 
     The default is never pruned here. Of candidates that differ in the group order alone, one is kept; and no
-    sort of tile takes more than a few places, since a model that is wrong about it is so about all of them.
+    kind of tile takes more than a few places, since a model that is wrong about it is so about all of them.
     """
     tunable = task.tunable
     found = [
