@@ -155,7 +155,8 @@ PLAIN = [
         f"graph/{m}.py"
         for m in ("program", "program_json", "reachability", "clusters", "communication", "costs")
     ),
-    *(f"graph/{m}.py" for m in ("measured", "cut", "equations", "rules", "step_builder", "synthetic")),
+    *(f"graph/{m}.py" for m in ("measured", "forms", "part_instruction", "equations", "rules")),
+    *(f"graph/{m}.py" for m in ("step_builder", "synthetic")),
     *(f"schedules/{m}.py" for m in ("simulate", "peak_memory", "weight_gradients", "list_schedule", "issue")),
     *(f"schedules/{m}.py" for m in ("axes", "pipeline", "ranges", "partition_range", "plan", "strategies")),
     "schedules/timeline.py",
