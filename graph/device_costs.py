@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lancet_kernels.atomic import locked, write_json_atomically
 from lancet_kernels.graph.communication import Points, interpolated
@@ -113,7 +114,7 @@ class DeviceCostsFile:
             return []
 
 
-def device_costs_from_json(data: Mapping[str, object]) -> DeviceCosts:
+def device_costs_from_json(data: Mapping[str, Any]) -> DeviceCosts:
     """The costs of which `dataclasses.asdict` gave these JSON values. Raises: TypeError, ValueError."""
     shares = {key: _points(found) for key, found in data["shares"].items()}
     costs = DeviceCosts(**{**data, "copies": _points(data["copies"]), "shares": shares})

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -157,7 +158,7 @@ class _GpuTimer(_Timer):
 @lru_cache(maxsize=1)
 def _spare_cores() -> bool:
     """Has this machine more cores than its ranks compute on?"""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return cores > ranks * torch.get_num_threads()
 
@@ -205,7 +206,7 @@ def measure_communication(
     return CommunicationModel.measured(samples)
 
 
-def _on_the_link(start: Callable[[int], object], size: int, device: torch.device) -> Callable[[], float]:
+def _on_the_link(start: Callable[[int], Any], size: int, device: torch.device) -> Callable[[], float]:
     """-> milliseconds that the link is taken; what goes before and after is computation."""
 
     def call() -> float:
@@ -216,7 +217,7 @@ def _on_the_link(start: Callable[[int], object], size: int, device: torch.device
     return call
 
 
-def _to_the_end(start: Callable[[int], object], size: int, device: torch.device) -> Callable[[], float]:
+def _to_the_end(start: Callable[[int], Any], size: int, device: torch.device) -> Callable[[], float]:
     def call() -> float:
         _finish(device)
         begin = time.perf_counter()

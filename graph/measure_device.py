@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -26,7 +27,7 @@ from lancet_kernels.graph.from_fx import op_name, tensor_names
 from lancet_kernels.graph.measure import GPU_SLEEP_CYCLES, unpaced
 from lancet_kernels.graph.part_instruction import part_instruction
 from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec
-from lancet_kernels.graph.rules import RULES, rule_for
+from lancet_kernels.graph.rules import RULES, Rule, rule_for
 from lancet_kernels.ops.parts import window_counts
 
 PARTS = (2, 4, 8)
@@ -79,7 +80,7 @@ def measure_copies(device: torch.device) -> Points:
     while size <= _LARGEST_COPY.get(device.type, _LARGEST_COPY["cpu"]):
         # float32, read and written: eight bytes an element.
         half = torch.zeros(size // 16, device=device)
-        points.append((float(size), milliseconds_of(lambda half=half: torch.cat([half, half]), device)))
+        points.append((float(size), milliseconds_of(partial(torch.cat, [half, half]), device)))
         size *= 4
     return tuple(points)
 
@@ -104,8 +105,9 @@ def cuts_to_measure(program: Program) -> list[CutToMeasure]:
         rule = rule_for(instruction) if instruction.op in MEASURED_OPS else None
         if rule is None or not (instruction.phase is Phase.FORWARD or rule.in_experts):
             continue
-        for forms in _ways(instruction, program.tensors):
-            sizes = [program.tensors[t].shape[form.dimension] for t, form in forms.items() if form.is_cut]
+        for forms in _ways(instruction, rule, program.tensors):
+            shapes = {t: program.tensors[t].shape for t in forms}
+            sizes = [shapes[t][f.dimension] for t, f in forms.items() if f.dimension is not None]
             parts = tuple(k for k in PARTS if all(k <= size for size in sizes))
             if parts:
                 key = cut_key(*part_instruction(instruction, program.tensors, forms, 0, parts[0]))
@@ -113,8 +115,8 @@ def cuts_to_measure(program: Program) -> list[CutToMeasure]:
     return list(found.values())
 
 
-def _ways(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> list[dict[str, Form]]:
-    rule, operands = rule_for(instruction), (*instruction.inputs, *instruction.outputs)
+def _ways(instruction: Instruction, rule: Rule, tensors: Mapping[str, TensorSpec]) -> list[dict[str, Form]]:
+    operands = (*instruction.inputs, *instruction.outputs)
     ways = [
         way
         for only_experts in (False, True)
@@ -182,7 +184,7 @@ class _PartTimer(fx.Interpreter):
                 counts = (self.env[n] for n in node.all_input_nodes)
                 count = next(c for c in counts if not c.is_floating_point())
                 return value[: int(window_counts(count, 0, parts).sum())]
-        if not form.is_cut:
+        if form.dimension is None:
             return value
         part = value.narrow(form.dimension, 0, -(-value.shape[form.dimension] // parts))
         return _without_gaps(part) if op_name(node) == "lancet.dispatch" and source is node.args[1] else part

@@ -42,7 +42,7 @@ def can_be_cut(tensors: Mapping[str, TensorSpec], forms: Forms, parts: int) -> b
     """Do the parts of all tensors line up? Parts are whole units of the shortest dimension that is cut, so
     it must divide the others. Equal parts line up through views too; uneven ones only where all tensors
     have the same size along these dimensions. Windows of slots fit any number of rows."""
-    sizes = {tensors[t].shape[form.dimension] for t, form in forms.items() if form.is_cut}
+    sizes = {tensors[t].shape[form.dimension] for t, form in forms.items() if form.dimension is not None}
     if not sizes:
         return True
     units = min(sizes)

@@ -70,7 +70,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
-    bytes: int | None = None
+    bytes: int = None  # type: ignore[assignment]  # __post_init__ fills it in
     alias_of: str | None = None
 
     def __post_init__(self):
@@ -177,8 +177,8 @@ class Program:
         owner: dict[str, str] = {}
         for name in self.tensors:
             root = name
-            while self.tensors[root].alias_of is not None:
-                root = self.tensors[root].alias_of
+            while (storage := self.tensors[root].alias_of) is not None:
+                root = storage
             owner[name] = root
         return owner
 
@@ -211,10 +211,10 @@ class Program:
         phases = [instruction.phase for instruction in self.instructions]
         read_in_forward = {j for i, phase in enumerate(phases) if phase is Phase.FORWARD for j in result[i]}
         ends = [i for i, phase in enumerate(phases) if phase is Phase.FORWARD and i not in read_in_forward]
-        for i, before in enumerate(result):
-            begins = phases[i] is Phase.BACKWARD and not any(phases[j] is Phase.BACKWARD for j in before)
+        for i, earlier in enumerate(result):
+            begins = phases[i] is Phase.BACKWARD and not any(phases[j] is Phase.BACKWARD for j in earlier)
             if begins:
-                result[i] = tuple(sorted({*before, *(j for j in ends if j < i)}))
+                result[i] = tuple(sorted({*earlier, *(j for j in ends if j < i)}))
         return result
 
     @cached_property

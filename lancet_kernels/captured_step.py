@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.utils._pytree as pytree
@@ -37,6 +37,9 @@ from lancet_kernels.schedules.realize import realize
 from lancet_kernels.schedules.simulate import Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.training.gradients import gradient_groups, groups_of
+
+if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
+    from lancet_kernels.ops.fused_experts import LayerExchange
 
 
 class CostedGraph(NamedTuple):
@@ -112,7 +115,7 @@ class CapturedStep:
         traced = self.captured.module
         state = dict(traced.named_parameters()) | dict(traced.named_buffers())
         flat = pytree.tree_leaves((self.inputs, self.by_name))
-        values = []
+        values: list[object] = []
         for node in self.captured.joint.graph.nodes:
             if node.op != "placeholder":
                 continue
@@ -122,7 +125,9 @@ class CapturedStep:
             elif (position := input_position(node)) is not None:
                 values.append(flat[position])
             else:
-                values.append(state[state_name(node)].detach())
+                name = state_name(node)
+                assert name is not None, f"{node.name} is neither an input nor a parameter"
+                values.append(state[name].detach())
         return values
 
     def costed(
@@ -148,9 +153,8 @@ class CapturedStep:
         return plan, simulate(program, graph.cost, blocking=plan.blocking)
 
 
-def _exchange_of(layer: MatchedLayer) -> object:
-    """The exchange of a matched layer: `ops.fused_experts.LayerExchange`."""
-    # Only here: the kernels need Triton, which not every machine has.
+def _exchange_of(layer: MatchedLayer) -> LayerExchange:
+    """The exchange of a matched layer."""
     from lancet_kernels.ops.fused_experts import LayerExchange
 
     local_experts, hidden, width = layer.w2.meta["val"].shape

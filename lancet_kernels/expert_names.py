@@ -18,6 +18,7 @@ class ExpertsByGlobalId(nn.Module):
     rank: int
     num_experts: int
     local_experts: int
+    expert_group: str
 
     def expert_names(self) -> Iterator[str]:
         """Names of the parameters [L, ...] that hold the experts of this rank."""

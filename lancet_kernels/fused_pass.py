@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ class FusedPasses:
         """Forward and backward exchange; configurations with the same rows per signal share them."""
         rows = config.gemm.block_m
         if rows not in self._exchanges:
-            sizes = {
+            sizes: dict[str, Any] = {
                 "local_experts": self.local_experts,
                 "capacity": self.workload.capacity,
                 "width": self.workload.width,

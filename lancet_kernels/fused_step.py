@@ -68,7 +68,7 @@ class FusedChoice:
     def groups(self, module: fx.GraphModule, program: Program, cost: Cost) -> tuple[FusedGroup, ...]:
         """The decision for every MoE layer: that of the stored plan, or the one predicted faster."""
         if self.stored is not None:
-            found = self._stored(program)
+            found = _stored_groups(self.stored, program)
             if found:
                 return found
         lowering = "fused" if self.lowering == "auto" and self.interpreted else self.lowering
@@ -108,15 +108,15 @@ class FusedChoice:
             return None, "the plan is for another machine"
         return measured_cost(kind, self.device)
 
-    def _stored(self, program: Program) -> tuple[FusedGroup, ...]:
-        try:
-            groups = Plan.load(self.stored).fused
-        except UserError:
-            return ()  # whoever reads the plan itself says what is wrong with it
-        names = {name for group in groups for name in (group.layer, *group.fillers)}
-        if not names <= set(program.index):
-            return ()
-        return groups
+
+def _stored_groups(file: str | Path, program: Program) -> tuple[FusedGroup, ...]:
+    """The decisions of a plan file; none if it has none for this program."""
+    try:
+        groups = Plan.load(file).fused
+    except UserError:
+        return ()  # whoever reads the plan itself says what is wrong with it
+    names = {name for group in groups for name in (group.layer, *group.fillers)}
+    return groups if names <= set(program.index) else ()
 
 
 def fuse_layers(

@@ -136,9 +136,10 @@ def _check_choices(strategy: str, backend: str | None, inner_compile: str) -> No
 
 def _arguments(model: nn.Module, example_inputs: Sequence[object] | Mapping[str, object]) -> Arguments:
     """The example inputs as the forward takes them. Raises: UserError if they do not fit its signature."""
-    by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
-    by_position = () if by_name else example_inputs
-    return to_trace(bind(inspect.signature(model.forward), type(model).__name__, by_position, by_name))
+    signature, name = inspect.signature(model.forward), type(model).__name__
+    if isinstance(example_inputs, Mapping):
+        return to_trace(bind(signature, name, (), example_inputs))
+    return to_trace(bind(signature, name, example_inputs, {}))
 
 
 def _module_with(

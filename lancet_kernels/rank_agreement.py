@@ -16,7 +16,7 @@ from lancet_kernels.captured_step import CapturedStep
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program_json import fingerprint
-from lancet_kernels.ops.groups import group_of, group_rank, group_size
+from lancet_kernels.ops.groups import from_first_rank, group_of, group_rank, group_size
 from lancet_kernels.ops.waiting import waiting
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 
@@ -54,7 +54,9 @@ def capture_alike(step: CapturedStep) -> tuple[fx.GraphModule, list[object]]:
 
 def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:
     """The plans of rank 0 on every rank. Raises: UserError on all ranks if rank 0 has none."""
-    plans = [Plan.from_json(data) for data in from_first_rank(group, lambda: [p.to_json() for p in make()])]
+    plans = [
+        Plan.from_json(data) for data in made_by_first_rank(group, lambda: [p.to_json() for p in make()])
+    ]
     if len(set(values_of_ranks(group, tuple(plan.fingerprint for plan in plans)))) != 1:
         raise UserError(
             "plan across ranks",
@@ -68,29 +70,27 @@ def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan
 def fused_groups_of_first_rank(
     group: str, choose: Callable[[], tuple[FusedGroup, ...]]
 ) -> tuple[FusedGroup, ...]:
-    """Which layers rank 0 fuses, on every rank. Raises: as `from_first_rank`."""
-    chosen = from_first_rank(group, lambda: [asdict(group) for group in choose()])
+    """Which layers rank 0 fuses, on every rank. Raises: as `made_by_first_rank`."""
+    chosen = made_by_first_rank(group, lambda: [asdict(group) for group in choose()])
     return tuple(FusedGroup(**{**data, "fillers": tuple(data["fillers"])}) for data in chosen)
 
 
-def from_first_rank(group: str, make: Callable[[], list]) -> list:
+def made_by_first_rank(group: str, make: Callable[[], list]) -> list:
     """What rank 0 makes, on every rank. Raises: rank 0's error there, UserError with it on the others."""
-    if not group:
-        return make()
-    process_group, box, failure = group_of(group), [None], None
+    made: list | str = []
+    failure: Exception | None = None
     if group_rank(group) == 0:
         try:
-            box = [make()]
+            made = make()
         except Exception as error:
-            failure, box = error, [f"{type(error).__name__}: {error}"]
+            failure, made = error, f"{type(error).__name__}: {error}"
     # Also when it failed: the others wait for it.
-    with waiting("broadcast of what rank 0 planned", process_group):
-        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+    made = from_first_rank(made, group, "what rank 0 planned")
     if failure is not None:
         raise failure
-    if isinstance(box[0], str):
-        raise UserError("plan of rank 0", got=box[0], expected="a plan", do="see what rank 0 says")
-    return box[0]
+    if isinstance(made, str):
+        raise UserError("plan of rank 0", got=made, expected="a plan", do="see what rank 0 says")
+    return made
 
 
 def values_of_ranks(group: str, value: object) -> list:

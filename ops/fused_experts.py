@@ -15,7 +15,7 @@ each capacity. Backward exchanges are free again when the backward ends: layers 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -123,7 +123,7 @@ class LayerExchange:
             config = self.config or default_overlap_config(
                 self.width, self.hidden, self.activation, like.dtype, like.device
             )
-            sizes = {
+            sizes: dict[str, Any] = {
                 "local_experts": self.local_experts,
                 "capacity": capacity,
                 "width": self.width,
@@ -207,9 +207,8 @@ def forward_pass(
         routing = Routing(
             expert, slot, weight.float().contiguous(), token, choice, count_WL.reshape(-1).contiguous()
         )
-        experts = Experts(
-            *(None if p is None else p.contiguous() for p in (w1, b1, w2, b2)), layer.activation
-        )
+        b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
+        experts = Experts(w1.contiguous(), b1, w2.contiguous(), b2, layer.activation)
         out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
         forward.watch()
     return out, (forward, backward), saved, routing, experts, config

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from torch import fx
 
@@ -29,7 +30,7 @@ _STARTS: dict[str, Callable] = {
 }
 
 
-def wait(pending: object) -> object:
+def wait(pending: Any) -> object:
     """Wait for what a start function returned. -> its result."""
     return pending.wait()
 

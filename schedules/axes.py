@@ -40,9 +40,10 @@ class AxisInference:
             if signature not in self._by_signature:
                 self._by_signature[signature] = self._solve(first, last, tensors)
             solution = self._by_signature[signature]
-            self._by_range[key] = solution and {
-                t: form for t, form in zip(tensors, solution, strict=True) if form != WHOLE
-            }
+            self._by_range[key] = None
+            if solution is not None:
+                forms = zip(tensors, solution, strict=True)
+                self._by_range[key] = {t: form for t, form in forms if form != WHOLE}
         return self._by_range[key]
 
     def _solve(self, first: int, last: int, tensors: list[str]) -> tuple[Form, ...] | None:

@@ -170,7 +170,7 @@ class _Cutter:
         for node in self.cut:
             for n in (*node.all_input_nodes, *_with_elements(node)):
                 form = self._form(n)
-                if form.is_cut:
+                if form.dimension is not None:
                     sizes.add(_shape(n)[form.dimension])
         # Windows of slots fit any number of rows.
         units = min(sizes, default=self.parts)
@@ -251,7 +251,7 @@ class _Cutter:
                 _lie_by_expert(node),
                 f"{node.name}_window{part}",
             )
-        elif form.is_cut:
+        elif form.dimension is not None:
             first, behind = self._window(_shape(node)[form.dimension], part)
             args = (node, form.dimension, first, behind)
             own = self._call(aten.slice.Tensor, args, {}, f"{node.name}_slice{part}")
@@ -262,6 +262,7 @@ class _Cutter:
 
     def _part_shape(self, node: fx.Node, part: int) -> list[int]:
         shape, dimension = _shape(node), self._form(node).dimension
+        assert dimension is not None, f"{node.name} is not cut"
         first, behind = self._window(shape[dimension], part)
         shape[dimension] = behind - first
         return shape
@@ -347,7 +348,7 @@ class _Cutter:
             # Expected sizes of parts, each bounded alone, need not add up to that of the whole.
             set_value(merged, element.meta["val"])
             return merged
-        if form.is_cut:
+        if form.dimension is not None:
             return self._concatenate(parts, form.dimension, element.meta["val"], name)
         raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
 
@@ -367,7 +368,7 @@ class _Cutter:
     def _concatenate(self, parts: list[fx.Node], axis: int, whole: Tensor, name: str) -> fx.Node:
         """Parts one after the other, in the memory layout of the uncut tensor: its readers may count on
         it."""
-        order = sorted(range(whole.dim()), key=lambda d: -whole.stride(d))
+        order = sorted(range(whole.dim()), key=lambda d: -whole.stride()[d])
         if order == list(range(whole.dim())):
             return self._call(aten.cat.default, (parts, axis), {}, name)
         laid_out = [self._call(aten.permute.default, (part, order), {}, f"{name}_laid_out") for part in parts]

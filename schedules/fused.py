@@ -102,7 +102,7 @@ def _predict(
         moved = [n for n in names if program.instructions[program.index[n]].kind is not Kind.COMPUTE]
         if measured is None:
             communication = sum(ms[n] for n in moved)
-            launch = ModelledLaunch(communication, sum(ms[n] for n in names) - communication)
+            launch: Launch = ModelledLaunch(communication, sum(ms[n] for n in names) - communication)
         else:
             launch = measured_launch(layer, measured, direction)
         if direction == "backward":

@@ -140,8 +140,8 @@ def expand(program: Program, ranges: Sequence[PartitionRange]) -> Program:
     used = {t for i in instructions for t in (*i.inputs, *i.outputs, *i.mutates)}
     used |= {*program.inputs, *program.outputs}
     for t in list(used):
-        while tensors[t].alias_of is not None:
-            t = tensors[t].alias_of
+        while (storage := tensors[t].alias_of) is not None:
+            t = storage
             used.add(t)
     kept = {t: spec for t, spec in tensors.items() if t in used}
     return replace(program, instructions=tuple(instructions), tensors=kept)

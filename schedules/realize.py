@@ -18,7 +18,6 @@ from torch import fx
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import split_joint
 from lancet_kernels.graph.from_fx import forward_nodes
-from lancet_kernels.graph.part_instruction import is_cut
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import full_order, instruction_order, reorder, start_early_wait_late
 from lancet_kernels.schedules.cut import Cut, cut_range
@@ -38,13 +37,13 @@ def realize(module: fx.GraphModule, program: Program, plan: Plan) -> Plan:
     for planned in plan.ranges:
         first, last = program.index[planned.first], program.index[planned.last]
         names = tuple(i.name for i in program.instructions[first : last + 1])
-        order = [
+        parts = [
             (program.instructions[i].name, part)
             for i, part in pipeline_order(program, first, last, planned.forms, planned.parts)
-            if is_cut(program.instructions[i], planned.forms)
+            if part is not None
         ]
-        cut_range(module.graph, Cut(names, planned.parts, planned.forms), order)
-    order = plan.order if plan.realized else _with_added_nodes(module, plan.order)
+        cut_range(module.graph, Cut(names, planned.parts, planned.forms), parts)
+    order: Sequence[str] = plan.order if plan.realized else _with_added_nodes(module, plan.order)
     reorder(module.graph, order)
     module.recompile()
     return replace(plan, order=tuple(order), realized=True)

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from lancet_kernels import expert_parameters, moe_losses, set_routing_step
-from lancet_kernels.captured_step import CapturedStep
+from lancet_kernels.captured_step import CapturedStep, CostedGraph
 from lancet_kernels.graph.capture import is_tangent, output_node
+from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
@@ -182,6 +183,10 @@ class SmallStep:
         self.inference = AxisInference(self.program)
         self.names = [i.name for i in self.program.instructions]
 
+    def costed(self, cost: Cost = dear_communication) -> CostedGraph:
+        """The graph, with what its instructions cost."""
+        return CostedGraph(self.joint, self.values, self.program, cost)
+
     def plain(self) -> Outcome:
         """The module as it stands, without any graph."""
         self.module.zero_grad(set_to_none=True)
@@ -249,9 +254,9 @@ class SmallStep:
         )
 
     def cut(self, first: str, last: str, parts: int) -> PartitionRange | None:
-        """The range of these instructions in that many parts, None if it has no axes."""
-        axes = self.inference.forms(self.program.index[first], self.program.index[last])
-        return PartitionRange(first, last, parts, dict(axes)) if axes else None
+        """The range of these instructions in that many parts, None if it has no forms."""
+        forms = self.inference.forms(self.program.index[first], self.program.index[last])
+        return PartitionRange(first, last, parts, dict(forms)) if forms else None
 
     def named(self, op: str, phase: Phase = Phase.FORWARD) -> list[str]:
         """Instructions with that op, in order."""

@@ -109,8 +109,7 @@ def test_no_circles() -> None:
 
 
 def test_every_file_has_a_name_of_its_own() -> None:
-    # The two cutters are about to become one.
-    assert same_names(ROOT).keys() <= {"cut.py"}
+    assert same_names(ROOT) == {}
 
 
 def test_every_source_is_looked_at() -> None:

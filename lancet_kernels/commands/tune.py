@@ -217,11 +217,14 @@ def _configuration_text(outcome: Outcome, place: Place) -> list[str]:
             reasons[reason] = reasons.get(reason, 0) + 1
     pruned = "".join(f", {count} {reason}" for reason, count in reasons.items())
     lines = [f"    {len(outcome.candidates)} candidates: {len(outcome.kept)} kept{pruned}"]
-    if outcome.winner is not None:
-        best, default = outcome.winner, outcome.default
-        times = (best.ms, default.ms) if place.device is not None else (best.model_ms, default.model_ms)
-        gain = "" if None in times else f"; the default takes {times[1] / times[0]:.2f} times as long"
-        label = "measured" if place.device is not None else "modelled"
+    best, default = outcome.winner, outcome.default
+    if best is not None and default is not None:
+        measured = place.device is not None
+        own, other = (best.ms, default.ms) if measured else (best.model_ms, default.model_ms)
+        gain = ""
+        if own is not None and other is not None:
+            gain = f"; the default takes {other / own:.2f} times as long"
+        label = "measured" if measured else "modelled"
         lines.append(f"    {label}: {_short(best.config)}{gain}")
     elif outcome.status == "dry-run":
         lines += [f"    to compile: {_short(candidate.config)}" for candidate in outcome.kept]

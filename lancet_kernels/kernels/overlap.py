@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,6 +167,8 @@ class _Launch:
         if self.backward:
             wgrads = self._grid(self.hidden, exchange.width), self._grid(exchange.width, self.width_in)
         problems = tuple(self._grid(*gemm.c.shape) for gemm in self.dense)
+        first: dict[str, Any]
+        second: dict[str, Any]
         first, second = {"put": True, "tiles_in": tiles["tiles_in"], "dense": problems}, {}
         first["dweight_blocks"] = dweight_blocks
         rest = first if not config.split else second
@@ -176,7 +179,7 @@ class _Launch:
     def _grid(self, rows: int, columns: int) -> tuple[int, int]:
         return -(-rows // self.gemm.block_m), -(-columns // self.gemm.block_n)
 
-    def _shape(self) -> dict[str, int]:
+    def _shape(self) -> dict[str, Any]:
         exchange = self.exchange
         return {
             "world": exchange.world,
@@ -194,7 +197,8 @@ class _Launch:
         nothing = exchange.rows.local
         tensors = {name: nothing if value is None else value for name, value in given.items()}
         get = lambda name: tensors.get(name, nothing)  # noqa: E731
-        earlier = given.get("earlier") or self.use
+        earlier = given.get("earlier")
+        earlier = earlier if isinstance(earlier, Use) else self.use
         words = exchange.report if self.problems is None else self.problems
         put_stage, stage = (nothing, nothing) if exchange.stage is None else exchange.stage.local
         if self.tma:

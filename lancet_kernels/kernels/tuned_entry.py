@@ -15,7 +15,7 @@ Shape = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A sort of kernel: the names of what its shape is made of, and which of these is a number of rows."""
+    """A kind of kernel: the names of what its shape is made of, and which of these is a number of rows."""
 
     names: tuple[str, ...]
     rows: int | None = None
@@ -89,14 +89,20 @@ def config_class(kind: str) -> type:
     """The dataclass that configures kernels of this kind."""
     # Here, not above: kernels need Triton, which not every machine has.
     if kind.startswith("grouped_gemm"):
-        from lancet_kernels.kernels.gemm_config import GemmConfig as found
-    elif kind == "routing":
-        from lancet_kernels.kernels.topk_kernel import RoutingConfig as found
-    elif kind == "overlap":
-        from lancet_kernels.kernels.overlap_config import OverlapConfig as found
-    else:
-        from lancet_kernels.kernels.row_config import RowConfig as found
-    return found
+        from lancet_kernels.kernels.gemm_config import GemmConfig
+
+        return GemmConfig
+    if kind == "routing":
+        from lancet_kernels.kernels.topk_kernel import RoutingConfig
+
+        return RoutingConfig
+    if kind == "overlap":
+        from lancet_kernels.kernels.overlap_config import OverlapConfig
+
+        return OverlapConfig
+    from lancet_kernels.kernels.row_config import RowConfig
+
+    return RowConfig
 
 
 def config_fields(config: Any) -> dict[str, Any]:

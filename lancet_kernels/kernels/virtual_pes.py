@@ -87,7 +87,10 @@ class VirtualPes:
     @contextmanager
     def _forked(self) -> Iterator[None]:
         """What the current stream did before is seen by all PEs; afterwards it waits for all of them."""
-        here = torch.cuda.current_stream(self.device) if self._streams else None
+        if not self._streams:
+            yield
+            return
+        here = torch.cuda.current_stream(self.device)
         for stream in self._streams:
             stream.wait_stream(here)
         yield

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch.distributed as dist
 from tqdm import tqdm
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.waiting import waiting
+from lancet_kernels.ops.groups import from_first_rank, group_name
 from lancet_kernels.training import checkpoint
 from lancet_kernels.training.data import load_corpus
 from lancet_kernels.training.launch import Rank
@@ -67,18 +66,16 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
 
 def _open_run(options: TrainOptions, rank: Rank, resume: str | None) -> tuple[RunFolder | None, Path]:
     """The run's folder, held by rank 0 alone, and its path on every rank."""
-    run, path = None, [None]
+    run: RunFolder | None = None
+    path = ""
     if rank.rank == 0:
         if resume:
             # The ranks of a launcher that was just killed need a moment to notice.
             run = RunFolder.open(resolve_run(options.runs, resume), wait_s=5.0)
         else:
             run = RunFolder.create(options.runs, options.name)
-        path = [str(run.path)]
-    if rank.world > 1:
-        with waiting("broadcast of the run's folder"):
-            dist.broadcast_object_list(path, src=0)
-    return run, Path(path[0])
+        path = str(run.path)
+    return run, Path(from_first_rank(path, group_name(None), "the run's folder"))
 
 
 def _restore(trainer: Trainer, run: Path, steps: int) -> int:

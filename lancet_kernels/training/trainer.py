@@ -42,7 +42,7 @@ class Trainer:
         self.groups = build_groups(rank, options.expert_ranks)
         self.model = GPT2MoE(config, self.groups).to(rank.device)
         self.optimizer = build_optimizer(options, self.model)
-        self.buckets = None
+        self.buckets: GradientBuckets | None = None
         broadcast_replicated(self.model, self.groups)
         self.module: nn.Module = TrainingStep(
             self.model,
@@ -84,7 +84,7 @@ class Trainer:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Tokens and targets of a step on this rank, [B, S] int64 each."""
-        tokens = training_batch(
+        tokens, targets = training_batch(
             self.corpus.train,
             seed=self.options.seed,
             step=step,
@@ -93,7 +93,7 @@ class Trainer:
             rank=self.rank.rank,
             ranks=self.rank.world,
         )
-        return tuple(t.to(self.rank.device) for t in tokens)
+        return tokens.to(self.rank.device), targets.to(self.rank.device)
 
     def step(self, step: int) -> dict[str, float]:
         """One training step (they count from 1). Returns its metrics, the same on every rank."""

@@ -206,8 +206,8 @@ def measure_points(
             timed.append((passes, CostSize(size, dtype.itemsize, config, rows, ranks.world)))
         taken: dict[Launch, list[float]] = {}
         for number in range(WARMUP + rounds):
-            for passes, size in timed:
-                for launch, ms in _one_round(passes, size, time_it):
+            for passes, cost_size in timed:
+                for launch, ms in _one_round(passes, cost_size, time_it):
                     if number >= WARMUP:
                         taken.setdefault(launch, []).append(ms)
         if clock.device.type == "cuda":
@@ -218,7 +218,7 @@ def measure_points(
     # Ranks put different numbers of rows: rank 0 says which.
     launches = ranks.from_first(list(taken))
     medians = ranks.slowest([statistics.median(times) for times in taken.values()])
-    return [CostPoint(*launch, ms) for launch, ms in zip(launches, medians, strict=True)]
+    return [CostPoint(direction, work, ms) for (direction, work), ms in zip(launches, medians, strict=True)]
 
 
 def _one_round(passes: FusedPasses, size: CostSize, time_it: TimeIt) -> Iterator[tuple[Launch, float]]:

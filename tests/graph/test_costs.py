@@ -130,8 +130,8 @@ def test_irregular_parts_have_one_kth_of_the_rows():
     exchange = Instruction("x", "lancet.all_to_all", ("b", "n", "m"), ("c",), Kind.ALL_TO_ALL, bytes=640)
     specs = {"b": spec, "c": TensorSpec("c", spec.shape), "n": TensorSpec("n", (2, 2), "int32")}
     specs["m"] = TensorSpec("m", (2, 2), "int32")
-    axes = dict.fromkeys(("b", "n", "m", "c"), IRREGULAR)
-    made, _ = part_instruction(exchange, specs, axes, 0, 4)
+    forms = dict.fromkeys(("b", "n", "m", "c"), IRREGULAR)
+    made, _ = part_instruction(exchange, specs, forms, 0, 4)
     assert made.bytes == 160
 
 

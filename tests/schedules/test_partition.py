@@ -45,8 +45,8 @@ def moe_chain(*milliseconds: float, size: int = 8, saved: bool = False) -> Progr
     return Program("chain", tuple(instructions), tensors, ("t0",), outputs)
 
 
-def spans(p, axes, parts, cost):
-    result = simulate_pipeline(p, 0, len(p) - 1, axes, parts, cost)
+def spans(p, forms, parts, cost):
+    result = simulate_pipeline(p, 0, len(p) - 1, forms, parts, cost)
     return [
         (p.instructions[t.position].name, t.part, t.start_ms, t.end_ms) for t in result.times
     ], result.end_ms
@@ -59,8 +59,8 @@ def test_stages():
 
 def test_pipeline_of_two_parts_by_hand():
     p = moe_chain(4, 4, 4)
-    axes = {f"t{n}": cut(0) for n in range(4)}
-    assert spans(p, axes, 2, GivenCosts()) == (
+    forms = {f"t{n}": cut(0) for n in range(4)}
+    assert spans(p, forms, 2, GivenCosts()) == (
         [
             ("i1", 0, 0, 2), ("i1", 1, 2, 4),
             ("i2", 0, 2, 4), ("i2", 1, 4, 6),
@@ -72,8 +72,8 @@ def test_pipeline_of_two_parts_by_hand():
 
 def test_pipeline_with_overhead_and_a_slow_link_by_hand():
     p = moe_chain(2, 8, 2, 8, 2)
-    axes = {f"t{n}": cut(0) for n in range(6)}
-    found, end = spans(p, axes, 2, GivenCosts(overhead_ms=1.0))
+    forms = {f"t{n}": cut(0) for n in range(6)}
+    found, end = spans(p, forms, 2, GivenCosts(overhead_ms=1.0))
     # Parts: computation 2, all-to-all 5. The link runs 2-7-12, then from max(12, 12)=12 17-22; 22 + 2.
     assert [f for f in found if f[0] == "i2"] == [("i2", 0, 2, 7), ("i2", 1, 7, 12)]
     assert [f for f in found if f[0] == "i3"] == [("i3", 0, 7, 9), ("i3", 1, 12, 14)]
@@ -119,10 +119,10 @@ def test_alike_layers_are_solved_once():
     p = tiny_step(layers=8)
     inference = AxisInference(p)
     for layer in (1, 3, 5, 7):
-        axes = inference.forms(p.index[f"layer{layer}.norm1"], p.index[f"layer{layer}.residual1"] + 1)
-        assert axes is None
-        axes = inference.forms(p.index[f"layer{layer}.norm2"], p.index[f"layer{layer}.residual2"])
-        assert axes[f"layer{layer}.moe.out"] == cut(0)
+        forms = inference.forms(p.index[f"layer{layer}.norm1"], p.index[f"layer{layer}.residual1"] + 1)
+        assert forms is None
+        forms = inference.forms(p.index[f"layer{layer}.norm2"], p.index[f"layer{layer}.residual2"])
+        assert forms[f"layer{layer}.moe.out"] == cut(0)
     assert inference.solved == 1
 
 
@@ -132,8 +132,8 @@ def test_expanded_programs_run_as_long_as_the_pipeline_said(parts):
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
     costs = PipelineCosts(p, cost)
     first, last = p.index["layer1.norm2"], p.index["layer1.residual2"]
-    axes = costs.forms(first, last)
-    cut = PartitionRange("layer1.norm2", "layer1.residual2", parts, dict(axes))
+    forms = costs.forms(first, last)
+    cut = PartitionRange("layer1.norm2", "layer1.residual2", parts, dict(forms))
     expanded = expand(p, [cut])
     names = [i.name for i in expanded.instructions]
     assert f"layer1.moe.gate_part{parts - 1}" in names
@@ -151,8 +151,8 @@ def test_expanded_programs_run_as_long_as_the_pipeline_said(parts):
 
 def test_carried_state_goes_from_part_to_part():
     p = tiny_step()
-    axes = AxisInference(p).forms(p.index["layer1.moe.gate"], p.index["layer1.moe.combine"])
-    expanded = expand(p, [PartitionRange("layer1.moe.gate", "layer1.moe.combine", 4, axes)])
+    forms = AxisInference(p).forms(p.index["layer1.moe.gate"], p.index["layer1.moe.combine"])
+    expanded = expand(p, [PartitionRange("layer1.moe.gate", "layer1.moe.combine", 4, forms)])
     gates = [i for i in expanded.instructions if i.op == "lancet.gate"]
     assert [g.inputs[1] for g in gates] == ["layer1.moe.used"] + [
         f"layer1.moe.used_after_part{n}" for n in range(3)

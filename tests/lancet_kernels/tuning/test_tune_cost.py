@@ -84,7 +84,7 @@ def test_every_launch_runs_and_gives_a_point_also_where_a_direction_is_two_launc
     config = dataclasses.replace(SMALL, split=True)
     points = measure_points(TINY, torch.float32, config, CPU, Ranks(), rounds=1)
     assert len({(p.direction, p.work) for p in points}) == len(points)
-    assert {p.sort for p in points} == {"put", "gemm", "fused"}
+    assert {p.kind for p in points} == {"put", "gemm", "fused"}
     assert all(p.ms > 0 for p in points)
     rows = int(max(p.work.bytes for p in points) / TINY.width / 4)
     assert set(CostSize(TINY, 4, config, rows, 1).launches()) <= {(p.direction, p.work) for p in points}
