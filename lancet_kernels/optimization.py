@@ -12,9 +12,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from lancet_kernels.captured_step import CapturedStep, CostedGraph
@@ -107,7 +108,7 @@ def optimize(
     else:
         # What cannot be measured need not be compared.
         most = 4 if measured else 1
-        plans = plans_of_first_rank(world, lambda: _plans(graph, strategy, options, cache, most))
+        plans = plans_of_first_rank(world, lambda: _plans(graph, strategy, options, cache, most, step.device))
     if measured or cluster is not None:
         planned = [step.planned(graph, plan, measured) for plan in plans]
         chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
@@ -171,12 +172,19 @@ def _module_with(
     )
 
 
+def _free_bytes(device: torch.device) -> int:
+    """What a CUDA device has free, with what torch holds and does not use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
 def _plans(
     graph: CostedGraph,
     strategy: str,
     options: PlanningOptions | None,
     cache: str | Path | None,
     most: int,
+    device: torch.device,
 ) -> list[Plan]:
     """The plan in `cache` if it is for this program, strategy and options, and made with costs from the same
     source; else at most so many to choose from, best guess first."""
@@ -188,13 +196,15 @@ def _plans(
     if cache is not None and Path(cache).exists():
         try:
             plan = _loaded(cache, graph)
-            if (plan.strategy, plan.options) == (strategy, asdict(options)):
+            if (plan.strategy, plan.options) == (strategy, options.to_json()):
                 if plan.costs == source_of(graph.cost):
                     return [plan]
                 old, new = plan.costs or "of an older version", source_of(graph.cost)
                 print(f"lancet: planning anew: plan file: got costs {old}, expected {new}", file=sys.stderr)
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)
+    if device.type == "cuda":
+        options = replace(options, free_memory_gb=_free_bytes(device) / 1e9)
     plans = Planner(graph.program, graph.cost, options).candidates(strategy, most)
     return [replace(plan, costs=source_of(graph.cost)) for plan in plans]
 

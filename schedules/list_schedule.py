@@ -20,13 +20,14 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 from lancet_kernels.schedules.clock import INFINITY, Clock, link_of
+from lancet_kernels.schedules.lower_bound import critical_path
 from lancet_kernels.schedules.peak_memory import MemoryBudget, Storages, peak_memory
 from lancet_kernels.schedules.simulate import Times, run
 from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots, sums_gradients
@@ -34,12 +35,14 @@ from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slo
 
 @dataclass(frozen=True)
 class Ordered:
-    """An order: positions, the method that gave it, what it is predicted to take."""
+    """An order: positions, the method that gave it, what it is predicted to take; and what the fastest order
+    takes that keeps to no memory limit."""
 
     program: Program
     order: list[int]
     method: str
     times: Times
+    without_limit_ms: float | None = None
 
     @property
     def iteration_ms(self) -> float:
@@ -110,10 +113,11 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
     if memory_limit_bytes is None:
         return candidates[0]
     limit = max(memory_limit_bytes, original.peak_memory_bytes)
-    fastest = next(c for c in candidates if c.peak_memory_bytes <= limit)
-    if fastest is candidates[0]:
-        return fastest
-    return min([fastest, *list_schedules(LIMITED, limit)], key=lambda c: c.iteration_ms)
+    fitting = [next(c for c in candidates if c.peak_memory_bytes <= limit)]
+    if fitting[0] is not candidates[0]:
+        fitting += list_schedules(LIMITED, limit)
+    best = min(fitting, key=lambda c: c.iteration_ms)
+    return replace(best, without_limit_ms=min(best.iteration_ms, candidates[0].iteration_ms))
 
 
 def list_schedule(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Program:
@@ -129,17 +133,6 @@ def list_order(
     With a limit (at least the peak of the original order), no moment needs more memory.
     """
     return ListScheduler(Work(program, ms), policy, memory_limit_bytes).schedule()
-
-
-def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
-    """For each instruction, the longest path from its start to the end of the program, in milliseconds.
-
-    All-reduces count too; the optimizer behind them is what they delay.
-    """
-    length = [0.0] * len(program)
-    for i in reversed(range(len(program))):
-        length[i] = ms[i] + max((length[j] for j in program.dependents[i]), default=0.0)
-    return length
 
 
 class Work:
@@ -163,6 +156,7 @@ class Work:
         ]
         """Views and waits: taking neither time nor memory."""
         messages = [i for i, x in enumerate(instructions) if x.kind.is_communication]
+        self.links = {link_of(instructions[i]) for i in messages}
         self.longest_message = max((ms[i] for i in messages), default=0.0)
         self.largest_message = max((self._bytes_made(i) for i in messages), default=0)
         self.latest_start = self._latest_starts()
@@ -299,6 +293,8 @@ class ListScheduler:
 
     def _next_message(self, moment: float) -> int | None:
         """The most urgent message that may go; if there is none, a sum of gradients."""
+        if all(self.loaded_until.get(link, 0.0) > moment for link in self.work.links):
+            return None
         aside, found = [], None
         while self.messages and found is None and len(aside) < self.MOST_TRIES:
             entry = heapq.heappop(self.messages)
