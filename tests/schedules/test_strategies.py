@@ -91,6 +91,23 @@ def test_memory_limit():
         assert plan.predicted.peak_memory_gb <= need, name
 
 
+def test_the_default_limit_and_what_it_costs():
+    # 100 bytes each: G before A would need 300 while B runs, and the original order needs 200.
+    p = program("A c f 4", "B c f 4 A", "G a f 4", "W c f 1 G")
+    plan = make_plan(p, given, "lancet-dw")
+    assert plan.memory_limit_gb == pytest.approx(220e-9)
+    assert (plan.predicted.iteration_ms, plan.predicted.lower_bound_ms) == (13, 9)
+    assert "Memory limit: 2.2e-07 GB; it costs 4.00 ms (without it, 9.00 ms)." in plan.explain()
+    assert "at least ms" in plan.explain()
+    free = make_plan(p, given, "lancet-dw", PlanningOptions(free_memory_gb=300e-9))
+    assert (free.predicted.iteration_ms, free.predicted.peak_memory_gb) == (9, pytest.approx(300e-9))
+    assert "it costs nothing." in free.explain()
+    assert free.options == plan.options
+    stated = make_plan(p, given, "lancet-dw", PlanningOptions(memory_limit_gb=200e-9, free_memory_gb=1.0))
+    assert stated.predicted.iteration_ms == 13
+    assert make_plan(p, given, "none").predicted.lower_bound_ms == 9
+
+
 def test_fewer_parts_where_memory_is_short():
     """Every part of an irregular buffer has the size of the whole: on many parts, memory decides."""
     shape = ModelShape("wide", layers=2, width=64, heads=4, vocabulary=64, sequence=32, capacity_factor=16.0)
