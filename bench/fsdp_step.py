@@ -28,6 +28,7 @@ from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Program
+from lancet_kernels.schedules.ordering import ordered
 
 collectives = torch.ops._c10d_functional
 
@@ -297,8 +298,8 @@ def captured(shape: Shape) -> Iterator[CapturedStep]:
         yield CapturedStep(joint, program, cost)
 
 
-def order_of_torch(step: CapturedStep, more_memory: float) -> list[str]:
-    """The order that torch's pass gives a copy of the graph, for the costs of the step.
+def order_of_torch(step: CapturedStep, more_memory: float) -> list[int]:
+    """The order (positions) that torch's pass gives a copy of the graph, for the costs of the step.
 
     Args: more_memory: what it may need beyond the original peak, as a share of that.
     """
@@ -322,4 +323,6 @@ def order_of_torch(step: CapturedStep, more_memory: float) -> list[str]:
             max_memory_increase_ratio=more_memory,
             pre_bucketing_fsdp_collectives=False,
         )
-    return [node.name for node in module.graph.nodes if node.name in index]
+    place = {index[node.name]: k for k, node in enumerate(module.graph.nodes) if node.name in index}
+    # To torch's pass, forward and backward are one graph: what ends the forward may come late.
+    return ordered(step.program, place.__getitem__)

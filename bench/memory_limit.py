@@ -66,9 +66,8 @@ def rows(step: CapturedStep, limits: Sequence[float | None] = LIMITS) -> Iterato
     yield row(None, "original", original, 0.0)
     for limit in limits:
         begin = time.perf_counter()
-        names = order_of_torch(step, 1e3 if limit is None else limit - 1)
-        seconds = time.perf_counter() - begin
-        yield row(limit, "torch", [program.index[name] for name in names], seconds)
+        order = order_of_torch(step, 1e3 if limit is None else limit - 1)
+        yield row(limit, "torch", order, time.perf_counter() - begin)
         begin = time.perf_counter()
         most = None if limit is None else limit * peak
         found = best_order(program, step.cost, memory_limit_bytes=most)

@@ -108,7 +108,9 @@ def optimize(
     else:
         # What cannot be measured need not be compared.
         most = 4 if measured else 1
-        plans = plans_of_first_rank(world, lambda: _plans(graph, strategy, options, cache, most, step.device))
+        plans = plans_of_first_rank(
+            world, lambda: _plans(graph, strategy, _on_device(options, step.device), cache, most)
+        )
     if measured or cluster is not None:
         planned = [step.planned(graph, plan, measured) for plan in plans]
         chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
@@ -172,10 +174,13 @@ def _module_with(
     )
 
 
-def _free_bytes(device: torch.device) -> int:
-    """What a CUDA device has free, with what torch holds and does not use."""
+def _on_device(options: PlanningOptions | None, device: torch.device) -> PlanningOptions:
+    """The options, with what a CUDA device has free: also what torch holds and does not use."""
+    options = options or PlanningOptions.from_environment()
+    if device.type != "cuda":
+        return options
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+    return replace(options, free_memory_gb=(torch.cuda.mem_get_info(device)[0] + unused) / 1e9)
 
 
 def _plans(
@@ -184,7 +189,6 @@ def _plans(
     options: PlanningOptions | None,
     cache: str | Path | None,
     most: int,
-    device: torch.device,
 ) -> list[Plan]:
     """The plan in `cache` if it is for this program, strategy and options, and made with costs from the same
     source; else at most so many to choose from, best guess first."""
@@ -203,8 +207,6 @@ def _plans(
                 print(f"lancet: planning anew: plan file: got costs {old}, expected {new}", file=sys.stderr)
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)
-    if device.type == "cuda":
-        options = replace(options, free_memory_gb=_free_bytes(device) / 1e9)
     plans = Planner(graph.program, graph.cost, options).candidates(strategy, most)
     return [replace(plan, costs=source_of(graph.cost)) for plan in plans]
 

@@ -28,6 +28,7 @@ from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 from lancet_kernels.schedules.clock import INFINITY, Clock, link_of
 from lancet_kernels.schedules.lower_bound import critical_path
+from lancet_kernels.schedules.ordering import Ready
 from lancet_kernels.schedules.peak_memory import MemoryBudget, Storages, peak_memory
 from lancet_kernels.schedules.simulate import Times, run
 from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots, sums_gradients
@@ -199,7 +200,7 @@ class ListScheduler:
         self.clock = Clock()
         self.budget = None if limit is None else MemoryBudget(work.storages, limit)
         self.reserve = policy.reserve * work.largest_message
-        self.pending = [len(before) for before in self.program.dependencies]
+        self.dependencies = Ready(self.program)
         self.free: deque[int] = deque()
         self.ready: list[tuple[float, int]] = []
         self.fillers: set[int] = set()
@@ -214,9 +215,8 @@ class ListScheduler:
         """By link, when all that was sent is through."""
 
     def schedule(self) -> list[int]:
-        for i, count in enumerate(self.pending):
-            if not count:
-                self._make_ready(i)
+        for i in self.dependencies.at_first:
+            self._make_ready(i)
         while len(self.order) < len(self.program):
             self._receive()
             i = self._next_compute()
@@ -261,10 +261,8 @@ class ListScheduler:
             self.budget.issue(i)
 
     def _done(self, i: int) -> None:
-        for j in self.program.dependents[i]:
-            self.pending[j] -= 1
-            if not self.pending[j]:
-                self._make_ready(j)
+        for j in self.dependencies.done(i):
+            self._make_ready(j)
 
     def _compute(self, i: int) -> None:
         self._issue(i)
@@ -319,7 +317,7 @@ class ListScheduler:
     def _issue_first(self) -> None:
         """Nothing is under way and nothing is wanted: go on with the program's own order."""
         i = self._first()
-        assert not self.pending[i], "the first instruction that is left waits for nothing"
+        assert self.dependencies.is_ready(i), "the first instruction that is left waits for nothing"
         self._take(i)
         if self.program.instructions[i].kind.is_communication:
             self._send(i)
@@ -370,7 +368,7 @@ class ListScheduler:
             if self.budget.admits(i):
                 return self._take(i)
         first = self._first()
-        if not self.pending[first] and self.program.instructions[first].kind is Kind.COMPUTE:
+        if self.dependencies.is_ready(first) and self.program.instructions[first].kind is Kind.COMPUTE:
             return self._take(first)
         return None
 
