@@ -28,7 +28,6 @@ from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Program
-from lancet_kernels.schedules.ordering import ordered
 
 collectives = torch.ops._c10d_functional
 
@@ -324,5 +323,7 @@ def order_of_torch(step: CapturedStep, more_memory: float) -> list[int]:
             pre_bucketing_fsdp_collectives=False,
         )
     place = {index[node.name]: k for k, node in enumerate(module.graph.nodes) if node.name in index}
-    # To torch's pass, forward and backward are one graph: what ends the forward may come late.
-    return ordered(step.program, place.__getitem__)
+    # To torch's pass, forward and backward are one graph: what ends the forward may come too late.
+    for i in reversed(range(len(step.program))):
+        place[i] = min([place[i], *(place[j] for j in step.program.dependents[i])])
+    return sorted(place, key=lambda i: (place[i], i))

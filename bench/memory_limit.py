@@ -65,13 +65,13 @@ def rows(step: CapturedStep, limits: Sequence[float | None] = LIMITS) -> Iterato
 
     yield row(None, "original", original, 0.0)
     for limit in limits:
-        begin = time.perf_counter()
+        begin = time.process_time()
         order = order_of_torch(step, 1e3 if limit is None else limit - 1)
-        yield row(limit, "torch", order, time.perf_counter() - begin)
-        begin = time.perf_counter()
+        yield row(limit, "torch", order, time.process_time() - begin)
+        begin = time.process_time()
         most = None if limit is None else limit * peak
         found = best_order(program, step.cost, memory_limit_bytes=most)
-        yield row(limit, "ours", found.order, time.perf_counter() - begin)
+        yield row(limit, "ours", found.order, time.process_time() - begin)
 
 
 def measured(shape: Shape) -> tuple[str, list[Row]]:
