@@ -50,6 +50,19 @@ def test_an_update_in_place_stays_behind_the_readers_of_the_old_value():
         p.reordered(["update", "read", "use"])
 
 
+def test_the_backward_begins_behind_the_forward():
+    """d is made from x's gradient alone, statistics from the forward alone: still none of them crosses."""
+    names = ("x", "dx", "y", "statistics", "d", "e")
+    forward = Instruction("f", "aten.mul", ("x",), ("y",))
+    statistics = Instruction("s", "aten.sum", ("y",), ("statistics",))
+    begin = Instruction("b", "aten.mul", ("dx",), ("d",), phase=Phase.BACKWARD)
+    behind = Instruction("e", "aten.mul", ("d", "x"), ("e",), phase=Phase.BACKWARD)
+    p = Program("p", (forward, statistics, begin, behind), tensors(*names), ("x", "dx"))
+    assert p.dependencies == [(), (0,), (1,), (2,)]
+    with pytest.raises(UserError, match="got b before s, expected s first"):
+        p.reordered(["f", "b", "s", "e"])
+
+
 def test_reordered_refuses_what_is_not_valid():
     p = chain()
     assert p.reordered(["a", "b", "c"]) == p

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Kind
 from lancet_kernels.schedules.apply import instruction_order, reorder
-from lancet_kernels.schedules.realize import realize, split_as_planned
+from lancet_kernels.schedules.realize import check_halves, realize, split_as_planned
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import make_plan
 from tests.grids import few_of
@@ -49,3 +50,21 @@ def test_a_plan_trains_as_the_module_does(name, strategy):
     torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
     for n, p in model.named_parameters():
         torch.testing.assert_close(p.grad, expected[n], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("halves", "said"),
+    [
+        ([["a", "c"], ["b", "d"]], "got c before b, expected b first"),
+        ([["a", "b"], ["d", "c"]], "got d before c, expected c first"),
+        ([["a", "b", "x"], ["c"]], "got x, which is in no plan"),
+        ([["a", "b"], ["b", "c"]], "got b 2 times"),
+    ],
+)
+def test_a_half_that_runs_in_another_order_is_an_error(halves, said):
+    with pytest.raises(UserError, match=said):
+        check_halves("abcd", halves)
+
+
+def test_what_nobody_reads_may_be_missing_from_a_half():
+    check_halves("abcd", [["a"], ["c", "d"]])
