@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from fsdp_step import SHAPES, CapturedStep, Shape, captured, order_of_torch
 
 from lancet_kernels.graph.costs import durations
-from lancet_kernels.schedules.list_schedule import best_order
+from lancet_kernels.schedules.best_order import best_order
 from lancet_kernels.schedules.lower_bound import lower_bound_ms
 from lancet_kernels.schedules.peak_memory import peak_memory
 from lancet_kernels.schedules.simulate import run

@@ -10,48 +10,22 @@ Under a memory limit every instruction has to be admitted by a `MemoryBudget`: w
 left can go on in the Program's own order without exceeding the limit. Messages that need nothing but
 parameters (all-gathers) then wait until they are nearly due: what is gathered early takes memory from what
 could be deferred.
-
-The result is never predicted worse than the better of Algorithm 1 and the original order: `best_order`
-simulates all of them and takes the best one that respects the memory limit.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 from lancet_kernels.schedules.clock import INFINITY, Clock, link_of
 from lancet_kernels.schedules.lower_bound import critical_path
 from lancet_kernels.schedules.ordering import Ready
-from lancet_kernels.schedules.peak_memory import MemoryBudget, Storages, peak_memory
-from lancet_kernels.schedules.simulate import Times, run
-from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots, sums_gradients
-
-
-@dataclass(frozen=True)
-class Ordered:
-    """An order: positions, the method that gave it, what it is predicted to take; and what the fastest order
-    takes that keeps to no memory limit."""
-
-    program: Program
-    order: list[int]
-    method: str
-    times: Times
-    without_limit_ms: float | None = None
-
-    @property
-    def iteration_ms(self) -> float:
-        return self.times.iteration_ms
-
-    @cached_property
-    def peak_memory_bytes(self) -> int:
-        return peak_memory(self.program, self.order)
+from lancet_kernels.schedules.peak_memory import MemoryBudget, Storages
+from lancet_kernels.schedules.weight_gradients import sums_gradients
 
 
 @dataclass(frozen=True)
@@ -87,43 +61,6 @@ FREE = [Policy(oldest, refuse) for oldest in (False, True) for refuse in (2.0, 1
 """Without a memory limit."""
 FREE += [Policy(ahead=2.0), Policy(ahead=8.0)]
 LIMITED = [Policy(ahead=ahead, reserve=reserve) for ahead in (2.0, 8.0) for reserve in (0.0, 2.0)]
-
-
-def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Ordered:
-    """The fastest of the original order, early communication, Algorithm 1, and the list schedules.
-
-    Within the memory limit where the original order is; where it is not, the limit is the original's peak.
-    """
-    ms = durations(program, cost)
-
-    def simulated(order: list[int], method: str) -> Ordered:
-        return Ordered(program, order, method, run(program, ms, order))
-
-    def list_schedules(policies: Sequence[Policy], limit: float | None) -> Iterator[Ordered]:
-        work = Work(program, ms)
-        return (simulated(ListScheduler(work, policy, limit).schedule(), str(policy)) for policy in policies)
-
-    original = simulated(list(range(len(program))), "original order")
-    candidates = [
-        original,
-        simulated(order_by_slots(program, {}), "early communication"),
-        simulated(greedy_order(program, ms), "weight gradient greedy"),
-        *list_schedules(FREE, None),
-    ]
-    candidates.sort(key=lambda c: c.iteration_ms)
-    if memory_limit_bytes is None:
-        return candidates[0]
-    limit = max(memory_limit_bytes, original.peak_memory_bytes)
-    fitting = [next(c for c in candidates if c.peak_memory_bytes <= limit)]
-    if fitting[0] is not candidates[0]:
-        fitting += list_schedules(LIMITED, limit)
-    best = min(fitting, key=lambda c: c.iteration_ms)
-    return replace(best, without_limit_ms=min(best.iteration_ms, candidates[0].iteration_ms))
-
-
-def list_schedule(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Program:
-    """The program in its `best_order`."""
-    return program.reordered(best_order(program, cost, memory_limit_bytes=memory_limit_bytes).order)
 
 
 def list_order(

@@ -24,8 +24,8 @@ from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.axes import AxisInference
+from lancet_kernels.schedules.best_order import best_order
 from lancet_kernels.schedules.issue import issue_early
-from lancet_kernels.schedules.list_schedule import best_order
 from lancet_kernels.schedules.partition_range import (
     PartitionOptions,
     choose_ranges,

@@ -6,14 +6,9 @@ from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import durations
+from lancet_kernels.schedules.best_order import best_order, list_schedule
 from lancet_kernels.schedules.issue import issue_early
-from lancet_kernels.schedules.list_schedule import (
-    FREE,
-    LIMITED,
-    best_order,
-    list_order,
-    list_schedule,
-)
+from lancet_kernels.schedules.list_schedule import FREE, LIMITED, list_order
 from lancet_kernels.schedules.lower_bound import critical_path, lower_bound_ms
 from lancet_kernels.schedules.peak_memory import peak_memory
 from lancet_kernels.schedules.simulate import simulate

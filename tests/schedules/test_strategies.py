@@ -12,7 +12,7 @@ from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.forms import PARTIAL, WINDOW
 from lancet_kernels.graph.program import Kind
 from lancet_kernels.graph.synthetic import MODELS, PAPER_BATCH, ModelShape, training_step
-from lancet_kernels.schedules.list_schedule import list_schedule
+from lancet_kernels.schedules.best_order import list_schedule
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import simulate
