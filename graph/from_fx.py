@@ -36,6 +36,10 @@ _COLLECTIVE_NAMESPACE = "_c10d_functional."
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs that have one."""
 _WAIT = "_c10d_functional.wait_tensor"
+_UNSAFE_VIEW = "aten._unsafe_view"
+"""A view, of which torch promises that nobody else reads its input: its schema does not say that it is one."""
+_HARDLY_READ = {"aten.nll_loss_forward": 0, "aten.nll_loss_backward": 1, "aten.embedding": 0}
+"""Argument of which an element or a row for each of the others' elements is read, or its shape alone."""
 
 
 def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: str = "graph") -> Program:
@@ -98,6 +102,8 @@ def is_view(node: fx.Node) -> bool:
     if schema is None or len(schema.returns) != 1 or not isinstance(node.meta.get("val"), Tensor):
         return False
     info = schema.returns[0].alias_info
+    if op_name(node) == _UNSAFE_VIEW:
+        return True
     return info is not None and not info.is_write and node.target.is_view
 
 
@@ -200,7 +206,7 @@ def _aliased(node: fx.Node) -> dict[int, str]:
             )
             if same and isinstance(value, fx.Node) and tensor_names(value):
                 found[i] = tensor_names(value)[0]
-    if op_name(node) == _WAIT:
+    if op_name(node) in (_WAIT, _UNSAFE_VIEW):
         found[0] = tensor_names(node.args[0])[0]
     # A list of views (unbind, split): every element shares the input's storage.
     if 0 in found and isinstance(node.meta.get("val"), (tuple, list)):
@@ -288,7 +294,9 @@ def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
     """Moved through memory: everything read and written, of a view nothing; or over the link."""
     if outputs and all(spec.alias_of is not None for spec in outputs):
         return 0.0
-    values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    unread = node.args[_HARDLY_READ[op]] if op in _HARDLY_READ else None
+    read = [n for n in node.all_input_nodes if n is not unread]
+    values = [n.meta["val"] for n in read if isinstance(n.meta.get("val"), Tensor)]
     if op == "lancet.all_to_all":
         return float(_content_bytes(node.args[0].meta["val"]))
     if _kind(op).is_communication:

@@ -116,12 +116,7 @@ def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> d
     baseline = min(predicted[name].iteration_ms for name in ("none", "tutel"))
     return {
         "simulated": True,
-        "model": setting.model,
-        "cluster": setting.hardware.name,
-        "gpus": setting.gpus,
-        "gate": setting.gate,
-        "batch": setting.sequences,
-        "dtype": setting.dtype,
+        **setting.facts(),
         "memory_limit_gb": limit,
         "instructions": len(found.program),
         "planning_seconds": dict(found.seconds),
