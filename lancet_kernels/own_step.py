@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.fake_ranks import fake_ranks, without_contents
@@ -48,6 +49,8 @@ class OwnStep:
     cluster: str
     gpus: int
 
+    assumptions = ("the optimizer's step is not in it, as it is not in what optimize() plans",)
+
     @cached_property
     def hardware(self) -> Cluster:
         return load_cluster(self.cluster)
@@ -74,11 +77,14 @@ class OwnStep:
         except UserError:
             raise
         except Exception as error:
+            reads = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
             raise UserError(
                 self.module,
                 got=_reason(error, Path(self.module.rpartition(":")[0])),
-                expected="a function that makes module and inputs without reading what is in a tensor",
-                do="leave out what reads values (item(), loading weights); shapes are all that counts here",
+                expected="no look at what is in a tensor: there is nothing in it" if reads else _RETURNS,
+                do="leave out what reads values; shapes are all that counts here"
+                if reads
+                else f"correct it; {make_step.__name__}() is called on rank 0 of a job that is there already",
             ) from error
         if not (isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], nn.Module)):
             raise UserError(
@@ -88,6 +94,13 @@ class OwnStep:
         if isinstance(inputs, Tensor) or not isinstance(inputs, (tuple, list, Mapping)):
             got = f"{type(model).__name__} with {type(inputs).__name__} as inputs"
             raise UserError(self.module, got=got, expected=_RETURNS, do="write (x,) for one input")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UserError(
+                self.module,
+                got=f"{type(model).__name__} without parameters to train",
+                expected="a training step",
+                do="return the module that holds model and loss",
+            )
         return model, inputs
 
     def describe(self) -> str:
@@ -124,11 +137,15 @@ def load_function(spec: str) -> Callable[[], object]:
         )
     file = Path(path)
     if not file.is_file():
-        raise UserError("module", got=f"{path}, which is no file", expected="a Python file", do="check the path")
+        raise UserError(
+            "module", got=f"{path}, which is no file", expected="a Python file", do="check the path"
+        )
     found = getattr(_run_file(file), name, None)
     if not callable(found):
-        what = "no such function" if found is None else f"{name}, a {type(found).__name__}"
-        raise UserError("module", got=f"{what} in {path}", expected=f"a function {name}()", do="define it there")
+        what = f"no {name}" if found is None else f"a {name} that is no function"
+        raise UserError(
+            "module", got=f"{what} in {path}", expected=f"a function {name}()", do="define it there"
+        )
     return found
 
 
@@ -155,7 +172,11 @@ def _run_file(file: Path) -> ModuleType:
 def _reason(error: Exception, file: Path) -> str:
     """`ValueError: first line of its message (step.py, line 12)`: the innermost line of the file."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == file]
+    lines = [
+        f.lineno
+        for f in traceback.extract_tb(error.__traceback__)
+        if Path(f.filename).resolve() == file.resolve()
+    ]
     return f"{type(error).__name__}: {text}" + (f" ({file.name}, line {lines[-1]})" if lines else "")
 
 

@@ -1,7 +1,7 @@
 """What would every strategy need on a cluster that nobody has here? One setting, simulated.
 
-A setting names model, cluster, GPUs, gate and batch. Its training step is captured as rank 0 of a fake job, on
-tensors without contents; its costs come from the cluster file, its times from simulating the plans.
+A setting names model, cluster, GPUs, gate and batch. Its training step is captured on rank 0 of a fake job,
+in tensors without contents; its costs come from the cluster file, its times from simulating the plans.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ LIKE = {"dgx-h100": "p4de"}
 
 ASSUMPTIONS = (
     "times come from the cluster file: a roofline of peak numbers times an efficiency factor, plus a fixed "
-    "cost per kernel; links as bandwidth, latency and a cost per peer",
+    "cost per kernel; links as bandwidth, latency and a cost per peer; element-wise ops are not fused",
     "tokens are spread evenly over the experts; a part of k of an irregular all-to-all takes the time of C/k",
     "one compute stream and one link per GPU that do not slow each other down; all ranks alike; all-reduces "
     "give way to all-to-alls",
     "none: computation waits for every all-to-all (RAF; also DeepSpeed, apart from its kernels)",
     "tutel: all-to-alls and experts cut along the capacity, forward and backward, best degree of 1, 2, 4, 8",
-    "attention is one fused kernel that stores no S x S matrix; no dropout; SGD with momentum",
+    "attention is one fused kernel that stores no S x S matrix (where the module calls torch's)",
 )
 
 
@@ -73,6 +73,8 @@ class Setting:
     """Do all-to-alls and experts work on the full capacity (the paper's cost model), or on real rows?"""
     layers: int | None = None
     """Instead of the model's own number."""
+
+    assumptions = ("no dropout; SGD with momentum",)
 
     @cached_property
     def hardware(self) -> Cluster:
@@ -174,7 +176,9 @@ class Simulated:
 
 
 def simulate_setting(
-    setting: Setting | OwnStep, memory_limit_gb: float | None = None, partition: PartitionOptions | None = None
+    setting: Setting | OwnStep,
+    memory_limit_gb: float | None = None,
+    partition: PartitionOptions | None = None,
 ) -> Simulated:
     """Plans of all strategies.
 
