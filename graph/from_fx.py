@@ -37,7 +37,7 @@ GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs that have one."""
 _WAIT = "_c10d_functional.wait_tensor"
 _UNSAFE_VIEW = "aten._unsafe_view"
-"""A view, of which torch promises that nobody else reads its input: its schema does not say that it is one."""
+"""A view whose schema does not say so: torch knows that nobody else reads its input."""
 _HARDLY_READ = {"aten.nll_loss_forward": 0, "aten.nll_loss_backward": 1, "aten.embedding": 0}
 """Argument of which an element or a row for each of the others' elements is read, or its shape alone."""
 

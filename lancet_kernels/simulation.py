@@ -90,17 +90,14 @@ class Setting:
 
     @property
     def config(self) -> ModelConfig:
-        """Raises: UserError for an unknown model, or a gate that cannot work with these experts."""
-        gate = parse_gate(self.gate)
+        """Raises: UserError for an unknown model or gate."""
         config = model_config(
             self.model,
             num_experts=self.experts_per_gpu * self.gpus,
-            top_k=self.top_k or (2 if gate.name == "gshard" else 1),
+            top_k=self.top_k or (2 if parse_gate(self.gate).name == "gshard" else 1),
             gate=self.gate,
             capacity_factor=self.capacity_factor,
         )
-        gate.check(config.num_experts, config.top_k)
-        gate.check_capacity_factor(self.capacity_factor)
         return config if self.layers is None else replace(config, layers=self.layers)
 
     @cached_property
@@ -109,16 +106,9 @@ class Setting:
         # The links first: GPUs that are not whole nodes are a clearer complaint than what follows from them.
         cost = CostModel.for_cluster(self.hardware, self.gpus)
         dtype = getattr(torch, self._checked_dtype())
-        config = self.config
-        with fake_ranks(self.gpus):
-            with without_contents():
-                model = GPT2MoE(config).to(dtype)
-                token_BS = torch.zeros(self.sequences, config.sequence, dtype=torch.int64)
-            if self.padded:
-                for layer in moe_layers(model):
-                    layer.__class__ = _PaddedLayer
-            captured = capture_step(TrainingStep(model, self.gpus), (token_BS, token_BS)).captured
-            return PricedStep(with_sgd(Program.from_fx(captured.joint), captured), cost)
+        return PricedStep(
+            captured_program(self.config, self.gpus, self.sequences, dtype=dtype, padded=self.padded), cost
+        )
 
     def _checked_dtype(self) -> str:
         known = self.hardware.peak_tflops
@@ -147,6 +137,27 @@ class Setting:
         return (
             f"{self.model}, gate {self.gate}, {self.gpus} GPUs of {self.hardware.name} "
             f"({self.hardware.description}), {self.sequences} sequences per GPU, {self.dtype}"
+        )
+
+
+def captured_program(
+    config: ModelConfig, gpus: int, batch: int, *, dtype: torch.dtype = torch.float32, padded: bool = False
+) -> Program:
+    """One rank's training step with `batch` sequences: forward, backward, all-reduces, SGD with momentum.
+
+    Args: padded: all-to-alls and experts work on the full capacity (the paper's cost model).
+    Raises: UserError, for a gate or sizes that no layer can have.
+    """
+    with fake_ranks(gpus):
+        with without_contents():
+            model = GPT2MoE(config).to(dtype)
+            token_BS = torch.zeros(batch, config.sequence, dtype=torch.int64)
+        if padded:
+            for layer in moe_layers(model):
+                layer.__class__ = _PaddedLayer
+        captured = capture_step(TrainingStep(model, gpus), (token_BS, token_BS)).captured
+        return with_sgd(
+            Program.from_fx(captured.joint, name=f"{config.name}, {gpus} GPUs, batch {batch}"), captured
         )
 
 

@@ -98,8 +98,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "plan",
         help="plan a training step for a cluster, without having one",
-        description="Plan the training step of a model, or of a module of your own, for a cluster, by simulation: "
-        "no GPU, no ranks, no memory for its tensors.",
+        description="Plan the training step of a model, or of a module of your own, for a cluster, by "
+        "simulation: no GPU, no ranks, no memory for its tensors.",
     )
     add_options(command, PlanOptions)
     command.add_argument("--timeline", metavar="FILE", help="draw all strategies on one time axis (.png)")

@@ -38,7 +38,7 @@ def test_the_figures_are_those_of_the_setting(capsys):
     """The unplanned iteration is the sum of what its instructions cost: nothing overlaps."""
     found = plan_json(capsys, "--gate", "topk", "--top-k", "2", "--batch", "3")
     setting = Setting("gpt2-tiny-moe", "p4de", 16, "topk", batch=3, top_k=2)
-    program, cost = setting.program(), setting.cost()
+    program, cost = setting.priced
     blocking = sum(cost(i, program.tensors) for i in program.instructions if i.kind.value != "all_reduce")
     assert found["iteration_ms"]["none"] >= blocking
     assert found["batch"] == 3
@@ -114,7 +114,7 @@ def test_no_plan_fits(capsys):
 def test_saved_plan_is_the_one_reported(capsys, tmp_path):
     path = tmp_path / "plan.json"
     found = plan_json(capsys, "--strategy", "lancet-dw", "--save", str(path))
-    plan = Plan.load(path, Setting("gpt2-tiny-moe", "p4de", 16).program())
+    plan = Plan.load(path, Setting("gpt2-tiny-moe", "p4de", 16).priced.program)
     assert plan.strategy == "lancet-dw"
     assert plan.fingerprint == found["plan_fingerprint"]
     assert plan.predicted.iteration_ms == found["iteration_ms"]["lancet-dw"]
