@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -140,6 +140,7 @@ class Setting:
         )
 
 
+@lru_cache(maxsize=8)  # a capture takes seconds, and the step of another cluster may be the same
 def captured_program(
     config: ModelConfig, gpus: int, batch: int, *, dtype: torch.dtype = torch.float32, padded: bool = False
 ) -> Program:

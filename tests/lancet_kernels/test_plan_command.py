@@ -161,7 +161,7 @@ WRONG = {
     "cluster file": (["--cluster", "/nowhere/c.toml"], "cluster file: got /nowhere/c.toml"),
     "gate": (["--gate", "oracle"], "gate: got 'oracle'"),
     "gate option": (["--gate", "topk(x=1)"], "options of gate topk"),
-    "no gpus": (["--gpus", "0"], "--gpus: got 0"),
+    "no gpus": (["--gpus", "0"], "--gpus/--ranks: got 0"),
     "half a node": (["--gpus", "12"], "number of GPUs: got 12"),
     "batch": (["--batch", "0"], "--batch: got 0"),
     "batch text": (["--batch", "many"], "--batch"),
