@@ -11,7 +11,7 @@ import torch
 
 from lancet_kernels.fused_pass import FusedPasses
 from lancet_kernels.kernels.grouped_gemm_kernel import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
-from lancet_kernels.kernels.overlap import OverlapConfig
+from lancet_kernels.kernels.overlap import default_overlap_config
 from lancet_kernels.kernels.permute import combine, permute
 from lancet_kernels.tuning.workloads import Workload
 
@@ -74,7 +74,7 @@ CONTENDERS = {
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def bench_fused(measure, workload, device, dtype, direction, contender) -> None:
     passes = FusedPasses(workload, dtype, device)
-    config = OverlapConfig.default(workload.width, workload.hidden, workload.activation, dtype, device)
+    config = default_overlap_config(workload.width, workload.hidden, workload.activation, dtype, device)
     config = dataclasses.replace(config, split=contender == "two launches")
     parts = Parts(passes)
 

@@ -30,10 +30,10 @@ from gpu_clock import Clock, Times, each_round, spread
 from gpu_sizes import Sizes, choices_of_tokens, normal
 from torch import Tensor
 
-from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.held_back import HeldLaunch, held_back
-from lancet_kernels.kernels.overlap import Experts, OverlapConfig, Routing, moe_backward, moe_forward
+from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_data import ExpertGradients, Experts, Routing
 from lancet_kernels.kernels.routing import route_choices
 from lancet_kernels.kernels.virtual_pes import VirtualPes
 from lancet_kernels.kernels.wire import Wire
@@ -82,7 +82,7 @@ class FusedLayer:
         self.pes = pes or VirtualPes(world, device)
         tokens, local = sizes.tokens // world, sizes.experts // world
         self.capacity = math.ceil(CAPACITY_FACTOR * tokens * sizes.choices / sizes.experts)
-        config = OverlapConfig.default(sizes.width, sizes.hidden, "gelu", dtype, device, pes_here=world)
+        config = default_overlap_config(sizes.width, sizes.hidden, "gelu", dtype, device, pes_here=world)
         # One launch for each direction; the ways cut it.
         config = replace(config, split=False)
         if put_tile is not None:
@@ -136,7 +136,7 @@ class FusedLayer:
             self.forwards[rank], self.x[rank], self.routings[rank], self.experts[rank], self.config
         )
 
-    def backward(self, rank: int, saved) -> overlap.ExpertGradients:
+    def backward(self, rank: int, saved) -> ExpertGradients:
         return moe_backward(
             self.forwards[rank], saved, self.backwards[rank], self.dy[rank], self.routings[rank],
             self.experts[rank], self.config,

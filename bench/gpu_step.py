@@ -34,7 +34,8 @@ from gpu_sizes import Sizes, normal
 from gpu_wire import JITTED, WAYS, Pe, Traffic, on_the_way, pace, played, rate_for
 from torch import Tensor, nn
 
-from lancet_kernels.kernels.overlap import DenseGemm, ExpertGradients, moe_backward, moe_forward
+from lancet_kernels.kernels.overlap import moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients
 from lancet_kernels.kernels.virtual_pes import VirtualPes, rehearsal
 from lancet_kernels.training.models import Block, ModelConfig
 

@@ -66,14 +66,12 @@ def load_cluster(name: str | Path) -> Cluster:
     Raises:
         UserError: no such cluster or file, a key is missing or unknown, or a number is not positive.
     """
-    if str(name).endswith(".toml"):
-        source = Path(name)
-    elif name in cluster_names():
-        source = resources.files("lancet_kernels.graph") / "clusters" / f"{name}.toml"
-    else:
+    own = str(name).endswith(".toml")
+    if not own and name not in cluster_names():
         raise UserError(
             "cluster", got=name, expected=f"one of {', '.join(cluster_names())}", do="or give a .toml file"
         )
+    source = Path(name) if own else resources.files("lancet_kernels.graph") / "clusters" / f"{name}.toml"
     try:
         data = tomllib.loads(source.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -11,13 +11,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from lancet_kernels.atomic import locked, write_json_atomically
 from lancet_kernels.graph.communication import Points, interpolated
 from lancet_kernels.graph.program import Instruction, TensorSpec
 
 FORMAT = "lancet-device-costs"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -56,20 +57,20 @@ class DeviceCosts:
         return interpolated(together, parts) / parts * whole_ms
 
 
-_OF_THE_PART = ("part", "parts", "axes", "whole_shapes", "whole_milliseconds")
+_OF_THE_PART = ("part", "parts", "forms", "whole_shapes", "whole_milliseconds")
 
 
 def cut_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
     """Op, operands and how they are cut: the same whichever part it is, and of how many.
 
-    Args: part: an instruction of `graph.cut.part_instruction`. tensors: with the specs of its operands.
-    Example: `aten.mm (8x4:float32 axis 0, 4x6:float32 axis -1, 8x6:float32 axis 0) []`.
+    Args: part: an instruction of `graph.part_instruction`. tensors: with the specs of its operands.
+    Example: `aten.mm (8x4:float32 cut 0, 4x6:float32 whole, 8x6:float32 cut 0) []`.
     """
     names = (*part.inputs, *part.outputs)
-    sizes, axes = part.attributes["whole_shapes"], part.attributes["axes"]
+    sizes, forms = part.attributes["whole_shapes"], part.attributes["forms"]
     operands = ", ".join(
-        f"{'x'.join(map(str, size)) or 'scalar'}:{tensors[name].dtype} axis {axis}"
-        for name, size, axis in zip(names, sizes, axes, strict=True)
+        f"{'x'.join(map(str, size)) or 'scalar'}:{tensors[name].dtype} {form}"
+        for name, size, form in zip(names, sizes, forms, strict=True)
     )
     attributes = ", ".join(f"{k}={v}" for k, v in sorted(part.attributes.items()) if k not in _OF_THE_PART)
     return f"{part.op} ({operands}) [{attributes}]"
@@ -113,7 +114,7 @@ class DeviceCostsFile:
             return []
 
 
-def device_costs_from_json(data: Mapping[str, object]) -> DeviceCosts:
+def device_costs_from_json(data: Mapping[str, Any]) -> DeviceCosts:
     """The costs of which `dataclasses.asdict` gave these JSON values. Raises: TypeError, ValueError."""
     shares = {key: _points(found) for key, found in data["shares"].items()}
     costs = DeviceCosts(**{**data, "copies": _points(data["copies"]), "shares": shares})

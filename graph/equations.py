@@ -99,14 +99,14 @@ def _operand(text: str, operand: str, rank: int, whole: set[str], summed: set[st
         return (None,) * rank
     tokens = operand.replace("(", " ( ").replace(")", " ) ").split()
     names: list[str | None] = []
-    group: list[str] | None = None
+    group: list[str | None] | None = None
     for token in tokens:
         if token == "(":
             group = []
         elif token == ")":
             names.append(group[0] if group else None)
             # Only the slowest name of a group can be cut into contiguous pieces.
-            whole.update(group[1:])
+            whole.update(name for name in (group or [])[1:] if name is not None)
             group = None
         else:
             bare = token.rstrip("!+")

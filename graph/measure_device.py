@@ -15,17 +15,19 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, fx
 
 from lancet_kernels.graph.communication import Points
-from lancet_kernels.graph.cut import part_instruction
 from lancet_kernels.graph.device_costs import cut_key
+from lancet_kernels.graph.forms import IRREGULAR, WHOLE, WINDOW, Form, Forms
 from lancet_kernels.graph.from_fx import op_name, tensor_names
 from lancet_kernels.graph.measure import GPU_SLEEP_CYCLES, unpaced
+from lancet_kernels.graph.part_instruction import part_instruction
 from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec
-from lancet_kernels.graph.rules import IRREGULAR, RULES, WHOLE, rule_for
+from lancet_kernels.graph.rules import RULES, Rule, rule_for
 from lancet_kernels.ops.parts import window_counts
 
 PARTS = (2, 4, 8)
@@ -78,18 +80,18 @@ def measure_copies(device: torch.device) -> Points:
     while size <= _LARGEST_COPY.get(device.type, _LARGEST_COPY["cpu"]):
         # float32, read and written: eight bytes an element.
         half = torch.zeros(size // 16, device=device)
-        points.append((float(size), milliseconds_of(lambda half=half: torch.cat([half, half]), device)))
+        points.append((float(size), milliseconds_of(partial(torch.cat, [half, half]), device)))
         size *= 4
     return tuple(points)
 
 
 @dataclass(frozen=True)
 class CutToMeasure:
-    """One way to cut an instruction: its node, numbers of parts, the axis of each tensor, and its key."""
+    """One way to cut an instruction: its node, numbers of parts, the form of each tensor, and its key."""
 
     node: str
     parts: tuple[int, ...]
-    axes: Mapping[str, int]
+    forms: Forms
     key: str
 
 
@@ -103,17 +105,18 @@ def cuts_to_measure(program: Program) -> list[CutToMeasure]:
         rule = rule_for(instruction) if instruction.op in MEASURED_OPS else None
         if rule is None or not (instruction.phase is Phase.FORWARD or rule.in_experts):
             continue
-        for axes in _ways(instruction, program.tensors):
-            sizes = [program.tensors[t].shape[a] for t, a in axes.items() if a >= 0]
+        for forms in _ways(instruction, rule, program.tensors):
+            shapes = {t: program.tensors[t].shape for t in forms}
+            sizes = [shapes[t][f.dimension] for t, f in forms.items() if f.dimension is not None]
             parts = tuple(k for k in PARTS if all(k <= size for size in sizes))
             if parts:
-                key = cut_key(*part_instruction(instruction, program.tensors, axes, 0, parts[0]))
-                found.setdefault(key, CutToMeasure(instruction.name, parts, axes, key))
+                key = cut_key(*part_instruction(instruction, program.tensors, forms, 0, parts[0]))
+                found.setdefault(key, CutToMeasure(instruction.name, parts, forms, key))
     return list(found.values())
 
 
-def _ways(instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> list[dict[str, int]]:
-    rule, operands = rule_for(instruction), (*instruction.inputs, *instruction.outputs)
+def _ways(instruction: Instruction, rule: Rule, tensors: Mapping[str, TensorSpec]) -> list[dict[str, Form]]:
+    operands = (*instruction.inputs, *instruction.outputs)
     ways = [
         way
         for only_experts in (False, True)
@@ -172,18 +175,18 @@ class _PartTimer(fx.Interpreter):
         value = self.env[source]
         if not isinstance(value, Tensor):
             return value
-        axis = cut.axes.get(tensor_names(source)[0], WHOLE)
+        form = cut.forms.get(tensor_names(source)[0], WHOLE)
         if RULES[op_name(node)].in_experts:
             # A part has 1/k of every expert's rows (Lancet, section 3).
             if not value.is_floating_point():
                 return window_counts(value, 0, parts)
-            if axis in (0, IRREGULAR):
+            if form in (WINDOW, IRREGULAR):
                 counts = (self.env[n] for n in node.all_input_nodes)
                 count = next(c for c in counts if not c.is_floating_point())
                 return value[: int(window_counts(count, 0, parts).sum())]
-        if axis < 0:
+        if form.dimension is None:
             return value
-        part = value.narrow(axis, 0, -(-value.shape[axis] // parts))
+        part = value.narrow(form.dimension, 0, -(-value.shape[form.dimension] // parts))
         return _without_gaps(part) if op_name(node) == "lancet.dispatch" and source is node.args[1] else part
 
 

@@ -39,7 +39,7 @@ class MeasuredTimes:
 
     def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path is not None else None
-        self._times: dict[str, float] = self._read() if self.path is not None else {}
+        self._times: dict[str, float] = self._read(self.path) if self.path is not None else {}
 
     def __len__(self) -> int:
         return len(self._times)
@@ -65,13 +65,13 @@ class MeasuredTimes:
         if self.path is None:
             return
         with locked(self.path):
-            self._times = dict(sorted({**self._read(), **self._times}.items()))
+            self._times = dict(sorted({**self._read(self.path), **self._times}.items()))
             data = {"format": FORMAT, "version": VERSION, "milliseconds": self._times}
             write_json_atomically(self.path, data)
 
-    def _read(self) -> dict[str, float]:
+    def _read(self, path: Path) -> dict[str, float]:
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
+            data = json.loads(path.read_text(encoding="utf-8"))
             if (data["format"], data["version"]) != (FORMAT, VERSION):
                 raise ValueError(f"format {data['format']}, version {data['version']}")
             times = data["milliseconds"]
@@ -84,7 +84,7 @@ class MeasuredTimes:
             if not getattr(self, "_warned", False):
                 self._warned = True
                 warnings.warn(
-                    f"measured times in {self.path} are not readable ({error}); they are ignored and will be"
+                    f"measured times in {path} are not readable ({error}); they are ignored and will be"
                     " measured again",
                     stacklevel=3,
                 )

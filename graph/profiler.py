@@ -13,15 +13,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from lancet_kernels.graph.communication import CommunicationModel
-from lancet_kernels.graph.costs import MeasuredCosts
+from lancet_kernels.graph.costs import MeasuredCosts, collective_of
 from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.measure import measure_communication, measure_nodes
 from lancet_kernels.graph.measure_device import (
     cuts_to_measure,
@@ -31,10 +30,9 @@ from lancet_kernels.graph.measure_device import (
 )
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, Program
-from lancet_kernels.kernels.tuning import cache_folder
-from lancet_kernels.ops.groups import Groups, group_of, group_rank, group_size
+from lancet_kernels.kernels.cache_folder import cache_folder
+from lancet_kernels.ops.groups import Groups, Value, from_first_rank, group_rank, group_size
 from lancet_kernels.ops.link import link
-from lancet_kernels.ops.waiting import waiting
 
 DEVICE_COSTS = "device_costs.json"
 """The file of device costs, beside that of the times."""
@@ -45,9 +43,6 @@ def default_cache() -> Path:
     return cache_folder() / "times.json"
 
 
-_Known = TypeVar("_Known")
-
-
 class Profiler:
     """Measured costs on all ranks of `groups`. All methods are collective.
 
@@ -56,12 +51,13 @@ class Profiler:
 
     def __init__(self, groups: Groups, device: torch.device, cache: str | Path | None = None) -> None:
         self.groups, self.device = groups, device
-        self.times = MeasuredTimes(cache or default_cache())
+        file = Path(cache or default_cache())
+        self.times = MeasuredTimes(file)
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
         threads = torch.get_num_threads()
         self.device_model = f"{device.type} {kind or platform.machine()}, {threads} threads"
         self._where = f"{self.device_model}, {_ranks(groups)}, torch {torch.__version__}"
-        self._device_costs = DeviceCostsFile(self.times.path.with_name(DEVICE_COSTS))
+        self._device_costs = DeviceCostsFile(file.with_name(DEVICE_COSTS))
 
     def program(self, module: fx.GraphModule, inputs: Sequence[object]) -> Program:
         """The Program of a graph, each computation with its measured time, each all-to-all with the bytes
@@ -72,15 +68,16 @@ class Profiler:
 
         Args: inputs: one per placeholder of the graph.
         """
-        program = Program.from_fx(module)
+        program = program_from_fx(module)
         # Fused launches say themselves what they take: alone, without peers at work, they cannot be timed.
         given = {n.name: n.meta["milliseconds"] for n in module.graph.nodes if "milliseconds" in n.meta}
         keys = {i.name: self._key(i, program) for i in program.instructions if i.name not in given}
         wanted = {*keys.values(), *(_bytes_key(keys[i.name]) for i in _all_to_alls(program))}
         known = self._from_first({key: self.times.get(key) for key in sorted(wanted)})
         if any(number is None for number in known.values()):
-            known = self._measure(module, inputs, program, keys)
-        return self._with_times(program, keys, known, given)
+            return self._with_times(program, keys, self._measure(module, inputs, program, keys), given)
+        times = {key: number for key, number in known.items() if number is not None}
+        return self._with_times(program, keys, times, given)
 
     def _measure(
         self, module: fx.GraphModule, inputs: Sequence[object], program: Program, keys: dict[str, str]
@@ -137,9 +134,10 @@ class Profiler:
         Args: width: of the rows of its all-to-all buffers.
         """
         largest = {("all_to_all", "world"): 0, ("all_reduce", "world"): 0}
-        for i in (*program.positions(Kind.ALL_TO_ALL), *program.positions(Kind.ALL_REDUCE)):
-            instruction = program.instructions[i]
-            key = instruction.kind.value, instruction.attributes.get("group", "world")
+        for instruction in program.instructions:
+            if not instruction.kind.is_communication:
+                continue
+            key = collective_of(instruction), instruction.attributes.get("group", "world")
             largest[key] = max(largest.get(key, 0), int(instruction.bytes))
         wire = "" if link.gbps is None else f", emulated link {link.gbps:g} Gbit/s"
         sizes = ", ".join(f"{' '.join(key)} {size}" for key, size in largest.items())
@@ -154,8 +152,8 @@ class Profiler:
             }
             self._remember(known)
         samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for key, ms in known.items():
-            collective, group, size = key.removeprefix(prefix).split()
+        for line, ms in known.items():
+            collective, group, size = line.removeprefix(prefix).split()
             samples.setdefault((collective, group), []).append((float(size), ms))
         return CommunicationModel.measured(samples)
 
@@ -194,15 +192,9 @@ class Profiler:
         attributes = ", ".join(f"{k}={v}" for k, v in sorted(instruction.attributes.items()))
         return f"{measurement_key(instruction, program.tensors, self._where)} [{attributes}]"
 
-    def _from_first(self, values: _Known) -> _Known:
+    def _from_first(self, values: Value) -> Value:
         """What rank 0 knows, on every rank: all must decide alike whether to measure."""
-        if not self.groups.world:
-            return values
-        process_group = group_of(self.groups.world)
-        box = [values if process_group.rank() == 0 else None]
-        with waiting("broadcast of the measured times", process_group):
-            dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
-        return box[0]
+        return from_first_rank(values, self.groups.world, "the measured times")
 
     def _remember(self, times: dict[str, float]) -> None:
         for key, milliseconds in times.items():

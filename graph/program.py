@@ -70,7 +70,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
-    bytes: int | None = None
+    bytes: int = None  # type: ignore[assignment]  # __post_init__ fills it in
     alias_of: str | None = None
 
     def __post_init__(self):
@@ -141,14 +141,6 @@ class Program:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         self._check()
 
-    @classmethod
-    def from_fx(cls, module: Any, cost: Any = None, name: str = "graph") -> Program:
-        """The Program of an fx graph; see `lancet_kernels.graph.from_fx.program_from_fx`."""
-        # Here, not above: Programs need no torch.
-        from lancet_kernels.graph.from_fx import program_from_fx
-
-        return program_from_fx(module, cost, name)
-
     def __len__(self) -> int:
         return len(self.instructions)
 
@@ -185,15 +177,19 @@ class Program:
         owner: dict[str, str] = {}
         for name in self.tensors:
             root = name
-            while self.tensors[root].alias_of is not None:
-                root = self.tensors[root].alias_of
+            while (storage := self.tensors[root].alias_of) is not None:
+                root = storage
             owner[name] = root
         return owner
 
     @cached_property
     def dependencies(self) -> list[tuple[int, ...]]:
         """For each instruction, the positions that must come before it: producers, and for storages that
-        are overwritten also the last writer (of a reader) and all readers so far (of a writer)."""
+        are overwritten also the last writer (of a reader) and all readers so far (of a writer).
+
+        Forward and backward run one after the other: what begins the backward comes behind what ends the
+        forward, whether or not it reads it.
+        """
         mutated = {self.storage[t] for i in self.instructions for t in i.mutates}
         readers: dict[str, list[int]] = {s: [] for s in mutated}
         writer: dict[str, int] = {}
@@ -212,6 +208,13 @@ class Program:
                     readers[s].append(i)
             before.discard(i)
             result.append(tuple(sorted(before)))
+        phases = [instruction.phase for instruction in self.instructions]
+        read_in_forward = {j for i, phase in enumerate(phases) if phase is Phase.FORWARD for j in result[i]}
+        ends = [i for i, phase in enumerate(phases) if phase is Phase.FORWARD and i not in read_in_forward]
+        for i, earlier in enumerate(result):
+            begins = phases[i] is Phase.BACKWARD and not any(phases[j] is Phase.BACKWARD for j in earlier)
+            if begins:
+                result[i] = tuple(sorted({*earlier, *(j for j in ends if j < i)}))
         return result
 
     @cached_property
@@ -240,10 +243,10 @@ class Program:
         """
         positions = [self.index.get(o, -1) if isinstance(o, str) else int(o) for o in order]
         if sorted(positions) != list(range(len(self))):
-            missing = len(self) - len({p for p in positions if 0 <= p < len(self)})
+            missing = [i.name for k, i in enumerate(self.instructions) if k not in set(positions)]
             raise UserError(
                 f"order for program {self.name}",
-                got=f"{len(positions)} entries, {missing} instructions missing",
+                got=f"{len(positions)} entries, without {', '.join(missing[:3]) or 'any missing'}",
                 expected=f"each of the {len(self)} instructions exactly once",
                 do="plan again for this program",
             )

@@ -5,7 +5,7 @@ A bitset is a Python int: 10,000 instructions take about 25 MB and well under a 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -43,14 +43,6 @@ class Reachability:
         """Bitset of the instructions without a path to or from i, in either direction, i itself excluded."""
         everything = (1 << len(self.ancestors)) - 1
         return everything & ~(self.ancestors[i] | self.descendants[i] | 1 << i)
-
-
-def members(bits: int) -> Iterator[int]:
-    """The positions whose bit is set, ascending. Example: 0b101 gives 0, 2."""
-    while bits:
-        low = bits & -bits
-        yield low.bit_length() - 1
-        bits ^= low
 
 
 def bitset(positions: Sequence[int]) -> int:

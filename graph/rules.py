@@ -8,6 +8,9 @@ MoE ops are cut in a way of their own. A part of the batch sends anything from 0
 behind the dispatch each part is *irregular*: it has some of the rows, and the parts' rows add up to the
 whole's. Where a range holds nothing but all-to-alls and experts, the rows `r` are cut instead: each part has
 a window of the slots of every expert (`ops.parts`), not a slice of the tensor.
+
+A rule also says what of an op's arguments is another one in a part (shape, sizes, counts, what is carried),
+for the cutter of graphs (`schedules.cut`).
 """
 
 from __future__ import annotations
@@ -18,16 +21,8 @@ from dataclasses import dataclass
 from lancet_kernels.graph import equations
 from lancet_kernels.graph.derived import DERIVED
 from lancet_kernels.graph.equations import Equation, Shape
+from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, cut
 from lancet_kernels.graph.program import Instruction, TensorSpec
-
-WHOLE = -1
-"""The tensor is not cut: every part uses all of it."""
-IRREGULAR = -2
-"""Each part has some of the rows, how many is known when running (the paper's A_irr)."""
-PARTIAL = -3
-"""Each part has a full-size summand; the whole is their sum."""
-CARRIED = -4
-"""Each part hands it on to the next one; the whole is what the last part hands out."""
 
 Tensors = Mapping[str, TensorSpec]
 
@@ -40,14 +35,30 @@ class Rule:
     derived: instead, the name of a function in `DERIVED` that writes the equation from shapes and attributes.
     irregular: per operand `~` (irregular), `^` (carried), `.` (whole) or a dimension name, for cuts
     behind the gate. in_experts: the op belongs to the all-to-alls and experts, where the rows may be cut.
-    carries: positions of outputs that each part hands on to the next, in place of the input alike.
+    carries: (output, argument): each part hands the output on to the next one, as its argument there.
+
+    Positions of arguments, as the op declares them, that are others in a part:
+    shape_argument: the shape of the result.
+    count_arguments: counts [W, E_l] of rows, first those of the operands.
+    num_rows_argument: how many rows there are; nobody knows of a part.
+    most_rows_argument: a bound of that; of a part, no more than it has choices.
+    to_experts_argument: do rows travel to the experts, and so lie by expert?
+    is_count: results count rows: those of parts add up.
+    routing: "counts" or "rows": parts have counts and rows of their own, by the slots of theirs alone.
     """
 
     equations: tuple[str, ...] = ()
     derived: str | None = None
     irregular: tuple[str, ...] = ()
     in_experts: bool = False
-    carries: tuple[int, ...] = ()
+    carries: tuple[tuple[int, int], ...] = ()
+    shape_argument: int | None = None
+    count_arguments: tuple[int, ...] = ()
+    num_rows_argument: int | None = None
+    most_rows_argument: int | None = None
+    to_experts_argument: int | None = None
+    is_count: bool = False
+    routing: str | None = None
 
     def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
         """The parsed equation of this instruction, None when none of the rule's fits its operands."""
@@ -67,13 +78,13 @@ class Rule:
 
     def assignments(
         self, instruction: Instruction, tensors: Tensors, *, only_experts: bool
-    ) -> list[tuple[int, ...]]:
-        """Every way to cut the instruction: the axis (or WHOLE, IRREGULAR, ...) of each input and output.
+    ) -> list[tuple[Form, ...]]:
+        """Every way to cut the instruction: the form of each input and output.
 
         `only_experts` says that the range holds nothing but all-to-alls and experts.
 
-        Example: `aten.mm` gives [(0, -1, 0), (-1, 1, 1)]: rows of the first operand, or columns of the
-        second.
+        Example: `aten.mm` gives (cut 0, whole, cut 0) and (whole, cut 1, cut 1): rows of the first operand,
+        or columns of the second.
         """
         equation = self.equation(instruction, tensors)
         # What overwrites something (the state of the random generator, say) runs once, on the whole.
@@ -81,20 +92,20 @@ class Rule:
             return []
         operands = list(zip(instruction.inputs, equation.inputs, strict=True))
         results = list(zip(instruction.outputs, equation.outputs, strict=True))
-        found: list[tuple[int, ...]] = []
+        found: list[tuple[Form, ...]] = []
         if self.in_experts and not only_experts:
             names: list[str] = []
         else:
             names = equation.cuttable
         for name in names:
-            cut = [_axis(tensors[t].shape, names, name) for t, names in operands]
-            made = [_axis(tensors[t].shape, names, name) for t, names in results]
+            sources = [self._form(tensors[t].shape, names, name) for t, names in operands]
+            targets = [self._form(tensors[t].shape, names, name) for t, names in results]
             if name in equation.summed:
-                made = [PARTIAL] * len(made)
-            for target in (*self.carries, *equation.any_part):
-                made[target] = CARRIED
-            if any(a >= 0 for a in cut) and WHOLE not in made:
-                found.append((*cut, *made))
+                targets = [PARTIAL] * len(targets)
+            for target in (*(output for output, _ in self.carries), *equation.any_part):
+                targets[target] = CARRIED
+            if any(form != WHOLE for form in sources) and WHOLE not in targets:
+                found.append((*sources, *targets))
         if not only_experts:
             found += self._irregular(instruction, equation, tensors)
         return found
@@ -102,7 +113,7 @@ class Rule:
     def carried(self, instruction: Instruction, tensors: Tensors) -> list[tuple[int, int]]:
         """(input, output) positions of what parts hand on: the input has the output's shape and dtype."""
         found = []
-        for target in self.carries:
+        for target, _ in self.carries:
             wanted = tensors[instruction.outputs[target]]
             for source, name in enumerate(instruction.inputs):
                 if (tensors[name].shape, tensors[name].dtype) == (wanted.shape, wanted.dtype):
@@ -112,7 +123,7 @@ class Rule:
 
     def _irregular(
         self, instruction: Instruction, equation: Equation, tensors: Tensors
-    ) -> list[tuple[int, ...]]:
+    ) -> list[tuple[Form, ...]]:
         operands = [*zip(instruction.inputs, equation.inputs, strict=True)]
         operands += zip(instruction.outputs, equation.outputs, strict=True)
         found = []
@@ -123,11 +134,19 @@ class Rule:
                 pairs = zip(marks, operands, strict=True)
                 found.append(
                     tuple(
-                        codes[m.strip()] if m.strip() in codes else _axis(tensors[t].shape, names, m.strip())
+                        codes[m.strip()]
+                        if m.strip() in codes
+                        else self._form(tensors[t].shape, names, m.strip())
                         for m, (t, names) in pairs
                     )
                 )
         return found
+
+    def _form(self, shape: Shape, names: tuple[str | None, ...], name: str) -> Form:
+        """A cut where `name` is; a dimension of size one is broadcast and stays whole."""
+        if name not in names or shape[names.index(name)] == 1:
+            return WHOLE
+        return WINDOW if self.in_experts and name == "r" else cut(names.index(name))
 
     def row_dimensions(self, instruction: Instruction, tensors: Tensors) -> dict[str, int]:
         """Which dimension of each operand are the rows `r`: what an irregular part has 1/k of on average."""
@@ -155,19 +174,14 @@ def _fits(text: str, ranks: tuple[int, ...], inputs: int) -> bool:
     return True
 
 
-def _axis(shape: Shape, names: tuple[str | None, ...], name: str) -> int:
-    """Where `name` is; a dimension of size one is broadcast and stays whole."""
-    at = names.index(name) if name in names else WHOLE
-    return WHOLE if at >= 0 and shape[at] == 1 else at
-
-
 _ELEMENTWISE = """add sub rsub mul div neg pow sqrt rsqrt reciprocal square exp exp2 expm1 log log2 log1p
     sin cos tan tanh sigmoid erf silu gelu relu leaky_relu elu hardtanh hardswish softplus log_sigmoid_forward
     abs sign round floor ceil trunc remainder fmod addcmul addcdiv lerp where masked_fill
     maximum minimum clamp clamp_min clamp_max eq ne lt le gt ge isnan isinf
     logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
-    zeros_like ones_like full_like _to_copy clone copy detach alias lift_fresh_copy expand""".split()
-_VIEWS = "view reshape _unsafe_view unsqueeze flatten".split()
+    zeros_like ones_like full_like _to_copy clone copy detach alias lift_fresh_copy""".split()
+_VIEWS = "unsqueeze flatten".split()
+_SHAPED = {"expand": "elementwise", "view": "view", "reshape": "view", "_unsafe_view": "view"}
 _ALONG = """_softmax softmax _log_softmax log_softmax cat split split_with_sizes slice select chunk unbind
     cumsum""".split()
 _REDUCED = "mean logsumexp amax amin all any argmax argmin var_mean var std prod".split()
@@ -178,6 +192,7 @@ _ATTENTION = """scaled_dot_product_attention _scaled_dot_product_flash_attention
 RULES: dict[str, Rule] = {
     **{f"aten.{op}": Rule(derived="elementwise") for op in _ELEMENTWISE},
     **{f"aten.{op}": Rule(derived="view") for op in _VIEWS},
+    **{f"aten.{op}": Rule(derived=derived, shape_argument=1) for op, derived in _SHAPED.items()},
     **{f"aten.{op}": Rule(derived="along") for op in _ALONG},
     **{f"aten.{op}": Rule(derived="permute") for op in ("permute", "transpose", "t")},
     **{f"aten.{op}": Rule(derived="reduce") for op in _REDUCED},
@@ -209,40 +224,56 @@ RULES: dict[str, Rule] = {
             "-, t -> t k, t k, t k, -",
             "t e!, -, - -> t k, t k, t k, -",
         ),
-        carries=(3,),
+        carries=((3, 1),),
     ),
     # used'[E] -> counts[W, E_l]: behind a gate that is cut, or of a part of what a whole gate decided
-    "lancet.kept_counts": Rule(("e! -> w! l!",), irregular=("^ -> ~", ". -> ~")),
+    "lancet.kept_counts": Rule(
+        ("e! -> w! l!",), irregular=("^ -> ~", ". -> ~"), is_count=True, routing="counts"
+    ),
     # expert[T, K], slot[T, K], counts[W, E_l] -> row[T, K]: of a part, among that part's rows
-    "lancet.send_rows": Rule(("t! k!, t! k!, w! e! -> t! k!",), irregular=("t, t, ~ -> t",)),
+    "lancet.send_rows": Rule(("t! k!, t! k!, w! e! -> t! k!",), irregular=("t, t, ~ -> t",), routing="rows"),
     # x[T, D], row[T, K] (, weight[T, K]) -> rows[S, D]
     "lancet.dispatch": Rule(
-        ("t! d!, t! k! -> r! d!", "t! d!, t! k!, t! k! -> r! d!"), irregular=("t, t -> ~", "t, t, t -> ~")
+        ("t! d!, t! k! -> r! d!", "t! d!, t! k!, t! k! -> r! d!"),
+        irregular=("t, t -> ~", "t, t, t -> ~"),
+        most_rows_argument=3,
+        num_rows_argument=4,
     ),
-    "lancet.exchange_counts": Rule(("w! e! -> w! e!",), irregular=("~ -> ~",), in_experts=True),
+    "lancet.exchange_counts": Rule(
+        ("w! e! -> w! e!",), irregular=("~ -> ~",), in_experts=True, is_count=True
+    ),
     # x[S, D], send counts[W, E_l], receive counts -> y[R, D]
     "lancet.all_to_all": Rule(
         ("r d!, w! e!, w! e! -> r d!",),
         irregular=("~, ~, ~ -> ~",),
         in_experts=True,
+        count_arguments=(1, 2),
+        to_experts_argument=4,
+        num_rows_argument=5,
     ),
     # x[R, D], counts[W, E_l], weight[E_l, D, F] (, bias[E_l, F]) -> y[R, F]
     "lancet.grouped_gemm": Rule(
         ("r d, w! e!, e! d! f! -> r f!", "r d, w! e!, e! d! f!, e! f! -> r f!"),
         irregular=("~, ~, . -> ~", "~, ~, ., . -> ~"),
         in_experts=True,
+        count_arguments=(1,),
     ),
     # h[R, F], counts[W, E_l] -> a[R, F]
     "lancet.expert_activation": Rule(
         ("r f!, w! e! -> r g!",),
         irregular=("~, ~ -> ~",),
         in_experts=True,
+        count_arguments=(1,),
     ),
     # Backward of the experts: dy, counts, weight -> dx;  x, dy, counts -> dweight;  da, h, counts -> dh
-    "lancet.grouped_gemm_dx": Rule(("r f, w! e!, e! d! f -> r d!",), in_experts=True),
-    "lancet.grouped_gemm_dw": Rule(("r+ d!, r+ f!, w! e! -> e! d! f!",), in_experts=True),
-    "lancet.grouped_gemm_dbias": Rule(("r+ f!, w! e! -> e! f!",), in_experts=True),
-    "lancet.expert_activation_backward": Rule(("r f!, r g!, w! e! -> r g!",), in_experts=True),
+    "lancet.grouped_gemm_dx": Rule(("r f, w! e!, e! d! f -> r d!",), in_experts=True, count_arguments=(1,)),
+    "lancet.grouped_gemm_dw": Rule(
+        ("r+ d!, r+ f!, w! e! -> e! d! f!",), in_experts=True, count_arguments=(2,)
+    ),
+    "lancet.grouped_gemm_dbias": Rule(("r+ f!, w! e! -> e! f!",), in_experts=True, count_arguments=(1,)),
+    "lancet.expert_activation_backward": Rule(
+        ("r f!, r g!, w! e! -> r g!",), in_experts=True, count_arguments=(2,)
+    ),
     # y[S, D], row[T, K], weight[T, K] -> out[T, D]
     "lancet.combine": Rule(("r! d!, t k!, t k! -> t! d!",), irregular=("~, t, t -> t",)),
 }

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from lancet_kernels.graph.from_fx import is_instruction, op_name
+from lancet_kernels.graph.inner_compile import compile_between_communications
 from lancet_kernels.graph.layer_names import announce_layers
-from lancet_kernels.graph.pieces import compile_pieces
 from lancet_kernels.graph.program import Phase
 
 
@@ -29,7 +29,7 @@ class Recorder:
 class GraphRunner:
     """Calls a graph with a list of inputs, which it empties.
 
-    inner_compile: what compiles its pieces between communications (`graph.pieces`); "": nothing does.
+    inner_compile: what compiles its pieces between communications (`graph.inner_compile`); "": nothing does.
     """
 
     _boxed_call = True  # how torch knows that it may hand over a list
@@ -39,7 +39,7 @@ class GraphRunner:
     ) -> None:
         announce_layers(module, in_pieces=bool(inner_compile))
         self.module, self.phase, self.recorder = module, phase, recorder
-        self.pieces = compile_pieces(module, inner_compile) if inner_compile else None
+        self.pieces = compile_between_communications(module, inner_compile) if inner_compile else None
 
     def __call__(self, inputs: list) -> object:
         if self.recorder.on:

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -67,7 +68,7 @@ class Assumptions:
         """Which of the trace's guards are about the module, not about its inputs or all of torch."""
         closure = {f"L['{name}']" for name in self._function.__code__.co_freevars}
 
-        def kept(guard: object) -> bool:
+        def kept(guard: Any) -> bool:
             if guard.guard_type in ("GLOBAL_STATE", "SHAPE_ENV"):
                 return False
             rest = guard.orig_guard.name.replace(self._self_expression, "")
@@ -156,7 +157,7 @@ def trace(
     captures: list[CaptureOutput] = []
     original = functional_export.fullgraph_capture
 
-    def spy(*args: object, **options: object) -> CaptureOutput:
+    def spy(*args: Any, **options: Any) -> CaptureOutput:
         captures.append(original(*args, **options))
         return captures[-1]
 

@@ -2,7 +2,8 @@
 
 from lancet_kernels.dropout_layer import Dropout, dropout
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.layer import MoELayer, expert_parameters, moe_layers, moe_losses, set_routing_step
+from lancet_kernels.layer import MoELayer
+from lancet_kernels.model_layers import expert_parameters, moe_layers, moe_losses, set_routing_step
 from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.losses import MoELosses, RoutingSums
 from lancet_kernels.training.gradients import set_gradient_group

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from lancet_kernels import __version__
 from lancet_kernels.commands import bench, kernels, plan_command, reproduce, train, tune
@@ -37,7 +38,7 @@ def _run(argv: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         """One line, as for every other error."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 

@@ -62,6 +62,8 @@ class Dropout(nn.Module):
     Raises: UserError.
     """
 
+    step: Tensor
+
     def __init__(
         self,
         p: float,

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from lancet_kernels import symmetric
 from lancet_kernels.kernels.exchange import Exchange
-from lancet_kernels.kernels.overlap import (
-    DenseGemm,
-    ExpertGradients,
-    Experts,
-    OverlapConfig,
-    Routing,
-    SavedPass,
-    moe_backward,
-    moe_forward,
-)
+from lancet_kernels.kernels.overlap import moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing, SavedPass
 from lancet_kernels.kernels.routing import route_scores
 from lancet_kernels.symmetric import SymmetricMemory
 from lancet_kernels.tuning.workloads import Workload
@@ -67,7 +61,7 @@ class FusedPasses:
         """Forward and backward exchange; configurations with the same rows per signal share them."""
         rows = config.gemm.block_m
         if rows not in self._exchanges:
-            sizes = {
+            sizes: dict[str, Any] = {
                 "local_experts": self.local_experts,
                 "capacity": self.workload.capacity,
                 "width": self.workload.width,

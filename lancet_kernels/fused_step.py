@@ -1,4 +1,4 @@
-"""For `optimize(backend="fused")`: which layers of a captured step are fused, and with which exchange."""
+"""For `optimize(backend="fused")`: which layers of a captured step are fused."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from lancet_kernels.captured_step import CapturedStep, CostedGraph
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Program
-from lancet_kernels.kernels.measured_cost import LayerSort, MeasuredCost, measured_cost
+from lancet_kernels.kernels.cost_entry import LayerKind
+from lancet_kernels.kernels.measured_cost import MeasuredCost, measured_cost
+from lancet_kernels.rank_agreement import capture_alike, fused_groups_of_first_rank
 from lancet_kernels.schedules.fused import CHOICES, choose_groups
-from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.simulate import Timeline
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
@@ -65,7 +68,7 @@ class FusedChoice:
     def groups(self, module: fx.GraphModule, program: Program, cost: Cost) -> tuple[FusedGroup, ...]:
         """The decision for every MoE layer: that of the stored plan, or the one predicted faster."""
         if self.stored is not None:
-            found = self._stored(program)
+            found = _stored_groups(self.stored, program)
             if found:
                 return found
         lowering = "fused" if self.lowering == "auto" and self.interpreted else self.lowering
@@ -100,25 +103,40 @@ class FusedChoice:
     def _simulated(self, program: Program, cost: Cost) -> Timeline:
         return Planner(program, cost, self.options).plan(self.strategy).simulate(program, cost)
 
-    def _measured_of(self, sort: LayerSort) -> tuple[MeasuredCost | None, str]:
+    def _measured_of(self, kind: LayerKind) -> tuple[MeasuredCost | None, str]:
         if not self.here:
             return None, "the plan is for another machine"
-        return measured_cost(sort, self.device)
-
-    def _stored(self, program: Program) -> tuple[FusedGroup, ...]:
-        try:
-            groups = Plan.load(self.stored).fused
-        except UserError:
-            return ()  # whoever reads the plan itself says what is wrong with it
-        names = {name for group in groups for name in (group.layer, *group.fillers)}
-        if not names <= set(program.index):
-            return ()
-        return groups
+        return measured_cost(kind, self.device)
 
 
-def exchange_of(layer: MatchedLayer) -> object:
-    """The exchange of a matched layer: `ops.fused_experts.LayerExchange`."""
-    from lancet_kernels.ops.fused_experts import LayerExchange
+def _stored_groups(file: str | Path, program: Program) -> tuple[FusedGroup, ...]:
+    """The decisions of a plan file; none if it has none for this program."""
+    try:
+        groups = Plan.load(file).fused
+    except UserError:
+        return ()  # whoever reads the plan itself says what is wrong with it
+    names = {name for group in groups for name in (group.layer, *group.fillers)}
+    return groups if names <= set(program.index) else ()
 
-    local_experts, hidden, width = layer.w2.meta["val"].shape
-    return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)
+
+def fuse_layers(
+    step: CapturedStep, choice: FusedChoice, cluster: str | Path | Cluster | None, graph: CostedGraph
+) -> CostedGraph:
+    """The step with those layers fused that rank 0 chooses; as it was given, if it chooses none.
+
+    Collective over all ranks. Args: cluster: as in `CapturedStep.costed`.
+    """
+    world = step.groups.world
+    step.fused = fused_groups_of_first_rank(
+        world, lambda: choice.groups(graph.module, graph.program, graph.cost)
+    )
+    if not any(group.fused for group in step.fused):
+        return graph
+    fused = step.costed(*capture_alike(step), cluster)
+    step.fused = fused_groups_of_first_rank(
+        world, lambda: choice.confirmed(step.fused, fused.program, fused.cost)
+    )
+    if not any(group.fused for group in step.fused):
+        step.forget_fused_layers()
+        return graph
+    return fused

@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.trace import Assumptions
-from lancet_kernels.layer import moe_layers
+from lancet_kernels.layer_checks import check_data_parallel
+from lancet_kernels.model_layers import moe_layers
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 """What a call gives: by position, and by name."""
@@ -144,7 +145,9 @@ class Guards:
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
         modules = list(module.modules())
-        self._places = [(m._parameters, n, p) for m in modules for n, p in m._parameters.items()]
+        self._places: list[tuple[Mapping[str, object], str, object]] = [
+            (m._parameters, n, p) for m in modules for n, p in m._parameters.items()
+        ]
         self._places += [(m._modules, n, child) for m in modules for n, child in m._modules.items()]
         self._trainable = [(p, p.requires_grad) for p in module.parameters()]
 
@@ -191,7 +194,7 @@ class Guards:
                 do="leave DistributedDataParallel out, or optimize(..., reduce_gradients=False)",
             )
         for layer in moe_layers(self._module):
-            layer.check_data_parallel()
+            check_data_parallel(layer)
 
     def refuse_other_parameters(self) -> None:
         """Raise UserError if the module has got other parameters, or other ones are trained."""

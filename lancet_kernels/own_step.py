@@ -20,13 +20,13 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from lancet_kernels.captured_step import CapturedStep
 from lancet_kernels.errors import UserError
 from lancet_kernels.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.program import Program
 from lancet_kernels.guards import bind, refuse_sharded, to_trace
-from lancet_kernels.optimization import _Step
 
 _RETURNS = "(module, example inputs), the inputs a tuple by position or a dict by name"
 
@@ -68,7 +68,8 @@ class OwnStep:
         with fake_ranks(self.gpus):
             model, inputs = self._made_by(make_step)
             step = capture_step(model, inputs)
-            return PricedStep(*step.costs(step.captured.joint, [], self.hardware))
+            graph = step.costed(step.captured.joint, [], self.hardware)
+            return PricedStep(graph.program, graph.cost)
 
     def _made_by(self, make_step: Callable[[], object]) -> tuple[nn.Module, Sequence | Mapping[str, object]]:
         try:
@@ -112,7 +113,7 @@ class OwnStep:
         return {"module": self.module, "cluster": self.hardware.name, "gpus": self.gpus}
 
 
-def capture_step(model: nn.Module, inputs: Sequence | Mapping[str, object]) -> _Step:
+def capture_step(model: nn.Module, inputs: Sequence | Mapping[str, object]) -> CapturedStep:
     """The step of a model on the ranks of this process, as `optimize` would plan it.
 
     Raises: UserError, CaptureError.
@@ -122,7 +123,7 @@ def capture_step(model: nn.Module, inputs: Sequence | Mapping[str, object]) -> _
     by_position = () if isinstance(inputs, Mapping) else inputs
     signature = inspect.signature(model.forward)
     arguments = to_trace(bind(signature, type(model).__name__, by_position, by_name))
-    return _Step(model, *arguments, True, None)
+    return CapturedStep(model, *arguments, True, None)
 
 
 def load_function(spec: str) -> Callable[[], object]:

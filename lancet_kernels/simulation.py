@@ -17,10 +17,12 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.garbage import without_garbage_collection
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.sgd import with_sgd
-from lancet_kernels.layer import MoELayer, moe_layers
+from lancet_kernels.layer import MoELayer
+from lancet_kernels.model_layers import moe_layers
 from lancet_kernels.ops.gates import parse_gate
 from lancet_kernels.own_step import OwnStep, PricedStep, capture_step
 from lancet_kernels.schedules.partition_range import PartitionOptions
@@ -158,7 +160,7 @@ def captured_program(
                 layer.__class__ = _PaddedLayer
         captured = capture_step(TrainingStep(model, gpus), (token_BS, token_BS)).captured
         return with_sgd(
-            Program.from_fx(captured.joint, name=f"{config.name}, {gpus} GPUs, batch {batch}"), captured
+            program_from_fx(captured.joint, name=f"{config.name}, {gpus} GPUs, batch {batch}"), captured
         )
 
 

@@ -15,7 +15,7 @@ each capacity. Backward exchanges are free again when the backward ends: layers 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,15 +25,9 @@ from torch.autograd.function import once_differentiable
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.exchange import Exchange
-from lancet_kernels.kernels.overlap import (
-    DenseGemm,
-    Experts,
-    OverlapConfig,
-    Routing,
-    SavedPass,
-    moe_backward,
-    moe_forward,
-)
+from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
 from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.kernels.slots_kernel import inverse_tables
 from lancet_kernels.ops.groups import group_of, group_timeout_s
@@ -126,10 +120,10 @@ class LayerExchange:
         memory = FusedMemory.of(self.group, like.device, self.timeout_s)
         key = capacity, like.dtype, like.device
         if key not in self._made or self._made[key][0] is not memory:
-            config = self.config or OverlapConfig.default(
+            config = self.config or default_overlap_config(
                 self.width, self.hidden, self.activation, like.dtype, like.device
             )
-            sizes = {
+            sizes: dict[str, Any] = {
                 "local_experts": self.local_experts,
                 "capacity": capacity,
                 "width": self.width,
@@ -213,9 +207,8 @@ def forward_pass(
         routing = Routing(
             expert, slot, weight.float().contiguous(), token, choice, count_WL.reshape(-1).contiguous()
         )
-        experts = Experts(
-            *(None if p is None else p.contiguous() for p in (w1, b1, w2, b2)), layer.activation
-        )
+        b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
+        experts = Experts(w1.contiguous(), b1, w2.contiguous(), b2, layer.activation)
         out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
         forward.watch()
     return out, (forward, backward), saved, routing, experts, config

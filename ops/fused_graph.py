@@ -14,6 +14,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,24 +23,30 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.waiting import current_layer, waiting
 
+if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
+    from lancet_kernels.kernels.exchange import Exchange
+    from lancet_kernels.kernels.overlap_config import OverlapConfig
+    from lancet_kernels.kernels.overlap_data import Experts, Routing, SavedPass
+    from lancet_kernels.ops.fused_experts import LayerExchange
+
 
 @dataclass
 class _Pass:
     """A forward pass that waits for its backward: `forward`, `backward` exchanges and what was saved."""
 
-    exchanges: tuple
-    saved: object
-    routing: object
-    experts: object
-    config: object
+    exchanges: tuple[Exchange, Exchange]
+    saved: SavedPass
+    routing: Routing
+    experts: Experts
+    config: OverlapConfig
 
 
-_layers: dict[int, object] = {}
+_layers: dict[int, LayerExchange] = {}
 _passes: dict[int, _Pass] = {}
 _tickets = itertools.count(1)
 
 
-def register_layer(layer: object) -> int:
+def register_layer(layer: LayerExchange) -> int:
     """The number by which graph instructions name a `LayerExchange`."""
     _layers[len(_layers)] = layer
     return len(_layers) - 1
@@ -78,10 +85,10 @@ def fused_experts_op(
     """dispatch, experts and combine in fused launches. -> out [T, D], ticket int64 [1] (on the CPU)."""
     from lancet_kernels.ops.fused_experts import forward_pass
 
-    out, *rest = forward_pass(
+    out, exchanges, saved, routing, experts, config = forward_pass(
         x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], ()
     )
-    return out, _ticket_of(_Pass(*rest))
+    return out, _ticket_of(_Pass(exchanges, saved, routing, experts, config))
 
 
 @fused_experts_op.register_fake
@@ -106,7 +113,8 @@ def fused_experts_backward_op(
 
     dense_a [N, A] and dense_b [N, B], pairs: a^T b rides along in the same launch. -> [A, B] each.
     """
-    from lancet_kernels.kernels.overlap import DenseGemm, moe_backward
+    from lancet_kernels.kernels.overlap import moe_backward
+    from lancet_kernels.kernels.overlap_data import DenseGemm
 
     number = int(ticket)
     if number not in _passes:
@@ -127,7 +135,7 @@ def fused_experts_backward_op(
         )  # fmt: skip
         forward.release(taken.saved.use)
         backward.watch()
-    biases = [] if b1 is None else [found.db1, found.db2]
+    biases = [db for db in (found.db1, found.db2) if db is not None]
     dweight = found.dweight.to(weight_TK.dtype)
     return [found.dx, dweight, found.dw1, found.dw2, *biases, *(gemm.c for gemm in dense)]
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -66,7 +67,7 @@ class Groups:
                 expected=f"groups of one size that hold each of the {len(everybody)} ranks once",
                 do="make the groups alike, or use Groups.from_mesh",
             )
-        remembered = _AROUND.setdefault(dist.group.WORLD, {})
+        remembered = _AROUND.setdefault(_world(), {})
         if expert not in remembered:
             place = own.index(dist.get_rank())
             replicas = [group[place] for group in expert_groups]
@@ -114,6 +115,7 @@ class Groups:
         return cls(expert, replica_name, data_name, group_name(None) if everybody else _new_group(world))
 
 
+Value = TypeVar("Value")
 # By group, which they do not keep alive.
 _AROUND: WeakKeyDictionary[dist.ProcessGroup, dict[str, Groups]] = WeakKeyDictionary()
 """Of the group of all ranks: by name of the expert group."""
@@ -142,7 +144,7 @@ def _new_group(ranks: Sequence[int]) -> str:
         if len(group) > 1:
             with waiting("making of the process groups"):
                 # torch's own default is 30 minutes.
-                timeout = timedelta(seconds=group_timeout_s(dist.group.WORLD))
+                timeout = timedelta(seconds=group_timeout_s(_world()))
                 process_group = dist.new_group(group, timeout=timeout)
             if group == sorted(ranks):
                 own = process_group.group_name
@@ -162,7 +164,7 @@ def group_name(group: dist.ProcessGroup | None) -> str:
     """The name to hand to the ops. None means all ranks, or the one rank there is."""
     if not dist.is_available() or not dist.is_initialized():
         return ""
-    group = group or dist.group.WORLD
+    group = group or _world()
     return group.group_name if group.size() > 1 else ""
 
 
@@ -171,9 +173,29 @@ def data_group_name(group: dist.ProcessGroup | Groups | None) -> str:
     return group.data if isinstance(group, Groups) else group_name(group)
 
 
+def _world() -> dist.ProcessGroup:
+    """All ranks, where torch.distributed is initialized."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
 def group_of(name: str) -> dist.ProcessGroup:
     """The process group of a name from `group_name` (not of the empty one)."""
-    return _resolve_process_group(name)
+    return _resolve_process_group(cast(Any, name))  # of a type of torch's own, which older ones lack
+
+
+def from_first_rank(value: Value, group: str, what: str) -> Value:
+    """The value of the group's first rank, on every rank; `value` where there is no group. Collective.
+
+    Args: what: is sent, for the message if a rank stays away.
+    """
+    if not group:
+        return value
+    process_group, box = group_of(group), [value]
+    with waiting(f"broadcast of {what}", process_group):
+        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+    return box[0]
 
 
 def group_size(name: str) -> int:

@@ -195,6 +195,8 @@ class Transfer:
 
         What was really sent has arrived: so every rank has entered, and has said when.
         """
+        assert self._starts is not None
+        assert self._link.gbps is not None
         begin = max(*self._starts.tolist(), self._link._free_at)
         self._link._free_at = begin + self._size * 8 / (self._link.gbps * 1e9)
         remaining = self._link._free_at - time.monotonic()

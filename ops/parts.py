@@ -14,6 +14,8 @@ the n that a rank fills with rows for an expert. Both sides know the counts, so 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
@@ -88,7 +90,10 @@ def _(experts, rows, counts):
     return rows[0].new_empty(sum(part.shape[0] for part in rows), rows[0].shape[1])
 
 
-def _window(n: int | Tensor, part: int, parts: int) -> tuple[int | Tensor, int | Tensor]:
+Number = TypeVar("Number", int, Tensor)
+
+
+def _window(n: Number, part: int, parts: int) -> tuple[Number, Number]:
     """First and behind-the-last slot of a part."""
     return n * part // parts, n * (part + 1) // parts
 

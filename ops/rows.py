@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -50,7 +51,8 @@ def traced_rows(expected: int, given: int | None) -> int:
     """For fakes: how many rows has the result? `given` if the caller knows it."""
     if given is not None:
         return given
-    return expected if _expected else torch.library.get_ctx().new_dynamic_size()
+    # A symbolic number is one to whoever makes a tensor of it.
+    return expected if _expected else cast(int, torch.library.get_ctx().new_dynamic_size())
 
 
 def group_bounds(count_WL: Tensor) -> list[int]:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.from_fx import draws_random_numbers, is_instruction, op_name
+from lancet_kernels.graph.from_fx import draws_random_numbers, forward_nodes, is_instruction, op_name
 from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
@@ -29,7 +30,7 @@ _STARTS: dict[str, Callable] = {
 }
 
 
-def wait(pending: object) -> object:
+def wait(pending: Any) -> object:
     """Wait for what a start function returned. -> its result."""
     return pending.wait()
 
@@ -42,7 +43,8 @@ def instruction_order(graph: fx.Graph) -> list[str]:
 def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
     """Put the instruction nodes of a graph into `order`; elements of tuples follow their producer.
 
-    Raises: UserError if `order` is not each instruction once, or reads a result before it is made.
+    Raises: UserError if `order` is not each instruction once, reads a result before it is made, or goes back
+    from the backward to the forward.
     """
     nodes = {node.name: node for node in graph.nodes}
     present = instruction_order(graph)
@@ -56,8 +58,19 @@ def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
         )
     wanted: list[fx.Node] = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     made = set(wanted)
+    forward = forward_nodes(list(graph.nodes))
+    backward = ""
     for name in order:
         node = nodes[name]
+        if node not in forward:
+            backward = name
+        elif backward:
+            raise UserError(
+                "order of a plan",
+                got=f"{backward} before {name}",
+                expected=f"{name} first: it belongs to the forward, {backward} to the backward",
+                do="plan again for this graph",
+            )
         missing = [source.name for source in node.all_input_nodes if source not in made]
         if missing:
             raise UserError(

@@ -1,7 +1,7 @@
-"""Along which axis is each tensor of a range cut? (Lancet, section 5.2)
+"""In which form does each part of a range have a tensor, along which axis is it cut? (Lancet, section 5.2)
 
 A constraint satisfaction problem over the rule table: one variable per tensor (so the same tensor has one
-axis wherever it is used), one table constraint per instruction. Solved by CP-SAT; among the solutions
+form wherever it is used), one table constraint per instruction. Solved by CP-SAT; among the solutions
 the one that cuts most instructions is taken, and of those the one with the leading axes.
 
 Ranges that look alike (the layers of a model) share one solution.
@@ -9,13 +9,14 @@ Ranges that look alike (the layers of a model) share one solution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, Forms, cut
 from lancet_kernels.graph.program import Kind, Program
-from lancet_kernels.graph.rules import WHOLE, rule_for
+from lancet_kernels.graph.rules import rule_for
 
 PREFER_CUT = 1000
 """Weight of a cut instruction against the position of an axis."""
+_NUMBERS = {WHOLE: -1, IRREGULAR: -2, PARTIAL: -3, CARRIED: -4, WINDOW: -5}
+"""Forms in the solver's model; a cut is the number of its dimension. Leading axes are preferred."""
 
 
 class AxisInference:
@@ -24,11 +25,11 @@ class AxisInference:
     def __init__(self, program: Program):
         self.program = program
         self.solved = 0
-        self._by_signature: dict[tuple, tuple[int, ...] | None] = {}
-        self._by_range: dict[tuple[int, int], dict[str, int] | None] = {}
+        self._by_signature: dict[tuple, tuple[Form, ...] | None] = {}
+        self._by_range: dict[tuple[int, int], dict[str, Form] | None] = {}
 
-    def axes(self, first: int, last: int) -> Mapping[str, int] | None:
-        """The axis of every tensor in positions first..last (both included) that is cut, or None.
+    def forms(self, first: int, last: int) -> Forms | None:
+        """The form of every tensor in positions first..last (both included) that is not whole, or None.
 
         None: the range holds no all-to-all, or one of its all-to-alls cannot be cut; an op without a
         rule or a gate that needs the whole batch stands in the way.
@@ -39,12 +40,13 @@ class AxisInference:
             if signature not in self._by_signature:
                 self._by_signature[signature] = self._solve(first, last, tensors)
             solution = self._by_signature[signature]
-            self._by_range[key] = solution and {
-                t: a for t, a in zip(tensors, solution, strict=True) if a != WHOLE
-            }
+            self._by_range[key] = None
+            if solution is not None:
+                forms = zip(tensors, solution, strict=True)
+                self._by_range[key] = {t: form for t, form in forms if form != WHOLE}
         return self._by_range[key]
 
-    def _solve(self, first: int, last: int, tensors: list[str]) -> tuple[int, ...] | None:
+    def _solve(self, first: int, last: int, tensors: list[str]) -> tuple[Form, ...] | None:
         tables = self._tables(first, last)
         if tables is None:
             return None
@@ -54,39 +56,44 @@ class AxisInference:
         self.solved += 1
         made = {t for i in range(first, last + 1) for t in self.program.instructions[i].outputs}
         model = cp_model.CpModel()
-        axis = {}
+        variable = {}
         for t in tensors:
-            from_outside = t not in made
-            lowest = WHOLE if from_outside else -4
-            highest = WHOLE if t in self.program.parameter_set else len(self.program.tensors[t].shape) - 1
-            axis[t] = model.new_int_var(lowest, max(lowest, highest), t)
+            numbers = [_number(form) for form in self._possible(t, t in made)]
+            variable[t] = model.new_int_var_from_domain(cp_model.Domain.from_values(numbers), t)
         wishes = []
         for i, table in tables.items():
             instruction = self.program.instructions[i]
             operands = (*instruction.inputs, *instruction.outputs)
             is_cut = model.new_bool_var(instruction.name)
-            rows = [(1, *row) for row in table]
+            rows = [(1, *map(_number, row)) for row in table]
             if instruction.kind is not Kind.ALL_TO_ALL:
-                rows.append((0, *[WHOLE] * len(operands)))
-            model.add_allowed_assignments([is_cut, *(axis[t] for t in operands)], rows)
+                rows.append((0, *[_number(WHOLE)] * len(operands)))
+            model.add_allowed_assignments([is_cut, *(variable[t] for t in operands)], rows)
             wishes.append(PREFER_CUT * is_cut)
-        model.maximize(sum(wishes) - sum(axis.values()))
+        model.maximize(sum(wishes) - sum(variable.values()))
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
         status = solver.solve(model)
         if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
-        found = {t: solver.value(axis[t]) for t in tensors}
-        useful = self._with_an_all_to_all(first, last, found)
-        return tuple(found[t] if t in useful else WHOLE for t in tensors)
+        forms = {t: _form(solver.value(variable[t])) for t in tensors}
+        useful = self._with_an_all_to_all(first, last, forms)
+        return tuple(forms[t] if t in useful else WHOLE for t in tensors)
 
-    def _with_an_all_to_all(self, first: int, last: int, axes: Mapping[str, int]) -> set[str]:
+    def _possible(self, tensor: str, is_inside: bool) -> list[Form]:
+        """Forms that a tensor can have: parameters are whole; what comes from outside can only be cut."""
+        if tensor in self.program.parameter_set:
+            return [WHOLE]
+        cuts = [WHOLE, WINDOW, *map(cut, range(len(self.program.tensors[tensor].shape)))]
+        return [*cuts, IRREGULAR, PARTIAL, CARRIED] if is_inside else cuts
+
+    def _with_an_all_to_all(self, first: int, last: int, forms: Forms) -> set[str]:
         """The cut tensors that hang together with an all-to-all: to cut others would gain nothing.
 
         Example: the transpose of a weight that is read behind the range could be cut, but what for.
         """
-        leader = {t: t for t, a in axes.items() if a != WHOLE}
+        leader = {t: t for t, form in forms.items() if form != WHOLE}
 
         def find(t: str) -> str:
             while leader[t] != t:
@@ -104,7 +111,7 @@ class AxisInference:
         roots = {find(t) for t in seeds}
         return {t for t in leader if find(t) in roots}
 
-    def _tables(self, first: int, last: int) -> dict[int, list[tuple[int, ...]]] | None:
+    def _tables(self, first: int, last: int) -> dict[int, list[tuple[Form, ...]]] | None:
         """The ways to cut each instruction; None where it is plain that an all-to-all cannot be cut."""
         program = self.program
         instructions = program.instructions[first : last + 1]
@@ -119,6 +126,14 @@ class AxisInference:
                 return None
             tables[i] = table
         return tables
+
+
+def _number(form: Form) -> int:
+    return _NUMBERS[form] if form.dimension is None else form.dimension
+
+
+def _form(number: int) -> Form:
+    return cut(number) if number >= 0 else next(form for form, n in _NUMBERS.items() if n == number)
 
 
 def range_signature(program: Program, first: int, last: int) -> tuple[tuple, list[str]]:

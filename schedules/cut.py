@@ -6,17 +6,15 @@ attention] and k = 2 it makes
     dispatch_0 dispatch_1 all_to_all_0 ...  (in the order that was asked for)  and, where somebody behind
     the range reads a tensor of it, one node that puts the parts together.
 
-How a tensor is cut says its axis (see `graph.rules`): a dimension; WHOLE (all parts use it as it is); PARTIAL
-(parts add up). Behind the gate, rows are irregular: each part has its own counts, its own exchange of counts
-and its own rows. Where the rows themselves are cut (dimension 0 of what ops with counts read and make), a
-part has a window of the slots. `CutError` means that the range can't be cut like that; the graph is then as
-it was.
+How a part has a tensor says its form (`graph.forms`); which arguments of an op are others in a part says its
+rule (`graph.rules`). Behind the gate, rows are irregular: each part has its own counts, its own exchange of
+counts and its own rows. `CutError` means that the range can't be cut like that; the graph is then as it was.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,26 +22,14 @@ from torch import Tensor, fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
+from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, Forms, any_split
 from lancet_kernels.graph.from_fx import is_instruction, is_view, op_name, tensor_names
-from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE
+from lancet_kernels.graph.part_instruction import part_name
+from lancet_kernels.graph.rules import RULES, Rule
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 
-_SHAPED = {"aten.view": 1, "aten._unsafe_view": 1, "aten.reshape": 1, "aten.expand": 1}
-"""Ops with an argument that is the shape of their result, and its position."""
-_COUNTED = {
-    "lancet.all_to_all": (1, 2),
-    "lancet.grouped_gemm": (1,),
-    "lancet.grouped_gemm_dx": (1,),
-    "lancet.grouped_gemm_dw": (2,),
-    "lancet.grouped_gemm_dbias": (1,),
-    "lancet.expert_activation": (1,),
-    "lancet.expert_activation_backward": (2,),
-}
-"""Ops whose rows have counts beside them, and the positions of the counts; those of the operands first."""
-_ROWS = 0
-"""The rows among the dimensions of [R, D]."""
-
+_NO_RULE = Rule()
 
 _Replacement = tuple[fx.Node, fx.Node, fx.Node]
 """(reader, what it reads, what it shall read instead)"""
@@ -55,12 +41,12 @@ class CutError(UserError):
 
 @dataclass(frozen=True)
 class Cut:
-    """What to cut: instructions by name (in any order), how many parts, and the axis of every tensor
-    they touch."""
+    """What to cut: instructions by name (in any order), how many parts, and the form of every tensor they
+    touch that is not whole."""
 
     instructions: tuple[str, ...]
     parts: int
-    axes: Mapping[str, int]
+    forms: Forms
 
 
 @dataclass(frozen=True)
@@ -107,18 +93,17 @@ class _Cutter:
     """`env[p][node]` is what stands for `node` in part p."""
 
     def __init__(self, graph: fx.Graph, cut: Cut) -> None:
-        self.graph, self.axes, self.parts = graph, cut.axes, cut.parts
+        self.graph, self.forms, self.parts = graph, cut.forms, cut.parts
         names = set(cut.instructions)
         self.inside = [node for node in graph.nodes if node.name in names]
         if len(self.inside) != len(names) or not names:
             raise _refuse(
                 f"{len(names) - len(self.inside)} unknown instructions", "instructions of the graph"
             )
-        self.layers = [self._layer(node) for node in self.inside if op_name(node) == "lancet.dispatch"]
+        dispatches = [node for node in self.inside if _rule(node).most_rows_argument is not None]
+        self.layers = [self._layer(node) for node in dispatches]
         # Parts have counts and rows of their own; the whole's come from the slots that all parts used.
-        self.late = [
-            node for node in self.inside if op_name(node) in ("lancet.kept_counts", "lancet.send_rows")
-        ]
+        self.late = [node for node in self.inside if _rule(node).routing]
         self.cut = [node for node in self.inside if node not in self.late and self._touches_cut(node)]
         self.made = {element for node in self.cut for element in _with_elements(node)}
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.parts)]
@@ -171,23 +156,24 @@ class _Cutter:
 
     def _layer(self, dispatch: fx.Node) -> _Layer:
         row = dispatch.args[1]
-        if op_name(row) != "lancet.send_rows" or op_name(row.args[2]) != "lancet.kept_counts":
+        if _rule(row).routing != "rows" or _rule(row.args[2]).routing != "counts":
             raise _refuse(f"{dispatch.name} without send_rows or kept_counts", "the ops of an MoELayer")
         return _Layer(dispatch, row)
 
     def _touches_cut(self, node: fx.Node) -> bool:
         touched = [name for n in (*node.all_input_nodes, *_with_elements(node)) for name in tensor_names(n)]
-        return any(self.axes.get(name, WHOLE) != WHOLE for name in touched)
+        return any_split(self.forms, touched)
 
     def _unit_bounds(self) -> list[int]:
         """Borders of the parts, in units of the shortest dimension that is cut."""
         sizes = set()
         for node in self.cut:
             for n in (*node.all_input_nodes, *_with_elements(node)):
-                axis = self._axis(n)
-                if axis >= 0:
-                    sizes.add(_shape(n)[axis])
-        units = min(sizes, default=0)
+                form = self._form(n)
+                if form.dimension is not None:
+                    sizes.add(_shape(n)[form.dimension])
+        # Windows of slots fit any number of rows.
+        units = min(sizes, default=self.parts)
         if units < self.parts or any(size % units for size in sizes):
             raise _refuse(
                 f"{self.parts} parts of dimensions {sorted(sizes)}", "dimensions that the parts divide alike"
@@ -195,9 +181,9 @@ class _Cutter:
         self.units = units
         return [units * p // self.parts for p in range(self.parts + 1)]
 
-    def _axis(self, node: fx.Node) -> int:
+    def _form(self, node: fx.Node) -> Form:
         names = tensor_names(node)
-        return self.axes.get(names[0], WHOLE) if len(names) == 1 else WHOLE
+        return self.forms.get(names[0], WHOLE) if len(names) == 1 else WHOLE
 
     def _window(self, size: int, part: int) -> tuple[int, int]:
         """First and behind-the-last index of a part in a dimension of that size."""
@@ -207,30 +193,29 @@ class _Cutter:
     # One instruction of one part
 
     def _copy(self, node: fx.Node, part: int) -> None:
-        op = op_name(node)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._part(source, part, node))
-        args = list(args)
-        if op == "lancet.gate" and part > 0:
-            args[1] = self.env[part - 1][_element(node, 3)]
-        elif op == "lancet.dispatch":
+        args, rule = list(args), _rule(node)
+        if part:
+            for output, argument in rule.carries:
+                args[argument] = self.env[part - 1][_element(node, output)]
+        if rule.most_rows_argument is not None:
             # No more than one row per choice, and no more than there are slots.
-            most = min(args[1].meta["val"].numel(), _shape(node)[0])
-            args[3:] = [most, None]
-        elif op == "lancet.all_to_all":
-            args[5:] = [None]
-        if op in _COUNTED and self._axis(node.args[0]) == _ROWS:
-            for position in _COUNTED[op]:
+            args[rule.most_rows_argument] = min(args[1].meta["val"].numel(), _shape(node)[0])
+        if rule.num_rows_argument is not None:
+            args[rule.num_rows_argument :] = [None]
+        if rule.count_arguments and self._form(node.args[0]) == WINDOW:
+            for position in rule.count_arguments:
                 args[position] = self._window_counts(node.args[position], part)
-        elif op in _SHAPED and self._axis(node) >= 0:
-            args[_SHAPED[op]] = self._part_shape(node, part)
-        copy = self._call(node.target, tuple(args), dict(kwargs), f"{node.name}_part{part}")
+        if rule.shape_argument is not None and self._form(node).is_cut:
+            args[rule.shape_argument] = self._part_shape(node, part)
+        copy = self._call(node.target, tuple(args), dict(kwargs), part_name(node.name, part))
         self.env[part][node] = copy
         self._copy_elements(node, copy, part)
 
     def _copy_elements(self, node: fx.Node, copy: fx.Node, part: int) -> None:
         for user in node.users:
             if user.target is operator.getitem:
-                element = self._call(operator.getitem, (copy, user.args[1]), {}, f"{user.name}_part{part}")
+                element = self._call(operator.getitem, (copy, user.args[1]), {}, part_name(user.name, part))
                 self.env[part][user] = element
 
     def _call(self, target, args: tuple, kwargs: dict, name: str) -> fx.Node:
@@ -256,28 +241,30 @@ class _Cutter:
         if layer is not None:
             row, count = self._local(layer, part)
             return row if node is layer.row else count
-        axis = self._axis(node)
+        form = self._form(node)
         own = node
-        if axis == _ROWS and reader is not None and op_name(reader) in _COUNTED:
-            count = reader.args[_COUNTED[op_name(reader)][0]]
-            own = self._call(
+        if form == WINDOW and reader is not None:
+            count = reader.args[_rule(reader).count_arguments[0]]
+            own = self._rows(
                 lancet.window_rows.default,
-                (node, count, part, self.parts, _lie_by_expert(node)),
-                {},
+                (node, count, part, self.parts),
+                _lie_by_expert(node),
                 f"{node.name}_window{part}",
             )
-        elif axis >= 0:
-            first, behind = self._window(_shape(node)[axis], part)
-            own = self._call(aten.slice.Tensor, (node, axis, first, behind), {}, f"{node.name}_slice{part}")
-        elif axis != WHOLE:
+        elif form.dimension is not None:
+            first, behind = self._window(_shape(node)[form.dimension], part)
+            args = (node, form.dimension, first, behind)
+            own = self._call(aten.slice.Tensor, args, {}, f"{node.name}_slice{part}")
+        elif form != WHOLE:
             raise _refuse(f"{node.name}, which is made outside, irregular", "an all-to-all with its dispatch")
         self.env[part][node] = own
         return own
 
     def _part_shape(self, node: fx.Node, part: int) -> list[int]:
-        shape, axis = _shape(node), self._axis(node)
-        first, behind = self._window(shape[axis], part)
-        shape[axis] = behind - first
+        shape, dimension = _shape(node), self._form(node).dimension
+        assert dimension is not None, f"{node.name} is not cut"
+        first, behind = self._window(shape[dimension], part)
+        shape[dimension] = behind - first
         return shape
 
     # The routing of a part
@@ -345,31 +332,43 @@ class _Cutter:
 
     def _join(self, node: fx.Node, element: fx.Node) -> fx.Node:
         parts = [self.env[p][element] for p in range(self.parts)]
-        name, axis = f"{element.name}_whole", self._axis(element)
-        if axis == CARRIED:
+        name, form = f"{element.name}_whole", self._form(element)
+        if form == CARRIED:
             return parts[-1]
-        if op_name(node) == "lancet.exchange_counts" or axis == PARTIAL:
+        if form == PARTIAL or _rule(node).is_count:
             total = parts[0]
             for other in parts[1:]:
                 total = self._call(aten.add.Tensor, (total, other), {}, name)
             return total
-        windows = axis == _ROWS and op_name(node) in _COUNTED
-        if windows or axis == IRREGULAR:
-            count = _count_of(node)
-            pick = self._window_counts if windows else self._part
+        if form in (WINDOW, IRREGULAR):
+            count = self._count_of(node)
+            pick = self._window_counts if form == WINDOW else self._part
             counts = [pick(count, p) for p in range(self.parts)]
-            merged = self._call(lancet.merge_parts.default, (parts, counts, _lie_by_expert(node)), {}, name)
+            merged = self._rows(lancet.merge_parts.default, (parts, counts), _lie_by_expert(node), name)
             # Expected sizes of parts, each bounded alone, need not add up to that of the whole.
             set_value(merged, element.meta["val"])
             return merged
-        if axis >= 0:
-            return self._concatenate(parts, axis, element.meta["val"], name)
+        if form.dimension is not None:
+            return self._concatenate(parts, form.dimension, element.meta["val"], name)
         raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
+
+    def _rows(self, target, args: tuple, by_expert: bool, name: str) -> fx.Node:
+        """A node whose result are rows, received ones (by expert) or ones to send."""
+        node = self._call(target, (*args, by_expert), {}, name)
+        node.meta["rows_by_expert"] = by_expert
+        return node
+
+    def _count_of(self, node: fx.Node) -> fx.Node:
+        """The counts of the rows that an op makes."""
+        rule = _rule(node)
+        if rule.count_arguments:
+            return node.args[rule.count_arguments[-1]]
+        return next(layer.count for layer in self.layers if layer.dispatch is node)
 
     def _concatenate(self, parts: list[fx.Node], axis: int, whole: Tensor, name: str) -> fx.Node:
         """Parts one after the other, in the memory layout of the uncut tensor: its readers may count on
         it."""
-        order = sorted(range(whole.dim()), key=lambda d: -whole.stride(d))
+        order = sorted(range(whole.dim()), key=lambda d: -whole.stride()[d])
         if order == list(range(whole.dim())):
             return self._call(aten.cat.default, (parts, axis), {}, name)
         laid_out = [self._call(aten.permute.default, (part, order), {}, f"{name}_laid_out") for part in parts]
@@ -394,24 +393,22 @@ def _shape(node: fx.Node) -> list[int]:
     return [int(size) for size in node.meta["val"].shape]
 
 
-def _count_of(node: fx.Node) -> fx.Node:
-    """The counts of the rows that an op makes."""
-    if op_name(node) == "lancet.dispatch":
-        return node.args[1].args[2]
-    return node.args[_COUNTED[op_name(node)][-1]]
+def _rule(node: fx.Node) -> Rule:
+    return RULES.get(op_name(node), _NO_RULE) if node.op == "call_function" else _NO_RULE
 
 
 def _lie_by_expert(node: fx.Node) -> bool:
     """Are these rows received ones, by local expert, or rows to send, by rank?"""
-    while op_name(node) in _COUNTED and op_name(node) != "lancet.all_to_all":
+    while "rows_by_expert" not in node.meta:
+        rule = _rule(node)
+        if rule.most_rows_argument is not None:
+            return False
+        if rule.to_experts_argument is not None:
+            return node.args[rule.to_experts_argument]
+        if not rule.count_arguments:
+            raise _refuse(f"rows of {node.name}", "rows of a dispatch or an all-to-all")
         node = node.args[0]
-    if op_name(node) == "lancet.all_to_all":
-        return node.args[4]
-    if op_name(node) in ("lancet.merge_parts", "lancet.window_rows"):
-        return node.args[-1]
-    if op_name(node) == "lancet.dispatch":
-        return False
-    raise _refuse(f"rows of {node.name}", "rows of a dispatch or an all-to-all")
+    return node.meta["rows_by_expert"]
 
 
 def _element(node: fx.Node, index: int) -> fx.Node:

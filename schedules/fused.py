@@ -25,6 +25,7 @@ from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.kernels.measured_cost import MeasuredCost
 from lancet_kernels.ops import fused_graph
+from lancet_kernels.schedules.clock import COMPUTE, LINK
 from lancet_kernels.schedules.fused_layers import MatchedLayer, independent_gradients, match_layers
 from lancet_kernels.schedules.fused_prediction import (
     MODELLED_EFFICIENCY,
@@ -32,12 +33,12 @@ from lancet_kernels.schedules.fused_prediction import (
     MeasuredOf,
     ModelledLaunch,
     Rider,
+    kind_of,
     measured_launch,
     nothing_measured,
-    sort_of,
 )
 from lancet_kernels.schedules.plan import FusedGroup
-from lancet_kernels.schedules.simulate import COMPUTE, LINK, Timeline
+from lancet_kernels.schedules.simulate import Timeline
 
 # A weight gradient rides along if at least this share of its time on a stream is saved.
 LEAST_HIDDEN = 0.5
@@ -58,7 +59,7 @@ def choose_groups(
     Args:
         program: of the graph. timeline: of the best plan on streams, which fused launches must beat.
         lowering: "auto", or "fused" or "streams" for every layer that allows it.
-        measured_of: what the tuner measured for a sort of layer on the device that will run it.
+        measured_of: what the tuner measured for a kind of layer on the device that will run it.
     """
     if lowering not in CHOICES:
         raise UserError("lowering", got=repr(lowering), expected=f"one of {CHOICES}", do="name one of these")
@@ -68,7 +69,7 @@ def choose_groups(
     groups = [FusedGroup(name, False, (), 0.0, 0.0, 0.0, f"streams: {why}") for name, why in refused.items()]
     taken: set[str] = set()
     for layer in layers:
-        found, words = measured_of(sort_of(layer))
+        found, words = measured_of(kind_of(layer))
         riders = [_rider(n, program, ms) for n in independent_gradients(module.graph, layer)]
         group = _predict(
             layer, program, ms, exposed, busy, found, [rider for rider in riders if rider.name not in taken]
@@ -101,7 +102,7 @@ def _predict(
         moved = [n for n in names if program.instructions[program.index[n]].kind is not Kind.COMPUTE]
         if measured is None:
             communication = sum(ms[n] for n in moved)
-            launch = ModelledLaunch(communication, sum(ms[n] for n in names) - communication)
+            launch: Launch = ModelledLaunch(communication, sum(ms[n] for n in names) - communication)
         else:
             launch = measured_launch(layer, measured, direction)
         if direction == "backward":

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from lancet_kernels.kernels.cost_entry import LayerKind
 from lancet_kernels.kernels.fused_cost import FusedCost, LaunchWork
-from lancet_kernels.kernels.measured_cost import LayerSort, MeasuredCost
+from lancet_kernels.kernels.measured_cost import MeasuredCost
 from lancet_kernels.ops.groups import group_size
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 
@@ -19,8 +20,8 @@ from lancet_kernels.schedules.fused_layers import MatchedLayer
 MODELLED_EFFICIENCY = 0.9
 LAUNCH_MS = 0.02
 
-MeasuredOf = Callable[[LayerSort], tuple[MeasuredCost | None, str]]
-"""What is measured for a sort of layer, or None; and words: which numbers, or why none."""
+MeasuredOf = Callable[[LayerKind], tuple[MeasuredCost | None, str]]
+"""What is measured for a kind of layer, or None; and words: which numbers, or why none."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,11 @@ class MeasuredLaunch:
         return self.function.milliseconds(replace(self.work, independent_flops=flops))
 
 
-def sort_of(layer: MatchedLayer) -> LayerSort:
+def kind_of(layer: MatchedLayer) -> LayerKind:
     """What of a layer decides which measurements are of its launches."""
     _, hidden, width = layer.w2.meta["val"].shape
     dtype = str(layer.dispatch.meta["val"].dtype).removeprefix("torch.")
-    return LayerSort(width, hidden, layer.activation, dtype, group_size(layer.group))
+    return LayerKind(width, hidden, layer.activation, dtype, group_size(layer.group))
 
 
 def measured_launch(layer: MatchedLayer, cost: MeasuredCost, direction: str) -> MeasuredLaunch:
@@ -77,6 +78,6 @@ def measured_launch(layer: MatchedLayer, cost: MeasuredCost, direction: str) -> 
     return MeasuredLaunch(cost.functions[direction], work)
 
 
-def nothing_measured(sort: LayerSort) -> tuple[None, str]:
+def nothing_measured(kind: LayerKind) -> tuple[None, str]:
     """For planning without any measurement of fused launches."""
     return None, "no measurements are at hand"

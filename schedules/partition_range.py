@@ -132,11 +132,11 @@ def whole_forward(
         return None
     # The solver cannot do more with a longer range, so the first that works is found by halving.
     starts = range(sends[0] + 1)
-    first = bisect_left(starts, True, key=lambda i: costs.axes(i, sends[-1]) is not None)
+    first = bisect_left(starts, True, key=lambda i: costs.forms(i, sends[-1]) is not None)
     if first > sends[0]:
         return None
     ends = range(sends[-1], length)
-    behind = bisect_left(ends, True, key=lambda i: costs.axes(first, i) is None)
+    behind = bisect_left(ends, True, key=lambda i: costs.forms(first, i) is None)
     best: tuple[float, PartitionRange] | None = None
     for parts in (k for k in (2, 4, 8) if k <= most_parts):
         for last in ends[:behind]:
@@ -144,9 +144,10 @@ def whole_forward(
             if last > sends[-1] and not (instruction.flops and instruction.kind is Kind.COMPUTE):
                 continue
             time = costs.milliseconds(first, last, parts) + sum(ms[last + 1 :])
-            if time < (best[0] if best else float("inf")):
+            forms = costs.forms(first, last)
+            if forms is not None and time < (best[0] if best else float("inf")):
                 names = program.instructions[first].name, instruction.name
-                best = time, PartitionRange(*names, parts, dict(costs.axes(first, last)))
+                best = time, PartitionRange(*names, parts, dict(forms))
     return best and best[1]
 
 
@@ -217,6 +218,8 @@ def _dynamic_program(
         if k > 1:
             first, last = groups[i][0], groups[n - 1][1]
             names = program.instructions[first].name, program.instructions[last].name
-            ranges.append(PartitionRange(*names, k, dict(costs.axes(first, last))))
+            forms = costs.forms(first, last)
+            assert forms is not None, f"{names}: chosen, and cannot be cut"
+            ranges.append(PartitionRange(*names, k, dict(forms)))
         n = i
     return Partition(tuple(reversed(ranges)), best[-1], costs.simulated)

@@ -1,8 +1,8 @@
 """How long do partitioned instructions take as a pipeline? P(i, n, k) of Lancet, section 5.3.
 
-Two resources. Each part of an instruction starts when everything it depends on has ended and the instruction
-before it on the same resource has ended, in stage order. What is needed outside is then put together
-again; that time counts, as does the launch of every part.
+By the clock (`schedules.clock`): each part of an instruction starts when everything it depends on has ended
+and the instruction before it on the same resource has ended, in stage order. What is needed outside is then
+put together again; that time counts, as does the launch of every part.
 
 Example: compute 4, all-to-all 4, compute 4, no overhead, two parts of 2 each: compute 0-2, 2-4; link 2-4,
 4-6; compute 4-6, 6-8. P = 8 instead of 12.
@@ -10,14 +10,14 @@ Example: compute 4, all-to-all 4, compute 4, no overhead, two parts of 2 each: c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lancet_kernels.graph.costs import Cost
-from lancet_kernels.graph.cut import can_be_cut, is_cut, part_instruction
-from lancet_kernels.graph.program import Program
-from lancet_kernels.graph.rules import CARRIED
+from lancet_kernels.graph.forms import CARRIED, Forms
+from lancet_kernels.graph.part_instruction import can_be_cut, is_cut, part_instruction
+from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.schedules.axes import AxisInference, range_signature
+from lancet_kernels.schedules.clock import INFINITY, Clock, link_of
 from lancet_kernels.schedules.ranges import outgoing, pipeline_order, reassembly_instruction
 
 IMPOSSIBLE = float("inf")
@@ -43,40 +43,40 @@ class Pipeline:
 
 
 def simulate_pipeline(
-    program: Program, first: int, last: int, axes: Mapping[str, int], parts: int, cost: Cost
+    program: Program, first: int, last: int, forms: Forms, parts: int, cost: Cost
 ) -> Pipeline:
     """Start and end of every part of positions first..last (both included)."""
-    free = {False: 0.0, True: 0.0}
-    ended: dict[tuple[int, int | None], float] = {}
-    part_ms = {i: _part_ms(program, i, axes, parts, cost) for i in range(first, last + 1)}
-    cut = {i: is_cut(program.instructions[i], axes) for i in part_ms}
-    carried = {i: any(axes.get(t) == CARRIED for t in program.instructions[i].outputs) for i in part_ms}
-    times = []
-    for i, part in pipeline_order(program, first, last, axes, parts):
-        link = program.instructions[i].kind.is_communication
-        start = free[link]
-        for j in program.dependencies[i]:
-            if j >= first:
-                whole = parts - 1 if part is None else part
-                start = max(start, ended[j, whole if cut[j] else None])
+    clock = Clock()
+    part_ms = {i: _part_ms(program, i, forms, parts, cost) for i in range(first, last + 1)}
+    cut = {i: is_cut(program.instructions[i], forms) for i in part_ms}
+    carried = {i: any(forms.get(t) == CARRIED for t in program.instructions[i].outputs) for i in part_ms}
+    order = list(pipeline_order(program, first, last, forms, parts))
+    for i, part in order:
+        whole = parts - 1 if part is None else part
+        after = [(j, whole if cut[j] else None) for j in program.dependencies[i] if j >= first]
         if carried[i] and part:
-            start = max(start, ended[i, part - 1])
-        end = start + part_ms[i]
-        free[link] = ended[i, part] = end
-        times.append(PartTime(i, part, start, end))
+            after.append((i, part - 1))
+        if program.instructions[i].kind is Kind.COMPUTE:
+            clock.compute((i, part), part_ms[i], after)
+        else:
+            # Issued right behind what it needs (`schedules.issue`), not behind its whole stage.
+            link = link_of(program.instructions[i])
+            clock.send((i, part), part_ms[i], after, link=link, issued_at=0.0)
+    clock.catch_up(INFINITY)
+    times = [PartTime(i, part, clock.start[i, part], clock.end[i, part]) for i, part in order]
     finished = max(t.end_ms for t in times)
     joined = sum(
-        cost(reassembly_instruction(program, t, axes[t], parts), program.tensors)
-        for t in outgoing(program, first, last, axes).reassembled
+        cost(reassembly_instruction(program, t, forms[t], parts), program.tensors)
+        for t in outgoing(program, first, last, forms).reassembled
     )
-    return Pipeline(tuple(times), max(finished, free[False]) + joined)
+    return Pipeline(tuple(times), finished + joined)
 
 
-def _part_ms(program: Program, i: int, axes: Mapping[str, int], parts: int, cost: Cost) -> float:
+def _part_ms(program: Program, i: int, forms: Forms, parts: int, cost: Cost) -> float:
     instruction = program.instructions[i]
-    if parts == 1 or not is_cut(instruction, axes):
+    if parts == 1 or not is_cut(instruction, forms):
         return cost(instruction, program.tensors)
-    return cost(*part_instruction(instruction, program.tensors, axes, 0, parts))
+    return cost(*part_instruction(instruction, program.tensors, forms, 0, parts))
 
 
 class PipelineCosts:
@@ -97,17 +97,17 @@ class PipelineCosts:
             self._known[key] = self._simulate(first, last, parts)
         return self._known[key]
 
-    def axes(self, first: int, last: int) -> Mapping[str, int] | None:
-        return self.inference.axes(first, last)
+    def forms(self, first: int, last: int) -> Forms | None:
+        return self.inference.forms(first, last)
 
     def _simulate(self, first: int, last: int, parts: int) -> float:
-        axes: Mapping[str, int] | None = {}
+        forms: Forms | None = {}
         if parts > 1:
-            axes = self.inference.axes(first, last)
-            if axes is None or not can_be_cut(self.program.tensors, axes, parts):
+            forms = self.inference.forms(first, last)
+            if forms is None or not can_be_cut(self.program.tensors, forms, parts):
                 return IMPOSSIBLE
         self.simulated += 1
-        return simulate_pipeline(self.program, first, last, axes, parts, self.cost).end_ms
+        return simulate_pipeline(self.program, first, last, forms, parts, self.cost).end_ms
 
     def _signature(self, first: int, last: int) -> int:
         key = first, last

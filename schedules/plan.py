@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -16,15 +17,14 @@ from typing import Any
 from lancet_kernels.atomic import file_errors, write_json_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
-from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL
 from lancet_kernels.schedules.ranges import PartitionRange, expand
 from lancet_kernels.schedules.simulate import Timeline, simulate
 
 FORMAT = "lancet-plan"
-VERSION = 2
-_AXIS_NAMES = {IRREGULAR: "irregular", PARTIAL: "partial sums", CARRIED: "carried on"}
+VERSION = 3
 
 _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
 
@@ -73,7 +73,8 @@ class Plan:
     """One way to run a Program.
 
     order: names of all instructions, parts and reassemblies included, as they are issued.
-    ranges: what is cut, into how many parts, along which axes.
+    realized: the order is that of the graph which runs; else of the Program with its ranges cut.
+    ranges: what is cut, into how many parts, in which forms.
     blocking: communication that compute waits for (empty for Lancet's own plans).
     method: who found the order.
     without_rule: ops that are never partitioned because the rule table does not know them.
@@ -96,6 +97,7 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     fused: tuple[FusedGroup, ...] = ()
     costs: str = ""
+    realized: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -137,7 +139,8 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """A dict of JSON values."""
-        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+        fields = asdict(replace(self, ranges=()))
+        return {"format": FORMAT, "version": VERSION, **fields, "ranges": [*map(_range_to_json, self.ranges)]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
@@ -151,10 +154,7 @@ class Plan:
             raise UserError("plan JSON", got=found, expected=(FORMAT, VERSION), do="plan again")
         fields = {k: v for k, v in data.items() if k not in ("format", "version")}
         try:
-            fields["ranges"] = tuple(PartitionRange(**r) for r in fields["ranges"])
-            for found in fields["ranges"]:
-                if not all(type(number) is int for number in (found.parts, *found.axes.values())):
-                    raise TypeError(f"range from {found.first}: parts and axes are whole numbers")
+            fields["ranges"] = tuple(_range_from_json(saved) for saved in fields["ranges"])
             fields["predicted"] = Prediction(**fields["predicted"])
             fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
             fields["fused"] = tuple(
@@ -206,7 +206,7 @@ class Plan:
         if self.blocking:
             lines.append(f"Computation waits for {len(self.blocking)} collectives.")
         lines.append(f"Partitioned ranges: {len(self.ranges) or 'none'}")
-        lines += [f"  {r.first} .. {r.last}: {r.parts} parts, {_axes_text(r)}" for r in self.ranges]
+        lines += [f"  {r.first} .. {r.last}: {r.parts} parts, {_forms_text(r)}" for r in self.ranges]
         if self.fused:
             lines.append(
                 f"Fused launches: {sum(g.fused for g in self.fused)} of {len(self.fused)} MoE layers"
@@ -221,10 +221,19 @@ class Plan:
         return "\n".join(lines)
 
 
-def _axes_text(cut: PartitionRange) -> str:
-    """How many tensors are cut along which axis. Example: `axis 0: 31, irregular: 7`."""
-    counts: dict[str, int] = {}
-    for axis in sorted(cut.axes.values(), reverse=True):
-        name = _AXIS_NAMES.get(axis, f"axis {axis}")
-        counts[name] = counts.get(name, 0) + 1
-    return "tensors by " + ", ".join(f"{name}: {count}" for name, count in counts.items())
+def _range_to_json(planned: PartitionRange) -> dict[str, Any]:
+    forms = {tensor: str(form) for tensor, form in planned.forms.items()}
+    return {"first": planned.first, "last": planned.last, "parts": planned.parts, "forms": forms}
+
+
+def _range_from_json(data: Mapping[str, Any]) -> PartitionRange:
+    planned = PartitionRange(**{**data, "forms": {t: Form.parse(f) for t, f in data["forms"].items()}})
+    if type(planned.parts) is not int:
+        raise TypeError(f"range from {planned.first}: the number of parts is a whole number")
+    return planned
+
+
+def _forms_text(planned: PartitionRange) -> str:
+    """How many tensors have which form. Example: `cut 0: 31, irregular: 7`."""
+    counts = Counter(str(form) for form in planned.forms.values())
+    return "tensors by form: " + ", ".join(f"{form}: {count}" for form, count in sorted(counts.items()))

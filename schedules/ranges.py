@@ -2,7 +2,7 @@
 
 Each partitioned range is replaced by: a split of every cut tensor that comes from outside (views, free), the
 parts of its instructions in pipeline order (section 5.3), and the reassembly of every tensor that is needed
-outside. Names tell parts apart: `layer1.moe.gate[2/4]`.
+outside. Names tell parts apart: `layer1.moe.gate_part1`.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.cut import is_cut, part_instruction, part_name, reassembly
+from lancet_kernels.graph.forms import CARRIED, WHOLE, Form, Forms
+from lancet_kernels.graph.part_instruction import is_cut, part_instruction, part_name, reassembly
 from lancet_kernels.graph.program import Instruction, Program, TensorSpec
-from lancet_kernels.graph.rules import CARRIED, WHOLE
 
 
 @dataclass(frozen=True)
 class PartitionRange:
-    """Instructions first..last (names, both included) cut into `parts`; `axes` of the tensors that are
-    cut."""
+    """Instructions first..last (names, both included) cut into `parts`; `forms` of the tensors that are
+    not whole in a part."""
 
     first: str
     last: str
     parts: int
-    axes: Mapping[str, int]
+    forms: Forms
 
 
 def stages(program: Program, first: int, last: int) -> list[list[int]]:
@@ -43,7 +43,7 @@ def stages(program: Program, first: int, last: int) -> list[list[int]]:
 
 
 def pipeline_order(
-    program: Program, first: int, last: int, axes: Mapping[str, int], parts: int
+    program: Program, first: int, last: int, forms: Forms, parts: int
 ) -> Iterator[tuple[int, int | None]]:
     """(position, part) in the order of Fig. 9: stage by stage, in each stage part by part.
 
@@ -52,7 +52,7 @@ def pipeline_order(
     for stage in stages(program, first, last):
         for part in range(parts):
             for i in stage:
-                if is_cut(program.instructions[i], axes):
+                if is_cut(program.instructions[i], forms):
                     yield i, part
                 elif part == 0:
                     yield i, None
@@ -70,13 +70,13 @@ class Outgoing:
     viewed: tuple[int, ...]
 
 
-def outgoing(program: Program, first: int, last: int, axes: Mapping[str, int]) -> Outgoing:
+def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
     """What must be whole again behind the range. A view of a tensor is made again from the whole tensor."""
     made = {t for i in range(first, last + 1) for t in program.instructions[i].outputs}
     wanted = [
         t
         for t in made
-        if axes.get(t, WHOLE) != WHOLE and (program.consumers[t][-1:] > [last] or t in program.output_set)
+        if forms.get(t, WHOLE) != WHOLE and (program.consumers[t][-1:] > [last] or t in program.output_set)
     ]
     reassembled: set[str] = set()
     viewed: set[int] = set()
@@ -90,26 +90,26 @@ def outgoing(program: Program, first: int, last: int, axes: Mapping[str, int]) -
         elif i not in viewed:
             viewed.add(i)
             inputs = program.instructions[i].inputs
-            wanted += [s for s in inputs if s in made and axes.get(s, WHOLE) != WHOLE]
+            wanted += [s for s in inputs if s in made and forms.get(s, WHOLE) != WHOLE]
     in_order = sorted(
         reassembled, key=lambda t: (_first_reader_outside(program, t, last), program.producer[t])
     )
     return Outgoing(tuple(in_order), tuple(sorted(viewed)))
 
 
-def reassembly_instruction(program: Program, tensor: str, axis: int, parts: int) -> Instruction:
+def reassembly_instruction(program: Program, tensor: str, form: Form, parts: int) -> Instruction:
     """The instruction that makes a tensor whole again from its parts."""
-    flops, traffic = reassembly(program.tensors[tensor], axis, parts)
-    first = parts - 1 if axis == CARRIED else 0
+    flops, traffic = reassembly(program.tensors[tensor], form, parts)
+    first = parts - 1 if form == CARRIED else 0
     return Instruction(
         f"reassemble {tensor}",
         "lancet.reassemble",
-        tuple(part_name(tensor, p, parts) for p in range(first, parts)),
+        tuple(part_name(tensor, p) for p in range(first, parts)),
         (tensor,),
         phase=program.instructions[program.producer[tensor]].phase,
         flops=flops,
         bytes=traffic,
-        attributes={"axis": axis, "parts": parts},
+        attributes={"form": str(form), "parts": parts},
     )
 
 
@@ -140,8 +140,8 @@ def expand(program: Program, ranges: Sequence[PartitionRange]) -> Program:
     used = {t for i in instructions for t in (*i.inputs, *i.outputs, *i.mutates)}
     used |= {*program.inputs, *program.outputs}
     for t in list(used):
-        while tensors[t].alias_of is not None:
-            t = tensors[t].alias_of
+        while (storage := tensors[t].alias_of) is not None:
+            t = storage
             used.add(t)
     kept = {t: spec for t, spec in tensors.items() if t in used}
     return replace(program, instructions=tuple(instructions), tensors=kept)
@@ -157,36 +157,38 @@ def _expand_range(
 ) -> None:
     made = {t for i in range(first, last + 1) for t in program.instructions[i].outputs}
     phase = program.instructions[first].phase
-    for t, axis in cut.axes.items():
+    for t, form in cut.forms.items():
         if t not in made:
-            pieces = tuple(part_name(t, p, cut.parts) for p in range(cut.parts))
-            attributes = {"axis": axis, "parts": cut.parts}
+            attributes = {"form": str(form), "parts": cut.parts}
             name = f"split {t} for {cut.first}"
-            pieces = tuple(f"{piece} for {cut.first}" for piece in pieces)
+            pieces = tuple(_slice_name(t, p, cut) for p in range(cut.parts))
             instructions.append(
                 Instruction(name, "lancet.split", (t,), pieces, phase=phase, attributes=attributes)
             )
-    for i, part in pipeline_order(program, first, last, cut.axes, cut.parts):
+    for i, part in pipeline_order(program, first, last, cut.forms, cut.parts):
         if part is None:
             instructions.append(program.instructions[i])
             continue
         instruction, specs = part_instruction(
-            program.instructions[i], program.tensors, cut.axes, part, cut.parts
+            program.instructions[i], program.tensors, cut.forms, part, cut.parts
         )
         outside = {
-            part_name(t, part, cut.parts): f"{part_name(t, part, cut.parts)} for {cut.first}"
-            for t in program.instructions[i].inputs
-            if t in cut.axes and t not in made
+            part_name(t, part): t for t in program.instructions[i].inputs if t in cut.forms and t not in made
         }
         for spec in specs.values():
             _add_part(spec, part, cut, made, outside, tensors)
-        inputs = tuple(outside.get(t, t) for t in instruction.inputs)
+        inputs = tuple(_slice_name(outside[t], part, cut) if t in outside else t for t in instruction.inputs)
         instructions.append(replace(instruction, inputs=inputs))
-    handed_on = outgoing(program, first, last, cut.axes)
+    handed_on = outgoing(program, first, last, cut.forms)
     for t in handed_on.reassembled:
-        instructions.append(reassembly_instruction(program, t, cut.axes[t], cut.parts))
+        instructions.append(reassembly_instruction(program, t, cut.forms[t], cut.parts))
         tensors[t] = TensorSpec(t, program.tensors[t].shape, program.tensors[t].dtype)
     instructions += [program.instructions[i] for i in handed_on.viewed]
+
+
+def _slice_name(tensor: str, part: int, cut: PartitionRange) -> str:
+    """A part of a tensor that is made in front of the range."""
+    return f"{part_name(tensor, part)} for {cut.first}"
 
 
 def _add_part(
@@ -199,11 +201,13 @@ def _add_part(
 ) -> None:
     """Describe one operand of a part. Splits share the storage of the whole; parts of views that of parts."""
     if spec.name in outside:
-        whole = spec.name.rsplit("[", 1)[0]
-        spec = replace(spec, name=outside[spec.name], alias_of=whole, bytes=0)
-    elif spec.alias_of in cut.axes:
-        source = part_name(spec.alias_of, part, cut.parts)
-        spec = replace(spec, alias_of=source if spec.alias_of in made else outside.get(source, spec.alias_of))
+        whole = outside[spec.name]
+        spec = replace(spec, name=_slice_name(whole, part, cut), alias_of=whole, bytes=0)
+    elif spec.alias_of in made:
+        if spec.alias_of in cut.forms:
+            spec = replace(spec, alias_of=part_name(spec.alias_of, part))
+    elif part_name(str(spec.alias_of), part) in outside:
+        spec = replace(spec, alias_of=_slice_name(str(spec.alias_of), part, cut))
     tensors.setdefault(spec.name, spec)
 
 

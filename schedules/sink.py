@@ -22,7 +22,8 @@ def sink_statistics(program: Program) -> list[str]:
     forward = [i for i, instruction in enumerate(instructions) if instruction.phase is Phase.FORWARD]
     all_to_alls = {i for i in program.positions(Kind.ALL_TO_ALL) if i in set(forward)}
     if not all_to_alls:
-        return [instruction.name for instruction in instructions]
+        by_phase = sorted(instructions, key=lambda i: i.phase is not Phase.FORWARD)
+        return [instruction.name for instruction in by_phase]
     last = max(all_to_alls)
     end = next(
         (i for i in range(last + 1, len(program)) if instructions[i].phase is not Phase.FORWARD), len(program)
@@ -35,7 +36,10 @@ def sink_statistics(program: Program) -> list[str]:
     sinks = [i for i in range(last + 1) if not needed[i] and i not in front]
     tail = [i for i in range(last + 1, end) if i not in front]
     behind = _main_path_first(program, last, [*sinks, *tail])
-    return [instructions[i].name for i in (*sorted(front), *before, *behind, *range(end, len(program)))]
+    # What needs no gradient but is read by the backward alone (the transpose of a weight) belongs to the
+    # forward, wherever it stood.
+    rest = sorted(range(end, len(program)), key=lambda i: instructions[i].phase is not Phase.FORWARD)
+    return [instructions[i].name for i in (*sorted(front), *before, *behind, *rest)]
 
 
 def _main_path_first(program: Program, last: int, positions: list[int]) -> list[int]:

@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost, source_of
-from lancet_kernels.graph.cut import can_be_cut
+from lancet_kernels.graph.part_instruction import can_be_cut
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.rules import rule_for
@@ -178,7 +178,7 @@ class Planner:
             taken = bool(found) and found[-1][1] == first
             rules = [rule_for(i) for i in self.program.instructions[first : last + 1]]
             only_experts = all(rule is not None and rule.in_experts for rule in rules)
-            if only_experts and not taken and self.inference.axes(first, last) is not None:
+            if only_experts and not taken and self.inference.forms(first, last) is not None:
                 found.append((first, last))
         return found
 
@@ -191,11 +191,11 @@ class Planner:
         if parts == 1:
             return ()
         names = [i.name for i in self.program.instructions]
-        cuts = ((first, last, self.inference.axes(first, last)) for first, last in pairs)
+        cuts = ((first, last, self.inference.forms(first, last)) for first, last in pairs)
         return tuple(
-            PartitionRange(names[first], names[last], parts, dict(axes))
-            for first, last, axes in cuts
-            if axes and can_be_cut(self.program.tensors, axes, parts)
+            PartitionRange(names[first], names[last], parts, dict(forms))
+            for first, last, forms in cuts
+            if forms and can_be_cut(self.program.tensors, forms, parts)
         )
 
     def _part_limits(self) -> list[int]:

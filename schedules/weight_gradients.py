@@ -18,8 +18,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lancet_kernels.graph.costs import Cost, durations
-from lancet_kernels.graph.program import Kind, Phase, Program
+from lancet_kernels.graph.costs import collective_of
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 
 
@@ -37,7 +37,7 @@ def weight_gradients(program: Program) -> list[int]:
     """Positions of the weight gradient instructions.
 
     A backward computation that no all-to-all waits for, and whose results go only to program outputs,
-    gradient all-reduces, the optimizer, or other weight gradients.
+    gradient all-reduces and reduce-scatters, the optimizer, or other weight gradients.
     """
     all_to_alls = bitset(program.positions(Kind.ALL_TO_ALL))
     is_gradient = [False] * len(program)
@@ -50,12 +50,19 @@ def weight_gradients(program: Program) -> list[int]:
             continue
         readers = (program.instructions[j] for j in program.dependents[i])
         if all(
-            is_gradient[program.index[r.name]] or r.kind is Kind.ALL_REDUCE or r.phase is Phase.OPTIMIZER
+            is_gradient[program.index[r.name]] or sums_gradients(r) or r.phase is Phase.OPTIMIZER
             for r in readers
         ):
             is_gradient[i] = True
             found.append(i)
     return found[::-1]
+
+
+def sums_gradients(instruction: Instruction) -> bool:
+    """Is it the sum of a gradient over ranks, whole (all-reduce) or a shard of it (FSDP's reduce-scatter)?"""
+    return instruction.kind is Kind.ALL_REDUCE or (
+        instruction.phase is Phase.BACKWARD and collective_of(instruction) == "reduce_scatter"
+    )
 
 
 def overlappable(program: Program) -> dict[int, int]:
@@ -119,14 +126,8 @@ def assign(program: Program, ms: Sequence[float]) -> dict[int, list[Unit]]:
     return assigned
 
 
-def schedule_weight_gradients(program: Program, cost: Cost) -> Program:
-    """The program with its weight gradients behind the all-to-alls that they overlap (Algorithm 1)."""
-    ms = durations(program, cost)
-    return program.reordered(greedy_order(program, ms))
-
-
 def greedy_order(program: Program, ms: Sequence[float]) -> list[int]:
-    """The same as positions, for durations by position."""
+    """Positions, the weight gradients behind the all-to-alls that they overlap. Args: ms: by position."""
     slots: dict[int, float] = {}
     for a, chosen in assign(program, ms).items():
         for unit in chosen:
@@ -168,12 +169,3 @@ def _already_filled(program: Program, ms: Sequence[float], a: int, movable: int)
             if not movable >> i & 1:
                 total += ms[i]
     return total
-
-
-def assigned_names(program: Program, ms: Sequence[float]) -> dict[str, list[str]]:
-    """`assign` in names, for reports: all-to-all -> weight gradients that overlap it."""
-    names = [i.name for i in program.instructions]
-    return {
-        names[a]: [names[i] for unit in chosen for i in unit.positions]
-        for a, chosen in assign(program, ms).items()
-    }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lancet_kernels.graph.capture import capture, input_position, is_tangent, state_name
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.sink import sink_statistics
@@ -34,9 +35,9 @@ def captured_step(name: str, size: Size | None = None) -> Iterator[Step]:
     """Inside the block the graph may be changed and run."""
     model, inputs = make_model(name, size)
     captured = capture(model, inputs)
-    reorder(captured.joint.graph, sink_statistics(Program.from_fx(captured.joint)))
+    reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
     captured.joint.recompile()
-    program = Program.from_fx(captured.joint)
+    program = program_from_fx(captured.joint)
     joint, outputs = captured.joint, captured.forward_outputs
     yield Step(model, inputs, joint, program, tuple(_values(joint, model, inputs)), outputs)
 

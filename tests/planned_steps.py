@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from lancet_kernels import expert_parameters, moe_losses, set_routing_step
+from lancet_kernels.captured_step import CapturedStep, CostedGraph
 from lancet_kernels.graph.capture import is_tangent, output_node
-from lancet_kernels.graph.from_fx import op_name
+from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.program_json import fingerprint
-from lancet_kernels.optimization import _Step
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan, Prediction
@@ -173,14 +174,18 @@ class SmallStep:
 
     def __init__(self, case: StepCase) -> None:
         self.module, self.inputs = build_step(case)
-        self._step = _Step(self.module, self.inputs, {}, True, None)
+        self._step = CapturedStep(self.module, self.inputs, {}, True, None)
         captured = self._step.captured
         self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
         self.parameters = captured.parameter_of_gradient()
         self.values = self._step.graph_inputs()
-        self.program = Program.from_fx(self.joint)
+        self.program = program_from_fx(self.joint)
         self.inference = AxisInference(self.program)
         self.names = [i.name for i in self.program.instructions]
+
+    def costed(self, cost: Cost = dear_communication) -> CostedGraph:
+        """The graph, with what its instructions cost."""
+        return CostedGraph(self.joint, self.values, self.program, cost)
 
     def plain(self) -> Outcome:
         """The module as it stands, without any graph."""
@@ -200,8 +205,11 @@ class SmallStep:
         """Forward and backward graph of a plan."""
         joint = copy.deepcopy(self.joint)
         assert [n.name for n in joint.graph.nodes] == [n.name for n in self.joint.graph.nodes]
-        realize(joint, self.program, plan)
-        return split_as_planned(joint, self.forward_outputs, plan)
+        return split_as_planned(joint, self.forward_outputs, realize(joint, self.program, plan))
+
+    def realized(self, plan: Plan) -> Plan:
+        """The plan with the order of the graph that runs."""
+        return realize(copy.deepcopy(self.joint), self.program, plan)
 
     @torch.no_grad()
     def run(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Outcome:
@@ -246,9 +254,9 @@ class SmallStep:
         )
 
     def cut(self, first: str, last: str, parts: int) -> PartitionRange | None:
-        """The range of these instructions in that many parts, None if it has no axes."""
-        axes = self.inference.axes(self.program.index[first], self.program.index[last])
-        return PartitionRange(first, last, parts, dict(axes)) if axes else None
+        """The range of these instructions in that many parts, None if it has no forms."""
+        forms = self.inference.forms(self.program.index[first], self.program.index[last])
+        return PartitionRange(first, last, parts, dict(forms)) if forms else None
 
     def named(self, op: str, phase: Phase = Phase.FORWARD) -> list[str]:
         """Instructions with that op, in order."""

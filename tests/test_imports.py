@@ -1,10 +1,13 @@
-"""Imports go one way only: symmetric <- kernels <- ops <- graph <- schedules <- the rest (shared design).
+"""Imports go one way only: symmetric <- kernels <- ops <- graph <- schedules <- the rest (shared design). No
+modules import each other in a circle, and no two files have the same name.
 
 Read from the sources, so that an import inside a function, which no test may ever run, counts as well.
 """
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -72,8 +75,41 @@ def violations(root: Path) -> list[str]:
     return wrong
 
 
+def circle(root: Path) -> list[str]:
+    """Modules of which each imports the next, the last one being the first again; empty if there are none."""
+    modules = list(sources(root))
+    known = {module for module, _, _ in modules}
+    importers: dict[str, set[str]] = {module: set() for module in known}
+    for module, is_package, file in modules:
+        for _, name in imported(module, is_package, file.read_text(encoding="utf-8"), known):
+            if name in known - {module}:
+                importers[name].add(module)
+    try:
+        TopologicalSorter(importers).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def same_names(root: Path) -> dict[str, list[str]]:
+    """File names that several modules have, those of commands (named like what users type) apart."""
+    modules: dict[str, list[str]] = {}
+    for module, is_package, file in sources(root):
+        if not is_package and file.parent.name != "commands":
+            modules.setdefault(file.name, []).append(module)
+    return {name: found for name, found in modules.items() if len(found) > 1}
+
+
 def test_imports_go_one_way() -> None:
     assert not violations(ROOT), "\n".join(violations(ROOT))
+
+
+def test_no_circles() -> None:
+    assert not circle(ROOT), " -> ".join(circle(ROOT))
+
+
+def test_every_file_has_a_name_of_its_own() -> None:
+    assert same_names(ROOT) == {}
 
 
 def test_every_source_is_looked_at() -> None:
@@ -91,6 +127,7 @@ GOOD = {
     "lancet_kernels/kernels/__init__.py": "from ..symmetric import heap\nfrom .. import errors",
     "ops/__init__.py": "from . import gates\nfrom .gates import x\nfrom lancet_kernels.kernels import k",
     "ops/gates/__init__.py": "from .. import dispatch\nimport torch",
+    "ops/dispatch.py": "",
     "graph/__init__.py": "from lancet_kernels.ops import gates",
     "schedules/plan.py": "import lancet_kernels.graph.program as p",
 }
@@ -136,3 +173,30 @@ def test_a_made_up_violation_is_found(tmp_path: Path, file: str, text: str, mess
     (wrong,) = violations(tmp_path)
     assert message in wrong
     assert wrong.startswith(file + ":")
+
+
+IMPORT_Y = "def f():\n    from lancet_kernels.ops.y import g"
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        ({"ops/x.py": "import lancet_kernels.ops.y", "ops/y.py": "from . import x"}, "xy"),
+        ({"ops/x.py": IMPORT_Y, "ops/y.py": "from .z import h", "ops/z.py": "from .x import f"}, "xyz"),
+        ({"ops/x.py": IMPORT_Y, "ops/y.py": "if TYPE_CHECKING:\n    import lancet_kernels.ops.x"}, "xy"),
+        ({"ops/x.py": IMPORT_Y, "ops/y.py": "from .z import h", "ops/z.py": "import torch"}, ""),
+    ],
+)
+def test_a_made_up_circle_is_found(tmp_path: Path, files: dict[str, str], names: str) -> None:
+    write_tree(tmp_path, GOOD | files)
+    found = circle(tmp_path)
+    assert sorted(found[1:]) == [f"{PACKAGE}.ops.{name}" for name in names]
+    assert found[:1] == found[-1:]
+    if len(names) == 3:
+        # Each imports the next: x y, y z, z x.
+        assert all((a[-1] + b[-1]) in "xyzx" for a, b in pairwise(found))
+
+
+def test_a_made_up_second_name_is_found(tmp_path: Path) -> None:
+    write_tree(tmp_path, GOOD | {"graph/plan.py": "", "lancet_kernels/commands/layer.py": ""})
+    assert same_names(tmp_path) == {"plan.py": [f"{PACKAGE}.graph.plan", f"{PACKAGE}.schedules.plan"]}

@@ -33,7 +33,7 @@ from lancet_kernels.training.launch import Rank, launch, start_ranks, under_laun
 from lancet_kernels.training.models import MODELS, GPT2MoE, ModelConfig
 from lancet_kernels.training.ranks import LAUNCHER_PID
 from lancet_kernels.training.step import TrainingStep
-from lancet_kernels.training.train_loop import TrainOptions, build_config, check_options
+from lancet_kernels.training.train_options import TrainOptions, build_config, check_options
 
 if TYPE_CHECKING:
     from lancet_kernels.optimized_module import OptimizedModule
@@ -135,7 +135,7 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
     from lancet_kernels.schedules.strategies import PlanningOptions
 
     rank = start_ranks("cpu", options.timeout)
-    step, inputs = _step(options, rank)
+    step, config, inputs = _step(options, rank)
     gbps = options.link_gbps or overlap.slow_link(step, inputs, options.share)
     if arguments.only_choose_link:
         if rank.rank == 0:
@@ -154,7 +154,7 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
     found = (
         overlap.report(measured, "lancet", options.link)
         | {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in optimized.items()}}
-        | _conditions(options, rank, step.model.config)
+        | _conditions(options, rank, config)
     )
     if arguments.timeline:
         overlap.save_timeline(optimized["lancet"], inputs, arguments.timeline, rank.rank == 0)
@@ -165,8 +165,10 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
     return 0
 
 
-def _step(options: OverlapOptions, rank: Rank) -> tuple[TrainingStep, tuple[torch.Tensor, torch.Tensor]]:
-    """The training step and one batch of this rank."""
+def _step(
+    options: OverlapOptions, rank: Rank
+) -> tuple[TrainingStep, ModelConfig, tuple[torch.Tensor, torch.Tensor]]:
+    """The training step, its model's shape, and one batch of this rank."""
     corpus = load_corpus()
     # Bytes as tokens; the model that is made for this has a head of its own size.
     vocab = MODELS[BENCH_MODEL].vocab if options.model == BENCH_MODEL else corpus.vocab_size
@@ -182,7 +184,7 @@ def _step(options: OverlapOptions, rank: Rank) -> tuple[TrainingStep, tuple[torc
         rank=rank.rank,
         ranks=rank.world,
     )
-    return step, inputs
+    return step, config, inputs
 
 
 def _plan(module: OptimizedModule) -> dict[str, object]:

@@ -9,7 +9,8 @@ from lancet_kernels.atomic import json_text
 from lancet_kernels.options import add_options, to_options
 from lancet_kernels.training.launch import launch, start_ranks, under_launcher
 from lancet_kernels.training.runs import read_config, resolve_run
-from lancet_kernels.training.train_loop import TrainOptions, check_options, train
+from lancet_kernels.training.train_loop import train
+from lancet_kernels.training.train_options import TrainOptions, check_options
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.tuning import KINDS
+from lancet_kernels.kernels.tuned_entry import KINDS
 from lancet_kernels.options import positive_float, positive_int
 from lancet_kernels.tuning.workloads import WORKLOADS, parse_workload
 
@@ -213,22 +213,25 @@ def _configuration_text(outcome: Outcome, place: Place) -> list[str]:
     reasons: dict[str, int] = {}
     for candidate in outcome.candidates:
         if candidate.reason:
-            reason = _sort_of(candidate.reason)
+            reason = _kind_of_reason(candidate.reason)
             reasons[reason] = reasons.get(reason, 0) + 1
     pruned = "".join(f", {count} {reason}" for reason, count in reasons.items())
     lines = [f"    {len(outcome.candidates)} candidates: {len(outcome.kept)} kept{pruned}"]
-    if outcome.winner is not None:
-        best, default = outcome.winner, outcome.default
-        times = (best.ms, default.ms) if place.device is not None else (best.model_ms, default.model_ms)
-        gain = "" if None in times else f"; the default takes {times[1] / times[0]:.2f} times as long"
-        label = "measured" if place.device is not None else "modelled"
+    best, default = outcome.winner, outcome.default
+    if best is not None and default is not None:
+        measured = place.device is not None
+        own, other = (best.ms, default.ms) if measured else (best.model_ms, default.model_ms)
+        gain = ""
+        if own is not None and other is not None:
+            gain = f"; the default takes {other / own:.2f} times as long"
+        label = "measured" if measured else "modelled"
         lines.append(f"    {label}: {_short(best.config)}{gain}")
     elif outcome.status == "dry-run":
         lines += [f"    to compile: {_short(candidate.config)}" for candidate in outcome.kept]
     return lines
 
 
-def _sort_of(reason: str) -> str:
+def _kind_of_reason(reason: str) -> str:
     """A reason without its numbers, so that alike ones can be counted."""
     who, what = reason.split(": ", 1)
     if "times the best" in what:
@@ -243,7 +246,7 @@ def _sort_of(reason: str) -> str:
 
 
 def _short(config: Any) -> str:
-    from lancet_kernels.kernels.tuning import config_fields
+    from lancet_kernels.kernels.tuned_entry import config_fields
 
     fields = config_fields(config)
     gemm = fields.pop("gemm", None)

@@ -174,6 +174,7 @@ def _serve() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         job = json.loads(line)
+        reply: dict[str, object]
         try:
             reply = {"compiled": dataclasses.asdict(compile_specimen(_specimen_of(job), job["arch"]))}
         except UserError as error:

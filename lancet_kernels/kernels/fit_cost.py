@@ -1,6 +1,6 @@
 """Which cost function fits what was measured of fused launches? (`kernels.fused_cost` says what it is.)
 
-One sort of launch after the other, by linear least squares of relative errors, no parameter below 0:
+One kind of launch after the other, by linear least squares of relative errors, no parameter below 0:
 
     puts alone     T = a + B / R(p)         for several B and p: the link, the rate of a program
     GEMMs alone    T = g + G / (p r)        for several G and p: r; latency = max(0, a - g)
@@ -30,14 +30,14 @@ def fit_cost(points: Sequence[CostPoint]) -> FusedCost:
 
     Raises ValueError, saying why, if there are too few or they do not follow such a function at all.
     """
-    by_sort = {sort: [p for p in points if p.sort == sort] for sort in ("put", "gemm", "fused")}
-    for sort, found in by_sort.items():
+    by_kind = {kind: [p for p in points if p.kind == kind] for kind in ("put", "gemm", "fused")}
+    for kind, found in by_kind.items():
         sizes = {(p.work.bytes, p.work.expert_flops) for p in found}
         if len(sizes) < FEWEST_SIZES:
             names = {"put": "puts alone", "gemm": "GEMMs alone", "fused": "fused launches"}
-            raise ValueError(f"{names[sort]} of {len(sizes)} sizes, at least {FEWEST_SIZES} are needed")
-    put_ms, program_rate, link_rate = _fit_puts(by_sort["put"])
-    gemms = by_sort["gemm"]
+            raise ValueError(f"{names[kind]} of {len(sizes)} sizes, at least {FEWEST_SIZES} are needed")
+    put_ms, program_rate, link_rate = _fit_puts(by_kind["put"])
+    gemms = by_kind["gemm"]
     work = [(p.work.expert_flops + p.work.independent_flops) / p.work.programs for p in gemms]
     (gemm_ms, per_flop), _ = _lines([_ones(gemms), work], gemms)
     _check_grows("GEMMs alone", per_flop)
@@ -49,7 +49,7 @@ def fit_cost(points: Sequence[CostPoint]) -> FusedCost:
         program_tflops=MS_OF_TFLOPS / per_flop,
         efficiency=1.0,
     )
-    fused = by_sort["fused"]
+    fused = by_kind["fused"]
     (launch_ms, per_ms), _ = _lines([_ones(fused), [alone.milliseconds(p.work) for p in fused]], fused)
     _check_grows("fused launches", per_ms)
     cost = replace(alone, launch_ms=launch_ms, efficiency=1 / per_ms)
@@ -66,7 +66,7 @@ def _fit_puts(points: Sequence[CostPoint]) -> tuple[float, float, float]:
     to be no slower than what was seen.
     """
     counts = sorted({p.work.programs for p in points})
-    best = None
+    best: tuple[float, float, float, float] | None = None
     for bound in range(len(counts), -1, -1):
         slow = [p.work.programs in counts[:bound] for p in points]
         by_program = [p.work.bytes / p.work.programs * s for p, s in zip(points, slow, strict=True)]
@@ -79,7 +79,7 @@ def _fit_puts(points: Sequence[CostPoint]) -> tuple[float, float, float]:
             link = rates[-1] if bound < len(counts) else rates[0] * counts[-1]
             best = error, found[0], program, link
     if best is None:
-        _check_grows("puts alone", 0.0)
+        raise _does_not_grow("puts alone")
     return best[1:]
 
 
@@ -112,4 +112,8 @@ def _lines(columns: Sequence[Sequence[float]], points: Sequence[CostPoint]) -> t
 
 def _check_grows(what: str, slope: float) -> None:
     if slope <= 0:
-        raise ValueError(f"the time of {what} does not grow with their size")
+        raise _does_not_grow(what)
+
+
+def _does_not_grow(what: str) -> ValueError:
+    return ValueError(f"the time of {what} does not grow with their size")

@@ -103,7 +103,7 @@ class CostPoint:
             raise ValueError(f"direction {self.direction!r}, {self.ms} ms")
 
     @property
-    def sort(self) -> str:
+    def kind(self) -> str:
         """ "put", "gemm" or "fused"."""
         if self.work.expert_flops + self.work.independent_flops == 0:
             return "put"
@@ -159,11 +159,10 @@ class FusedCost:
 
     def error(self, points: Iterable[CostPoint]) -> float:
         """How far the function is from the fused points on average. Example: 0.05, five percent."""
-        misses = [abs(self.milliseconds(p.work) / p.ms - 1) for p in points if p.sort == "fused"]
+        misses = [abs(self.milliseconds(p.work) / p.ms - 1) for p in points if p.kind == "fused"]
         return sum(misses) / len(misses)
 
 
 def _check_number(name: str, value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
         raise ValueError(f"{name} is {value!r}")

@@ -25,13 +25,14 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
+from unittest import mock
 
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.tasks import LaunchShape
 
 # What makes a launch hold a stage, in the words of tasks.LaunchShape, and what it has without it.
-STAGES = {
+STAGES: dict[str, tuple[str, Any]] = {
     "put": ("put", False),
     "in": ("tiles_in", 0),
     "out": ("tiles_out", 0),
@@ -57,7 +58,7 @@ def staged(run: Callable[[HeldLaunch], object]) -> Iterator[None]:
     """
     launch = overlap._Launch._launch
 
-    def instead(self: overlap._Launch, shape: LaunchShape, **given: object) -> None:
+    def instead(self: overlap._Launch, shape: LaunchShape, **given: Any) -> None:
         def some(stages: str, programs: int | None = None) -> None:
             wanted = stages.split()
             without = dict(nothing for stage, nothing in STAGES.items() if stage not in wanted)
@@ -72,11 +73,8 @@ def staged(run: Callable[[HeldLaunch], object]) -> Iterator[None]:
 
         run(some)
 
-    overlap._Launch._launch = instead
-    try:
+    with mock.patch.object(overlap._Launch, "_launch", instead):
         yield
-    finally:
-        overlap._Launch._launch = launch
 
 
 @contextmanager

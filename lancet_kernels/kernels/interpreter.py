@@ -41,7 +41,12 @@ def prepare_once_per_launch() -> None:
         prepared.update(languages)
         if by_a_launch:
             restore = scope.restore
-            scope.restore = lambda: (prepared.clear(), restore())
+
+            def forget_and_restore() -> None:
+                prepared.clear()
+                restore()
+
+            scope.restore = forget_and_restore
         return scope
 
     interpreter._patch_lang = prepare_what_is_not

@@ -10,7 +10,7 @@ import torch
 
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.launch_model import LAUNCH_US, MEMORY_LATENCY_US, Facts, Gemms, Hardware, gemm_ms
-from lancet_kernels.kernels.overlap import OverlapConfig
+from lancet_kernels.kernels.overlap_config import OverlapConfig
 
 # (block_m, block_n, block_k, warps, stages); 256 columns are there to be refused where they spill.
 _TILES = (

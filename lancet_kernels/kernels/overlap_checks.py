@@ -3,16 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
 
-if TYPE_CHECKING:
-    from lancet_kernels.kernels.exchange import Exchange
-    from lancet_kernels.kernels.overlap import DenseGemm, Routing
+
+def check_pass(
+    exchange: Exchange,
+    x: Tensor,
+    routing: Routing,
+    experts: Experts,
+    config: OverlapConfig,
+    dense: Sequence[DenseGemm] = (),
+) -> None:
+    """Raise UserError unless a pass with these can run: before anything is sent, so no peer waits."""
+    experts_in_all = exchange.world * exchange.local_experts
+    num_tokens, num_choices = x.shape[0], routing.expert.shape[-1]
+    local, width, hidden = exchange.local_experts, exchange.width, experts.hidden
+    width_in = 2 * hidden if experts.activation == "swiglu" else hidden
+    runtime.check_device("input of the fused experts", x)
+    check_activation(experts.activation)
+    checks = (
+        ("x", x, (num_tokens, width), exchange.dtype),
+        ("expert", routing.expert, (num_tokens, num_choices), torch.int64),
+        ("slot", routing.slot, (num_tokens, num_choices), torch.int64),
+        ("weight", routing.weight, (num_tokens, num_choices), torch.float32),
+        ("token", routing.token, (experts_in_all, exchange.capacity), torch.int32),
+        ("choice", routing.choice, (experts_in_all, exchange.capacity), torch.int32),
+        ("count", routing.count, (experts_in_all,), torch.int64),
+        ("w1", experts.w1, (local, width, width_in), exchange.dtype),
+        ("w2", experts.w2, (local, hidden, width), exchange.dtype),
+        ("b1", experts.b1, (local, width_in), exchange.dtype),
+        ("b2", experts.b2, (local, width), exchange.dtype),
+    )
+    for name, tensor, shape, dtype in checks:
+        if tensor is not None:
+            check_tensor(f"{name} of the fused experts", tensor, shape, dtype, x)
+    check_routing(routing)
+    check_dense(dense, x)
+    if (experts.b1 is None) != (experts.b2 is None):
+        raise UserError("biases", got="one of b1 and b2", expected="both or neither", do="give zeros")
+    if config.gemm.block_m != exchange.chunk_rows:
+        raise UserError(
+            "config.gemm.block_m",
+            got=config.gemm.block_m,
+            expected=f"{exchange.chunk_rows} (rows per signal of {exchange.name})",
+            do="make the exchange with chunk_rows=config.gemm.block_m",
+        )
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> None:

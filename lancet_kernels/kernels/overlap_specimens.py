@@ -8,7 +8,7 @@ import torch
 
 from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
-from lancet_kernels.kernels.overlap import (
+from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
     launch_tile,
     most_registers,
@@ -129,7 +129,7 @@ def specimen(
     tile = plain_tile(config.gemm, dtype) if narrow else config.gemm
     tile = launch_tile(tile, backward=backward, nvshmem=nvshmem)
     tma = arch >= 90 and not plain
-    constexprs = dict.fromkeys(_STAGES, False) | dict.fromkeys(stages, True)
+    constexprs: dict[str, object] = {stage: stage in stages for stage in (*_STAGES, *stages)}
     constexprs |= {
         "DENSE_KINDS": _DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
         "SAVE_PRE": True, "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,

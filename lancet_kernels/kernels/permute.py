@@ -16,7 +16,6 @@ bits of the whole.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.choices import add_row, dot_row, place_row
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
+from lancet_kernels.kernels.row_config import RowConfig
 from lancet_kernels.kernels.runtime import needs_upcast
 from lancet_kernels.kernels.specimen import Specimen
 from lancet_kernels.kernels.tuning import tuned
@@ -35,39 +35,6 @@ from lancet_kernels.kernels.tuning import tuned
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.
 UNROLLED = tl.constexpr(8)
-
-
-@dataclass(frozen=True)
-class RowConfig:
-    """The tile of the kernels that move rows: block_tokens x block_width, powers of two."""
-
-    block_tokens: int
-    block_width: int
-    num_warps: int = 4
-
-    def is_valid(self) -> bool:
-        """At most 64 values per thread, at least one."""
-        sides = (self.block_tokens, self.block_width)
-        powers = all(n > 0 and n & (n - 1) == 0 for n in sides) and self.num_warps in (1, 2, 4, 8)
-        return powers and sides[0] * sides[1] <= 64 * 32 * self.num_warps
-
-    @staticmethod
-    def default(width: int) -> "RowConfig":
-        """2048 values: with 4 warps and bf16 two 16-byte loads per thread and choice."""
-        block_width = min(1024, triton.next_power_of_2(max(1, width)))
-        return RowConfig(min(64, 2048 // block_width), block_width)
-
-    @staticmethod
-    def candidates(width: int) -> list["RowConfig"]:
-        """All that are worth measuring for rows of this width."""
-        widest = triton.next_power_of_2(max(1, width))
-        tried = [
-            RowConfig(tokens, min(columns, widest), warps)
-            for tokens in (1, 2, 4, 8, 16)
-            for columns in (256, 512, 1024, 2048)
-            for warps in (2, 4, 8)
-        ]
-        return [config for config in dict.fromkeys(tried) if config.is_valid()]
 
 
 @triton.jit

@@ -189,8 +189,9 @@ def needs(task: Task, shape: LaunchShape) -> Iterator[Fact]:
         each = product(range(shape.world), range(shape.chunks), range(shape.tiles_in))
         yield from (("ready", rank, source, numbers[1], m, n) for source, m, n in each)
     elif kind == REDUCE:
-        each = product(range(shape.world), experts, range(shape.chunks), range(max(shape.tiles_out, 1)))
-        yield from (("returned", rank, owner, local, m, n) for owner, local, m, n in each)
+        columns = range(max(shape.tiles_out, 1))
+        results = product(range(shape.world), experts, range(shape.chunks), columns)
+        yield from (("returned", rank, owner, local, m, n) for owner, local, m, n in results)
 
 
 def provides(task: Task, shape: LaunchShape) -> Iterator[Fact]:

@@ -4,7 +4,7 @@ One process and one thread play all W PEs of `virtual_memories`. A kernel of one
 others, so until all of them are launched nothing may make the host wait for the device, or the device for
 the host:
 
-- each PE has its own stream and, with OverlapConfig.default(..., pes_here=W), its share of the SMs: programs
+- each PE has its own stream and, with default_overlap_config(..., pes_here=W), its share of the SMs: programs
   of all PEs are resident at once;
 - the first use of anything is a hidden wait: Triton compiles, the driver loads a module, the caching
   allocator asks it for memory, a task list is copied from pageable memory. So `rehearse` what will be played.
@@ -87,7 +87,10 @@ class VirtualPes:
     @contextmanager
     def _forked(self) -> Iterator[None]:
         """What the current stream did before is seen by all PEs; afterwards it waits for all of them."""
-        here = torch.cuda.current_stream(self.device) if self._streams else None
+        if not self._streams:
+            yield
+            return
+        here = torch.cuda.current_stream(self.device)
         for stream in self._streams:
             stream.wait_stream(here)
         yield

@@ -90,8 +90,7 @@ def _removed_in_the_end(names: Sequence[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        keeper.stdin.close()
-        keeper.wait()
+        keeper.communicate()
 
 
 def run_on_wire(arguments: Sequence[str], gbps: float) -> None:

@@ -67,10 +67,17 @@ def measure(
     found = {}
     for name, module in optimized.items():
         medians = [statistics.median(column) for column in zip(*taken[name], strict=True)][:4]
+        iteration_ms, exposed_ms, all_to_all_ms, cpu_ms = _mean_over_ranks(medians)
         predicted = module.plan.predicted
         rounds_ms = tuple(_mean_over_ranks([one.iteration_ms for one in taken[name]]))
         found[name] = Measured(
-            *_mean_over_ranks(medians), predicted.iteration_ms, predicted.exposed_ms, rounds_ms
+            iteration_ms,
+            exposed_ms,
+            all_to_all_ms,
+            cpu_ms,
+            predicted.iteration_ms,
+            predicted.exposed_ms,
+            rounds_ms,
         )
     return found
 

@@ -34,6 +34,7 @@ class Meetings:
         self.timeout_s = timeout_s
         if dist.is_available() and dist.is_initialized():
             group = group or dist.group.WORLD
+            assert group is not None  # initialized
             self.rank, self.world = group.rank(), group.size()
             self._store = _get_process_group_store(group)
         else:

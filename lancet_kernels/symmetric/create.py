@@ -30,7 +30,7 @@ def create(
     rank stays away.
     """
     device = torch.device(device)
-    alone = not (dist.is_available() and dist.is_initialized()) or (group or dist.group.WORLD).size() == 1
+    alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1
     if alone:
         (memory,) = virtual_memories(1, device)
         return memory

@@ -37,7 +37,7 @@ class VirtualMemory(SymmetricMemory):
     def __init__(self, heap: _Heap, rank: int):
         what = "one PE: nobody to share with" if heap.world == 1 else f"{heap.world} PEs in one process"
         super().__init__(rank, heap.world, heap.device, f"virtual: {what}, on {heap.device}")
-        self._heap: _Heap | None = heap
+        self._heap = heap
         self._count = 0
 
     def barrier(self, timeout_s: float | None = None) -> None:
@@ -60,7 +60,7 @@ class VirtualMemory(SymmetricMemory):
 
     def _free(self, together: bool) -> None:
         # The copies go with the last PE that has them.
-        self._heap = None
+        del self._heap
 
 
 def virtual_memories(world: int, device: torch.device | str = "cpu") -> list[VirtualMemory]:

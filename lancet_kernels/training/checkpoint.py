@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from lancet_kernels.atomic import sync_folder, write_json_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer import MoELayer
+from lancet_kernels.ops.groups import from_first_rank, group_name
 from lancet_kernels.ops.waiting import waiting
 
 _FACTS = "checkpoint.json"
@@ -111,18 +112,15 @@ def find_checkpoint(folder: Path) -> Path | None:
 
     Decided on rank 0 for all ranks (collective).
     """
-    found = [None]
+    found: Path | None = None
     if _is_first():
         for candidate in _folders(folder):
             damage = _damage(candidate)
             if damage is None:
-                found = [str(candidate)]
+                found = candidate
                 break
             print(f"passing over damaged checkpoint {candidate}: {damage}", file=sys.stderr)
-    if dist.is_initialized():
-        with waiting("choice of a checkpoint"):
-            dist.broadcast_object_list(found, src=0)
-    return Path(found[0]) if found[0] else None
+    return from_first_rank(found, group_name(None), "the choice of a checkpoint")
 
 
 def load_checkpoint(

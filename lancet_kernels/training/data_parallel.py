@@ -7,6 +7,8 @@ averages these over the ranks that hold the same.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +19,7 @@ from lancet_kernels.ops.groups import Groups, group_of, group_size
 from lancet_kernels.training.gradients import broadcast_replicated, gradient_groups, groups_of
 
 
-def ddp(model: nn.Module, groups: Groups | None = None, **options: object) -> DistributedDataParallel:
+def ddp(model: nn.Module, groups: Groups | None = None, **options: Any) -> DistributedDataParallel:
     """`model` in DistributedDataParallel, with right gradients for its MoE layers, too.
 
     As DistributedDataParallel does, all gradients are averages over the ranks with different tokens: do not

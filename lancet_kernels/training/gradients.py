@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer import expert_parameters, moe_layers
+from lancet_kernels.model_layers import expert_parameters, moe_layers
 from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
 from lancet_kernels.ops.groups import Groups, group_name, group_of, group_size
 from lancet_kernels.ops.waiting import waiting
@@ -102,7 +102,7 @@ def cut_into_buckets(
     """
     buckets: list[list[nn.Parameter]] = []
     open_bucket: dict[tuple[torch.dtype, str], tuple[list[nn.Parameter], int]] = {}
-    for parameter, group in reversed(group_of_parameter.items()):
+    for parameter, group in reversed([*group_of_parameter.items()]):
         if not parameter.requires_grad or not group:
             continue
         kind = parameter.dtype, group
@@ -150,7 +150,9 @@ class GradientBuckets:
         for bucket in self._buckets[self._next :]:
             self._start(bucket)
         for bucket in self._buckets:
-            for parameter, gradient in zip(bucket.parameters, bucket.pending.wait(), strict=True):
+            pending = bucket.pending
+            assert pending is not None
+            for parameter, gradient in zip(bucket.parameters, pending.wait(), strict=True):
                 parameter.grad = gradient
             bucket.pending, bucket.missing = None, len(bucket.parameters)
         self._next = 0
@@ -202,10 +204,9 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: Groups)
         )
     over = gradient_groups(model, groups)
     # What n ranks hold counts once: each of them adds an n-th.
-    square = sum(
-        _sum_of_squares([p for p, group in over.items() if group == name]) / group_size(name)
-        for name in dict.fromkeys(over.values())
-    )
+    held = {name: [p for p, group in over.items() if group == name] for name in over.values()}
+    squares = [_sum_of_squares(parameters) / group_size(name) for name, parameters in held.items()]
+    square = torch.stack(squares).sum() if squares else _sum_of_squares([])
     if groups.data:
         with waiting("norm of the gradients", group_of(groups.data)):
             dist.all_reduce(square, group=group_of(groups.data))

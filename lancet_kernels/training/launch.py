@@ -121,7 +121,7 @@ def run_ranks(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[
         ranks: list[subprocess.Popen] = []
         try:
             for command, environment, file in zip(commands, environments, errors, strict=True):
-                variables = os.environ | ours | environment | {"TORCHELASTIC_ERROR_FILE": str(file)}
+                variables = {**os.environ, **ours, **environment} | {"TORCHELASTIC_ERROR_FILE": str(file)}
                 ranks.append(subprocess.Popen(command, env=variables))
             _wait(ranks, errors)
         finally:
@@ -145,7 +145,7 @@ def _wait(ranks: Sequence[subprocess.Popen], errors: Sequence[Path]) -> None:
         if failures:
             deadline = min(deadline, time.monotonic() + LAST_WORDS_S)
             # Who lost a peer may be seen dead before that peer.
-            know_why = any(_sort(failure) < _SORTS["peer"] for failure in failures.values())
+            know_why = any(_blame_order(failure) < _BLAME_ORDER["peer"] for failure in failures.values())
             if know_why or None not in codes or time.monotonic() >= deadline:
                 raise root_cause(failures)
         elif None not in codes:
@@ -181,7 +181,7 @@ def _end(ranks: Sequence[subprocess.Popen]) -> None:
 
 # Whose failure the others follow from comes first: a rank that raised an error of its own; that was killed or
 # left without a word; that waited in vain for a peer; that saw a connection close.
-_SORTS = {"self": 0, "silent": 1, "timeout": 2, "peer": 3}
+_BLAME_ORDER = {"self": 0, "silent": 1, "timeout": 2, "peer": 3}
 
 
 def root_cause(failures: Mapping[int, Failure]) -> RankFailed:
@@ -192,12 +192,12 @@ def root_cause(failures: Mapping[int, Failure]) -> RankFailed:
 
     def order(rank: int) -> tuple[int, int, int]:
         record = _record(failures[rank])
-        return _sort(failures[rank]), record["time_ns"] if record else 0, rank
+        return _blame_order(failures[rank]), record["time_ns"] if record else 0, rank
 
     rank = min(failures, key=order)
     failure = failures[rank]
     record = _record(failure)
-    if record:
+    if record and isinstance(failure.message, dict):
         missing = record.get("missing")
         if record["blames"] == "timeout" and missing:
             rank, what = missing[0], "did not answer"
@@ -212,9 +212,9 @@ def root_cause(failures: Mapping[int, Failure]) -> RankFailed:
     return RankFailed(rank, f"ended with exit code {failure.exitcode}")
 
 
-def _sort(failure: Failure) -> int:
+def _blame_order(failure: Failure) -> int:
     record = _record(failure)
-    return _SORTS[record["blames"] if record else "silent"]
+    return _BLAME_ORDER[record["blames"] if record else "silent"]
 
 
 def _record(failure: Failure) -> dict | None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from lancet_kernels.atomic import json_text, sync_folder, write_json_atomically, write_text_atomically
 from lancet_kernels.errors import UserError
@@ -101,7 +101,7 @@ class RunFolder:
         self._metrics.write(json_text(metrics) + "\n")
         self._metrics.flush()
 
-    def read_metrics(self) -> list[dict[str, object]]:
+    def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of `metrics.jsonl`, in order."""
         text = (self.path / "metrics.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]

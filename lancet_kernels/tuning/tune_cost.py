@@ -18,7 +18,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -26,18 +26,19 @@ import triton
 from lancet_kernels import symmetric
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.fused_pass import TIMEOUT_S, FusedPasses
+from lancet_kernels.kernels.cost_entry import INTERPRETER, CostEntry, LayerKind
 from lancet_kernels.kernels.fused_cost import DIRECTIONS, CostPoint, LaunchWork
 from lancet_kernels.kernels.held_back import held_back
-from lancet_kernels.kernels.measured_cost import INTERPRETER, CostEntry, LayerSort, MeasuredCost
-from lancet_kernels.kernels.overlap import DenseGemm, OverlapConfig
-from lancet_kernels.kernels.tuning import MEASURED, TunedCache, config_fields
+from lancet_kernels.kernels.measured_cost import MeasuredCost
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm
+from lancet_kernels.kernels.tuned_entry import MEASURED, config_fields
+from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_ranks import Ranks
 from lancet_kernels.tuning.tune_tasks import Task
 from lancet_kernels.tuning.workloads import Workload
-
-if TYPE_CHECKING:
-    from lancet_kernels.tuning.tuner import Place
 
 TOKEN_SHARES = (1, 2, 4)  # the workload's tokens over these
 COMM_SHARES = (16, 8, 4)  # one of so many programs puts
@@ -149,8 +150,8 @@ def cost_of_winner(
     launches = planned_launches(task, config, ranks.world)
     if clock is None:
         return CostOutcome("no GPU", launches)
-    sort = _sort_of(task, ranks.world)
-    known = ranks.from_first(None if force else cache.costs().get(sort.key(_device(place, clock))))
+    kind = _kind_of(task, ranks.world)
+    known = ranks.from_first(None if force else cache.costs().get(kind.key(_device(place, clock))))
     if known is not None and (known.config, known.triton) == (config_fields(config), triton.__version__):
         return CostOutcome("known", len(known.points), _how_good(known), known)
     if not ranks.from_first(in_time):
@@ -163,7 +164,7 @@ def cost_of_winner(
         return CostOutcome("failed", launches, f"does not run: {str(error).splitlines()[0]}")
     how = MEASURED if clock.device.type == "cuda" else INTERPRETER
     entry = CostEntry(
-        sort, _device(place, clock), how, config_fields(config), str(task.workload), tuple(points),
+        kind, _device(place, clock), how, config_fields(config), str(task.workload), tuple(points),
         triton.__version__, date.today().isoformat(),
     )  # fmt: skip
     if save:
@@ -171,9 +172,9 @@ def cost_of_winner(
     return CostOutcome("measured", len(points), _how_good(entry), entry)
 
 
-def _sort_of(task: Task, ranks: int) -> LayerSort:
+def _kind_of(task: Task, ranks: int) -> LayerKind:
     w = task.workload
-    return LayerSort(w.width, w.hidden, w.activation, str(task.dtype).removeprefix("torch."), ranks)
+    return LayerKind(w.width, w.hidden, w.activation, str(task.dtype).removeprefix("torch."), ranks)
 
 
 def _device(place: Place, clock: Clock) -> str:
@@ -205,8 +206,8 @@ def measure_points(
             timed.append((passes, CostSize(size, dtype.itemsize, config, rows, ranks.world)))
         taken: dict[Launch, list[float]] = {}
         for number in range(WARMUP + rounds):
-            for passes, size in timed:
-                for launch, ms in _one_round(passes, size, time_it):
+            for passes, cost_size in timed:
+                for launch, ms in _one_round(passes, cost_size, time_it):
                     if number >= WARMUP:
                         taken.setdefault(launch, []).append(ms)
         if clock.device.type == "cuda":
@@ -217,7 +218,7 @@ def measure_points(
     # Ranks put different numbers of rows: rank 0 says which.
     launches = ranks.from_first(list(taken))
     medians = ranks.slowest([statistics.median(times) for times in taken.values()])
-    return [CostPoint(*launch, ms) for launch, ms in zip(launches, medians, strict=True)]
+    return [CostPoint(direction, work, ms) for (direction, work), ms in zip(launches, medians, strict=True)]
 
 
 def _one_round(passes: FusedPasses, size: CostSize, time_it: TimeIt) -> Iterator[tuple[Launch, float]]:

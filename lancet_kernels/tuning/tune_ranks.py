@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lancet_kernels.ops.groups import from_first_rank, group_name
 from lancet_kernels.ops.waiting import waiting
 
 
@@ -26,12 +27,7 @@ class Ranks:
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
-        if not self.together:
-            return value
-        box = [value]
-        with waiting("broadcast of what rank 0 decided"):
-            dist.broadcast_object_list(box, src=0)
-        return box[0]
+        return from_first_rank(value, group_name(None), "what rank 0 decided")
 
     def slowest(self, times: list[float]) -> list[float]:
         """The largest of each over the ranks; infinity where one rank could not run it."""

@@ -25,11 +25,11 @@ from lancet_kernels.kernels import (
 )
 from lancet_kernels.kernels.gemm_operands import DTYPES
 from lancet_kernels.kernels.launch_model import Facts, Gemms, Hardware, gemm_ms, rows_ms
-from lancet_kernels.kernels.overlap import OverlapConfig
-from lancet_kernels.kernels.permute import RowConfig
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.row_config import RowConfig
 from lancet_kernels.kernels.specimen import Specimen
 from lancet_kernels.kernels.topk_kernel import RoutingConfig, lanes
-from lancet_kernels.kernels.tuning import KINDS, Shape, key_of
+from lancet_kernels.kernels.tuned_entry import KINDS, Shape, key_of
 from lancet_kernels.tuning.workloads import Workload
 
 LANES_OF_AN_SM = 128
@@ -104,12 +104,12 @@ def _dw_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
 
 
 def _gemm_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
-    m, n, k, accumulators = task.exact
+    m, n, k, accumulators = map(int, task.exact)
     return list(gemm_config.candidates(m, n, k, task.dtype, hardware.arch, accumulators))
 
 
 def _gemm_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
-    m, n, k, accumulators = task.exact
+    m, n, k, accumulators = map(int, task.exact)
     return gemm_ms(config, Gemms(task.workload.experts, m, n, k, task.dtype, accumulators), hardware, facts)
 
 
@@ -120,7 +120,7 @@ def _gemm_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
 
 
 def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
-    m, n, k, _ = task.exact
+    m, n, k, _ = map(int, task.exact)
     experts = task.workload.experts
     make = lambda *shape: torch.randn(*shape, dtype=task.dtype, device=device)  # noqa: E731
     rows = k if task.kind == "grouped_gemm_dw" else m

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,17 +35,12 @@ import triton
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels import compile_pool
 from lancet_kernels.kernels.compile import SHARED_LIMIT
-from lancet_kernels.kernels.launch_model import Facts, Hardware, hardware_of
+from lancet_kernels.kernels.launch_model import Facts, Hardware
 from lancet_kernels.kernels.specimen import Specimen
-from lancet_kernels.kernels.tuning import (
-    MEASURED,
-    MODELLED,
-    PACKAGE_TABLE,
-    Entry,
-    TunedCache,
-    config_fields,
-)
+from lancet_kernels.kernels.tuned_entry import MEASURED, MODELLED, Entry, config_fields
+from lancet_kernels.kernels.tuning import PACKAGE_TABLE, TunedCache
 from lancet_kernels.measuring.timing import Clock
+from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_cost import CostOutcome, cost_of_winner, planned_launches
 from lancet_kernels.tuning.tune_ranks import Ranks
 from lancet_kernels.tuning.tune_tasks import Task
@@ -53,32 +49,6 @@ from lancet_kernels.tuning.tune_tasks import Task
 PRUNE_ABOVE = 1.5
 # So a modelled winner replaces the default only if the model sees this much less time.
 MODELLED_GAIN = 0.25
-
-
-@dataclass(frozen=True)
-class Place:
-    """What is tuned for: the GPU that is here (`device`), or an architecture to compile for.
-
-    Attributes: name: of the device in the cache's keys.
-    """
-
-    device: torch.device | None
-    name: str
-    hardware: Hardware
-
-    @property
-    def how(self) -> str:
-        return MODELLED if self.device is None else MEASURED
-
-    @staticmethod
-    def here(device: torch.device) -> Place:
-        properties = torch.cuda.get_device_properties(device)
-        arch = 10 * properties.major + properties.minor
-        return Place(device, properties.name, hardware_of(arch, properties.name))
-
-    @staticmethod
-    def modelled(arch: int) -> Place:
-        return Place(None, f"sm_{arch}", hardware_of(arch))
 
 
 @dataclass
@@ -126,7 +96,7 @@ class Outcome:
         return self.candidates[0] if self.candidates else None
 
     @property
-    def config(self) -> Any | None:
+    def config(self) -> Any:
         """The winner's configuration, now or before; in a dry run the default's."""
         if self.known is not None:
             return self.known.configuration()
@@ -138,7 +108,7 @@ def rank_candidates(task: Task, hardware: Hardware, keep: int) -> list[Candidate
     """Every candidate with the model's time, the default first; all but the best `keep` have a reason.
 
     The default is never pruned here. Of candidates that differ in the group order alone, one is kept; and no
-    sort of tile takes more than a few places, since a model that is wrong about it is so about all of them.
+    kind of tile takes more than a few places, since a model that is wrong about it is so about all of them.
     """
     tunable = task.tunable
     found = [
@@ -228,7 +198,7 @@ def tune(
                 _mark_known([outcome], place, cache, force, ranks)
             if outcome.status == "known":
                 continue
-            judged = compiler.judge(outcome, deadline, lambda text, done=done: say(done, text))
+            judged = compiler.judge(outcome, deadline, partial(say, done))
             if not ranks.from_first(judged):
                 break
             _agree_on_facts(outcome, ranks)
@@ -276,7 +246,7 @@ def _choose(outcome: Outcome, place: Place, clock: Clock | None, ranks: Ranks, r
     task, kept = outcome.task, outcome.kept
     for candidate in kept:
         candidate.model_ms = task.tunable.model_ms(task, candidate.config, place.hardware, candidate.facts)
-    if place.device is not None:
+    if clock is not None:
         kept = _measure(task, kept, clock, ranks, rounds)
     if not kept:
         outcome.status = "failed"
@@ -324,6 +294,7 @@ def _measure(task: Task, kept: list[Candidate], clock: Clock, ranks: Ranks, roun
 
 def _entry(outcome: Outcome, place: Place) -> Entry:
     task, winner, default = outcome.task, outcome.winner, outcome.default
+    assert winner is not None  # "tuned"
     cost = (lambda c: c.model_ms) if place.device is None else (lambda c: c.ms)
     # A default that did not run has no time of its own.
     of_default = cost(default) if cost(default) is not None else cost(winner)
@@ -400,13 +371,15 @@ class _Compiler:
             rows = [self._row(specimen, deadline) for specimen in self._specimens[id(candidate)]]
             if None in rows:
                 return False
-            problems = [problem for row in rows for problem in row.problems]
+            compiled = [row for row in rows if row is not None]
+            problems = [problem for row in compiled for problem in row.problems]
             if problems:
                 candidate.reason = "compiler: " + "; ".join(dict.fromkeys(problems))
             else:
+                kernels = [row.compiled for row in compiled if row.compiled is not None]
                 candidate.facts = Facts(
-                    max(row.compiled.registers for row in rows),
-                    max(row.compiled.shared_bytes for row in rows),
+                    max(kernel.registers for kernel in kernels),
+                    max(kernel.shared_bytes for kernel in kernels),
                 )
         return True
 

@@ -39,8 +39,10 @@ def parse_gate(spec: str) -> Gate:
         )
     try:
         call = ast.parse(f"gate({rest}", mode="eval").body
-        options = {k.arg: _value(GATES[name], k) for k in call.keywords}
-        if call.args or None in options or len(options) < len(call.keywords):
+        if not isinstance(call, ast.Call):
+            raise TypeError("not one pair of parentheses")
+        options = {k.arg: _value(GATES[name], k) for k in call.keywords if k.arg is not None}
+        if call.args or len(options) < len(call.keywords):
             raise TypeError("options are given by name, each once")
         return GATES[name](**options)
     except UserError:

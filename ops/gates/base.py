@@ -41,8 +41,16 @@ class Gate:
     key: ClassVar[str | None] = None
     """What `key_T` holds: "token" (token ids) or "index" (global token index); None: no key."""
     score: ClassVar[str] = "softmax"
-    normalized: ClassVar[bool] = False
-    scale: ClassVar[float] = 1.0
+
+    @property
+    def normalized(self) -> bool:
+        """Are the weights of a token's choices divided by their sum?"""
+        return False
+
+    @property
+    def scale(self) -> float:
+        """What the weights are multiplied by."""
+        return 1.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -49,7 +49,8 @@ def naive_counter(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Reference in Python integers. -> expert_TK, slot_TK, weight_TK, used'_E."""
     used = used_E.tolist()
-    experts, slots = [], []
+    experts: list[list[int]] = []
+    slots: list[list[int]] = []
     for key in key_T.tolist():
         token = naive_splitmix64(key + seed * GOLDEN)
         number_E = [signed(naive_splitmix64(token + e)) for e in range(len(used))]

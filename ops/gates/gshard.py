@@ -23,7 +23,10 @@ class GShard(Gate):
 
     name: ClassVar[str] = "gshard"
     partitionable: ClassVar[bool] = False
-    normalized: ClassVar[bool] = True
+
+    @property
+    def normalized(self) -> bool:
+        return True
 
     def check(self, num_experts: int, top_k: int) -> None:
         super().check(num_experts, top_k)

@@ -37,6 +37,7 @@ def route_in_kernels(
     from lancet_kernels.kernels.routing import route_keys, route_scores
 
     if isinstance(gate, Hash | Random):
+        assert key_T is not None
         found = route_keys(key_T.contiguous(), used_E, top_k, capacity, seed=gate.seed)
     elif logits_TE is None or logits_TE.dtype not in SCORES:
         return None
@@ -44,8 +45,9 @@ def route_in_kernels(
         found = route_scores(logits_TE.contiguous(), used_E, top_k, capacity)
     elif isinstance(gate, Sigmoid):
         score_TE = gate.biased_scores(logits_TE, bias_E).contiguous()
-        groups = {"groups": gate.groups, "top_groups": gate.top_groups}
-        found = route_scores(score_TE, used_E, top_k, capacity, **groups)
+        found = route_scores(
+            score_TE, used_E, top_k, capacity, groups=gate.groups, top_groups=gate.top_groups
+        )
     else:
         return None
     return found.expert_TK, found.slot_TK, found.used_E

@@ -89,7 +89,9 @@ def naive_sigmoid(
     num_experts = logits_TE.shape[1]
     size = num_experts // gate.groups
     used = used_E.tolist()
-    experts, slots, weights = [], [], []
+    experts: list[list[int]] = []
+    slots: list[list[int]] = []
+    weights: list[Tensor] = []
     for logits_E in logits_TE:
         biased_E = sigmoid(logits_E) + bias_E.to(logits_E.dtype)
         best = [group.sort().values[-2:] for group in biased_E.split(size)]

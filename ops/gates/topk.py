@@ -65,7 +65,9 @@ def naive_topk(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Reference, one token after the other. -> expert_TK, slot_TK, weight_TK, used'_E."""
     used = used_E.tolist()
-    experts, slots, weights = [], [], []
+    experts: list[list[int]] = []
+    slots: list[list[int]] = []
+    weights: list[Tensor] = []
     for logits_E in logits_TE:
         chosen = sorted(range(len(used)), key=lambda e: (-logits_E[e].item(), e))[:top_k]
         probability_E = torch.softmax(logits_E, 0)

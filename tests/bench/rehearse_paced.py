@@ -27,27 +27,29 @@ def main() -> None:
     from gpu_step import Step
     from gpu_wire import JITTED
 
-    from lancet_kernels.kernels import overlap, runtime
+    from lancet_kernels.kernels import overlap_checks, runtime
     from lancet_kernels.kernels.exchange import release_kernel
+    from lancet_kernels.kernels.overlap_config import overlap_tile
+    from lancet_kernels.kernels.overlap_data import Routing
     from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
     from lancet_kernels.kernels.virtual_pes import rehearsal
     from lancet_kernels.ops.gates.slots import slots_in_token_order
     from lancet_kernels.training.models import ModelConfig
 
-    def route(self: gpu_overlap.FusedLayer, tokens: int, rank: int) -> overlap.Routing:
+    def route(self: gpu_overlap.FusedLayer, tokens: int, rank: int) -> Routing:
         """Without kernels."""
         sizes = self.sizes
         expert = choices_of_tokens(tokens, sizes.experts, sizes.choices, self.device, seed=rank)
         slot, used = slots_in_token_order(expert, torch.zeros(sizes.experts, dtype=torch.int64))
         token = torch.zeros(sizes.experts, self.capacity, dtype=torch.int32)
         weight = torch.ones(expert.shape)
-        return overlap.Routing(expert, slot, weight, token, token.clone(), used.clamp(max=self.capacity))
+        return Routing(expert, slot, weight, token, token.clone(), used.clamp(max=self.capacity))
 
     gpu_overlap.FusedLayer._route = route
     runtime.check_device = lambda what, tensor: None
-    overlap.check_routing = lambda routing: None
-    default, tile = overlap.OverlapConfig.default, overlap.overlap_tile("gelu", torch.bfloat16, 90)
-    overlap.OverlapConfig.default = lambda *args, **named: replace(
+    overlap_checks.check_routing = lambda routing: None
+    default, tile = gpu_overlap.default_overlap_config, overlap_tile("gelu", torch.bfloat16, 90)
+    gpu_overlap.default_overlap_config = lambda *args, **named: replace(
         default(*args, **named), gemm=tile, programs=66, comm_programs=8, tma=True
     )
     sizes, place = Sizes("small", 64, 64, 256, 8, 1), (2, torch.device("cpu"), torch.bfloat16)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lancet_kernels.graph.from_fx import op_name, tensor_names
+from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form
+from lancet_kernels.graph.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program import Instruction, Program
-from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE, Rule, rule_for
+from lancet_kernels.graph.rules import Rule, rule_for
 from lancet_kernels.ops.rows import expected_sizes
 
 Values = Mapping[fx.Node, object]
@@ -42,7 +43,6 @@ COUNTS = {
     "lancet.expert_activation": (1,),
     "lancet.expert_activation_backward": (2,),
 }
-ROWS = 0
 
 
 def window(values: Tensor, count: Tensor, p: int, parts: int, by_expert: bool) -> Tensor:
@@ -102,10 +102,10 @@ def instruction_of(node: fx.Node) -> tuple[Instruction, Program]:
 
 @lru_cache(maxsize=8)
 def _program_of(module: fx.GraphModule) -> Program:
-    return Program.from_fx(module)
+    return program_from_fx(module)
 
 
-def ways(node: fx.Node, rule: Rule | None = None) -> list[tuple[int, ...]]:
+def ways(node: fx.Node, rule: Rule | None = None) -> list[tuple[Form, ...]]:
     """Every assignment the rule offers that needs no other op of an MoE layer."""
     instruction, program = instruction_of(node)
     rule = rule or rule_for(instruction)
@@ -141,14 +141,14 @@ def check_way(
     instruction: Instruction,
     program: Program,
     rule: Rule,
-    way: tuple[int, ...],
+    way: tuple[Form, ...],
     parts: int,
 ) -> None:
     """One way, one number of parts."""
-    axes = dict(zip((*instruction.inputs, *instruction.outputs), way, strict=True))
-    shapes = {t: program.tensors[t].shape for t in axes}
-    sizes = {shapes[t][a] for t, a in axes.items() if a >= 0}
-    units = min(sizes)
+    forms = dict(zip((*instruction.inputs, *instruction.outputs), way, strict=True))
+    shapes = {t: program.tensors[t].shape for t in forms}
+    sizes = {shapes[t][form.dimension] for t, form in forms.items() if form.is_cut}
+    units = min(sizes, default=parts)
     if units < parts or any(size % units for size in sizes):
         raise UnequalUnits
 
@@ -160,32 +160,32 @@ def check_way(
     # The uncut op first.
     expected = _tensors(_call(node, fx.map_arg((node.args, node.kwargs), values.__getitem__)))
     pieces: list[list[Tensor]] = []
-    windows = instruction.op in COUNTS and way[0] == ROWS
+    windows = way[0] == WINDOW
     if windows:
         operand_count, result_count = (values[node.args[COUNTS[instruction.op][i]]] for i in (0, -1))
         # One rank's rows lie alike in both orders; all other ops have received rows.
         by_expert = True
-    where = f"{instruction.op} {[shapes[t] for t in axes]} cut {way} into {parts}"
+    where = f"{instruction.op} {[shapes[t] for t in forms]} cut {[*map(str, way)]} into {parts}"
     for p in range(parts):
 
         def part(source: fx.Node, p: int = p) -> object:
             (name,) = tensor_names(source) or (None,)
             if p and name in carried:
                 return pieces[-1][carried[name]]
-            axis = axes.get(name, WHOLE)
-            if axis < 0:
-                return values[source]
-            if windows:
+            form = forms.get(name, WHOLE)
+            if form == WINDOW:
                 return window(values[source], operand_count, p, parts, by_expert)
-            first, behind = bounds(shapes[name][axis], p)
-            return values[source].narrow(axis, first, behind - first)
+            if not form.is_cut:
+                return values[source]
+            first, behind = bounds(shapes[name][form.dimension], p)
+            return values[source].narrow(form.dimension, first, behind - first)
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), part)
         args = list(args)
-        if instruction.op in SHAPE_ARGUMENT and way[-1] >= 0:
-            shape = list(shapes[instruction.outputs[0]])
-            first, behind = bounds(shape[way[-1]], p)
-            shape[way[-1]] = behind - first
+        if instruction.op in SHAPE_ARGUMENT and way[-1].is_cut:
+            shape, dimension = list(shapes[instruction.outputs[0]]), way[-1].dimension
+            first, behind = bounds(shape[dimension], p)
+            shape[dimension] = behind - first
             args[SHAPE_ARGUMENT[instruction.op]] = shape
         if windows:
             for position in COUNTS[instruction.op]:
@@ -195,15 +195,15 @@ def check_way(
             pieces.append(_tensors(_call(node, (args, kwargs))))
         except (RuntimeError, IndexError, ValueError) as error:
             raise WrongRule(f"{where}: part {p} does not run: {error}") from error
-    for n, (whole, axis) in enumerate(zip(expected, way[len(instruction.inputs) :], strict=True)):
-        if axis == CARRIED and n not in rule.carries:
+    for n, (whole, form) in enumerate(zip(expected, way[len(instruction.inputs) :], strict=True)):
+        if form == CARRIED and n not in dict(rule.carries):
             continue  # marked `*`: nobody may rely on it
         try:
             results = [piece[n] for piece in pieces]
-            if windows and axis == ROWS:
+            if form == WINDOW:
                 joined = put_together(results, result_count, by_expert)
             else:
-                joined = _joined(results, axis)
+                joined = _joined(results, form)
         except (RuntimeError, IndexError) as error:
             raise WrongRule(f"{where}: the parts do not go together: {error}") from error
         _compare(f"{where}, result {n}", joined, whole, instruction.op)
@@ -218,12 +218,12 @@ def _tensors(result: object) -> list[Tensor]:
     return [t for t in result if isinstance(t, Tensor)] if isinstance(result, (tuple, list)) else [result]
 
 
-def _joined(parts: list[Tensor], axis: int) -> Tensor:
-    if axis == PARTIAL:
+def _joined(parts: list[Tensor], form: Form) -> Tensor:
+    if form == PARTIAL:
         return sum(parts[1:], parts[0])
-    if axis == CARRIED:
+    if form == CARRIED:
         return parts[-1]
-    return torch.cat(parts, axis)
+    return torch.cat(parts, form.dimension)
 
 
 def _compare(where: str, found: Tensor, expected: Tensor, op: str) -> None:

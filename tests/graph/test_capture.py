@@ -14,8 +14,8 @@ from lancet_kernels.graph.capture import (
     split_joint,
     state_name,
 )
-from lancet_kernels.graph.from_fx import op_name, tensor_names
-from lancet_kernels.graph.program import Phase, Program
+from lancet_kernels.graph.from_fx import op_name, program_from_fx, tensor_names
+from lancet_kernels.graph.program import Phase
 from tests.grids import few_of
 from tests.model_zoo import MODELS, make_model
 
@@ -47,7 +47,7 @@ def test_what_cannot_be_captured_says_why_in_one_line(module):
 def test_gradients_of_inputs_and_of_weights_are_instructions_of_their_own():
     model, inputs = make_model("gpt2")
     captured = capture(model, inputs)
-    program = Program.from_fx(captured.joint)
+    program = program_from_fx(captured.joint)
     outputs = [
         n if n is None else tensor_names(n)[0]
         for n in tree_leaves(captured.joint.graph.output_node().args, is_leaf=lambda n: n is None)

@@ -9,10 +9,10 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import cluster_names, load_cluster
 from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.costs import CostModel, GivenCosts, roofline_ms
-from lancet_kernels.graph.cut import can_be_cut, part_instruction, part_tensor, reassembly
+from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, cut
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
+from lancet_kernels.graph.part_instruction import can_be_cut, part_instruction, part_tensor, reassembly
 from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
-from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL
 
 T, D, F = 64, 32, 128
 
@@ -105,18 +105,18 @@ def test_costs_prefer_what_was_measured():
     carries = Instruction("mm", "aten.mm", ("x", "w"), ("y",), milliseconds=5.0)
     assert cost(carries, specs) == 5.0
     # A part of a measured whole pays the launch (8 us) again.
-    part, part_specs = part_instruction(carries, specs, {"x": 0, "y": 0}, 0, 2)
+    part, part_specs = part_instruction(carries, specs, {"x": cut(0), "y": cut(0)}, 0, 2)
     assert cost(part, part_specs) == pytest.approx(0.008 + (5 - 0.008) / 2)
     assert GivenCosts(0.5)(part, part_specs) == 3.0
 
 
 def test_parts_read_whole_weights_again():
     instruction, specs = mm()
-    part, part_specs = part_instruction(instruction, specs, {"x": 0, "y": 0}, 1, 4)
-    assert (part.name, part.inputs, part.outputs) == ("mm[2/4]", ("x[2/4]", "w"), ("y[2/4]",))
+    part, part_specs = part_instruction(instruction, specs, {"x": cut(0), "y": cut(0)}, 1, 4)
+    assert (part.name, part.inputs, part.outputs) == ("mm_part1", ("x_part1", "w"), ("y_part1",))
     assert part.flops == instruction.flops / 4
     assert part.bytes == 2 * (T * D / 4 + D * F + T * F / 4)
-    assert part_specs["x[2/4]"].shape == (T // 4, D)
+    assert part_specs["x_part1"].shape == (T // 4, D)
     cost = CostModel.for_cluster(load_cluster("p4de"), 8)
     assert 4 * cost(part, part_specs) > cost(instruction, specs)
 
@@ -130,22 +130,22 @@ def test_irregular_parts_have_one_kth_of_the_rows():
     exchange = Instruction("x", "lancet.all_to_all", ("b", "n", "m"), ("c",), Kind.ALL_TO_ALL, bytes=640)
     specs = {"b": spec, "c": TensorSpec("c", spec.shape), "n": TensorSpec("n", (2, 2), "int32")}
     specs["m"] = TensorSpec("m", (2, 2), "int32")
-    axes = dict.fromkeys(("b", "n", "m", "c"), IRREGULAR)
-    made, _ = part_instruction(exchange, specs, axes, 0, 4)
+    forms = dict.fromkeys(("b", "n", "m", "c"), IRREGULAR)
+    made, _ = part_instruction(exchange, specs, forms, 0, 4)
     assert made.bytes == 160
 
 
 def test_which_cuts_line_up():
     specs = {"x": TensorSpec("x", (6, 2)), "y": TensorSpec("y", (12,)), "c": TensorSpec("c", (2, 7))}
-    assert can_be_cut(specs, {"x": 0, "y": 0}, 3)
-    assert not can_be_cut(specs, {"x": 0, "y": 0}, 4)
-    assert can_be_cut(specs, {"c": 1}, 4)
-    assert not can_be_cut(specs, {"c": 1}, 8)
+    assert can_be_cut(specs, {"x": cut(0), "y": cut(0)}, 3)
+    assert not can_be_cut(specs, {"x": cut(0), "y": cut(0)}, 4)
+    assert can_be_cut(specs, {"c": cut(1)}, 4)
+    assert not can_be_cut(specs, {"c": cut(1)}, 8)
 
 
 def test_reassembly_is_not_free():
     spec = TensorSpec("x", (10,), "float32")
-    assert reassembly(spec, 0, 4) == (0, 80)
+    assert reassembly(spec, cut(0), 4) == (0, 80)
     assert reassembly(spec, PARTIAL, 4) == (160, 200)
     assert reassembly(spec, CARRIED, 4) == (0, 0)
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lancet_kernels.graph.forms import CARRIED, WHOLE, cut
 from lancet_kernels.graph.program import Instruction, Kind, Phase, TensorSpec
-from lancet_kernels.graph.rules import CARRIED, RULES, WHOLE, Rule, rule_for
+from lancet_kernels.graph.rules import RULES, Rule, rule_for
 from lancet_kernels.schedules.axes import AxisInference
 from tests.capturing import read_only_step
 from tests.graph.cut_and_reassemble import WrongRule, check_node, one_op
@@ -38,12 +39,13 @@ def test_between_the_all_to_alls_everything_is_cut_along_the_batch(name):
     ]
     gate = max(i for i in range(first) if program.instructions[i].op == "lancet.gate")
     last = next(i for i in range(last, len(program)) if program.instructions[i].op == "lancet.combine")
-    axes = AxisInference(program).axes(gate, last)
-    assert {program.tensors[t].shape[a] % BATCH for t, a in axes.items() if a >= 0} == {0}
+    forms = AxisInference(program).forms(gate, last)
+    sizes = {program.tensors[t].shape[form.dimension] for t, form in forms.items() if form.is_cut}
+    assert {size % BATCH for size in sizes} == {0}
     whole = [
         i
         for i in program.instructions[gate : last + 1]
-        if not any(t in axes for t in (*i.inputs, *i.outputs))
+        if not any(t in forms for t in (*i.inputs, *i.outputs))
     ]
     assert {i.op for i in whole} <= NEVER_CUT.keys()
     for instruction in program.instructions[gate : last + 1]:
@@ -72,8 +74,8 @@ def test_a_captured_gate_that_needs_the_whole_batch_is_never_cut(gate):
     assert rule_for(instruction).assignments(instruction, program.tensors, only_experts=False) == []
     send = next(i for i in program.positions(Kind.ALL_TO_ALL) if i > position)
     inference = AxisInference(program)
-    assert inference.axes(position, send) is None
-    assert inference.axes(position + 1, send)
+    assert inference.forms(position, send) is None
+    assert inference.forms(position + 1, send)
 
 
 def instruction(op, inputs, outputs, **attributes):
@@ -98,15 +100,17 @@ def test_attention_as_cuda_has_it(kind, besides):
     i, tensors = instruction(op, [shape] * 3, [shape, *besides], dropout_p=0.0)
     ways = RULES[op].assignments(i, tensors, only_experts=False)
     seeds = [CARRIED] * (len(besides) - 1)
-    assert ways == [(0, 0, 0, 0, 0, *seeds), (1, 1, 1, 1, 1, *seeds)]
+    assert ways == [(*[cut(n)] * 5, *seeds) for n in (0, 1)]
     i, tensors = instruction(op, [shape] * 3, [shape, *besides], dropout_p=0.1)
     assert RULES[op].assignments(i, tensors, only_experts=False) == []
 
 
 def test_example_of_the_paper():
     i, tensors = instruction("aten.mm", [(4, 5), (5, 6)], [(4, 6)])
-    assert set(RULES["aten.mm"].assignments(i, tensors, only_experts=False)) == {(0, -1, 0), (-1, 1, 1)}
-    assert WHOLE == -1
+    assert set(RULES["aten.mm"].assignments(i, tensors, only_experts=False)) == {
+        (cut(0), WHOLE, cut(0)),
+        (WHOLE, cut(1), cut(1)),
+    }
 
 
 # A wrong rule must not pass the proof of tests/graph/test_rules_torch.py.

@@ -4,16 +4,19 @@ import pytest
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.equations import elementwise, parse, permute, view
+from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW
 from lancet_kernels.graph.program import Instruction, TensorSpec
-from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL, RULES, WHOLE, rule_for
+from lancet_kernels.graph.rules import RULES, rule_for
 
 
 def cuts(op, inputs, outputs, *, only_experts=False, **attributes):
+    """Every way to cut an op; a cut is the number of its dimension."""
     shapes = {f"i{n}": s for n, s in enumerate(inputs)} | {f"o{n}": s for n, s in enumerate(outputs)}
     specs = {n: TensorSpec(n, s) for n, s in shapes.items()}
     names = tuple(f"i{n}" for n in range(len(inputs))), tuple(f"o{n}" for n in range(len(outputs)))
     instruction = Instruction("i", op, *names, attributes=attributes)
-    return set(rule_for(instruction).assignments(instruction, specs, only_experts=only_experts))
+    ways = rule_for(instruction).assignments(instruction, specs, only_experts=only_experts)
+    return {tuple(form.dimension if form.is_cut else form for form in way) for way in ways}
 
 
 def test_parse():
@@ -49,13 +52,13 @@ def test_matrix_product():
     ("op", "inputs", "outputs", "attributes", "expected"),
     [
         ("aten.linear", [(2, 8, 4), (6, 4), (6,)], [(2, 8, 6)], {},
-         {(0, -1, -1, 0), (1, -1, -1, 1), (-1, 0, 0, 2)}),
-        ("aten.addmm", [(6,), (8, 4), (4, 6)], [(8, 6)], {}, {(-1, 0, -1, 0), (0, -1, 1, 1)}),
-        ("aten.bmm", [(2, 8, 4), (2, 4, 6)], [(2, 8, 6)], {}, {(0, 0, 0), (1, -1, 1), (-1, 2, 2)}),
-        ("aten.add", [(2, 8), (8,)], [(2, 8)], {}, {(0, -1, 0), (1, 0, 1)}),
+         {(0, WHOLE, WHOLE, 0), (1, WHOLE, WHOLE, 1), (WHOLE, 0, 0, 2)}),
+        ("aten.addmm", [(6,), (8, 4), (4, 6)], [(8, 6)], {}, {(WHOLE, 0, WHOLE, 0), (0, WHOLE, 1, 1)}),
+        ("aten.bmm", [(2, 8, 4), (2, 4, 6)], [(2, 8, 6)], {}, {(0, 0, 0), (1, WHOLE, 1), (WHOLE, 2, 2)}),
+        ("aten.add", [(2, 8), (8,)], [(2, 8)], {}, {(0, WHOLE, 0), (1, 0, 1)}),
         ("aten.gelu", [(2, 8)], [(2, 8)], {}, {(0, 0), (1, 1)}),
         ("aten.native_layer_norm", [(2, 3, 8), (8,), (8,)], [(2, 3, 8), (2, 3, 1), (2, 3, 1)], {},
-         {(0, -1, -1, 0, 0, 0), (1, -1, -1, 1, 1, 1)}),
+         {(0, WHOLE, WHOLE, 0, 0, 0), (1, WHOLE, WHOLE, 1, 1, 1)}),
         ("aten._softmax", [(2, 3, 8)], [(2, 3, 8)], {"dim": -1}, {(0, 0), (1, 1)}),
         ("aten.cat", [(2, 3), (2, 5)], [(2, 8)], {"dim": 1}, {(0, 0, 0)}),
         ("aten.split", [(4, 6)], [(4, 3), (4, 3)], {"dim": 1}, {(0, 0, 0)}),
@@ -68,11 +71,11 @@ def test_matrix_product():
         ("aten.view", [(4, 8, 6)], [(32, 6)], {}, {(0, 0), (2, 1)}),
         ("aten.view", [(32, 6)], [(4, 8, 2, 3)], {}, {(0, 0), (1, 2)}),
         ("aten.unsqueeze", [(4, 6)], [(4, 1, 6)], {}, {(0, 0), (1, 2)}),
-        ("aten.embedding", [(50, 6), (2, 3)], [(2, 3, 6)], {}, {(-1, 0, 0), (-1, 1, 1), (1, -1, 2)}),
+        ("aten.embedding", [(50, 6), (2, 3)], [(2, 3, 6)], {}, {(WHOLE, 0, 0), (WHOLE, 1, 1), (1, WHOLE, 2)}),
         ("aten._scaled_dot_product_flash_attention", [(2, 4, 8, 6)] * 3, [(2, 4, 8, 6), (2, 4, 8)], {},
          {(0, 0, 0, 0, 0), (1, 1, 1, 1, 1)}),
         ("aten.scaled_dot_product_attention", [(2, 4, 8, 6)] * 3 + [(2, 1, 8, 8)], [(2, 4, 8, 6)], {},
-         {(0, 0, 0, 0, 0), (1, 1, 1, -1, 1)}),
+         {(0, 0, 0, 0, 0), (1, 1, 1, WHOLE, 1)}),
     ],
 )  # fmt: skip
 def test_cuts(op, inputs, outputs, attributes, expected):
@@ -97,12 +100,12 @@ def test_moe_ops_turn_the_batch_irregular_and_back():
 def test_rows_are_cut_only_where_nothing_but_experts_is_in_the_range():
     exchange = "lancet.all_to_all", [(ROWS, D), (W, E), (W, E)], [(ROWS, D)]
     assert cuts(*exchange) == {(IRREGULAR,) * 4}
-    assert cuts(*exchange, only_experts=True) == {(0, WHOLE, WHOLE, 0)}
+    assert cuts(*exchange, only_experts=True) == {(WINDOW, WHOLE, WHOLE, WINDOW)}
     experts = "lancet.grouped_gemm", [(ROWS, D), (W, E), (E, D, F)], [(ROWS, F)]
     assert cuts(*experts) == {(IRREGULAR, IRREGULAR, WHOLE, IRREGULAR)}
-    assert cuts(*experts, only_experts=True) == {(0, WHOLE, WHOLE, 0)}
+    assert cuts(*experts, only_experts=True) == {(WINDOW, WHOLE, WHOLE, WINDOW)}
     wgrad = "lancet.grouped_gemm_dw", [(ROWS, D), (ROWS, F), (W, E)], [(E, D, F)]
-    assert cuts(*wgrad, only_experts=True) == {(0, 0, WHOLE, PARTIAL)}
+    assert cuts(*wgrad, only_experts=True) == {(WINDOW, WINDOW, WHOLE, PARTIAL)}
 
 
 def test_a_dimension_of_size_one_is_never_cut():

@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lancet_kernels import optimization
+from lancet_kernels import captured_step
 from lancet_kernels.graph import measure_device
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.costs import CostModel, MeasuredCosts, source_of
-from lancet_kernels.graph.cut import part_instruction
 from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile, cut_key
+from lancet_kernels.graph.forms import WHOLE, cut
+from lancet_kernels.graph.part_instruction import part_instruction
 from lancet_kernels.graph.profiler import DEVICE_COSTS, Profiler
 from lancet_kernels.graph.program import Instruction, Phase, TensorSpec
-from lancet_kernels.graph.rules import WHOLE, rule_for
+from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.optimization import _plans
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.ranges import expand, reassembly_instruction
@@ -60,14 +61,14 @@ def fake_gpu(monkeypatch):
         raise AssertionError(f"priced by cluster file {name}")
 
     monkeypatch.setattr(measure_device, "milliseconds_of", milliseconds_of)
-    monkeypatch.setattr(optimization, "load_cluster", no_cluster)
+    monkeypatch.setattr(captured_step, "load_cluster", no_cluster)
     return calls
 
 
 def costs_of(step: SmallStep, folder, model: str = "cuda Fake GPU, 1 threads") -> MeasuredCosts:
     profiler = step._step.profiler = Profiler(step._step.groups, torch.device("cpu"), folder / "times.json")
     profiler.device_model = model
-    step.program, cost = step._step.costs(step.joint, step.values, None)
+    _, _, step.program, cost = step._step.costed(step.joint, step.values, None)
     return cost
 
 
@@ -83,9 +84,9 @@ def test_a_plan_is_priced_from_what_the_device_measured(fake_gpu, tmp_path, step
     cut = step.cut(first, last, 2)
     priced = {"measured": 0, "estimated": 0}
     for i in step.program.instructions[step.program.index[first] : step.program.index[last] + 1]:
-        if not any(t in cut.axes for t in (*i.inputs, *i.outputs)) or i.kind.is_communication:
+        if not any(t in cut.forms for t in (*i.inputs, *i.outputs)) or i.kind.is_communication:
             continue
-        part, specs = part_instruction(i, step.program.tensors, cut.axes, 0, 2)
+        part, specs = part_instruction(i, step.program.tensors, cut.forms, 0, 2)
         share = cost.device.part_ms(part, specs, 1.0)
         assert (share is not None) == (i.op in measure_device.MEASURED_OPS), i.name
         whole = i.milliseconds
@@ -140,9 +141,9 @@ def test_parts_are_run_with_the_operands_of_a_part(fake_gpu, step) -> None:
     for node, cuts in groupby(sorted(wanted, key=lambda p: step.program.index[p.node]), lambda p: p.node):
         instruction = step.program.instructions[step.program.index[node]]
         whole = next(results)
-        for cut, parts in [(c, k) for c in cuts for k in c.parts]:
+        for way, parts in [(c, k) for c in cuts for k in c.parts]:
             result = next(results)
-            made, specs = part_instruction(instruction, step.program.tensors, cut.axes, 0, parts)
+            made, specs = part_instruction(instruction, step.program.tensors, way.forms, 0, parts)
             parted = result[0] if isinstance(result, tuple) else result
             if rule_for(instruction).in_experts:
                 # A window of the slots of every (rank, expert): 1/k of its rows, rounded up.
@@ -151,7 +152,7 @@ def test_parts_are_run_with_the_operands_of_a_part(fake_gpu, step) -> None:
                 if parted.is_floating_point() and instruction.op not in PER_EXPERT:
                     assert parted.shape[1:] == whole.shape[1:]
                     assert 0 < parted.shape[0] <= whole.shape[0] // parts + groups
-            elif cut.axes.get(instruction.outputs[0], WHOLE) >= 0:
+            elif way.forms.get(instruction.outputs[0], WHOLE).is_cut:
                 assert tuple(parted.shape) == specs[made.outputs[0]].shape
     assert not list(results)
     assert all(
@@ -195,14 +196,14 @@ def test_between_measured_numbers_of_parts_the_time_of_all_grows_evenly() -> Non
     x, w, y = (TensorSpec(name, shape) for name, shape in (("x", (24, 4)), ("w", (4, 6)), ("y", (24, 6))))
     tensors = {spec.name: spec for spec in (x, w, y)}
     mm = Instruction("mm", "aten.mm", ("x", "w"), ("y",), milliseconds=10.0)
-    axes = {"x": 0, "y": 0}
-    key = cut_key(*part_instruction(mm, tensors, axes, 0, 2))
-    assert key == "aten.mm (24x4:float32 axis 0, 4x6:float32 axis -1, 24x6:float32 axis 0) []"
+    forms = {"x": cut(0), "y": cut(0)}
+    key = cut_key(*part_instruction(mm, tensors, forms, 0, 2))
+    assert key == "aten.mm (24x4:float32 cut 0, 4x6:float32 whole, 24x6:float32 cut 0) []"
     # All parts together: 1.2, 1.6 and 2.0 times the whole.
     shares = ((2.0, 0.6), (4.0, 0.4), (8.0, 0.25))
     device = DeviceCosts("GPU", "2.13", 0.1, ((1.0, 0.1),), {key: shares})
     cost = MeasuredCosts(device, CommunicationModel({}), "here")
-    found = [cost(*part_instruction(mm, tensors, axes, 1, k)) * k for k in (2, 3, 4, 6, 8, 12)]
+    found = [cost(*part_instruction(mm, tensors, forms, 1, k)) * k for k in (2, 3, 4, 6, 8, 12)]
     assert found == pytest.approx([12.0, 14.0, 16.0, 18.0, 20.0, 24.0])
     # Cut otherwise it was not measured: a launch, and 1/k of the rest.
     assert cost(*part_instruction(mm, tensors, {"w": 1, "y": 1}, 0, 2)) == pytest.approx(0.1 + 9.9 / 2)
@@ -217,7 +218,7 @@ def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, capsys, step)
     # The same name with another number in the file is another cluster.
     for cluster in (*clusters.values(), clusters["p4de"], replace(clusters["p4de"], memory_gb_per_s=1.0)):
         cost = CostModel.for_cluster(cluster, 8)
-        (plan,) = _plans(step.program, cost, "lancet-dw", None, cache, 1)
+        (plan,) = _plans(step.costed(cost), "lancet-dw", None, cache, 1)
         assert plan.costs == source_of(cost)
         plan.save(cache)
     p3dn, slower = capsys.readouterr().err.splitlines()
@@ -225,7 +226,7 @@ def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, capsys, step)
     assert "expected calculated for cluster p4de" in p3dn
     assert "got costs calculated for cluster p4de" in slower
     # As many ranks as before, or it is another plan, too.
-    _plans(step.program, CostModel.for_cluster(cluster, 4), "lancet-dw", None, cache, 1)
+    _plans(step.costed(CostModel.for_cluster(cluster, 4)), "lancet-dw", None, cache, 1)
     assert "planning anew" in capsys.readouterr().err
 
 
@@ -236,7 +237,7 @@ def test_a_measured_plan_is_taken_again_whatever_was_measured_since(tmp_path, ca
     for folder in ("now", "later"):
         cost = costs_of(step, tmp_path / folder)
         programs.append(step.program)
-        (plan,) = _plans(step.program, cost, "lancet-dw", None, cache, 1)
+        (plan,) = _plans(step.costed(cost), "lancet-dw", None, cache, 1)
         plan.save(cache)
     assert [i.milliseconds for i in programs[0].instructions] != [
         i.milliseconds for i in programs[1].instructions

@@ -18,7 +18,8 @@ from lancet_kernels.training.checkpoint import find_checkpoint, load_checkpoint,
 from lancet_kernels.training.gradients import GradientBuckets, clip_gradients, gradient_groups, groups_of
 from lancet_kernels.training.models import GPT2MoE, ModelConfig, model_config
 from lancet_kernels.training.ranks import Rank
-from lancet_kernels.training.train_loop import TrainOptions, train
+from lancet_kernels.training.train_loop import train
+from lancet_kernels.training.train_options import TrainOptions
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients
 

@@ -10,12 +10,12 @@ import torch
 from lancet_kernels.fused_step import FusedChoice
 from lancet_kernels.kernels import measured_cost as module
 from lancet_kernels.kernels import tuning
+from lancet_kernels.kernels.cost_entry import INTERPRETER, LayerKind
 from lancet_kernels.kernels.fused_cost import LaunchWork
-from lancet_kernels.kernels.measured_cost import INTERPRETER, LayerSort
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.schedules.fused import _best_fit
 from lancet_kernels.schedules.fused_layers import match_layers
-from lancet_kernels.schedules.fused_prediction import MeasuredLaunch, ModelledLaunch, Rider, sort_of
+from lancet_kernels.schedules.fused_prediction import MeasuredLaunch, ModelledLaunch, Rider, kind_of
 from lancet_kernels.schedules.plan import Prediction
 from tests.lancet_kernels.kernels.cost_points import GPU, TRUTH, cost_entry, tuned_entry
 from tests.planned_steps import SmallStep, StepCase, dear_communication
@@ -44,11 +44,11 @@ def cache(tmp_path, monkeypatch) -> TunedCache:
 
 
 @pytest.fixture
-def sort(step) -> LayerSort:
+def kind(step) -> LayerKind:
     layers, _ = match_layers(step.joint.graph)
-    (sort,) = {sort_of(layer) for layer in layers}
-    assert sort == LayerSort(8, 32, "gelu", "float32", 1)
-    return sort
+    (kind,) = {kind_of(layer) for layer in layers}
+    assert kind == LayerKind(8, 32, "gelu", "float32", 1)
+    return kind
 
 
 def chosen(step: SmallStep, *, lowering: str = "auto", here: bool = True) -> list:
@@ -62,16 +62,16 @@ def chosen(step: SmallStep, *, lowering: str = "auto", here: bool = True) -> lis
     return list(groups)
 
 
-def store(cache: TunedCache, sort: LayerSort, truth) -> None:
-    cache.put([tuned_entry(sort)], [cost_entry(sort, truth)])
+def store(cache: TunedCache, kind: LayerKind, truth) -> None:
+    cache.put([tuned_entry(kind)], [cost_entry(kind, truth)])
     tuning.forget()
 
 
-def test_measured_points_change_the_decision_there_and_back(cache, sort, step) -> None:
+def test_measured_points_change_the_decision_there_and_back(cache, kind, step) -> None:
     modelled = chosen(step)
     assert all(MODELLED in group.why for group in modelled)
     for truth, fused in ((FAST, True), (SLOW, False), (FAST, True)):
-        store(cache, sort, truth)
+        store(cache, kind, truth)
         groups = chosen(step)
         for group, before in zip(groups, modelled, strict=True):
             assert group.fused is fused
@@ -82,8 +82,8 @@ def test_measured_points_change_the_decision_there_and_back(cache, sort, step) -
             assert group.fused_ms != before.fused_ms
 
 
-def test_the_prediction_is_the_function_at_the_rows_of_the_layer(cache, sort, step) -> None:
-    store(cache, sort, FAST)
+def test_the_prediction_is_the_function_at_the_rows_of_the_layer(cache, kind, step) -> None:
+    store(cache, kind, FAST)
     group = chosen(step, lowering="fused")[0]
     # 48 tokens, 4 experts, capacity factor 0.75: 9 slots each.
     work = LaunchWork.of_pass("forward", 36, 8, 32, "gelu", 4, 1, programs=132, comm_programs=16)
@@ -91,7 +91,7 @@ def test_the_prediction_is_the_function_at_the_rows_of_the_layer(cache, sort, st
     assert group.why.startswith("fused: asked for (")
 
 
-def test_corrupt_few_foreign_or_old_measurements_leave_the_model_and_say_so(cache, sort, step) -> None:
+def test_corrupt_few_foreign_or_old_measurements_leave_the_model_and_say_so(cache, kind, step) -> None:
     expected = [(group.fused, group.fused_ms) for group in chosen(step)]
 
     def model_is_taken(because: str) -> None:
@@ -100,24 +100,24 @@ def test_corrupt_few_foreign_or_old_measurements_leave_the_model_and_say_so(cach
         assert [(group.fused, group.fused_ms) for group in groups] == expected
         assert all(f"modelled at efficiency 0.9: {because}" in group.why for group in groups)
 
-    entry = cost_entry(sort, SLOW)
-    cache.put([tuned_entry(sort)], [replace(entry, points=entry.points[:3])])
+    entry = cost_entry(kind, SLOW)
+    cache.put([tuned_entry(kind)], [replace(entry, points=entry.points[:3])])
     model_is_taken("no function fits what is measured for overlap width=8")
-    cache.put([tuned_entry(sort, replace(tuned_entry(sort).configuration(), comm_programs=8))], [entry])
+    cache.put([tuned_entry(kind, replace(tuned_entry(kind).configuration(), comm_programs=8))], [entry])
     model_is_taken("what is measured for overlap width=8")
     cache.path.write_text(cache.path.read_text().replace('"ms"', '"seconds"'))
     with pytest.warns(UserWarning, match="measured cost .* is ignored"):
         model_is_taken("nothing is measured for overlap width=8")
     cache.path.unlink()
-    foreign = cost_entry(sort, SLOW, device=INTERPRETER, how=INTERPRETER)
-    elsewhere = cost_entry(sort, SLOW, device="NVIDIA A100-SXM4-80GB")
-    more_ranks = cost_entry(replace(sort, ranks=8), SLOW)
-    cache.put([tuned_entry(sort)], [foreign, elsewhere, more_ranks])
+    foreign = cost_entry(kind, SLOW, device=INTERPRETER, how=INTERPRETER)
+    elsewhere = cost_entry(kind, SLOW, device="NVIDIA A100-SXM4-80GB")
+    more_ranks = cost_entry(replace(kind, ranks=8), SLOW)
+    cache.put([tuned_entry(kind)], [foreign, elsewhere, more_ranks])
     model_is_taken("nothing is measured for overlap width=8")
 
 
-def test_a_plan_for_another_machine_takes_nothing_that_was_measured_here(cache, sort, step) -> None:
-    store(cache, sort, SLOW)
+def test_a_plan_for_another_machine_takes_nothing_that_was_measured_here(cache, kind, step) -> None:
+    store(cache, kind, SLOW)
     groups = chosen(step, here=False)
     assert all("modelled at efficiency 0.9: the plan is for another machine" in g.why for g in groups)
 

@@ -10,7 +10,7 @@ import torch
 
 from lancet_kernels import optimize
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.pieces import compile_pieces, stands_alone
+from lancet_kernels.graph.inner_compile import compile_between_communications, stands_alone
 from lancet_kernels.graph.run import GraphRunner
 from tests.planned_steps import StepCase, build_step, gradients
 
@@ -60,7 +60,7 @@ def test_a_graph_is_cut_at_its_communication(monkeypatch) -> None:
     for runner in runners:
         seen = []
         monkeypatch.setattr(torch, "compile", lambda piece, seen=seen, **_: seen.append(piece) or piece)
-        parts = compile_pieces(runner.module, "inductor")
+        parts = compile_between_communications(runner.module, "inductor")
         assert seen
         inside = [node for piece in seen for node in piece.graph.nodes if node.op == "call_function"]
         assert not any(stands_alone(node) for node in inside if node.target is not operator.getitem)

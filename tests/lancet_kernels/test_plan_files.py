@@ -100,7 +100,7 @@ def write_plan_file(path: Path, kind: str) -> None:
 )
 def test_plan_files(small_step, tmp_path, capsys, kind):
     path = tmp_path / "plan.json"
-    arguments = small_step.program, dear_communication, "lancet", None, path, 1
+    arguments = small_step.costed(), "lancet", None, path, 1
     with counted_plans() as planned:
         first = library._plans(*arguments)[0]
         first.save(path)
@@ -123,7 +123,7 @@ def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
     def plan(options: PlanningOptions | None) -> bool:
         """-> whether it was planned anew."""
         with counted_plans() as planned:
-            library._plans(small_step.program, dear_communication, "lancet", options, path, 1)[0].save(path)
+            library._plans(small_step.costed(), "lancet", options, path, 1)[0].save(path)
         return bool(planned)
 
     two = PlanningOptions(PartitionOptions(most_parts=2))
@@ -136,7 +136,7 @@ def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
 
 def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
-    plan = library._plans(small_step.program, dear_communication, "lancet", None, None, 1)[0]
+    plan = library._plans(small_step.costed(), "lancet", None, None, 1)[0]
     plan.save(path)
     before = path.read_bytes()
 
@@ -155,11 +155,11 @@ def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
 )
 def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
     path = tmp_path / "plan.json"
-    made = library._plans(small_step.program, dear_communication, "lancet", None, None, 1)[0]
+    made = library._plans(small_step.costed(), "lancet", None, None, 1)[0]
     made.save(path)
     write_plan_file(path, kind)
     with contextlib.nullcontext() if kind == "fitting" else pytest.raises(UserError):
-        assert library._given_plan(path, small_step.program, "lancet").fingerprint == made.fingerprint
+        assert library._given_plan(path, small_step.costed(), "lancet").fingerprint == made.fingerprint
 
 
 @pytest.mark.long

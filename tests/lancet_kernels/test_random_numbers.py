@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, UserError, optimize
 from lancet_kernels.graph.capture import capture
-from lancet_kernels.graph.from_fx import GENERATOR, draws_random_numbers
-from lancet_kernels.graph.program import Instruction, Program, TensorSpec
+from lancet_kernels.graph.from_fx import GENERATOR, draws_random_numbers, program_from_fx
+from lancet_kernels.graph.program import Instruction, TensorSpec
 from lancet_kernels.graph.program_json import program_from_json, program_to_json
 from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.schedules.apply import instruction_order, reorder
@@ -198,7 +198,7 @@ def test_torch_dropouts_draw_what_they_draw_in_the_module(pool, tmp_path, strate
 
 def test_random_ops_depend_on_each_other_and_are_never_cut():
     captured = capture(TorchDropouts().double(), (torch.randn(4, 5, 8, dtype=torch.float64),))
-    program = Program.from_fx(captured.joint)
+    program = program_from_fx(captured.joint)
     random = [i for i, x in enumerate(program.instructions) if GENERATOR in x.mutates]
     assert [program.instructions[i].op for i in random] == [
         *("aten.native_dropout", "aten.native_dropout", "aten.rand_like", "aten.native_dropout"),

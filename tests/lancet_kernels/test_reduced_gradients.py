@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import lancet_kernels.optimization as library
 from lancet_kernels import expert_parameters
+from lancet_kernels.captured_step import CapturedStep
 from lancet_kernels.ops.groups import Groups
 from lancet_kernels.schedules.buckets import insert_all_reduces
 from tests.grids import few_of
@@ -28,7 +28,7 @@ def reduce_on_rank(bucket_bytes: int) -> dict[str, object]:
     buckets: list[str] = []
     data = Groups.around().data
     for reduced in (False, True):
-        step = library._Step(module, inputs, {}, False, None)
+        step = CapturedStep(module, inputs, {}, False, None)
         joint, names = step.captured.joint, step.captured.parameter_of_gradient()
         if reduced:
             over = {name: "" if name in experts else data for name in names.values()}

@@ -4,8 +4,9 @@ import pytest
 from test_cut_torch import copy_of, forward_ranges
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.cut import can_be_cut
+from lancet_kernels.graph.forms import WHOLE, cut
 from lancet_kernels.graph.from_fx import tensor_names
+from lancet_kernels.graph.part_instruction import can_be_cut
 from lancet_kernels.graph.program import Phase, TensorSpec
 from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.axes import AxisInference
@@ -24,21 +25,21 @@ def step() -> Step:
 
 
 def first_layer(step: Step) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Names and axes from the first gate to the first combine."""
+    """Names and forms from the first gate to the first combine."""
     (first, _) = forward_ranges(step)[0]
     last = next(
         i for i in range(first, len(step.program)) if step.program.instructions[i].op == "lancet.combine"
     )
     names = tuple(i.name for i in step.program.instructions[first : last + 1])
-    return names, dict(AxisInference(step.program).axes(first, last))
+    return names, dict(AxisInference(step.program).forms(first, last))
 
 
 def test_parts_run_in_the_order_asked_for(step):
-    names, axes = first_layer(step)
+    names, forms = first_layer(step)
     module = copy_of(step.joint)
     cut_names = [n for n in names if n not in ("kept_counts", "send_rows")]
     by_part = [(name, part) for part in range(2) for name in cut_names]
-    made = cut_range(module.graph, Cut(names, 2, axes), by_part)
+    made = cut_range(module.graph, Cut(names, 2, forms), by_part)
     wanted = [f"{name}_part{part}" for name, part in by_part]
     assert [name for name in made if name in set(wanted)] == wanted
     order = instruction_order(module.graph)
@@ -47,9 +48,9 @@ def test_parts_run_in_the_order_asked_for(step):
 
 
 def test_by_default_all_parts_of_an_instruction_then_the_next(step):
-    names, axes = first_layer(step)
+    names, forms = first_layer(step)
     module = copy_of(step.joint)
-    made = cut_range(module.graph, Cut(names, 4, axes))
+    made = cut_range(module.graph, Cut(names, 4, forms))
     parts = [name for name in made if name.startswith("all_to_all_part")]
     assert parts == [f"all_to_all_part{p}" for p in range(4)]
 
@@ -65,46 +66,46 @@ def refuses(step: Step, cut: Cut, why: str, order=None) -> None:
 
 
 def test_unknown_instructions(step):
-    names, axes = first_layer(step)
-    refuses(step, Cut((*names, "nobody"), 2, axes), "1 unknown instructions")
-    refuses(step, Cut((), 2, axes), "unknown instructions")
+    names, forms = first_layer(step)
+    refuses(step, Cut((*names, "nobody"), 2, forms), "1 unknown instructions")
+    refuses(step, Cut((), 2, forms), "unknown instructions")
 
 
 def test_more_parts_than_the_batch_has(step):
-    names, axes = first_layer(step)
-    refuses(step, Cut(names, 13, axes), "13 parts of dimensions")
+    names, forms = first_layer(step)
+    refuses(step, Cut(names, 13, forms), "13 parts of dimensions")
 
 
 def test_dimensions_that_do_not_line_up(step):
-    names, axes = first_layer(step)
+    names, forms = first_layer(step)
     view = next(n for n in step.joint.graph.nodes if n.name == names[0]).args[0]
-    refuses(step, Cut(names, 2, {**axes, view.name: 1}), "dimensions")
+    refuses(step, Cut(names, 2, {**forms, view.name: cut(1)}), "dimensions")
 
 
 def test_a_dispatch_without_its_all_to_all(step):
-    names, axes = first_layer(step)
+    names, forms = first_layer(step)
     cut = tuple(n for n in names if not n.startswith("all_to_all"))
-    refuses(step, Cut(cut, 2, axes), "made outside, irregular")
+    refuses(step, Cut(cut, 2, forms), "made outside, irregular")
 
 
 def test_an_order_that_is_not_every_part_once(step):
-    names, axes = first_layer(step)
+    names, forms = first_layer(step)
     order = [(n, p) for n in names for p in range(2) if n not in ("kept_counts", "send_rows")]
-    refuses(step, Cut(names, 2, axes), "every instruction once per part", order[:-1])
+    refuses(step, Cut(names, 2, forms), "every instruction once per part", order[:-1])
 
 
 def test_an_order_that_reads_a_part_before_it_is_made(step):
-    names, axes = first_layer(step)
+    names, forms = first_layer(step)
     order = [(n, p) for n in names for p in range(2) if n not in ("kept_counts", "send_rows")]
-    refuses(step, Cut(names, 2, axes), "read before it is made", order[::-1])
+    refuses(step, Cut(names, 2, forms), "read before it is made", order[::-1])
 
 
 def test_a_combine_without_its_dispatch(step):
-    names, axes = first_layer(step)
+    names, forms = first_layer(step)
     instructions = step.program.instructions
     at = step.program.index[names[-1]]
     assert instructions[at].op == "lancet.combine"
-    refuses(step, Cut((names[-1],), 2, {**axes}), "a combine without its dispatch|made outside, irregular")
+    refuses(step, Cut((names[-1],), 2, {**forms}), "a combine without its dispatch|made outside, irregular")
 
 
 def test_only_what_hangs_together_with_an_all_to_all_is_cut(step):
@@ -112,12 +113,12 @@ def test_only_what_hangs_together_with_an_all_to_all_is_cut(step):
     inference, program = AxisInference(step.program), step.program
     first, _ = forward_ranges(step)[0]
     for last in range(first + 4, first + 60):
-        axes = inference.axes(first, last)
-        if axes is None:
+        forms = inference.forms(first, last)
+        if forms is None:
             continue
         for instruction in program.instructions[first : last + 1]:
             if instruction.op == "aten.t":
-                assert not {*instruction.inputs, *instruction.outputs} & axes.keys()
+                assert not {*instruction.inputs, *instruction.outputs} & forms.keys()
 
 
 @pytest.mark.parametrize(("parts", "stride"), few_of([(2, 25), *((parts, 5) for parts in range(2, 7))]))
@@ -129,12 +130,12 @@ def test_what_the_planner_takes_for_possible_is_possible(step, parts, stride):
     checked = 0
     for first in (gates[0] - 5, gates[0], gates[0] + 1):
         for last in range(gates[0] + 3, min(forward, gates[1] + 12), stride):
-            axes = inference.axes(first, last)
-            if not axes or not can_be_cut(step.program.tensors, axes, parts):
+            forms = inference.forms(first, last)
+            if not forms or not can_be_cut(step.program.tensors, forms, parts):
                 continue
             names = tuple(i.name for i in step.program.instructions[first : last + 1])
             try:
-                cut_range(copy_of(step.joint).graph, Cut(names, parts, axes))
+                cut_range(copy_of(step.joint).graph, Cut(names, parts, forms))
             except CutError as error:
                 assert "exchange of counts" in str(error)  # noqa: PT017
                 continue
@@ -146,16 +147,16 @@ def test_sizes_that_do_not_divide_each_other_cannot_be_cut():
     def spec(size: int) -> TensorSpec:
         return TensorSpec("t", (size,))
 
-    assert can_be_cut({"a": spec(4), "b": spec(12)}, {"a": 0, "b": 0}, 2)
-    assert not can_be_cut({"a": spec(4), "b": spec(6)}, {"a": 0, "b": 0}, 2)
-    assert can_be_cut({"a": spec(5)}, {"a": 0}, 3)
-    assert not can_be_cut({"a": spec(4), "b": spec(12)}, {"a": 0, "b": 0}, 3)
+    assert can_be_cut({"a": spec(4), "b": spec(12)}, {"a": cut(0), "b": cut(0)}, 2)
+    assert not can_be_cut({"a": spec(4), "b": spec(6)}, {"a": cut(0), "b": cut(0)}, 2)
+    assert can_be_cut({"a": spec(5)}, {"a": cut(0)}, 3)
+    assert not can_be_cut({"a": spec(4), "b": spec(12)}, {"a": cut(0), "b": cut(0)}, 3)
 
 
 def test_a_view_behind_the_range_costs_nothing_and_unread_wholes_are_not_made(step):
-    names, axes = first_layer(step)
+    names, forms = first_layer(step)
     module = copy_of(step.joint)
-    cut_range(module.graph, Cut(names, 2, axes))
+    cut_range(module.graph, Cut(names, 2, forms))
     for node in module.graph.nodes:
         if node.name.endswith("_whole"):
             assert node.users
@@ -169,7 +170,7 @@ def test_statistics_stand_behind_the_last_combine_and_constants_in_front(gate):
     gate_at = ops.index("lancet.gate")
     assert "aten.logsumexp" not in ops[:last]
     assert "aten.arange" not in ops[gate_at:]
-    assert AxisInference(program).axes(gate_at, last)
+    assert AxisInference(program).forms(gate_at, last)
 
 
 def test_sinking_keeps_the_program_valid(step):
@@ -180,13 +181,13 @@ def test_sinking_keeps_the_program_valid(step):
 
 def test_axes_that_no_rule_allows_leave_the_graph_as_it_was(step):
     """Found out at different depths: while parts are made, and while they are put together."""
-    names, axes = first_layer(step)
+    names, forms = first_layer(step)
     expert = next(n for n in step.joint.graph.nodes if n.name == "dispatch").args[1].args[0]
-    refuses(step, Cut(names, 2, {**axes, tensor_names(expert)[0]: -1}), "range to cut")
-    refuses(step, Cut(names, 2, {**axes, "grouped_gemm": -1}), "read behind the range")
+    refuses(step, Cut(names, 2, {**forms, tensor_names(expert)[0]: WHOLE}), "range to cut")
+    refuses(step, Cut(names, 2, {**forms, "grouped_gemm": WHOLE}), "read behind the range")
 
     (first, last), program = forward_ranges(step)[0], step.program
-    axes = AxisInference(program).axes(first, last)
+    forms = AxisInference(program).forms(first, last)
     residual = next(i for i in program.instructions[first : last + 1] if i.op == "aten.add").inputs[0]
     names = tuple(i.name for i in program.instructions[first : last + 1])
-    refuses(step, Cut(names, 2, {**axes, residual: -1}), "parts that do not fit together")
+    refuses(step, Cut(names, 2, {**forms, residual: WHOLE}), "parts that do not fit together")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import fx
 
-from lancet_kernels.graph.cut import can_be_cut
+from lancet_kernels.graph.forms import IRREGULAR, PARTIAL, WINDOW
 from lancet_kernels.graph.from_fx import op_name
+from lancet_kernels.graph.part_instruction import can_be_cut
 from lancet_kernels.graph.program import Phase
-from lancet_kernels.graph.rules import IRREGULAR
 from lancet_kernels.ops.gates import parse_gate
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.cut import Cut, cut_range
@@ -89,25 +89,25 @@ def assert_same(found: tuple, expected: tuple) -> None:
 def cut_copy(step: Step, ranges: list[tuple[int, int]], parts: int) -> tuple[fx.GraphModule, list[dict]]:
     module, inference, used = copy_of(step.joint), AxisInference(step.program), []
     for first, last in ranges:
-        axes = inference.axes(first, last)
-        assert axes, f"{step.program.instructions[first].name} to {step.program.instructions[last].name}"
-        assert can_be_cut(step.program.tensors, axes, parts) or 8 % parts
+        forms = inference.forms(first, last)
+        assert forms, f"{step.program.instructions[first].name} to {step.program.instructions[last].name}"
+        assert can_be_cut(step.program.tensors, forms, parts) or 8 % parts
         names = tuple(i.name for i in step.program.instructions[first : last + 1])
         order = [
             (step.program.instructions[i].name, part)
-            for i, part in pipeline_order(step.program, first, last, axes, parts)
+            for i, part in pipeline_order(step.program, first, last, forms, parts)
             if part is not None
         ]
-        cut_range(module.graph, Cut(names, parts, axes), order)
-        used.append(axes)
+        cut_range(module.graph, Cut(names, parts, forms), order)
+        used.append(forms)
     module.recompile()
     return module, used
 
 
 def check(step: Step, ranges: list[tuple[int, int]], parts: int) -> list[dict]:
-    module, axes = cut_copy(step, ranges, parts)
+    module, forms = cut_copy(step, ranges, parts)
     assert_same(outcome(module, step), outcome(step.joint, step))
-    return axes
+    return forms
 
 
 def dropped(step: Step) -> int:
@@ -123,8 +123,8 @@ def test_gates(gate, dropless):
     """Evenly and not, through two MoE layers and the attention between them."""
     step = read_only_step("gpt2", size(gate, dropless))
     for parts in (2, 3):
-        for axes in check(step, forward_ranges(step), parts):
-            assert IRREGULAR in axes.values()
+        for forms in check(step, forward_ranges(step), parts):
+            assert IRREGULAR in forms.values()
     if gate != "expert-choice":
         assert (dropped(step) == 0) == dropless
 
@@ -145,8 +145,8 @@ def test_windows_of_slots(name, parts):
     phases = [step.program.instructions[first].phase for first, _ in ranges]
     assert phases.count(Phase.FORWARD) == 2
     assert phases.count(Phase.BACKWARD) == 2
-    for axes in check(step, ranges, parts):
-        assert set(axes.values()) <= {0, -3}
+    for forms in check(step, ranges, parts):
+        assert set(forms.values()) <= {WINDOW, PARTIAL}
 
 
 @pytest.mark.long

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel, GivenCosts, durations
+from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW, cut
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
-from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL
 from lancet_kernels.schedules.axes import AxisInference
+from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.partition_range import (
     PartitionOptions,
     choose_ranges,
@@ -44,8 +45,8 @@ def moe_chain(*milliseconds: float, size: int = 8, saved: bool = False) -> Progr
     return Program("chain", tuple(instructions), tensors, ("t0",), outputs)
 
 
-def spans(p, axes, parts, cost):
-    result = simulate_pipeline(p, 0, len(p) - 1, axes, parts, cost)
+def spans(p, forms, parts, cost):
+    result = simulate_pipeline(p, 0, len(p) - 1, forms, parts, cost)
     return [
         (p.instructions[t.position].name, t.part, t.start_ms, t.end_ms) for t in result.times
     ], result.end_ms
@@ -58,8 +59,8 @@ def test_stages():
 
 def test_pipeline_of_two_parts_by_hand():
     p = moe_chain(4, 4, 4)
-    axes = {f"t{n}": 0 for n in range(4)}
-    assert spans(p, axes, 2, GivenCosts()) == (
+    forms = {f"t{n}": cut(0) for n in range(4)}
+    assert spans(p, forms, 2, GivenCosts()) == (
         [
             ("i1", 0, 0, 2), ("i1", 1, 2, 4),
             ("i2", 0, 2, 4), ("i2", 1, 4, 6),
@@ -71,8 +72,8 @@ def test_pipeline_of_two_parts_by_hand():
 
 def test_pipeline_with_overhead_and_a_slow_link_by_hand():
     p = moe_chain(2, 8, 2, 8, 2)
-    axes = {f"t{n}": 0 for n in range(6)}
-    found, end = spans(p, axes, 2, GivenCosts(overhead_ms=1.0))
+    forms = {f"t{n}": cut(0) for n in range(6)}
+    found, end = spans(p, forms, 2, GivenCosts(overhead_ms=1.0))
     # Parts: computation 2, all-to-all 5. The link runs 2-7-12, then from max(12, 12)=12 17-22; 22 + 2.
     assert [f for f in found if f[0] == "i2"] == [("i2", 0, 2, 7), ("i2", 1, 7, 12)]
     assert [f for f in found if f[0] == "i3"] == [("i3", 0, 7, 9), ("i3", 1, 12, 14)]
@@ -94,19 +95,19 @@ def moe_block(p, name):
 def test_axes_of_a_training_step():
     p = tiny_step()
     inference = AxisInference(p)
-    whole = inference.axes(*moe_block(p, "norm1"))
-    assert whole[f"{nth(p, NORM, 2)}.0"] == 0
-    assert whole[nth(p, "aten.transpose", 4)] == 0  # queries with the heads in front
-    assert whole[p.instructions[p.index["gate"]].inputs[0]] == 0
+    whole = inference.forms(*moe_block(p, "norm1"))
+    assert whole[f"{nth(p, NORM, 2)}.0"] == cut(0)
+    assert whole[nth(p, "aten.transpose", 4)] == cut(0)  # queries with the heads in front
+    assert whole[p.instructions[p.index["gate"]].inputs[0]] == cut(0)
     assert whole["gate.3"] == CARRIED
     assert whole["dispatch"] == whole["grouped_gemm"] == IRREGULAR
-    assert whole["combine"] == whole[nth(p, ADD, 4)] == 0
+    assert whole["combine"] == whole[nth(p, ADD, 4)] == cut(0)
     assert not any(t in whole for t in p.parameters)
     first, last = p.positions(Kind.ALL_TO_ALL)[:2]
-    experts = inference.axes(first, last)
-    assert set(experts.values()) == {0}
+    experts = inference.forms(first, last)
+    assert set(experts.values()) == {WINDOW}
     first, last = p.positions(Kind.ALL_TO_ALL)[2:]
-    backward = inference.axes(first, last)
+    backward = inference.forms(first, last)
     assert backward["grouped_gemm_dw"] == PARTIAL
 
 
@@ -114,14 +115,14 @@ def test_no_axes_without_an_all_to_all_or_around_a_gate_of_the_whole_batch():
     p = tiny_step(gate="batch-prioritized")
     inference = AxisInference(p)
     at = p.index
-    assert inference.axes(at[nth(p, NORM, 0)], at[nth(p, ADD, 2)]) is None
-    assert inference.axes(*moe_block(p, GATE)) is None
-    behind = inference.axes(*moe_block(p, "lancet.kept_counts"))
-    assert behind["gate.0"] == 0
+    assert inference.forms(at[nth(p, NORM, 0)], at[nth(p, ADD, 2)]) is None
+    assert inference.forms(*moe_block(p, GATE)) is None
+    behind = inference.forms(*moe_block(p, "lancet.kept_counts"))
+    assert behind["gate.0"] == cut(0)
     assert behind["dispatch"] == IRREGULAR
     # An irregular tensor cannot come from outside: the experts alone can only be cut into windows of slots.
-    assert inference.axes(*moe_block(p, "lancet.all_to_all")) is None
-    assert inference.axes(at[nth(p, NORM, 4)], at[nth(p, "aten.nll_loss_forward")]) is None
+    assert inference.forms(*moe_block(p, "lancet.all_to_all")) is None
+    assert inference.forms(at[nth(p, NORM, 4)], at[nth(p, "aten.nll_loss_forward")]) is None
 
 
 def test_alike_layers_are_solved_once():
@@ -130,8 +131,8 @@ def test_alike_layers_are_solved_once():
     for layer in (1, 3, 5, 7):
         norm1, norm2 = (p.index[nth(p, NORM, 2 * layer + n)] for n in (0, 1))
         residual1, residual2 = (p.index[nth(p, ADD, 2 * layer + n)] for n in (1, 2))
-        assert inference.axes(norm1, residual1 + 1) is None
-        assert inference.axes(norm2, residual2)[nth(p, COMBINE, layer // 2)] == 0
+        assert inference.forms(norm1, residual1 + 1) is None
+        assert inference.forms(norm2, residual2)[nth(p, COMBINE, layer // 2)] == cut(0)
     assert inference.solved == 1
 
 
@@ -141,16 +142,17 @@ def test_expanded_programs_run_as_long_as_the_pipeline_said(parts):
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
     costs = PipelineCosts(p, cost)
     first, last = moe_block(p, "norm2")
-    axes = costs.axes(first, last)
-    cut = PartitionRange(p.instructions[first].name, p.instructions[last].name, parts, dict(axes))
+    forms = costs.forms(first, last)
+    cut = PartitionRange(p.instructions[first].name, p.instructions[last].name, parts, dict(forms))
     expanded = expand(p, [cut])
     names = [i.name for i in expanded.instructions]
-    assert f"gate[{parts}/{parts}]" in names
+    assert f"gate_part{parts - 1}" in names
     assert "gate" not in names
     # The backward pass reads the same tensors as before.
     produced = {t for i in expanded.instructions for t in i.outputs} | set(expanded.inputs)
     assert all(t in produced for i in p.instructions if i.phase is not Phase.FORWARD for t in i.inputs)
     before = sum(durations(p, cost)[:first])
+    expanded = expanded.reordered(issue_early(expanded, range(len(expanded))))
     times = simulate(expanded, cost).times
     behind = expanded.index[p.instructions[last + 1].name]
     end = max(times.end[:behind])
@@ -159,11 +161,12 @@ def test_expanded_programs_run_as_long_as_the_pipeline_said(parts):
 
 def test_carried_state_goes_from_part_to_part():
     p = tiny_step()
-    axes = AxisInference(p).axes(p.index["gate"], p.index["combine"])
-    expanded = expand(p, [PartitionRange("gate", "combine", 4, axes)])
+    forms = AxisInference(p).forms(p.index["gate"], p.index["combine"])
+    expanded = expand(p, [PartitionRange("gate", "combine", 4, forms)])
     gates = [i for i in expanded.instructions if i.op == GATE]
     used = p.instructions[p.index["gate"]].inputs[1]
-    assert [g.inputs[1] for g in gates] == [used] + [f"gate.3[{n}/4]" for n in (1, 2, 3)]
+    assert [g.inputs[1] for g in gates] == [used, *(g.outputs[3] for g in gates[:3])]
+    assert len(gates) == 4
 
 
 def test_a_range_of_another_program_is_refused():
@@ -214,7 +217,9 @@ def test_dynamic_program_equals_brute_force(milliseconds, overhead, longest):
     found = choose_ranges(p, cost, options)
     groups = group_instructions(p, durations(p, cost), 1e-9)
     assert found.forward_ms == pytest.approx(brute_force(p, cost, groups, longest, 4))
-    assert simulate(expand(p, found.ranges), cost).iteration_ms <= found.forward_ms + 1e-9
+    expanded = expand(p, found.ranges)
+    early = expanded.reordered(issue_early(expanded, range(len(expanded))))
+    assert simulate(early, cost).iteration_ms <= found.forward_ms + 1e-9
 
 
 @pytest.mark.parametrize("gate", ["switch", "batch-prioritized"])

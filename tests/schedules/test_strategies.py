@@ -9,16 +9,17 @@ from hypothesis import given as hypothesis_given
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
+from lancet_kernels.graph.forms import PARTIAL, WINDOW
 from lancet_kernels.graph.program import Kind
 from lancet_kernels.schedules.list_schedule import list_schedule
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions, compare, make_plan
-from lancet_kernels.schedules.weight_gradients import schedule_weight_gradients
 from lancet_kernels.simulation import Setting, captured_program
 from lancet_kernels.training.models import ModelConfig, model_config
 from tests.examples import examples
+from tests.schedules.algorithm_1 import schedule_weight_gradients
 from tests.schedules.made_programs import given, program, random_programs, tiny_step
 
 
@@ -59,7 +60,7 @@ def test_none_hides_nothing_of_the_all_to_alls(small, plans):
 def test_tutel_pipelines_nothing_but_all_to_alls_and_experts(small, plans):
     ops = set()
     for r in plans["tutel"].ranges:
-        assert set(r.axes.values()) <= {0, -3}
+        assert set(r.forms.values()) <= {WINDOW, PARTIAL}
         first, last = small[0].index[r.first], small[0].index[r.last]
         ops |= {i.op for i in small[0].instructions[first : last + 1]}
     assert all("all_to_all" in op or "expert" in op or "grouped_gemm" in op for op in ops)

@@ -6,14 +6,9 @@ from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel, durations
 from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.schedules.simulate import simulate
-from lancet_kernels.schedules.weight_gradients import (
-    assigned_names,
-    overlappable,
-    schedule_weight_gradients,
-    units,
-    weight_gradients,
-)
+from lancet_kernels.schedules.weight_gradients import overlappable, units, weight_gradients
 from tests.examples import examples
+from tests.schedules.algorithm_1 import assigned_names, schedule_weight_gradients
 from tests.schedules.made_programs import backward_of_layers, given, program, random_programs, tiny_step
 
 

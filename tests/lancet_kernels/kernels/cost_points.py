@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from lancet_kernels.kernels.cost_entry import CostEntry, LayerKind
 from lancet_kernels.kernels.fused_cost import CostPoint, FusedCost, LaunchWork
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.measured_cost import CostEntry, LayerSort
-from lancet_kernels.kernels.overlap import OverlapConfig
-from lancet_kernels.kernels.tuning import MEASURED, Entry, config_fields
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.tuned_entry import MEASURED, Entry, config_fields
 from lancet_kernels.tuning.tune_cost import CostSize, sizes_of
 from lancet_kernels.tuning.workloads import Workload
 
@@ -26,7 +26,7 @@ EMPTY_MS = 0.005
 
 
 def milliseconds(truth: FusedCost, work: LaunchWork) -> float:
-    """Of a launch of any sort."""
+    """Of a launch of any kind."""
     if work.bytes and work.expert_flops:
         return truth.milliseconds(work)
     if work.bytes:
@@ -47,22 +47,22 @@ def made_up_points(
     ]
 
 
-def cost_entry(sort: LayerSort, truth: FusedCost = TRUTH, **changes: object) -> CostEntry:
-    """As `lancet tune` would have stored it for a sort of layer."""
-    workload = replace(WORKLOAD, width=sort.width, hidden=sort.hidden, activation=sort.activation)
-    points = tuple(made_up_points(truth, workload, sort.ranks))
+def cost_entry(kind: LayerKind, truth: FusedCost = TRUTH, **changes: object) -> CostEntry:
+    """As `lancet tune` would have stored it for a kind of layer."""
+    workload = replace(WORKLOAD, width=kind.width, hidden=kind.hidden, activation=kind.activation)
+    points = tuple(made_up_points(truth, workload, kind.ranks))
     entry = CostEntry(
-        sort, GPU, MEASURED, config_fields(CONFIG), str(workload), points, "3.6.0", "2026-11-21"
+        kind, GPU, MEASURED, config_fields(CONFIG), str(workload), points, "3.6.0", "2026-11-21"
     )
     return replace(entry, **changes)
 
 
-def tuned_entry(sort: LayerSort, config: OverlapConfig = CONFIG) -> Entry:
+def tuned_entry(kind: LayerKind, config: OverlapConfig = CONFIG) -> Entry:
     """The configuration that goes with it."""
     return Entry(
         "overlap",
-        sort.shape,
-        sort.dtype,
+        kind.shape,
+        kind.dtype,
         GPU,
         config_fields(config),
         MEASURED,

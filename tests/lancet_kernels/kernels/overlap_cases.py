@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.overlap import Experts, Routing
+from lancet_kernels.kernels.overlap_data import Experts, Routing
 from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates.slots import slots_in_token_order
 

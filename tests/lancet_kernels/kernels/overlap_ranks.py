@@ -11,7 +11,9 @@ from torch import Tensor
 
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.overlap import DenseGemm, OverlapConfig, SavedPass, moe_backward, moe_forward
+from lancet_kernels.kernels.overlap import moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm, SavedPass
 from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.symmetric import SharedMemory, SymmetricMemory, virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, experts_of, routing_of, stored, tokens_of

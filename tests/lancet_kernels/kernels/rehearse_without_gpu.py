@@ -30,15 +30,16 @@ def main() -> None:
 
     from lancet_kernels.kernels import runtime
     from lancet_kernels.kernels.exchange import release_kernel
-    from lancet_kernels.kernels.overlap import overlap_kernel, overlap_tile
+    from lancet_kernels.kernels.overlap import overlap_kernel
+    from lancet_kernels.kernels.overlap_config import overlap_tile
     from lancet_kernels.kernels.virtual_pes import rehearsal
     from tests.lancet_kernels.kernels import virtual_pass
     from tests.lancet_kernels.kernels.overlap_cases import Case
 
     runtime.check_device = lambda what, tensor: None
-    default = virtual_pass.OverlapConfig.default
+    default = virtual_pass.default_overlap_config
     tile = overlap_tile("gelu", torch.bfloat16, 90)
-    virtual_pass.OverlapConfig.default = lambda *args, **named: replace(
+    virtual_pass.default_overlap_config = lambda *args, **named: replace(
         default(*args, **named), gemm=tile, programs=66, comm_programs=8, tma=True
     )
     case = Case(world=2, tokens=40, capacity=30, width=64, hidden=32, dtype=torch.bfloat16)

@@ -101,26 +101,26 @@ def test_what_was_never_the_limit_is_not_made_up(link, program) -> None:
     # As fast as the grids that were seen, no faster.
     assert found.link_gb_per_s == pytest.approx(min(link, 132 * program), rel=1e-3)
     assert found.program_gb_per_s == pytest.approx(min(program, link / 8), rel=1e-3)
-    for point in (p for p in points if p.sort == "fused"):
+    for point in (p for p in points if p.kind == "fused"):
         assert found.milliseconds(point.work) == pytest.approx(point.ms, rel=0.01)
 
 
-@pytest.mark.parametrize("sort", ["put", "gemm", "fused"])
-def test_too_few_points_are_refused_by_name(sort) -> None:
+@pytest.mark.parametrize("kind", ["put", "gemm", "fused"])
+def test_too_few_points_are_refused_by_name(kind) -> None:
     points = [p for p in made_up_points() if p.direction == "forward"]
-    one_size = max(p.work.bytes or p.work.expert_flops for p in points if p.sort == sort)
-    few = [p for p in points if p.sort != sort or (p.work.bytes or p.work.expert_flops) == one_size]
+    one_size = max(p.work.bytes or p.work.expert_flops for p in points if p.kind == kind)
+    few = [p for p in points if p.kind != kind or (p.work.bytes or p.work.expert_flops) == one_size]
     words = {"put": "puts alone", "gemm": "GEMMs alone", "fused": "fused launches"}
-    with pytest.raises(ValueError, match=f"{words[sort]} of 1 sizes, at least 2"):
+    with pytest.raises(ValueError, match=f"{words[kind]} of 1 sizes, at least 2"):
         fit_cost(few)
     with pytest.raises(ValueError, match="of 0 sizes"):
         fit_cost([])
 
 
-@pytest.mark.parametrize("sort", ["put", "gemm", "fused"])
-def test_times_that_shrink_with_the_size_are_refused(sort) -> None:
+@pytest.mark.parametrize("kind", ["put", "gemm", "fused"])
+def test_times_that_shrink_with_the_size_are_refused(kind) -> None:
     points = [
-        replace(p, ms=1e3 / p.ms**3) if p.sort == sort else p
+        replace(p, ms=1e3 / p.ms**3) if p.kind == kind else p
         for p in made_up_points() if p.direction == "forward"
     ]  # fmt: skip
     with pytest.raises(ValueError, match="does not grow"):
@@ -130,7 +130,7 @@ def test_times_that_shrink_with_the_size_are_refused(sort) -> None:
 def test_a_function_that_misses_its_own_points_is_refused() -> None:
     chaos = random.Random(1)
     points = [
-        replace(p, ms=p.ms * chaos.choice((0.1, 1, 10))) if p.sort == "fused" else p
+        replace(p, ms=p.ms * chaos.choice((0.1, 1, 10))) if p.kind == "fused" else p
         for p in made_up_points() if p.direction == "backward"
     ]  # fmt: skip
     with pytest.raises(ValueError, match="misses"):
@@ -158,6 +158,6 @@ def test_points_that_cannot_be_are_refused(direction, ms) -> None:
 
 def test_sorts_of_points() -> None:
     assert isinstance(TRUTH, FusedCost)
-    assert CostPoint("forward", EXAMPLE, 1.0).sort == "fused"
-    assert CostPoint("forward", replace(EXAMPLE, bytes=0.0), 1.0).sort == "gemm"
-    assert CostPoint("forward", replace(EXAMPLE, expert_flops=0.0), 1.0).sort == "put"
+    assert CostPoint("forward", EXAMPLE, 1.0).kind == "fused"
+    assert CostPoint("forward", replace(EXAMPLE, bytes=0.0), 1.0).kind == "gemm"
+    assert CostPoint("forward", replace(EXAMPLE, expert_flops=0.0), 1.0).kind == "put"

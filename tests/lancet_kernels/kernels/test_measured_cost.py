@@ -12,12 +12,13 @@ import torch
 
 from lancet_kernels.kernels import measured_cost as module
 from lancet_kernels.kernels import tuning
-from lancet_kernels.kernels.measured_cost import INTERPRETER, LayerSort, measured_cost
+from lancet_kernels.kernels.cost_entry import INTERPRETER, LayerKind
+from lancet_kernels.kernels.measured_cost import measured_cost
 from lancet_kernels.kernels.tuning import TunedCache
 from tests.lancet_kernels.kernels.cost_points import CONFIG, GPU, TRUTH, cost_entry, tuned_entry
 from tests.processes import processes
 
-SORT = LayerSort(2048, 2048, "gelu", "bfloat16", 8)
+KIND = LayerKind(2048, 2048, "gelu", "bfloat16", 8)
 GPU_DEVICE = torch.device("cuda", 0)
 
 
@@ -34,10 +35,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedCache:
 
 
 def test_what_was_stored_comes_back_and_fits(cache) -> None:
-    entry = cost_entry(SORT)
-    cache.put([tuned_entry(SORT)], [entry])
+    entry = cost_entry(KIND)
+    cache.put([tuned_entry(KIND)], [entry])
     assert cache.costs() == {entry.key: entry}
-    cost, words = measured_cost(SORT, GPU_DEVICE)
+    cost, words = measured_cost(KIND, GPU_DEVICE)
     for direction in ("forward", "backward"):
         assert cost.functions[direction].efficiency == pytest.approx(TRUTH.efficiency, rel=1e-3)
     assert words == (
@@ -49,10 +50,10 @@ def test_what_was_stored_comes_back_and_fits(cache) -> None:
 
 
 def test_the_packages_table_goes_first(cache) -> None:
-    cache.put([tuned_entry(SORT)], [cost_entry(SORT)])
-    shipped = cost_entry(SORT, replace(TRUTH, efficiency=0.5))
-    TunedCache(tuning.PACKAGE_TABLE).put([tuned_entry(SORT)], [shipped])
-    cost, _ = measured_cost(SORT, GPU_DEVICE)
+    cache.put([tuned_entry(KIND)], [cost_entry(KIND)])
+    shipped = cost_entry(KIND, replace(TRUTH, efficiency=0.5))
+    TunedCache(tuning.PACKAGE_TABLE).put([tuned_entry(KIND)], [shipped])
+    cost, _ = measured_cost(KIND, GPU_DEVICE)
     assert cost.functions["forward"].efficiency == pytest.approx(0.5, rel=1e-3)
 
 
@@ -62,63 +63,63 @@ def test_the_packages_table_goes_first(cache) -> None:
     ids=str,
 )
 def test_another_sort_of_layer_is_not_measured_by_it(cache, other) -> None:
-    cache.put([tuned_entry(SORT)], [cost_entry(SORT)])
-    cost, words = measured_cost(replace(SORT, **other), GPU_DEVICE)
+    cache.put([tuned_entry(KIND)], [cost_entry(KIND)])
+    cost, words = measured_cost(replace(KIND, **other), GPU_DEVICE)
     assert cost is None
     assert words.startswith("nothing is measured for overlap width=")
 
 
 def test_another_device_the_cpu_and_the_interpreter_are_not_measured_by_it(cache, monkeypatch) -> None:
-    cache.put([tuned_entry(SORT)], [cost_entry(SORT)])
-    assert measured_cost(SORT, torch.device("cpu")) == (None, "nothing is measured on a CPU")
+    cache.put([tuned_entry(KIND)], [cost_entry(KIND)])
+    assert measured_cost(KIND, torch.device("cpu")) == (None, "nothing is measured on a CPU")
     monkeypatch.setattr(module, "device_name", lambda device: ("NVIDIA A100-SXM4-80GB", 80))
-    assert measured_cost(SORT, GPU_DEVICE)[0] is None
+    assert measured_cost(KIND, GPU_DEVICE)[0] is None
     cache.path.unlink()
-    proof = cost_entry(SORT, device=INTERPRETER, how=INTERPRETER)
-    cache.put([tuned_entry(SORT)], [proof])
+    proof = cost_entry(KIND, device=INTERPRETER, how=INTERPRETER)
+    cache.put([tuned_entry(KIND)], [proof])
     assert cache.costs() == {proof.key: proof}
     for name in (GPU, INTERPRETER):
         monkeypatch.setattr(module, "device_name", lambda device, name=name: (name, 90))
-        assert measured_cost(SORT, GPU_DEVICE)[0] is None
+        assert measured_cost(KIND, GPU_DEVICE)[0] is None
 
 
 def test_points_of_a_configuration_that_is_no_longer_taken_are_not_taken(cache) -> None:
-    cache.put([tuned_entry(SORT, replace(CONFIG, comm_programs=33))], [cost_entry(SORT)])
-    cost, words = measured_cost(SORT, GPU_DEVICE)
+    cache.put([tuned_entry(KIND, replace(CONFIG, comm_programs=33))], [cost_entry(KIND)])
+    cost, words = measured_cost(KIND, GPU_DEVICE)
     assert cost is None
     assert "another configuration" in words
 
 
 def test_too_few_points_are_said_to_be_that(cache) -> None:
-    entry = cost_entry(SORT)
-    cache.put([tuned_entry(SORT)], [replace(entry, points=entry.points[:5])])
-    cost, words = measured_cost(SORT, GPU_DEVICE)
+    entry = cost_entry(KIND)
+    cache.put([tuned_entry(KIND)], [replace(entry, points=entry.points[:5])])
+    cost, words = measured_cost(KIND, GPU_DEVICE)
     assert cost is None
     assert "forward: puts alone of" in words
     assert "at least 2 are needed" in words
 
 
 def test_a_file_without_costs_is_read_as_ever_and_keeps_its_entries(cache) -> None:
-    cache.put([tuned_entry(SORT)])
+    cache.put([tuned_entry(KIND)])
     assert "costs" not in json.loads(cache.path.read_text())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cache.costs() == {}
-    cache.put([], [cost_entry(SORT)])
-    cache.put([tuned_entry(replace(SORT, width=1024))])
+    cache.put([], [cost_entry(KIND)])
+    cache.put([tuned_entry(replace(KIND, width=1024))])
     assert len(cache.entries()) == 2
     assert len(cache.costs()) == 1
 
 
 @pytest.mark.parametrize("costs", [5, "text", [1, 2], None, True])
 def test_corrupt_costs_are_ignored_with_one_warning_and_the_entries_stay(cache, costs) -> None:
-    cache.put([tuned_entry(SORT)])
+    cache.put([tuned_entry(KIND)])
     data = json.loads(cache.path.read_text())
     cache.path.write_text(json.dumps(data | {"costs": costs}))
     with pytest.warns(UserWarning, match="measured costs in .* not readable"):
         assert cache.costs() == {}
     assert len(cache.entries()) == 1
-    cache.put([], [cost_entry(SORT)])
+    cache.put([], [cost_entry(KIND)])
     assert len(cache.costs()) == 1
 
 
@@ -142,9 +143,9 @@ def nested(data: dict, change: dict) -> dict:
         {"points": [{"direction": "up", "work": {"bytes": 1, "expert_flops": 1}, "ms": 1}]},
         {"config": {"programs": 4}},
         {"config": None},
-        {"sort": {"ranks": 9}},
-        {"sort": {"width": 2048, "more": 1}},
-        {"sort": None},
+        {"kind": {"ranks": 9}},
+        {"kind": {"width": 2048, "more": 1}},
+        {"kind": None},
         {"how": "guessed"},
         {"how": INTERPRETER},
         {"device": INTERPRETER},
@@ -153,8 +154,8 @@ def nested(data: dict, change: dict) -> dict:
     ids=str,
 )
 def test_one_corrupt_record_is_ignored_with_a_warning_and_the_others_stay(cache, change) -> None:
-    good, bad = cost_entry(replace(SORT, ranks=4)), cost_entry(SORT)
-    cache.put([tuned_entry(SORT)], [good, bad])
+    good, bad = cost_entry(replace(KIND, ranks=4)), cost_entry(KIND)
+    cache.put([tuned_entry(KIND)], [good, bad])
     data = json.loads(cache.path.read_text())
     if change == {"config": {"programs": 4}}:
         data["costs"][bad.key]["config"] = change["config"]
@@ -165,13 +166,13 @@ def test_one_corrupt_record_is_ignored_with_a_warning_and_the_others_stay(cache,
     with pytest.warns(UserWarning, match="is ignored"):
         assert fresh.costs() == {good.key: good}
     with pytest.warns(UserWarning, match="is ignored"):
-        assert measured_cost(SORT, GPU_DEVICE)[0] is None
+        assert measured_cost(KIND, GPU_DEVICE)[0] is None
 
 
 def put_many(path: str, process: int) -> None:
     for number in range(5):
-        sort = LayerSort(64, 64, "gelu", "bfloat16", 10 * process + number + 1)
-        TunedCache(path).put([tuned_entry(replace(sort, width=64 + sort.ranks))], [cost_entry(sort)])
+        kind = LayerKind(64, 64, "gelu", "bfloat16", 10 * process + number + 1)
+        TunedCache(path).put([tuned_entry(replace(kind, width=64 + kind.ranks))], [cost_entry(kind)])
 
 
 @pytest.mark.long

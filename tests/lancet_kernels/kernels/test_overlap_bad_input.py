@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels import overlap
+from lancet_kernels.kernels import overlap, overlap_checks
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.overlap import DenseGemm, dense_table, moe_backward
+from lancet_kernels.kernels.overlap import dense_table, moe_backward
+from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.symmetric import virtual_memories
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case, make_routing
@@ -211,7 +212,7 @@ def test_a_count_above_the_capacity_writes_nothing_outside(layer, monkeypatch, s
     with poisoned_buffers():
         expected = layer.run()
     routing.count[full] = CASE.capacity + 40
-    monkeypatch.setattr(overlap, "check_routing", lambda routing: None)
+    monkeypatch.setattr(overlap_checks, "check_routing", lambda routing: None)
     with poisoned_buffers():
         answer = layer.run()
     check_same(answer, expected, "count above the capacity")

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 
+from lancet_kernels.kernels.overlap import default_overlap_config
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy, check_close, stored
 from tests.lancet_kernels.kernels.overlap_ranks import (
@@ -180,6 +181,6 @@ def test_the_whole_grid(pool, ranks):
 
 
 def test_configuration_is_the_default_one():
-    """What is proven here is what `default` gives on a CPU."""
-    default = type(CONFIG).default(24, 20, "gelu", torch.float32, torch.device("cpu"))
+    """What is proven here is what launches take on a CPU."""
+    default = default_overlap_config(24, 20, "gelu", torch.float32, torch.device("cpu"))
     assert default == CONFIG

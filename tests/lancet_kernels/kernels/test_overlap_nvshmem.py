@@ -13,7 +13,8 @@ from lancet_kernels.kernels import exchange, nvshmem_launch, overlap, runtime
 from lancet_kernels.kernels.compile import all_specimens
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.nvshmem_launch import launch
-from lancet_kernels.kernels.overlap import DenseGemm, ExpertGradients, OverlapConfig
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients
 from lancet_kernels.kernels.overlap_specimens import specimens
 from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.symmetric import virtual_memories

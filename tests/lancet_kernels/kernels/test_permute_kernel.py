@@ -7,7 +7,7 @@ from torch import Tensor
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import permute as kernels
-from lancet_kernels.kernels.permute import RowConfig
+from lancet_kernels.kernels.row_config import RowConfig
 from tests.grids import few_of
 from tests.guarded_memory import guarded_memory
 

@@ -11,9 +11,10 @@ import torch
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import tuning
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.overlap import OverlapConfig
-from lancet_kernels.kernels.permute import RowConfig
-from lancet_kernels.kernels.tuning import MEASURED, MODELLED, Entry, TunedCache, config_fields, tuned
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.row_config import RowConfig
+from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, MODELLED, Entry, config_fields
+from lancet_kernels.kernels.tuning import TunedCache, tuned
 
 GPU = "NVIDIA H100 80GB HBM3"
 TILE = GemmConfig(64, 128, 64, 4, 4, 16)
@@ -56,7 +57,7 @@ def test_a_number_of_rows_finds_what_was_tuned_for_the_next_power_of_two(cache) 
     assert look(dtype=torch.float16) is None
     assert look(kind="grouped_gemm_forward") is None
     # Of a weight gradient the rows are what is summed over.
-    assert tuning.KINDS["grouped_gemm_dw"].rounded((768, 3072, 1000, 1)) == (768, 3072, 1024, 1)
+    assert KINDS["grouped_gemm_dw"].rounded((768, 3072, 1000, 1)) == (768, 3072, 1024, 1)
 
 
 def test_the_package_goes_before_the_user_and_measured_before_modelled(cache) -> None:
@@ -162,7 +163,7 @@ def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) 
     asked = set()
 
     def ask(kind, shape, dtype, device):
-        asked.add((kind, tuning.KINDS[kind].rounded(shape), dtype))
+        asked.add((kind, KINDS[kind].rounded(shape), dtype))
 
     for module in (gemm_operands, overlap, permute, routing):
         monkeypatch.setattr(module, "tuned", ask)
@@ -173,10 +174,10 @@ def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) 
         if task.kind != "overlap":
             task.tunable.runner(task, device)(None)()
     FusedPasses(w, torch.float32, device)
-    # OverlapConfig.default asks on a GPU only.
+    # It asks on a GPU only.
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
     with pytest.raises(AttributeError):
-        overlap.OverlapConfig.default(16, 32, "swiglu", torch.float32, torch.device("cuda", 0))
+        overlap.default_overlap_config(16, 32, "swiglu", torch.float32, torch.device("cuda", 0))
     assert {(task.kind, task.shape, task.dtype) for task in tasks} <= asked
     assert grouped_gemm_kernel.SPECIMEN_OF.keys() <= {task.kind for task in tasks}
 
@@ -213,7 +214,7 @@ def test_what_a_read_only_cache_folder_has_is_used(tmp_path, monkeypatch, capsys
     def refused(dir):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(tuning.tempfile, "TemporaryFile", refused)
+    monkeypatch.setattr("tempfile.TemporaryFile", refused)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(tuning.CACHE_VARIABLE, raising=False)
     assert list(TunedCache(tuning.default_cache()).entries().values()) == [entry()]

@@ -8,15 +8,8 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.kernels.exchange import Exchange
-from lancet_kernels.kernels.overlap import (
-    DenseGemm,
-    Experts,
-    OverlapConfig,
-    Routing,
-    SavedPass,
-    moe_backward,
-    moe_forward,
-)
+from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
 from lancet_kernels.kernels.virtual_pes import VirtualPes
 from lancet_kernels.kernels.wire import Wire
 from tests.lancet_kernels.kernels.overlap_cases import (
@@ -68,7 +61,7 @@ class VirtualPass:
     ) -> None:
         self.case = case
         self.pes = VirtualPes(case.world, device)
-        default = OverlapConfig.default(
+        default = default_overlap_config(
             case.width, case.hidden, case.activation, case.dtype, device, pes_here=case.world
         )
         self.config = replace(default, split=split)

@@ -404,10 +404,10 @@ def test_a_rank_that_stops_answering_is_named(lancet, tmp_path, monkeypatch, ste
 NAN = """
 import sys, torch
 from lancet_kernels import cli
-from lancet_kernels.training import train_loop as train
+from lancet_kernels.training.trainer import Trainer
 from lancet_kernels.training.launch import launch, under_launcher
-from lancet_kernels.layer import moe_layers
-step = train.Trainer.step
+from lancet_kernels.model_layers import moe_layers
+step = Trainer.step
 
 def step_with_nan(trainer, number):
     if number == 2 and trainer.rank.rank == 1:
@@ -415,7 +415,7 @@ def step_with_nan(trainer, number):
             moe_layers(trainer.model)[1].router.fill_(float("nan"))
     return step(trainer, number)
 
-train.Trainer.step = step_with_nan
+Trainer.step = step_with_nan
 if under_launcher():
     sys.exit(cli.main(sys.argv[1:]))
 try:

@@ -11,22 +11,24 @@ import torch
 import torch.distributed as dist
 
 from lancet_kernels.cli import main
+from lancet_kernels.kernels.cost_entry import INTERPRETER, LayerKind
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.launch_model import hardware_of
-from lancet_kernels.kernels.measured_cost import INTERPRETER, LayerSort, measured_cost
-from lancet_kernels.kernels.overlap import OverlapConfig
+from lancet_kernels.kernels.measured_cost import measured_cost
+from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.tuning import tune_cost, tune_tasks, tuner
+from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_cost import CostOutcome, CostSize, measure_points, planned_launches, sizes_of
 from lancet_kernels.tuning.tune_ranks import Ranks
 from lancet_kernels.tuning.tune_tasks import make_tasks
-from lancet_kernels.tuning.tuner import Place, tune
+from lancet_kernels.tuning.tuner import tune
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 from tests.lancet_kernels.kernels.cost_points import CONFIG
 
 TINY = Workload("tiny", 16, 16, 16, 4, 2)
-# Four programs, of which one puts: enough for every sort of launch to differ.
+# Four programs, of which one puts: enough for every kind of launch to differ.
 SMALL = OverlapConfig(
     GemmConfig(16, 16, 16, 1, 1), put_rows=4, put_block=16, reduce_tokens=4, reduce_block=16, programs=4
 )
@@ -82,7 +84,7 @@ def test_every_launch_runs_and_gives_a_point_also_where_a_direction_is_two_launc
     config = dataclasses.replace(SMALL, split=True)
     points = measure_points(TINY, torch.float32, config, CPU, Ranks(), rounds=1)
     assert len({(p.direction, p.work) for p in points}) == len(points)
-    assert {p.sort for p in points} == {"put", "gemm", "fused"}
+    assert {p.kind for p in points} == {"put", "gemm", "fused"}
     assert all(p.ms > 0 for p in points)
     rows = int(max(p.work.bytes for p in points) / TINY.width / 4)
     assert set(CostSize(TINY, 4, config, rows, 1).launches()) <= {(p.direction, p.work) for p in points}
@@ -123,9 +125,9 @@ def test_what_the_interpreter_took_is_stored_as_that_and_never_taken_for_a_gpu(
     from lancet_kernels.kernels import measured_cost as module
 
     monkeypatch.setattr(module, "device_name", lambda device: (PLACE.name, 90))
-    sort = LayerSort(16, 16, "gelu", "float32", 1)
-    assert measured_cost(sort, torch.device("cuda", 0))[0] is None
-    assert measured_cost(sort, torch.device("cpu"))[0] is None
+    kind = LayerKind(16, 16, "gelu", "float32", 1)
+    assert measured_cost(kind, torch.device("cuda", 0))[0] is None
+    assert measured_cost(kind, torch.device("cpu"))[0] is None
     # A second run finds both, the configuration and its cost.
     monkeypatch.setattr(tune_cost, "measure_points", None)
     (again,) = tune([task], PLACE, cache, clock=CPU, rounds=1)

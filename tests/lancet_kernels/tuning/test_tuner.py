@@ -19,11 +19,13 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.compile import CompiledKernel
 from lancet_kernels.kernels.compile_pool import Row
 from lancet_kernels.kernels.launch_model import hardware_of
-from lancet_kernels.kernels.tuning import KINDS, MEASURED, MODELLED, TunedCache
+from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, MODELLED
+from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.tuning import tune_tasks, tuner
+from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_tasks import make_tasks
-from lancet_kernels.tuning.tuner import Place, rank_candidates, tune
+from lancet_kernels.tuning.tuner import rank_candidates, tune
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload, parse_workload
 
 ROOT = Path(__file__).parents[3]

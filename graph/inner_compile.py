@@ -28,7 +28,7 @@ def check_compiler(name: str) -> None:
         raise UserError("inner_compile", got=repr(name), expected=f"one of {known}", do="check the name")
 
 
-def compile_pieces(module: fx.GraphModule, compiler: str) -> fx.GraphModule:
+def compile_between_communications(module: fx.GraphModule, compiler: str) -> fx.GraphModule:
     """A module that computes the same, its pieces between communications compiled by `torch.compile`.
 
     Args: compiler: a backend of torch.compile, "inductor" say. Pieces are compiled when first called.

@@ -10,67 +10,67 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, Forms, any_split
 from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
-from lancet_kernels.graph.rules import CARRIED, IRREGULAR, PARTIAL, WHOLE, rule_for
-
-Axes = Mapping[str, int]
+from lancet_kernels.graph.rules import rule_for
 
 
-def part_name(name: str, part: int, parts: int) -> str:
-    """Name of one part. Example: `part_name("x", 0, 4)` is `x[1/4]`."""
-    return f"{name}[{part + 1}/{parts}]"
+def part_name(name: str, part: int) -> str:
+    """Name of one part, in Programs and in graphs. Example: `part_name("mm", 0)` is `mm_part0`."""
+    return f"{name}_part{part}"
 
 
-def is_cut(instruction: Instruction, axes: Axes) -> bool:
+def is_cut(instruction: Instruction, forms: Forms) -> bool:
     """Does the instruction run part by part? One with all operands whole runs once."""
-    return any(axes.get(t, WHOLE) != WHOLE for t in (*instruction.inputs, *instruction.outputs))
+    return any_split(forms, (*instruction.inputs, *instruction.outputs))
 
 
 def part_tensor(
-    spec: TensorSpec, axis: int, part: int, parts: int, row_dimension: int | None = None
+    spec: TensorSpec, form: Form, part: int, parts: int, row_dimension: int | None = None
 ) -> TensorSpec:
-    """One part of a tensor. Example: x (8, 4) cut along 0 into 2: `x[1/2]` (4, 4), half the bytes."""
-    name = part_name(spec.name, part, parts)
+    """One part of a tensor. Example: x (8, 4) cut along 0 into 2: `x_part0` (4, 4), half the bytes."""
+    name = part_name(spec.name, part)
     shape = list(spec.shape)
-    if axis == IRREGULAR and row_dimension is not None:
-        axis = row_dimension
-    if axis >= 0:
-        shape[axis] = -(-shape[axis] // parts)
+    dimension = row_dimension if form in (IRREGULAR, WINDOW) else form.dimension
+    if dimension is not None:
+        shape[dimension] = -(-shape[dimension] // parts)
         return TensorSpec(name, tuple(shape), spec.dtype, -(-spec.bytes // parts), spec.alias_of)
     return TensorSpec(name, tuple(shape), spec.dtype, spec.bytes, spec.alias_of)
 
 
-def can_be_cut(tensors: Mapping[str, TensorSpec], axes: Axes, parts: int) -> bool:
+def can_be_cut(tensors: Mapping[str, TensorSpec], forms: Forms, parts: int) -> bool:
     """Do the parts of all tensors line up? Parts are whole units of the shortest dimension that is cut, so
     it must divide the others. Equal parts line up through views too; uneven ones only where all tensors
-    have the same size along their axes (rows)."""
-    sizes = {tensors[t].shape[a] for t, a in axes.items() if a >= 0}
-    units = min(sizes, default=0)
+    have the same size along these dimensions. Windows of slots fit any number of rows."""
+    sizes = {tensors[t].shape[form.dimension] for t, form in forms.items() if form.dimension is not None}
+    if not sizes:
+        return True
+    units = min(sizes)
     if units < parts or any(s % units for s in sizes):
         return False
     return units % parts == 0 or len(sizes) == 1
 
 
 def part_instruction(
-    instruction: Instruction, tensors: Mapping[str, TensorSpec], axes: Axes, part: int, parts: int
+    instruction: Instruction, tensors: Mapping[str, TensorSpec], forms: Forms, part: int, parts: int
 ) -> tuple[Instruction, dict[str, TensorSpec]]:
     """Part `part` (from 0) of an instruction, and the specs of all operands it names.
 
-    Attributes for costs to derive the part's: how inputs and outputs are cut (`axes`), their shapes as a
-    whole (`whole_shapes`), and a measured time of the whole (`whole_milliseconds`).
+    Attributes for costs to derive the part's: the `forms` of inputs and outputs, their shapes as a whole
+    (`whole_shapes`), and a measured time of the whole (`whole_milliseconds`).
     """
     rule = rule_for(instruction)
     rows = rule.row_dimensions(instruction, tensors) if rule else {}
-    operands = {t: axes.get(t, WHOLE) for t in (*instruction.inputs, *instruction.outputs)}
+    operands = {t: forms.get(t, WHOLE) for t in (*instruction.inputs, *instruction.outputs)}
     specs = {
-        t: tensors[t] if a == WHOLE else part_tensor(tensors[t], a, part, parts, rows.get(t))
-        for t, a in operands.items()
+        t: tensors[t] if form == WHOLE else part_tensor(tensors[t], form, part, parts, rows.get(t))
+        for t, form in operands.items()
     }
     names = {t: spec.name for t, spec in specs.items()}
     inputs = [names[t] for t in instruction.inputs]
     for source, target in rule.carried(instruction, tensors) if rule else ():
         if part and operands[instruction.outputs[target]] == CARRIED:
-            inputs[source] = part_name(instruction.outputs[target], part - 1, parts)
+            inputs[source] = part_name(instruction.outputs[target], part - 1)
             specs[f"{instruction.inputs[source]} carried"] = part_tensor(
                 tensors[instruction.outputs[target]], CARRIED, part - 1, parts
             )
@@ -78,14 +78,14 @@ def part_instruction(
         **instruction.attributes,
         "part": part,
         "parts": parts,
-        "axes": [operands[t] for t in (*instruction.inputs, *instruction.outputs)],
+        "forms": [str(operands[t]) for t in (*instruction.inputs, *instruction.outputs)],
         "whole_shapes": [tensors[t].shape for t in (*instruction.inputs, *instruction.outputs)],
     }
     if instruction.milliseconds is not None:
         attributes["whole_milliseconds"] = instruction.milliseconds
     made = replace(
         instruction,
-        name=part_name(instruction.name, part, parts),
+        name=part_name(instruction.name, part),
         inputs=tuple(inputs),
         outputs=tuple(names[t] for t in instruction.outputs),
         flops=instruction.flops / parts,
@@ -110,11 +110,11 @@ def _part_bytes(
     return instruction.bytes * sum(specs[t].content_bytes for t in operands) / whole
 
 
-def reassembly(spec: TensorSpec, axis: int, parts: int) -> tuple[float, float]:
-    """(flops, bytes) to make the whole tensor again: joined along an axis, rows merged, or summands added."""
-    if axis == CARRIED:
+def reassembly(spec: TensorSpec, form: Form, parts: int) -> tuple[float, float]:
+    """(flops, bytes) to make the whole tensor again: slices joined, rows merged, or summands added."""
+    if form == CARRIED:
         return 0.0, 0.0
-    if axis == PARTIAL:
+    if form == PARTIAL:
         count = spec.content_bytes
         return float(parts * count), float((parts + 1) * count)
     return 0.0, 2.0 * spec.content_bytes

@@ -1,0 +1,161 @@
+"""The training step that `optimize` plans, on this rank: its joint graph, a value for each of its inputs, its
+Program, and what its instructions cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from lancet_kernels.graph.capture import (
+    Captured,
+    capture,
+    copy_of,
+    input_position,
+    is_tangent,
+    state_name,
+)
+from lancet_kernels.graph.clusters import Cluster, load_cluster
+from lancet_kernels.graph.costs import Cost, CostModel
+from lancet_kernels.graph.from_fx import program_from_fx
+from lancet_kernels.graph.profiler import Profiler
+from lancet_kernels.graph.program import Program
+from lancet_kernels.model_layers import moe_layers
+from lancet_kernels.ops.fused_graph import register_layer
+from lancet_kernels.ops.groups import Groups, group_size
+from lancet_kernels.schedules.apply import reorder
+from lancet_kernels.schedules.buckets import insert_all_reduces
+from lancet_kernels.schedules.fused import lower
+from lancet_kernels.schedules.fused_layers import MatchedLayer
+from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.realize import realize
+from lancet_kernels.schedules.simulate import Timeline, simulate
+from lancet_kernels.schedules.sink import sink_statistics
+from lancet_kernels.training.gradients import gradient_groups, groups_of
+
+if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
+    from lancet_kernels.ops.fused_experts import LayerExchange
+
+
+class CostedGraph(NamedTuple):
+    """A step's joint graph, a value for each input, its Program and what the instructions cost."""
+
+    module: fx.GraphModule
+    inputs: list[object]
+    program: Program
+    cost: Cost
+
+
+class CapturedStep:
+    """One training step of a model on this rank: how to capture it, and what its ops cost."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple,
+        by_name: Mapping[str, object],
+        reduce_gradients: bool,
+        times: str | Path | None,
+        groups: Groups | None = None,
+    ) -> None:
+        self.model, self.inputs, self.by_name = model, inputs, by_name
+        self.device = next(model.parameters()).device
+        self.groups = groups_of(model, groups)
+        self.profiler = Profiler(self.groups, self.device, times)
+        self.fused: tuple[FusedGroup, ...] = ()
+        self._numbers: dict[str, int] = {}
+        over = gradient_groups(model, self.groups)
+        named = model.named_parameters(remove_duplicate=False)
+        self.gradient_groups = {name: over[parameter] for name, parameter in named}
+        self.reduces_gradients = reduce_gradients and any(over.values())
+
+    @cached_property
+    def captured(self) -> Captured:
+        """The captured step with its all-reduces, statistics out of the way."""
+        captured = capture(self.model, self.inputs, self.by_name)
+        if self.reduces_gradients:
+            replica = self.groups.replica if self.groups.replica != self.groups.data else ""
+            insert_all_reduces(
+                captured.joint, captured.parameter_of_gradient(), self.gradient_groups, replica
+            )
+        reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
+        return captured
+
+    def graph(self) -> fx.GraphModule:
+        """The joint graph, its chosen layers fused."""
+        joint = self.captured.joint
+        if any(group.fused for group in self.fused):
+            joint = copy_of(joint)
+            lower(joint, self.fused, self._register)
+        return joint
+
+    def _register(self, layer: MatchedLayer) -> int:
+        """The number of a fused layer's exchange, the same however often the layer is fused."""
+        if layer.name not in self._numbers:
+            self._numbers[layer.name] = register_layer(_exchange_of(layer))
+        return self._numbers[layer.name]
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """Of the fused layers."""
+        return list(self._numbers.values())
+
+    def forget_fused_layers(self) -> None:
+        """Of layers that are not fused after all."""
+        self._numbers.clear()
+
+    def graph_inputs(self) -> list[object]:
+        """A value for each placeholder of the joint graph: parameters, buffers, the inputs, ones as
+        tangents."""
+        traced = self.captured.module
+        state = dict(traced.named_parameters()) | dict(traced.named_buffers())
+        flat = pytree.tree_leaves((self.inputs, self.by_name))
+        values: list[object] = []
+        for node in self.captured.joint.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            if is_tangent(node):
+                tangent = node.meta["val"]
+                values.append(torch.ones(tangent.shape, dtype=tangent.dtype, device=tangent.device))
+            elif (position := input_position(node)) is not None:
+                values.append(flat[position])
+            else:
+                name = state_name(node)
+                assert name is not None, f"{node.name} is neither an input nor a parameter"
+                values.append(state[name].detach())
+        return values
+
+    def costed(
+        self, module: fx.GraphModule, inputs: list[object], cluster: str | Path | Cluster | None
+    ) -> CostedGraph:
+        """A graph of the step with what its instructions cost: measured here, or estimated for a cluster."""
+        if cluster is not None:
+            cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+            ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
+            estimate = CostModel.for_cluster(cluster, ranks, expert_ranks=expert_ranks)
+            return CostedGraph(module, inputs, program_from_fx(module), estimate)
+        program = self.profiler.program(module, inputs)
+        layers = moe_layers(self.model)
+        cost = self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)
+        return CostedGraph(module, inputs, program, cost)
+
+    def planned(self, graph: CostedGraph, plan: Plan, measured: bool) -> tuple[Plan, Timeline]:
+        """The plan with the order of the graph that runs, and that graph's step, simulated with measured
+        times of its very instructions, parts included, or with estimates of them."""
+        module = copy_of(graph.module)
+        plan = realize(module, graph.program, plan)
+        program = self.profiler.program(module, graph.inputs) if measured else program_from_fx(module)
+        return plan, simulate(program, graph.cost, blocking=plan.blocking)
+
+
+def _exchange_of(layer: MatchedLayer) -> LayerExchange:
+    """The exchange of a matched layer."""
+    from lancet_kernels.ops.fused_experts import LayerExchange
+
+    local_experts, hidden, width = layer.w2.meta["val"].shape
+    return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)

@@ -1,0 +1,62 @@
+"""Experts in checkpoints: each under its global id, whatever ranks had it and whatever ranks load it.
+
+parameters of a rank        w1 [L, D, F]            L experts, stacked for the grouped GEMM
+state_dict                  experts.7.w1 [D, F]     a view of one of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+class ExpertsByGlobalId(nn.Module):
+    """A module that holds the experts `expert_ids()` of `num_experts` in parameters [L, ...]."""
+
+    rank: int
+    num_experts: int
+    local_experts: int
+    expert_group: str
+
+    def expert_names(self) -> Iterator[str]:
+        """Names of the parameters [L, ...] that hold the experts of this rank."""
+        return (name for name in ("w1", "b1", "w2", "b2") if getattr(self, name) is not None)
+
+    def expert_ids(self) -> range:
+        """Global ids of the experts on this rank."""
+        return range(self.rank * self.local_experts, (self.rank + 1) * self.local_experts)
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name in self.expert_names():
+            stacked = destination.pop(prefix + name)
+            for local, expert in enumerate(self.expert_ids()):
+                destination[f"{prefix}experts.{expert}.{name}"] = stacked[local]
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        not_stacked = []
+        for name in self.expert_names():
+            keys = [f"{prefix}experts.{expert}.{name}" for expert in self.expert_ids()]
+            if all(key in state_dict for key in keys):
+                state_dict[prefix + name] = torch.stack([state_dict.pop(key) for key in keys])
+            elif prefix + name not in state_dict:
+                not_stacked.append(prefix + name)
+                missing_keys += [key for key in keys if key not in state_dict]
+                # Known, so not unexpected; an incomplete parameter stays as it is.
+                for key in keys:
+                    state_dict.pop(key, None)
+        # A full checkpoint also has the other ranks' experts: not ours to load, not unexpected either.
+        for key in [k for k in state_dict if k.startswith(prefix + "experts.")]:
+            expert = key.removeprefix(prefix + "experts.").split(".")[0]
+            if expert.isdigit() and int(expert) < self.num_experts and int(expert) not in self.expert_ids():
+                del state_dict[key]
+        own_missing: list[str] = []
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, own_missing, unexpected_keys, error_msgs
+        )
+        # Under their global names they are told already.
+        missing_keys += [key for key in own_missing if key not in not_stacked]

@@ -1,0 +1,114 @@
+"""How fused launches are cut: the configuration, its tiles, and what of them spills where.
+
+`overlap.default_overlap_config` gives the one tuned for a device, or `OverlapConfig.for_gpu`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.tasks import check_comm_programs
+
+
+@dataclass(frozen=True)
+class OverlapConfig:
+    """How the launches are cut.
+
+    Attributes:
+        gemm: tile of all GEMMs in the launch; its block_m is the chunk of rows that one signal covers.
+        put_rows, put_block: rows and elements of a row that one put step copies.
+        reduce_tokens, reduce_block: tokens and elements of a row that one reduction step adds.
+        programs: size of the grid; at most what the GPU holds at once, shared by all PEs on it.
+        comm_programs: how many of them put while the rest has tiles that need not wait.
+        split: two launches per direction instead of one.
+        tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
+    """
+
+    gemm: GemmConfig
+    put_rows: int = 8
+    put_block: int = 512
+    reduce_tokens: int = 8
+    reduce_block: int = 256
+    programs: int = 1
+    comm_programs: int = 1
+    split: bool = False
+    tma: bool = False
+
+    def __post_init__(self) -> None:
+        blocks = self.put_rows, self.put_block, self.reduce_tokens, self.reduce_block
+        if any(b < 1 or b & (b - 1) for b in blocks):
+            raise UserError(
+                "put_rows, put_block, reduce_tokens, reduce_block",
+                got=blocks,
+                expected="powers of 2",
+                do="round them up",
+            )
+        check_comm_programs(self.comm_programs, self.programs)
+
+    @classmethod
+    def for_gpu(
+        cls, width: int, hidden: int, activation: str, dtype: torch.dtype, arch: int, programs: int
+    ) -> OverlapConfig:
+        """The heuristic default for compute capability `arch` and a grid of `programs`."""
+        aligned = width * dtype.itemsize % 16 == 0 and hidden * dtype.itemsize % 16 == 0
+        tile = overlap_tile(activation, dtype, arch)
+        return cls(
+            tile if aligned else plain_tile(tile, dtype),
+            programs=programs,
+            comm_programs=max(1, programs // 8),
+            tma=arch >= 90 and aligned,
+        )
+
+
+def overlap_tile(activation: str, dtype: torch.dtype, arch: int) -> GemmConfig:
+    """The tile that fits beside everything else in the kernel without spilling (compiled 2026-11-21).
+
+    On sm_90 128x256 and, for swiglu's two accumulators, 128x128 spill 24 to 40 bytes in the fused kernel. On
+    sm_80, which loads operands through registers, 128x64 with 8 warps spills 16 bytes once weight gradients
+    of other layers ride along; float32 with 32 columns a step spills some 450, and 64x64 16 bytes on sm_90
+    (Triton 3.6).
+    """
+    if dtype.itemsize == 4:
+        return GemmConfig(64, 32, 16, 8, 2)
+    if arch >= 90:
+        return GemmConfig(128, 64 if activation == "swiglu" else 128, 64, 8, 4)
+    return GemmConfig(64, 64, 32, 8, 4)
+
+
+def plain_tile(tile: GemmConfig, dtype: torch.dtype) -> GemmConfig:
+    """What `tile`, one for tensor descriptors, becomes where not all operands are aligned for them.
+
+    Plain loads need registers for addresses: 128x128x64 with 4 stages spills 1104 bytes in the forward and
+    1724 in the backward with independent GEMMs (bfloat16, sm_90, Triton 3.6, compiled 2026-11-21); this does
+    not. (64 columns do, 416 bytes, on sm_100 with Triton 3.9.) Spills are in memory that the driver grows at
+    a launch, for which it waits until the device is idle: never, if a peer there waits for that launch.
+    """
+    if dtype.itemsize == 4:
+        return replace(tile, num_stages=1)
+    return replace(
+        tile,
+        block_n=min(tile.block_n, 32),
+        block_k=min(tile.block_k, 32),
+        num_stages=min(tile.num_stages, 3),
+    )
+
+
+def launch_tile(tile: GemmConfig, *, backward: bool, nvshmem: bool) -> GemmConfig:
+    """The tile of one launch of a configuration with `tile`; its block_m stays, being the chunk of a signal.
+
+    NVSHMEM's functions need registers, too: beside the backward's tasks, tiles of 128 columns spill 4 bytes
+    on sm_90 (Triton 3.6) and 88 to 104 on sm_100 (3.9; compiled 2026-11-21).
+    """
+    return replace(tile, block_n=min(tile.block_n, 64)) if backward and nvshmem else tile
+
+
+def most_registers(tile: GemmConfig) -> int:
+    """Registers of a thread if a program has an SM's to itself, as in a persistent launch.
+
+    Said aloud, because ptxas would rather spill (72 bytes, sm_80 forward) to fit two programs.
+    """
+    return min(255, 65536 // (32 * tile.num_warps))

@@ -1,0 +1,146 @@
+"""One tuned configuration: of which kind of kernel, for which shape and device, and how it was found."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MEASURED, MODELLED = "measured", "modelled"
+
+Shape = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of kernel: the names of what its shape is made of, and which of these is a number of rows."""
+
+    names: tuple[str, ...]
+    rows: int | None = None
+
+    def rounded(self, shape: Shape) -> Shape:
+        """The shape with its number of rows up to a power of two: batches differ a little, tiles do not.
+
+        Example: grouped_gemm_forward (1300, 768, 3072, 1) -> (2048, 768, 3072, 1).
+        """
+        if self.rows is None:
+            return shape
+        rows = 1 << max(4, (int(shape[self.rows]) - 1).bit_length())
+        return (*shape[: self.rows], rows, *shape[self.rows + 1 :])
+
+
+_GEMM = ("m", "n", "k", "accumulators")
+KINDS = {
+    "grouped_gemm_forward": Kind(_GEMM, rows=0),
+    "grouped_gemm_dx": Kind(_GEMM, rows=0),
+    "grouped_gemm_dw": Kind(_GEMM, rows=2),
+    "permute": Kind(("width",)),
+    "combine": Kind(("width",)),
+    "routing": Kind(("experts", "top_k", "key_bits")),
+    "overlap": Kind(("width", "hidden", "activation", "pes_here")),
+}
+
+
+def key_of(kind: str, shape: Shape, dtype: str, device: str) -> str:
+    """One readable line; the shape as `Kind.rounded` gives it.
+
+    Example: `grouped_gemm_dx m=2048 n=768 k=3072 accumulators=1 bfloat16 on NVIDIA H100 80GB HBM3`.
+    """
+    sizes = " ".join(f"{name}={value}" for name, value in zip(KINDS[kind].names, shape, strict=True))
+    return f"{kind} {sizes} {dtype} on {device}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tuned configuration.
+
+    Attributes:
+        kind, shape, dtype, device: what it is for; `device` is a GPU's name, or "sm_90" if modelled.
+        config: the fields of the configuration (`config_fields`).
+        how: "measured" or "modelled".
+        milliseconds, default_milliseconds: of this configuration and of the heuristic default, measured or
+            modelled as `how` says.
+        triton: its version. date: ISO.
+    """
+
+    kind: str
+    shape: Shape
+    dtype: str
+    device: str
+    config: dict[str, Any]
+    how: str
+    milliseconds: float
+    default_milliseconds: float
+    triton: str
+    date: str
+
+    @property
+    def key(self) -> str:
+        return key_of(self.kind, self.shape, self.dtype, self.device)
+
+    def configuration(self) -> Any:
+        """As the kind's dataclass. Raises ValueError for fields that it does not have."""
+        return config_from(self.kind, self.config)
+
+
+def config_class(kind: str) -> type:
+    """The dataclass that configures kernels of this kind."""
+    # Here, not above: kernels need Triton, which not every machine has.
+    if kind.startswith("grouped_gemm"):
+        from lancet_kernels.kernels.gemm_config import GemmConfig
+
+        return GemmConfig
+    if kind == "routing":
+        from lancet_kernels.kernels.topk_kernel import RoutingConfig
+
+        return RoutingConfig
+    if kind == "overlap":
+        from lancet_kernels.kernels.overlap_config import OverlapConfig
+
+        return OverlapConfig
+    from lancet_kernels.kernels.row_config import RowConfig
+
+    return RowConfig
+
+
+def config_fields(config: Any) -> dict[str, Any]:
+    """A configuration as JSON values."""
+    return dataclasses.asdict(config)
+
+
+def config_from(kind: str, fields: dict[str, Any]) -> Any:
+    """The other way. Raises ValueError for fields it does not have, or of a wrong type."""
+    made = _dataclass_from(config_class(kind), fields)
+    if config_fields(made) != fields:
+        raise ValueError(f"fields {sorted(fields)}")
+    return made
+
+
+def _dataclass_from(kind: type, fields: dict[str, Any]) -> Any:
+    from lancet_kernels.kernels.gemm_config import GemmConfig
+
+    values = dict(fields)
+    if isinstance(values.get("gemm"), dict):
+        values["gemm"] = _dataclass_from(GemmConfig, values["gemm"])
+    if not all(isinstance(value, int | GemmConfig) for value in values.values()):
+        raise ValueError(f"values {fields}")
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ValueError(str(error)) from error
+
+
+def is_usable(kind: str, config: Any, shape: Shape, dtype: torch.dtype, arch: int) -> bool:
+    """Can this configuration run on such a device?"""
+    if kind.startswith("grouped_gemm"):
+        return config.is_valid(dtype, arch, shape[3])
+    if kind == "routing":
+        return config.is_valid(*shape[:2])
+    if kind == "overlap":
+        accumulators = 2 if shape[2] == "swiglu" else 1
+        return (
+            config.gemm.is_valid(dtype, arch, accumulators) and 1 <= config.comm_programs <= config.programs
+        )
+    return config.is_valid()

@@ -1,0 +1,62 @@
+"""The MoE layers of a whole model: which there are, their parameters, their step and their losses."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from lancet_kernels import ops
+from lancet_kernels.dropout_layer import set_dropout_step
+from lancet_kernels.errors import UserError
+from lancet_kernels.layer import MoELayer
+from lancet_kernels.ops.groups import Groups, data_group_name
+from lancet_kernels.ops.losses import RoutingSums
+
+
+def moe_layers(model: nn.Module) -> list[MoELayer]:
+    """All MoE layers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, MoELayer)]
+
+
+def name_layers(model: nn.Module) -> None:
+    """Let messages about a failed collective name each MoE layer of a model as the model does."""
+    for name, module in model.named_modules():
+        if isinstance(module, MoELayer):
+            module.name = name or module.name
+
+
+def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that differ between the ranks of an expert group: all-reduce their gradients over the
+    replica group alone.
+
+    Found through the layers, not by a mark on the parameter, which a copy of the model would lose.
+    """
+    return [getattr(layer, name) for layer in moe_layers(model) for name in layer.expert_names()]
+
+
+def set_routing_step(model: nn.Module, step: int) -> None:
+    """Tell what draws random numbers in a model, its random gates and `Dropout`s, which training step it is.
+
+    Raises: UserError if two dropouts have the same call site.
+    """
+    set_dropout_step(model, step)
+    for layer in moe_layers(model):
+        if layer.gate.key == "index":
+            layer.routing_step.fill_(step)
+
+
+def moe_losses(sums: list[RoutingSums], group: dist.ProcessGroup | Groups | None = None) -> ops.MoELosses:
+    """Load-balance loss, z-loss and statistics of the layers whose sums are given (see `ops.losses`).
+
+    Collective over `group`, all ranks with different tokens (None: all ranks): one small all-reduce.
+    """
+    is_list = isinstance(sums, (list, tuple)) and not isinstance(sums, RoutingSums)
+    if not is_list or not sums or not all(isinstance(one, RoutingSums) for one in sums):
+        wrong = next((one for one in sums if not isinstance(one, RoutingSums)), None) if is_list else sums
+        raise UserError(
+            "sums",
+            got="none" if is_list and not sums else f"a {type(wrong).__name__}{' in the list' * is_list}",
+            expected="one RoutingSums per MoE layer",
+            do="call forward with return_sums=True, and give a list of what comes second",
+        )
+    return ops.losses.moe_losses(sums, data_group_name(group))

@@ -1,0 +1,209 @@
+"""One rank's training: model, optimizer and data, a step, the validation loss, a comparison of plans.
+
+B  sequences per rank and step      S  sequence length      W  ranks
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lancet_kernels.model_layers import moe_layers, name_layers, set_routing_step
+from lancet_kernels.ops.groups import Groups, group_of
+from lancet_kernels.ops.link import emulate_link, link
+from lancet_kernels.ops.waiting import waiting
+from lancet_kernels.training.data import Corpus, check_length, training_batch, validation_batches
+from lancet_kernels.training.gradients import GradientBuckets, broadcast_replicated, clip_gradients
+from lancet_kernels.training.launch import Rank
+from lancet_kernels.training.models import GPT2MoE
+from lancet_kernels.training.step import TrainingStep
+from lancet_kernels.training.train_options import TrainOptions, build_config
+
+_RATES = {"adamw": 1e-3, "sgd": 0.1}
+
+
+class Trainer:
+    """Model, optimizer and data of one rank."""
+
+    def __init__(self, options: TrainOptions, rank: Rank, corpus: Corpus) -> None:
+        self.options, self.rank, self.corpus = options, rank, corpus
+        config = build_config(options, rank.world, corpus.vocab_size)
+        self.sequence = options.sequence or config.sequence
+        for part, tokens in (("training", corpus.train), ("validation", corpus.validation)):
+            check_length(tokens, self.sequence, part)
+        torch.manual_seed(options.seed)
+        self.groups = build_groups(rank, options.expert_ranks)
+        self.model = GPT2MoE(config, self.groups).to(rank.device)
+        self.optimizer = build_optimizer(options, self.model)
+        self.buckets: GradientBuckets | None = None
+        broadcast_replicated(self.model, self.groups)
+        self.module: nn.Module = TrainingStep(
+            self.model,
+            rank.world,
+            options.balance_weight,
+            options.z_weight,
+            torch.bfloat16 if rank.device.type == "cuda" else None,
+        )
+        self.about = {
+            **{k: v for k, v in asdict(config).items() if k != "name"},
+            "model": config.name,
+            "optimizer": options.optimizer,
+        }
+        name_layers(self.module)
+        emulate_link(options.link_gbps if rank.world > 1 else None)
+
+    def plan(self, cache: Path) -> None:
+        """Train with the plan of the chosen strategy from here on; "none" trains as the module stands.
+
+        Args: cache: where the plan is kept, so that a resumed run adds its numbers in the same order.
+        """
+        if self.options.strategy != "none":
+            # Here, not above: the solver and torch's tracer take a second to import.
+            from lancet_kernels.optimization import optimize
+            from lancet_kernels.schedules.strategies import PlanningOptions
+
+            self.module = optimize(
+                self.module,
+                self.batch(1),
+                strategy=self.options.strategy,
+                cache=cache,
+                options=PlanningOptions(self.options.partition()),
+                plan=self.options.plan,
+                reduce_gradients=self.rank.world > 1,
+                backend=self.options.backend,
+            )
+        elif self.rank.world > 1:
+            self.buckets = GradientBuckets(self.model, self.groups)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of a step on this rank, [B, S] int64 each."""
+        tokens, targets = training_batch(
+            self.corpus.train,
+            seed=self.options.seed,
+            step=step,
+            global_batch=self.options.batch * self.rank.world,
+            sequence=self.sequence,
+            rank=self.rank.rank,
+            ranks=self.rank.world,
+        )
+        return tokens.to(self.rank.device), targets.to(self.rank.device)
+
+    def step(self, step: int) -> dict[str, float]:
+        """One training step (they count from 1). Returns its metrics, the same on every rank."""
+        options, rank = self.options, self.rank
+        begin = time.perf_counter()
+        link.read()
+        tokens = self.batch(step)
+        set_routing_step(self.model, step)
+        result = self.module(*tokens)
+        result.objective.backward()
+        if self.buckets is not None:
+            self.buckets.finish()
+        norm = clip_gradients(self.model, options.clip, self.groups)
+        rate = learning_rate(options, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for layer, assigned_E in zip(moe_layers(self.model), result.assigned, strict=True):
+            if layer.correction_bias is not None:
+                layer.update_correction_bias(assigned_E, options.bias_rate)
+        traffic = link.read()
+        mean = self._mean_over_ranks(
+            [result.loss, result.balance, result.dropped, traffic.all_to_all_ms, traffic.exposed_ms]
+        )
+        seconds = time.perf_counter() - begin
+        return {
+            "step": step,
+            "loss": mean[0],
+            "balance_loss": mean[1],
+            "dropped": mean[2],
+            "all_to_all_ms": mean[3],
+            "exposed_ms": mean[4],
+            "gradient_norm": float(norm),
+            "learning_rate": rate,
+            "step_ms": seconds * 1e3,
+            "tokens_per_s": options.batch * rank.world * self.sequence / seconds,
+        }
+
+    def _mean_over_ranks(self, values: list[Tensor | float]) -> list[float]:
+        numbers = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.rank.device)
+        if self.groups.data:
+            with waiting("mean of the step's figures over the ranks", group_of(self.groups.data)):
+                dist.all_reduce(numbers, group=group_of(self.groups.data))
+        return (numbers / self.rank.world).tolist()
+
+    def compare(self, picture: Path) -> dict[str, object]:
+        """Blocking iterations against planned ones on an emulated link, interleaved; see `overlap`.
+
+        The link is the one of the run, or one on which all-to-all takes 40 % of a blocking iteration.
+        """
+        # Here, not above: the solver and torch's tracer take a second to import.
+        from lancet_kernels.measuring import overlap_bench as overlap
+        from lancet_kernels.schedules.strategies import PlanningOptions
+
+        step, inputs = getattr(self.module, "module", self.module), self.batch(1)
+        gbps = self.options.link_gbps or overlap.slow_link(step, inputs)
+        options = PlanningOptions(self.options.partition())
+        modules = overlap.prepare(
+            step, inputs, dict.fromkeys(("none", self.options.strategy)), options=options
+        )
+        measured = overlap.measure(modules, inputs, self.options.compare)
+        overlap.save_timeline(modules[self.options.strategy], inputs, picture, self.rank.rank == 0)
+        return {
+            "link": "emulated",
+            "link_gbps": gbps,
+            "iterations": self.options.compare,
+            "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
+            "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
+            "speedup_quartiles": overlap.speedups(measured["none"], measured[self.options.strategy]),
+            "timeline": str(picture),
+        }
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Mean cross-entropy over the validation batches of all ranks."""
+        batches = validation_batches(
+            self.corpus.validation,
+            global_batch=self.options.batch * self.rank.world,
+            sequence=self.sequence,
+            rank=self.rank.rank,
+            ranks=self.rank.world,
+            max_batches=self.options.validation_batches,
+        )
+        device = self.rank.device
+        losses = [float(self.module(*(t.to(device) for t in tokens)).loss) for tokens in batches]
+        return self._mean_over_ranks([statistics.fmean(losses)])[0]
+
+
+def build_groups(rank: Rank, expert_ranks: int | None) -> Groups:
+    """Consecutive ranks, `expert_ranks` of them (None: all), share one set of experts. Collective."""
+    if rank.world == 1:
+        return Groups()
+    sharing = expert_ranks or rank.world
+    mesh = init_device_mesh(
+        rank.device.type, (rank.world // sharing, sharing), mesh_dim_names=("replica", "expert")
+    )
+    return Groups.from_mesh(mesh, expert="expert", replica="replica")
+
+
+def build_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, or SGD with momentum; the rate is set anew in every step."""
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(
+            model.parameters(), lr=0.0, momentum=options.momentum, weight_decay=options.weight_decay
+        )
+    return torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=options.weight_decay)
+
+
+def learning_rate(options: TrainOptions, step: int) -> float:
+    """Linear warmup to the peak, then constant. Steps count from 1."""
+    peak = options.lr or _RATES[options.optimizer]
+    return peak * min(1.0, step / options.warmup) if options.warmup else peak
