@@ -138,7 +138,7 @@ def _writes(found: list[str]) -> Iterator[None]:
             found += [source] if attributes is None else [f"{source}.{name}" for name in attributes]
 
 
-def _as_before(variable: VariableTracker, name: str, value: VariableTracker) -> bool:
+def _as_before(variable: Any, name: str, value: VariableTracker) -> bool:
     """Is what a trace leaves in an attribute the constant that the object has there?"""
     if not value.is_python_constant() or not hasattr(getattr(variable, "value", None), name):
         return False

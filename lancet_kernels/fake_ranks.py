@@ -35,7 +35,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     # Without options the backend has no timeout, which new groups take over from it.
-    options = FakeProcessGroup.Options()
+    options = FakeProcessGroup.Options()  # type: ignore[call-arg]
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore(), pg_options=options)
     try:
         yield
@@ -47,5 +47,5 @@ def without_contents() -> FakeTensorMode:
     """A context in which new tensors have shapes and no memory; real ones may be read there."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # What it remembers are weak references, with which torch refuses `module.to(dtype)`.
-    mode.fake_tensor_converter.set_tensor_memo = lambda real, fake: None
+    mode.fake_tensor_converter.set_tensor_memo = lambda t, v: None  # type: ignore[method-assign]
     return mode

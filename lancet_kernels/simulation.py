@@ -223,8 +223,8 @@ def simulate_setting(
 class _TimedPlanner(Planner):
     """A planner that knows how long each plan took, those made on the way included."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)
+    def __init__(self, program: Program, cost: Cost, options: PlanningOptions) -> None:
+        super().__init__(program, cost, options)
         self.seconds: dict[str, float] = {}
         self.cpu_seconds: dict[str, float] = {}
 

@@ -11,6 +11,7 @@ from lancet_kernels import optimize
 from lancet_kernels.cli import main
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.own_step import OwnStep
+from lancet_kernels.simulation import simulate_setting
 from tests.own_steps import readme_step
 
 STEPS = Path(__file__).parents[1] / "own_steps"
@@ -51,15 +52,13 @@ def test_one_rank_has_the_very_program_that_optimize_plans():
     assert planned.plan.program_fingerprint == fingerprint(program)
 
 
-def test_a_step_of_transformers(capsys):
+def test_a_step_of_transformers():
     pytest.importorskip("transformers", reason="transformers is not installed")
-    found = plan_json(
-        capsys, "--module", f"{STEPS}/olmoe_step.py:make_small_step", "--ranks", "16", "--cluster", "dgx-h100"
-    )
-    assert found["iteration_ms"]["lancet"] < found["iteration_ms"]["none"]
+    found = simulate_setting(OwnStep(f"{STEPS}/olmoe_step.py:make_small_step", "dgx-h100", 16))
+    times = {name: plan.predicted.iteration_ms for name, plan in found.plans.items()}
+    assert times["lancet"] < times["none"]
     # Two layers of 256 tokens through 8 experts each, forward and backward.
-    program, _ = OwnStep(f"{STEPS}/olmoe_step.py:make_small_step", "dgx-h100", 16).priced
-    sent = [i.bytes for i in program.instructions if i.op == "lancet.all_to_all"]
+    sent = [i.bytes for i in found.program.instructions if i.op == "lancet.all_to_all"]
     assert sent == [8 * 256 * 64 * 4.0] * 8
 
 

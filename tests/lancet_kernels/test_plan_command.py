@@ -1,11 +1,14 @@
 """`lancet plan`: figures for machines and people, files, and one line for whatever is wrong."""
 
 import json
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from lancet_kernels import simulation
 from lancet_kernels.cli import main
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.plan import Plan
@@ -13,6 +16,14 @@ from lancet_kernels.simulation import Setting
 from tests.grids import few_of
 
 TINY = ["plan", "--model", "gpt2-tiny-moe", "--cluster", "p4de", "--gpus", "16"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def planned_once():
+    """Most tests look at the same plans."""
+    once = lru_cache(simulation.simulate_setting)
+    with mock.patch.object(simulation, "simulate_setting", once):
+        yield
 
 
 def plan_json(capsys, *arguments):
@@ -85,6 +96,7 @@ def test_flags_win_over_the_environment(capsys, monkeypatch):
     assert "LANCET_IOTA: got long" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_no_op_is_cut_into_more_parts(capsys, tmp_path):
     path = str(tmp_path / "plan.json")
     plan_json(capsys, "--model", "gpt2-s-moe", "--most-parts", "2", "--save", path)
