@@ -9,8 +9,8 @@ from torch import nn
 
 from lancet_kernels import optimize
 from lancet_kernels.cli import main
-from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.own_step import OwnStep
+from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.simulation import simulate_setting
 from tests.own_steps import readme_step
 
@@ -45,13 +45,22 @@ def test_the_figures_follow_the_ranks_and_the_cluster():
     assert many.cost(first, many.program.tensors) > few.cost(first, few.program.tensors)
 
 
-def test_one_rank_has_the_very_program_that_optimize_plans():
+def fingerprints_of_a_run_with(path):
     step, inputs = readme_step.make_step()
-    planned = optimize(step, inputs, strategy="none", cluster="p4de")
-    program, _ = OwnStep(README_STEP, "p4de", 1).priced
-    assert planned.plan.program_fingerprint == fingerprint(program)
+    planned = optimize(step, inputs, plan=path, cluster="p4de")
+    planned(*inputs).backward()
+    return planned.plan.program_fingerprint, dict(planned.fallbacks)
 
 
+def test_ranks_run_the_plan_that_was_made_without_them(capsys, pool, tmp_path):
+    """A plan for another program would be refused."""
+    path = str(tmp_path / "plan.json")
+    plan_json(capsys, "--module", README_STEP, "--ranks", "2", "--cluster", "p4de", "--save", path)
+    expected = Plan.load(path).program_fingerprint, {}
+    assert pool.run(fingerprints_of_a_run_with, path, ranks=2) == [expected] * 2
+
+
+@pytest.mark.long
 def test_a_step_of_transformers():
     pytest.importorskip("transformers", reason="transformers is not installed")
     found = simulate_setting(OwnStep(f"{STEPS}/olmoe_step.py:make_small_step", "dgx-h100", 16))
