@@ -107,9 +107,8 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
         self.attention = Attention(config.width, config.heads)
         self.moe = moe
-        self.feed_forward: nn.Module
         if moe:
-            self.feed_forward = MoELayer(
+            self.feed_forward: MoELayer | FeedForward = MoELayer(
                 config.width,
                 4 * config.width,
                 config.num_experts,
@@ -179,5 +178,5 @@ def _initialize(module: nn.Module) -> None:
     """GPT-2's initialization: normal(0, 0.02), zero biases. MoE layers initialize themselves."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, 0.0, 0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
