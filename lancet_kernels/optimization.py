@@ -24,6 +24,7 @@ from lancet_kernels.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.graph.capture import copy_of
 from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.costs import source_of
+from lancet_kernels.graph.garbage import without_garbage_collection
 from lancet_kernels.graph.host_waits import host_waits
 from lancet_kernels.graph.inner_compile import check_compiler
 from lancet_kernels.graph.run import Recorder
@@ -183,6 +184,7 @@ def _on_device(options: PlanningOptions | None, device: torch.device) -> Plannin
     return replace(options, free_memory_gb=(torch.cuda.mem_get_info(device)[0] + unused) / 1e9)
 
 
+@without_garbage_collection()
 def _plans(
     graph: CostedGraph,
     strategy: str,
