@@ -8,7 +8,7 @@ approximation good enough for a 3.83 % error of the iteration time.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,8 @@ class CommunicationModel:
         """Points calculated for `gpus` ranks that fill the nodes of a cluster one after another.
 
         Args: expert_ranks: consecutive ranks that share one set of experts (default: all). All-to-alls are
-            among these; all-reduces of group "replica" among the `gpus / expert_ranks` ranks with the same.
+            among these; all-reduces, reduce-scatters and all-gathers of group "replica" among the
+            `gpus / expert_ranks` ranks with the same. The bytes of the last two are those of the whole.
         """
         if gpus < 1 or (gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node):
             raise UserError(
@@ -61,14 +62,17 @@ class CommunicationModel:
                 do="use whole nodes",
             )
         among = expert_ranks or gpus
-        formulas = {
-            ("all_to_all", "world"): lambda size: _all_to_all_ms(cluster, among, size),
-            ("all_reduce", "world"): lambda size: _all_reduce_ms(cluster, gpus, size),
+        formulas: dict[tuple[str, str], Callable[[float], float]] = {
+            ("all_to_all", "world"): lambda size: _all_to_all_ms(cluster, among, size)
         }
+        sums = {"world": lambda size: _all_reduce_ms(cluster, gpus, size)}
         if among < gpus:
-            formulas["all_reduce", "replica"] = lambda size: _replica_all_reduce_ms(
-                cluster, gpus, among, size
-            )
+            sums["replica"] = lambda size: _replica_all_reduce_ms(cluster, gpus, among, size)
+        for group, all_reduce in sums.items():
+            formulas["all_reduce", group] = all_reduce
+            # An all-reduce is a reduce-scatter and an all-gather, which take the same time.
+            for half in ("reduce_scatter", "all_gather"):
+                formulas[half, group] = lambda size, both=all_reduce: both(size) / 2
         return cls(
             {key: tuple((float(b), formula(b)) for b in POINT_BYTES) for key, formula in formulas.items()}
         )

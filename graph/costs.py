@@ -68,7 +68,7 @@ class CostModel:
             return part_of_measured(instruction, self._fixed_ms(instruction))
         if instruction.kind.is_communication:
             return self.communication.milliseconds(
-                _collective(instruction), instruction.bytes, instruction.attributes.get("group", "world")
+                collective_of(instruction), instruction.bytes, instruction.attributes.get("group", "world")
             )
         operands = [tensors[t].dtype for t in (*instruction.outputs, *instruction.inputs) if t in tensors]
         dtype = next((d for d in operands if "float" in d), "float32")
@@ -93,7 +93,7 @@ class CostModel:
         """What even an empty part costs: the message's latency, or the kernel's launch."""
         if instruction.kind.is_communication:
             group = instruction.attributes.get("group", "world")
-            return self.communication.latency(_collective(instruction), group)
+            return self.communication.latency(collective_of(instruction), group)
         return self.cluster.launch_us * 1e-3
 
 
@@ -115,7 +115,7 @@ class MeasuredCosts:
             return instruction.milliseconds
         if instruction.kind.is_communication:
             return self.communication.milliseconds(
-                _collective(instruction), instruction.bytes, instruction.attributes.get("group", "world")
+                collective_of(instruction), instruction.bytes, instruction.attributes.get("group", "world")
             )
         whole_ms = instruction.attributes.get("whole_milliseconds")
         if whole_ms is None:
@@ -161,8 +161,8 @@ def durations(program: Program, cost: Cost) -> list[float]:
     return [cost(instruction, program.tensors) for instruction in program.instructions]
 
 
-def _collective(instruction: Instruction) -> str:
-    """Kinds name their collective; other communication says it in the attribute `collective`."""
+def collective_of(instruction: Instruction) -> str:
+    """Its name in a communication model: of the kind, or what the attribute `collective` says."""
     if instruction.kind is Kind.OTHER_COMMUNICATION:
         return instruction.attributes.get("collective", "all_to_all")
     return instruction.kind.value

@@ -3,8 +3,9 @@
 Every op node becomes an instruction; a tuple's elements are its outputs. What the graph says of shapes
 (`meta["val"]`) gives bytes and FLOPs, so nothing runs; of rows it says how many there are in an evenly
 spread, dropless batch (`ops.rows.expected_sizes`). The exchange of counts, which blocks, counts as
-computation. `wait_tensor` costs nothing: whoever reads its result waits for the collective. What draws from
-torch's global random generator (`draws_random_numbers`) overwrites its state, so that draws keep their order.
+computation. `wait_tensor` costs nothing: whoever reads its result waits for the collective. The attribute
+`collective` says what all-gathers and reduce-scatters are. What draws from torch's global random
+generator (`draws_random_numbers`) overwrites its state, so that draws keep their order.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ _KINDS = {
     "_c10d_functional.all_reduce_coalesced": Kind.ALL_REDUCE,
 }
 _COLLECTIVE_NAMESPACE = "_c10d_functional."
+_COLLECTIVES = {
+    f"{_COLLECTIVE_NAMESPACE}{op}{variant}": collective
+    for op, collective in (
+        ("all_gather_into_tensor", "all_gather"),
+        ("reduce_scatter_tensor", "reduce_scatter"),
+    )
+    for variant in ("", "_coalesced", "_out")
+}
+"""The attribute `collective`: what their costs go by."""
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs that have one."""
 _WAIT = "_c10d_functional.wait_tensor"
@@ -40,6 +50,8 @@ _WAIT = "_c10d_functional.wait_tensor"
 
 def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: str = "graph") -> Program:
     """The Program of an fx graph whose nodes carry `meta["val"]` (as every traced graph's do).
+
+    A placeholder without one is no tensor; an attribute without one has the module's value.
 
     Args: cost: milliseconds of a node; None leaves the times to a cost model.
     Instructions are named like their nodes; tensors too, element i of a tuple as `node.i`.
@@ -117,11 +129,29 @@ def tensor_names(node: fx.Node) -> list[str]:
         return [node.meta["stands_for"]]
     if node.target is operator.getitem:
         source, index = node.args
-        return [f"{source.name}.{index}"]
-    value = node.meta.get("val")
+        return [name for name in [f"{source.name}.{index}"] if name in tensor_names(source)]
+    value = _value(node)
     if isinstance(value, (tuple, list)):
         return [f"{node.name}.{i}" for i, v in enumerate(value) if isinstance(v, Tensor)]
     return [node.name] if isinstance(value, Tensor) else []
+
+
+def _value(argument: object) -> Any:
+    """What a node stands for, as far as the graph says; of anything else, itself."""
+    if not isinstance(argument, fx.Node):
+        return argument
+    if "val" not in argument.meta and argument.op == "get_attr":
+        return operator.attrgetter(argument.target)(argument.graph.owning_module)
+    return argument.meta.get("val")
+
+
+def _with_arguments(node: fx.Node) -> list[tuple[Any, object]]:
+    """Pairs of the schema's argument and its value, of those that are given."""
+    arguments = node.target._schema.arguments
+    by_name = (
+        (argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs
+    )
+    return [*zip(arguments, node.args, strict=False), *by_name]
 
 
 def _tensor_names(nodes: Iterable[fx.Node]) -> list[str]:
@@ -145,6 +175,8 @@ def _instruction(
     if "group" in node.meta:
         # Its collectives have costs of their own (`graph.communication`).
         attributes["group"] = node.meta["group"]
+    if op in _COLLECTIVES:
+        attributes["collective"] = _COLLECTIVES[op]
     if op == "lancet.gate":
         attributes["partitionable"] = parse_gate(attributes["spec"]).partitionable
     inputs = _tensor_names(node.all_input_nodes)
@@ -172,7 +204,7 @@ def _kind(op: str) -> Kind:
 
 
 def _specs(node: fx.Node) -> list[TensorSpec]:
-    value = node.meta.get("val")
+    value = _value(node)
     values = [v for v in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(v, Tensor)]
     aliases = _aliased(node)
     return [
@@ -192,7 +224,7 @@ def _aliased(node: fx.Node) -> dict[int, str]:
     for i, result in enumerate(schema.returns):
         if result.alias_info is None:
             continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
+        for argument, value in _with_arguments(node):
             # `Tensor(a -> *)`: an op that returns a list of views of the argument.
             same = argument.alias_info is not None and (
                 argument.alias_info.before_set & result.alias_info.before_set
@@ -200,11 +232,12 @@ def _aliased(node: fx.Node) -> dict[int, str]:
             )
             if same and isinstance(value, fx.Node) and tensor_names(value):
                 found[i] = tensor_names(value)[0]
-    if op_name(node) == _WAIT:
+    if op_name(node) == _WAIT and tensor_names(node.args[0]):
         found[0] = tensor_names(node.args[0])[0]
     # A list of views (unbind, split): every element shares the input's storage.
-    if 0 in found and isinstance(node.meta.get("val"), (tuple, list)):
-        found = dict.fromkeys(range(len(node.meta["val"])), found[0])
+    value = _value(node)
+    if 0 in found and isinstance(value, (tuple, list)):
+        found = dict.fromkeys(range(len(value)), found[0])
     return found
 
 
@@ -215,7 +248,7 @@ def _mutated(node: fx.Node) -> tuple[str, ...]:
     written = (GENERATOR,) if draws_random_numbers(node) else ()
     return written + tuple(
         name
-        for argument, value in zip(schema.arguments, node.args, strict=False)
+        for argument, value in _with_arguments(node)
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)
         for name in tensor_names(value)
     )
@@ -227,8 +260,12 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {}
-    arguments = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
-    for name in ("group", "layer"):  # names of process groups and exchanges say nothing about the program
+    arguments = {argument.name: value for argument, value in _with_arguments(node)}
+    for name in (
+        "group",
+        "group_name",
+        "layer",
+    ):  # names of process groups and exchanges say nothing about the program
         arguments.pop(name, None)
     if op_name(node) == "lancet.dropout":  # nor does which numbers it draws: layers look alike
         del arguments["seed"], arguments["site"]
@@ -237,7 +274,7 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
         plain |= {"dims": [plain.pop("dim0"), plain.pop("dim1")], "swap": True}
     elif op_name(node) in ("aten.sum", "aten.mean"):
         dims = plain.pop("dim", None)
-        rank = node.args[0].meta["val"].dim()
+        rank = _value(node.args[0]).dim()
         plain["dims"] = list(range(rank)) if dims is None else dims
     elif op_name(node) == "lancet.gate":
         plain["partitionable"] = parse_gate(plain["spec"]).partitionable
@@ -254,25 +291,23 @@ def _is_plain(value: object) -> bool:
 
 def _flops(node: fx.Node, op: str) -> float:
     """Of matrix products and attention; element-wise work is bound by memory and counted in bytes."""
+    values = fx.map_arg(node.args, _value)
     if op in ("lancet.grouped_gemm", "lancet.grouped_gemm_dx"):
-        return 2.0 * node.args[0].meta["val"].shape[0] * node.args[2].meta["val"][0].numel()
+        return 2.0 * values[0].shape[0] * values[2][0].numel()
     if op == "lancet.grouped_gemm_dw":
-        return 2.0 * node.args[0].meta["val"].shape[0] * node.meta["val"][0].numel()
+        return 2.0 * values[0].shape[0] * _value(node)[0].numel()
     packet = getattr(node.target, "overloadpacket", None)
-    values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
     if op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention":
         # torch's registry does not know that fused kernels skip what a causal mask hides.
         return _attention_flops(values, "backward" in op) * (0.5 if _is_causal(node) else 1.0)
     if packet in flop_registry:
-        return float(flop_registry[packet](*values, **node.kwargs, out_val=node.meta["val"]))
+        by_name = fx.map_arg(node.kwargs, _value)
+        return float(flop_registry[packet](*values, **by_name, out_val=_value(node)))
     return 0.0
 
 
 def _is_causal(node: fx.Node) -> bool:
-    return any(
-        argument.name == "is_causal" and value is True
-        for argument, value in zip(node.target._schema.arguments, node.args, strict=False)
-    ) or bool(node.kwargs.get("is_causal", False))
+    return any(argument.name == "is_causal" and value is True for argument, value in _with_arguments(node))
 
 
 def _attention_flops(values: list[Any], backward: bool) -> float:
@@ -288,12 +323,15 @@ def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
     """Moved through memory: everything read and written, of a view nothing; or over the link."""
     if outputs and all(spec.alias_of is not None for spec in outputs):
         return 0.0
-    values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    values = [v for v in map(_value, node.all_input_nodes) if isinstance(v, Tensor)]
     if op == "lancet.all_to_all":
-        return float(_content_bytes(node.args[0].meta["val"]))
+        return float(_content_bytes(_value(node.args[0])))
+    if _COLLECTIVES.get(op) == "reduce_scatter":
+        # As of an all-gather, the whole and not the shard: what passes the link.
+        return float(sum(_content_bytes(v) for v in values))
     if _kind(op).is_communication:
         return float(sum(spec.content_bytes for spec in outputs))
-    own = node.meta.get("val")
+    own = _value(node)
     values += own if isinstance(own, (tuple, list)) else [own]
     return float(sum(_content_bytes(v) for v in values if isinstance(v, Tensor)))
 

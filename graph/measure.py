@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.from_fx import is_collective, is_instruction
-from lancet_kernels.ops.all_reduce import start_all_reduce
+from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
 from lancet_kernels.ops.groups import Groups, group_device, group_of, group_size
 from lancet_kernels.ops.link import link
@@ -166,11 +166,12 @@ def _spare_cores() -> bool:
 def measure_communication(
     largest: dict[tuple[str, str], int], width: int, groups: Groups, device: torch.device, repeats: int = 5
 ) -> CommunicationModel:
-    """Times of `all_to_all` and `all_reduce` from 1 KB up to the largest size of each, in steps of two.
+    """Times of each collective from 1 KB up to its largest size, in steps of two.
 
     Args:
-        largest: bytes per rank, by collective and group: all-to-alls of the expert group and all-reduces of
-        the data group are of group "world", all-reduces of the replica group of "replica".
+        largest: bytes per rank (all-gather and reduce-scatter: of the whole), by collective and group:
+        all-to-alls of the expert group and the others of the data group are of group "world", the others
+        of the replica group of "replica".
         width: of the rows of all-to-all buffers. device: where the step's tensors are.
     """
 
@@ -179,9 +180,15 @@ def measure_communication(
 
     starts: dict[tuple[str, str], Callable[[int], object]] = {
         ("all_to_all", "world"): lambda size: _uniform_all_to_all(size, width, groups.expert, device),
-        ("all_reduce", "world"): all_reduce(groups.data),
-        ("all_reduce", "replica"): all_reduce(groups.replica),
     }
+    for name, group in (("world", groups.data), ("replica", groups.replica)):
+        starts["all_reduce", name] = all_reduce(group)
+        starts["all_gather", name] = partial(
+            _start_with_shards, dist.all_gather_into_tensor, group, device, False
+        )
+        starts["reduce_scatter", name] = partial(
+            _start_with_shards, dist.reduce_scatter_tensor, group, device, True
+        )
     samples = {}
     for collective, name in largest:
         start = starts[collective, name]
@@ -232,6 +239,20 @@ def _uniform_all_to_all(size: int, width: int, group: str, device: torch.device)
     rows = max(1, size // (4 * width * ranks))
     count = torch.full((ranks, 1), rows, dtype=torch.int64, device=device)
     return start_all_to_all(torch.zeros(ranks * rows, width, device=device), count, count, group, True)
+
+
+def _start_with_shards(
+    collective: Callable[..., dist.Work], group: str, device: torch.device, to_shard: bool, size: int
+) -> dist.Work | PendingAllReduce:
+    """An all-gather or reduce-scatter between `size` bytes of float32 and this rank's shard of them."""
+    if not group:
+        return start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group)
+    process_group = group_of(group)
+    shard = torch.zeros(max(1, size // (4 * process_group.size())), device=device)
+    whole = shard.new_zeros(shard.numel() * process_group.size())
+    result, source = (shard, whole) if to_shard else (whole, shard)
+    with waiting(collective.__name__, process_group):
+        return collective(result, source, group=process_group, async_op=True)
 
 
 def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from lancet_kernels.graph.communication import CommunicationModel
-from lancet_kernels.graph.costs import MeasuredCosts
+from lancet_kernels.graph.costs import MeasuredCosts, collective_of
 from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.measure import measure_communication, measure_nodes
@@ -134,9 +134,10 @@ class Profiler:
         Args: width: of the rows of its all-to-all buffers.
         """
         largest = {("all_to_all", "world"): 0, ("all_reduce", "world"): 0}
-        for i in (*program.positions(Kind.ALL_TO_ALL), *program.positions(Kind.ALL_REDUCE)):
-            instruction = program.instructions[i]
-            key = instruction.kind.value, instruction.attributes.get("group", "world")
+        for instruction in program.instructions:
+            if not instruction.kind.is_communication:
+                continue
+            key = collective_of(instruction), instruction.attributes.get("group", "world")
             largest[key] = max(largest.get(key, 0), int(instruction.bytes))
         wire = "" if link.gbps is None else f", emulated link {link.gbps:g} Gbit/s"
         sizes = ", ".join(f"{' '.join(key)} {size}" for key, size in largest.items())

@@ -20,8 +20,9 @@ from lancet_kernels.guards import Guards, bind
 from lancet_kernels.ops.all_to_all import running_a_plan
 from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.link import link
+from lancet_kernels.schedules.clock import COMPUTE, LINK
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, Timeline
+from lancet_kernels.schedules.simulate import Event, Timeline
 from lancet_kernels.training.gradients import call_with_summed_gradients
 
 

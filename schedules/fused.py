@@ -25,6 +25,7 @@ from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.kernels.measured_cost import MeasuredCost
 from lancet_kernels.ops import fused_graph
+from lancet_kernels.schedules.clock import COMPUTE, LINK
 from lancet_kernels.schedules.fused_layers import MatchedLayer, independent_gradients, match_layers
 from lancet_kernels.schedules.fused_prediction import (
     MODELLED_EFFICIENCY,
@@ -37,7 +38,7 @@ from lancet_kernels.schedules.fused_prediction import (
     nothing_measured,
 )
 from lancet_kernels.schedules.plan import FusedGroup
-from lancet_kernels.schedules.simulate import COMPUTE, LINK, Timeline
+from lancet_kernels.schedules.simulate import Timeline
 
 # A weight gradient rides along if at least this share of its time on a stream is saved.
 LEAST_HIDDEN = 0.5

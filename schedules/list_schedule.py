@@ -3,7 +3,13 @@
 Beyond the paper. Whenever compute is free, the ready instruction with the longest path behind it runs.
 What no all-to-all waits for (weight gradients, optimizer steps, the reassembly of activations for the
 backward pass) is filler: it runs when nothing else is ready, which is exactly while an all-to-all is
-exposed, and the one that fits the gap best goes first. All-to-alls start the moment they can.
+exposed, and the one that fits the gap best goes first. Messages go when the link is about to fall free, the
+one with the longest path behind it first; sums of gradients when no other is ready.
+
+Under a memory limit every instruction has to be admitted by a `MemoryBudget`: whatever is issued, what is
+left can go on in the Program's own order without exceeding the limit. Messages that need nothing but
+parameters (all-gathers) then wait until they are nearly due: what is gathered early takes memory from what
+could be deferred.
 
 The result is never predicted worse than the better of Algorithm 1 and the original order: `best_order`
 simulates all of them and takes the best one that respects the memory limit.
@@ -14,21 +20,23 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 
 from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
-from lancet_kernels.schedules.issue import issue_early
-from lancet_kernels.schedules.peak_memory import AliveBytes, peak_memory
+from lancet_kernels.schedules.clock import INFINITY, Clock, link_of
+from lancet_kernels.schedules.peak_memory import MemoryBudget, Storages, peak_memory
 from lancet_kernels.schedules.simulate import Times, run
-from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots
+from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots, sums_gradients
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """An order that was found: positions, who found it, what it is predicted to take."""
+    """An order: positions, the method that gave it, what it is predicted to take."""
 
+    program: Program
     order: list[int]
     method: str
     times: Times
@@ -37,60 +45,75 @@ class Ordered:
     def iteration_ms(self) -> float:
         return self.times.iteration_ms
 
-    def peak_memory_bytes(self, program: Program) -> int:
-        """Needs a sweep over all tensors, so it is not known in advance."""
-        return peak_memory(program, self.times.start, self.times.end)
+    @cached_property
+    def peak_memory_bytes(self) -> int:
+        return peak_memory(self.program, self.order)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a list schedule decides.
+
+    Attributes:
+        oldest_first: fillers in the program's order instead of by best fit. Best fit hides more; oldest first
+            completes the buckets of gradient all-reduces earlier, which counts where those are long.
+        refuse_beyond: a filler longer than this many times the gap is kept for a later one, if there is one.
+        ahead: how long before its latest start a message may go that could go at any time, in durations of
+            the longest message.
+        reserve: bytes that only messages may use, in sizes of the largest message.
+    """
+
+    oldest_first: bool = False
+    refuse_beyond: float = 2.0
+    ahead: float = INFINITY
+    reserve: float = 0.0
+
+    def __str__(self) -> str:
+        fill = "oldest first" if self.oldest_first else "best fit"
+        refuse = (
+            f"refuse beyond {self.refuse_beyond:g}" if self.refuse_beyond < INFINITY else "refuse nothing"
+        )
+        ahead = f", messages {self.ahead:g} ahead" if self.ahead < INFINITY else ""
+        return f"list schedule, {fill}, {refuse}{ahead}" + (
+            f", reserve {self.reserve:g}" if self.reserve else ""
+        )
+
+
+FREE = [Policy(oldest, refuse) for oldest in (False, True) for refuse in (2.0, 1.0, INFINITY)]
+"""Without a memory limit."""
+FREE += [Policy(ahead=2.0), Policy(ahead=8.0)]
+LIMITED = [Policy(ahead=ahead, reserve=reserve) for ahead in (2.0, 8.0) for reserve in (0.0, 2.0)]
 
 
 def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Ordered:
-    """The fastest of the original order, Algorithm 1, and the list schedules, its communication issued early.
+    """The fastest of the original order, early communication, Algorithm 1, and the list schedules.
 
     Within the memory limit where the original order is; where it is not, the limit is the original's peak.
     """
     ms = durations(program, cost)
-    original = measure(program, ms, list(range(len(program))), "original order")
+
+    def simulated(order: list[int], method: str) -> Ordered:
+        return Ordered(program, order, method, run(program, ms, order))
+
+    def list_schedules(policies: Sequence[Policy], limit: float | None) -> Iterator[Ordered]:
+        work = Work(program, ms)
+        return (simulated(ListScheduler(work, policy, limit).schedule(), str(policy)) for policy in policies)
+
+    original = simulated(list(range(len(program))), "original order")
     candidates = [
         original,
-        measure(program, ms, order_by_slots(program, {}), "early communication"),
-        measure(program, ms, greedy_order(program, ms), "weight gradient greedy"),
-        *_list_schedules(program, ms, None),
+        simulated(order_by_slots(program, {}), "early communication"),
+        simulated(greedy_order(program, ms), "weight gradient greedy"),
+        *list_schedules(FREE, None),
     ]
     candidates.sort(key=lambda c: c.iteration_ms)
-    best = _within(program, ms, candidates, original, memory_limit_bytes)
-    return replace(best, order=issue_early(program, best.order))
-
-
-def _within(
-    program: Program,
-    ms: Sequence[float],
-    candidates: list[Ordered],
-    original: Ordered,
-    memory_limit_bytes: float | None,
-) -> Ordered:
-    """The first candidate within the limit, or a list schedule that kept an eye on it."""
     if memory_limit_bytes is None:
         return candidates[0]
-    limit = max(memory_limit_bytes, original.peak_memory_bytes(program))
-    fastest = next(c for c in candidates if c.peak_memory_bytes(program) <= limit)
+    limit = max(memory_limit_bytes, original.peak_memory_bytes)
+    fastest = next(c for c in candidates if c.peak_memory_bytes <= limit)
     if fastest is candidates[0]:
         return fastest
-    careful = [c for c in _list_schedules(program, ms, limit) if c.peak_memory_bytes(program) <= limit]
-    return min([fastest, *careful], key=lambda c: c.iteration_ms)
-
-
-def _list_schedules(program: Program, ms: Sequence[float], limit: float | None) -> Iterator[Ordered]:
-    work = _Work(program, ms)
-    for oldest_first in (False, True):
-        for refuse_beyond in (2.0, 1.0, float("inf")):
-            order = _ListScheduler(work, oldest_first, refuse_beyond, limit).schedule()
-            fill = "oldest first" if oldest_first else "best fit"
-            refuse = f"refuse beyond {refuse_beyond:g}" if refuse_beyond < float("inf") else "refuse nothing"
-            yield measure(program, ms, order, f"list schedule, {fill}, {refuse}")
-
-
-def measure(program: Program, ms: Sequence[float], order: list[int], method: str) -> Ordered:
-    """Simulate an order."""
-    return Ordered(order, method, run(program, ms, order))
+    return min([fastest, *list_schedules(LIMITED, limit)], key=lambda c: c.iteration_ms)
 
 
 def list_schedule(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Program:
@@ -99,23 +122,13 @@ def list_schedule(program: Program, cost: Cost, *, memory_limit_bytes: float | N
 
 
 def list_order(
-    program: Program,
-    ms: Sequence[float],
-    *,
-    oldest_first: bool = False,
-    refuse_beyond: float = 2.0,
-    memory_limit_bytes: float | None = None,
+    program: Program, ms: Sequence[float], policy: Policy, *, memory_limit_bytes: float | None = None
 ) -> list[int]:
-    """One list schedule, as positions.
+    """One list schedule, as positions; `ms` are durations by position.
 
-    Args:
-        ms: durations by position.
-        oldest_first: fillers in the program's order instead of by best fit. Best fit hides more; oldest first
-            completes the buckets of gradient all-reduces earlier, which counts where those are long.
-        refuse_beyond: a filler longer than this many times the gap is kept for a later one, if there is one.
-        memory_limit_bytes: while more than this is alive, fillers that free memory go before all else.
+    With a limit (at least the peak of the original order), no moment needs more memory.
     """
-    return _ListScheduler(_Work(program, ms), oldest_first, refuse_beyond, memory_limit_bytes).schedule()
+    return ListScheduler(Work(program, ms), policy, memory_limit_bytes).schedule()
 
 
 def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
@@ -129,164 +142,263 @@ def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
     return length
 
 
-@dataclass
-class _Reduce:
-    """An all-reduce under way: when it could start, and the milliseconds it still needs the link for."""
-
-    position: int
-    ready_at: float
-    left: float
-
-
-class _Work:
-    """What all list schedules of a program share: critical paths, the urgent messages, what is filler."""
+class Work:
+    """What all list schedules of a program share: critical paths, what is urgent, what is filler, what is due
+    when."""
 
     def __init__(self, program: Program, ms: Sequence[float]):
         self.program, self.ms = program, ms
         self.priority = critical_path(program, ms)
-        self.urgent = bitset([i for i, x in enumerate(program.instructions) if _is_urgent(x.kind)])
+        instructions = program.instructions
+        self.is_urgent = [x.kind.is_communication and not sums_gradients(x) for x in instructions]
+        self.urgent = bitset([i for i, urgent in enumerate(self.is_urgent) if urgent])
         self.needed_by_none = [not d & self.urgent for d in program.reachability.descendants]
         self.is_filler = [
             unneeded or _waits_for_backward(program, i) for i, unneeded in enumerate(self.needed_by_none)
         ]
+        self.storages = Storages(program)
+        self.is_free = [
+            x.kind is Kind.COMPUTE and not ms[i] and not self.storages.born[i]
+            for i, x in enumerate(instructions)
+        ]
+        """Views and waits: taking neither time nor memory."""
+        messages = [i for i, x in enumerate(instructions) if x.kind.is_communication]
+        self.longest_message = max((ms[i] for i in messages), default=0.0)
+        self.largest_message = max((self._bytes_made(i) for i in messages), default=0)
+        self.latest_start = self._latest_starts()
+
+    def _bytes_made(self, i: int) -> int:
+        return sum(self.storages.bytes[s] for s in self.storages.born[i])
+
+    def is_main(self, i: int) -> bool:
+        """Computation that is no filler: by it we tell how far a schedule is."""
+        return self.program.instructions[i].kind is Kind.COMPUTE and not self.is_filler[i]
+
+    def _latest_starts(self) -> list[float]:
+        """By position of each urgent message: the milliseconds of main computation after which it has to be
+        on the link, so that it and all later ones arrive before their first readers' turn."""
+        passed, elapsed = [], 0.0
+        for i, ms in enumerate(self.ms):
+            passed.append(elapsed)
+            elapsed += ms if self.is_main(i) else 0.0
+        latest = [INFINITY] * len(self.ms)
+        due = {
+            i: passed[min(after)]
+            for i, after in enumerate(self.program.dependents)
+            if self.is_urgent[i] and after
+        }
+        next_start = INFINITY
+        for i in sorted(due, key=lambda i: (due[i], i), reverse=True):
+            next_start = latest[i] = min(next_start, due[i]) - self.ms[i]
+        return latest
 
 
-class _ListScheduler:
-    """Plays the two resources forward in time and fixes, step by step, what goes next."""
+class ListScheduler:
+    """Plays compute and links forward in time and fixes, step by step, what goes next."""
 
-    def __init__(
-        self,
-        work: _Work,
-        oldest_first: bool,
-        refuse_beyond: float,
-        limit: float | None,
-    ):
-        self.program, self.ms = work.program, work.ms
-        self.oldest_first, self.refuse_beyond = oldest_first, refuse_beyond
+    MOST_TRIES = 8
+    """How many candidates are offered to the memory budget before something else is done."""
+
+    def __init__(self, work: Work, policy: Policy, limit: float | None):
+        self.work, self.policy = work, policy
+        self.program, self.ms, self.priority = work.program, work.ms, work.priority
+        self.clock = Clock()
+        self.budget = None if limit is None else MemoryBudget(work.storages, limit)
+        self.reserve = policy.reserve * work.largest_message
         self.pending = [len(before) for before in self.program.dependencies]
-        self.priority, self.is_filler = work.priority, work.is_filler
-        self.needed_by_none = work.needed_by_none
+        self.free: deque[int] = deque()
         self.ready: list[tuple[float, int]] = []
         self.fillers: set[int] = set()
-        self.urgent: list[tuple[float, int, float]] = []
-        self.reduces: deque[_Reduce] = deque()
+        self.messages: list[tuple[float, int]] = []
+        self.sums: deque[int] = deque()
         self.order: list[int] = []
-        self.now = self.link_now = 0.0
-        self.link: tuple[float, int] | None = None
+        self.is_issued = [False] * len(self.program)
         self.unsent = work.urgent
-        self.memory = AliveBytes(self.program) if limit is not None else None
-        self.limit = limit
+        self.arrived = 0
+        self.main_ms = 0.0
+        self.loaded_until: dict[str, float] = {}
+        """By link, when all that was sent is through."""
 
     def schedule(self) -> list[int]:
         for i, count in enumerate(self.pending):
             if not count:
-                self._make_ready(i, 0.0)
+                self._make_ready(i)
         while len(self.order) < len(self.program):
-            self._advance_link()
+            self._receive()
             i = self._next_compute()
-            if i is not None:
-                self._issue(i)
-                # The link works on while this runs: what it finishes by then becomes ready.
-                self.now += self.ms[i]
-                self._done(i, self.now)
-            elif self.link is not None:
-                self.now = self.link[0]
-            elif self.reduces:
-                self.now = max(self.link_now, self.reduces[0].ready_at) + self.reduces[0].left
+            if self._send_before(self.clock.now + (0.0 if i is None else self.ms[i])):
+                # What was sent took memory, or made something ready.
+                self._put_back(i)
+            elif i is not None:
+                self._compute(i)
+            elif not self.clock.is_idle:
+                self.clock.wait()
+            else:
+                self._issue_first()
         return self.order
 
-    def _issue(self, i: int) -> None:
-        self.order.append(i)
-        if self.memory is not None:
-            self.memory.allocate(i)
+    def _receive(self) -> None:
+        """Take note of the messages that are through by now."""
+        self.clock.catch_up()
+        for i in self.clock.sent[self.arrived :]:
+            self._done(i)
+        self.arrived = len(self.clock.sent)
 
-    def _done(self, i: int, moment: float) -> None:
-        if self.memory is not None:
-            self.memory.release(i)
-        for j in self.program.dependents[i]:
-            self.pending[j] -= 1
-            if not self.pending[j]:
-                self._make_ready(j, moment)
-
-    def _make_ready(self, i: int, moment: float) -> None:
-        kind = self.program.instructions[i].kind
-        if kind is Kind.ALL_REDUCE:
-            self._issue(i)
-            self.reduces.append(_Reduce(i, moment, self.ms[i]))
-        elif _is_urgent(kind):
-            heapq.heappush(self.urgent, (-self.priority[i], i, moment))
-        elif self.is_filler[i]:
+    def _make_ready(self, i: int) -> None:
+        if self.work.is_free[i]:
+            self.free.append(i)
+        elif self.work.is_urgent[i]:
+            heapq.heappush(self.messages, (-self.priority[i], i))
+        elif self.program.instructions[i].kind.is_communication:
+            self.sums.append(i)
+        elif self.work.is_filler[i]:
             self.fillers.add(i)
         else:
             heapq.heappush(self.ready, (-self.priority[i], i))
 
-    def _advance_link(self) -> None:
-        """Finish what the link has finished by now, and start the most urgent message that is ready."""
-        while True:
-            if self.link is not None:
-                if self.link[0] > self.now:
-                    return
-                self.link_now, i = self.link
-                self.link = None
-                self._done(i, self.link_now)
-            elif self.urgent:
-                begin = max(self.urgent[0][2], self.link_now)
-                if not self._reduce_until(begin):
-                    _, i, _ = heapq.heappop(self.urgent)
-                    self._issue(i)
-                    self.unsent &= ~(1 << i)
-                    self.link = (begin + self.ms[i], i)
-            elif not self._reduce_until(self.now):
-                return
+    def _put_back(self, i: int | None) -> None:
+        if i is not None:
+            self._make_ready(i)
 
-    def _reduce_until(self, moment: float) -> bool:
-        """All-reduces use the link while nothing urgent does. Did one finish by this moment?"""
-        if not self.reduces:
-            self.link_now = max(self.link_now, moment)
+    def _issue(self, i: int) -> None:
+        self.order.append(i)
+        self.is_issued[i] = True
+        if self.budget is not None:
+            self.budget.issue(i)
+
+    def _done(self, i: int) -> None:
+        for j in self.program.dependents[i]:
+            self.pending[j] -= 1
+            if not self.pending[j]:
+                self._make_ready(j)
+
+    def _compute(self, i: int) -> None:
+        self._issue(i)
+        self.clock.compute(i, self.ms[i], ())
+        if self.work.is_main(i):
+            self.main_ms += self.ms[i]
+        self._done(i)
+
+    def _send(self, i: int) -> None:
+        self._issue(i)
+        instruction = self.program.instructions[i]
+        link, is_urgent = link_of(instruction), instruction.kind is not Kind.ALL_REDUCE
+        self.clock.send(i, self.ms[i], (), link=link, is_urgent=is_urgent)
+        self.unsent &= ~(1 << i)
+        self.loaded_until[link] = max(self.loaded_until.get(link, 0.0), self.clock.now) + self.ms[i]
+
+    def _send_before(self, moment: float) -> bool:
+        """Give work to every link that would be without before `moment`. -> was there any?"""
+        sent = False
+        while True:
+            found = self._next_message(moment)
+            if found is None:
+                return sent
+            self._send(found)
+            sent = True
+
+    def _next_message(self, moment: float) -> int | None:
+        """The most urgent message that may go; if there is none, a sum of gradients."""
+        aside, found = [], None
+        while self.messages and found is None and len(aside) < self.MOST_TRIES:
+            entry = heapq.heappop(self.messages)
+            if self._may_go(entry[1], moment):
+                found = entry[1]
+            else:
+                aside.append(entry)
+        for entry in aside:
+            heapq.heappush(self.messages, entry)
+        if found is None and self.sums and self._may_go(self.sums[0], moment):
+            found = self.sums.popleft()
+        return found
+
+    def _may_go(self, i: int, moment: float) -> bool:
+        if self.loaded_until.get(link_of(self.program.instructions[i]), 0.0) > moment:
             return False
-        head = self.reduces[0]
-        end = max(self.link_now, head.ready_at) + head.left
-        if end <= moment:
-            self.reduces.popleft()
-            self.link_now = end
-            self._done(head.position, end)
-            return True
-        head.left -= max(0.0, moment - max(self.link_now, head.ready_at))
-        self.link_now = max(self.link_now, moment)
-        return False
+        early = self.work.latest_start[i] - self.policy.ahead * self.work.longest_message
+        if self.policy.ahead < INFINITY and self.work.is_urgent[i] and self.main_ms < early:
+            return False
+        return self.budget is None or self.budget.admits(i)
+
+    def _issue_first(self) -> None:
+        """Nothing is under way and nothing is wanted: go on with the program's own order."""
+        i = self._first()
+        assert not self.pending[i], "the first instruction that is left waits for nothing"
+        self._take(i)
+        if self.program.instructions[i].kind.is_communication:
+            self._send(i)
+        else:
+            self._compute(i)
+
+    def _first(self) -> int:
+        if self.budget is not None:
+            return self.budget.first
+        return self.is_issued.index(False)
+
+    def _take(self, i: int) -> int:
+        """Remove an instruction from wherever it waits."""
+        self.fillers.discard(i)
+        if i in self.sums:
+            self.sums.remove(i)
+        for heap in (self.ready, self.messages):
+            if (-self.priority[i], i) in heap:
+                heap.remove((-self.priority[i], i))
+                heapq.heapify(heap)
+        return i
 
     def _next_compute(self) -> int | None:
-        if self.memory is not None and self.fillers and self.memory.alive > self.limit:
-            freeing = max(self.fillers, key=lambda i: (self.memory.net_release(i), -i))
-            if self.memory.net_release(freeing) > 0 or not self.ready:
-                return self._take(freeing)
+        if self.free:
+            return self.free.popleft()
         if self.ready:
-            return heapq.heappop(self.ready)[1]
-        if not self.fillers:
-            return None
-        if self.link is None:
-            return self._take(max(self.fillers, key=lambda i: (self.priority[i], -i)))
-        gap = self.link[0] - self.now
-        fitting = [i for i in self.fillers if self.ms[i] <= self.refuse_beyond * gap or not self._later(i)]
-        if not fitting:
-            return None
-        if self.oldest_first:
-            return self._take(min(fitting))
-        return self._take(min(fitting, key=lambda i: (abs(gap - self.ms[i]), i)))
+            found = self._most_urgent()
+            return self._make_room() if found is None else found
+        return self._filler_for_gap()
+
+    def _most_urgent(self) -> int | None:
+        """The admitted instruction with the longest path behind it."""
+        aside, found = [], None
+        while self.ready and found is None and len(aside) < self.MOST_TRIES:
+            entry = heapq.heappop(self.ready)
+            if self.budget is None or self.budget.admits(entry[1], self.reserve):
+                found = entry[1]
+            else:
+                aside.append(entry)
+        for entry in aside:
+            heapq.heappush(self.ready, entry)
+        return found
+
+    def _make_room(self) -> int | None:
+        """What frees memory, or the first instruction that is left; None: there is only waiting."""
+        freeing = [i for i in self.fillers if self.budget.frees(i) > 0]
+        for i in heapq.nsmallest(self.MOST_TRIES, freeing):
+            if self.budget.admits(i):
+                return self._take(i)
+        first = self._first()
+        if not self.pending[first] and self.program.instructions[first].kind is Kind.COMPUTE:
+            return self._take(first)
+        return None
+
+    def _filler_for_gap(self) -> int | None:
+        """The filler that fits best what is left until the next message is through."""
+        until = self.clock.busy_until
+        if until == INFINITY:
+            chosen = heapq.nlargest(self.MOST_TRIES, self.fillers, key=lambda i: (self.priority[i], -i))
+        else:
+            gap = until - self.clock.now
+            most = self.policy.refuse_beyond * gap
+            fitting = [i for i in self.fillers if self.ms[i] <= most or not self._later(i)]
+            key = None if self.policy.oldest_first else lambda i: (abs(gap - self.ms[i]), i)
+            chosen = heapq.nsmallest(self.MOST_TRIES, fitting, key=key)
+        for i in chosen:
+            if self.budget is None or self.budget.admits(i):
+                return self._take(i)
+        return None
 
     def _later(self, filler: int) -> bool:
-        """Will another all-to-all come that this filler could overlap?"""
-        if self.needed_by_none[filler]:
+        """Will another message come that this filler could overlap?"""
+        if self.work.needed_by_none[filler]:
             return bool(self.unsent)
         return bool(self.unsent & ~self.program.reachability.descendants[filler])
-
-    def _take(self, filler: int) -> int:
-        self.fillers.discard(filler)
-        return filler
-
-
-def _is_urgent(kind: Kind) -> bool:
-    return kind.is_communication and kind is not Kind.ALL_REDUCE
 
 
 def _waits_for_backward(program: Program, i: int) -> bool:

@@ -1,8 +1,8 @@
 """How long do partitioned instructions take as a pipeline? P(i, n, k) of Lancet, section 5.3.
 
-Two resources. Each part of an instruction starts when everything it depends on has ended and the instruction
-before it on the same resource has ended, in stage order. What is needed outside is then put together
-again; that time counts, as does the launch of every part.
+By the clock (`schedules.clock`): each part of an instruction starts when everything it depends on has ended
+and the instruction before it on the same resource has ended, in stage order. What is needed outside is then
+put together again; that time counts, as does the launch of every part.
 
 Example: compute 4, all-to-all 4, compute 4, no overhead, two parts of 2 each: compute 0-2, 2-4; link 2-4,
 4-6; compute 4-6, 6-8. P = 8 instead of 12.
@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.forms import CARRIED, Forms
 from lancet_kernels.graph.part_instruction import can_be_cut, is_cut, part_instruction
-from lancet_kernels.graph.program import Program
+from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.schedules.axes import AxisInference, range_signature
+from lancet_kernels.schedules.clock import INFINITY, Clock, link_of
 from lancet_kernels.schedules.ranges import outgoing, pipeline_order, reassembly_instruction
 
 IMPOSSIBLE = float("inf")
@@ -45,30 +46,30 @@ def simulate_pipeline(
     program: Program, first: int, last: int, forms: Forms, parts: int, cost: Cost
 ) -> Pipeline:
     """Start and end of every part of positions first..last (both included)."""
-    free = {False: 0.0, True: 0.0}
-    ended: dict[tuple[int, int | None], float] = {}
+    clock = Clock()
     part_ms = {i: _part_ms(program, i, forms, parts, cost) for i in range(first, last + 1)}
     cut = {i: is_cut(program.instructions[i], forms) for i in part_ms}
     carried = {i: any(forms.get(t) == CARRIED for t in program.instructions[i].outputs) for i in part_ms}
-    times = []
-    for i, part in pipeline_order(program, first, last, forms, parts):
-        link = program.instructions[i].kind.is_communication
-        start = free[link]
-        for j in program.dependencies[i]:
-            if j >= first:
-                whole = parts - 1 if part is None else part
-                start = max(start, ended[j, whole if cut[j] else None])
+    order = list(pipeline_order(program, first, last, forms, parts))
+    for i, part in order:
+        whole = parts - 1 if part is None else part
+        after = [(j, whole if cut[j] else None) for j in program.dependencies[i] if j >= first]
         if carried[i] and part:
-            start = max(start, ended[i, part - 1])
-        end = start + part_ms[i]
-        free[link] = ended[i, part] = end
-        times.append(PartTime(i, part, start, end))
+            after.append((i, part - 1))
+        if program.instructions[i].kind is Kind.COMPUTE:
+            clock.compute((i, part), part_ms[i], after)
+        else:
+            # Issued right behind what it needs (`schedules.issue`), not behind its whole stage.
+            link = link_of(program.instructions[i])
+            clock.send((i, part), part_ms[i], after, link=link, issued_at=0.0)
+    clock.catch_up(INFINITY)
+    times = [PartTime(i, part, clock.start[i, part], clock.end[i, part]) for i, part in order]
     finished = max(t.end_ms for t in times)
     joined = sum(
         cost(reassembly_instruction(program, t, forms[t], parts), program.tensors)
         for t in outgoing(program, first, last, forms).reassembled
     )
-    return Pipeline(tuple(times), max(finished, free[False]) + joined)
+    return Pipeline(tuple(times), finished + joined)
 
 
 def _part_ms(program: Program, i: int, forms: Forms, parts: int, cost: Cost) -> float:

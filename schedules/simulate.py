@@ -1,9 +1,7 @@
-"""When does each instruction of an ordered Program start and end? Two resources: compute and one link.
+"""When does each instruction of an ordered Program start and end? By the clock: `schedules.clock`.
 
-Compute runs in program order; each instruction starts when the one before it and its inputs are done.
-Communication is asynchronous: all-to-alls start when their inputs are ready and the link is free, in
-issue order. All-reduces use the link while no all-to-all is ready and give way to one the moment it is
-(their buckets travel in pieces), so none ever delays an all-to-all.
+Compute runs in program order; each instruction starts when the one before it and its inputs are done. A
+message is issued at its place in the order, and travels beside what follows.
 
 Example: A (compute 2) feeds X (all-to-all 3); B (compute 1) is independent; C (compute 1) needs X. In the
 order A X B C: A 0-2, X 2-5, B 2-3, C 5-6. The iteration takes 6 ms, of which 2 (3 to 5) are exposed.
@@ -17,14 +15,13 @@ from functools import cached_property
 
 from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
+from lancet_kernels.schedules.clock import COMPUTE, INFINITY, Clock, link_of
 from lancet_kernels.schedules.peak_memory import peak_memory
-
-COMPUTE, LINK = "compute", "communication"
 
 
 @dataclass(frozen=True)
 class Event:
-    """One stretch of time in which an instruction occupied a resource, in milliseconds from the start."""
+    """The time in which an instruction occupied a resource, in milliseconds from the start."""
 
     name: str
     resource: str
@@ -36,15 +33,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Times:
-    """By position in the Program: start, end, and the stretches on the link (all-reduces may have
-    several)."""
+    """Start and end by position in the Program; the order that was simulated, and in it compute and messages
+    (these in the order in which they travelled)."""
 
     start: list[float]
     end: list[float]
+    order: list[int]
     compute: list[int]
-    """Compute positions in the order they ran."""
-    link: list[tuple[int, float, float]]
-    """(position, start, end) of every stretch of communication, in order."""
+    messages: list[int]
 
     @property
     def iteration_ms(self) -> float:
@@ -53,9 +49,8 @@ class Times:
     @property
     def exposed_ms(self) -> float:
         """Communication time during which compute idles."""
-        return _uncovered(
-            [(s, e) for _, s, e in self.link], [(self.start[i], self.end[i]) for i in self.compute]
-        )
+        busy = [(self.start[i], self.end[i]) for i in self.messages]
+        return _uncovered(_joined(busy), [(self.start[i], self.end[i]) for i in self.compute])
 
 
 @dataclass(frozen=True)
@@ -75,18 +70,20 @@ class Timeline:
 
     @cached_property
     def peak_memory_bytes(self) -> int:
-        return peak_memory(self.program, self.times.start, self.times.end)
+        return peak_memory(self.program, self.times.order)
 
     @cached_property
     def events(self) -> list[Event]:
-        """Every stretch on either resource, without the instructions that take no time (views)."""
-        instructions, times = self.program.instructions, self.times
-        stretches = [(i, COMPUTE, times.start[i], times.end[i]) for i in times.compute]
-        stretches += [(i, LINK, start, end) for i, start, end in times.link]
+        """All instructions on their resource, without those that take no time (views)."""
+        instructions, start, end = self.program.instructions, self.times.start, self.times.end
+        places = [(i, COMPUTE) for i in self.times.compute]
+        places += [(i, link_of(instructions[i])) for i in self.times.messages]
         return [
-            Event(instructions[i].name, resource, start, end, instructions[i].kind, instructions[i].phase)
-            for i, resource, start, end in stretches
-            if end > start
+            Event(
+                instructions[i].name, resource, start[i], end[i], instructions[i].kind, instructions[i].phase
+            )
+            for i, resource in places
+            if end[i] > start[i]
         ]
 
 
@@ -101,80 +98,32 @@ def run(
     program: Program, ms: Sequence[float], order: Sequence[int], *, blocking: Collection[str] = ()
 ) -> Times:
     """The same for another valid order of the Program's positions; `ms` are durations by position."""
-    pending, waiters = _waits(program, order, blocking)
-    kinds = [program.instructions[i].kind for i in order]
-    compute = [i for i, k in zip(order, kinds, strict=True) if k is Kind.COMPUTE]
-    reduces = [i for i, k in zip(order, kinds, strict=True) if k is Kind.ALL_REDUCE]
-    urgent = [i for i, k in zip(order, kinds, strict=True) if k.is_communication and k is not Kind.ALL_REDUCE]
-    start, end = [0.0] * len(program), [0.0] * len(program)
-    left = {i: ms[i] for i in reduces}
-    link: list[tuple[int, float, float]] = []
-    c = u = r = 0
-    computing = sending = reducing = False
-    now = resumed = 0.0
-    infinity = float("inf")
-
-    def done(i: int) -> None:
-        end[i] = now
-        for j in waiters[i]:
-            pending[j] -= 1
-
-    while c < len(compute) or u < len(urgent) or r < len(reduces):
-        if not computing and c < len(compute) and not pending[compute[c]]:
-            start[compute[c]], computing = now, True
-        if not sending and u < len(urgent) and not pending[urgent[u]]:
-            start[urgent[u]], sending = now, True
-            if reducing:
-                link.append((reduces[r], resumed, now))
-                left[reduces[r]] -= now - resumed
-                reducing = False
-        if not sending and not reducing and r < len(reduces) and not pending[reduces[r]]:
-            if left[reduces[r]] == ms[reduces[r]]:
-                start[reduces[r]] = now
-            resumed, reducing = now, True
-        compute_end = start[compute[c]] + ms[compute[c]] if computing else infinity
-        urgent_end = start[urgent[u]] + ms[urgent[u]] if sending else infinity
-        reduce_end = resumed + left[reduces[r]] if reducing else infinity
-        now = min(compute_end, urgent_end, reduce_end)
-        assert now < infinity, "a valid order never runs dry"
-        if compute_end <= now:
-            done(compute[c])
-            c, computing = c + 1, False
-        if urgent_end <= now:
-            link.append((urgent[u], start[urgent[u]], now))
-            done(urgent[u])
-            u, sending = u + 1, False
-        if reduce_end <= now:
-            link.append((reduces[r], resumed, now))
-            done(reduces[r])
-            r, reducing = r + 1, False
-    return Times(start, end, compute, link)
-
-
-def _waits(
-    program: Program, order: Sequence[int], blocking: Collection[str]
-) -> tuple[list[int], list[Sequence[int]]]:
-    """How many instructions each one waits for, and who waits for it; blocking adds waits in program
-    order."""
-    pending = [len(before) for before in program.dependencies]
-    waiters: list[Sequence[int]] = list(program.dependents)
-    if not blocking:
-        return pending, waiters
-    more: dict[int, list[int]] = {}
-    last_compute = last_blocking = None
+    clock = Clock()
     for i in order:
         instruction = program.instructions[i]
-        before = None
+        after = program.dependencies[i]
         if instruction.kind is Kind.COMPUTE:
-            before, last_compute = last_blocking, i
-        elif instruction.name in blocking:
-            before, last_blocking = last_compute, i
-        if before is not None:
-            more.setdefault(before, []).append(i)
-            pending[i] += 1
-    for i, extra in more.items():
-        waiters[i] = (*waiters[i], *extra)
-    return pending, waiters
+            clock.compute(i, ms[i], after)
+            continue
+        is_urgent = instruction.kind is not Kind.ALL_REDUCE
+        clock.send(i, ms[i], after, link=link_of(instruction), is_urgent=is_urgent)
+        if instruction.name in blocking:
+            clock.finish(i)
+    clock.catch_up(INFINITY)
+    start, end = ([moments[i] for i in range(len(program))] for moments in (clock.start, clock.end))
+    compute = [i for i in order if program.instructions[i].kind is Kind.COMPUTE]
+    return Times(start, end, list(order), compute, clock.sent)
+
+
+def _joined(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The same time without overlaps, sorted: links work side by side."""
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(stretches):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
 
 
 def _uncovered(busy: list[tuple[float, float]], cover: list[tuple[float, float]]) -> float:

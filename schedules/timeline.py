@@ -10,7 +10,8 @@ from typing import Any
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Kind, Phase
-from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event
+from lancet_kernels.schedules.clock import COMPUTE, LINK
+from lancet_kernels.schedules.simulate import Event
 
 COLOURS = {
     "forward": "#4c78a8",

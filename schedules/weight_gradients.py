@@ -18,7 +18,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lancet_kernels.graph.program import Kind, Phase, Program
+from lancet_kernels.graph.costs import collective_of
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 
 
@@ -36,7 +37,7 @@ def weight_gradients(program: Program) -> list[int]:
     """Positions of the weight gradient instructions.
 
     A backward computation that no all-to-all waits for, and whose results go only to program outputs,
-    gradient all-reduces, the optimizer, or other weight gradients.
+    gradient all-reduces and reduce-scatters, the optimizer, or other weight gradients.
     """
     all_to_alls = bitset(program.positions(Kind.ALL_TO_ALL))
     is_gradient = [False] * len(program)
@@ -49,12 +50,19 @@ def weight_gradients(program: Program) -> list[int]:
             continue
         readers = (program.instructions[j] for j in program.dependents[i])
         if all(
-            is_gradient[program.index[r.name]] or r.kind is Kind.ALL_REDUCE or r.phase is Phase.OPTIMIZER
+            is_gradient[program.index[r.name]] or sums_gradients(r) or r.phase is Phase.OPTIMIZER
             for r in readers
         ):
             is_gradient[i] = True
             found.append(i)
     return found[::-1]
+
+
+def sums_gradients(instruction: Instruction) -> bool:
+    """Is it the sum of a gradient over ranks, whole (all-reduce) or a shard of it (FSDP's reduce-scatter)?"""
+    return instruction.kind is Kind.ALL_REDUCE or (
+        instruction.phase is Phase.BACKWARD and collective_of(instruction) == "reduce_scatter"
+    )
 
 
 def overlappable(program: Program) -> dict[int, int]:

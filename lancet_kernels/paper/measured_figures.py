@@ -46,7 +46,7 @@ class Decomposition:
 
     @classmethod
     def of(cls, timeline: Timeline) -> Decomposition:
-        busy = sum(e - s for _, s, e in timeline.times.link)
+        busy = sum(timeline.times.end[i] - timeline.times.start[i] for i in timeline.times.messages)
         computing = sum(timeline.times.end[i] - timeline.times.start[i] for i in timeline.times.compute)
         overlapped = busy - timeline.exposed_ms
         return cls(

@@ -6,9 +6,15 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lancet_kernels.graph.capture import capture
+from lancet_kernels.graph.clusters import load_cluster
+from lancet_kernels.graph.communication import CommunicationModel
+from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx
-from lancet_kernels.graph.program import Kind, Phase
-from lancet_kernels.schedules.weight_gradients import weight_gradients
+from lancet_kernels.graph.program import Instruction, Kind, Phase
+from lancet_kernels.schedules.weight_gradients import (
+    overlappable,
+    weight_gradients,
+)
 from tests.capturing import read_only_step
 from tests.grids import few_of
 from tests.model_zoo import Size
@@ -182,3 +188,76 @@ def test_ten_thousand_nodes():
 
 def _all_to_all(b: Builder, x: fx.Node) -> fx.Node:
     return b.call(collectives.all_to_all_single.default, x, [2, 2], [2, 2], "0")
+
+
+def test_nodes_without_values():
+    """An attribute, a placeholder for None, and one that says nothing, read by an op with FLOPs."""
+    b = Builder()
+    x, bias, mask = b.input("x", T, D), b.graph.placeholder("bias"), b.graph.placeholder("mask")
+    mask.meta["val"] = None
+    y = b.graph.call_function(aten.mm.default, (x, b.graph.get_attr("weight")))
+    with b.mode:
+        y.meta["val"] = torch.empty(T, F)
+    picked = b.graph.call_function(aten.where.self, (mask, y, bias))
+    picked.meta["val"] = y.meta["val"]
+    root = nn.Module()
+    root.weight = nn.Parameter(torch.zeros(D, F))
+    b.graph.output((picked,))
+    program = program_from_fx(fx.GraphModule(root, b.graph))
+    mm, where = program.instructions
+    assert program.inputs == ("x", mm.inputs[1])
+    assert program.parameters == (mm.inputs[1],)
+    assert program.tensors[mm.inputs[1]].shape == (D, F)
+    assert mm.flops == 2 * T * D * F
+    assert mm.bytes == ITEM * (T * D + D * F + T * F)
+    assert where.inputs == (y.name,)
+
+
+def fsdp_step() -> fx.GraphModule:
+    """x W with W gathered from shards of two ranks; the backward gathers it again and scatters dW."""
+    b = Builder()
+    x, shard, tangent = b.input("x", T, D), b.input("shard", D // 2, F), b.input("tangents_1", T, F)
+
+    def gathered() -> fx.Node:
+        return b.call(
+            collectives.wait_tensor.default,
+            b.call(collectives.all_gather_into_tensor.default, shard, 2, "0"),
+        )
+
+    y = b.call(aten.mm.default, x, gathered())
+    dx = b.call(aten.mm.default, tangent, b.call(aten.t.default, gathered()))
+    sent = b.call(collectives.all_to_all_single.default, dx, [T // 2, T // 2], [T // 2, T // 2], "0")
+    dw = b.call(aten.mm.default, b.call(aten.t.default, x), tangent)
+    scattered = b.call(collectives.reduce_scatter_tensor.default, dw, "sum", 2, "0")
+    done = b.call(collectives.wait_tensor.default, scattered)
+    return b.module(y, b.call(collectives.wait_tensor.default, sent), done)
+
+
+def test_gathers_and_scatters_are_priced_as_such():
+    program = program_from_fx(fsdp_step())
+    whole = ITEM * D * F
+    found = {i.op: i for i in program.instructions if i.kind is Kind.OTHER_COMMUNICATION}
+    gather, scatter = found.values()
+    assert (gather.attributes["collective"], gather.bytes) == ("all_gather", whole)
+    assert (scatter.attributes["collective"], scatter.bytes) == ("reduce_scatter", whole)
+    assert "group_name" not in gather.attributes
+    cluster = load_cluster("p4de")
+    cost = CostModel.for_cluster(cluster, 8)
+    reduced = Instruction("r", "all_reduce", kind=Kind.ALL_REDUCE, bytes=whole)
+    assert cost(gather, program.tensors) == cost(scatter, program.tensors)
+    assert cost(gather, program.tensors) == cost(reduced, {}) / 2
+    measured = {("all_gather", "world"): [(8.0, 3.0)], ("reduce_scatter", "world"): [(8.0, 5.0)]}
+    cost = CostModel(cluster, CommunicationModel.measured(measured))
+    assert [cost(i, program.tensors) for i in (gather, scatter)] == [3.0, 5.0]
+
+
+def test_weight_gradients_that_are_scattered():
+    program = program_from_fx(fsdp_step())
+    found = [program.instructions[i].name for i in weight_gradients(program)]
+    (dw,) = [
+        i for i in program.instructions if i.op == "aten.mm" and program.tensors[i.outputs[0]].shape == (D, F)
+    ]
+    assert dw.name in found
+    assert not {i.name for i in program.instructions if i.phase is Phase.FORWARD} & set(found)
+    at = program.index
+    assert overlappable(program)[at[dw.name]] == 1 << program.positions(Kind.ALL_TO_ALL)[0]

@@ -5,7 +5,8 @@ import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lancet_kernels.graph.from_fx import op_name
-from lancet_kernels.graph.measure import measure_nodes
+from lancet_kernels.graph.measure import measure_communication, measure_nodes
+from lancet_kernels.ops.groups import Groups
 
 
 def measured_on_rank() -> dict[str, float]:
@@ -22,3 +23,17 @@ def test_the_slowest_rank_counts(pool) -> None:
     assert first == second
     # 1.3e8 FLOPs: more than 0.1 ms on any one core; those of rank 0 take some 0.01 ms.
     assert first["aten.mm"] > 0.1
+
+
+def points_on_rank() -> dict[tuple[str, str], int]:
+    """How many points each collective got; shards of the smallest size are of 128 numbers."""
+    everything = {(c, "world"): 2048 for c in ("all_to_all", "all_reduce", "all_gather", "reduce_scatter")}
+    model = measure_communication(everything, 8, Groups.around(), torch.device("cpu"), repeats=1)
+    assert all(ms > 0 for points in model.points.values() for _, ms in points)
+    return {key: len(points) for key, points in model.points.items()}
+
+
+def test_every_collective_gets_points_of_its_own(pool) -> None:
+    for found in pool.run(points_on_rank, ranks=2):
+        assert len(found) == 4
+        assert set(found.values()) == {2}

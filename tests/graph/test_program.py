@@ -170,7 +170,10 @@ PLAIN = [
     ),
     *(f"graph/{m}.py" for m in ("measured", "forms", "part_instruction", "equations", "rules")),
     *(f"graph/{m}.py" for m in ("step_builder", "synthetic")),
-    *(f"schedules/{m}.py" for m in ("simulate", "peak_memory", "weight_gradients", "list_schedule", "issue")),
+    *(
+        f"schedules/{m}.py"
+        for m in ("clock", "simulate", "peak_memory", "weight_gradients", "list_schedule", "issue")
+    ),
     *(f"schedules/{m}.py" for m in ("axes", "pipeline", "ranges", "partition_range", "plan", "strategies")),
     "schedules/timeline.py",
 ]

@@ -7,7 +7,8 @@ import pytest
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Kind, Phase
-from lancet_kernels.schedules.simulate import COMPUTE, LINK, Event, simulate
+from lancet_kernels.schedules.clock import COMPUTE, LINK
+from lancet_kernels.schedules.simulate import Event, simulate
 from lancet_kernels.schedules.timeline import label, perfetto_trace, save_picture, save_trace
 from tests.schedules.made_programs import given, program
 
