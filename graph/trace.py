@@ -105,16 +105,23 @@ def plain_path(code: str, self_expression: str = "L['self']") -> str:
 
 @contextlib.contextmanager
 def _writes(found: list[str]) -> Iterator[None]:
-    """Collect into `found` what a trace inside the block writes outside of its own local variables."""
+    """Collect into `found` what a trace inside the block writes outside of its own local variables.
+
+    An attribute that has its old value again at the end does not count: nothing is lost without the write.
+    """
     written: dict[str, list[str]] = {}
+    restored: set[str] = set()
     original = SideEffects._get_modified_vars
 
     def spy(effects: SideEffects) -> list:
         variables = list(original(effects))
         for variable in variables:
-            attributes = list(effects.store_attr_mutations.get(variable, {}))
+            mutations = effects.store_attr_mutations.get(variable, {})
+            attributes = [name for name, new in mutations.items() if not _has_old_value(variable, name, new)]
             if variable.source is not None:
-                written[str(variable.source.name)] = attributes
+                source = str(variable.source.name)
+                written[source] = attributes
+                (restored.add if mutations and not attributes else restored.discard)(source)
         return variables
 
     with (
@@ -129,7 +136,15 @@ def _writes(found: list[str]) -> Iterator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
             continue
         for source in re.findall(r"\"(.*?)\"", text[text.index("[") :]):
-            found += [f"{source}.{name}" for name in written.get(source, ())] or [source]
+            if source not in restored:
+                found += [f"{source}.{name}" for name in written.get(source, ())] or [source]
+
+
+def _has_old_value(variable: Any, name: str, new: Any) -> bool:
+    """Is the value at the end of the trace, a constant, the very one that the attribute has now?"""
+    if not new.is_python_constant() or not hasattr(variable, "value"):
+        return False
+    return getattr(variable.value, name, new) is new.as_python_constant()
 
 
 def trace(

@@ -7,6 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from lancet_kernels import export_state_dict
+
+# Routers of transformers compute probabilities in float32, also in a float64 model; ours does not round.
+BOUND = 2e-6
+
 VOCABULARY, D, F, E, K = 64, 16, 12, 8, 3
 COMMON = {
     "vocab_size": VOCABULARY, "hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -97,3 +102,17 @@ def tiny_batch(rank: int = 0) -> dict[str, Tensor]:
     """Token ids and labels [2, 7], another batch for each rank; transformers shifts the labels itself."""
     ids = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(rank))
     return {"input_ids": ids, "labels": ids}
+
+
+def distance(own: Tensor, other: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    own, other = own.detach(), other.detach()
+    return float((own - other).abs().max() / other.abs().max().clamp(min=1e-30))
+
+
+def exported_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients under the names and in the layouts of the original."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return export_state_dict(model)

@@ -19,6 +19,7 @@ class CausalLMStep(nn.Module):
     def __init__(self, model: nn.Module, ranks: int = 1) -> None:
         super().__init__()
         self.model, self.ranks = model, ranks
+        _record_outputs(model)
 
     def forward(
         self,
@@ -36,3 +37,17 @@ class CausalLMStep(nn.Module):
         }
         given = {name: value for name, value in by_name.items() if value is not None}
         return self.model(input_ids=input_ids, labels=labels, use_cache=False, **given).loss / self.ranks
+
+
+def _record_outputs(model: nn.Module) -> None:
+    """Let transformers 5 set its hooks that collect router logits, as it would at the first forward.
+
+    It does so under a lock, which cannot be traced.
+    """
+    try:
+        from transformers import PreTrainedModel
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:  # transformers 4.5x, or none: nothing to set
+        return
+    if isinstance(model, PreTrainedModel):
+        maybe_install_capturing_hooks(model)

@@ -8,26 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, UserError, convert, export_state_dict, moe_layers
-from tests.transformers_models import FAMILIES, tiny_batch, tiny_model
+from tests.transformers_models import BOUND, FAMILIES, distance, exported_gradients, tiny_batch, tiny_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-# Routers of transformers compute probabilities in float32, also in a float64 model; ours does not round.
-BOUND = 2e-6
-
-
-def distance(own: Tensor, other: Tensor) -> float:
-    """Largest difference, relative to the largest value."""
-    own, other = own.detach(), other.detach()
-    return float((own - other).abs().max() / other.abs().max().clamp(min=1e-30))
-
-
-def exported_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Gradients under the names and in the layouts of the original."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return export_state_dict(model)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
