@@ -73,12 +73,26 @@ def deepseek_v3() -> nn.Module:
     )  # fmt: skip
 
 
+def deepseek_v2() -> nn.Module:
+    import transformers
+
+    return transformers.DeepseekV2ForCausalLM(
+        transformers.DeepseekV2Config(
+            moe_intermediate_size=F, intermediate_size=20, n_routed_experts=E, n_shared_experts=2, n_group=4,
+            topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=2.5,
+            first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
+            v_head_dim=8, **COMMON,
+        )
+    )  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "Mixtral": mixtral,
     "OLMoE": olmoe,
     "Qwen3-MoE": qwen3_moe,
     "Qwen2-MoE": qwen2_moe,
     "DeepSeek-V3": deepseek_v3,
+    "DeepSeek-V2": deepseek_v2,
 }
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lancet_kernels.conversion.family import Family, setting
-from lancet_kernels.ops.gates import Gate, Sigmoid
+from lancet_kernels.conversion.family import Family, Unsupported, setting
+from lancet_kernels.ops.gates import Gate, Sigmoid, TopK
 
 
 class Deepseek(Family):
@@ -40,3 +40,19 @@ class DeepseekV3(Deepseek):
 
     def selection_bias(self, block: nn.Module) -> Tensor:
         return block.gate.e_score_correction_bias
+
+
+class DeepseekV2(Deepseek):
+    """Softmax probabilities as weights, scaled; groups rated by their best expert."""
+
+    name = "DeepSeek-V2"
+    blocks = ("DeepseekV2Moe", "DeepseekV2MoE")
+
+    def gate(self, block: nn.Module) -> Gate:
+        scale, method = float(setting(block, "routed_scaling_factor")), setting(block, "topk_method")
+        if method == "greedy":
+            return TopK(scale=scale)
+        if method != "group_limited_greedy":
+            raise Unsupported(f"topk_method={method!r} (known: 'greedy', 'group_limited_greedy')")
+        groups, top_groups = int(setting(block, "num_group")), int(setting(block, "topk_group"))
+        return TopK(groups=groups, top_groups=top_groups, scale=scale)
