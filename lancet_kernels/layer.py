@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.expert_names import ExpertsByGlobalId
-from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
 from lancet_kernels.layer_checks import check_capacity_factor, check_data_parallel, check_input, check_sizes
 from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates import Gate, parse_gate
@@ -42,7 +42,7 @@ class MoELayer(ExpertsByGlobalId):
             or a `Gate`.
         capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
             the others are dropped (contribute zero); None: dropless.
-        activation: "gelu", "silu" or "swiglu". bias: biases in the experts (and the shared expert).
+        activation: "gelu", "silu", "swiglu" or, not fused, "clamped-swiglu" (GPT-OSS's). bias: biases in the experts (and the shared expert).
         backend: "torch": collectives of `group` and grouped GEMMs. "fused": persistent Triton kernels in
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
             for proof not speed). A layer with gradients may then run forward `banks` = 2 times before the
@@ -95,7 +95,7 @@ class MoELayer(ExpertsByGlobalId):
         self.ranks, self.rank = group_size(self.expert_group), group_rank(self.expert_group)
         check_sizes(self.gate, self.ranks, d_model, d_ff, num_experts, top_k, shared_expert_d_ff)
         check_capacity_factor(self.gate, capacity_factor)
-        check_activation(activation)
+        check_activation(activation, known=ACTIVATIONS if backend == "fused" else ALL_ACTIVATIONS)
         self.d_model, self.d_ff, self.num_experts, self.top_k = d_model, d_ff, num_experts, top_k
         self.capacity_factor, self.activation = capacity_factor, activation
         self.local_experts = num_experts // self.ranks

@@ -86,6 +86,17 @@ def deepseek_v2() -> nn.Module:
     )  # fmt: skip
 
 
+def gpt_oss() -> nn.Module:
+    import transformers
+
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            intermediate_size=F, num_local_experts=E, head_dim=8, output_router_logits=True,
+            layer_types=["full_attention"] * 2, **COMMON,
+        )
+    )  # fmt: skip
+
+
 FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "Mixtral": mixtral,
     "OLMoE": olmoe,
@@ -93,6 +104,7 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "Qwen2-MoE": qwen2_moe,
     "DeepSeek-V3": deepseek_v3,
     "DeepSeek-V2": deepseek_v2,
+    "GPT-OSS": gpt_oss,
 }
 
 

@@ -3,6 +3,11 @@
 from lancet_kernels.errors import UserError
 
 ACTIVATIONS = ("gelu", "silu", "swiglu")
+"""What the kernels compute."""
+ALL_ACTIVATIONS = (*ACTIVATIONS, "clamped-swiglu")
+"""What layers with backend "torch" compute: "clamped-swiglu" (GPT-OSS) in plain torch ops."""
+GATED = ("swiglu", "clamped-swiglu")
+"""Those whose input is [gate | up], twice as wide as their output."""
 
 
 def check_activation(kind: str, what: str = "activation", known: tuple[str, ...] = ACTIVATIONS) -> None:
