@@ -42,7 +42,8 @@ class MoELayer(ExpertsByGlobalId):
             or a `Gate`.
         capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
             the others are dropped (contribute zero); None: dropless.
-        activation: "gelu", "silu", "swiglu" or, not fused, "clamped-swiglu" (GPT-OSS's). bias: biases in the experts (and the shared expert).
+        activation: "gelu", "silu", "swiglu" or, unless fused, "clamped-swiglu" (that of GPT-OSS).
+        bias: biases in the experts (and the shared expert).
         backend: "torch": collectives of `group` and grouped GEMMs. "fused": persistent Triton kernels in
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
             for proof not speed). A layer with gradients may then run forward `banks` = 2 times before the
