@@ -96,7 +96,9 @@ class MoELayer(ExpertsByGlobalId):
         self.ranks, self.rank = group_size(self.expert_group), group_rank(self.expert_group)
         check_sizes(self.gate, self.ranks, d_model, d_ff, num_experts, top_k, shared_expert_d_ff)
         check_capacity_factor(self.gate, capacity_factor)
-        check_activation(activation, known=ACTIVATIONS if backend == "fused" else ALL_ACTIVATIONS)
+        fused = backend == "fused"
+        what = "activation of a fused layer" if fused else "activation"
+        check_activation(activation, what, ACTIVATIONS if fused else ALL_ACTIVATIONS)
         self.d_model, self.d_ff, self.num_experts, self.top_k = d_model, d_ff, num_experts, top_k
         self.capacity_factor, self.activation = capacity_factor, activation
         self.local_experts = num_experts // self.ranks

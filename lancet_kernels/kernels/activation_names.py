@@ -13,4 +13,5 @@ GATED = ("swiglu", "clamped-swiglu")
 def check_activation(kind: str, what: str = "activation", known: tuple[str, ...] = ACTIVATIONS) -> None:
     """Raise UserError unless `kind` is one of `known`."""
     if kind not in known:
-        raise UserError(what, got=repr(kind), expected=f"one of {', '.join(known)}", do="check the name")
+        do = 'use backend="torch"' if kind in ALL_ACTIVATIONS else "check the name"
+        raise UserError(what, got=repr(kind), expected=f"one of {', '.join(known)}", do=do)

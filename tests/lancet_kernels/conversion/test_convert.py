@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, UserError, convert, export_state_dict, moe_layers
+from lancet_kernels.conversion.layouts import Stacked, take_experts
 from tests.transformers_models import BOUND, FAMILIES, distance, exported_gradients, tiny_batch, tiny_model
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -48,7 +49,8 @@ def test_round_trip(family: str, tmp_path) -> None:
         assert torch.equal(after[name], value), name
     model.save_pretrained(tmp_path, state_dict=after)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for name, value in loaded.state_dict().items():
+    convert(loaded)
+    for name, value in export_state_dict(loaded).items():
         assert torch.equal(value, before[name].to(value.dtype)), name
 
 
@@ -58,6 +60,33 @@ def test_experts_are_not_kept_twice() -> None:
     convert(model)
     assert len(originals) == 4
     assert all(one() is None for one in originals)
+
+
+def test_each_weight_is_freed_before_the_next_is_read() -> None:
+    experts = tiny_model("Mixtral").model.layers[0].mlp.experts
+    gate_up, down = weakref.ref(experts.gate_up_proj), weakref.ref(experts.down_proj)
+    taken = take_experts(Stacked(), experts, range(2, 4))
+    name, parameter = next(taken)
+    assert name == "w1"
+    assert parameter.shape == (2, 16, 24)
+    assert gate_up() is None
+    assert down() is not None
+
+
+def test_the_correction_bias_is_the_routers_own() -> None:
+    model = tiny_model("DeepSeek-V3")
+    convert(model)
+    (layer,) = moe_layers(model)
+    before = layer.block.gate.e_score_correction_bias.clone()
+    layer.update_correction_bias(torch.arange(8), 0.5)
+    change = torch.tensor([0.5] * 4 + [-0.5] * 4, dtype=before.dtype)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    torch.testing.assert_close(export_state_dict(model)[name], before + change)
+
+
+def test_fused_layers_refuse_the_activation_of_gpt_oss() -> None:
+    with pytest.raises(UserError, match=r"activation of a fused layer: got 'clamped-swiglu'.*use backend="):
+        convert(tiny_model("GPT-OSS"), backend="fused")
 
 
 def test_meta_device() -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels import CausalLMStep, convert, export_state_dict, moe_layers
 from tests.optimized import optimized
@@ -52,7 +53,8 @@ def test_every_family(pool: RankPool) -> None:
 def planned(family: str) -> None:
     model = tiny_model(family)
     original = copy.deepcopy(model)
-    convert(model, strict=True)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "expert"))
+    convert(model, mesh, strict=True)
     batch = tiny_batch(dist.get_rank())
     step = optimized(CausalLMStep(model, 2), batch)
     loss = step(**batch)
