@@ -16,6 +16,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch._functorch.config
@@ -64,7 +65,7 @@ class Captured:
     joint: fx.GraphModule
     assumptions: Callable[[], Assumptions]
     """Gives what the graph takes for constant; some tenths of a second, so not for every capture."""
-    _descriptors: object
+    _descriptors: Any
     _tracing_context: TracingContext
 
     @property
@@ -107,6 +108,7 @@ class Captured:
             )
 
         fake_mode = self._tracing_context.fake_mode
+        assert fake_mode is not None
         # Saved tensors may be read again (retain_graph=True). At run time torch asks for an empty list, too.
         self._descriptors._aot_state.fw_metadata.bw_donated_idxs = []
         with (
@@ -142,12 +144,13 @@ def capture(
     """
     try:
         traced, assumptions = trace(module, inputs, by_name or {})
-        context = TracingContext(traced.meta["fake_mode"])
+        fake_mode = traced.meta["fake_mode"]
+        context = TracingContext(fake_mode)
         # Left to itself, torch gives real inputs symbolic sizes, and marks them for good when the graph
         # has run: whoever captures with the same tensors again would get a graph with symbols.
         static, static_by_name = pytree.tree_map_only(
             Tensor,
-            lambda tensor: context.fake_mode.from_tensor(tensor, static_shapes=True),
+            lambda tensor: fake_mode.from_tensor(tensor, static_shapes=True),
             (tuple(inputs), dict(by_name or {})),
         )
         with tracing(context), expected_sizes(), contextlib.ExitStack() as stack:
@@ -175,7 +178,7 @@ def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
     """
 
     def plain(value: object) -> object:
-        if not isinstance(value, Tensor) or all(type(n) is int for n in (*value.shape, *value.stride())):
+        if not isinstance(value, FakeTensor) or all(type(n) is int for n in (*value.shape, *value.stride())):
             return value
         sizes = [int(n) for n in value.shape], [int(n) for n in value.stride()]
         with value.fake_mode:
@@ -201,10 +204,11 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphMo
     forward = forward_nodes(list(joint.graph.nodes))
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
     first_backward = next((node for node in nodes if node not in forward), None)
-    for node in nodes[nodes.index(first_backward) :] if first_backward else ():
-        if node in forward:
-            # Only the backward reads it, but it needs no tangent: the transpose of a weight.
-            first_backward.prepend(node)
+    if first_backward is not None:
+        for node in nodes[nodes.index(first_backward) :]:
+            if node in forward:
+                # Only the backward reads it, but it needs no tangent: the transpose of a weight.
+                first_backward.prepend(node)
     for node in joint.graph.nodes:
         if node.op == "call_function":
             # What torch's partitioner goes by: where the last forward node stands.
@@ -212,7 +216,7 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphMo
     # A number among them has no value there.
     placeholders = [node.meta.get("val") for node in joint.graph.nodes if node.op == "placeholder"]
     return default_partition(
-        joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=()
+        joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
     )
 
 

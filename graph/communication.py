@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lancet_kernels.errors import UserError
@@ -72,7 +73,7 @@ class CommunicationModel:
             formulas["all_reduce", group] = all_reduce
             # An all-reduce is a reduce-scatter and an all-gather, which take the same time.
             for half in ("reduce_scatter", "all_gather"):
-                formulas[half, group] = lambda size, both=all_reduce: both(size) / 2
+                formulas[half, group] = partial(_half_of, all_reduce)
         return cls(
             {key: tuple((float(b), formula(b)) for b in POINT_BYTES) for key, formula in formulas.items()}
         )
@@ -137,6 +138,10 @@ def _sorted_points(key: tuple[str, str], samples: Iterable[tuple[float, float]])
     if not by_size:
         raise UserError(f"samples of {key[0]}", got="none", expected="at least one", do="measure again")
     return tuple((size, sorted(times)[len(times) // 2]) for size, times in sorted(by_size.items()))
+
+
+def _half_of(formula: Callable[[float], float], size: float) -> float:
+    return formula(size) / 2
 
 
 def _all_to_all_ms(cluster: Cluster, gpus: int, size: float) -> float:

@@ -78,8 +78,8 @@ def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: 
         tensors[GENERATOR] = TensorSpec(GENERATOR, (), "int64", bytes=0)
         inputs.append(GENERATOR)
     results = [name for node in nodes if node.op == "output" for name in _tensor_names(node.all_input_nodes)]
-    outputs = tuple(dict.fromkeys(results))
-    return Program(name, tuple(instructions), tensors, tuple(inputs), outputs, tuple(parameters))
+    ends = tuple(dict.fromkeys(results))
+    return Program(name, tuple(instructions), tensors, tuple(inputs), ends, tuple(parameters))
 
 
 def is_instruction(node: fx.Node) -> bool:

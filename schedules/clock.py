@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from lancet_kernels.graph.program import Instruction
 
@@ -23,6 +24,8 @@ COMPUTE, LINK = "compute", "communication"
 
 INFINITY = float("inf")
 
+Key = TypeVar("Key", bound=Hashable)
+
 
 def link_of(instruction: Instruction) -> str:
     """The link that a message travels on."""
@@ -30,24 +33,24 @@ def link_of(instruction: Instruction) -> str:
 
 
 @dataclass
-class _Link:
+class _Link(Generic[Key]):
     """Messages that wait (urgent, others); the one under way and when it is through; when it was last
     free."""
 
-    waiting: tuple[deque[Hashable], deque[Hashable]] = field(default_factory=lambda: (deque(), deque()))
-    under_way: Hashable | None = None
+    waiting: tuple[deque[Key], deque[Key]] = field(default_factory=lambda: (deque(), deque()))
+    under_way: Key | None = None
     until: float = INFINITY
     free_at: float = 0.0
 
 
 @dataclass
-class _Message:
+class _Message(Generic[Key]):
     ms: float
-    after: tuple[Hashable, ...]
+    after: tuple[Key, ...]
     issued_at: float
 
 
-class Clock:
+class Clock(Generic[Key]):
     """Time passes by `compute`, `wait` and `finish`; messages are handed over by `send`.
 
     Instructions and messages go by a key of the caller's.
@@ -60,13 +63,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.start: dict[Hashable, float] = {}
-        self.end: dict[Hashable, float] = {}
-        self.sent: list[Hashable] = []
-        self._messages: dict[Hashable, _Message] = {}
-        self._links: dict[str, _Link] = {}
+        self.start: dict[Key, float] = {}
+        self.end: dict[Key, float] = {}
+        self.sent: list[Key] = []
+        self._messages: dict[Key, _Message[Key]] = {}
+        self._links: dict[str, _Link[Key]] = {}
 
-    def compute(self, key: Hashable, ms: float, after: Iterable[Hashable]) -> None:
+    def compute(self, key: Key, ms: float, after: Iterable[Key]) -> None:
         """Run an instruction, as soon as what it needs is there."""
         for k in after:
             self.finish(k)
@@ -76,9 +79,9 @@ class Clock:
 
     def send(
         self,
-        key: Hashable,
+        key: Key,
         ms: float,
-        after: Iterable[Hashable],
+        after: Iterable[Key],
         *,
         link: str = LINK,
         is_urgent: bool = True,
@@ -88,7 +91,7 @@ class Clock:
         self._messages[key] = _Message(ms, tuple(after), self.now if issued_at is None else issued_at)
         self._links.setdefault(link, _Link()).waiting[not is_urgent].append(key)
 
-    def finish(self, key: Hashable) -> None:
+    def finish(self, key: Key) -> None:
         """Wait until an instruction is over or a message is through."""
         while key not in self.end:
             moved = self._step(INFINITY)
@@ -142,12 +145,13 @@ class Clock:
             first_link.under_way, first_link.until = key, first + self._messages[key].ms
         return True
 
-    def _arrive(self, link: _Link) -> None:
+    def _arrive(self, link: _Link[Key]) -> None:
+        assert link.under_way is not None
         self.end[link.under_way] = link.free_at = link.until
         self.sent.append(link.under_way)
         link.under_way, link.until = None, INFINITY
 
-    def _ready_at(self, key: Hashable) -> float:
+    def _ready_at(self, key: Key) -> float:
         """When a message could go, were its link free; infinite while one that it needs is not through."""
         message = self._messages[key]
         ready = message.issued_at

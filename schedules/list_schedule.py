@@ -202,7 +202,7 @@ class ListScheduler:
     def __init__(self, work: Work, policy: Policy, limit: float | None):
         self.work, self.policy = work, policy
         self.program, self.ms, self.priority = work.program, work.ms, work.priority
-        self.clock = Clock()
+        self.clock: Clock[int] = Clock()
         self.budget = None if limit is None else MemoryBudget(work.storages, limit)
         self.reserve = policy.reserve * work.largest_message
         self.pending = [len(before) for before in self.program.dependencies]
@@ -220,9 +220,9 @@ class ListScheduler:
         """By link, when all that was sent is through."""
 
     def schedule(self) -> list[int]:
-        for i, count in enumerate(self.pending):
+        for start, count in enumerate(self.pending):
             if not count:
-                self._make_ready(i)
+                self._make_ready(start)
         while len(self.order) < len(self.program):
             self._receive()
             i = self._next_compute()
@@ -299,7 +299,8 @@ class ListScheduler:
 
     def _next_message(self, moment: float) -> int | None:
         """The most urgent message that may go; if there is none, a sum of gradients."""
-        aside, found = [], None
+        aside: list[tuple[float, int]] = []
+        found = None
         while self.messages and found is None and len(aside) < self.MOST_TRIES:
             entry = heapq.heappop(self.messages)
             if self._may_go(entry[1], moment):
@@ -356,7 +357,8 @@ class ListScheduler:
 
     def _most_urgent(self) -> int | None:
         """The admitted instruction with the longest path behind it."""
-        aside, found = [], None
+        aside: list[tuple[float, int]] = []
+        found = None
         while self.ready and found is None and len(aside) < self.MOST_TRIES:
             entry = heapq.heappop(self.ready)
             if self.budget is None or self.budget.admits(entry[1], self.reserve):
@@ -369,9 +371,11 @@ class ListScheduler:
 
     def _make_room(self) -> int | None:
         """What frees memory, or the first instruction that is left; None: there is only waiting."""
-        freeing = [i for i in self.fillers if self.budget.frees(i) > 0]
+        assert self.budget is not None  # without one, the most urgent is always admitted
+        budget = self.budget
+        freeing = [i for i in self.fillers if budget.frees(i) > 0]
         for i in heapq.nsmallest(self.MOST_TRIES, freeing):
-            if self.budget.admits(i):
+            if budget.admits(i):
                 return self._take(i)
         first = self._first()
         if not self.pending[first] and self.program.instructions[first].kind is Kind.COMPUTE:

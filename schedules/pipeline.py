@@ -46,7 +46,7 @@ def simulate_pipeline(
     program: Program, first: int, last: int, forms: Forms, parts: int, cost: Cost
 ) -> Pipeline:
     """Start and end of every part of positions first..last (both included)."""
-    clock = Clock()
+    clock: Clock[tuple[int, int | None]] = Clock()
     part_ms = {i: _part_ms(program, i, forms, parts, cost) for i in range(first, last + 1)}
     cut = {i: is_cut(program.instructions[i], forms) for i in part_ms}
     carried = {i: any(forms.get(t) == CARRIED for t in program.instructions[i].outputs) for i in part_ms}
@@ -101,11 +101,9 @@ class PipelineCosts:
         return self.inference.forms(first, last)
 
     def _simulate(self, first: int, last: int, parts: int) -> float:
-        forms: Forms | None = {}
-        if parts > 1:
-            forms = self.inference.forms(first, last)
-            if forms is None or not can_be_cut(self.program.tensors, forms, parts):
-                return IMPOSSIBLE
+        forms = self.inference.forms(first, last) if parts > 1 else {}
+        if forms is None or not can_be_cut(self.program.tensors, forms, parts):
+            return IMPOSSIBLE
         self.simulated += 1
         return simulate_pipeline(self.program, first, last, forms, parts, self.cost).end_ms
 

@@ -98,7 +98,7 @@ def run(
     program: Program, ms: Sequence[float], order: Sequence[int], *, blocking: Collection[str] = ()
 ) -> Times:
     """The same for another valid order of the Program's positions; `ms` are durations by position."""
-    clock = Clock()
+    clock: Clock[int] = Clock()
     for i in order:
         instruction = program.instructions[i]
         after = program.dependencies[i]

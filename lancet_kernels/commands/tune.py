@@ -15,7 +15,8 @@ from lancet_kernels.options import positive_float, positive_int
 from lancet_kernels.tuning.workloads import WORKLOADS, parse_workload
 
 if TYPE_CHECKING:
-    from lancet_kernels.tuning.tuner import Outcome, Place
+    from lancet_kernels.tuning.candidates import Outcome
+    from lancet_kernels.tuning.place import Place
 
 DTYPES = ("bfloat16", "float16", "float32")
 # Rank 0 compiles while the others wait.
@@ -83,8 +84,9 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
     from lancet_kernels.kernels.tuning import TunedCache, default_cache
     from lancet_kernels.training.launch import start_ranks, under_launcher
+    from lancet_kernels.tuning.place import Place
     from lancet_kernels.tuning.tune_tasks import make_tasks
-    from lancet_kernels.tuning.tuner import Place, tune
+    from lancet_kernels.tuning.tuner import tune
 
     kinds = arguments.kinds.split(",") if arguments.kinds else list(KINDS)
     if unknown := [kind for kind in kinds if kind not in KINDS]:

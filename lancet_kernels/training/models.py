@@ -8,6 +8,7 @@ D  model width                 T = B * S tokens
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +54,7 @@ MODELS = {
 }
 
 
-def model_config(name: str, **changes: object) -> ModelConfig:
+def model_config(name: str, **changes: Any) -> ModelConfig:
     """The configuration of a known model, with some fields replaced.
 
     Raises: UserError for an unknown name.
@@ -104,7 +105,7 @@ class Block(nn.Module):
         self.attention = Attention(config.width, config.heads)
         self.moe = moe
         if moe:
-            self.feed_forward = MoELayer(
+            self.feed_forward: MoELayer | FeedForward = MoELayer(
                 config.width,
                 4 * config.width,
                 config.num_experts,
@@ -174,5 +175,5 @@ def _initialize(module: nn.Module) -> None:
     """GPT-2's initialization: normal(0, 0.02), zero biases. MoE layers initialize themselves."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, 0.0, 0.02)
-        if getattr(module, "bias", None) is not None:
+        if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)

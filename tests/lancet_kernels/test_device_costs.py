@@ -206,7 +206,8 @@ def test_between_measured_numbers_of_parts_the_time_of_all_grows_evenly() -> Non
     found = [cost(*part_instruction(mm, tensors, forms, 1, k)) * k for k in (2, 3, 4, 6, 8, 12)]
     assert found == pytest.approx([12.0, 14.0, 16.0, 18.0, 20.0, 24.0])
     # Cut otherwise it was not measured: a launch, and 1/k of the rest.
-    assert cost(*part_instruction(mm, tensors, {"w": 1, "y": 1}, 0, 2)) == pytest.approx(0.1 + 9.9 / 2)
+    forms = {"w": cut(1), "y": cut(1)}
+    assert cost(*part_instruction(mm, tensors, forms, 0, 2)) == pytest.approx(0.1 + 9.9 / 2)
 
 
 # ---- The plan cache

@@ -18,7 +18,9 @@ from lancet_kernels.kernels.measured_cost import measured_cost
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
-from lancet_kernels.tuning import tune_cost, tune_tasks, tuner
+from lancet_kernels.tuning import tune_cost, tune_tasks
+from lancet_kernels.tuning.background_compiler import BackgroundCompiler
+from lancet_kernels.tuning.candidates import Outcome
 from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_cost import CostOutcome, CostSize, measure_points, planned_launches, sizes_of
 from lancet_kernels.tuning.tune_ranks import Ranks
@@ -49,7 +51,7 @@ def small_task(monkeypatch):
         task.tunable, candidates=lambda task, hardware: [SMALL], specimens=lambda task, config, arch: []
     )
     monkeypatch.setitem(tune_tasks._TUNABLES, "overlap", made_up)
-    monkeypatch.setattr(tuner._Compiler, "judge", lambda *_: True)
+    monkeypatch.setattr(BackgroundCompiler, "judge", lambda *_: True)
     return task
 
 
@@ -153,7 +155,7 @@ def test_a_cost_that_is_missing_is_measured_although_the_configuration_is_known(
     assert asked == [SMALL, SMALL]
     assert outcome.cost.text == "no function fits: forward: puts alone of 0 sizes, at least 2 are needed"
     # Another configuration's, or all again.
-    monkeypatch.setattr(tuner.Outcome, "config", dataclasses.replace(SMALL, comm_programs=2))
+    monkeypatch.setattr(Outcome, "config", dataclasses.replace(SMALL, comm_programs=2))
     assert tune([task], PLACE, cache, clock=CPU, rounds=1)[0].cost.status == "measured"
     assert tune([task], PLACE, cache, clock=CPU, rounds=1)[0].cost.status == "known"
     assert tune([task], PLACE, cache, clock=CPU, rounds=1, force=True)[0].cost.status == "measured"

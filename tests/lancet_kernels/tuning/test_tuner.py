@@ -16,16 +16,18 @@ import torch.distributed as dist
 import lancet_kernels
 from lancet_kernels.cli import main
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import compile_pool
 from lancet_kernels.kernels.compile import CompiledKernel
 from lancet_kernels.kernels.compile_pool import Row
 from lancet_kernels.kernels.launch_model import hardware_of
 from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, MODELLED
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
-from lancet_kernels.tuning import tune_tasks, tuner
+from lancet_kernels.tuning import tune_tasks
+from lancet_kernels.tuning.candidates import PRUNE_ABOVE, rank_candidates
 from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_tasks import make_tasks
-from lancet_kernels.tuning.tuner import rank_candidates, tune
+from lancet_kernels.tuning.tuner import tune
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload, parse_workload
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +53,7 @@ def compiler(monkeypatch):
             seen.append(specimen)
             on_done(compiled(specimen, spills=24 if specimen.num_warps == 8 else 0))
 
-    monkeypatch.setattr(tuner.compile_pool, "compile_all", compile_all)
+    monkeypatch.setattr(compile_pool, "compile_all", compile_all)
     return seen
 
 
@@ -77,7 +79,7 @@ def test_every_pruned_candidate_says_why_and_the_default_is_never_one(workload) 
         assert len({str(c.config) for c in found}) >= len(found) // 4
         assert all(c.reason.startswith("model: ") for c in found if c not in kept)
         best = min(c.model_ms for c in found)
-        assert all(c.model_ms <= tuner.PRUNE_ABOVE * best for c in kept if c is not found[0])
+        assert all(c.model_ms <= PRUNE_ABOVE * best for c in kept if c is not found[0])
 
 
 def test_what_spills_is_pruned_before_the_choice_and_a_modelled_entry_says_so(compiler, cache) -> None:
@@ -118,7 +120,7 @@ def test_time_that_is_up_leaves_the_rest_for_the_next_run(monkeypatch, cache) ->
         on_done(compiled(chosen[0][1]))
         time.sleep(0.2)
 
-    monkeypatch.setattr(tuner.compile_pool, "compile_all", compile_all)
+    monkeypatch.setattr(compile_pool, "compile_all", compile_all)
     tasks = make_tasks([TINY], torch.bfloat16, ["permute", "combine"])
     outcomes = tune(tasks, SM90, cache, minutes=0.1 / 60)
     assert [o.status for o in outcomes] == ["left", "left"]
@@ -129,7 +131,7 @@ def test_a_failing_compiler_is_reported(monkeypatch, cache) -> None:
     def compile_all(chosen, arch, *, workers, on_done):
         raise RuntimeError("no disk")
 
-    monkeypatch.setattr(tuner.compile_pool, "compile_all", compile_all)
+    monkeypatch.setattr(compile_pool, "compile_all", compile_all)
     with pytest.raises(RuntimeError, match="no disk"):
         tune(make_tasks([TINY], torch.bfloat16, ["permute"]), SM90, cache)
 
@@ -209,7 +211,7 @@ def disagreeing_ranks(folder: str) -> tuple[str, dict]:
     cache = TunedCache(Path(folder, f"rank{rank}.json"))
     place = Place(torch.device("cpu"), "made-up GPU", hardware_of(90))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuner.compile_pool, "compile_all", compile_all)
+        patch.setattr(compile_pool, "compile_all", compile_all)
         (outcome,) = measure(place, cache, FakeClock(milliseconds), patch, keep=6)
     return str(outcome.winner.config), {key: e.config for key, e in cache.entries().items()}
 
