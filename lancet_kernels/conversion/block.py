@@ -6,14 +6,15 @@ the names and with the code that they had, and hooks on them stay.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lancet_kernels.conversion.family import Family
-from lancet_kernels.conversion.layouts import Layout, take_experts
+from lancet_kernels.conversion.layouts import Block, Layout, take_experts
 from lancet_kernels.layer import MoELayer
 from lancet_kernels.ops.groups import Groups
-from lancet_kernels.ops.losses import RoutingSums
 
 
 class ConvertedMoE(MoELayer):
@@ -27,7 +28,7 @@ class ConvertedMoE(MoELayer):
 
     def __init__(
         self,
-        block: nn.Module,
+        block: Block,
         family: Family,
         *,
         group: dist.ProcessGroup | Groups | None,
@@ -55,7 +56,7 @@ class ConvertedMoE(MoELayer):
         self.family = family
         self.layout: Layout = layout
 
-    def take_weights(self, block: nn.Module) -> None:
+    def take_weights(self, block: Block) -> None:
         """Move this rank's experts out of the block, drop the others, and keep the rest of the block."""
         for name, parameter in take_experts(self.layout, block.experts, self.expert_ids()):
             setattr(self, name, parameter)
@@ -70,7 +71,7 @@ class ConvertedMoE(MoELayer):
         token_ids: Tensor | None = None,
         return_sums: bool = False,
         logits_TE: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, RoutingSums]:
+    ) -> Any:
         """x [..., D] -> what the block returned: [..., D], in some families with a second tensor.
 
         `return_sums` gives the output and the layer's RoutingSums, as in `MoELayer`.

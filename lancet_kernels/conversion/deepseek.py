@@ -5,20 +5,21 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from lancet_kernels.conversion.family import Family, Unsupported, setting
+from lancet_kernels.conversion.layouts import Block
 from lancet_kernels.ops.gates import Gate, Sigmoid, TopK
 
 
 class Deepseek(Family):
     """What the families have in common: logits in float32, and experts that every token passes."""
 
-    def route(self, block: nn.Module, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def route(self, block: Block, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         first = block.gate(x_TD.unsqueeze(0))[0]
         if first.is_floating_point():
             return first, None
         # transformers 4.5x: the router returns experts and weights, no logits.
         return nn.functional.linear(x_TD.float(), block.gate.weight.float()), None
 
-    def shared(self, block: nn.Module, x_TD: Tensor) -> Tensor | None:
+    def shared(self, block: Block, x_TD: Tensor) -> Tensor | None:
         experts = getattr(block, "shared_experts", None)
         return None if experts is None else experts(x_TD)
 
@@ -29,7 +30,7 @@ class DeepseekV3(Deepseek):
     name = "DeepSeek-V3"
     blocks = ("DeepseekV3MoE",)
 
-    def gate(self, block: nn.Module) -> Gate:
+    def gate(self, block: Block) -> Gate:
         groups = "num_group" if hasattr(block.gate, "num_group") else "n_group"
         return Sigmoid(
             groups=int(setting(block, groups)),
@@ -38,7 +39,7 @@ class DeepseekV3(Deepseek):
             scale=float(setting(block, "routed_scaling_factor")),
         )
 
-    def selection_bias(self, block: nn.Module) -> Tensor:
+    def selection_bias(self, block: Block) -> Tensor:
         return block.gate.e_score_correction_bias
 
 
@@ -48,7 +49,7 @@ class DeepseekV2(Deepseek):
     name = "DeepSeek-V2"
     blocks = ("DeepseekV2Moe", "DeepseekV2MoE")
 
-    def gate(self, block: nn.Module) -> Gate:
+    def gate(self, block: Block) -> Gate:
         scale, method = float(setting(block, "routed_scaling_factor")), setting(block, "topk_method")
         if method == "greedy":
             return TopK(scale=scale)

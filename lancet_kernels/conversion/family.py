@@ -5,11 +5,11 @@ T  tokens      D  model width      E  experts
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lancet_kernels.conversion.layouts import Layout, Listed, Stacked
+from lancet_kernels.conversion.layouts import Block, Layout, Listed, Stacked
 from lancet_kernels.ops.gates import Gate
 
 
@@ -27,27 +27,27 @@ class Family:
     bias: ClassVar[bool] = False
     """Do the experts have biases?"""
 
-    def gate(self, block: nn.Module) -> Gate:
+    def gate(self, block: Block) -> Gate:
         """The routing rule. Raises: Unsupported."""
         raise NotImplementedError
 
-    def router(self, block: nn.Module) -> nn.Module:
+    def router(self, block: Block) -> nn.Module:
         """The module with the router's weight."""
         return block.gate
 
-    def top_k(self, block: nn.Module) -> int:
+    def top_k(self, block: Block) -> int:
         """Experts per token."""
         return int(setting(block, "top_k"))
 
-    def layout(self, block: nn.Module) -> Layout:
+    def layout(self, block: Block) -> Layout:
         """How the block stores its experts. Raises: Unsupported."""
         return layout_of(block.experts)
 
-    def check(self, block: nn.Module) -> None:
+    def check(self, block: Block) -> None:
         """Raises: Unsupported for a setting that changes results and that `MoELayer` does not have."""
         check_silu(block.experts)
 
-    def route(self, block: nn.Module, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def route(self, block: Block, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         """-> logits [T, E], and what the block returns in addition to its output (None: nothing).
 
         The block's own router is called, so the hooks with which transformers collects router logits see
@@ -59,16 +59,16 @@ class Family:
         # transformers 4.5x: the router is a Linear module, and the block returns its logits.
         return result, result
 
-    def selection_bias(self, block: nn.Module) -> Tensor | None:
+    def selection_bias(self, block: Block) -> Tensor | None:
         """What is added to the scores to select experts, [E]."""
         return None
 
-    def shared(self, block: nn.Module, x_TD: Tensor) -> Tensor | None:
+    def shared(self, block: Block, x_TD: Tensor) -> Tensor | None:
         """What every token gets in addition, [T, D]."""
         return None
 
 
-def setting(block: nn.Module, name: str) -> object:
+def setting(block: Block, name: str) -> Any:
     """A setting of the router (transformers 5) or of the block (4.5x). Raises: Unsupported without either."""
     for owner in (getattr(block, "gate", None), block):
         if owner is not None and hasattr(owner, name):
@@ -76,7 +76,7 @@ def setting(block: nn.Module, name: str) -> object:
     raise Unsupported(f"neither its router nor the block has the setting {name}")
 
 
-def layout_of(experts: nn.Module) -> Layout:
+def layout_of(experts: Block) -> Layout:
     """The layout, told by the attributes of the module. Raises: Unsupported."""
     if isinstance(experts, nn.ModuleList):
         names = {name for name, _ in experts[0].named_parameters()} if len(experts) else set()
@@ -90,7 +90,7 @@ def layout_of(experts: nn.Module) -> Layout:
     raise Unsupported(f"its experts have the parameters {', '.join(sorted(names)) or 'none'}")
 
 
-def check_silu(experts: nn.Module) -> None:
+def check_silu(experts: Block) -> None:
     """Raises: Unsupported unless the experts are SwiGLU with SiLU."""
     one = experts[0] if isinstance(experts, nn.ModuleList) else experts
     activation = getattr(one, "act_fn", None)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels.conversion.family import Family, Unsupported
-from lancet_kernels.conversion.layouts import ExpertSizes, Layout
+from lancet_kernels.conversion.layouts import Block, ExpertSizes, Layout
 from lancet_kernels.ops.expert_activation import CLAMP, SLOPE
 from lancet_kernels.ops.gates import Gate, TopK
 
@@ -25,14 +25,14 @@ class Interleaved(Layout):
 
     weights = ("w1", "b1", "w2", "b2")
 
-    def sizes(self, experts: nn.Module) -> ExpertSizes:
+    def sizes(self, experts: Block) -> ExpertSizes:
         num_experts, d_ff, d_model = experts.down_proj.shape
         return ExpertSizes(num_experts, d_model, d_ff)
 
-    def sources(self, experts: nn.Module, weight: str) -> list[tuple[nn.Module, str]]:
+    def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
         return [(experts, SOURCES[weight])]
 
-    def of_expert(self, experts: nn.Module, weight: str, expert: int) -> Tensor:
+    def of_expert(self, experts: Block, weight: str, expert: int) -> Tensor:
         value = getattr(experts, SOURCES[weight])[expert]
         return torch.cat([value[..., ::2], value[..., 1::2]], -1) if weight in ("w1", "b1") else value
 
@@ -55,27 +55,27 @@ class GptOss(Family):
     activation = "clamped-swiglu"
     bias = True
 
-    def gate(self, block: nn.Module) -> Gate:
+    def gate(self, block: Block) -> Gate:
         return TopK(softmax="after")
 
-    def router(self, block: nn.Module) -> nn.Module:
+    def router(self, block: Block) -> nn.Module:
         return block.router
 
-    def top_k(self, block: nn.Module) -> int:
+    def top_k(self, block: Block) -> int:
         return int(block.router.top_k)
 
-    def layout(self, block: nn.Module) -> Layout:
+    def layout(self, block: Block) -> Layout:
         names = {name for name, _ in block.experts.named_parameters()}
         if names != set(SOURCES.values()):
             raise Unsupported(f"its experts have the parameters {', '.join(sorted(names)) or 'none'}")
         return Interleaved()
 
-    def check(self, block: nn.Module) -> None:
+    def check(self, block: Block) -> None:
         slope, clamp = block.experts.alpha, block.experts.limit
         if (slope, clamp) != (SLOPE, CLAMP):
             raise Unsupported(f"its activation has alpha={slope}, limit={clamp}, not {SLOPE}, {CLAMP}")
 
-    def route(self, block: nn.Module, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
+    def route(self, block: Block, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         first, second, *_ = result = block.router(x_TD)
         if len(result) == 3:
             return first, second

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+Block = Any
+"""A module of transformers, whose attributes are those of its family."""
 
 
 class ExpertSizes(NamedTuple):
@@ -35,15 +38,15 @@ class Layout:
     weights: tuple[str, ...] = ("w1", "w2")
     """Names of the parameters of `MoELayer` that are filled."""
 
-    def sizes(self, experts: nn.Module) -> ExpertSizes:
+    def sizes(self, experts: Block) -> ExpertSizes:
         """E, D and F."""
         raise NotImplementedError
 
-    def sources(self, experts: nn.Module, weight: str) -> list[tuple[nn.Module, str]]:
+    def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
         """Modules, and names of their parameters, from which `weight` of all experts is read."""
         raise NotImplementedError
 
-    def of_expert(self, experts: nn.Module, weight: str, expert: int) -> Tensor:
+    def of_expert(self, experts: Block, weight: str, expert: int) -> Tensor:
         """`weight` of one expert in the form of `MoELayer`, without its leading dimension."""
         raise NotImplementedError
 
@@ -56,14 +59,14 @@ class Layout:
 class Stacked(Layout):
     """All experts in two parameters, each matrix as torch.nn.Linear has it (transformers 5)."""
 
-    def sizes(self, experts: nn.Module) -> ExpertSizes:
+    def sizes(self, experts: Block) -> ExpertSizes:
         num_experts, d_model, d_ff = experts.down_proj.shape
         return ExpertSizes(num_experts, d_model, d_ff)
 
-    def sources(self, experts: nn.Module, weight: str) -> list[tuple[nn.Module, str]]:
+    def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
         return [(experts, self._source(weight))]
 
-    def of_expert(self, experts: nn.Module, weight: str, expert: int) -> Tensor:
+    def of_expert(self, experts: Block, weight: str, expert: int) -> Tensor:
         return getattr(experts, self._source(weight))[expert].t()
 
     def restore(self, weight: str, value_E: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -82,14 +85,14 @@ class Listed(Layout):
     up: str = "up_proj"
     down: str = "down_proj"
 
-    def sizes(self, experts: nn.Module) -> ExpertSizes:
+    def sizes(self, experts: Block) -> ExpertSizes:
         d_model, d_ff = getattr(experts[0], self.down).weight.shape
         return ExpertSizes(len(experts), d_model, d_ff)
 
-    def sources(self, experts: nn.Module, weight: str) -> list[tuple[nn.Module, str]]:
+    def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
         return [(getattr(expert, name), "weight") for expert in experts for name in self._sources(weight)]
 
-    def of_expert(self, experts: nn.Module, weight: str, expert: int) -> Tensor:
+    def of_expert(self, experts: Block, weight: str, expert: int) -> Tensor:
         return torch.cat([getattr(experts[expert], name).weight for name in self._sources(weight)]).t()
 
     def restore(self, weight: str, value_E: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -103,7 +106,7 @@ class Listed(Layout):
 
 
 @torch.no_grad()
-def take_experts(layout: Layout, experts: nn.Module, expert_ids: range) -> Iterator[tuple[str, nn.Parameter]]:
+def take_experts(layout: Layout, experts: Block, expert_ids: range) -> Iterator[tuple[str, nn.Parameter]]:
     """The weights of some experts as parameters [L, ...] of `MoELayer`; `experts` loses its own.
 
     Each weight is freed before the next one is read: at most one weight of one block is in memory twice.

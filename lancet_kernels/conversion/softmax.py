@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lancet_kernels.conversion.family import Family, Unsupported, setting
+from lancet_kernels.conversion.layouts import Block
 from lancet_kernels.ops.gates import Gate, TopK
 
 
@@ -15,10 +16,10 @@ class Mixtral(Family):
     name = "Mixtral"
     blocks = ("MixtralSparseMoeBlock",)
 
-    def gate(self, block: nn.Module) -> Gate:
+    def gate(self, block: Block) -> Gate:
         return TopK(renormalize=True)
 
-    def check(self, block: nn.Module) -> None:
+    def check(self, block: Block) -> None:
         super().check(block)
         if getattr(block, "jitter_noise", 0):
             raise Unsupported(f"router_jitter_noise={block.jitter_noise} (set it to 0 in the config)")
@@ -30,7 +31,7 @@ class Olmoe(Family):
     name = "OLMoE"
     blocks = ("OlmoeSparseMoeBlock",)
 
-    def gate(self, block: nn.Module) -> Gate:
+    def gate(self, block: Block) -> Gate:
         return TopK(renormalize=bool(setting(block, "norm_topk_prob")))
 
 
@@ -47,5 +48,5 @@ class Qwen2Moe(Olmoe):
     name = "Qwen2-MoE"
     blocks = ("Qwen2MoeSparseMoeBlock",)
 
-    def shared(self, block: nn.Module, x_TD: Tensor) -> Tensor:
+    def shared(self, block: Block, x_TD: Tensor) -> Tensor:
         return torch.sigmoid(block.shared_expert_gate(x_TD)) * block.shared_expert(x_TD)
