@@ -18,6 +18,7 @@ _HOMES = {
     "convert": "lancet_kernels.conversion.convert",
     "ddp": "lancet_kernels.training.data_parallel",
     "export_state_dict": "lancet_kernels.conversion.export",
+    "load_safetensors": "lancet_kernels.conversion.load",
     "optimize": "lancet_kernels.optimization",
 }
 
@@ -50,6 +51,7 @@ __all__ = [
     "dropout",
     "expert_parameters",
     "export_state_dict",
+    "load_safetensors",
     "moe_layers",
     "moe_losses",
     "optimize",

@@ -4,7 +4,7 @@
     family     what conversion must know about the MoE block of a model family
     softmax, deepseek    the families, one class each; `registry` lists them
     block      the layer that stands in for a block
-    convert, export, causal_lm    what users call
+    convert, export, load, causal_lm    what users call
 
 transformers itself is never imported: families go by class names and attributes.
 """

@@ -27,6 +27,11 @@ class Family:
     bias: ClassVar[bool] = False
     """Do the experts have biases?"""
 
+    in_files: ClassVar[Layout] = Listed()
+    """How the published checkpoints store the experts."""
+    block_in_files: ClassVar[str] = "mlp"
+    """What they call the block."""
+
     def gate(self, block: Block) -> Gate:
         """The routing rule. Raises: Unsupported."""
         raise NotImplementedError

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels.conversion.family import Family, Unsupported
-from lancet_kernels.conversion.layouts import Block, ExpertSizes, Layout
+from lancet_kernels.conversion.layouts import Block, ExpertSizes, Layout, Read
 from lancet_kernels.ops.expert_activation import CLAMP, SLOPE
 from lancet_kernels.ops.gates import Gate, TopK
 
@@ -32,8 +32,8 @@ class Interleaved(Layout):
     def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
         return [(experts, SOURCES[weight])]
 
-    def of_expert(self, experts: Block, weight: str, expert: int) -> Tensor:
-        value = getattr(experts, SOURCES[weight])[expert]
+    def of_expert(self, read: Read, weight: str, expert: int) -> Tensor:
+        value = read(SOURCES[weight], expert)
         return torch.cat([value[..., ::2], value[..., 1::2]], -1) if weight in ("w1", "b1") else value
 
     def restore(self, weight: str, value_E: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -54,6 +54,7 @@ class GptOss(Family):
     blocks = ("GptOssMLP",)
     activation = "clamped-swiglu"
     bias = True
+    in_files = Interleaved()
 
     def gate(self, block: Block) -> Gate:
         return TopK(softmax="after")

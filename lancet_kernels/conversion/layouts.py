@@ -13,7 +13,7 @@ so a round trip is bitwise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +22,10 @@ from torch import Tensor, nn
 
 Block = Any
 """A module of transformers, whose attributes are those of its family."""
+
+
+Read = Callable[[str, int | None], Tensor]
+"""(name relative to `experts`, row or None) -> that row of the tensor, or all of it."""
 
 
 class ExpertSizes(NamedTuple):
@@ -46,7 +50,7 @@ class Layout:
         """Modules, and names of their parameters, from which `weight` of all experts is read."""
         raise NotImplementedError
 
-    def of_expert(self, experts: Block, weight: str, expert: int) -> Tensor:
+    def of_expert(self, read: Read, weight: str, expert: int) -> Tensor:
         """`weight` of one expert in the form of `MoELayer`, without its leading dimension."""
         raise NotImplementedError
 
@@ -66,8 +70,8 @@ class Stacked(Layout):
     def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
         return [(experts, self._source(weight))]
 
-    def of_expert(self, experts: Block, weight: str, expert: int) -> Tensor:
-        return getattr(experts, self._source(weight))[expert].t()
+    def of_expert(self, read: Read, weight: str, expert: int) -> Tensor:
+        return read(self._source(weight), expert).t()
 
     def restore(self, weight: str, value_E: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield self._source(weight), value_E.transpose(1, 2).contiguous()
@@ -92,8 +96,9 @@ class Listed(Layout):
     def sources(self, experts: Block, weight: str) -> list[tuple[nn.Module, str]]:
         return [(getattr(expert, name), "weight") for expert in experts for name in self._sources(weight)]
 
-    def of_expert(self, experts: Block, weight: str, expert: int) -> Tensor:
-        return torch.cat([getattr(experts[expert], name).weight for name in self._sources(weight)]).t()
+    def of_expert(self, read: Read, weight: str, expert: int) -> Tensor:
+        names = [f"{expert}.{name}.weight" for name in self._sources(weight)]
+        return torch.cat([read(name, None) for name in names]).t()
 
     def restore(self, weight: str, value_E: Tensor) -> Iterator[tuple[str, Tensor]]:
         names = self._sources(weight)
@@ -105,20 +110,32 @@ class Listed(Layout):
         return (self.gate, self.up) if weight == "w1" else (self.down,)
 
 
+def stack_experts(layout: Layout, read: Read, weight: str, expert_ids: range) -> Tensor:
+    """`weight` of some experts as `MoELayer` has it, [L, ...]."""
+    own = None
+    for local, expert in enumerate(expert_ids):
+        one = layout.of_expert(read, weight, expert)
+        own = one.new_empty(len(expert_ids), *one.shape) if own is None else own
+        own[local].copy_(one)
+    assert own is not None
+    return own
+
+
 @torch.no_grad()
 def take_experts(layout: Layout, experts: Block, expert_ids: range) -> Iterator[tuple[str, nn.Parameter]]:
     """The weights of some experts as parameters [L, ...] of `MoELayer`; `experts` loses its own.
 
     Each weight is freed before the next one is read: at most one weight of one block is in memory twice.
     """
+
+    def read(name: str, row: int | None) -> Tensor:
+        value = experts.get_parameter(name)
+        return value if row is None else value[row]
+
     for weight in layout.weights:
         sources = layout.sources(experts, weight)
         trained = any(getattr(module, name).requires_grad for module, name in sources)
-        one = layout.of_expert(experts, weight, expert_ids.start)
-        own = one.new_empty(len(expert_ids), *one.shape)
-        for local, expert in enumerate(expert_ids):
-            own[local].copy_(layout.of_expert(experts, weight, expert))
-        del one
+        own = stack_experts(layout, read, weight, expert_ids)
         for module, name in sources:
             delattr(module, name)
         yield weight, nn.Parameter(own, requires_grad=trained)

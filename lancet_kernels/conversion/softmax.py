@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.conversion.family import Family, Unsupported, setting
-from lancet_kernels.conversion.layouts import Block
+from lancet_kernels.conversion.layouts import Block, Listed
 from lancet_kernels.ops.gates import Gate, TopK
 
 
@@ -15,6 +15,8 @@ class Mixtral(Family):
 
     name = "Mixtral"
     blocks = ("MixtralSparseMoeBlock",)
+    in_files = Listed("w1", "w3", "w2")
+    block_in_files = "block_sparse_moe"
 
     def gate(self, block: Block) -> Gate:
         return TopK(renormalize=True)

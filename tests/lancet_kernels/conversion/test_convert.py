@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lancet_kernels import MoELayer, UserError, convert, export_state_dict, moe_layers
+from lancet_kernels import MoELayer, UserError, convert, export_state_dict, load_safetensors, moe_layers
 from lancet_kernels.conversion.layouts import Stacked, take_experts
 from tests.transformers_models import BOUND, FAMILIES, distance, exported_gradients, tiny_batch, tiny_model
 
@@ -202,3 +202,32 @@ def test_listed_experts(kind: type[ListedBlock]) -> None:
     gradients = exported_gradients(model)
     for name, parameter in original.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_load_on_the_meta_device(family: str, tmp_path) -> None:
+    """A model that is built and converted without memory, and read from the shards of the original."""
+    original = tiny_model(family)
+    original.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with torch.device("meta"):
+        model = FAMILIES[family]().double()
+    convert(model, strict=True)
+    load_safetensors(model, tmp_path)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    exported = export_state_dict(model)
+    for name, value in original.state_dict().items():
+        assert torch.equal(exported[name], value), name
+    assert distance(model.eval()(**tiny_batch()).loss, original.eval()(**tiny_batch()).loss) < BOUND
+
+
+def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
+    model = tiny_model("OLMoE")
+    convert(model)
+    with pytest.raises(UserError, match=r"checkpoint: got .*without model\.safetensors"):
+        load_safetensors(model, tmp_path)
+    tiny_model("GPT-OSS").save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=r"got no tensor model\.layers\.0\.self_attn\.q_norm\.weight, expected all"
+    ):
+        load_safetensors(model, tmp_path)
