@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +81,7 @@ def load_safetensors(model: nn.Module, folder: str | Path, *, device: torch.devi
                 continue
             _assign(module, own, files.read(_name_in_files(name, layers)), value, device)
     if tied:
-        model.tie_weights()
+        cast(Any, model).tie_weights()
 
 
 def _load_experts(files: _Files, prefix: str, layer: ConvertedMoE, device: torch.device | str) -> None:
