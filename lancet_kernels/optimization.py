@@ -24,10 +24,12 @@ from lancet_kernels.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.graph.capture import copy_of
 from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.costs import source_of
+from lancet_kernels.graph.garbage import without_garbage_collection
 from lancet_kernels.graph.host_waits import host_waits
 from lancet_kernels.graph.inner_compile import check_compiler
 from lancet_kernels.graph.run import Recorder
 from lancet_kernels.guards import Arguments, Guards, bind, refuse_sharded, to_trace
+from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer import BACKENDS
 from lancet_kernels.model_layers import moe_layers, name_layers
 from lancet_kernels.ops.groups import Groups, group_rank
@@ -88,6 +90,9 @@ def optimize(
     plan that is for something else).
     """
     _check_choices(strategy, backend, inner_compile)
+    if backend == "fused":
+        for layer in moe_layers(model):
+            check_activation(layer.activation, "activation of a layer to be fused")
     refuse_sharded(model)
     name_layers(model)
     arguments = _arguments(model, example_inputs)
@@ -183,6 +188,7 @@ def _on_device(options: PlanningOptions | None, device: torch.device) -> Plannin
     return replace(options, free_memory_gb=(torch.cuda.mem_get_info(device)[0] + unused) / 1e9)
 
 
+@without_garbage_collection()
 def _plans(
     graph: CostedGraph,
     strategy: str,
