@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._inductor.fx_passes import overlap_scheduling
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lancet_kernels.fake_ranks import fake_ranks
 from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
@@ -251,23 +251,18 @@ def _divided(size: int, ranks: int) -> int:
     return size // ranks
 
 
-@contextlib.contextmanager
-def fake_ranks(shape: Shape) -> Iterator[_Ranks]:
-    """This process as rank 0 of as many as the shape says, with nobody else there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.ranks)
-    try:
-        expert = dist.new_group(range(shape.expert_ranks))
-        replica = dist.new_group(range(0, shape.ranks, shape.expert_ranks))
-        yield _Ranks(
-            dist.group.WORLD.group_name,
-            shape.ranks,
-            expert.group_name,
-            shape.expert_ranks,
-            replica.group_name,
-            _divided(shape.ranks, shape.expert_ranks),
-        )
-    finally:
-        dist.destroy_process_group()
+def _groups(shape: Shape) -> _Ranks:
+    """The groups of rank 0."""
+    expert = dist.new_group(range(shape.expert_ranks))
+    replica = dist.new_group(range(0, shape.ranks, shape.expert_ranks))
+    return _Ranks(
+        dist.group.WORLD.group_name,
+        shape.ranks,
+        expert.group_name,
+        shape.expert_ranks,
+        replica.group_name,
+        _divided(shape.ranks, shape.expert_ranks),
+    )
 
 
 @dataclass(frozen=True)
@@ -282,7 +277,8 @@ class CapturedStep:
 @contextlib.contextmanager
 def captured(shape: Shape) -> Iterator[CapturedStep]:
     """Forward and backward of a shape. Nothing runs and nothing is allocated."""
-    with fake_ranks(shape) as ranks:
+    with fake_ranks(shape.ranks):
+        ranks = _groups(shape)
         with torch.device("meta"):
             model = _Step(shape, ranks).bfloat16()
             tokens = torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)
