@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
+from lancet_kernels.conversion.family import layout_of
 from lancet_kernels.ops.expert_activation import activate
 from lancet_kernels.tuning.workloads import Workload
 
@@ -157,8 +158,9 @@ def same_weights(
             return layer
         block = _mixtral(w, name.removeprefix("transformers ")).to(device, dtype)
         block.gate.weight.copy_(router)
-        block.experts.gate_up_proj.copy_(w1.transpose(1, 2))
-        block.experts.down_proj.copy_(w2.transpose(1, 2))
+        layout = layout_of(block.experts)
+        for weight, value in (("w1", w1), ("w2", w2)):
+            block.experts.load_state_dict(dict(layout.restore(weight, value)), strict=False)
         return _Called(lambda x: block(x[None])[0], block)
 
     layers = {name: make(name) for name in names}

@@ -11,9 +11,14 @@ from lancet_kernels.training.gradients import set_gradient_group
 # They bring the solver and torch's tracer: imported when first asked for.
 _HOMES = {
     "CaptureError": "lancet_kernels.graph.capture",
+    "CausalLMStep": "lancet_kernels.conversion.causal_lm",
+    "ConversionReport": "lancet_kernels.conversion.convert",
     "GraphedStep": "lancet_kernels.graphed",
     "OptimizedModule": "lancet_kernels.optimized_module",
+    "convert": "lancet_kernels.conversion.convert",
     "ddp": "lancet_kernels.training.data_parallel",
+    "export_state_dict": "lancet_kernels.conversion.export",
+    "load_safetensors": "lancet_kernels.conversion.load",
     "optimize": "lancet_kernels.optimization",
 }
 
@@ -30,7 +35,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CaptureError",
+    "CausalLMStep",
     "CommunicationError",
+    "ConversionReport",
     "Dropout",
     "GraphedStep",
     "Groups",
@@ -39,9 +46,12 @@ __all__ = [
     "OptimizedModule",
     "RoutingSums",
     "UserError",
+    "convert",
     "ddp",
     "dropout",
     "expert_parameters",
+    "export_state_dict",
+    "load_safetensors",
     "moe_layers",
     "moe_losses",
     "optimize",

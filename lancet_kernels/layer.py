@@ -17,7 +17,7 @@ from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.expert_names import ExpertsByGlobalId
 from lancet_kernels.graph.capture import is_fake
-from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
 from lancet_kernels.layer_checks import check_capacity_factor, check_data_parallel, check_input, check_sizes
 from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates import Gate, parse_gate
@@ -43,7 +43,8 @@ class MoELayer(ExpertsByGlobalId):
             or a `Gate`.
         capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
             the others are dropped (contribute zero); None: dropless.
-        activation: "gelu", "silu" or "swiglu". bias: biases in the experts (and the shared expert).
+        activation: "gelu", "silu", "swiglu" or, unless fused, "clamped-swiglu" (that of GPT-OSS).
+        bias: biases in the experts (and the shared expert).
         backend: "torch": collectives of `group` and grouped GEMMs. "fused": persistent Triton kernels in
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
             for proof not speed). A layer with gradients may then run forward `banks` = 2 times before the
@@ -96,7 +97,9 @@ class MoELayer(ExpertsByGlobalId):
         self.ranks, self.rank = group_size(self.expert_group), group_rank(self.expert_group)
         check_sizes(self.gate, self.ranks, d_model, d_ff, num_experts, top_k, shared_expert_d_ff)
         check_capacity_factor(self.gate, capacity_factor)
-        check_activation(activation)
+        fused = backend == "fused"
+        what = "activation of a fused layer" if fused else "activation"
+        check_activation(activation, what, ACTIVATIONS if fused else ALL_ACTIVATIONS)
         self.d_model, self.d_ff, self.num_experts, self.top_k = d_model, d_ff, num_experts, top_k
         self.capacity_factor, self.activation = capacity_factor, activation
         self.local_experts = num_experts // self.ranks
@@ -171,13 +174,19 @@ class MoELayer(ExpertsByGlobalId):
         return max(1, math.ceil(self.capacity_factor * num_tokens * self.top_k / self.num_experts))
 
     def forward(
-        self, x: Tensor, *, token_ids: Tensor | None = None, return_sums: bool = False
+        self,
+        x: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        return_sums: bool = False,
+        logits_TE: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, RoutingSums]:
         """x [..., D] -> [..., D], and the layer's RoutingSums if asked for.
 
         Args:
             x: any number of tokens, also another one on each rank.
             token_ids: int64 or int32, shaped like x without its last dimension; only gate "hash" looks at it.
+            logits_TE: router output that another module computed, in place of the layer's own router.
         Raises: UserError (wrong shape or dtype, NaN in the router, ranks that disagree), CommunicationError.
         """
         check_input(x, token_ids, self.d_model, self.w1.dtype)
@@ -187,25 +196,34 @@ class MoELayer(ExpertsByGlobalId):
         x_TD = x.reshape(-1, self.d_model)
         num_tokens = x_TD.shape[0]
         capacity = self.capacity(num_tokens)
-        logits_TE = self._logits(x_TD)
+        logits_TE = self._logits(x_TD) if logits_TE is None else _at_least_float32(logits_TE)
         used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
         expert_TK, slot_TK, weight_TK, used_out_E = ops.gate(
             logits_TE,
             used_E,
             self._keys(x_TD, token_ids),
-            self.correction_bias,
+            self._selection_bias(),
             str(self.gate),
             self.top_k,
             capacity,
         )
         count_WL = ops.kept_counts(used_out_E, capacity, self.ranks)
         y_TD = self._experts(self._cast(x_TD), expert_TK, slot_TK, weight_TK, count_WL, capacity)
-        if self.shared_up is not None and self.shared_down is not None:
-            y_TD = y_TD + self.shared_down(activate(self.shared_up(x_TD), self.activation))
-        y = y_TD.view(x.shape)
+        shared_TD = self._shared_expert(x_TD)
+        y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
         if not return_sums:
             return y
         return y, ops.routing_sums(self.gate, logits_TE, used_E, used_out_E, capacity, num_tokens)
+
+    def _selection_bias(self) -> Tensor | None:
+        """What the gate adds to the scores to select, [E]; None for gates without one."""
+        return self.correction_bias
+
+    def _shared_expert(self, x_TD: Tensor) -> Tensor | None:
+        """What the expert that every token passes adds, [T, D]; None without one."""
+        if self.shared_up is None or self.shared_down is None:
+            return None
+        return self.shared_down(activate(self.shared_up(x_TD), self.activation))
 
     def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int) -> Tensor:
         """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D]."""
@@ -278,12 +296,13 @@ class MoELayer(ExpertsByGlobalId):
 
         Args: assigned_E: assignments over all ranks (`MoELosses.assigned[layer]`), so that ranks stay equal.
         """
-        if self.correction_bias is None:
+        bias_E = self._selection_bias()
+        if bias_E is None:
             raise UserError(
                 "gate", got=self.gate.name, expected="sigmoid", do="only that gate has a correction bias"
             )
-        load_E = assigned_E.to(self.correction_bias.dtype)
-        self.correction_bias += rate * torch.sign(load_E.mean() - load_E)
+        load_E = assigned_E.to(bias_E.dtype)
+        bias_E += rate * torch.sign(load_E.mean() - load_E)
 
     def extra_repr(self) -> str:
         return (
@@ -292,3 +311,7 @@ class MoELayer(ExpertsByGlobalId):
             f"backend={self.backend}, "
             f"experts {self.expert_ids().start} to {self.expert_ids().stop - 1} here"
         )
+
+
+def _at_least_float32(logits_TE: Tensor) -> Tensor:
+    return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

@@ -1,6 +1,10 @@
 """The nonlinearity inside the experts.
 
-R  rows received      F  hidden width (swiglu: input is [gate | up], 2F wide)
+R  rows received      F  hidden width (gated: input is [gate | up], 2F wide)
+
+    swiglu            silu(gate) * up
+    clamped-swiglu    gate' * sigmoid(1.702 gate') * (up' + 1),  gate' = min(gate, 7), up' = clamp(up, -7, 7)
+                      (GPT-OSS; in plain torch on every device)
 """
 
 from collections.abc import Callable
@@ -8,22 +12,29 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from lancet_kernels.kernels.activation_names import ACTIVATIONS, GATED
 from lancet_kernels.ops.kernel_path import runs_in_kernels
+
+SLOPE, CLAMP = 1.702, 7.0
+"""Of "clamped-swiglu"."""
 
 
 def input_width(kind: str, hidden_width: int) -> int:
     """How wide the input of the activation is, for F outputs."""
-    return 2 * hidden_width if kind == "swiglu" else hidden_width
+    return 2 * hidden_width if kind in GATED else hidden_width
 
 
 def activate(h: Tensor, kind: str) -> Tensor:
-    """The activation in plain torch, differentiable: gelu (exact, erf), silu, or silu(gate) * up."""
+    """The activation in plain torch, differentiable: gelu (exact, erf), silu, or a gated one."""
     if kind == "gelu":
         return torch.nn.functional.gelu(h)
     if kind == "silu":
         return torch.nn.functional.silu(h)
     gate, up = h.chunk(2, -1)
-    return torch.nn.functional.silu(gate) * up
+    if kind == "swiglu":
+        return torch.nn.functional.silu(gate) * up
+    gate = gate.clamp(max=CLAMP)
+    return gate * torch.sigmoid(SLOPE * gate) * (up.clamp(-CLAMP, CLAMP) + 1)
 
 
 def _activate_backward_into(dh: Tensor, da: Tensor, h: Tensor, kind: str) -> None:
@@ -32,6 +43,13 @@ def _activate_backward_into(dh: Tensor, da: Tensor, h: Tensor, kind: str) -> Non
         torch.ops.aten.gelu_backward.grad_input(da, h, grad_input=dh)
     elif kind == "silu":
         torch.ops.aten.silu_backward.grad_input(da, h, grad_input=dh)
+    elif kind == "clamped-swiglu":
+        (gate, up), (dgate, dup) = h.chunk(2, -1), dh.chunk(2, -1)
+        clamped = gate.clamp(max=CLAMP)
+        open_share = torch.sigmoid(SLOPE * clamped)
+        slope = open_share * (1 + SLOPE * clamped * (1 - open_share)) * (gate <= CLAMP)
+        torch.mul(da * slope, up.clamp(-CLAMP, CLAMP) + 1, out=dgate)
+        torch.mul(da * clamped * open_share, up.abs() <= CLAMP, out=dup)
     else:
         (gate, up), (dgate, dup) = h.chunk(2, -1), dh.chunk(2, -1)
         torch.mul(da, torch.nn.functional.silu(gate), out=dup)
@@ -52,27 +70,29 @@ def naive_expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor
 
 @torch.library.custom_op("lancet::expert_activation", mutates_args=())
 def expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
-    """-> [R, F]: the activation of all rows. kind: one of ACTIVATIONS.
+    """-> [R, F]: the activation of all rows. kind: one of ALL_ACTIVATIONS.
 
     Args: count_WL: read where there may be more rows than real ones, on a GPU.
     """
-    if runs_in_kernels(h_RF):
+    if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
         from lancet_kernels.kernels.activation import activation
 
         return activation(h_RF.contiguous()[None], count_WL.sum().view(1), kind)[0]
     h_RF = h_RF.contiguous()
-    if kind != "swiglu":
+    if kind not in GATED:
         return activate(h_RF, kind)
     gate, up = h_RF.chunk(2, -1)
     dtype = torch.promote_types(h_RF.dtype, torch.float32)
     if dtype == h_RF.dtype:
+        if kind != "swiglu":
+            return activate(h_RF, kind)
         return torch.nn.functional.silu(gate).mul_(up)
     return _in_blocks(lambda h: activate(h.to(dtype), kind), h_RF.new_empty(len(h_RF), gate.shape[1]), h_RF)
 
 
 @expert_activation.register_fake
 def _(h_RF, count_WL, kind):
-    width = h_RF.shape[1] // 2 if kind == "swiglu" else h_RF.shape[1]
+    width = h_RF.shape[1] // 2 if kind in GATED else h_RF.shape[1]
     return h_RF.new_empty(h_RF.shape[0], width)
 
 
@@ -91,7 +111,7 @@ def _in_blocks(function: Callable[..., Tensor], out: Tensor, *operands: Tensor) 
 @torch.library.custom_op("lancet::expert_activation_backward", mutates_args=())
 def expert_activation_backward(da_RF: Tensor, h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> gradient of h, shaped like h; computed in at least float32, rounded once."""
-    if runs_in_kernels(h_RF):
+    if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
         from lancet_kernels.kernels.activation import activation_backward
 
         rows = da_RF.contiguous()[None], h_RF.contiguous()[None]

@@ -145,6 +145,7 @@ def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> d
         "capture_seconds": found.capture_seconds,
         "planning_seconds": dict(found.seconds),
         "iteration_ms": {name: p.iteration_ms for name, p in predicted.items()},
+        "lower_bound_ms": {name: p.lower_bound_ms for name, p in predicted.items()},
         "exposed_ms": {name: p.exposed_ms for name, p in predicted.items()},
         "peak_memory_gb": {name: p.peak_memory_gb for name, p in predicted.items()},
         "fits_memory": {name: p.peak_memory_gb <= limit for name, p in predicted.items()},

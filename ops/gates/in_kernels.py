@@ -41,6 +41,8 @@ def route_in_kernels(
         found = route_keys(key_T.contiguous(), used_E, top_k, capacity, seed=gate.seed)
     elif logits_TE is None or logits_TE.dtype not in SCORES:
         return None
+    elif isinstance(gate, TopK) and gate.top_groups < gate.groups:
+        return None  # these kernels rate a group by its two best experts
     elif isinstance(gate, Switch | TopK):
         found = route_scores(logits_TE.contiguous(), used_E, top_k, capacity)
     elif isinstance(gate, Sigmoid):

@@ -5,15 +5,14 @@ only experts of the best `top_groups` groups can be chosen. The bias steers the 
 weights are the plain sigmoids. Slots go in token order, so the gate is partitionable.
 """
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.ops.gates.base import Gate
+from lancet_kernels.ops.gates.group_limit import check_groups, check_scale, mask_other_groups
 from lancet_kernels.ops.gates.slots import top_k_stable
 from lancet_kernels.ops.gates.weights import sigmoid
 
@@ -37,49 +36,18 @@ class Sigmoid(Gate):
 
     def check(self, num_experts: int, top_k: int) -> None:
         super().check(num_experts, top_k)
-        if self.groups < 1 or num_experts % self.groups:
-            raise UserError(
-                "groups of gate sigmoid",
-                got=self.groups,
-                expected=f"a divisor of num_experts ({num_experts})",
-                do="choose how many equal groups the experts form",
-            )
-        if not (self.scale > 0 and math.isfinite(self.scale)):
-            raise UserError(
-                "scale of gate sigmoid",
-                got=self.scale,
-                expected="a positive number",
-                do="leave it out for weights that sum to 1",
-            )
-        reachable = self.top_groups * (num_experts // self.groups)
-        if not 1 <= self.top_groups <= self.groups or top_k > reachable:
-            raise UserError(
-                "top_groups of gate sigmoid",
-                got=self.top_groups,
-                expected=f"1 to groups ({self.groups}) with at least top_k ({top_k}) experts in them",
-                do="raise top_groups or lower top_k",
-            )
+        check_scale(self.name, self.scale)
+        check_groups(self.name, self.groups, self.top_groups, num_experts, top_k)
 
     def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
         score_TE = self.biased_scores(logits_TE, bias_E)
-        if self.top_groups < self.groups:
-            score_TE = score_TE.masked_fill(~self._allowed(score_TE, num_experts), -torch.inf)
-        return top_k_stable(score_TE, top_k)
+        return top_k_stable(mask_other_groups(score_TE, self.groups, self.top_groups, 2), top_k)
 
     @staticmethod
     def biased_scores(logits_TE: Tensor, bias_E: Tensor | None) -> Tensor:
         """What selection compares, [T, E]."""
         score_TE = sigmoid(logits_TE)
         return score_TE if bias_E is None else score_TE + bias_E.to(score_TE.dtype)
-
-    def _allowed(self, score_TE: Tensor, num_experts: int) -> Tensor:
-        """-> [T, E] bool: is the expert in one of the token's best groups?"""
-        size = num_experts // self.groups
-        score_TGS = score_TE.view(-1, self.groups, size)
-        group_TG = score_TGS.topk(min(2, size), dim=-1).values.sum(-1)
-        allowed_TG = torch.zeros_like(group_TG, dtype=torch.bool)
-        allowed_TG.scatter_(1, top_k_stable(group_TG, self.top_groups), True)
-        return allowed_TG.repeat_interleave(size, dim=1)
 
 
 def naive_sigmoid(

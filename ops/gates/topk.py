@@ -1,7 +1,7 @@
 """Switch (top-1) and top-k gates with token-order priority: the partitionable, learned ones.
 
 Switch: Fedus et al. 2022. Top-k: Shazeer et al. 2017, Mixtral (softmax after selection), and Qwen's
-renormalized softmax.
+renormalized softmax; DeepSeek-V2 2024, section 2.2.2: group-limited selection, scaled weights.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.gates.base import Gate
+from lancet_kernels.ops.gates.group_limit import check_groups, check_scale, mask_other_groups
 from lancet_kernels.ops.gates.slots import top_k_stable
 
 
@@ -20,12 +21,16 @@ class TopK(Gate):
     """The k largest logits of each token.
 
     softmax: "before" selection (weights are probabilities over all experts) or "after" (over the chosen).
-    renormalize: divide the weights of a token by their sum.
+    renormalize: divide the weights of a token by their sum. scale: multiply the weights by it.
+    groups, top_groups: choose among the experts of a token's best groups, those with the largest logit.
     """
 
     name: ClassVar[str] = "topk"
     softmax: str = "before"
     renormalize: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
 
     def check(self, num_experts: int, top_k: int) -> None:
         super().check(num_experts, top_k)
@@ -36,13 +41,15 @@ class TopK(Gate):
                 expected="'before' or 'after'",
                 do="say whether the softmax comes before or after the selection",
             )
+        check_scale(self.name, self.scale)
+        check_groups(self.name, self.groups, self.top_groups, num_experts, top_k)
 
     @property
     def normalized(self) -> bool:
         return self.renormalize or self.softmax == "after"
 
     def select(self, logits_TE, key_T, bias_E, num_experts: int, top_k: int) -> Tensor:
-        return top_k_stable(logits_TE, top_k)
+        return top_k_stable(mask_other_groups(logits_TE, self.groups, self.top_groups, 1), top_k)
 
 
 @dataclass(frozen=True)
@@ -61,19 +68,23 @@ class Switch(Gate):
 
 
 def naive_topk(
-    logits_TE: Tensor, used_E: Tensor, top_k: int, softmax: str = "before", renormalize: bool = False
+    logits_TE: Tensor, used_E: Tensor, top_k: int, gate: TopK = TopK()
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Reference, one token after the other. -> expert_TK, slot_TK, weight_TK, used'_E."""
     used = used_E.tolist()
+    size = len(used) // gate.groups
     experts: list[list[int]] = []
     slots: list[list[int]] = []
     weights: list[Tensor] = []
     for logits_E in logits_TE:
-        chosen = sorted(range(len(used)), key=lambda e: (-logits_E[e].item(), e))[:top_k]
+        best = [-max(group.tolist()) for group in logits_E.split(size)]
+        groups = sorted(range(gate.groups), key=lambda g: (best[g], g))[: gate.top_groups]
+        allowed = [e for e in range(len(used)) if e // size in groups]
+        chosen = sorted(allowed, key=lambda e: (-logits_E[e].item(), e))[:top_k]
         probability_E = torch.softmax(logits_E, 0)
-        weight_K = torch.softmax(logits_E[chosen], 0) if softmax == "after" else probability_E[chosen]
+        weight_K = torch.softmax(logits_E[chosen], 0) if gate.softmax == "after" else probability_E[chosen]
         experts.append(chosen)
-        weights.append(weight_K / weight_K.sum() if renormalize else weight_K)
+        weights.append((weight_K / weight_K.sum() if gate.renormalize else weight_K) * gate.scale)
         slots.append([])
         for e in chosen:
             slots[-1].append(used[e])

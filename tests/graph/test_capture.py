@@ -44,6 +44,39 @@ def test_what_cannot_be_captured_says_why_in_one_line(module):
     assert "data-dependent" in reason or "depends on data" in reason
 
 
+class Flag:
+    """What modules outside of torch write to while they run."""
+
+    value = False
+
+
+FLAG = Flag()
+
+
+class WritesAFlag(nn.Module):
+    """Sets it, and sets it back if `restores`."""
+
+    def __init__(self, restores: bool) -> None:
+        super().__init__()
+        self.restores = restores
+
+    def forward(self, x):
+        FLAG.value = True
+        y = x * 2 if FLAG.value else x
+        if self.restores:
+            FLAG.value = False
+        return y
+
+
+def test_a_write_that_is_undone_is_no_side_effect():
+    x = torch.randn(3, requires_grad=True)
+    program = program_from_fx(capture(WritesAFlag(restores=True), (x,)).joint)
+    assert "aten.mul" in [i.op for i in program.instructions]
+    with pytest.raises(UserError, match=r"a forward that writes .*FLAG\.value"):
+        capture(WritesAFlag(restores=False), (x,))
+    assert FLAG.value is False
+
+
 def test_gradients_of_inputs_and_of_weights_are_instructions_of_their_own():
     model, inputs = make_model("gpt2")
     captured = capture(model, inputs)

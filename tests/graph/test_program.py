@@ -170,7 +170,15 @@ PLAIN = [
     *(f"graph/{m}.py" for m in ("measured", "forms", "part_instruction", "equations", "rules")),
     *(
         f"schedules/{m}.py"
-        for m in ("clock", "simulate", "peak_memory", "weight_gradients", "list_schedule", "issue")
+        for m in (
+            "clock",
+            "simulate",
+            "peak_memory",
+            "weight_gradients",
+            "list_schedule",
+            "best_order",
+            "issue",
+        )
     ),
     *(f"schedules/{m}.py" for m in ("axes", "pipeline", "ranges", "partition_range", "plan", "strategies")),
     "schedules/timeline.py",

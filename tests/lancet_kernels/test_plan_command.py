@@ -36,12 +36,20 @@ def plan_json(capsys, *arguments):
 
 def test_json_has_every_strategy(capsys):
     found = plan_json(capsys)
-    for key in ("planning_seconds", "iteration_ms", "exposed_ms", "peak_memory_gb", "fits_memory"):
+    for key in (
+        "planning_seconds",
+        "iteration_ms",
+        "exposed_ms",
+        "lower_bound_ms",
+        "peak_memory_gb",
+        "fits_memory",
+    ):
         assert set(found[key]) == set(STRATEGY_NAMES), key
     assert found["simulated"] is True
     assert (found["model"], found["cluster"], found["gpus"]) == ("gpt2-tiny-moe", "p4de", 16)
     assert found["memory_limit_gb"] == 80.0
     assert all(0 < found["exposed_ms"][s] < found["iteration_ms"][s] for s in STRATEGY_NAMES)
+    assert all(0 < found["lower_bound_ms"][s] <= found["iteration_ms"][s] + 1e-9 for s in STRATEGY_NAMES)
     assert found["iteration_ms"]["lancet"] == min(found["iteration_ms"].values())
 
 

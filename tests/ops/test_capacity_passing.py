@@ -28,16 +28,16 @@ def partitionable_gates(draw: st.DrawFn, experts: int) -> tuple[Gate, int]:
     kind = draw(st.sampled_from([Switch, TopK, Sigmoid, Hash, Random]))
     if kind is Switch:
         return Switch(), 1
-    if kind is TopK:
-        return TopK(
-            softmax=draw(st.sampled_from(["before", "after"])), renormalize=draw(st.booleans())
-        ), top_k
-    if kind is Sigmoid:
+    if kind in (TopK, Sigmoid):
         groups = draw(st.sampled_from([g for g in range(1, experts + 1) if experts % g == 0]))
         size = experts // groups
-        top_groups = draw(st.integers(-(-top_k // size), groups))
-        renormalize, scale = draw(st.booleans()), draw(st.sampled_from([1.0, 2.5]))
-        return Sigmoid(groups=groups, top_groups=top_groups, renormalize=renormalize, scale=scale), top_k
+        options = {
+            "groups": groups, "top_groups": draw(st.integers(-(-top_k // size), groups)),
+            "renormalize": draw(st.booleans()), "scale": draw(st.sampled_from([1.0, 2.5])),
+        }  # fmt: skip
+        if kind is TopK:
+            options["softmax"] = draw(st.sampled_from(["before", "after"]))
+        return kind(**options), top_k
     return kind(seed=draw(st.integers(-3, 2**63))), top_k
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.activation_names import ACTIVATIONS, check_activation
+from lancet_kernels.kernels.activation_names import ALL_ACTIVATIONS, GATED, check_activation
 from lancet_kernels.ops.expert_activation import (
     activate,
     input_width,
@@ -46,13 +46,16 @@ def test_by_hand() -> None:
     assert ops.expert_activation(one, count, "silu").item() == pytest.approx(silu, rel=1e-15)
     gate_and_up = torch.tensor([[1.0, 10.0]], dtype=torch.float64)
     assert ops.expert_activation(gate_and_up, count, "swiglu").item() == pytest.approx(10 * silu, rel=1e-15)
+    clamped = (7 + 1) / (1 + math.exp(-1.702))
+    result = ops.expert_activation(gate_and_up, count, "clamped-swiglu").item()
+    assert result == pytest.approx(clamped, rel=1e-15)
 
 
 @QUICK
 @given(
     count=counts(),
     width=st.sampled_from([1, 3, 8]),
-    kind=st.sampled_from(ACTIVATIONS),
+    kind=st.sampled_from(ALL_ACTIVATIONS),
     gaps=st.booleans(),
     seed=SEEDS,
 )
@@ -69,7 +72,7 @@ def test_against_reference(count: Tensor, width: int, kind: str, gaps: bool, see
     torch.testing.assert_close(dh, expected_dh, rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ALL_ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_as_exact_as_torch(kind: str, dtype: torch.dtype) -> None:
     h, da = (t.to(dtype) for t in hidden(COUNTS, 64, kind))
@@ -84,22 +87,22 @@ def test_as_exact_as_torch(kind: str, dtype: torch.dtype) -> None:
     assert_as_exact_as_torch(dh, same_dtype_dh, exact_dh)
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ALL_ACTIVATIONS)
 def test_gradient_is_finite_at_extreme_inputs(kind: str) -> None:
     h = torch.tensor([-1e4, -100, 0, 100, 1e4]).repeat_interleave(2).view(5, 2)
-    width = 1 if kind == "swiglu" else 2
+    width = 1 if kind in GATED else 2
     dh = ops.expert_activation_backward(torch.ones(5, width), h, torch.tensor([[5]]), kind)
     assert torch.isfinite(dh).all()
 
 
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ALL_ACTIVATIONS)
 def test_gradcheck(kind: str) -> None:
     h = hidden(COUNTS, 3, kind)[0].requires_grad_()
     torch.autograd.gradcheck(lambda h: ops.expert_activation(h, COUNTS, kind), h)
 
 
 @pytest.mark.parametrize("relayout", few_of([torch.clone, transposed_in_memory]))
-@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("kind", ALL_ACTIVATIONS)
 def test_opcheck(kind: str, relayout) -> None:
     h, da = map(relayout, hidden(COUNTS, 3, kind))
     count = relayout(COUNTS)
@@ -108,8 +111,8 @@ def test_opcheck(kind: str, relayout) -> None:
 
 
 def test_names() -> None:
-    for kind in ACTIVATIONS:
-        check_activation(kind)
+    for kind in ALL_ACTIVATIONS:
+        check_activation(kind, known=ALL_ACTIVATIONS)
         assert activate(torch.zeros(2, input_width(kind, 6)), kind).shape == (2, 6)
     with pytest.raises(UserError, match="got 'relu', expected one of gelu, silu, swiglu"):
         check_activation("relu")

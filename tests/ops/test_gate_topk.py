@@ -39,12 +39,15 @@ def test_topk_against_reference(
 ) -> None:
     tokens, experts = logits_TE.shape
     top_k = data.draw(st.integers(1, experts))
-    gate, used_E = TopK(softmax=softmax, renormalize=renormalize), used_before(experts, seed)
+    groups = data.draw(st.sampled_from([g for g in range(1, experts + 1) if experts % g == 0]))
+    top_groups = data.draw(st.integers(-(-top_k * groups // experts), groups))
+    scale = data.draw(st.sampled_from([1.0, 2.5]))
+    gate, used_E = TopK(softmax, renormalize, groups, top_groups, scale), used_before(experts, seed)
     actual = Routing(*ops.gate(logits_TE, used_E, None, None, str(gate), top_k, 3))
     if tokens == 0:
         assert_same_routing(actual, empty_routing(used_E, top_k, logits_TE.dtype))
         return
-    naive = naive_topk(logits_TE, used_E, top_k, softmax, renormalize)
+    naive = naive_topk(logits_TE, used_E, top_k, gate)
     assert_same_routing(actual, reference_routing(naive, logits_TE.dtype), weight_rtol(logits_TE))
 
 
@@ -74,6 +77,15 @@ def test_topk_by_hand(spec: str, weights: list[list[float]]) -> None:
     assert routing.slot_TK.tolist() == [[0, 5], [0, 1]]
     assert routing.used_E.tolist() == [1, 6, 2]
     torch.testing.assert_close(routing.weight_TK, torch.tensor(weights, dtype=torch.float64))
+
+
+def test_groups_by_hand() -> None:
+    """Groups (0, 1) and (2, 3): the first has the largest logit, so the second and third largest are out."""
+    probability_TE = torch.tensor([[0.4, 0.05, 0.3, 0.25]], dtype=torch.float64)
+    spec = "topk(groups=2,top_groups=1,scale=2.0)"
+    routing = Routing(*ops.gate(probability_TE.log(), no_use(4), None, None, spec, 2, 4))
+    assert routing.expert_TK.tolist() == [[0, 1]]
+    torch.testing.assert_close(routing.weight_TK, torch.tensor([[0.8, 0.1]], dtype=torch.float64))
 
 
 def test_switch_by_hand() -> None:

@@ -11,7 +11,7 @@ from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.forms import PARTIAL, WINDOW
 from lancet_kernels.graph.program import Kind
-from lancet_kernels.schedules.list_schedule import list_schedule
+from lancet_kernels.schedules.best_order import list_schedule
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import simulate
@@ -88,6 +88,23 @@ def test_memory_limit():
     need = make_plan(step, cost, "none").predicted.peak_memory_gb
     for name, plan in compare(step, cost, options=PlanningOptions(memory_limit_gb=need)).items():
         assert plan.predicted.peak_memory_gb <= need, name
+
+
+def test_the_default_limit_and_what_it_costs():
+    # 100 bytes each: G before A would need 300 while B runs, and the original order needs 200.
+    p = program("A c f 4", "B c f 4 A", "G a f 4", "W c f 1 G")
+    plan = make_plan(p, given, "lancet-dw")
+    assert plan.memory_limit_gb == pytest.approx(220e-9)
+    assert (plan.predicted.iteration_ms, plan.predicted.lower_bound_ms) == (13, 9)
+    assert "Memory limit: 2.2e-07 GB; it costs 4.00 ms (without it, 9.00 ms)." in plan.explain()
+    assert "at least ms" in plan.explain()
+    free = make_plan(p, given, "lancet-dw", PlanningOptions(free_memory_gb=300e-9))
+    assert (free.predicted.iteration_ms, free.predicted.peak_memory_gb) == (9, pytest.approx(300e-9))
+    assert "it costs nothing." in free.explain()
+    assert free.options == plan.options
+    stated = make_plan(p, given, "lancet-dw", PlanningOptions(memory_limit_gb=200e-9, free_memory_gb=1.0))
+    assert stated.predicted.iteration_ms == 13
+    assert make_plan(p, given, "none").predicted.lower_bound_ms == 9
 
 
 def test_fewer_parts_where_memory_is_short():

@@ -1,0 +1,130 @@
+"""`load_safetensors`: fill a converted model from a checkpoint of the original, each rank its own experts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from lancet_kernels.conversion.block import ConvertedMoE
+from lancet_kernels.conversion.layouts import Layout, stack_experts
+from lancet_kernels.errors import UserError
+
+
+class _Files:
+    """The tensors of the safetensors files in a folder, by name; read when asked for."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        index = self.folder / "model.safetensors.index.json"
+        single = self.folder / "model.safetensors"
+        if index.exists():
+            self.file_of = json.loads(index.read_text())["weight_map"]
+        elif single.exists():
+            from safetensors import safe_open
+
+            with safe_open(single, "pt") as opened:
+                self.file_of = dict.fromkeys(opened.keys(), single.name)
+        else:
+            raise UserError(
+                "checkpoint",
+                got=f"{self.folder} without {single.name} and {index.name}",
+                expected="a folder that save_pretrained wrote",
+                do="give the folder of the original model",
+            )
+
+    def read(self, name: str, row: int | None = None) -> Tensor:
+        """A tensor, or one row of it. Raises: UserError for a name that no file has, and for float8."""
+        from safetensors import safe_open
+
+        if name not in self.file_of:
+            raise UserError(
+                f"checkpoint {self.folder}",
+                got=f"no tensor {name}",
+                expected="all weights of the model",
+                do="check that it is a checkpoint of this model",
+            )
+        with safe_open(self.folder / self.file_of[name], "pt") as opened:
+            value = opened.get_tensor(name) if row is None else opened.get_slice(name)[row]
+        if value.dtype.itemsize == 1:
+            raise UserError(
+                f"{name} in the checkpoint", got=value.dtype, expected="unquantized weights",
+                do="convert the checkpoint to bfloat16 first",
+            )  # fmt: skip
+        return value
+
+
+@torch.no_grad()
+def load_safetensors(model: nn.Module, folder: str | Path, *, device: torch.device | str = "cpu") -> None:
+    """Read the weights of a converted model from a checkpoint of the original, in the dtypes of the model.
+
+    Every rank reads what it holds and no more, so a model that was built and converted on the meta device
+    never is in one memory as a whole. Not collective.
+
+    Args: folder: as save_pretrained writes it. device: where parameters that are on the meta device go.
+    Raises: UserError (no such folder, a tensor that is missing or quantized); weights read before that stay.
+    """
+    files = _Files(folder)
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, ConvertedMoE)}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    for prefix, module in list(model.named_modules()):
+        if isinstance(module, ConvertedMoE):
+            _load_experts(files, prefix, module, device)
+            continue
+        _restore_computed_buffers(module, prefix, device)
+        for own, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+            name = f"{prefix}.{own}" if prefix else own
+            if own in module._non_persistent_buffers_set or (name in tied and name not in files.file_of):
+                continue
+            _assign(module, own, files.read(_name_in_files(name, layers)), value, device)
+    if tied:
+        cast(Any, model).tie_weights()
+
+
+def _load_experts(files: _Files, prefix: str, layer: ConvertedMoE, device: torch.device | str) -> None:
+    experts = _name_in_files(f"{prefix}.block.experts", {prefix: layer})
+    layout: Layout = layer.family.in_files
+    for weight in layout.weights:
+        own = stack_experts(
+            layout, lambda name, row: files.read(f"{experts}.{name}", row), weight, layer.expert_ids()
+        )
+        _assign(layer, weight, own, getattr(layer, weight), device)
+
+
+def _name_in_files(name: str, layers: dict[str, ConvertedMoE]) -> str:
+    """Example: model.layers.0.mlp.block.gate.weight -> model.layers.0.block_sparse_moe.gate.weight."""
+    for prefix, layer in layers.items():
+        if name.startswith(f"{prefix}.block."):
+            parent = prefix.rpartition(".")[0]
+            return f"{parent}.{layer.family.block_in_files}.{name.removeprefix(prefix + '.block.')}"
+    return name
+
+
+def _assign(module: nn.Module, name: str, value: Tensor, old: Tensor, device: torch.device | str) -> None:
+    """Into the memory of the old value; in its place, where that is on the meta device."""
+    if not old.is_meta:
+        old.copy_(value)
+    elif name in module._buffers:
+        module._buffers[name] = value.to(device, old.dtype)
+    else:
+        setattr(module, name, nn.Parameter(value.to(device, old.dtype), old.requires_grad))
+
+
+def _restore_computed_buffers(module: nn.Module, prefix: str, device: torch.device | str) -> None:
+    """Buffers that no checkpoint has, such as rotary frequencies, are those of a new module."""
+    names = [n for n in module._non_persistent_buffers_set if getattr(module, n).is_meta]
+    if not names:
+        return
+    if not hasattr(module, "config"):
+        raise UserError(
+            f"buffers of {prefix}", got=f"{', '.join(names)} on the meta device",
+            expected="buffers that are computed from the module's config",
+            do="build the model with its buffers on a device",
+        )  # fmt: skip
+    with torch.device(device):
+        new = type(module)(module.config)
+    for name in names:
+        module._buffers[name] = getattr(new, name)

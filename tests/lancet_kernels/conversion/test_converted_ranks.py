@@ -1,0 +1,75 @@
+"""Converted models on two ranks, each with its own batch, against the originals with all experts on each."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lancet_kernels import CausalLMStep, convert, export_state_dict, moe_layers
+from tests.optimized import optimized
+from tests.planned_steps import gradients, sum_over_ranks
+from tests.ranks import RankPool
+from tests.transformers_models import BOUND, FAMILIES, distance, exported_gradients, tiny_batch, tiny_model
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+
+def compare(model: nn.Module, loss: Tensor, original: nn.Module, case: str) -> None:
+    """The loss of this rank, and all gradients summed over the ranks, are those of the original."""
+    theirs = CausalLMStep(original, dist.get_world_size())(**tiny_batch(dist.get_rank()))
+    theirs.backward()
+    assert distance(loss, theirs) < BOUND, case
+    ours = exported_gradients(model)
+    for name, parameter in original.named_parameters():
+        dist.all_reduce(parameter.grad)
+        assert distance(ours[name], parameter.grad) < 10 * BOUND, f"{case}: {name}"
+
+
+def all_families(families: list[str]) -> None:
+    for family in families:
+        model = tiny_model(family)
+        original, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+        convert(model, strict=True)
+        assert all(layer.w1.shape[0] == 4 for layer in moe_layers(model))
+        after = export_state_dict(model)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(after[name], value) for name, value in before.items()), family
+
+        loss = CausalLMStep(model, 2)(**tiny_batch(dist.get_rank()))
+        loss.backward()
+        summed = sum_over_ranks(model, gradients(model))
+        for name, parameter in model.named_parameters():
+            parameter.grad = summed.get(name)
+        compare(model, loss, original, family)
+
+
+def test_every_family(pool: RankPool) -> None:
+    pool.run(all_families, list(FAMILIES), timeout_s=240)
+
+
+def planned(family: str) -> None:
+    model = tiny_model(family)
+    original = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "expert"))
+    convert(model, mesh, strict=True)
+    batch = tiny_batch(dist.get_rank())
+    step = optimized(CausalLMStep(model, 2), batch)
+    loss = step(**batch)
+    loss.backward()
+    compare(model, loss, original, family)
+    assert not step.fallbacks
+    assert step.plan.ranges, "nothing is cut"
+
+
+def test_with_a_plan(pool: RankPool) -> None:
+    """A shared expert with a gate, and the model's own load-balance loss."""
+    pool.run(planned, "Qwen2-MoE", timeout_s=240)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_a_plan(pool: RankPool, family: str) -> None:
+    pool.run(planned, family, timeout_s=240)

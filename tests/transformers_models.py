@@ -1,0 +1,144 @@
+"""Tiny causal language models of transformers, one for each family that `convert` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lancet_kernels import export_state_dict
+
+# Routers of transformers compute probabilities in float32, also in a float64 model; ours does not round.
+BOUND = 2e-6
+
+VOCABULARY, D, F, E, K = 64, 16, 12, 8, 3
+COMMON = {
+    "vocab_size": VOCABULARY, "hidden_size": D, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "num_experts_per_tok": K, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def mixtral() -> nn.Module:
+    import transformers
+
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            intermediate_size=F, num_local_experts=E, head_dim=8, output_router_logits=True, **COMMON
+        )
+    )
+
+
+def olmoe() -> nn.Module:
+    import transformers
+
+    return transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(
+            intermediate_size=F, num_experts=E, norm_topk_prob=False, output_router_logits=True, **COMMON
+        )
+    )
+
+
+def qwen3_moe() -> nn.Module:
+    import transformers
+
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            moe_intermediate_size=F, intermediate_size=20, num_experts=E, norm_topk_prob=True, head_dim=8,
+            mlp_only_layers=[0], output_router_logits=True, **COMMON,
+        )
+    )  # fmt: skip
+
+
+def qwen2_moe() -> nn.Module:
+    import transformers
+
+    return transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(
+            moe_intermediate_size=F, shared_expert_intermediate_size=20, num_experts=E, intermediate_size=20,
+            norm_topk_prob=False, output_router_logits=True, **COMMON,
+        )
+    )  # fmt: skip
+
+
+def deepseek_v3() -> nn.Module:
+    import transformers
+
+    return transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(
+            moe_intermediate_size=F, intermediate_size=20, n_routed_experts=E, n_shared_experts=2, n_group=4,
+            topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5, first_k_dense_replace=1,
+            q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, **COMMON,
+        )
+    )  # fmt: skip
+
+
+def deepseek_v2() -> nn.Module:
+    import transformers
+
+    return transformers.DeepseekV2ForCausalLM(
+        transformers.DeepseekV2Config(
+            moe_intermediate_size=F, intermediate_size=20, n_routed_experts=E, n_shared_experts=2, n_group=4,
+            topk_group=2, topk_method="group_limited_greedy", routed_scaling_factor=2.5,
+            first_k_dense_replace=1, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
+            v_head_dim=8, **COMMON,
+        )
+    )  # fmt: skip
+
+
+def gpt_oss() -> nn.Module:
+    import transformers
+
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            intermediate_size=F, num_local_experts=E, head_dim=8, output_router_logits=True,
+            layer_types=["full_attention"] * 2, **COMMON,
+        )
+    )  # fmt: skip
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "Mixtral": mixtral,
+    "OLMoE": olmoe,
+    "Qwen3-MoE": qwen3_moe,
+    "Qwen2-MoE": qwen2_moe,
+    "DeepSeek-V3": deepseek_v3,
+    "DeepSeek-V2": deepseek_v2,
+    "GPT-OSS": gpt_oss,
+}
+
+
+def tiny_model(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A model with random parameters and buffers, the same at every call, that routes unevenly."""
+    torch.manual_seed(0)
+    model = FAMILIES[family]().to(dtype)
+    # Its default, torch's grouped matrix product, takes no float64.
+    model.set_experts_implementation("eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" not in name:
+                parameter.normal_(0, 0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.3)
+    return model
+
+
+def tiny_batch(rank: int = 0) -> dict[str, Tensor]:
+    """Token ids and labels [2, 7], another batch for each rank; transformers shifts the labels itself."""
+    ids = torch.randint(0, VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(rank))
+    return {"input_ids": ids, "labels": ids}
+
+
+def distance(own: Tensor, other: Tensor) -> float:
+    """Largest difference, relative to the largest value."""
+    own, other = own.detach(), other.detach()
+    return float((own - other).abs().max() / other.abs().max().clamp(min=1e-30))
+
+
+def exported_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients under the names and in the layouts of the original."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return export_state_dict(model)
