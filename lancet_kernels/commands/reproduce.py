@@ -21,7 +21,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "reproduce",
         help="the paper's figures 11 to 16, by simulation",
         description="Simulate the experiments of the Lancet paper on its clusters and print figures 11 to 16 "
-        "beside the paper's numbers. Needs no GPU; about a minute on 2 cores.",
+        "beside the paper's numbers. Needs no GPU; some minutes on 2 cores.",
     )
     command.add_argument(
         "--figures", type=_figures, default=ALL, metavar="LIST", help="some of them, as 11,13 (default: all)"
@@ -39,7 +39,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     from lancet_kernels.paper import pictures, tables
     from lancet_kernels.paper.figures import run_figures
 
-    # Before the work: a minute of simulation should not end at a folder that cannot be made.
+    # Before the work: minutes of simulation should not end at a folder that cannot be made.
     folder = _folder(arguments.output_folder)
     with tqdm(desc="simulating", unit="setting", disable=not sys.stderr.isatty(), leave=False) as bar:
 
