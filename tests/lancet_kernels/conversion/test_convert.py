@@ -227,7 +227,5 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path) -> None:
     with pytest.raises(UserError, match=r"checkpoint: got .*without model\.safetensors"):
         load_safetensors(model, tmp_path)
     tiny_model("GPT-OSS").save_pretrained(tmp_path)
-    with pytest.raises(
-        UserError, match=r"got no tensor model\.layers\.0\.self_attn\.q_norm\.weight, exp"
-    ):
+    with pytest.raises(UserError, match=r"got no tensor model\.layers\.0\.self_attn\.q_norm\.weight, exp"):
         load_safetensors(model, tmp_path)
