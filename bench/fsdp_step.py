@@ -297,8 +297,8 @@ def captured(shape: Shape) -> Iterator[CapturedStep]:
         yield CapturedStep(joint, program, cost)
 
 
-def order_of_torch(step: CapturedStep, more_memory: float) -> list[str]:
-    """The order that torch's pass gives a copy of the graph, for the costs of the step.
+def order_of_torch(step: CapturedStep, more_memory: float) -> list[int]:
+    """The order (positions) that torch's pass gives a copy of the graph, for the costs of the step.
 
     Args: more_memory: what it may need beyond the original peak, as a share of that.
     """
@@ -322,4 +322,8 @@ def order_of_torch(step: CapturedStep, more_memory: float) -> list[str]:
             max_memory_increase_ratio=more_memory,
             pre_bucketing_fsdp_collectives=False,
         )
-    return [node.name for node in module.graph.nodes if node.name in index]
+    place = {index[node.name]: k for k, node in enumerate(module.graph.nodes) if node.name in index}
+    # To torch's pass, forward and backward are one graph: what ends the forward may come too late.
+    for i in reversed(range(len(step.program))):
+        place[i] = min([place[i], *(place[j] for j in step.program.dependents[i])])
+    return sorted(place, key=lambda i: (place[i], i))

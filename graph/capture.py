@@ -43,6 +43,7 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.from_fx import forward_nodes
+from lancet_kernels.graph.garbage import without_garbage_collection
 from lancet_kernels.graph.program import Phase
 from lancet_kernels.graph.run import GraphRunner, Recorder
 from lancet_kernels.graph.trace import Assumptions, trace
@@ -134,6 +135,7 @@ class Captured:
         return run
 
 
+@without_garbage_collection()
 def capture(
     module: nn.Module, inputs: Sequence[object], by_name: Mapping[str, object] | None = None
 ) -> Captured:

@@ -46,6 +46,10 @@ _COLLECTIVES = {
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs that have one."""
 _WAIT = "_c10d_functional.wait_tensor"
+_UNSAFE_VIEW = "aten._unsafe_view"
+"""A view whose schema does not say so: torch knows that nobody else reads its input."""
+_HARDLY_READ = {"aten.nll_loss_forward": 0, "aten.nll_loss_backward": 1, "aten.embedding": 0}
+"""Argument of which an element or a row for each of the others' elements is read, or its shape alone."""
 
 
 def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: str = "graph") -> Program:
@@ -110,6 +114,8 @@ def is_view(node: fx.Node) -> bool:
     if schema is None or len(schema.returns) != 1 or not isinstance(node.meta.get("val"), Tensor):
         return False
     info = schema.returns[0].alias_info
+    if op_name(node) == _UNSAFE_VIEW:
+        return True
     return info is not None and not info.is_write and node.target.is_view
 
 
@@ -232,7 +238,7 @@ def _aliased(node: fx.Node) -> dict[int, str]:
             )
             if same and isinstance(value, fx.Node) and tensor_names(value):
                 found[i] = tensor_names(value)[0]
-    if op_name(node) == _WAIT and tensor_names(node.args[0]):
+    if op_name(node) in (_WAIT, _UNSAFE_VIEW) and tensor_names(node.args[0]):
         found[0] = tensor_names(node.args[0])[0]
     # A list of views (unbind, split): every element shares the input's storage.
     value = _value(node)
@@ -323,7 +329,9 @@ def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
     """Moved through memory: everything read and written, of a view nothing; or over the link."""
     if outputs and all(spec.alias_of is not None for spec in outputs):
         return 0.0
-    values = [v for v in map(_value, node.all_input_nodes) if isinstance(v, Tensor)]
+    unread = node.args[_HARDLY_READ[op]] if op in _HARDLY_READ else None
+    read = [n for n in node.all_input_nodes if n is not unread]
+    values = [v for v in map(_value, read) if isinstance(v, Tensor)]
     if op == "lancet.all_to_all":
         return float(_content_bytes(_value(node.args[0])))
     if _COLLECTIVES.get(op) == "reduce_scatter":

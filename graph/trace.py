@@ -24,6 +24,7 @@ from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
+from torch._dynamo.variables.base import VariableTracker
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.rows import expected_sizes
@@ -105,23 +106,20 @@ def plain_path(code: str, self_expression: str = "L['self']") -> str:
 
 @contextlib.contextmanager
 def _writes(found: list[str]) -> Iterator[None]:
-    """Collect into `found` what a trace inside the block writes outside of its own local variables.
-
-    An attribute that has its old value again at the end does not count: nothing is lost without the write.
-    """
-    written: dict[str, list[str]] = {}
-    restored: set[str] = set()
+    """Collect into `found` what a trace inside the block writes outside of its own local variables, unless it
+    writes back what was there before."""
+    written: dict[str, list[str] | None] = {}  # by source; None where it has no attributes
     original = SideEffects._get_modified_vars
 
     def spy(effects: SideEffects) -> list:
         variables = list(original(effects))
         for variable in variables:
-            mutations = effects.store_attr_mutations.get(variable, {})
-            attributes = [name for name, new in mutations.items() if not _has_old_value(variable, name, new)]
+            attributes = effects.store_attr_mutations.get(variable, {})
             if variable.source is not None:
-                source = str(variable.source.name)
-                written[source] = attributes
-                (restored.add if mutations and not attributes else restored.discard)(source)
+                changed = [
+                    name for name, value in attributes.items() if not _as_before(variable, name, value)
+                ]
+                written[str(variable.source.name)] = changed if attributes else None
         return variables
 
     with (
@@ -136,15 +134,16 @@ def _writes(found: list[str]) -> Iterator[None]:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
             continue
         for source in re.findall(r"\"(.*?)\"", text[text.index("[") :]):
-            if source not in restored:
-                found += [f"{source}.{name}" for name in written.get(source, ())] or [source]
+            attributes = written.get(source)
+            found += [source] if attributes is None else [f"{source}.{name}" for name in attributes]
 
 
-def _has_old_value(variable: Any, name: str, new: Any) -> bool:
-    """Is the value at the end of the trace, a constant, the very one that the attribute has now?"""
-    if not new.is_python_constant() or not hasattr(variable, "value"):
+def _as_before(variable: Any, name: str, value: VariableTracker) -> bool:
+    """Is what a trace leaves in an attribute the constant that the object has there?"""
+    if not value.is_python_constant() or not hasattr(getattr(variable, "value", None), name):
         return False
-    return getattr(variable.value, name, new) is new.as_python_constant()
+    before, after = getattr(variable.value, name), value.as_python_constant()
+    return type(before) is type(after) and before == after
 
 
 def trace(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.expert_names import ExpertsByGlobalId
+from lancet_kernels.graph.capture import is_fake
 from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
 from lancet_kernels.layer_checks import check_capacity_factor, check_data_parallel, check_input, check_sizes
 from lancet_kernels.ops.expert_activation import activate, input_width
@@ -142,6 +143,8 @@ class MoELayer(ExpertsByGlobalId):
     def reset_parameters(self) -> None:
         """Normal(0, 0.02) weights, zero biases. An expert's values depend on its global id, not on the
         ranks."""
+        if is_fake(self.w1):
+            return  # Nothing to fill, and no number to read from a generator.
         # One number from the default generator, so that ranks that were seeded alike stay alike.
         seed = int(torch.randint(2**62, (), device="cpu"))
         for name in self.expert_names():
@@ -236,7 +239,7 @@ class MoELayer(ExpertsByGlobalId):
         row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
         received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)
         num_choices = row_TK.numel()
-        most_rows = min(num_choices, self.num_experts * capacity)
+        most_rows = self._most_rows(num_choices, capacity)
         num_rows = num_choices if self.capacity_factor is None else None
         sent_SD = ops.dispatch(x_TD, row_TK, None, most_rows, num_rows)
         rows_RD = self._all_to_all(sent_SD, count_WL, received_WL, True)
@@ -245,6 +248,10 @@ class MoELayer(ExpertsByGlobalId):
         rows_RD = ops.grouped_gemm(hidden_RF, received_WL, self._cast(self.w2), self._cast(self.b2))
         back_SD = self._all_to_all(rows_RD, received_WL, count_WL, False, sent_SD.shape[0])
         return ops.combine(back_SD, row_TK, weight_TK)
+
+    def _most_rows(self, num_choices: int, capacity: int) -> int:
+        """Of these choices, how many can be kept."""
+        return min(num_choices, self.num_experts * capacity)
 
     def _all_to_all(self, rows, send_count_WL, receive_count_WL, to_experts, num_rows=None) -> Tensor:
         """Rows to the experts, or back. One rank's rows need no copy; only graphs show the instruction."""

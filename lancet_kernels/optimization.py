@@ -12,9 +12,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from lancet_kernels.captured_step import CapturedStep, CostedGraph
@@ -23,6 +24,7 @@ from lancet_kernels.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.graph.capture import copy_of
 from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.costs import source_of
+from lancet_kernels.graph.garbage import without_garbage_collection
 from lancet_kernels.graph.host_waits import host_waits
 from lancet_kernels.graph.inner_compile import check_compiler
 from lancet_kernels.graph.run import Recorder
@@ -111,7 +113,9 @@ def optimize(
     else:
         # What cannot be measured need not be compared.
         most = 4 if measured else 1
-        plans = plans_of_first_rank(world, lambda: _plans(graph, strategy, options, cache, most))
+        plans = plans_of_first_rank(
+            world, lambda: _plans(graph, strategy, _on_device(options, step.device), cache, most)
+        )
     if measured or cluster is not None:
         planned = [step.planned(graph, plan, measured) for plan in plans]
         chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
@@ -175,6 +179,16 @@ def _module_with(
     )
 
 
+def _on_device(options: PlanningOptions | None, device: torch.device) -> PlanningOptions:
+    """The options, with what a CUDA device has free: also what torch holds and does not use."""
+    options = options or PlanningOptions.from_environment()
+    if device.type != "cuda":
+        return options
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return replace(options, free_memory_gb=(torch.cuda.mem_get_info(device)[0] + unused) / 1e9)
+
+
+@without_garbage_collection()
 def _plans(
     graph: CostedGraph,
     strategy: str,
@@ -192,7 +206,7 @@ def _plans(
     if cache is not None and Path(cache).exists():
         try:
             plan = _loaded(cache, graph)
-            if (plan.strategy, plan.options) == (strategy, asdict(options)):
+            if (plan.strategy, plan.options) == (strategy, options.to_json()):
                 if plan.costs == source_of(graph.cost):
                     return [plan]
                 old, new = plan.costs or "of an older version", source_of(graph.cost)

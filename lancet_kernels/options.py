@@ -22,12 +22,15 @@ def option(
     parse: Callable[[str], Any] | None = None,
     choices: tuple[str, ...] | None = None,
     metavar: str | None = None,
+    alias: str | None = None,
 ) -> Any:
     """A dataclass field that is also a command-line option.
 
     parse: turns the argument into the value (default: the type of the default); it may raise ValueError.
+    alias: another flag for the same, `--ranks` say.
     """
     metadata = {"help": help, "parse": parse or type(default), "choices": choices, "metavar": metavar}
+    metadata["alias"] = () if alias is None else (alias,)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -42,6 +45,7 @@ def add_options(parser: argparse.ArgumentParser, options: type) -> None:
         shown = "" if field.default is None or "default" in metadata["help"] else " (default: %(default)s)"
         parser.add_argument(
             flag,
+            *metadata["alias"],
             type=metadata["parse"],
             default=field.default,
             choices=metadata["choices"],

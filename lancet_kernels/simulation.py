@@ -1,42 +1,57 @@
 """What would every strategy need on a cluster that nobody has here? One setting, simulated.
 
-A setting names model, cluster, GPUs, gate and batch. Its training step is written down op by op without torch
-tensors, its costs come from the cluster file, its times from simulating the plans.
+A setting names model, cluster, GPUs, gate and batch. Its training step is captured on rank 0 of a fake job,
+in tensors without contents; its costs come from the cluster file, its times from simulating the plans.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import torch
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.graph.clusters import Cluster, load_cluster
-from lancet_kernels.graph.costs import CostModel
+from lancet_kernels.graph.costs import Cost, CostModel
+from lancet_kernels.graph.from_fx import program_from_fx
+from lancet_kernels.graph.garbage import without_garbage_collection
 from lancet_kernels.graph.program import Program
-from lancet_kernels.graph.synthetic import PAPER_BATCH, ModelShape, training_step
+from lancet_kernels.graph.sgd import with_sgd
+from lancet_kernels.layer import MoELayer
+from lancet_kernels.model_layers import moe_layers
 from lancet_kernels.ops.gates import parse_gate
+from lancet_kernels.own_step import OwnStep, PricedStep, capture_step
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import Timeline
 from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
-from lancet_kernels.training.models import model_config
+from lancet_kernels.training.models import GPT2MoE, ModelConfig, model_config
+from lancet_kernels.training.step import TrainingStep
+
+PAPER_BATCH = {
+    ("p4de", "gpt2-s-moe"): 24,
+    ("p4de", "gpt2-l-moe"): 48,
+    ("p3dn", "gpt2-s-moe"): 16,
+    ("p3dn", "gpt2-l-moe"): 8,
+}
+"""Sequences per GPU in the paper's experiments, by cluster and model."""
 
 LIKE = {"dgx-h100": "p4de"}
 """Clusters the paper did not use, and the one of its clusters with as much memory per GPU."""
 
 ASSUMPTIONS = (
     "times come from the cluster file: a roofline of peak numbers times an efficiency factor, plus a fixed "
-    "cost per kernel; links as bandwidth, latency and a cost per peer",
+    "cost per kernel; links as bandwidth, latency and a cost per peer; element-wise ops are not fused",
     "tokens are spread evenly over the experts; a part of k of an irregular all-to-all takes the time of C/k",
     "one compute stream and one link per GPU that do not slow each other down; all ranks alike; all-reduces "
     "give way to all-to-alls",
     "none: computation waits for every all-to-all (RAF; also DeepSpeed, apart from its kernels)",
     "tutel: all-to-alls and experts cut along the capacity, forward and backward, best degree of 1, 2, 4, 8",
-    "attention is one fused kernel that stores no S x S matrix; no dropout; SGD with momentum",
+    "attention is one fused kernel that stores no S x S matrix (where the module calls torch's)",
 )
 
 
@@ -61,6 +76,8 @@ class Setting:
     layers: int | None = None
     """Instead of the model's own number."""
 
+    assumptions = ("no dropout; SGD with momentum",)
+
     @cached_property
     def hardware(self) -> Cluster:
         return load_cluster(self.cluster)
@@ -74,36 +91,26 @@ class Setting:
         return PAPER_BATCH.get(known, 8)
 
     @property
-    def shape(self) -> ModelShape:
-        """Raises: UserError for an unknown model, or a gate that cannot work with these experts."""
-        gate = parse_gate(self.gate)
-        config = model_config(self.model)
-        top_k = self.top_k or (2 if gate.name == "gshard" else 1)
-        gate.check(self.experts_per_gpu * self.gpus, top_k)
-        gate.check_capacity_factor(self.capacity_factor)
-        return ModelShape(
+    def config(self) -> ModelConfig:
+        """Raises: UserError for an unknown model or gate."""
+        config = model_config(
             self.model,
-            self.layers or config.layers,
-            config.width,
-            config.heads,
-            config.vocab,
-            config.sequence,
-            experts_per_gpu=self.experts_per_gpu,
-            experts_per_token=top_k,
+            num_experts=self.experts_per_gpu * self.gpus,
+            top_k=self.top_k or (2 if parse_gate(self.gate).name == "gshard" else 1),
+            gate=self.gate,
             capacity_factor=self.capacity_factor,
-            padded=self.padded,
         )
+        return config if self.layers is None else replace(config, layers=self.layers)
 
-    def program(self) -> Program:
-        """One rank's training step. Raises: UserError."""
-        gate = parse_gate(self.gate).name
-        return training_step(
-            self.shape, gpus=self.gpus, batch=self.sequences, gate=gate, dtype=self._checked_dtype()
+    @cached_property
+    def priced(self) -> PricedStep:
+        """One rank's training step, SGD with momentum included, and what it costs. Raises: UserError."""
+        # The links first: GPUs that are not whole nodes are a clearer complaint than what follows from them.
+        cost = CostModel.for_cluster(self.hardware, self.gpus)
+        dtype = getattr(torch, self._checked_dtype())
+        return PricedStep(
+            captured_program(self.config, self.gpus, self.sequences, dtype=dtype, padded=self.padded), cost
         )
-
-    def cost(self) -> CostModel:
-        """Raises: UserError for GPUs that are not whole nodes."""
-        return CostModel.for_cluster(self.hardware, self.gpus)
 
     def _checked_dtype(self) -> str:
         known = self.hardware.peak_tflops
@@ -116,6 +123,17 @@ class Setting:
             )
         return self.dtype
 
+    def facts(self) -> dict[str, object]:
+        """What was simulated, as JSON values."""
+        return {
+            "model": self.model,
+            "cluster": self.hardware.name,
+            "gpus": self.gpus,
+            "gate": self.gate,
+            "batch": self.sequences,
+            "dtype": self.dtype,
+        }
+
     def describe(self) -> str:
         """One line for headings."""
         return (
@@ -124,14 +142,44 @@ class Setting:
         )
 
 
+@lru_cache(maxsize=8)  # a capture takes seconds, and the step of another cluster may be the same
+def captured_program(
+    config: ModelConfig, gpus: int, batch: int, *, dtype: torch.dtype = torch.float32, padded: bool = False
+) -> Program:
+    """One rank's training step with `batch` sequences: forward, backward, all-reduces, SGD with momentum.
+
+    Args: padded: all-to-alls and experts work on the full capacity (the paper's cost model).
+    Raises: UserError, for a gate or sizes that no layer can have.
+    """
+    with fake_ranks(gpus):
+        with without_contents():
+            model = GPT2MoE(config).to(dtype)
+            token_BS = torch.zeros(batch, config.sequence, dtype=torch.int64)
+        if padded:
+            for layer in moe_layers(model):
+                layer.__class__ = _PaddedLayer
+        captured = capture_step(TrainingStep(model, gpus), (token_BS, token_BS)).captured
+        return with_sgd(
+            program_from_fx(captured.joint, name=f"{config.name}, {gpus} GPUs, batch {batch}"), captured
+        )
+
+
+class _PaddedLayer(MoELayer):
+    """Rows up to the capacity are sent and computed, full or not: how the paper prices its all-to-alls."""
+
+    def _most_rows(self, num_choices: int, capacity: int) -> int:
+        return self.num_experts * capacity
+
+
 @dataclass(frozen=True)
 class Simulated:
     """A setting with its plans."""
 
-    setting: Setting
+    setting: Setting | OwnStep
     program: Program
-    cost: CostModel
+    cost: Cost
     plans: Mapping[str, Plan]
+    capture_seconds: float
     seconds: Mapping[str, float]
     """Wall time of making each plan, with those it builds on (`lancet` is made first)."""
     cpu_seconds: Mapping[str, float]
@@ -142,7 +190,9 @@ class Simulated:
 
 
 def simulate_setting(
-    setting: Setting, memory_limit_gb: float | None = None, partition: PartitionOptions | None = None
+    setting: Setting | OwnStep,
+    memory_limit_gb: float | None = None,
+    partition: PartitionOptions | None = None,
 ) -> Simulated:
     """Plans of all strategies.
 
@@ -151,14 +201,14 @@ def simulate_setting(
         partition: hyper-parameters (None: those of the environment).
     Raises: UserError for whatever of the setting is wrong.
     """
-    # The links first: GPUs that are not whole nodes are a clearer complaint than what follows from them.
-    cost = setting.cost()
-    program = setting.program()
+    start = time.perf_counter()
+    program, cost = setting.priced
+    capture_seconds = time.perf_counter() - start
     limit = setting.hardware.memory_gb if memory_limit_gb is None else memory_limit_gb
     planner = _TimedPlanner(
         program, cost, PlanningOptions(partition or PartitionOptions.from_environment(), limit)
     )
-    with _without_garbage_collection():
+    with without_garbage_collection():
         # lancet builds on its halves: made first, its time holds all that it needs.
         planner.plan("lancet")
         plans = {name: planner.plan(name) for name in STRATEGIES}
@@ -167,26 +217,14 @@ def simulate_setting(
         name: plan.with_comparison({n: p for n, p in predicted.items() if n != name})
         for name, plan in plans.items()
     }
-    return Simulated(setting, program, cost, plans, planner.seconds, planner.cpu_seconds)
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Programs are many small objects without cycles: looking for cycles takes an eighth of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
+    return Simulated(setting, program, cost, plans, capture_seconds, planner.seconds, planner.cpu_seconds)
 
 
 class _TimedPlanner(Planner):
     """A planner that knows how long each plan took, those made on the way included."""
 
-    def __init__(self, *arguments: object) -> None:
-        super().__init__(*arguments)
+    def __init__(self, program: Program, cost: Cost, options: PlanningOptions) -> None:
+        super().__init__(program, cost, options)
         self.seconds: dict[str, float] = {}
         self.cpu_seconds: dict[str, float] = {}
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.ops.groups import group_of
+from lancet_kernels.ops.link import Transfer, link
 from lancet_kernels.ops.waiting import waiting
 
 
@@ -24,12 +25,15 @@ class PendingAllReduce:
     shapes: list[torch.Size]
     work: dist.Work | None
     group: dist.ProcessGroup | None = None
+    transfer: Transfer | None = None
 
     def wait(self) -> list[Tensor]:
         """The sums, in the order of the bucket; views of one buffer. Raises: CommunicationError."""
         if self.work is not None:
             with waiting("all_reduce", self.group):
                 self.work.wait()
+                if self.transfer is not None:
+                    self.transfer.pace()
         pieces = self.flat.split([shape.numel() for shape in self.shapes])
         return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
 
@@ -42,8 +46,9 @@ def start_all_reduce(gradients: list[Tensor], group: str) -> PendingAllReduce:
         return PendingAllReduce(flat, shapes, None)
     process_group = group_of(group)
     with waiting("all_reduce", process_group):
+        transfer = link.start_all_reduce(process_group, flat.numel() * flat.element_size(), flat.is_cuda)
         work = dist.all_reduce(flat, group=process_group, async_op=True)
-    return PendingAllReduce(flat, shapes, work, process_group)
+    return PendingAllReduce(flat, shapes, work, process_group, transfer)
 
 
 @torch.library.custom_op("lancet::all_reduce_bucket", mutates_args=())

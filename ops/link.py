@@ -1,13 +1,14 @@
-"""The link that all-to-alls travel on: what passed, how long it took, how long computation waited for it.
+"""The link that collectives travel on: what passed, how long it took, how long computation waited for it.
 
-On its own it only measures. With a bandwidth set (`emulate_link`) it also paces: an all-to-all is not
-done before a wire of that bandwidth would have carried its bytes. The wait is a deadline, not work, so
-computation that runs meanwhile hides it as it would hide a real transfer. Times measured so are
-emulated, and whoever prints them says so.
+On its own it only measures all-to-alls. With a bandwidth set (`emulate_link`) it also paces them and gradient
+all-reduces: none is done before a wire of that bandwidth would have carried its bytes. The wait is a
+deadline, not work, so computation that runs meanwhile hides it as it would hide a real transfer. Times
+measured so are emulated, and whoever prints them says so.
 
-The emulated wire of a rank is full duplex, carries one all-to-all at a time in the order they were
-issued, and starts when the last rank has entered. Only ranks of one machine can share it (they compare
-one monotonic clock).
+The emulated wire of a rank is full duplex and carries one collective at a time, without interrupting it, by
+the rule that plans are simulated with (`schedules.clock`): the one that could start first, from when the
+last rank has entered; of those, all-to-alls before all-reduces; else in the order they were issued. Only
+ranks of one machine can share it (they compare one monotonic clock).
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Link:
         self._free_at = 0.0
         self._last_end = 0.0
         self._boards = _Boards()
+        self._waiting: list[Transfer] = []
+        """Paced transfers in the order they were issued, without their time on the wire."""
         self._cuda_events: list[_CudaEvents] = []
         self._listeners: dict[int, torch.cuda.Stream] = {}
         self.log: list[tuple[float, float]] | None = None
@@ -89,6 +92,27 @@ class Link:
         self._traffic.count += 1
         return Transfer(self, group, max(sent, received), cuda)
 
+    def start_all_reduce(self, group: dist.ProcessGroup, size: int, cuda: bool) -> Transfer | None:
+        """The all-reduce of `size` bytes begins; None where nothing paces it. Each rank sends and receives
+        its bytes twice, but for its own share."""
+        if self.gbps is None or cuda:
+            return None
+        ranks = group.size()
+        return Transfer(self, group, 2 * size * (ranks - 1) // ranks, cuda, is_urgent=False)
+
+    def _put_on_wire(self, last: Transfer) -> float:
+        """Give transfers their time on the wire, one after another, until `last` has its own. -> its end."""
+        while last.wire_end is None:
+            candidates = [
+                (max(self._free_at, entered), not transfer.is_urgent, n)
+                for n, transfer in enumerate(self._waiting)
+                if (entered := transfer.entered_at()) is not None
+            ]
+            begin, _, n = min(candidates)
+            chosen = self._waiting.pop(n)
+            chosen.wire_end = self._free_at = begin + chosen.wire_seconds
+        return last.wire_end
+
     def _account(self, started: float, ended: float, waited: float) -> None:
         """A transfer that was done: seconds on the monotonic clock, and how long somebody waited."""
         begin = max(started, self._last_end)
@@ -100,7 +124,7 @@ class Link:
 
 
 class _Boards:
-    """Where the ranks of a group write when they entered each all-to-all: memory that they share.
+    """Where the ranks of a group write when they entered each collective: memory that they share.
 
     A collective for it would cost computation as much as a small all-to-all.
     """
@@ -112,11 +136,15 @@ class _Boards:
         self._boards: dict[str, tuple[torch.Tensor, itertools.count]] = {}
 
     def row(self, group: dist.ProcessGroup) -> torch.Tensor:
-        """[ranks] float64 for the next all-to-all of the group. The first call is collective."""
+        """[ranks] float64 for the next collective of the group, zero until a rank writes. The first call is
+        collective."""
         if group.group_name not in self._boards:
             self._boards[group.group_name] = self._make(group), itertools.count()
         board, counter = self._boards[group.group_name]
-        return board[next(counter) % self._ROWS]
+        n = next(counter)
+        # Each rank clears its own for the next round, long before any rank gets there.
+        board[(n + self._ROWS // 2) % self._ROWS][group.rank()] = 0.0
+        return board[n % self._ROWS]
 
     def _make(self, group: dist.ProcessGroup) -> torch.Tensor:
         size = self._ROWS * group.size()
@@ -138,10 +166,15 @@ class _Boards:
 
 
 class Transfer:
-    """One all-to-all on the link, from its start until `finish`."""
+    """One collective on the link, from its start until `finish` (all-to-all) or `pace` (all-reduce)."""
 
-    def __init__(self, link: Link, group: dist.ProcessGroup, size: int, cuda: bool) -> None:
-        self._link, self._size = link, size
+    def __init__(
+        self, link: Link, group: dist.ProcessGroup, size: int, cuda: bool, is_urgent: bool = True
+    ) -> None:
+        self._link, self._size, self.is_urgent = link, size, is_urgent
+        self.wire_seconds = 0.0
+        self.wire_end: float | None = None
+        """When the emulated wire has carried it, once that is known."""
         self._starts: torch.Tensor | None = None
         self._events: _CudaEvents | None = None
         self._done: list[float] = []
@@ -153,6 +186,8 @@ class Transfer:
         if link.gbps is not None:
             self._starts = link._boards.row(group)
             self._starts[group.rank()] = time.monotonic()
+            self.wire_seconds = size * 8 / (link.gbps * 1e9)
+            link._waiting.append(self)
 
     def watch(self, work: dist.Work, sent: torch.Tensor) -> None:
         """Take note of when the transfer is really done: whoever waits for it may come much later.
@@ -182,7 +217,7 @@ class Transfer:
         work.wait()
         done = self._done[0] if self._done else time.monotonic()
         if self._starts is not None:
-            done = max(done, self._wait_for_wire())
+            done = max(done, self.pace())
         now = time.monotonic()
         if done > before:
             # Who stands still for a transfer has it when it wakes up, and not before.
@@ -190,26 +225,30 @@ class Transfer:
         else:
             link._account(self.started, done, 0.0)
 
-    def _wait_for_wire(self) -> float:
+    def pace(self) -> float:
         """Until a wire would have carried the bytes. -> when that was.
 
         What was really sent has arrived: so every rank has entered, and has said when.
         """
-        assert self._starts is not None
-        assert self._link.gbps is not None
-        begin = max(*self._starts.tolist(), self._link._free_at)
-        self._link._free_at = begin + self._size * 8 / (self._link.gbps * 1e9)
-        remaining = self._link._free_at - time.monotonic()
+        end = self._link._put_on_wire(self)
+        remaining = end - time.monotonic()
         if remaining > 0:
             time.sleep(remaining)
-        return self._link._free_at
+        return end
+
+    def entered_at(self) -> float | None:
+        """When the last rank entered; None: not all have."""
+        assert self._starts is not None
+        starts = self._starts.tolist()
+        return max(starts) if all(starts) else None
 
 
 link = Link()
 
 
 def emulate_link(gbps: float | None) -> None:
-    """Pace every all-to-all of this process as if the wire carried `gbps` Gbit/s; None: as fast as it goes.
+    """Pace every all-to-all and all-reduce of this process as if the wire carried `gbps` Gbit/s; None: as
+    fast as it goes.
 
     Call it on every rank with the same value. CPU ranks on one machine only.
     Raises: UserError if the bandwidth is not a positive number.
@@ -219,3 +258,4 @@ def emulate_link(gbps: float | None) -> None:
     link.gbps = gbps
     link._free_at = 0.0
     link._boards = _Boards()
+    link._waiting.clear()

@@ -9,10 +9,10 @@ Example: A, B, X with X an all-to-all that needs A only: A, X, B.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence
 
 from lancet_kernels.graph.program import Kind, Program
+from lancet_kernels.schedules.ordering import ordered
 
 
 def issue_early(program: Program, order: Sequence[int], *, fixed: Collection[str] = ()) -> list[int]:
@@ -22,33 +22,29 @@ def issue_early(program: Program, order: Sequence[int], *, fixed: Collection[str
         order: a valid order, as positions.
         fixed: names of messages that stay behind the computation in front of them (blocking ones).
     """
-    pending = [len(before) for before in program.dependencies]
-    instructions = program.instructions
-    messages: tuple[deque[int], deque[int]] = deque(), deque()
-    for i in order:
-        if instructions[i].kind.is_communication:
-            messages[instructions[i].kind is Kind.ALL_REDUCE].append(i)
-    held = {i for i in order if instructions[i].kind.is_communication and instructions[i].name in fixed}
-    issued: list[int] = []
+    kinds = [instruction.kind for instruction in program.instructions]
+    sums = [i for i in order if kinds[i] is Kind.ALL_REDUCE]
+    others = [i for i in order if kinds[i].is_communication and kinds[i] is not Kind.ALL_REDUCE]
+    stays = {i for i in order if kinds[i].is_communication and program.instructions[i].name in fixed}
+    # A message that stays is no computation, but keeps its place among it.
+    in_place = [i for i in order if kinds[i] is Kind.COMPUTE or i in stays]
+    place = {i: k for k, i in enumerate(order)}
+    chains = [_without(in_place, stays), sums, others, *_behind_computation(in_place, stays)]
+    return ordered(
+        program, lambda i: (kinds[i] is Kind.COMPUTE, kinds[i] is Kind.ALL_REDUCE, place[i]), chains
+    )
 
-    def issue(i: int) -> None:
-        issued.append(i)
-        for j in program.dependents[i]:
-            pending[j] -= 1
 
-    def issue_messages() -> None:
-        moved = True
-        while moved:
-            moved = False
-            for queue in messages:
-                while queue and not pending[queue[0]] and queue[0] not in held:
-                    issue(queue.popleft())
-                    moved = True
+def _without(positions: Sequence[int], left_out: Collection[int]) -> list[int]:
+    return [i for i in positions if i not in left_out]
 
-    issue_messages()
-    for i in order:
-        if instructions[i].kind is Kind.COMPUTE:
-            issue(i)
-        held.discard(i)
-        issue_messages()
-    return issued
+
+def _behind_computation(in_place: Sequence[int], stays: Collection[int]) -> list[list[int]]:
+    """Pairs of each message that stays and the last computation before it."""
+    pairs, last = [], None
+    for i in in_place:
+        if i not in stays:
+            last = i
+        elif last is not None:
+            pairs.append([last, i])
+    return pairs

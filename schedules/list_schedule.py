@@ -10,44 +10,22 @@ Under a memory limit every instruction has to be admitted by a `MemoryBudget`: w
 left can go on in the Program's own order without exceeding the limit. Messages that need nothing but
 parameters (all-gathers) then wait until they are nearly due: what is gathered early takes memory from what
 could be deferred.
-
-The result is never predicted worse than the better of Algorithm 1 and the original order: `best_order`
-simulates all of them and takes the best one that respects the memory limit.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from lancet_kernels.graph.costs import Cost, durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
 from lancet_kernels.schedules.clock import INFINITY, Clock, link_of
-from lancet_kernels.schedules.peak_memory import MemoryBudget, Storages, peak_memory
-from lancet_kernels.schedules.simulate import Times, run
-from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slots, sums_gradients
-
-
-@dataclass(frozen=True)
-class Ordered:
-    """An order: positions, the method that gave it, what it is predicted to take."""
-
-    program: Program
-    order: list[int]
-    method: str
-    times: Times
-
-    @property
-    def iteration_ms(self) -> float:
-        return self.times.iteration_ms
-
-    @cached_property
-    def peak_memory_bytes(self) -> int:
-        return peak_memory(self.program, self.order)
+from lancet_kernels.schedules.lower_bound import critical_path
+from lancet_kernels.schedules.ordering import Ready
+from lancet_kernels.schedules.peak_memory import MemoryBudget, Storages
+from lancet_kernels.schedules.weight_gradients import sums_gradients
 
 
 @dataclass(frozen=True)
@@ -85,42 +63,6 @@ FREE += [Policy(ahead=2.0), Policy(ahead=8.0)]
 LIMITED = [Policy(ahead=ahead, reserve=reserve) for ahead in (2.0, 8.0) for reserve in (0.0, 2.0)]
 
 
-def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Ordered:
-    """The fastest of the original order, early communication, Algorithm 1, and the list schedules.
-
-    Within the memory limit where the original order is; where it is not, the limit is the original's peak.
-    """
-    ms = durations(program, cost)
-
-    def simulated(order: list[int], method: str) -> Ordered:
-        return Ordered(program, order, method, run(program, ms, order))
-
-    def list_schedules(policies: Sequence[Policy], limit: float | None) -> Iterator[Ordered]:
-        work = Work(program, ms)
-        return (simulated(ListScheduler(work, policy, limit).schedule(), str(policy)) for policy in policies)
-
-    original = simulated(list(range(len(program))), "original order")
-    candidates = [
-        original,
-        simulated(order_by_slots(program, {}), "early communication"),
-        simulated(greedy_order(program, ms), "weight gradient greedy"),
-        *list_schedules(FREE, None),
-    ]
-    candidates.sort(key=lambda c: c.iteration_ms)
-    if memory_limit_bytes is None:
-        return candidates[0]
-    limit = max(memory_limit_bytes, original.peak_memory_bytes)
-    fastest = next(c for c in candidates if c.peak_memory_bytes <= limit)
-    if fastest is candidates[0]:
-        return fastest
-    return min([fastest, *list_schedules(LIMITED, limit)], key=lambda c: c.iteration_ms)
-
-
-def list_schedule(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Program:
-    """The program in its `best_order`."""
-    return program.reordered(best_order(program, cost, memory_limit_bytes=memory_limit_bytes).order)
-
-
 def list_order(
     program: Program, ms: Sequence[float], policy: Policy, *, memory_limit_bytes: float | None = None
 ) -> list[int]:
@@ -129,17 +71,6 @@ def list_order(
     With a limit (at least the peak of the original order), no moment needs more memory.
     """
     return ListScheduler(Work(program, ms), policy, memory_limit_bytes).schedule()
-
-
-def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
-    """For each instruction, the longest path from its start to the end of the program, in milliseconds.
-
-    All-reduces count too; the optimizer behind them is what they delay.
-    """
-    length = [0.0] * len(program)
-    for i in reversed(range(len(program))):
-        length[i] = ms[i] + max((length[j] for j in program.dependents[i]), default=0.0)
-    return length
 
 
 class Work:
@@ -163,6 +94,7 @@ class Work:
         ]
         """Views and waits: taking neither time nor memory."""
         messages = [i for i, x in enumerate(instructions) if x.kind.is_communication]
+        self.links = {link_of(instructions[i]) for i in messages}
         self.longest_message = max((ms[i] for i in messages), default=0.0)
         self.largest_message = max((self._bytes_made(i) for i in messages), default=0)
         self.latest_start = self._latest_starts()
@@ -205,7 +137,7 @@ class ListScheduler:
         self.clock: Clock[int] = Clock()
         self.budget = None if limit is None else MemoryBudget(work.storages, limit)
         self.reserve = policy.reserve * work.largest_message
-        self.pending = [len(before) for before in self.program.dependencies]
+        self.dependencies = Ready(self.program)
         self.free: deque[int] = deque()
         self.ready: list[tuple[float, int]] = []
         self.fillers: set[int] = set()
@@ -220,9 +152,8 @@ class ListScheduler:
         """By link, when all that was sent is through."""
 
     def schedule(self) -> list[int]:
-        for start, count in enumerate(self.pending):
-            if not count:
-                self._make_ready(start)
+        for start in self.dependencies.at_first:
+            self._make_ready(start)
         while len(self.order) < len(self.program):
             self._receive()
             i = self._next_compute()
@@ -267,10 +198,8 @@ class ListScheduler:
             self.budget.issue(i)
 
     def _done(self, i: int) -> None:
-        for j in self.program.dependents[i]:
-            self.pending[j] -= 1
-            if not self.pending[j]:
-                self._make_ready(j)
+        for j in self.dependencies.done(i):
+            self._make_ready(j)
 
     def _compute(self, i: int) -> None:
         self._issue(i)
@@ -299,6 +228,8 @@ class ListScheduler:
 
     def _next_message(self, moment: float) -> int | None:
         """The most urgent message that may go; if there is none, a sum of gradients."""
+        if all(self.loaded_until.get(link, 0.0) > moment for link in self.work.links):
+            return None
         aside: list[tuple[float, int]] = []
         found = None
         while self.messages and found is None and len(aside) < self.MOST_TRIES:
@@ -324,7 +255,7 @@ class ListScheduler:
     def _issue_first(self) -> None:
         """Nothing is under way and nothing is wanted: go on with the program's own order."""
         i = self._first()
-        assert not self.pending[i], "the first instruction that is left waits for nothing"
+        assert self.dependencies.is_ready(i), "the first instruction that is left waits for nothing"
         self._take(i)
         if self.program.instructions[i].kind.is_communication:
             self._send(i)
@@ -378,7 +309,7 @@ class ListScheduler:
             if budget.admits(i):
                 return self._take(i)
         first = self._first()
-        if not self.pending[first] and self.program.instructions[first].kind is Kind.COMPUTE:
+        if self.dependencies.is_ready(first) and self.program.instructions[first].kind is Kind.COMPUTE:
             return self._take(first)
         return None
 

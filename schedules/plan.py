@@ -20,6 +20,7 @@ from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
+from lancet_kernels.schedules.lower_bound import lower_bound_ms
 from lancet_kernels.schedules.ranges import PartitionRange, expand
 from lancet_kernels.schedules.simulate import Timeline, simulate
 
@@ -37,10 +38,15 @@ class Prediction:
     exposed_ms: float
     """Communication time during which compute idles."""
     peak_memory_gb: float
+    lower_bound_ms: float = 0.0
+    """What no order of this Program can beat: compute, the link, or the critical path."""
 
     @classmethod
     def of(cls, timeline: Timeline) -> Prediction:
-        return cls(timeline.iteration_ms, timeline.exposed_ms, timeline.peak_memory_bytes / 1e9)
+        times = timeline.times
+        ms = [end - start for start, end in zip(times.start, times.end, strict=True)]
+        bound = lower_bound_ms(timeline.program, ms)
+        return cls(timeline.iteration_ms, timeline.exposed_ms, timeline.peak_memory_bytes / 1e9, bound)
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class Plan:
     options: the `PlanningOptions` it was planned with, as JSON values.
     fused: for each MoE layer, whether it runs in fused launches; its program is the one with those in it.
     costs: where the costs that it was planned with come from (`graph.costs.source_of`).
+    memory_limit_gb: what was kept to when planning, and without_limit_ms: the iteration predicted without it.
     """
 
     program: str
@@ -98,13 +105,16 @@ class Plan:
     fused: tuple[FusedGroup, ...] = ()
     costs: str = ""
     realized: bool = False
+    memory_limit_gb: float | None = None
+    without_limit_ms: float | None = None
 
     @property
     def fingerprint(self) -> str:
         """64 hex digits that depend on what is done, not on how it was found or what is predicted: equal on
         ranks that agree."""
         data = self.to_json()
-        for other in ("predicted", "compared", "method", "options", "costs"):
+        not_done = ("predicted", "compared", "method", "options", "costs")
+        for other in (*not_done, "memory_limit_gb", "without_limit_ms"):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -194,12 +204,14 @@ class Plan:
     def explain(self) -> str:
         """What the plan does, and what it is expected to bring, as text."""
         lines = [f"Plan `{self.strategy}` for {self.program} (program {self.program_fingerprint[:12]})", ""]
-        lines.append(f"{'predicted':<20}{'iteration ms':>14}{'exposed ms':>12}{'peak GB':>9}{'speedup':>9}")
+        header = f"{'predicted':<20}{'iteration ms':>14}{'at least ms':>13}{'exposed ms':>12}"
+        lines.append(f"{header}{'peak GB':>9}{'speedup':>9}")
         for name, p in {**self.compared, self.strategy: self.predicted}.items():
             speedup = p.iteration_ms / self.predicted.iteration_ms
-            lines.append(
-                f"{name:<20}{p.iteration_ms:>14.2f}{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.3g}{speedup:>8.2f}x"
-            )
+            line = f"{name:<20}{p.iteration_ms:>14.2f}{p.lower_bound_ms:>13.2f}{p.exposed_ms:>12.2f}"
+            lines.append(f"{line}{p.peak_memory_gb:>9.3g}{speedup:>8.2f}x")
+        if self.memory_limit_gb is not None:
+            lines += ["", self._memory_text()]
         if self.costs:
             lines += ["", f"Costs: {self.costs}"]
         lines += ["", f"Order: {self.method}, {len(self.order)} instructions."]
@@ -219,6 +231,14 @@ class Plan:
         if _TORCH_DROPOUT & set(self.without_rule):
             lines.append("  lancet_kernels.Dropout can be partitioned: its numbers do not depend on the cut")
         return "\n".join(lines)
+
+    def _memory_text(self) -> str:
+        """What the memory limit costs."""
+        limit = f"Memory limit: {self.memory_limit_gb:.3g} GB"
+        if self.without_limit_ms is None or self.without_limit_ms >= self.predicted.iteration_ms:
+            return f"{limit}; it costs nothing."
+        more = self.predicted.iteration_ms - self.without_limit_ms
+        return f"{limit}; it costs {more:.2f} ms (without it, {self.without_limit_ms:.2f} ms)."
 
 
 def _range_to_json(planned: PartitionRange) -> dict[str, Any]:

@@ -44,27 +44,16 @@ def sink_statistics(program: Program) -> list[str]:
 
 def _main_path_first(program: Program, last: int, positions: list[int]) -> list[int]:
     """What follows from the last all-to-all in its order; all else right before what reads it."""
-    left = set(positions)
     follows = {last}
-    order: list[int] = []
-
-    def place(i: int) -> None:
-        stack = [i]
-        while stack:
-            missing = [j for j in program.dependencies[stack[-1]] if j in left and j != stack[-1]]
-            if missing:
-                stack += missing
-                continue
-            top = stack.pop()
-            if top in left:
-                left.remove(top)
-                order.append(top)
-
     for i in positions:
         if not follows.isdisjoint(program.dependencies[i]):
             follows.add(i)
-            place(i)
-    return order + [i for i in positions if i in left]
+    # Of what does not follow, the first of its readers that does, directly or through others.
+    place = {i: i for i in follows}
+    for i in reversed(positions):
+        if i not in follows:
+            place[i] = min((place[j] for j in program.dependents[i] if j in place), default=len(program))
+    return sorted(positions, key=lambda i: (place[i], i in follows, i))
 
 
 def _constants(program: Program, end: int) -> set[int]:

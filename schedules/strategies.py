@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost, source_of
@@ -23,14 +24,15 @@ from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.axes import AxisInference
+from lancet_kernels.schedules.best_order import best_order
 from lancet_kernels.schedules.issue import issue_early
-from lancet_kernels.schedules.list_schedule import best_order
 from lancet_kernels.schedules.partition_range import (
     PartitionOptions,
     choose_ranges,
     forward_length,
     whole_forward,
 )
+from lancet_kernels.schedules.peak_memory import Storages, peak_memory
 from lancet_kernels.schedules.pipeline import PipelineCosts
 from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.ranges import PartitionRange, expand
@@ -39,19 +41,31 @@ from lancet_kernels.schedules.simulate import Timeline, simulate
 STRATEGIES = STRATEGY_NAMES
 TUTEL_DEGREES = (1, 2, 4, 8)
 BACKWARD_DEGREES = (2, 4)
+MORE_MEMORY = 1.1
+"""Times the peak of the original order: the limit where none is given and no device says what it has."""
 
 
 @dataclass(frozen=True)
 class PlanningOptions:
     """partition: the paper's hyper-parameters. memory_limit_gb: no plan is predicted to need more, unless the
-    program in its original order already does."""
+    program in its original order already does. Without one, plans need at most what the program's inputs and
+    free_memory_gb (of the device, where it is known) hold, or else 1.1 times the original peak."""
 
     partition: PartitionOptions = field(default_factory=PartitionOptions)
     memory_limit_gb: float | None = None
+    free_memory_gb: float | None = None
 
-    @property
-    def limit_bytes(self) -> float | None:
-        return None if self.memory_limit_gb is None else self.memory_limit_gb * 1e9
+    def limit_gb(self, program: Program) -> float:
+        """The most that a plan for a program may need."""
+        if self.memory_limit_gb is not None:
+            return self.memory_limit_gb
+        if self.free_memory_gb is not None:
+            return Storages(program).resident_bytes / 1e9 + self.free_memory_gb
+        return MORE_MEMORY * peak_memory(program) / 1e9
+
+    def to_json(self) -> dict[str, Any]:
+        """What was asked for, as JSON values: not what a device happens to have free."""
+        return {"partition": asdict(self.partition), "memory_limit_gb": self.memory_limit_gb}
 
     @classmethod
     def from_environment(cls) -> PlanningOptions:
@@ -65,6 +79,7 @@ class Planner:
     def __init__(self, program: Program, cost: Cost, options: PlanningOptions | None = None):
         self.program, self.cost = program, cost
         self.options = options or PlanningOptions()
+        self.limit_gb = self.options.limit_gb(program)
         self.inference = AxisInference(program)
         self._plans: dict[str, Plan] = {}
         self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
@@ -245,10 +260,11 @@ class Planner:
     def _scheduled(self, ranges: tuple[PartitionRange, ...]) -> Plan:
         """The best order of the program with these ranges cut."""
         expanded = expand(self.program, ranges)
-        found = best_order(expanded, self.cost, memory_limit_bytes=self.options.limit_bytes)
+        found = best_order(expanded, self.cost, memory_limit_bytes=self.limit_gb * 1e9)
         timeline = Timeline(expanded, found.times)
         order = tuple(expanded.instructions[i].name for i in found.order)
-        return replace(self._plan(expanded, ranges, timeline, found.method), order=order)
+        plan = self._plan(expanded, ranges, timeline, found.method)
+        return replace(plan, order=order, without_limit_ms=found.without_limit_ms)
 
     def _plan(
         self, expanded: Program, ranges: tuple[PartitionRange, ...], timeline: Timeline, method: str
@@ -263,20 +279,25 @@ class Planner:
             predicted=Prediction.of(timeline),
             method=method,
             without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
-            options=asdict(self.options),
+            options=self.options.to_json(),
             costs=source_of(self.cost),
+            memory_limit_gb=self.limit_gb,
         )
 
     def _fits(self, plan: Plan) -> bool:
-        limit = self.options.memory_limit_gb
-        return limit is None or plan.predicted.peak_memory_gb <= limit
+        return plan.predicted.peak_memory_gb <= self.limit_gb
 
     def _best(self, plans: Sequence[Plan]) -> Plan:
         """The fastest plan that fits into memory; where none does, the one that needs least."""
         fitting = [p for p in plans if self._fits(p)]
         if fitting:
-            return min(fitting, key=lambda p: p.predicted.iteration_ms)
-        return min(plans, key=lambda p: p.predicted.peak_memory_gb)
+            best = min(fitting, key=lambda p: p.predicted.iteration_ms)
+        else:
+            best = min(plans, key=lambda p: p.predicted.peak_memory_gb)
+        free = min(
+            p.predicted.iteration_ms if p.without_limit_ms is None else p.without_limit_ms for p in plans
+        )
+        return replace(best, without_limit_ms=free)
 
 
 def make_plan(

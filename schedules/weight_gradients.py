@@ -14,13 +14,13 @@ all-reduce and optimizer follow by their dependencies. Details beyond the paper:
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lancet_kernels.graph.costs import collective_of
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.reachability import bitset
+from lancet_kernels.schedules.ordering import ordered
 
 
 @dataclass(frozen=True)
@@ -141,20 +141,8 @@ def order_by_slots(program: Program, slots: Mapping[int, float]) -> list[int]:
     A slot of 4.5 stands for right behind position 4. An instruction that depends on one that moved goes
     behind it; communication is issued as soon as its inputs are made.
     """
-    pending = [len(before) for before in program.dependencies]
-    communication = [i.kind.is_communication for i in program.instructions]
-    place = [slots.get(i, float(i)) for i in range(len(program))]
-    ready = [(not communication[i], place[i], i) for i in range(len(program)) if not pending[i]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, _, i = heapq.heappop(ready)
-        order.append(i)
-        for j in program.dependents[i]:
-            pending[j] -= 1
-            if not pending[j]:
-                heapq.heappush(ready, (not communication[j], place[j], j))
-    return order
+    instructions = program.instructions
+    return ordered(program, lambda i: (not instructions[i].kind.is_communication, slots.get(i, float(i))))
 
 
 def _already_filled(program: Program, ms: Sequence[float], a: int, movable: int) -> float:

@@ -25,18 +25,28 @@ from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.training.models import MODELS
 
 if TYPE_CHECKING:
+    from lancet_kernels.own_step import OwnStep
     from lancet_kernels.simulation import Setting, Simulated
+
+_OF_MODELS = ("model", "gate", "top_k", "batch", "experts_per_gpu", "capacity_factor", "dtype")
+"""Options of the library's own models."""
 
 
 @dataclass(frozen=True)
 class PlanOptions(PlanningFlags):
     """What to plan for. The fields are the options of `lancet plan`."""
 
+    module: str | None = option(
+        None,
+        "FILE.py:function; plan your own step: the function gives the module and its example inputs",
+        parse=str,
+        metavar="FILE.py:FUNCTION",
+    )
     model: str = option("gpt2-s-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
     cluster: str = option(
         "p4de", "p3dn, p4de, dgx-h100, local, or a .toml file of your own", metavar="CLUSTER"
     )
-    gpus: int = option(16, "a part of one node, or whole nodes", parse=positive_int)
+    gpus: int = option(16, "a part of one node, or whole nodes", parse=positive_int, alias="--ranks")
     gate: str = option(
         "switch", f"{', '.join(GATES)}; options as in 'topk(renormalize=True)'", metavar="GATE"
     )
@@ -54,9 +64,21 @@ class PlanOptions(PlanningFlags):
     )
     strategy: str = option("lancet", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
 
-    def setting(self) -> Setting:
-        """As what is simulated."""
+    def setting(self) -> Setting | OwnStep:
+        """What is simulated. Raises: UserError for options that say nothing of a step of one's own."""
+        from lancet_kernels.own_step import OwnStep
         from lancet_kernels.simulation import Setting
+
+        if self.module is not None:
+            given = [name for name in _OF_MODELS if getattr(self, name) != getattr(type(self), name)]
+            if given:
+                raise UserError(
+                    "options",
+                    got=f"--module and --{given[0].replace('_', '-')}",
+                    expected="one of them: the module says itself what it is",
+                    do="set it in your function",
+                )
+            return OwnStep(self.module, self.cluster, self.gpus)
 
         return Setting(
             model=self.model,
@@ -76,7 +98,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "plan",
         help="plan a training step for a cluster, without having one",
-        description="Plan the training step of a model for a cluster, by simulation: no GPU, no ranks.",
+        description="Plan the training step of a model, or of a module of your own, for a cluster, by "
+        "simulation: no GPU, no ranks, no memory for its tensors.",
     )
     add_options(command, PlanOptions)
     command.add_argument("--timeline", metavar="FILE", help="draw all strategies on one time axis (.png)")
@@ -96,7 +119,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     options: PlanOptions = to_options(PlanOptions, arguments)
     start = time.perf_counter()
     found = simulate_setting(options.setting(), options.memory_gb, options.partition())
-    total = time.perf_counter() - start
+    total = time.perf_counter() - start - found.capture_seconds
     written = _write_files(found, options.strategy, arguments)
     if arguments.json:
         figures = report(found, options.strategy, options.memory_gb)
@@ -116,16 +139,13 @@ def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> d
     baseline = min(predicted[name].iteration_ms for name in ("none", "tutel"))
     return {
         "simulated": True,
-        "model": setting.model,
-        "cluster": setting.hardware.name,
-        "gpus": setting.gpus,
-        "gate": setting.gate,
-        "batch": setting.sequences,
-        "dtype": setting.dtype,
+        **setting.facts(),
         "memory_limit_gb": limit,
         "instructions": len(found.program),
+        "capture_seconds": found.capture_seconds,
         "planning_seconds": dict(found.seconds),
         "iteration_ms": {name: p.iteration_ms for name, p in predicted.items()},
+        "lower_bound_ms": {name: p.lower_bound_ms for name, p in predicted.items()},
         "exposed_ms": {name: p.exposed_ms for name, p in predicted.items()},
         "peak_memory_gb": {name: p.peak_memory_gb for name, p in predicted.items()},
         "fits_memory": {name: p.peak_memory_gb <= limit for name, p in predicted.items()},
@@ -133,7 +153,7 @@ def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> d
         "strategy": strategy,
         "plan_fingerprint": plans[strategy].fingerprint,
         "planning_options": dict(plans[strategy].options),
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": [*ASSUMPTIONS, *setting.assumptions],
     }
 
 
@@ -143,7 +163,8 @@ def _text(found: Simulated, options: PlanOptions, written: dict[str, str]) -> st
     lines = [f"Simulated, nothing was run: {found.setting.describe()}", "", plan.explain(), ""]
     if plan.predicted.peak_memory_gb > limit:
         lines.append(f"Does not fit: {plan.predicted.peak_memory_gb:.1f} GB of {limit:.1f} GB.")
-    lines.append(f"Planned in {found.seconds[options.strategy]:.2f} s.")
+    planned = found.seconds[options.strategy]
+    lines.append(f"Captured in {found.capture_seconds:.2f} s, planned in {planned:.2f} s.")
     lines += [f"{what} written to {path}" for what, path in written.items()]
     return "\n".join(lines)
 

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lancet_kernels.paper import claims
-from lancet_kernels.simulation import ASSUMPTIONS
+from lancet_kernels.simulation import ASSUMPTIONS, Setting
 
 FURTHER_ASSUMPTIONS = (
+    *Setting.assumptions,
     "all-to-alls and experts are priced by their capacity, 1.25 (padding), as in the paper's cost model; "
     "`lancet, unpadded` in figure 13 sends real rows only, as Lancet's irregular all-to-all does, while the "
     "baselines stay padded (as the paper measured them; this library pads none)",

@@ -75,8 +75,11 @@ class Attention(nn.Module):
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         batch, sequence, width = x_BSD.shape
-        qkv = self.qkv(x_BSD).view(batch, sequence, 3, self.heads, width // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        # Split, not indexed: the gradients of the three are then put together in one pass.
+        query, key, value = (
+            part.view(batch, sequence, self.heads, width // self.heads).transpose(1, 2)
+            for part in self.qkv(x_BSD).split(width, dim=-1)
+        )
         y = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
 

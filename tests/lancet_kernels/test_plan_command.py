@@ -1,11 +1,14 @@
 """`lancet plan`: figures for machines and people, files, and one line for whatever is wrong."""
 
 import json
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from lancet_kernels import simulation
 from lancet_kernels.cli import main
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.plan import Plan
@@ -13,6 +16,14 @@ from lancet_kernels.simulation import Setting
 from tests.grids import few_of
 
 TINY = ["plan", "--model", "gpt2-tiny-moe", "--cluster", "p4de", "--gpus", "16"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def planned_once():
+    """Most tests look at the same plans."""
+    once = lru_cache(simulation.simulate_setting)
+    with mock.patch.object(simulation, "simulate_setting", once):
+        yield
 
 
 def plan_json(capsys, *arguments):
@@ -25,12 +36,20 @@ def plan_json(capsys, *arguments):
 
 def test_json_has_every_strategy(capsys):
     found = plan_json(capsys)
-    for key in ("planning_seconds", "iteration_ms", "exposed_ms", "peak_memory_gb", "fits_memory"):
+    for key in (
+        "planning_seconds",
+        "iteration_ms",
+        "exposed_ms",
+        "lower_bound_ms",
+        "peak_memory_gb",
+        "fits_memory",
+    ):
         assert set(found[key]) == set(STRATEGY_NAMES), key
     assert found["simulated"] is True
     assert (found["model"], found["cluster"], found["gpus"]) == ("gpt2-tiny-moe", "p4de", 16)
     assert found["memory_limit_gb"] == 80.0
     assert all(0 < found["exposed_ms"][s] < found["iteration_ms"][s] for s in STRATEGY_NAMES)
+    assert all(0 < found["lower_bound_ms"][s] <= found["iteration_ms"][s] + 1e-9 for s in STRATEGY_NAMES)
     assert found["iteration_ms"]["lancet"] == min(found["iteration_ms"].values())
 
 
@@ -38,7 +57,7 @@ def test_the_figures_are_those_of_the_setting(capsys):
     """The unplanned iteration is the sum of what its instructions cost: nothing overlaps."""
     found = plan_json(capsys, "--gate", "topk", "--top-k", "2", "--batch", "3")
     setting = Setting("gpt2-tiny-moe", "p4de", 16, "topk", batch=3, top_k=2)
-    program, cost = setting.program(), setting.cost()
+    program, cost = setting.priced
     blocking = sum(cost(i, program.tensors) for i in program.instructions if i.kind.value != "all_reduce")
     assert found["iteration_ms"]["none"] >= blocking
     assert found["batch"] == 3
@@ -85,6 +104,7 @@ def test_flags_win_over_the_environment(capsys, monkeypatch):
     assert "LANCET_IOTA: got long" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_no_op_is_cut_into_more_parts(capsys, tmp_path):
     path = str(tmp_path / "plan.json")
     plan_json(capsys, "--model", "gpt2-s-moe", "--most-parts", "2", "--save", path)
@@ -114,7 +134,7 @@ def test_no_plan_fits(capsys):
 def test_saved_plan_is_the_one_reported(capsys, tmp_path):
     path = tmp_path / "plan.json"
     found = plan_json(capsys, "--strategy", "lancet-dw", "--save", str(path))
-    plan = Plan.load(path, Setting("gpt2-tiny-moe", "p4de", 16).program())
+    plan = Plan.load(path, Setting("gpt2-tiny-moe", "p4de", 16).priced.program)
     assert plan.strategy == "lancet-dw"
     assert plan.fingerprint == found["plan_fingerprint"]
     assert plan.predicted.iteration_ms == found["iteration_ms"]["lancet-dw"]
@@ -161,7 +181,7 @@ WRONG = {
     "cluster file": (["--cluster", "/nowhere/c.toml"], "cluster file: got /nowhere/c.toml"),
     "gate": (["--gate", "oracle"], "gate: got 'oracle'"),
     "gate option": (["--gate", "topk(x=1)"], "options of gate topk"),
-    "no gpus": (["--gpus", "0"], "--gpus: got 0"),
+    "no gpus": (["--gpus", "0"], "--gpus/--ranks: got 0"),
     "half a node": (["--gpus", "12"], "number of GPUs: got 12"),
     "batch": (["--batch", "0"], "--batch: got 0"),
     "batch text": (["--batch", "many"], "--batch"),

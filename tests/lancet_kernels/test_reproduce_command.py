@@ -134,7 +134,7 @@ def test_a_decomposition_adds_up(small):
 
 def test_padding_costs_the_capacity_factor(small):
     def sent(setting):
-        return sum(i.bytes for i in setting.program().instructions if i.kind is Kind.ALL_TO_ALL)
+        return sum(i.bytes for i in setting.priced.program.instructions if i.kind is Kind.ALL_TO_ALL)
 
     assert sent(small) == pytest.approx(1.25 * sent(replace(small, padded=False)))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels import CommunicationError, ops
-from lancet_kernels.ops import all_to_all, exchange_counts, start_all_to_all
+from lancet_kernels.ops import all_to_all, exchange_counts, start_all_reduce, start_all_to_all
 from lancet_kernels.ops.groups import Groups, group_name
 from lancet_kernels.ops.link import emulate_link, link
 from tests.grids import few_of
@@ -176,6 +176,24 @@ def test_emulated_link_takes_its_time(pool, ranks):
         assert wire_ms * 0.999 <= got["all_to_all"]
         assert got["exposed"] > 0.9 * wire_ms
         assert got["total"] >= got["all_to_all"] * 0.999
+
+
+def paced_all_reduce_on_rank() -> tuple[float, float]:
+    """-> milliseconds of an all-reduce, and what its numbers are."""
+    gradient = torch.full((ROWS, WIDTH), 1.0 + dist.get_rank())
+    emulate_link(GBPS)
+    dist.barrier()
+    begin = time.monotonic()
+    (total,) = start_all_reduce([gradient], group_name(None)).wait()
+    assert (total == total[0, 0]).all()
+    return (time.monotonic() - begin) * 1e3, float(total[0, 0])
+
+
+def test_emulated_link_paces_all_reduces(pool):
+    """Each of two ranks sends half of its bytes twice."""
+    for milliseconds, total in pool.run(paced_all_reduce_on_rank, ranks=2):
+        assert milliseconds >= ROWS * WIDTH * 4 * 8 / (GBPS * 1e9) * 1e3
+        assert total == 3.0
 
 
 def two_at_once_on_rank() -> float:

@@ -54,7 +54,37 @@ def paced_transfer(link: Link, clock: FakeTime, size: int, starts: list[float]) 
     transfer = link.start(None, sent=size, received=0, cuda=False)
     link.gbps = gbps
     transfer._starts = torch.tensor(starts, dtype=torch.float64)
+    transfer.wire_seconds = size * 8 / (gbps * 1e9)
+    link._waiting.append(transfer)
     return transfer
+
+
+def paced_all_reduce(link: Link, clock: FakeTime, size: int, starts: list[float]) -> Transfer:
+    """The same of an all-reduce."""
+    transfer = paced_transfer(link, clock, size, starts)
+    transfer.is_urgent = False
+    return transfer
+
+
+def test_all_reduces_share_the_wire_by_the_rule_of_the_clock(clock: FakeTime) -> None:
+    """As in `schedules.clock`: R 100-105 is not interrupted by X at 102; X goes before S. T, which not all
+    ranks have entered, holds nobody up."""
+    link = Link()
+    link.gbps = 1.0
+    second = 125_000_000
+    reduced = paced_all_reduce(link, clock, 5 * second, [100.0, 99.0])
+    other = paced_all_reduce(link, clock, 3 * second, [101.0, 101.0])
+    late = paced_all_reduce(link, clock, 9 * second, [101.5, 0.0])
+    sent = paced_transfer(link, clock, 2 * second, [102.0, 102.0])
+    sent.finish(FakeWork(clock))
+    assert (reduced.wire_end, sent.wire_end, clock.now) == (105, 107, pytest.approx(107))
+    assert link.read().all_to_all_ms == pytest.approx(7000)  # 100 to 107: it was issued at 100
+    assert other.pace() == 110
+    late._starts[1] = 120.0
+    clock.now = 121.0
+    assert late.pace() == 129
+    assert reduced.pace() == 105
+    assert clock.now == pytest.approx(129)
 
 
 def test_unpaced_link_only_measures(clock: FakeTime) -> None:

@@ -1,9 +1,12 @@
 """Programs made up for tests: from a few words, at random, and a tiny MoE training step."""
 
+from functools import lru_cache
+
 from hypothesis import strategies as st
 
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
-from lancet_kernels.graph.synthetic import ModelShape, training_step
+from lancet_kernels.simulation import captured_program
+from lancet_kernels.training.models import ModelConfig
 
 KINDS = {"c": Kind.COMPUTE, "a": Kind.ALL_TO_ALL, "r": Kind.ALL_REDUCE}
 PHASES = {"f": Phase.FORWARD, "b": Phase.BACKWARD, "o": Phase.OPTIMIZER}
@@ -73,7 +76,13 @@ def backward_of_layers(layers: int, all_to_all_ms: float, gradients_ms: list[flo
     return program(*lines)
 
 
+@lru_cache(maxsize=16)
 def tiny_step(*, gate: str = "switch", gpus: int = 2, batch: int = 8, layers: int = 2) -> Program:
-    """A training step of a tiny model."""
-    shape = ModelShape("tiny", layers=layers, width=64, heads=4, vocabulary=512, sequence=32)
-    return training_step(shape, gpus=gpus, batch=batch, gate=gate)
+    """A training step of a tiny model, captured on a fake rank; layers 1, 3, ... have experts."""
+    config = ModelConfig("tiny", layers, 64, 4, 32, vocab=512, num_experts=2 * gpus, gate=gate)
+    return captured_program(config, gpus, batch)
+
+
+def nth(p: Program, op: str, n: int = 0) -> str:
+    """Name of the n-th instruction of an op."""
+    return [i.name for i in p.instructions if i.op == op][n]

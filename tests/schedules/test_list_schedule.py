@@ -6,15 +6,10 @@ from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import durations
+from lancet_kernels.schedules.best_order import best_order, list_schedule
 from lancet_kernels.schedules.issue import issue_early
-from lancet_kernels.schedules.list_schedule import (
-    FREE,
-    LIMITED,
-    best_order,
-    critical_path,
-    list_order,
-    list_schedule,
-)
+from lancet_kernels.schedules.list_schedule import FREE, LIMITED, list_order
+from lancet_kernels.schedules.lower_bound import critical_path, lower_bound_ms
 from lancet_kernels.schedules.peak_memory import peak_memory
 from lancet_kernels.schedules.simulate import simulate
 from tests.examples import examples
@@ -26,6 +21,27 @@ from tests.schedules.optimum import optimal_order
 def test_critical_path_by_hand():
     p = program("A c f 2", "X a f 3 A", "B c f 1 A", "C c f 1 X B")
     assert critical_path(p, durations(p, given)) == [6, 4, 2, 1]
+
+
+def test_lower_bound_by_hand():
+    lines = ["A c f 2", "X a f 3 A", "B c f 1 A", "C c f 1 X B"]
+    bounds = [
+        (lines, 6),
+        ([*lines, "D c f 4"], 8),
+        ([*lines, "Y a f 4"], 7),
+        ([*lines, "D c f 5", "Y a f 6"], 9),
+    ]
+    for made, bound in bounds:
+        p = program(*made)
+        assert lower_bound_ms(p, durations(p, given)) == bound
+    assert lower_bound_ms(program(), []) == 0
+
+
+@examples(100)
+@hypothesis_given(random_programs())
+def test_no_order_beats_the_lower_bound(p):
+    bound = lower_bound_ms(p, durations(p, given))
+    assert bound <= best_order(p, given).iteration_ms + 1e-9
 
 
 def test_the_all_to_all_is_reached_before_other_ready_work():

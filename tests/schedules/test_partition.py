@@ -24,7 +24,7 @@ from lancet_kernels.schedules.ranges import PartitionRange, expand, stages
 from lancet_kernels.schedules.simulate import simulate
 from tests.examples import examples
 from tests.grids import few_of
-from tests.schedules.made_programs import program, tiny_step
+from tests.schedules.made_programs import nth, program, tiny_step
 
 
 def moe_chain(*milliseconds: float, size: int = 8, saved: bool = False) -> Program:
@@ -82,47 +82,57 @@ def test_pipeline_with_overhead_and_a_slow_link_by_hand():
     assert end == 24
 
 
+NORM, ADD, GATE, COMBINE = "aten.native_layer_norm", "aten.add", "lancet.gate", "lancet.combine"
+
+
+def moe_block(p, name):
+    """First and last instruction of block 1 of a tiny step: `norm1`, `norm2` or an op, to what follows it."""
+    first = {"norm1": nth(p, NORM, 2), "norm2": nth(p, NORM, 3)}.get(name) or nth(p, name)
+    # Positions and tokens, then two residuals in each block.
+    return p.index[first], p.index[nth(p, ADD, 4)]
+
+
 def test_axes_of_a_training_step():
     p = tiny_step()
     inference = AxisInference(p)
-    whole = inference.forms(p.index["layer1.norm1"], p.index["layer1.residual2"])
-    assert whole["layer1.norm1.y"] == cut(0)
-    assert whole["layer1.attention.query.heads"] == cut(0)
-    assert whole["layer1.moe.router.out"] == cut(0)
-    assert whole["layer1.moe.used_after"] == CARRIED
-    assert whole["layer1.moe.sent"] == whole["layer1.moe.expert_up.y"] == IRREGULAR
-    assert whole["layer1.moe.out"] == whole["layer1.residual2.y"] == cut(0)
+    whole = inference.forms(*moe_block(p, "norm1"))
+    assert whole[f"{nth(p, NORM, 2)}.0"] == cut(0)
+    assert whole[nth(p, "aten.transpose", 4)] == cut(0)  # queries with the heads in front
+    assert whole[p.instructions[p.index["gate"]].inputs[0]] == cut(0)
+    assert whole["gate.3"] == CARRIED
+    assert whole["dispatch"] == whole["grouped_gemm"] == IRREGULAR
+    assert whole["combine"] == whole[nth(p, ADD, 4)] == cut(0)
     assert not any(t in whole for t in p.parameters)
     first, last = p.positions(Kind.ALL_TO_ALL)[:2]
     experts = inference.forms(first, last)
     assert set(experts.values()) == {WINDOW}
     first, last = p.positions(Kind.ALL_TO_ALL)[2:]
     backward = inference.forms(first, last)
-    assert backward["d_layer1.moe.expert_up.weight"] == PARTIAL
+    assert backward["grouped_gemm_dw"] == PARTIAL
 
 
 def test_no_axes_without_an_all_to_all_or_around_a_gate_of_the_whole_batch():
     p = tiny_step(gate="batch-prioritized")
     inference = AxisInference(p)
     at = p.index
-    assert inference.forms(at["layer0.norm1"], at["layer0.residual2"]) is None
-    assert inference.forms(at["layer1.moe.gate"], at["layer1.residual2"]) is None
-    behind = inference.forms(at["layer1.moe.kept_counts"], at["layer1.residual2"])
-    assert behind["layer1.moe.expert"] == cut(0)
-    assert behind["layer1.moe.sent"] == IRREGULAR
+    assert inference.forms(at[nth(p, NORM, 0)], at[nth(p, ADD, 2)]) is None
+    assert inference.forms(*moe_block(p, GATE)) is None
+    behind = inference.forms(*moe_block(p, "lancet.kept_counts"))
+    assert behind["gate.0"] == cut(0)
+    assert behind["dispatch"] == IRREGULAR
     # An irregular tensor cannot come from outside: the experts alone can only be cut into windows of slots.
-    assert inference.forms(at["layer1.moe.all_to_all_dispatch"], at["layer1.residual2"]) is None
-    assert inference.forms(at["final_norm"], at["cross_entropy"]) is None
+    assert inference.forms(*moe_block(p, "lancet.all_to_all")) is None
+    assert inference.forms(at[nth(p, NORM, 4)], at[nth(p, "aten.nll_loss_forward")]) is None
 
 
 def test_alike_layers_are_solved_once():
     p = tiny_step(layers=8)
     inference = AxisInference(p)
     for layer in (1, 3, 5, 7):
-        forms = inference.forms(p.index[f"layer{layer}.norm1"], p.index[f"layer{layer}.residual1"] + 1)
-        assert forms is None
-        forms = inference.forms(p.index[f"layer{layer}.norm2"], p.index[f"layer{layer}.residual2"])
-        assert forms[f"layer{layer}.moe.out"] == cut(0)
+        norm1, norm2 = (p.index[nth(p, NORM, 2 * layer + n)] for n in (0, 1))
+        residual1, residual2 = (p.index[nth(p, ADD, 2 * layer + n)] for n in (1, 2))
+        assert inference.forms(norm1, residual1 + 1) is None
+        assert inference.forms(norm2, residual2)[nth(p, COMBINE, layer // 2)] == cut(0)
     assert inference.solved == 1
 
 
@@ -131,13 +141,13 @@ def test_expanded_programs_run_as_long_as_the_pipeline_said(parts):
     p = tiny_step(gpus=16, layers=2)
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
     costs = PipelineCosts(p, cost)
-    first, last = p.index["layer1.norm2"], p.index["layer1.residual2"]
+    first, last = moe_block(p, "norm2")
     forms = costs.forms(first, last)
-    cut = PartitionRange("layer1.norm2", "layer1.residual2", parts, dict(forms))
+    cut = PartitionRange(p.instructions[first].name, p.instructions[last].name, parts, dict(forms))
     expanded = expand(p, [cut])
     names = [i.name for i in expanded.instructions]
-    assert f"layer1.moe.gate_part{parts - 1}" in names
-    assert "layer1.moe.gate" not in names
+    assert f"gate_part{parts - 1}" in names
+    assert "gate" not in names
     # The backward pass reads the same tensors as before.
     produced = {t for i in expanded.instructions for t in i.outputs} | set(expanded.inputs)
     assert all(t in produced for i in p.instructions if i.phase is not Phase.FORWARD for t in i.inputs)
@@ -151,26 +161,26 @@ def test_expanded_programs_run_as_long_as_the_pipeline_said(parts):
 
 def test_carried_state_goes_from_part_to_part():
     p = tiny_step()
-    forms = AxisInference(p).forms(p.index["layer1.moe.gate"], p.index["layer1.moe.combine"])
-    expanded = expand(p, [PartitionRange("layer1.moe.gate", "layer1.moe.combine", 4, forms)])
-    gates = [i for i in expanded.instructions if i.op == "lancet.gate"]
-    assert [g.inputs[1] for g in gates] == ["layer1.moe.used"] + [
-        f"layer1.moe.used_after_part{n}" for n in range(3)
-    ]
+    forms = AxisInference(p).forms(p.index["gate"], p.index["combine"])
+    expanded = expand(p, [PartitionRange("gate", "combine", 4, forms)])
+    gates = [i for i in expanded.instructions if i.op == GATE]
+    used = p.instructions[p.index["gate"]].inputs[1]
+    assert [g.inputs[1] for g in gates] == [used, *(g.outputs[3] for g in gates[:3])]
+    assert len(gates) == 4
 
 
 def test_a_range_of_another_program_is_refused():
     p = tiny_step()
     with pytest.raises(UserError, match="partition range"):
-        expand(p, [PartitionRange("nothing", "layer1.moe.combine", 2, {})])
+        expand(p, [PartitionRange("nothing", "combine", 2, {})])
     with pytest.raises(UserError, match="partition range"):
-        expand(p, [PartitionRange("layer1.moe.combine", "layer1.moe.gate", 2, {})])
+        expand(p, [PartitionRange("combine", "gate", 2, {})])
 
 
 def test_parts_that_do_not_divide_are_impossible():
-    costs = PipelineCosts(tiny_step(batch=6), GivenCosts())
-    p = costs.program
-    first, last = p.index["layer1.moe.gate"], p.index["layer1.residual2"]
+    p = tiny_step(batch=6)
+    costs = PipelineCosts(p, CostModel.for_cluster(load_cluster("p3dn"), 2))
+    first, last = moe_block(p, GATE)
     assert costs.milliseconds(first, last, 3) < IMPOSSIBLE
     assert costs.milliseconds(first, last, 4) == IMPOSSIBLE
 

@@ -11,26 +11,25 @@ from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.forms import PARTIAL, WINDOW
 from lancet_kernels.graph.program import Kind
-from lancet_kernels.graph.synthetic import MODELS, PAPER_BATCH, ModelShape, training_step
-from lancet_kernels.schedules.list_schedule import list_schedule
+from lancet_kernels.schedules.best_order import list_schedule
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions, compare, make_plan
+from lancet_kernels.simulation import Setting, captured_program
+from lancet_kernels.training.models import ModelConfig, model_config
 from tests.examples import examples
 from tests.schedules.algorithm_1 import schedule_weight_gradients
 from tests.schedules.made_programs import given, program, random_programs, tiny_step
 
 
 def paper_setting(model, cluster, gpus, gate="switch", layers=None):
-    shape = MODELS[model] if layers is None else replace(MODELS[model], layers=layers)
-    step = training_step(shape, gpus=gpus, batch=PAPER_BATCH[cluster, model], gate=gate)
-    return step, CostModel.for_cluster(load_cluster(cluster), gpus)
+    return tuple(Setting(model, cluster, gpus, gate, layers=layers, padded=True).priced)
 
 
 @pytest.fixture(scope="module")
 def small():
-    return paper_setting("gpt2-s-moe", "p4de", 16)
+    return paper_setting("gpt2-s-moe", "p4de", 16, layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +64,7 @@ def test_tutel_pipelines_nothing_but_all_to_alls_and_experts(small, plans):
         first, last = small[0].index[r.first], small[0].index[r.last]
         ops |= {i.op for i in small[0].instructions[first : last + 1]}
     assert all("all_to_all" in op or "expert" in op or "grouped_gemm" in op for op in ops)
-    assert len(plans["tutel"].ranges) == 12  # six MoE layers, forward and backward
+    assert len(plans["tutel"].ranges) == 4  # two MoE layers, forward and backward
 
 
 def test_each_half_helps_and_both_help_more(plans):
@@ -91,10 +90,27 @@ def test_memory_limit():
         assert plan.predicted.peak_memory_gb <= need, name
 
 
+def test_the_default_limit_and_what_it_costs():
+    # 100 bytes each: G before A would need 300 while B runs, and the original order needs 200.
+    p = program("A c f 4", "B c f 4 A", "G a f 4", "W c f 1 G")
+    plan = make_plan(p, given, "lancet-dw")
+    assert plan.memory_limit_gb == pytest.approx(220e-9)
+    assert (plan.predicted.iteration_ms, plan.predicted.lower_bound_ms) == (13, 9)
+    assert "Memory limit: 2.2e-07 GB; it costs 4.00 ms (without it, 9.00 ms)." in plan.explain()
+    assert "at least ms" in plan.explain()
+    free = make_plan(p, given, "lancet-dw", PlanningOptions(free_memory_gb=300e-9))
+    assert (free.predicted.iteration_ms, free.predicted.peak_memory_gb) == (9, pytest.approx(300e-9))
+    assert "it costs nothing." in free.explain()
+    assert free.options == plan.options
+    stated = make_plan(p, given, "lancet-dw", PlanningOptions(memory_limit_gb=200e-9, free_memory_gb=1.0))
+    assert stated.predicted.iteration_ms == 13
+    assert make_plan(p, given, "none").predicted.lower_bound_ms == 9
+
+
 def test_fewer_parts_where_memory_is_short():
     """Every part of an irregular buffer has the size of the whole: on many parts, memory decides."""
-    shape = ModelShape("wide", layers=2, width=64, heads=4, vocabulary=64, sequence=32, capacity_factor=16.0)
-    step = training_step(shape, gpus=16, batch=64)
+    config = ModelConfig("wide", 2, 64, 4, 32, vocab=64, num_experts=32, capacity_factor=16.0)
+    step = captured_program(config, 16, 64, padded=True)
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
     free = make_plan(step, cost, "lancet-partition")
     limit = free.predicted.peak_memory_gb * 0.9
@@ -115,7 +131,7 @@ def test_save_load_and_explain(small, plans, tmp_path):
     text = plans["lancet"].explain()
     assert "tutel" in text
     assert "irregular" in text
-    assert "lancet.cross_entropy" in text
+    assert "aten.nll_loss_forward" in text
     assert len({p.fingerprint for p in plans.values()}) == len(plans)
 
 
@@ -168,7 +184,7 @@ def test_lancet_is_never_worse_than_its_halves(p):
 
 @pytest.mark.long
 def test_ten_thousand_instructions_are_planned():
-    step = training_step(replace(MODELS["gpt2-l-moe"], layers=144), gpus=16, batch=8)
+    step = captured_program(model_config("gpt2-l-moe", layers=96, num_experts=32), 16, 8)
     assert len(step) > 10_000
     cost = CostModel.for_cluster(load_cluster("p4de"), 16)
     assert len(make_plan(step, cost).order) >= len(step)
@@ -176,14 +192,14 @@ def test_ten_thousand_instructions_are_planned():
 
 @pytest.mark.long
 def test_gradients_of_ten_thousand_instructions_are_scheduled():
-    step = training_step(replace(MODELS["gpt2-l-moe"], layers=144), gpus=16, batch=8)
+    step = captured_program(model_config("gpt2-l-moe", layers=96, num_experts=32), 16, 8)
     cost = CostModel.for_cluster(load_cluster("p4de"), 16)
     greedy = schedule_weight_gradients(step, cost)
     assert simulate(greedy, cost).iteration_ms < simulate(step, cost).iteration_ms
 
 
 def test_group_size_and_range_length_are_respected():
-    step, cost = paper_setting("gpt2-s-moe", "p4de", 16)
+    step, cost = paper_setting("gpt2-s-moe", "p4de", 16, layers=4)
     options = PlanningOptions(PartitionOptions(most_parts=2, longest_range_ms=8.0))
     plan = make_plan(step, cost, "lancet-partition", options)
     assert all(r.parts <= 2 for r in plan.ranges)

@@ -82,7 +82,12 @@ def test_helpers_move_with_their_gradient_and_the_all_reduce_follows():
 def test_gradients_of_a_training_step_are_found():
     p = tiny_step()
     found = set(names(p, weight_gradients(p)))
-    expected = {i.name for i in p.instructions if i.name.endswith((".dW", ".db"))}
+    # Of experts, of biases (sums over tokens), and of linear layers (products with a transpose first).
+    backward = [i for i in p.instructions if i.phase is Phase.BACKWARD]
+    transposes = {i.outputs[0] for i in backward if i.op == "aten.t"}
+    expected = {i.name for i in backward if i.op in ("lancet.grouped_gemm_dw", "aten.sum")}
+    expected |= {i.name for i in backward if i.op == "aten.mm" and i.inputs[0] in transposes}
+    assert len(expected) == 8 + 7 + 2  # products (router and head among them), sums, experts
     assert expected <= found
     assert not any(i.name in found for i in p.instructions if i.phase is not Phase.BACKWARD)
 

@@ -1,0 +1,57 @@
+"""Which orders of a Program are valid? The one place where instructions become ready, one after another."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+from lancet_kernels.graph.program import Program
+
+
+class Ready:
+    """Which instructions have all that they depend on?
+
+    Args: chains: sequences of positions that keep their order, whatever the dependencies say.
+    """
+
+    def __init__(self, program: Program, chains: Iterable[Sequence[int]] = ()) -> None:
+        self._dependents: Sequence[Sequence[int]] = program.dependents
+        self._missing = [len(before) for before in program.dependencies]
+        self._next: dict[int, list[int]] = {}
+        for chain in chains:
+            for before, after in pairwise(chain):
+                self._next.setdefault(before, []).append(after)
+                self._missing[after] += 1
+        self.at_first = [i for i, missing in enumerate(self._missing) if not missing]
+
+    def is_ready(self, i: int) -> bool:
+        """Is everything there that the instruction at position i depends on?"""
+        return not self._missing[i]
+
+    def done(self, i: int) -> Iterator[int]:
+        """The positions that become ready because i is done."""
+        for j in (*self._dependents[i], *self._next.get(i, ())):
+            self._missing[j] -= 1
+            if not self._missing[j]:
+                yield j
+
+
+def ordered(program: Program, key: Callable[[int], Any], chains: Iterable[Sequence[int]] = ()) -> list[int]:
+    """The valid order in which, of all instructions that are ready, the one with the least key comes next.
+
+    Args:
+        key: of a position. chains: as of `Ready`; together with the dependencies they must not be circular.
+    """
+    ready = Ready(program, chains)
+    heap = [(key(i), i) for i in ready.at_first]
+    heapq.heapify(heap)
+    order = []
+    while heap:
+        _, i = heapq.heappop(heap)
+        order.append(i)
+        for j in ready.done(i):
+            heapq.heappush(heap, (key(j), j))
+    assert len(order) == len(program), "chains that keep a valid order are not circular"
+    return order

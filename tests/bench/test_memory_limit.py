@@ -1,0 +1,38 @@
+"""`bench/memory_limit.py` on a step of two layers: ours hides at least what torch's pass hides, within the
+limit."""
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+@pytest.fixture(scope="module")
+def bench():
+    """bench/ is no package: two files of it as modules."""
+    sys.path.insert(0, str(BENCH))
+    yield importlib.import_module("memory_limit"), importlib.import_module("fsdp_step")
+    sys.path.remove(str(BENCH))
+
+
+def test_ours_hides_at_least_as_much_within_the_limit(bench):
+    memory_limit, fsdp_step = bench
+    shape = replace(fsdp_step.SHAPES["deepseek-like"], name="small", layers=2, batch=2)
+    with fsdp_step.captured(shape) as step:
+        found = list(memory_limit.rows(step, (1.03, None)))
+    assert len(step.program) > 300
+    assert {i.op.split(".")[1] for i in step.program.instructions if i.kind.is_communication} == {
+        "all_gather_into_tensor",
+        "all_to_all_single",
+        "reduce_scatter_tensor",
+    }
+    original, torchs, ours, _, free = found
+    assert original.hidden == pytest.approx(0, abs=1e-9)
+    assert ours.peak <= 1.03
+    assert ours.hidden >= torchs.hidden > 0.5
+    assert free.iteration_ms <= ours.iteration_ms + 1e-9
+    assert "| 1.03 | ours |" in memory_limit.table(found)
