@@ -217,9 +217,21 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphMo
             node.meta["partitioner_tag"] = "is_forward" if node in forward else "is_backward"
     # A number among them has no value there.
     placeholders = [node.meta.get("val") for node in joint.graph.nodes if node.op == "placeholder"]
-    return default_partition(
+    halves = default_partition(
         joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
     )
+    _drop_repeated(*halves)
+    return halves
+
+
+def _drop_repeated(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """torch leaves forward ops that may draw random numbers (fused attention) in the backward, though nobody
+    reads them there: each would run twice."""
+    ran = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    for node in reversed(backward.graph.nodes):
+        if node.op == "call_function" and node.name in ran and not node.users:
+            backward.graph.erase_node(node)
+    backward.recompile()
 
 
 def output_node(module: fx.GraphModule) -> fx.Node:
