@@ -84,8 +84,8 @@ def group_of(item: pytest.Item) -> str | None:
     return item.path.stem if shared else None
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # before the workers of xdist read the groups, which is its first hook
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     xdist = config.pluginmanager.hasplugin("xdist")  # a GPU machine may lack it
     for item in items:
         if xdist and (group := group_of(item)):
@@ -102,6 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=order.__getitem__)
     if config.option.backwards:
         items.reverse()
+    return (yield)
 
 
 @pytest.hookimpl(tryfirst=True)
