@@ -26,6 +26,11 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.ops.waiting import waiting
 
 
+GPUS_PER_NODE = 8
+"""Each rank stands for a GPU of a node whose GPUs share its network card, as in p3dn and p4de: all of them send
+rows of their own over it, but gradients summed inside the node once (`graph.communication`)."""
+
+
 @dataclass
 class Traffic:
     """What went over the link since it was last read."""
@@ -93,12 +98,12 @@ class Link:
         return Transfer(self, group, max(sent, received), cuda)
 
     def start_all_reduce(self, group: dist.ProcessGroup, size: int, cuda: bool) -> Transfer | None:
-        """The all-reduce of `size` bytes begins; None where nothing paces it. Each rank sends and receives
-        its bytes twice, but for its own share."""
+        """The all-reduce of `size` bytes begins; None where nothing paces it. Each rank sends and receives its
+        bytes twice, but for its own share, and of that a node's ranks sum most among themselves."""
         if self.gbps is None or cuda:
             return None
         ranks = group.size()
-        return Transfer(self, group, 2 * size * (ranks - 1) // ranks, cuda, is_urgent=False)
+        return Transfer(self, group, 2 * size * (ranks - 1) // ranks // GPUS_PER_NODE, cuda, is_urgent=False)
 
     def _put_on_wire(self, last: Transfer) -> float:
         """Give transfers their time on the wire, one after another, until `last` has its own. -> its end."""
