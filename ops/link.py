@@ -25,10 +25,9 @@ import torch.distributed as dist
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.waiting import waiting
 
-
 GPUS_PER_NODE = 8
-"""Each rank stands for a GPU of a node whose GPUs share its network card, as in p3dn and p4de: all of them send
-rows of their own over it, but gradients summed inside the node once (`graph.communication`)."""
+"""Each rank stands for a GPU of a node whose GPUs share its network card, as in p3dn and p4de: all of them
+send rows of their own over it, but gradients summed inside the node once (`graph.communication`)."""
 
 
 @dataclass
@@ -98,8 +97,8 @@ class Link:
         return Transfer(self, group, max(sent, received), cuda)
 
     def start_all_reduce(self, group: dist.ProcessGroup, size: int, cuda: bool) -> Transfer | None:
-        """The all-reduce of `size` bytes begins; None where nothing paces it. Each rank sends and receives its
-        bytes twice, but for its own share, and of that a node's ranks sum most among themselves."""
+        """The all-reduce of `size` bytes begins; None where nothing paces it. Each rank sends and receives
+        its bytes twice, but for its own share; the GPUs of a node sum most of that among themselves."""
         if self.gbps is None or cuda:
             return None
         ranks = group.size()

@@ -90,6 +90,7 @@ def test_every_gate_can_be_planned(capsys, gate):
     assert found["iteration_ms"]["lancet"] <= found["iteration_ms"]["none"]
 
 
+@pytest.mark.long
 def test_flags_win_over_the_environment(capsys, monkeypatch):
     monkeypatch.setenv("LANCET_RHO", "2")
     monkeypatch.setenv("LANCET_GAMMA", "0.5")
@@ -120,6 +121,7 @@ def test_text_explains_the_chosen_strategy(capsys):
     assert "Does not fit" not in out
 
 
+@pytest.mark.long
 def test_a_plan_that_does_not_fit_is_said(capsys):
     assert main([*TINY, "--memory-gb", "0.001"]) == 0
     assert "Does not fit" in capsys.readouterr().out

@@ -150,6 +150,7 @@ def run_small(monkeypatch, numbers, tmp_path, *more):
     return main(["reproduce", "--figures", numbers, "--output-folder", str(tmp_path / "out"), *more])
 
 
+@pytest.mark.long
 def test_the_command_prints_json_and_draws(monkeypatch, capsys, tmp_path):
     assert run_small(monkeypatch, "16,11,14", tmp_path, "--json") == 0
     out, err = capsys.readouterr()

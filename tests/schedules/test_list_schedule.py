@@ -87,6 +87,7 @@ def test_the_optimum_is_one(p):
     assert best_order(p, given).iteration_ms >= optimum.iteration_ms - 1e-6
 
 
+@pytest.mark.long
 def test_gap_to_the_optimum(capsys):
     """Backward passes of 2 to 3 layers: how much longer than the proven optimum does each schedule take?"""
     gaps = {"original": [], "greedy": [], "list": []}

@@ -125,6 +125,7 @@ def test_no_axes_without_an_all_to_all_or_around_a_gate_of_the_whole_batch():
     assert inference.forms(at[nth(p, NORM, 4)], at[nth(p, "aten.nll_loss_forward")]) is None
 
 
+@pytest.mark.long
 def test_alike_layers_are_solved_once():
     p = tiny_step(layers=8)
     inference = AxisInference(p)
