@@ -129,21 +129,6 @@ class MeasuredCosts:
         return f"step measured on {self.where}; parts and joining them {self.device}"
 
 
-@dataclass(frozen=True)
-class GivenCosts:
-    """Costs for programs whose instructions all carry `milliseconds`; each part costs `overhead_ms` more."""
-
-    overhead_ms: float = 0.0
-
-    def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
-        if instruction.milliseconds is not None:
-            return instruction.milliseconds
-        if instruction.attributes.get("whole_milliseconds"):
-            parts = instruction.attributes["parts"]
-            return instruction.attributes["whole_milliseconds"] / parts + self.overhead_ms
-        return 0.0
-
-
 def part_of_measured(instruction: Instruction, fixed_ms: float) -> float:
     """Time of a part of a measured whole: the fixed cost again, and 1/k of the rest."""
     whole, parts = instruction.attributes["whole_milliseconds"], instruction.attributes["parts"]

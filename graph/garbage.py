@@ -1,4 +1,4 @@
-"""Python's cycle collector, off where it finds nothing and costs a third of the time."""
+"""Python's cycle collector, off where it finds nothing and takes time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """No search for cycles inside: graphs and Programs are many small objects that stay alive anyway.
-
-    Measured: capture of 12 GPT-2 MoE layers 5.5 s of CPU time with it, 3.7 s without.
-    """
+    """No search for cycles inside: graphs and Programs are many small objects that stay alive anyway."""
     was_on = gc.isenabled()
     gc.disable()
     try:

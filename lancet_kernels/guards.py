@@ -8,8 +8,8 @@ How much is checked: the trace's own assumptions (`graph.trace`), and here what 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from inspect import Signature
 
 import torch
 import torch.utils._pytree as pytree
@@ -26,7 +26,7 @@ Arguments = tuple[tuple[object, ...], dict[str, object]]
 
 
 def bind(
-    signature: Signature, what: str, inputs: Sequence[object], by_name: Mapping[str, object]
+    signature: inspect.Signature, what: str, inputs: Sequence[object], by_name: Mapping[str, object]
 ) -> Arguments:
     """The arguments of a call in the one form that they have however they were given: by position as far
     as the forward allows it, without those that are the default anyway.
@@ -45,7 +45,17 @@ def bind(
     return bound.args, dict(sorted(bound.kwargs.items()))
 
 
-def to_trace(arguments: Arguments) -> Arguments:
+def example_arguments(model: nn.Module, example_inputs: Sequence[object] | Mapping[str, object]) -> Arguments:
+    """Example inputs, a tuple by position or a dict by name, as a graph can be taken with them.
+
+    Raises: UserError if they do not fit the signature of the forward.
+    """
+    by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
+    by_position = () if isinstance(example_inputs, Mapping) else example_inputs
+    return _to_trace(bind(inspect.signature(model.forward), type(model).__name__, by_position, by_name))
+
+
+def _to_trace(arguments: Arguments) -> Arguments:
     """The same values in tensors that a graph can be taken with.
 
     Dense, because a graph has strides in it, and a slice has others than a tensor of its shape. Each one by

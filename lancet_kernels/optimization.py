@@ -9,7 +9,6 @@ rounding of sums that parts add up.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ from lancet_kernels.graph.garbage import without_garbage_collection
 from lancet_kernels.graph.host_waits import host_waits
 from lancet_kernels.graph.inner_compile import check_compiler
 from lancet_kernels.graph.run import Recorder
-from lancet_kernels.guards import Arguments, Guards, bind, refuse_sharded, to_trace
+from lancet_kernels.guards import Arguments, Guards, example_arguments, refuse_sharded
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer import BACKENDS
 from lancet_kernels.model_layers import moe_layers, name_layers
@@ -95,7 +94,7 @@ def optimize(
             check_activation(layer.activation, "activation of a layer to be fused")
     refuse_sharded(model)
     name_layers(model)
-    arguments = _arguments(model, example_inputs)
+    arguments = example_arguments(model, example_inputs)
     step = CapturedStep(model, *arguments, reduce_gradients, times, groups)
     world, measured = step.groups.world, cluster is None
     module, inputs = capture_alike(step)
@@ -140,14 +139,6 @@ def _check_choices(strategy: str, backend: str | None, inner_compile: str) -> No
         )
     if inner_compile:
         check_compiler(inner_compile)
-
-
-def _arguments(model: nn.Module, example_inputs: Sequence[object] | Mapping[str, object]) -> Arguments:
-    """The example inputs as the forward takes them. Raises: UserError if they do not fit its signature."""
-    signature, name = inspect.signature(model.forward), type(model).__name__
-    if isinstance(example_inputs, Mapping):
-        return to_trace(bind(signature, name, (), example_inputs))
-    return to_trace(bind(signature, name, example_inputs, {}))
 
 
 def _module_with(

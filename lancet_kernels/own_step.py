@@ -7,7 +7,6 @@ job, and its tensors have no contents.
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from lancet_kernels.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.program import Program
-from lancet_kernels.guards import bind, refuse_sharded, to_trace
+from lancet_kernels.guards import example_arguments, refuse_sharded
 
 _RETURNS = "(module, example inputs), the inputs a tuple by position or a dict by name"
 
@@ -119,11 +118,7 @@ def capture_step(model: nn.Module, inputs: Sequence | Mapping[str, object]) -> C
     Raises: UserError, CaptureError.
     """
     refuse_sharded(model)
-    by_name = inputs if isinstance(inputs, Mapping) else {}
-    by_position = () if isinstance(inputs, Mapping) else inputs
-    signature = inspect.signature(model.forward)
-    arguments = to_trace(bind(signature, type(model).__name__, by_position, by_name))
-    return CapturedStep(model, *arguments, True, None)
+    return CapturedStep(model, *example_arguments(model, inputs), True, None)
 
 
 def load_function(spec: str) -> Callable[[], object]:

@@ -28,7 +28,7 @@ from lancet_kernels.own_step import OwnStep, PricedStep, capture_step
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.training.models import GPT2MoE, ModelConfig, model_config
 from lancet_kernels.training.step import TrainingStep
 
@@ -211,12 +211,7 @@ def simulate_setting(
     with without_garbage_collection():
         # lancet builds on its halves: made first, its time holds all that it needs.
         planner.plan("lancet")
-        plans = {name: planner.plan(name) for name in STRATEGIES}
-    predicted = {name: plan.predicted for name, plan in plans.items()}
-    plans = {
-        name: plan.with_comparison({n: p for n, p in predicted.items() if n != name})
-        for name, plan in plans.items()
-    }
+        plans = planner.plans()
     return Simulated(setting, program, cost, plans, capture_seconds, planner.seconds, planner.cpu_seconds)
 
 

@@ -1,9 +1,9 @@
 """The link that collectives travel on: what passed, how long it took, how long computation waited for it.
 
 On its own it only measures all-to-alls. With a bandwidth set (`emulate_link`) it also paces them and gradient
-all-reduces: none is done before a wire of that bandwidth would have carried its bytes. The wait is a
-deadline, not work, so computation that runs meanwhile hides it as it would hide a real transfer. Times
-measured so are emulated, and whoever prints them says so.
+all-reduces: none is done before a wire of that bandwidth would have carried its bytes (of an all-reduce a
+share, see `GPUS_PER_NODE`). The wait is a deadline, not work, so computation that runs meanwhile hides it as
+it would hide a real transfer. Times measured so are emulated, and whoever prints them says so.
 
 The emulated wire of a rank is full duplex and carries one collective at a time, without interrupting it, by
 the rule that plans are simulated with (`schedules.clock`): the one that could start first, from when the

@@ -68,8 +68,3 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
         fitting += list_schedules(LIMITED, limit)
     best = min(fitting, key=lambda c: c.iteration_ms)
     return replace(best, without_limit_ms=min(best.iteration_ms, candidates[0].iteration_ms))
-
-
-def list_schedule(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Program:
-    """The program in its `best_order`."""
-    return program.reordered(best_order(program, cost, memory_limit_bytes=memory_limit_bytes).order)

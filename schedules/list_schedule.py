@@ -63,16 +63,6 @@ FREE += [Policy(ahead=2.0), Policy(ahead=8.0)]
 LIMITED = [Policy(ahead=ahead, reserve=reserve) for ahead in (2.0, 8.0) for reserve in (0.0, 2.0)]
 
 
-def list_order(
-    program: Program, ms: Sequence[float], policy: Policy, *, memory_limit_bytes: float | None = None
-) -> list[int]:
-    """One list schedule, as positions; `ms` are durations by position.
-
-    With a limit (at least the peak of the original order), no moment needs more memory.
-    """
-    return ListScheduler(Work(program, ms), policy, memory_limit_bytes).schedule()
-
-
 class Work:
     """What all list schedules of a program share: critical paths, what is urgent, what is filler, what is due
     when."""

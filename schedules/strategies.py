@@ -108,6 +108,15 @@ class Planner:
             self._plans[strategy] = replace(self._strategies[strategy](), strategy=strategy)
         return self._plans[strategy]
 
+    def plans(self) -> dict[str, Plan]:
+        """The plan of every strategy, each with the predictions of the others in `compared`."""
+        plans = {name: self.plan(name) for name in STRATEGIES}
+        predicted = {name: plan.predicted for name, plan in plans.items()}
+        return {
+            name: plan.with_comparison({n: p for n, p in predicted.items() if n != name})
+            for name, plan in plans.items()
+        }
+
     def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
         """The plan of a strategy and its nearest rivals, at most `most`, best prediction first.
 
@@ -298,30 +307,3 @@ class Planner:
             p.predicted.iteration_ms if p.without_limit_ms is None else p.without_limit_ms for p in plans
         )
         return replace(best, without_limit_ms=free)
-
-
-def make_plan(
-    program: Program, cost: Cost, strategy: str = "lancet", options: PlanningOptions | None = None
-) -> Plan:
-    """The plan of one strategy, a name in `STRATEGIES`.
-
-    Raises:
-        UserError: no such strategy.
-    """
-    return Planner(program, cost, options).plan(strategy)
-
-
-def compare(
-    program: Program,
-    cost: Cost,
-    strategies: Sequence[str] | None = None,
-    options: PlanningOptions | None = None,
-) -> dict[str, Plan]:
-    """A plan per strategy (all by default), each with the predictions of the others in `compared`."""
-    planner = Planner(program, cost, options)
-    plans = {name: planner.plan(name) for name in strategies or STRATEGIES}
-    predictions = {name: plan.predicted for name, plan in plans.items()}
-    return {
-        name: plan.with_comparison({n: p for n, p in predictions.items() if n != name})
-        for name, plan in plans.items()
-    }

@@ -15,19 +15,17 @@ from lancet_kernels.errors import UserError
 
 
 class _Files:
-    """The tensors of the safetensors files in a folder, by name; read when asked for."""
+    """The tensors of a folder's safetensors files, read by name when asked for; a file is opened once."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._opened: dict[str, Any] = {}
         index = self.folder / "model.safetensors.index.json"
         single = self.folder / "model.safetensors"
         if index.exists():
             self.file_of = json.loads(index.read_text())["weight_map"]
         elif single.exists():
-            from safetensors import safe_open
-
-            with safe_open(single, "pt") as opened:
-                self.file_of = dict.fromkeys(opened.keys(), single.name)
+            self.file_of = dict.fromkeys(self._open(single.name).keys(), single.name)
         else:
             raise UserError(
                 "checkpoint",
@@ -38,8 +36,6 @@ class _Files:
 
     def read(self, name: str, row: int | None = None) -> Tensor:
         """A tensor, or one row of it. Raises: UserError for a name that no file has, and for float8."""
-        from safetensors import safe_open
-
         if name not in self.file_of:
             raise UserError(
                 f"checkpoint {self.folder}",
@@ -47,14 +43,21 @@ class _Files:
                 expected="all weights of the model",
                 do="check that it is a checkpoint of this model",
             )
-        with safe_open(self.folder / self.file_of[name], "pt") as opened:
-            value = opened.get_tensor(name) if row is None else opened.get_slice(name)[row]
+        opened = self._open(self.file_of[name])
+        value = opened.get_tensor(name) if row is None else opened.get_slice(name)[row]
         if value.dtype.itemsize == 1:
             raise UserError(
                 f"{name} in the checkpoint", got=value.dtype, expected="unquantized weights",
                 do="convert the checkpoint to bfloat16 first",
             )  # fmt: skip
         return value
+
+    def _open(self, file: str) -> Any:
+        from safetensors import safe_open
+
+        if file not in self._opened:
+            self._opened[file] = safe_open(self.folder / file, "pt")
+        return self._opened[file]
 
 
 @torch.no_grad()

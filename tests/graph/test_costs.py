@@ -8,11 +8,12 @@ import pytest
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import cluster_names, load_cluster
 from lancet_kernels.graph.communication import CommunicationModel
-from lancet_kernels.graph.costs import CostModel, GivenCosts, roofline_ms
+from lancet_kernels.graph.costs import CostModel, roofline_ms
 from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, cut
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.part_instruction import can_be_cut, part_instruction, part_tensor, reassembly
 from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
+from tests.schedules.made_programs import GivenCosts
 
 T, D, F = 64, 32, 128
 

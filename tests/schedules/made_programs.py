@@ -1,10 +1,15 @@
 """Programs made up for tests: from a few words, at random, and a tiny MoE training step."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from hypothesis import strategies as st
 
+from lancet_kernels.graph.costs import Cost, Tensors
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.schedules.best_order import best_order
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.simulation import captured_program
 from lancet_kernels.training.models import ModelConfig
 
@@ -86,3 +91,30 @@ def tiny_step(*, gate: str = "switch", gpus: int = 2, batch: int = 8, layers: in
 def nth(p: Program, op: str, n: int = 0) -> str:
     """Name of the n-th instruction of an op."""
     return [i.name for i in p.instructions if i.op == op][n]
+
+
+@dataclass(frozen=True)
+class GivenCosts:
+    """Costs for programs whose instructions all carry `milliseconds`; each part costs `overhead_ms` more."""
+
+    overhead_ms: float = 0.0
+
+    def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
+        if instruction.milliseconds is not None:
+            return instruction.milliseconds
+        if instruction.attributes.get("whole_milliseconds"):
+            parts = instruction.attributes["parts"]
+            return instruction.attributes["whole_milliseconds"] / parts + self.overhead_ms
+        return 0.0
+
+
+def make_plan(
+    program: Program, cost: Cost, strategy: str = "lancet", options: PlanningOptions | None = None
+) -> Plan:
+    """The plan of one strategy."""
+    return Planner(program, cost, options).plan(strategy)
+
+
+def list_schedule(program: Program, cost: Cost) -> Program:
+    """The program in its best order."""
+    return program.reordered(best_order(program, cost).order)

@@ -6,15 +6,15 @@ from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import durations
-from lancet_kernels.schedules.best_order import best_order, list_schedule
+from lancet_kernels.schedules.best_order import best_order
 from lancet_kernels.schedules.issue import issue_early
-from lancet_kernels.schedules.list_schedule import FREE, LIMITED, list_order
+from lancet_kernels.schedules.list_schedule import FREE, LIMITED, ListScheduler, Work
 from lancet_kernels.schedules.lower_bound import critical_path, lower_bound_ms
 from lancet_kernels.schedules.peak_memory import peak_memory
 from lancet_kernels.schedules.simulate import simulate
 from tests.examples import examples
 from tests.schedules.algorithm_1 import schedule_weight_gradients
-from tests.schedules.made_programs import backward_of_layers, given, program, random_programs
+from tests.schedules.made_programs import backward_of_layers, given, list_schedule, program, random_programs
 from tests.schedules.optimum import optimal_order
 
 
@@ -62,9 +62,9 @@ def test_never_worse_than_greedy_or_the_original(p):
 @hypothesis_given(random_programs(), st.sampled_from([*FREE, *LIMITED]), st.floats(1.0, 1.5))
 def test_every_list_schedule_is_valid_and_keeps_to_its_limit(p, policy, more):
     ms = durations(p, given)
-    assert len(p.reordered(list_order(p, ms, policy))) == len(p)
+    assert len(p.reordered(ListScheduler(Work(p, ms), policy, None).schedule())) == len(p)
     limit = more * peak_memory(p)
-    order = list_order(p, ms, policy, memory_limit_bytes=limit)
+    order = ListScheduler(Work(p, ms), policy, limit).schedule()
     assert peak_memory(p.reordered(order)) == peak_memory(p, order) <= limit
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import load_cluster
-from lancet_kernels.graph.costs import CostModel, GivenCosts, durations
+from lancet_kernels.graph.costs import CostModel, durations
 from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW, cut
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.schedules.axes import AxisInference
@@ -24,7 +24,7 @@ from lancet_kernels.schedules.ranges import PartitionRange, expand, stages
 from lancet_kernels.schedules.simulate import simulate
 from tests.examples import examples
 from tests.grids import few_of
-from tests.schedules.made_programs import nth, program, tiny_step
+from tests.schedules.made_programs import GivenCosts, nth, program, tiny_step
 
 
 def moe_chain(*milliseconds: float, size: int = 8, saved: bool = False) -> Program:

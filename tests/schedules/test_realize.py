@@ -10,9 +10,9 @@ from lancet_kernels.graph.program import Kind
 from lancet_kernels.schedules.apply import instruction_order, reorder
 from lancet_kernels.schedules.realize import check_halves, realize, split_as_planned
 from lancet_kernels.schedules.sink import sink_statistics
-from lancet_kernels.schedules.strategies import make_plan
 from tests.grids import few_of
 from tests.model_zoo import MODELS, Size, make_model
+from tests.schedules.made_programs import make_plan
 
 
 def slow_link(instruction, tensors) -> float:

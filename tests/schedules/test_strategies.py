@@ -11,16 +11,15 @@ from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.forms import PARTIAL, WINDOW
 from lancet_kernels.graph.program import Kind
-from lancet_kernels.schedules.best_order import list_schedule
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import simulate
-from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions, compare, make_plan
+from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
 from lancet_kernels.simulation import Setting, captured_program
 from lancet_kernels.training.models import ModelConfig, model_config
 from tests.examples import examples
 from tests.schedules.algorithm_1 import schedule_weight_gradients
-from tests.schedules.made_programs import given, program, random_programs, tiny_step
+from tests.schedules.made_programs import given, list_schedule, make_plan, program, random_programs, tiny_step
 
 
 def paper_setting(model, cluster, gpus, gate="switch", layers=None):
@@ -34,7 +33,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def plans(small):
-    return compare(*small)
+    return Planner(*small).plans()
 
 
 def test_predictions_are_what_the_planned_program_simulates_to(small, plans):
@@ -86,7 +85,7 @@ def test_batch_prioritized_gates_are_never_inside_a_range():
 def test_memory_limit():
     step, cost = paper_setting("gpt2-s-moe", "p4de", 16, layers=4)
     need = make_plan(step, cost, "none").predicted.peak_memory_gb
-    for name, plan in compare(step, cost, options=PlanningOptions(memory_limit_gb=need)).items():
+    for name, plan in Planner(step, cost, PlanningOptions(memory_limit_gb=need)).plans().items():
         assert plan.predicted.peak_memory_gb <= need, name
 
 
@@ -167,7 +166,7 @@ def test_unknown_strategy():
 @examples(60)
 @hypothesis_given(random_programs(most=16))
 def test_every_plan_of_a_random_program_is_valid_and_never_worse(p):
-    plans = compare(p, given)
+    plans = Planner(p, given).plans()
     for plan in plans.values():
         assert tuple(i.name for i in plan.apply(p).instructions) == plan.order
     best_known = min(simulate(p, given).iteration_ms, plans["none"].predicted.iteration_ms)
@@ -178,7 +177,7 @@ def test_every_plan_of_a_random_program_is_valid_and_never_worse(p):
 @examples(15)
 @hypothesis_given(random_programs(most=16, all_reduces=False))
 def test_lancet_is_never_worse_than_its_halves(p):
-    times = {name: plan.predicted.iteration_ms for name, plan in compare(p, given).items()}
+    times = {name: plan.predicted.iteration_ms for name, plan in Planner(p, given).plans().items()}
     assert times["lancet"] <= min(times["none"], times["lancet-dw"], times["lancet-partition"]) + 1e-9
 
 
@@ -210,6 +209,6 @@ def test_group_size_and_range_length_are_respected():
 
 def test_no_all_to_all_at_all():
     p = program("A c f 1", "B c b 1 A", "C c b 2 A")
-    for plan in compare(p, given).values():
+    for plan in Planner(p, given).plans().values():
         assert plan.predicted.iteration_ms == 4
     assert list_schedule(p, given).instructions[0].name == "A"
