@@ -14,7 +14,6 @@ counts and its own rows. `CutError` means that the range can't be cut like that;
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,16 @@ from torch import Tensor, fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
-from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, Forms, any_split
+from lancet_kernels.graph.forms import (
+    CARRIED,
+    IRREGULAR,
+    PARTIAL,
+    WHOLE,
+    WINDOW,
+    Form,
+    Forms,
+    any_made_in_parts,
+)
 from lancet_kernels.graph.from_fx import is_instruction, is_view, op_name, tensor_names
 from lancet_kernels.graph.part_instruction import part_name
 from lancet_kernels.graph.rules import RULES, Rule
@@ -30,6 +38,8 @@ from lancet_kernels.graph.rules import RULES, Rule
 aten, lancet = torch.ops.aten, torch.ops.lancet
 
 _NO_RULE = Rule()
+MEAN, SUM = 1, 2
+"""What torch's losses call a reduction."""
 
 _Replacement = tuple[fx.Node, fx.Node, fx.Node]
 """(reader, what it reads, what it shall read instead)"""
@@ -77,15 +87,15 @@ class _Layer:
         return self.count.args[1]
 
 
-def cut_range(graph: fx.Graph, cut: Cut, order: Sequence[tuple[str, int]] | None = None) -> list[str]:
-    """Replace the instructions of a range by those of its parts.
+def cut_range(graph: fx.Graph, cut: Cut) -> list[str]:
+    """Replace the instructions of a range by those of its parts: in the place of each instruction, its parts
+    one after the other, and the whole of its result where somebody reads that.
 
-    Args: order: (instruction, part) in the order to run; default: all parts of an instruction, then the next.
     Returns: names of the new instruction nodes, in order.
     Raises: CutError.
     """
     before = {node.name for node in graph.nodes}
-    _Cutter(graph, cut).run(order)
+    _Cutter(graph, cut).run()
     return [node.name for node in graph.nodes if node.name not in before and is_instruction(node)]
 
 
@@ -104,7 +114,7 @@ class _Cutter:
         self.layers = [self._layer(node) for node in dispatches]
         # Parts have counts and rows of their own; the whole's come from the slots that all parts used.
         self.late = [node for node in self.inside if _rule(node).routing]
-        self.cut = [node for node in self.inside if node not in self.late and self._touches_cut(node)]
+        self.cut = [node for node in self.inside if node not in self.late and self._is_cut(node)]
         self.made = {element for node in self.cut for element in _with_elements(node)}
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.parts)]
         self.local: list[dict[_Layer, tuple[fx.Node, fx.Node]]] = [{} for _ in range(self.parts)]
@@ -112,22 +122,20 @@ class _Cutter:
         self.wholes: dict[fx.Node, fx.Node] = {}
         self.bounds = self._unit_bounds()
 
-    def run(self, order: Sequence[tuple[str, int]] | None) -> None:
-        """Insert the parts behind the range, mend its readers, take the originals out."""
-        nodes = {node.name: node for node in self.cut}
-        if order is None:
-            order = [(node.name, part) for node in self.cut for part in range(self.parts)]
-        order = [(name, part) for name, part in order if name in nodes]
-        if sorted(order) != sorted((name, part) for name in nodes for part in range(self.parts)):
-            raise _refuse("an order that is not every instruction once per part", "all of them")
-        end = _with_elements(self.inside[-1])[-1].next
+    def run(self) -> None:
+        """Insert the parts in front of what they are parts of, mend its readers, take the originals out."""
         present = set(self.graph.nodes)
+        cut, rows = set(self.cut), {layer.row: layer for layer in self.layers}
+        replacements: list[_Replacement] = []
         try:
-            with self.graph.inserting_before(end):
-                for name, part in order:
-                    self._copy(nodes[name], part)
-                replacements = [r for layer in self.layers for r in self._mended_rows(layer)]
-                replacements += [r for node in self.cut for r in self._reassembled(node)]
+            for node in self.inside:
+                with self.graph.inserting_before(node):
+                    if node in cut:
+                        for part in range(self.parts):
+                            self._copy(node, part)
+                        replacements += self._reassembled(node)
+                    elif node in rows:
+                        replacements += self._mended_rows(rows[node])
         except (RuntimeError, ValueError, IndexError) as error:
             for node in reversed(self.graph.nodes):
                 if node not in present:
@@ -141,15 +149,9 @@ class _Cutter:
         for node in reversed(self.cut):
             for element in reversed(_with_elements(node)):
                 self.graph.erase_node(element)
-        dead = [layer.row for layer in self.layers if not layer.row.users]
-        for node in dead:
-            self.graph.erase_node(node)
-        for whole in reversed(self.wholes.values()):
-            if not whole.users:
-                self.graph.erase_node(whole)
-        for node in self.late:
-            if node not in dead:
-                end.prepend(node)
+        for node in (*reversed(self.late), *reversed(self.wholes.values())):
+            if not node.users:
+                self.graph.erase_node(node)
         self.graph.lint()
 
     # What is in the range
@@ -160,9 +162,8 @@ class _Cutter:
             raise _refuse(f"{dispatch.name} without send_rows or kept_counts", "the ops of an MoELayer")
         return _Layer(dispatch, row)
 
-    def _touches_cut(self, node: fx.Node) -> bool:
-        touched = [name for n in (*node.all_input_nodes, *_with_elements(node)) for name in tensor_names(n)]
-        return any_split(self.forms, touched)
+    def _is_cut(self, node: fx.Node) -> bool:
+        return any_made_in_parts(self.forms, tensor_names(node))
 
     def _unit_bounds(self) -> list[int]:
         """Borders of the parts, in units of the shortest dimension that is cut."""
@@ -203,12 +204,19 @@ class _Cutter:
             args[rule.most_rows_argument] = min(args[1].meta["val"].numel(), _shape(node)[0])
         if rule.num_rows_argument is not None:
             args[rule.num_rows_argument :] = [None]
+        if rule.count_arguments and self._form(node.args[0]) == WHOLE:
+            raise _refuse(f"{node.args[0].name} as a whole, read by a part of {node.name}", "rows of a part")
         if rule.count_arguments and self._form(node.args[0]) == WINDOW:
             for position in rule.count_arguments:
                 args[position] = self._window_counts(node.args[position], part)
         if rule.shape_argument is not None and self._form(node).is_cut:
             args[rule.shape_argument] = self._part_shape(node, part)
+        if rule.reduction_argument is not None and args[rule.reduction_argument] == MEAN:
+            args[rule.reduction_argument] = SUM
         copy = self._call(node.target, tuple(args), dict(kwargs), part_name(node.name, part))
+        if rule.averages and self._form(node) == PARTIAL:
+            share = args[0].meta["val"].numel() / node.args[0].meta["val"].numel()
+            copy = self._call(aten.mul.Tensor, (copy, share), {}, f"{part_name(node.name, part)}_share")
         self.env[part][node] = copy
         self._copy_elements(node, copy, part)
 
@@ -231,6 +239,8 @@ class _Cutter:
 
         Args: reader: who reads it; it says how many rows there are.
         """
+        if node in self.made and self._form(node) == PARTIAL:
+            return self._whole(node)
         if node in self.env[part]:
             return self.env[part][node]
         if node in self.made:
@@ -339,6 +349,9 @@ class _Cutter:
             total = parts[0]
             for other in parts[1:]:
                 total = self._call(aten.add.Tensor, (total, other), {}, name)
+            if self._is_mean_of_sums(node, element):
+                weight = self._whole(_element(node, 1))
+                total = self._call(aten.div.Tensor, (total, weight), {}, f"{element.name}_mean")
             return total
         if form in (WINDOW, IRREGULAR):
             count = self._count_of(node)
@@ -351,6 +364,10 @@ class _Cutter:
         if form.dimension is not None:
             return self._concatenate(parts, form.dimension, element.meta["val"], name)
         raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
+
+    def _is_mean_of_sums(self, node: fx.Node, element: fx.Node) -> bool:
+        position = _rule(node).reduction_argument
+        return position is not None and node.args[position] == MEAN and element.args[1] == 0
 
     def _rows(self, target, args: tuple, by_expert: bool, name: str) -> fx.Node:
         """A node whose result are rows, received ones (by expert) or ones to send."""

@@ -11,8 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.forms import CARRIED, WHOLE, Form, Forms
-from lancet_kernels.graph.part_instruction import is_cut, part_instruction, part_name, reassembly
+from lancet_kernels.graph.forms import CARRIED, PARTIAL, WHOLE, Form, Forms
+from lancet_kernels.graph.part_instruction import (
+    is_cut,
+    part_instruction,
+    part_name,
+    reads_whole,
+    reassembly,
+)
 from lancet_kernels.graph.program import Instruction, Program, TensorSpec
 
 
@@ -27,18 +33,49 @@ class PartitionRange:
     forms: Forms
 
 
-def stages(program: Program, first: int, last: int) -> list[list[int]]:
-    """Runs of consecutive computation or consecutive communication.
+@dataclass
+class Stage:
+    """Consecutive computation, or consecutive communication, that parts take in turns.
 
-    Example: compute, compute, all-to-all, compute gives three stages of 2, 1 and 1 instructions.
+    in_parts: positions that run once per part, and what they read besides. behind: positions that run once,
+    behind all parts of the stage: they read what the stage makes in parts.
     """
-    found: list[list[int]] = []
+
+    in_parts: list[int]
+    behind: list[int]
+
+
+def stages(program: Program, first: int, last: int, forms: Forms) -> list[Stage]:
+    """The stages of positions first..last.
+
+    Example: compute, compute, all-to-all, compute give three stages of 2, 1 and 1 instructions. Where parts
+    read something whole of the same stage (the sum over a batch), another stage begins.
+    """
+    found = [Stage([], [])]
+    sends: bool | None = None
+    """Of the stage so far: communication? None: nothing that is cut."""
+    partial: set[str] = set()
+    """What the stage makes in parts."""
+    late: set[str] = set()
+    """What runs behind the parts of the stage makes."""
     for i in range(first, last + 1):
-        kind = program.instructions[i].kind
-        if found and program.instructions[found[-1][0]].kind.is_communication == kind.is_communication:
-            found[-1].append(i)
-        else:
-            found.append([i])
+        instruction = program.instructions[i]
+        inputs = instruction.inputs
+        if not is_cut(instruction, forms):
+            if late.intersection(inputs) or partial.intersection(inputs):
+                found[-1].behind.append(i)
+                late.update(instruction.outputs)
+            else:
+                found[-1].in_parts.append(i)
+            continue
+        needs_whole = any(t in late or (t in partial and reads_whole(instruction, t, forms)) for t in inputs)
+        kind = instruction.kind.is_communication
+        if needs_whole or (sends is not None and sends != kind):
+            found.append(Stage([], []))
+            partial, late = set(), set()
+        sends = kind
+        found[-1].in_parts.append(i)
+        partial.update(instruction.outputs)
     return found
 
 
@@ -47,20 +84,23 @@ def pipeline_order(
 ) -> Iterator[tuple[int, int | None]]:
     """(position, part) in the order of Fig. 9: stage by stage, in each stage part by part.
 
-    The part is None for an instruction with nothing to cut; it runs once, with the first part.
+    The part is None for an instruction with nothing to cut; it runs once, with the first part, or behind all
+    parts of what it reads.
     """
-    for stage in stages(program, first, last):
+    for stage in stages(program, first, last, forms):
         for part in range(parts):
-            for i in stage:
+            for i in stage.in_parts:
                 if is_cut(program.instructions[i], forms):
                     yield i, part
                 elif part == 0:
                     yield i, None
+        for i in stage.behind:
+            yield i, None
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """How a range hands on what is needed outside.
+    """How a range hands on what is needed whole, outside or within.
 
     reassembled: cut tensors that are put together again.
     viewed: positions of views that run once more, on the whole tensor, because that costs nothing.
@@ -71,12 +111,19 @@ class Outgoing:
 
 
 def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
-    """What must be whole again behind the range. A view of a tensor is made again from the whole tensor."""
-    made = {t for i in range(first, last + 1) for t in program.instructions[i].outputs}
-    wanted = [
+    """What must be whole again. A view of a tensor is made again from the whole tensor."""
+    made = {
         t
-        for t in made
-        if forms.get(t, WHOLE) != WHOLE and (program.consumers[t][-1:] > [last] or t in program.output_set)
+        for i in range(first, last + 1)
+        for t in program.instructions[i].outputs
+        if forms.get(t, WHOLE).is_made_in_parts
+    }
+    wanted = [t for t in made if program.consumers[t][-1:] > [last] or t in program.output_set]
+    wanted += [
+        t
+        for i in range(first, last + 1)
+        for t in program.instructions[i].inputs
+        if t in made and reads_whole(program.instructions[i], t, forms)
     ]
     reassembled: set[str] = set()
     viewed: set[int] = set()
@@ -90,7 +137,7 @@ def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
         elif i not in viewed:
             viewed.add(i)
             inputs = program.instructions[i].inputs
-            wanted += [s for s in inputs if s in made and forms.get(s, WHOLE) != WHOLE]
+            wanted += [s for s in inputs if s in made]
     in_order = sorted(
         reassembled, key=lambda t: (_first_reader_outside(program, t, last), program.producer[t])
     )
@@ -155,39 +202,67 @@ def _expand_range(
     instructions: list[Instruction],
     tensors: dict[str, TensorSpec],
 ) -> None:
-    made = {t for i in range(first, last + 1) for t in program.instructions[i].outputs}
-    phase = program.instructions[first].phase
-    for t, form in cut.forms.items():
-        if t not in made:
-            attributes = {"form": str(form), "parts": cut.parts}
-            name = f"split {t} for {cut.first}"
-            pieces = tuple(_slice_name(t, p, cut) for p in range(cut.parts))
-            instructions.append(
-                Instruction(name, "lancet.split", (t,), pieces, phase=phase, attributes=attributes)
-            )
-    for i, part in pipeline_order(program, first, last, cut.forms, cut.parts):
-        if part is None:
-            instructions.append(program.instructions[i])
-            continue
-        instruction, specs = part_instruction(
-            program.instructions[i], program.tensors, cut.forms, part, cut.parts
-        )
-        outside = {
-            part_name(t, part): t for t in program.instructions[i].inputs if t in cut.forms and t not in made
-        }
-        for spec in specs.values():
-            _add_part(spec, part, cut, made, outside, tensors)
-        inputs = tuple(_slice_name(outside[t], part, cut) if t in outside else t for t in instruction.inputs)
-        instructions.append(replace(instruction, inputs=inputs))
+    in_parts = {
+        t
+        for i in range(first, last + 1)
+        for t in program.instructions[i].outputs
+        if cut.forms.get(t, WHOLE).is_made_in_parts
+    }
+    sliced = {t for t in cut.forms if t not in in_parts}
     handed_on = outgoing(program, first, last, cut.forms)
+    whole: set[str] = set()
+    split: set[str] = set()
+
+    def make_whole(t: str) -> None:
+        """Put a tensor together, or make a view of it again, unless that is done already."""
+        if t in whole or t not in in_parts:
+            return
+        i = program.producer[t]
+        if i in handed_on.viewed and t not in handed_on.reassembled:
+            for source in program.instructions[i].inputs:
+                make_whole(source)
+            instructions.append(program.instructions[i])
+            whole.update(program.instructions[i].outputs)
+        else:
+            instructions.append(reassembly_instruction(program, t, cut.forms[t], cut.parts))
+            tensors[t] = TensorSpec(t, program.tensors[t].shape, program.tensors[t].dtype)
+            whole.add(t)
+
+    for i, part in pipeline_order(program, first, last, cut.forms, cut.parts):
+        original = program.instructions[i]
+        for t in original.inputs:
+            if reads_whole(original, t, cut.forms):
+                make_whole(t)
+        if part is None:
+            instructions.append(original)
+            continue
+        slices = {part_name(t, part): t for t in original.inputs if t in sliced}
+        for t in slices.values():
+            if t not in split:
+                split.add(t)
+                instructions.append(_split(t, original, cut))
+        instruction, specs = part_instruction(original, program.tensors, cut.forms, part, cut.parts)
+        for spec in specs.values():
+            _add_part(spec, part, cut, in_parts, slices, tensors)
+        inputs = tuple(_slice_name(slices[t], part, cut) if t in slices else t for t in instruction.inputs)
+        instructions.append(replace(instruction, inputs=inputs))
     for t in handed_on.reassembled:
-        instructions.append(reassembly_instruction(program, t, cut.forms[t], cut.parts))
-        tensors[t] = TensorSpec(t, program.tensors[t].shape, program.tensors[t].dtype)
-    instructions += [program.instructions[i] for i in handed_on.viewed]
+        make_whole(t)
+    for i in handed_on.viewed:
+        for t in program.instructions[i].outputs:
+            make_whole(t)
+
+
+def _split(tensor: str, reader: Instruction, cut: PartitionRange) -> Instruction:
+    """Slices of a tensor that is there as a whole, one for each part: views."""
+    pieces = tuple(_slice_name(tensor, p, cut) for p in range(cut.parts))
+    attributes = {"form": str(cut.forms[tensor].of_reader), "parts": cut.parts}
+    name = f"split {tensor} for {cut.first}"
+    return Instruction(name, "lancet.split", (tensor,), pieces, phase=reader.phase, attributes=attributes)
 
 
 def _slice_name(tensor: str, part: int, cut: PartitionRange) -> str:
-    """A part of a tensor that is made in front of the range."""
+    """A part of a tensor that is there as a whole."""
     return f"{part_name(tensor, part)} for {cut.first}"
 
 
@@ -195,18 +270,19 @@ def _add_part(
     spec: TensorSpec,
     part: int,
     cut: PartitionRange,
-    made: set[str],
-    outside: Mapping[str, str],
+    in_parts: set[str],
+    slices: Mapping[str, str],
     tensors: dict[str, TensorSpec],
 ) -> None:
     """Describe one operand of a part. Splits share the storage of the whole; parts of views that of parts."""
-    if spec.name in outside:
-        whole = outside[spec.name]
+    if spec.name in slices:
+        whole = slices[spec.name]
         spec = replace(spec, name=_slice_name(whole, part, cut), alias_of=whole, bytes=0)
-    elif spec.alias_of in made:
-        if spec.alias_of in cut.forms:
+    elif spec.alias_of in in_parts:
+        # A summand of which this is a view is read as a whole.
+        if cut.forms[spec.alias_of] != PARTIAL:
             spec = replace(spec, alias_of=part_name(spec.alias_of, part))
-    elif part_name(str(spec.alias_of), part) in outside:
+    elif part_name(str(spec.alias_of), part) in slices:
         spec = replace(spec, alias_of=_slice_name(str(spec.alias_of), part, cut))
     tensors.setdefault(spec.name, spec)
 

@@ -22,7 +22,6 @@ from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import full_order, instruction_order, reorder, start_early_wait_late
 from lancet_kernels.schedules.cut import Cut, cut_range
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.ranges import pipeline_order
 
 
 def realize(module: fx.GraphModule, program: Program, plan: Plan) -> Plan:
@@ -37,12 +36,7 @@ def realize(module: fx.GraphModule, program: Program, plan: Plan) -> Plan:
     for planned in plan.ranges:
         first, last = program.index[planned.first], program.index[planned.last]
         names = tuple(i.name for i in program.instructions[first : last + 1])
-        parts = [
-            (program.instructions[i].name, part)
-            for i, part in pipeline_order(program, first, last, planned.forms, planned.parts)
-            if part is not None
-        ]
-        cut_range(module.graph, Cut(names, planned.parts, planned.forms), parts)
+        cut_range(module.graph, Cut(names, planned.parts, planned.forms))
     order: Sequence[str] = plan.order if plan.realized else _with_added_nodes(module, plan.order)
     reorder(module.graph, order)
     module.recompile()
