@@ -45,7 +45,7 @@ def optimize(
     model: nn.Module,
     example_inputs: Sequence[object] | Mapping[str, object],
     *,
-    strategy: str = "lancet",
+    strategy: str = "auto",
     cluster: str | Path | Cluster | None = None,
     cache: str | Path | None = None,
     times: str | Path | None = None,
@@ -65,7 +65,8 @@ def optimize(
     Args:
         example_inputs: real inputs of one step, a tuple by position or a dict by name; they are run a few
             times to measure the ops.
-        strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
+        strategy: one of `STRATEGIES`: "auto", the best prediction of all others within the memory limit;
+            "none" (blocks), "tutel", "lancet-dw", "lancet-partition", "lancet", "duplex", "lancet+duplex".
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
         cache: a plan file; read if it is for this model, strategy and options, and was planned with costs
             from the same source (cluster, or device, torch, ranks and link); else written. None: plan anew.

@@ -6,6 +6,9 @@ tutel             all-to-alls and experts pipelined along the capacity in the be
 lancet-dw         weight gradients (and other ready work) behind all-to-alls (section 4)
 lancet-partition  ranges of the forward pass cut and pipelined (section 5), the order otherwise as it was
 lancet            both; where backward all-to-alls stay exposed, their experts are pipelined too
+duplex            the step as two copies on halves of the batch, stage by stage in turns (HiDup, section 3)
+lancet+duplex     the same copies in the best order, weight gradients filling what is left
+auto              the best of all these within the memory limit
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.best_order import best_order
+from lancet_kernels.schedules.duplex import duplex
 from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.partition_range import (
     PartitionOptions,
@@ -41,6 +45,8 @@ from lancet_kernels.schedules.simulate import Timeline, simulate
 STRATEGIES = STRATEGY_NAMES
 TUTEL_DEGREES = (1, 2, 4, 8)
 BACKWARD_DEGREES = (2, 4)
+DUPLEX = ("duplex", "lancet+duplex")
+AUTO = "auto"
 MORE_MEMORY = 1.1
 """Times the peak of the original order: the limit where none is given and no device says what it has."""
 
@@ -91,6 +97,9 @@ class Planner:
             "lancet-dw": self._lancet_dw,
             "lancet-partition": self._lancet_partition,
             "lancet": self._lancet,
+            "duplex": self._duplex,
+            "lancet+duplex": self._lancet_duplex,
+            AUTO: self._auto,
         }
         self._cutting = {"lancet-partition": self._partition_plans, "lancet": self._lancet_plans}
 
@@ -98,7 +107,7 @@ class Planner:
         """The plan of one strategy.
 
         Raises:
-            UserError: no such strategy.
+            UserError: no such strategy, or none that this program can have (see `impossible`).
         """
         if strategy not in self._strategies:
             raise UserError(
@@ -109,13 +118,23 @@ class Planner:
         return self._plans[strategy]
 
     def plans(self) -> dict[str, Plan]:
-        """The plan of every strategy, each with the predictions of the others in `compared`."""
-        plans = {name: self.plan(name) for name in STRATEGIES}
+        """The plan of every strategy that is possible, each with the predictions of the others in
+        `compared`."""
+        plans = {name: self.plan(name) for name in STRATEGIES if name not in self.impossible}
         predicted = {name: plan.predicted for name, plan in plans.items()}
         return {
             name: plan.with_comparison({n: p for n, p in predicted.items() if n != name})
             for name, plan in plans.items()
         }
+
+    @cached_property
+    def impossible(self) -> dict[str, str]:
+        """Strategies that this program cannot have, and why."""
+        try:
+            _ = self._copies
+        except UserError as error:
+            return dict.fromkeys(DUPLEX, str(error))
+        return {}
 
     def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
         """The plan of a strategy and its nearest rivals, at most `most`, best prediction first.
@@ -127,6 +146,10 @@ class Planner:
             return plans
         if strategy == "tutel":
             plans += self._tutel_degrees()
+        elif strategy == AUTO:
+            plans += [replace(plan, chosen=plan.strategy) for plan in self._single()]
+        elif strategy == "lancet+duplex":
+            plans.append(self.plan("duplex"))
         elif strategy in self._cutting:
             plans.append(self.plan("lancet-dw" if strategy == "lancet" else "none"))
             plans += [self._best(self._cutting[strategy](parts)) for parts in self._part_limits()]
@@ -178,6 +201,30 @@ class Planner:
                 self._scheduled((*ranges, *cut)) for ranges in self._partitions_of(most_parts) for cut in more
             ]
         return self._lancets[most_parts]
+
+    @cached_property
+    def _copies(self) -> PartitionRange:
+        """The whole step as two copies. Raises: UserError where it cannot be."""
+        return duplex(self.program)
+
+    def _duplex(self) -> Plan:
+        """The paper's alternation: stage by stage, in each the computation of one copy beside the
+        communication of the other."""
+        return replace(self._in_order((self._copies,)), method="copies in turns, stage by stage")
+
+    def _lancet_duplex(self) -> Plan:
+        """The best order of both copies. Never predicted slower than `duplex`."""
+        return self._best([self.plan("duplex"), self._scheduled((self._copies,))])
+
+    def _single(self) -> list[Plan]:
+        """The plan of every other strategy than `auto`."""
+        return [self.plan(name) for name in STRATEGIES if name != AUTO and name not in self.impossible]
+
+    def _auto(self) -> Plan:
+        """The best of all strategies."""
+        best = self._best(self._single())
+        others = {plan.strategy: plan.predicted for plan in self._single()}
+        return replace(best, chosen=best.strategy, compared=others, impossible=self.impossible)
 
     def _within_memory(self, plans_of: Callable[[int], list[Plan]]) -> list[Plan]:
         """Plans with at most rho parts, and with fewer as long as none of them fits into memory."""

@@ -62,7 +62,7 @@ class PlanOptions(PlanningFlags):
     memory_gb: float | None = option(
         None, "memory that a plan may need (default: the GPU's)", parse=positive_float
     )
-    strategy: str = option("lancet", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
+    strategy: str = option("auto", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
 
     def setting(self) -> Setting | OwnStep:
         """What is simulated. Raises: UserError for options that say nothing of a step of one's own."""
