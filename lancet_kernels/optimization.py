@@ -37,7 +37,7 @@ from lancet_kernels.rank_agreement import capture_alike, plans_of_first_rank
 from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.realize import realize, split_as_planned
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, Planner, PlanningOptions
 from lancet_kernels.training.gradients import broadcast_replicated
 
 
@@ -74,7 +74,8 @@ def optimize(
             What a plan adds to a step is measured once per device model and kept beside it, in
             device_costs.json.
         options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
-        plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
+        plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy
+            ("auto": any).
         reduce_gradients: sum gradients over the ranks that hold the same parameters, as part of the plan;
             before that, give all of them the parameters and buffers of the first. Divide the loss by the
             number of ranks for an average; use no DistributedDataParallel around it.
@@ -121,7 +122,12 @@ def optimize(
         chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
     else:
         # Fused launches that nobody times, in the interpreter.
-        chosen, timeline = plans[0], plans[0].simulate(graph.program, graph.cost)
+        planned = [(plans[0], plans[0].simulate(graph.program, graph.cost))]
+        chosen, timeline = planned[0]
+    if chosen.chosen:
+        # Of those that were tried, what the graph that runs is predicted to take.
+        tried = {plan.chosen: Prediction.of(run) for plan, run in planned}
+        chosen = replace(chosen, compared={**chosen.compared, **tried})
     chosen = replace(chosen, predicted=Prediction.of(timeline), fused=step.fused)
     if cache is not None and group_rank(world) == 0:
         chosen.save(cache)
@@ -217,9 +223,9 @@ def _loaded(path: str | Path, graph: CostedGraph) -> Plan:
 
 
 def _given_plan(path: str | Path, graph: CostedGraph, strategy: str) -> Plan:
-    """The plan in a file. Raises: UserError unless it is a plan of this strategy for this graph."""
+    """The plan in a file. Raises: UserError unless it is for this graph, and of this strategy (auto: any)."""
     plan = _loaded(path, graph)
-    if plan.strategy != strategy:
+    if strategy not in (AUTO, plan.strategy):
         raise UserError(
             "plan file",
             got=f"{path} of strategy {plan.strategy}",

@@ -7,7 +7,7 @@ in tensors without contents; its costs come from the cluster file, its times fro
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -28,7 +28,7 @@ from lancet_kernels.own_step import OwnStep, PricedStep, capture_step
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, Planner, PlanningOptions
 from lancet_kernels.training.models import GPT2MoE, ModelConfig, model_config
 from lancet_kernels.training.step import TrainingStep
 
@@ -51,6 +51,7 @@ ASSUMPTIONS = (
     "give way to all-to-alls",
     "none: computation waits for every all-to-all (RAF; also DeepSpeed, apart from its kernels)",
     "tutel: all-to-alls and experts cut along the capacity, forward and backward, best degree of 1, 2, 4, 8",
+    "duplex: the whole step as two copies on halves of the batch, in turns stage by stage (HiDup)",
     "attention is one fused kernel that stores no S x S matrix (where the module calls torch's)",
 )
 
@@ -183,6 +184,8 @@ class Simulated:
     seconds: Mapping[str, float]
     """Wall time of making each plan, with those it builds on (`lancet` is made first)."""
     cpu_seconds: Mapping[str, float]
+    impossible: Mapping[str, UserError]
+    """Strategies that the step cannot have, and why."""
 
     def timeline(self, strategy: str) -> Timeline:
         """The simulated iteration of one plan."""
@@ -193,8 +196,9 @@ def simulate_setting(
     setting: Setting | OwnStep,
     memory_limit_gb: float | None = None,
     partition: PartitionOptions | None = None,
+    strategies: Sequence[str] = STRATEGIES,
 ) -> Simulated:
-    """Plans of all strategies.
+    """Plans of all strategies that are possible.
 
     Args:
         memory_limit_gb: no plan needs more, unless the original order does (None: the GPU's memory).
@@ -208,11 +212,23 @@ def simulate_setting(
     planner = _TimedPlanner(
         program, cost, PlanningOptions(partition or PartitionOptions.from_environment(), limit)
     )
+    wall, cpu = time.perf_counter(), time.process_time()
     with without_garbage_collection():
         # lancet builds on its halves: made first, its time holds all that it needs.
         planner.plan("lancet")
-        plans = planner.plans()
-    return Simulated(setting, program, cost, plans, capture_seconds, planner.seconds, planner.cpu_seconds)
+        plans = planner.plans(strategies)
+    # It looks at all others.
+    planner.seconds[AUTO], planner.cpu_seconds[AUTO] = time.perf_counter() - wall, time.process_time() - cpu
+    return Simulated(
+        setting,
+        program,
+        cost,
+        plans,
+        capture_seconds,
+        planner.seconds,
+        planner.cpu_seconds,
+        planner.impossible,
+    )
 
 
 class _TimedPlanner(Planner):

@@ -177,6 +177,9 @@ class _Forms:
                     "use lancet_kernels.Dropout, or strategy lancet",
                 )
             )
+        elif instruction.op.startswith("lancet.fused_experts"):
+            got = f"{instruction.name}, a fused launch on the whole batch"
+            self.refused.append(_refuse(got, "MoE layers on streams", "use backend='torch' for it"))
         elif instruction.kind is Kind.ALL_TO_ALL:
             got = f"{instruction.name} ({instruction.op}), which no rule can cut"
             self.refused.append(_refuse(got, "the all-to-alls of an MoELayer", "use strategy lancet-dw"))

@@ -117,10 +117,10 @@ class Planner:
             self._plans[strategy] = replace(self._strategies[strategy](), strategy=strategy)
         return self._plans[strategy]
 
-    def plans(self) -> dict[str, Plan]:
-        """The plan of every strategy that is possible, each with the predictions of the others in
+    def plans(self, strategies: Sequence[str] = STRATEGIES) -> dict[str, Plan]:
+        """The plans of those strategies that are possible, each with the predictions of the others in
         `compared`."""
-        plans = {name: self.plan(name) for name in STRATEGIES if name not in self.impossible}
+        plans = {name: self.plan(name) for name in strategies if name not in self.impossible}
         predicted = {name: plan.predicted for name, plan in plans.items()}
         return {
             name: plan.with_comparison({n: p for n, p in predicted.items() if n != name})
@@ -128,12 +128,12 @@ class Planner:
         }
 
     @cached_property
-    def impossible(self) -> dict[str, str]:
+    def impossible(self) -> dict[str, UserError]:
         """Strategies that this program cannot have, and why."""
         try:
             _ = self._copies
         except UserError as error:
-            return dict.fromkeys(DUPLEX, str(error))
+            return dict.fromkeys(DUPLEX, error)
         return {}
 
     def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
@@ -147,7 +147,7 @@ class Planner:
         if strategy == "tutel":
             plans += self._tutel_degrees()
         elif strategy == AUTO:
-            plans += [replace(plan, chosen=plan.strategy) for plan in self._single()]
+            plans += map(self._chosen, self._single)
         elif strategy == "lancet+duplex":
             plans.append(self.plan("duplex"))
         elif strategy in self._cutting:
@@ -216,15 +216,20 @@ class Planner:
         """The best order of both copies. Never predicted slower than `duplex`."""
         return self._best([self.plan("duplex"), self._scheduled((self._copies,))])
 
+    @cached_property
     def _single(self) -> list[Plan]:
         """The plan of every other strategy than `auto`."""
         return [self.plan(name) for name in STRATEGIES if name != AUTO and name not in self.impossible]
 
     def _auto(self) -> Plan:
         """The best of all strategies."""
-        best = self._best(self._single())
-        others = {plan.strategy: plan.predicted for plan in self._single()}
-        return replace(best, chosen=best.strategy, compared=others, impossible=self.impossible)
+        return self._chosen(self._best(self._single))
+
+    def _chosen(self, plan: Plan) -> Plan:
+        """The plan of a strategy as one of `auto`."""
+        compared = {other.strategy: other.predicted for other in self._single}
+        impossible = {name: str(error) for name, error in self.impossible.items()}
+        return replace(plan, chosen=plan.strategy, compared=compared, impossible=impossible)
 
     def _within_memory(self, plans_of: Callable[[int], list[Plan]]) -> list[Plan]:
         """Plans with at most rho parts, and with fewer as long as none of them fits into memory."""

@@ -93,7 +93,8 @@ class TrainOptions(PlanningFlags):
     )
     compare: int = option(
         0,
-        "at the end, compare this many iterations of none and the plan on a slow emulated link (CPU ranks)",
+        "at the end, compare this many iterations of none, lancet and the plan on a slow emulated link "
+        "(CPU ranks)",
         parse=non_negative_int,
     )
     device: str = option(
