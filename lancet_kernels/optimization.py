@@ -34,10 +34,10 @@ from lancet_kernels.model_layers import moe_layers, name_layers
 from lancet_kernels.ops.groups import Groups, group_rank
 from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.rank_agreement import capture_alike, plans_of_first_rank
-from lancet_kernels.schedules.plan import Plan, Prediction
+from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import realize, split_as_planned
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, PlanningOptions
 from lancet_kernels.training.gradients import broadcast_replicated
 
 
@@ -117,18 +117,13 @@ def optimize(
         plans = plans_of_first_rank(
             world, lambda: _plans(graph, strategy, _on_device(options, step.device), cache, most)
         )
-    if measured or cluster is not None:
-        planned = [step.planned(graph, plan, measured) for plan in plans]
-        chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
-    else:
-        # Fused launches that nobody times, in the interpreter.
-        planned = [(plans[0], plans[0].simulate(graph.program, graph.cost))]
-        chosen, timeline = planned[0]
+    planned = [step.planned(graph, plan, measured) for plan in plans]
+    chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
     if chosen.chosen:
         # Of those that were tried, what the graph that runs is predicted to take.
-        tried = {plan.chosen: Prediction.of(run) for plan, run in planned}
+        tried = {plan.chosen: plan.predicted for plan, _ in planned}
         chosen = replace(chosen, compared={**chosen.compared, **tried})
-    chosen = replace(chosen, predicted=Prediction.of(timeline), fused=step.fused)
+    chosen = replace(chosen, fused=step.fused)
     if cache is not None and group_rank(world) == 0:
         chosen.save(cache)
     return _module_with(chosen, timeline, step, graph, arguments, inner_compile)
@@ -159,7 +154,7 @@ def _module_with(
     """The module that trains with the plan, into which the captured step's own graph is turned."""
     recorder, captured = Recorder(), step.captured
     captured.joint.graph = graph.module.graph
-    plan = realize(captured.joint, graph.program, plan)
+    realize(captured.joint, graph.program, plan)
     waits = host_waits(captured.joint.graph)
     run = captured.compile(
         lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder, inner_compile
@@ -211,8 +206,9 @@ def _plans(
                 print(f"lancet: planning anew: plan file: got costs {old}, expected {new}", file=sys.stderr)
         except UserError as error:
             print(f"lancet: planning anew: {error}", file=sys.stderr)
-    plans = Planner(graph.program, graph.cost, options).candidates(strategy, most)
-    return [replace(plan, costs=source_of(graph.cost)) for plan in plans]
+    plans = graph.planner(options).candidates(strategy, most)
+    # Once parts are measured, another order may be the best.
+    return plans if most == 1 else [replace(plan, order=()) for plan in plans]
 
 
 def _loaded(path: str | Path, graph: CostedGraph) -> Plan:

@@ -14,7 +14,11 @@ counts and its own rows. `CutError` means that the range can't be cut like that;
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -87,23 +91,36 @@ class _Layer:
         return self.count.args[1]
 
 
-def cut_range(graph: fx.Graph, cut: Cut) -> list[str]:
-    """Replace the instructions of a range by those of its parts: in the place of each instruction, its parts
-    one after the other, and the whole of its result where somebody reads that.
+Values = dict[Any, Any]
+"""What an op gives for arguments of certain shapes, by both: layers that look alike are asked once."""
 
+
+def cut_range(
+    graph: fx.Graph,
+    cut: Cut,
+    order: Sequence[tuple[str, int | None]] | None = None,
+    values: Values | None = None,
+) -> list[str]:
+    """Replace the instructions of a range by those of its parts.
+
+    Args:
+        order: (instruction, part) in the order to run, part None for one that is not cut; default: all parts
+            of an instruction, then the next.
+        values: of ops seen before, for a graph that is only looked at: nodes then share their
+            `meta["val"]`, and so what torch takes for their storage. None: each node has its own.
     Returns: names of the new instruction nodes, in order.
     Raises: CutError.
     """
     before = {node.name for node in graph.nodes}
-    _Cutter(graph, cut).run()
+    _Cutter(graph, cut, values).run(order)
     return [node.name for node in graph.nodes if node.name not in before and is_instruction(node)]
 
 
 class _Cutter:
     """`env[p][node]` is what stands for `node` in part p."""
 
-    def __init__(self, graph: fx.Graph, cut: Cut) -> None:
-        self.graph, self.forms, self.parts = graph, cut.forms, cut.parts
+    def __init__(self, graph: fx.Graph, cut: Cut, values: Values | None) -> None:
+        self.graph, self.forms, self.parts, self.values = graph, cut.forms, cut.parts, values
         names = set(cut.instructions)
         self.inside = [node for node in graph.nodes if node.name in names]
         if len(self.inside) != len(names) or not names:
@@ -122,24 +139,40 @@ class _Cutter:
         self.wholes: dict[fx.Node, fx.Node] = {}
         self.bounds = self._unit_bounds()
 
-    def run(self) -> None:
-        """Insert the parts in front of what they are parts of, mend its readers, take the originals out."""
-        present = set(self.graph.nodes)
-        cut, rows = set(self.cut), {layer.row: layer for layer in self.layers}
-        replacements: list[_Replacement] = []
+    def run(self, order: Sequence[tuple[str, int | None]] | None) -> None:
+        """Put the range together anew, in order; mend the readers of what is cut, take the originals out."""
+        nodes = {node.name: node for node in self.inside if node not in self.late}
+        cut = set(self.cut)
+        if order is None:
+            order = [(n.name, p) for n in self.inside for p in (range(self.parts) if n in cut else (None,))]
+        order = [(name, part) for name, part in order if name in nodes]
+        wanted: list[tuple[str, int | None]] = [
+            (n.name, p) for n in nodes.values() if n in cut for p in range(self.parts)
+        ]
+        wanted += [(n.name, None) for n in nodes.values() if n not in cut]
+        if Counter(order) != Counter(wanted):
+            raise _refuse("an order that is not every instruction once per part", "all of them")
+        end = _with_elements(self.inside[-1])[-1].next
+        before = list(self.graph.nodes)
         try:
-            for node in self.inside:
-                with self.graph.inserting_before(node):
-                    if node in cut:
-                        for part in range(self.parts):
-                            self._copy(node, part)
-                        replacements += self._reassembled(node)
-                    elif node in rows:
-                        replacements += self._mended_rows(rows[node])
+            with self.graph.inserting_before(end):
+                for name, part in order:
+                    if part is None:
+                        self._move(nodes[name], end)
+                    else:
+                        self._copy(nodes[name], part)
+                        if part + 1 == self.parts:
+                            self._add_up(nodes[name])
+                rows = {layer.row: layer for layer in self.layers}.values()
+                replacements = [r for layer in rows for r in self._mended_rows(layer)]
+                replacements += [r for node in self.cut for r in self._reassembled(node)]
         except (RuntimeError, ValueError, IndexError) as error:
+            present = set(before)
             for node in reversed(self.graph.nodes):
                 if node not in present:
                     self.graph.erase_node(node)
+            for node, follower in pairwise(before):
+                node.append(follower)
             if isinstance(error, CutError):
                 raise
             reason = str(error).splitlines()[0]
@@ -149,10 +182,27 @@ class _Cutter:
         for node in reversed(self.cut):
             for element in reversed(_with_elements(node)):
                 self.graph.erase_node(element)
+        for node in self.late:
+            end.prepend(node)
         for node in (*reversed(self.late), *reversed(self.wholes.values())):
             if not node.users:
                 self.graph.erase_node(node)
-        self.graph.lint()
+
+    def _move(self, node: fx.Node, end: fx.Node) -> None:
+        """To the end of what is there so far, behind the whole tensors that it reads."""
+        for source in node.all_input_nodes:
+            if source in self.made:
+                self._whole(source)
+            if source in self.late:
+                raise _refuse(f"{node.name} as a whole, which reads {source.name}", "a part of it")
+        for element in _with_elements(node):
+            end.prepend(element)
+
+    def _add_up(self, node: fx.Node) -> None:
+        """Summands are added when the last one is there, so that they need not be kept."""
+        for element in _with_elements(node):
+            if self._form(element) == PARTIAL and element.users and tensor_names(element):
+                self._whole(element)
 
     # What is in the range
 
@@ -227,12 +277,25 @@ class _Cutter:
                 self.env[part][user] = element
 
     def _call(self, target, args: tuple, kwargs: dict, name: str) -> fx.Node:
-        values = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-        with fake_mode_of(self.inside[0]):
-            value = target(*values[0], **values[1])
         node = self.graph.create_node("call_function", target, args, kwargs, name)
-        set_value(node, value)
+        try:
+            set_value(node, self._value(target, args, kwargs))
+        except BaseException:
+            self.graph.erase_node(node)
+            raise
         return node
+
+    def _value(self, target, args: tuple, kwargs: dict) -> object:
+        """The result without contents."""
+        given = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+        key = None if self.values is None else _looks((target, *given))
+        if self.values is not None and key in self.values:
+            return self.values[key]
+        with fake_mode_of(self.inside[0]):
+            value = target(*given[0], **given[1])
+        if self.values is not None:
+            self.values[key] = value
+        return value
 
     def _part(self, node: fx.Node, part: int, reader: fx.Node | None = None) -> fx.Node:
         """What stands for a node in a part: its copy, its own rows or counts, a slice of it, or itself.
@@ -341,6 +404,8 @@ class _Cutter:
             return None
 
     def _join(self, node: fx.Node, element: fx.Node) -> fx.Node:
+        if any(element not in env for env in self.env):
+            raise _refuse(f"{element.name} read before all parts of it are made", "an order that makes them")
         parts = [self.env[p][element] for p in range(self.parts)]
         name, form = f"{element.name}_whole", self._form(element)
         if form == CARRIED:
@@ -408,6 +473,17 @@ class _Cutter:
 def _shape(node: fx.Node) -> list[int]:
     """Sizes as plain numbers: a graph's inputs may carry symbols that stand for one."""
     return [int(size) for size in node.meta["val"].shape]
+
+
+def _looks(value: Any) -> Any:
+    """What a result depends on: of tensors all but the contents."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_looks, value))
+    if isinstance(value, dict):
+        return tuple((name, _looks(one)) for name, one in value.items())
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return value
 
 
 def _rule(node: fx.Node) -> Rule:

@@ -45,8 +45,8 @@ def duplex(program: Program, copies: int = COPIES) -> PartitionRange:
     batch = program.tensors[found.inputs[0]].shape[0]
     if batch < copies:
         raise _refuse(f"a batch of {batch}", f"at least {copies}", "use strategy lancet, or a larger batch")
-    names = program.instructions[0].name, program.instructions[-1].name
-    return PartitionRange(*names, copies, found.forms)
+    first, last = (program.instructions[found.cut[n]].name for n in (0, -1))
+    return PartitionRange(first, last, copies, found.forms)
 
 
 def _batch_inputs(program: Program) -> list[str]:

@@ -34,23 +34,32 @@ def first_layer(step: Step) -> tuple[tuple[str, ...], dict[str, int]]:
     return names, dict(AxisInference(step.program).forms(first, last))
 
 
-def test_the_parts_stand_in_the_place_of_the_instruction(step):
+def test_parts_run_in_the_order_asked_for(step):
+    names, forms = first_layer(step)
+    module = copy_of(step.joint)
+    cut_names = [n for n in names if n not in ("kept_counts", "send_rows")]
+    by_part = [(name, part) for part in range(2) for name in cut_names]
+    made = cut_range(module.graph, Cut(names, 2, forms), by_part)
+    wanted = [f"{name}_part{part}" for name, part in by_part]
+    assert [name for name in made if name in set(wanted)] == wanted
+    order = instruction_order(module.graph)
+    assert [name for name in order if name in set(wanted)] == wanted
+    assert not set(cut_names) & set(order)
+
+
+def test_by_default_all_parts_of_an_instruction_then_the_next(step):
     names, forms = first_layer(step)
     module = copy_of(step.joint)
     made = cut_range(module.graph, Cut(names, 4, forms))
     parts = [name for name in made if name.startswith("all_to_all_part")]
     assert parts == [f"all_to_all_part{p}" for p in range(4)]
-    order = instruction_order(module.graph)
-    assert not set(names) - {"kept_counts", "send_rows"} & set(order)
-    kept = [name for name in order if name in {i.name for i in step.program.instructions}]
-    assert kept == [i.name for i in step.program.instructions if i.name in set(kept)]
 
 
-def refuses(step: Step, cut: Cut, why: str) -> None:
+def refuses(step: Step, cut: Cut, why: str, order=None) -> None:
     module = copy_of(step.joint)
     before = [node.name for node in module.graph.nodes]
     with pytest.raises(CutError, match=why) as caught:
-        cut_range(module.graph, cut)
+        cut_range(module.graph, cut, order)
     assert isinstance(caught.value, UserError)
     assert [node.name for node in module.graph.nodes] == before
     module.graph.lint()
@@ -77,6 +86,18 @@ def test_a_dispatch_without_its_all_to_all(step):
     names, forms = first_layer(step)
     cut = tuple(n for n in names if not n.startswith("all_to_all"))
     refuses(step, Cut(cut, 2, forms), "made outside, irregular")
+
+
+def test_an_order_that_is_not_every_part_once(step):
+    names, forms = first_layer(step)
+    order = [(n, p) for n in names for p in range(2) if n not in ("kept_counts", "send_rows")]
+    refuses(step, Cut(names, 2, forms), "every instruction once per part", order[:-1])
+
+
+def test_an_order_that_reads_a_part_before_it_is_made(step):
+    names, forms = first_layer(step)
+    order = [(n, p) for n in names for p in range(2) if n not in ("kept_counts", "send_rows")]
+    refuses(step, Cut(names, 2, forms), "read before it is made", order[::-1])
 
 
 def test_a_combine_without_its_dispatch(step):

@@ -14,6 +14,7 @@ from lancet_kernels.graph.program import Phase
 from lancet_kernels.ops.gates import parse_gate
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.cut import Cut, cut_range
+from lancet_kernels.schedules.ranges import pipeline_order
 from lancet_kernels.schedules.strategies import Planner
 from tests.capturing import Step, read_only_step
 from tests.graph.cut_and_reassemble import Recorder
@@ -92,7 +93,11 @@ def cut_copy(step: Step, ranges: list[tuple[int, int]], parts: int) -> tuple[fx.
         assert forms, f"{step.program.instructions[first].name} to {step.program.instructions[last].name}"
         assert can_be_cut(step.program.tensors, forms, parts) or 8 % parts
         names = tuple(i.name for i in step.program.instructions[first : last + 1])
-        cut_range(module.graph, Cut(names, parts, forms))
+        order = [
+            (step.program.instructions[i].name, part)
+            for i, part in pipeline_order(step.program, first, last, forms, parts)
+        ]
+        cut_range(module.graph, Cut(names, parts, forms), order)
         used.append(forms)
     module.recompile()
     return module, used

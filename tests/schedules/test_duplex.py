@@ -11,14 +11,13 @@ from torch import fx, nn
 from lancet_kernels import MoELayer
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import capture, copy_of
+from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.forms import CARRIED, PARTIAL
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.schedules.apply import instruction_order
-from lancet_kernels.schedules.cut import Cut, cut_range
 from lancet_kernels.schedules.duplex import duplex
-from lancet_kernels.schedules.ranges import expand
-from lancet_kernels.schedules.realize import realize, split_as_planned
+from lancet_kernels.schedules.realize import GraphCutter, cut_ranges, realize, split_as_planned
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.strategies import AUTO, DUPLEX, STRATEGIES, Planner, PlanningOptions
 from tests.capturing import Step, read_only_step
@@ -26,6 +25,7 @@ from tests.examples import examples
 from tests.grids import few_of
 from tests.model_zoo import MODELS, Size
 from tests.planned_steps import SmallStep, StepCase, dear_communication
+from tests.schedules.expanded import expand
 from tests.schedules.made_programs import GivenCosts, program, random_programs
 from tests.schedules.test_cut_torch import assert_same, outcome
 
@@ -41,9 +41,8 @@ def size(gate: str = "switch", batch: int = 4) -> Size:
 
 def copies_of(step: Step, copies: int = 2) -> fx.GraphModule:
     module = copy_of(step.joint)
-    planned = duplex(step.program, copies)
-    names = tuple(i.name for i in step.program.instructions)
-    cut_range(module.graph, Cut(names, planned.parts, planned.forms))
+    cut_ranges(module.graph, step.program, [duplex(step.program, copies)])
+    module.graph.lint()
     module.recompile()
     return module
 
@@ -94,24 +93,26 @@ def test_each_copy_keeps_to_itself_until_sums(name):
 def test_the_graph_that_runs_takes_the_time_that_was_predicted():
     step = read_only_step("gpt2", size("topk", batch=5))
     for strategy in DUPLEX:
-        planner = Planner(step.program, dear_communication, PlanningOptions(memory_limit_gb=1.0))
+        planner = planner_of(step, _by_bytes, 1.0)
         plan = planner.plan(strategy)
         module = copy_of(step.joint)
-        realized = realize(module, step.program, plan)
-        assert instruction_order(module.graph) == list(realized.order)
-        ran = simulate(program_from_fx(module), _as_of_parts)
-        planned = plan.simulate(step.program, _as_of_parts)
-        assert ran.iteration_ms == pytest.approx(planned.iteration_ms, rel=0.02)
-        forward, backward = split_as_planned(module, step.forward_outputs, realized)
+        realize(module, step.program, plan)
+        assert instruction_order(module.graph) == list(plan.order)
+        ran = simulate(program_from_fx(module), _by_bytes)
+        assert ran.iteration_ms == pytest.approx(plan.predicted.iteration_ms, rel=0.02)
+        forward, backward = split_as_planned(module, step.forward_outputs, plan)
         assert len([n for n in backward.graph.nodes if n.name.startswith("all_to_all")]) >= 4
         assert len([n for n in forward.graph.nodes if n.name.startswith("all_to_all")]) >= 4
 
 
-def _as_of_parts(instruction, tensors) -> float:
+def _by_bytes(instruction, tensors) -> float:
     """By what an instruction reads and writes, so that it needs no word of how it was cut."""
-    if instruction.kind is Kind.ALL_TO_ALL:
-        return 1e-3 * instruction.bytes
-    return 1e-4 * instruction.bytes if instruction.op not in ("lancet.part_rows", "aten.slice") else 0.0
+    return (1e-3 if instruction.kind is Kind.ALL_TO_ALL else 1e-4) * instruction.bytes
+
+
+def planner_of(step: Step, cost: Cost, limit_gb: float | None = None) -> Planner:
+    cutter = GraphCutter(step.joint, step.program, cost)
+    return Planner(step.program, cost, PlanningOptions(memory_limit_gb=limit_gb), cutter)
 
 
 def elementwise(p: Program) -> Program:
@@ -128,7 +129,8 @@ def test_copies_take_turns():
     p = elementwise(program("A c f 2", "X a f 2 A", "B c f 2 X", "Y a f 2 B", "C c f 2 Y"))
     names = [i.name for i in expand(p, [duplex(p)]).instructions if "part" in i.name]
     assert names == [f"{name}_part{part}" for name in "AXBYC" for part in (0, 1)]
-    timeline = Planner(p, GivenCosts()).plan("duplex").simulate(p, GivenCosts())
+    planner = Planner(p, GivenCosts(), cut=lambda ranges: expand(p, ranges))
+    timeline = planner.timeline(planner.plan("duplex"))
     times = zip(timeline.program.instructions, timeline.times.start, timeline.times.end, strict=True)
     spans = {i.name: (start, end) for i, start, end in times}
     assert spans["A_part1"] == spans["X_part0"] == (1, 2)
@@ -144,7 +146,7 @@ def test_a_gate_that_needs_the_whole_batch_is_refused_by_name(gate):
         UserError, match=f"got gate, gate '{gate}', which needs the whole batch.*use strategy"
     ):
         duplex(step.program)
-    planner = Planner(step.program, dear_communication)
+    planner = planner_of(step, dear_communication)
     assert set(planner.impossible) == set(DUPLEX)
     assert planner.plan(AUTO).chosen not in DUPLEX
     assert gate in planner.plan(AUTO).explain()
@@ -165,7 +167,8 @@ def test_a_step_without_all_to_alls_is_refused():
 @examples(40)
 def test_auto_is_never_predicted_slower_than_any_strategy(p, with_rules):
     p = elementwise(p) if with_rules else p
-    planner = Planner(p, GivenCosts(0.1), PlanningOptions(memory_limit_gb=1e9))
+    options = PlanningOptions(memory_limit_gb=1e9)
+    planner = Planner(p, GivenCosts(0.1), options, lambda ranges: expand(p, ranges))
     plans = planner.plans()
     assert plans.keys() == set(STRATEGIES) - set(planner.impossible)
     assert bool(planner.impossible) == (not with_rules or not p.positions(Kind.ALL_TO_ALL))
@@ -176,11 +179,11 @@ def test_auto_is_never_predicted_slower_than_any_strategy(p, with_rules):
 
 def test_auto_keeps_to_the_memory_limit():
     step = read_only_step("gpt2", size("topk", batch=5))
-    free = Planner(step.program, dear_communication, PlanningOptions(memory_limit_gb=1.0)).plans()
+    free = planner_of(step, dear_communication, 1.0).plans()
     assert free[AUTO].chosen == "lancet+duplex"
     needs = sorted(plan.predicted.peak_memory_gb for plan in free.values())
     for limit in (needs[0], needs[-1]):
-        bound = Planner(step.program, dear_communication, PlanningOptions(memory_limit_gb=limit)).plans()
+        bound = planner_of(step, dear_communication, limit).plans()
         fitting = [p for p in bound.values() if p.predicted.peak_memory_gb <= limit]
         fastest = min(p.predicted.iteration_ms for p in fitting)
         assert bound[AUTO].predicted.peak_memory_gb <= limit
