@@ -1,0 +1,266 @@
+"""What is decided as one? The forward of a Program in blocks, each with the forms it may run in.
+
+Within a block nothing is communicated. Ops that only prepare weights (a transpose, a broadcast) belong to
+whoever reads them, and a light op (no arithmetic on a matrix unit) whose other operands all come from one
+block joins it: communication in front of it moves as many bytes as behind it. A block's signatures are all
+combinations of its instructions' that fit together, of those with the same forms outside the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.forms import PARTIAL, Form
+from lancet_kernels.graph.program import Instruction, Phase, Program
+from lancet_kernels.schedules.conversions import forms_of, held_bytes
+from lancet_kernels.schedules.signatures import Signature, signatures
+
+
+@dataclass(frozen=True)
+class BlockSignature:
+    """Forms of a block's `reads`, `parameters` and `makes`, by position.
+
+    ways: of each instruction, the forms of its inputs and outputs. ms: on each rank, one forward.
+    bytes: of what the block makes, and backward may read.
+    """
+
+    reads: tuple[Form, ...]
+    parameters: tuple[Form, ...]
+    makes: tuple[Form, ...]
+    ways: tuple[tuple[Form, ...], ...]
+    ms: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Block:
+    """Instructions that run without communication between them.
+
+    reads: tensors of other blocks and of the batch. parameters: weights. makes: what others read.
+    """
+
+    instructions: tuple[str, ...]
+    reads: tuple[str, ...]
+    parameters: tuple[str, ...]
+    makes: tuple[str, ...]
+    signatures: tuple[BlockSignature, ...]
+
+
+def blocks_of(program: Program, ranks: int, cost: Cost, *, grouped: bool = True) -> list[Block]:
+    """The blocks of a forward Program, in an order that runs. `grouped` False: one for each instruction
+    that reads an activation. Raises: UserError for a Program with a backward, or with collectives in it."""
+    wrong = [i for i in program.instructions if i.phase is not Phase.FORWARD or i.kind.is_communication]
+    if wrong:
+        raise UserError(
+            f"program {program.name} for a search of shardings",
+            got=f"{wrong[0].name} ({wrong[0].op}, {wrong[0].phase.value})",
+            expected="the forward of a model for one device, without collectives",
+            do="capture the model without a process group",
+        )
+    prepares = _preparations(program)
+    read_by_instruction = {
+        i.name: [t for t in i.inputs if t not in prepares and t not in program.parameter_set]
+        for i in program.instructions
+    }
+    members: list[list[Instruction]] = []
+    home: dict[str, int] = {}
+    for instruction in program.instructions:
+        if any(t in prepares for t in instruction.outputs):
+            continue
+        sources = {home.get(t, -1) for t in read_by_instruction[instruction.name]}
+        place = min(sources, default=-1)
+        joins = grouped and len(sources) == 1 and place >= 0 and not instruction.flops
+        if joins and not _is_view(instruction, program):
+            # Behind a product that may come out as summands they are added up first.
+            read = read_by_instruction[instruction.name]
+            joins = not _may_be_partial(members[place], read, program, ranks, cost)
+        if joins:
+            members[place].append(instruction)
+        else:
+            place = len(members)
+            members.append([instruction])
+        home.update(dict.fromkeys(instruction.outputs, place))
+    ordered = _in_order(members, home, read_by_instruction)
+    cache: dict[tuple, tuple[BlockSignature, ...]] = {}
+    return [_block(members[m], program, prepares, ranks, cost, cache) for m in ordered]
+
+
+def _preparations(program: Program) -> dict[str, Instruction]:
+    """Tensors that depend on weights and constants alone, and what makes each."""
+    prepares: dict[str, Instruction] = {}
+    for i in program.instructions:
+        if not i.flops and all(t in program.parameter_set or t in prepares for t in i.inputs):
+            prepares.update(dict.fromkeys(i.outputs, i))
+    return prepares
+
+
+def _is_view(instruction: Instruction, program: Program) -> bool:
+    return bool(instruction.outputs) and all(
+        program.tensors[t].alias_of is not None for t in instruction.outputs
+    )
+
+
+def _may_be_partial(
+    members: list[Instruction], read: Iterable[str], program: Program, ranks: int, cost: Cost
+) -> bool:
+    """Can what an instruction reads come out of these as summands?"""
+    partial: set[str] = set()
+    for i in members:
+        for signature in signatures(i, program, ranks, cost):
+            fits = all(f != PARTIAL or t in partial for t, f in zip(i.inputs, signature.inputs, strict=True))
+            if fits:
+                partial |= {t for t, f in zip(i.outputs, signature.outputs, strict=True) if f == PARTIAL}
+    return not partial.isdisjoint(read)
+
+
+def _in_order(
+    members: list[list[Instruction]], home: dict[str, int], reads: dict[str, list[str]]
+) -> list[int]:
+    """Blocks behind the blocks they read. A block takes in ops that come later only if they read nothing
+    else, so there is such an order."""
+    before = [
+        {home[t] for i in block for t in reads[i.name] if t in home} - {n} for n, block in enumerate(members)
+    ]
+    done: list[int] = []
+    left = list(range(len(members)))
+    while left:
+        n = next(n for n in left if before[n] <= set(done))
+        done.append(n)
+        left.remove(n)
+    return done
+
+
+def _block(
+    members: list[Instruction],
+    program: Program,
+    prepares: dict[str, Instruction],
+    ranks: int,
+    cost: Cost,
+    cache: dict[tuple, tuple[BlockSignature, ...]],
+) -> Block:
+    instructions = _with_preparations(members, prepares, program)
+    made = {t for i in instructions for t in i.outputs}
+    names = {i.name for i in instructions}
+    read = list(dict.fromkeys(t for i in instructions for t in i.inputs if t not in made))
+    makes = [
+        t
+        for i in members
+        for t in i.outputs
+        if t in program.output_set
+        or any(program.instructions[c].name not in names for c in program.consumers[t])
+    ]
+    reads = tuple(t for t in read if t not in program.parameter_set)
+    parameters = tuple(t for t in read if t in program.parameter_set)
+    key = _structure(instructions, reads, parameters, tuple(makes), program)
+    if key not in cache:
+        cache[key] = _combined(instructions, reads, parameters, tuple(makes), program, ranks, cost)
+    return Block(tuple(i.name for i in instructions), reads, parameters, tuple(makes), cache[key])
+
+
+def _with_preparations(
+    members: list[Instruction], prepares: dict[str, Instruction], program: Program
+) -> list[Instruction]:
+    needed: dict[str, Instruction] = {}
+    waiting = [t for i in members for t in i.inputs]
+    while waiting:
+        t = waiting.pop()
+        if t in prepares and prepares[t].name not in needed:
+            needed[prepares[t].name] = prepares[t]
+            waiting += prepares[t].inputs
+    both = {i.name: i for i in members} | needed
+    return sorted(both.values(), key=lambda i: program.index[i.name])
+
+
+def _structure(
+    instructions: list[Instruction],
+    reads: tuple[str, ...],
+    parameters: tuple[str, ...],
+    makes: tuple[str, ...],
+    program: Program,
+) -> tuple:
+    """Equal for blocks of repeated layers: all but the names."""
+    number: dict[str, int] = {}
+    for i in instructions:
+        for t in (*i.inputs, *i.outputs):
+            number.setdefault(t, len(number))
+    return (
+        tuple(
+            (
+                i.op,
+                tuple(number[t] for t in i.inputs),
+                tuple(number[t] for t in i.outputs),
+                repr(sorted(i.attributes.items(), key=lambda item: item[0])),
+                (i.flops, i.bytes, i.milliseconds, len(i.mutates)),
+            )
+            for i in instructions
+        ),
+        tuple((program.tensors[t].shape, program.tensors[t].dtype) for t in number),
+        *(tuple(number[t] for t in of) for of in (reads, parameters, makes)),
+    )
+
+
+def _combined(
+    instructions: list[Instruction],
+    reads: tuple[str, ...],
+    parameters: tuple[str, ...],
+    makes: tuple[str, ...],
+    program: Program,
+    ranks: int,
+    cost: Cost,
+) -> tuple[BlockSignature, ...]:
+    """All combinations, instruction by instruction. What nobody reads later is forgotten on the way."""
+    outside = {*reads, *parameters}
+    last = {t: n for n, i in enumerate(instructions) for t in i.inputs}
+    keep = {*outside, *makes}
+    partial: dict[frozenset, tuple[dict[str, Form], tuple, float, float]] = {frozenset(): ({}, (), 0.0, 0.0)}
+    for n, instruction in enumerate(instructions):
+        following: dict[frozenset, tuple[dict[str, Form], tuple, float, float]] = {}
+        choices = _choices(instruction, program, ranks, cost)
+        for (forms, ways, ms, size), choice in product(partial.values(), choices):
+            if not _fits(instruction, choice, forms, outside):
+                continue
+            joined = forms | dict(zip(instruction.inputs, choice.inputs, strict=True))
+            joined |= dict(zip(instruction.outputs, choice.outputs, strict=True))
+            made = sum(
+                held_bytes(program.tensors[t], f, ranks)
+                for t, f in zip(instruction.outputs, choice.outputs, strict=True)
+                if program.tensors[t].alias_of is None
+            )
+            alive = {t: f for t, f in joined.items() if t in keep or last.get(t, -1) > n}
+            key = frozenset(alive.items())
+            if key not in following or ms + choice.ms < following[key][2]:
+                way = (*choice.inputs, *choice.outputs)
+                following[key] = alive, (*ways, way), ms + choice.ms, size + made
+        partial = following
+    return tuple(
+        BlockSignature(
+            tuple(forms[t] for t in reads),
+            tuple(forms[t] for t in parameters),
+            tuple(forms[t] for t in makes),
+            ways,
+            ms,
+            size,
+        )
+        for forms, ways, ms, size in partial.values()
+    )
+
+
+def _choices(instruction: Instruction, program: Program, ranks: int, cost: Cost) -> list[Signature]:
+    found = signatures(instruction, program, ranks, cost)
+    if instruction.inputs or len(instruction.outputs) != 1:
+        return found
+    # A constant that every rank makes: a slice of it is there as well.
+    spec = program.tensors[instruction.outputs[0]]
+    return [Signature((), (form,), found[0].ms) for form in forms_of(spec, ranks)]
+
+
+def _fits(instruction: Instruction, choice: Signature, forms: dict[str, Form], outside: set[str]) -> bool:
+    """Has every input the form already, or comes it from outside, where any form can be asked for?"""
+    return all(
+        forms[t] == form if t in forms else t in outside
+        for t, form in zip(instruction.inputs, choice.inputs, strict=True)
+    )

@@ -1,0 +1,64 @@
+"""In which forms may an instruction run on every rank at once, and how long does it take there?
+
+HiDup, section 4.1: a signature is a form for each input and output. They follow from the rule table: a cut of
+a dimension name cuts every operand that has it, and a cut of a contraction gives partial results. Beyond
+the table, everything may run whole on every rank, and ops that only move elements take summands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form
+from lancet_kernels.graph.part_instruction import part_instruction
+from lancet_kernels.graph.program import Instruction, Program
+from lancet_kernels.graph.rules import rule_for
+
+_MOVES_ELEMENTS = ("view", "permute", "squeeze", "unflatten")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Forms by position, as the instruction names its operands, and milliseconds on each rank."""
+
+    inputs: tuple[Form, ...]
+    outputs: tuple[Form, ...]
+    ms: float
+
+
+def signatures(instruction: Instruction, program: Program, ranks: int, cost: Cost) -> list[Signature]:
+    """Every way to run an instruction on `ranks` ranks, whole first. Slices are of equal size."""
+    operands = (*instruction.inputs, *instruction.outputs)
+    ways = [(WHOLE,) * len(operands)]
+    rule = rule_for(instruction)
+    if rule is not None and ranks > 1:
+        ways += rule.assignments(instruction, program.tensors, only_experts=False, contractions=True)
+        is_move = rule.derived in _MOVES_ELEMENTS and len(operands) == 2
+        ways += [(PARTIAL, PARTIAL)] if is_move else []
+    split = len(instruction.inputs)
+    return [
+        Signature(way[:split], way[split:], _milliseconds(instruction, program, way, ranks, cost))
+        for way in dict.fromkeys(ways)
+        if _is_even(instruction, program, way, ranks)
+    ]
+
+
+def _is_even(instruction: Instruction, program: Program, way: tuple[Form, ...], ranks: int) -> bool:
+    for tensor, form in zip((*instruction.inputs, *instruction.outputs), way, strict=True):
+        if form in (IRREGULAR, WINDOW, CARRIED):
+            return False
+        size = program.tensors[tensor].shape[form.dimension] if form.dimension is not None else ranks
+        if size < ranks or size % ranks:
+            return False
+    return True
+
+
+def _milliseconds(
+    instruction: Instruction, program: Program, way: tuple[Form, ...], ranks: int, cost: Cost
+) -> float:
+    forms = dict(zip((*instruction.inputs, *instruction.outputs), way, strict=True))
+    if not any(form.is_cut for form in way):
+        return cost(instruction, program.tensors)
+    part, tensors = part_instruction(instruction, program.tensors, forms, 0, ranks)
+    return cost(part, tensors)

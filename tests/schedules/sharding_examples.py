@@ -1,0 +1,54 @@
+"""Small forward Programs for the search of shardings: at random, and every strategy there is for one."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+from lancet_kernels.graph.program import Instruction, Program, TensorSpec
+
+UNARY = ("aten.relu", "aten.gelu", "aten.neg")
+
+
+def given(instruction: Instruction, tensors: object) -> float:
+    """Computation: what the instruction says, shared out to the parts. Messages: 1 + bytes / 4."""
+    if instruction.kind.is_communication or instruction.op.startswith("sharding."):
+        return 1 + instruction.bytes / 4
+    whole = instruction.attributes.get("whole_milliseconds", instruction.milliseconds) or 0.0
+    return whole / instruction.attributes.get("parts", 1)
+
+
+@st.composite
+def graphs(draw, most: int = 8, least: int = 1) -> Program:
+    """DAGs of products with a weight, sums of two tensors, softmaxes and functions of one; x [4, 4] at first.
+    One result: whoever nobody reads is added up at the end."""
+    shape = (4, 4)
+    tensors = {"x": TensorSpec("x", shape)}
+    instructions: list[Instruction] = []
+    inputs, parameters, made = ["x"], [], ["x"]
+
+    def add(op: str, *reads: str, **attributes: object) -> None:
+        name = f"t{len(instructions)}"
+        ms = draw(st.integers(0, 12))
+        tensors[name] = TensorSpec(name, shape)
+        instructions.append(
+            Instruction(f"i{name}", op, reads, (name,), milliseconds=float(ms), attributes=attributes)
+        )
+        made.append(name)
+
+    for _ in range(draw(st.integers(least, most))):
+        source = draw(st.sampled_from(made))
+        kind = draw(st.sampled_from(("mm", "mm", "add", "unary", "softmax")))
+        if kind == "mm":
+            weight = f"w{len(parameters)}"
+            tensors[weight] = TensorSpec(weight, shape)
+            parameters.append(weight)
+            inputs.append(weight)
+            add("aten.mm", source, weight)
+        elif kind == "add" and len(made) > 1:
+            other = draw(st.sampled_from([t for t in made if t != source]))
+            add("aten.add", source, other)
+        elif kind == "softmax":
+            add("aten._softmax", source, dim=1)
+        else:
+            add(draw(st.sampled_from(UNARY)), source)
+    return Program("random", tuple(instructions), tensors, tuple(inputs), (made[-1],), tuple(parameters))
