@@ -34,7 +34,7 @@ FORMAT = "lancet-sharding"
 VERSION = 1
 MOST_LABELS = 400
 """Strategies kept behind each cut of a large graph; those of small graphs are all kept."""
-SMALL = 12
+SMALL = 8
 """Blocks of a graph that is searched without a limit."""
 
 

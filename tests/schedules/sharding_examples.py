@@ -11,14 +11,16 @@ UNARY = ("aten.relu", "aten.gelu", "aten.neg")
 
 def given(instruction: Instruction, tensors: object) -> float:
     """Computation: what the instruction says, shared out to the parts. Messages: 1 + bytes / 4."""
-    if instruction.kind.is_communication or instruction.op.startswith("sharding."):
+    if instruction.milliseconds is not None:
+        return instruction.milliseconds
+    if instruction.kind.is_communication:
         return 1 + instruction.bytes / 4
-    whole = instruction.attributes.get("whole_milliseconds", instruction.milliseconds) or 0.0
+    whole = instruction.attributes["whole_milliseconds"]
     return whole / instruction.attributes.get("parts", 1)
 
 
 @st.composite
-def graphs(draw, most: int = 8, least: int = 1) -> Program:
+def graphs(draw, most: int = 8, least: int = 1, is_chain: bool = False) -> Program:
     """DAGs of products with a weight, sums of two tensors, softmaxes and functions of one; x [4, 4] at first.
     One result: whoever nobody reads is added up at the end."""
     shape = (4, 4)
@@ -36,8 +38,8 @@ def graphs(draw, most: int = 8, least: int = 1) -> Program:
         made.append(name)
 
     for _ in range(draw(st.integers(least, most))):
-        source = draw(st.sampled_from(made))
-        kind = draw(st.sampled_from(("mm", "mm", "add", "unary", "softmax")))
+        source = made[-1] if is_chain else draw(st.sampled_from(made))
+        kind = draw(st.sampled_from(("mm", "mm", *(() if is_chain else ("add",)), "unary", "softmax")))
         if kind == "mm":
             weight = f"w{len(parameters)}"
             tensors[weight] = TensorSpec(weight, shape)
@@ -48,7 +50,7 @@ def graphs(draw, most: int = 8, least: int = 1) -> Program:
             other = draw(st.sampled_from([t for t in made if t != source]))
             add("aten.add", source, other)
         elif kind == "softmax":
-            add("aten._softmax", source, dim=1)
+            add("aten._softmax", source, dim=draw(st.integers(0, 1)))
         else:
             add(draw(st.sampled_from(UNARY)), source)
     return Program("random", tuple(instructions), tensors, tuple(inputs), (made[-1],), tuple(parameters))

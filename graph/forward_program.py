@@ -1,0 +1,40 @@
+"""What does a model compute before its loss? The forward part of its joint graph, as a Program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from lancet_kernels.graph.capture import Captured, capture, output_node
+from lancet_kernels.graph.from_fx import program_from_fx, tensor_names
+from lancet_kernels.graph.program import Phase, Program
+
+
+def forward_program(module: nn.Module, inputs: Sequence[object], name: str) -> Program:
+    """The forward of `module(*inputs)`: nothing that only the backward reads. Raises: CaptureError."""
+    return forward_of(capture(module, inputs), name)
+
+
+def forward_of(captured: Captured, name: str) -> Program:
+    """The same of a captured module."""
+    program = program_from_fx(captured.joint, name)
+    results = output_node(captured.joint).args[0][: captured.forward_outputs]
+    outputs = tuple(dict.fromkeys(t for node in results for t in tensor_names(node)))
+    needed, instructions = set(outputs), []
+    for instruction in reversed(program.instructions):
+        if instruction.phase is Phase.FORWARD and not needed.isdisjoint(instruction.outputs):
+            needed |= {*instruction.inputs, *instruction.mutates}
+            instructions.append(instruction)
+    inputs = tuple(t for t in program.inputs if t in needed)
+    named = needed | {t for i in instructions for t in i.outputs}
+    tensors = {t: program.tensors[t] for t in program.tensors if t in named}
+    return replace(
+        program,
+        instructions=tuple(reversed(instructions)),
+        tensors=tensors,
+        inputs=inputs,
+        outputs=outputs,
+        parameters=tuple(t for t in program.parameters if t in needed),
+    )
