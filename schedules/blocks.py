@@ -1,9 +1,10 @@
 """What is decided as one? The forward of a Program in blocks, each with the forms it may run in.
 
-Within a block nothing is communicated. Ops that only prepare weights (a transpose, a broadcast) belong to
-whoever reads them, and a light op (no arithmetic on a matrix unit) whose other operands all come from one
-block joins it: communication in front of it moves as many bytes as behind it. A block's signatures are all
-combinations of its instructions' that fit together, of those with the same forms outside the fastest.
+Within a block nothing is communicated. Views, and ops that only prepare weights (a transpose, a broadcast),
+belong to whoever reads them: they cost nothing, so each reader has its own. A light op (no arithmetic on a
+matrix unit) whose other operands all come from one block joins it: communication in front of it moves as many
+bytes as behind it. A block's signatures are all combinations of its instructions' that fit together, of those
+with the same forms outside the fastest.
 """
 
 from __future__ import annotations
@@ -63,8 +64,7 @@ def blocks_of(program: Program, ranks: int, cost: Cost, *, grouped: bool = True)
         )
     prepares = _preparations(program)
     read_by_instruction = {
-        i.name: [t for t in i.inputs if t not in prepares and t not in program.parameter_set]
-        for i in program.instructions
+        i.name: _activations_read(i, prepares, program.parameter_set) for i in program.instructions
     }
     members: list[list[Instruction]] = []
     home: dict[str, int] = {}
@@ -74,7 +74,7 @@ def blocks_of(program: Program, ranks: int, cost: Cost, *, grouped: bool = True)
         sources = {home.get(t, -1) for t in read_by_instruction[instruction.name]}
         place = min(sources, default=-1)
         joins = grouped and len(sources) == 1 and place >= 0 and not instruction.flops
-        if joins and not _is_view(instruction, program):
+        if joins:
             # Behind a product that may come out as summands they are added up first.
             read = read_by_instruction[instruction.name]
             joins = not _may_be_partial(members[place], read, program, ranks, cost)
@@ -85,17 +85,41 @@ def blocks_of(program: Program, ranks: int, cost: Cost, *, grouped: bool = True)
             members.append([instruction])
         home.update(dict.fromkeys(instruction.outputs, place))
     ordered = _in_order(members, home, read_by_instruction)
+    readers: dict[str, set[str]] = {t: set() for t in program.tensors}
+    for block in members:
+        for i in block:
+            for t in read_by_instruction[i.name]:
+                readers[t].add(i.name)
     cache: dict[tuple, tuple[BlockSignature, ...]] = {}
-    return [_block(members[m], program, prepares, ranks, cost, cache) for m in ordered]
+    return [_block(members[m], program, prepares, readers, ranks, cost, cache) for m in ordered]
 
 
 def _preparations(program: Program) -> dict[str, Instruction]:
-    """Tensors that depend on weights and constants alone, and what makes each."""
+    """Tensors that depend on weights and constants alone, and views; and what makes each."""
     prepares: dict[str, Instruction] = {}
+    constant = set(program.parameter_set)
     for i in program.instructions:
-        if not i.flops and all(t in program.parameter_set or t in prepares for t in i.inputs):
+        is_constant = not i.flops and constant.issuperset(i.inputs)
+        if is_constant:
+            constant.update(i.outputs)
+        if is_constant or (_is_view(i, program) and program.output_set.isdisjoint(i.outputs)):
             prepares.update(dict.fromkeys(i.outputs, i))
     return prepares
+
+
+def _activations_read(
+    instruction: Instruction, prepares: dict[str, Instruction], parameters: frozenset[str]
+) -> list[str]:
+    """Tensors of blocks and of the batch that an instruction reads, also through views."""
+    read: list[str] = []
+    waiting = list(reversed(instruction.inputs))
+    while waiting:
+        t = waiting.pop()
+        if t in prepares:
+            waiting += reversed(prepares[t].inputs)
+        elif t not in parameters:
+            read.append(t)
+    return list(dict.fromkeys(read))
 
 
 def _is_view(instruction: Instruction, program: Program) -> bool:
@@ -138,21 +162,16 @@ def _block(
     members: list[Instruction],
     program: Program,
     prepares: dict[str, Instruction],
+    readers: dict[str, set[str]],
     ranks: int,
     cost: Cost,
     cache: dict[tuple, tuple[BlockSignature, ...]],
 ) -> Block:
     instructions = _with_preparations(members, prepares, program)
     made = {t for i in instructions for t in i.outputs}
-    names = {i.name for i in instructions}
+    names = {i.name for i in members}
     read = list(dict.fromkeys(t for i in instructions for t in i.inputs if t not in made))
-    makes = [
-        t
-        for i in members
-        for t in i.outputs
-        if t in program.output_set
-        or any(program.instructions[c].name not in names for c in program.consumers[t])
-    ]
+    makes = [t for i in members for t in i.outputs if t in program.output_set or readers[t] - names]
     reads = tuple(t for t in read if t not in program.parameter_set)
     parameters = tuple(t for t in read if t in program.parameter_set)
     key = _structure(instructions, reads, parameters, tuple(makes), program)

@@ -32,10 +32,12 @@ from lancet_kernels.schedules.sharding_search import (
 
 FORMAT = "lancet-sharding"
 VERSION = 1
-MOST_LABELS = 400
+MOST_LABELS = 32
 """Strategies kept behind each cut of a large graph; those of small graphs are all kept."""
+TOLERANCE = 0.01
+LEAST_SLICED_BYTES = 1 << 16
 SMALL = 8
-"""Blocks of a graph that is searched without a limit."""
+"""Instructions of a graph that is searched without any of these."""
 
 
 @dataclass(frozen=True)
@@ -264,10 +266,19 @@ def search_sharding(
     Raises: UserError: a Program with collectives or a backward; no strategy within the memory.
     """
 
+    is_small = len(program) <= SMALL
+
     def searched(memory_bytes: float | None) -> Searched:
-        search = Search(program, ranks, cost, restriction=restriction, memory_bytes=memory_bytes)
-        small = len(search.blocks) <= SMALL
-        search.most_labels = most_labels or (None if small else MOST_LABELS)
+        search = Search(
+            program,
+            ranks,
+            cost,
+            restriction=restriction,
+            memory_bytes=memory_bytes,
+            most_labels=most_labels or (None if is_small else MOST_LABELS),
+            tolerance=0.0 if is_small else TOLERANCE,
+            least_sliced_bytes=0 if is_small else LEAST_SLICED_BYTES,
+        )
         return search.run()
 
     result = searched(None)
@@ -306,7 +317,6 @@ def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: 
             )
         )
     best = result.best
-    bound = best.psi if result.is_exact else _compute_bound(result)
     return Strategy(
         name,
         program.name,
@@ -315,7 +325,7 @@ def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: 
         tuple(made),
         parameters,
         best.psi,
-        bound,
+        result.bound_ms,
         best.bytes,
         source_of(cost),
         result.labels,
@@ -326,12 +336,6 @@ def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: 
 
 def _collective(conversion: Conversion) -> str:
     return collective(conversion.source, conversion.target) or "all_reduce"
-
-
-def _compute_bound(result: Searched) -> float:
-    """Every block in its fastest signature, both microbatches, forward and backward."""
-    fastest = sum(min(s.ms for s in block.signatures) for block in result.blocks)
-    return COPIES * (1 + BACKWARD) * fastest
 
 
 def duplexed(strategy: Strategy) -> Program:

@@ -118,21 +118,28 @@ class Label(NamedTuple):
         )
 
 
-def dominates(a: Label, b: Label, with_memory: bool) -> bool:
-    """Is `a` at least as good as `b` whatever follows, both being in the same state?
+def dominates(a: Label, b: Label, with_memory: bool, tolerance: float = EPSILON) -> bool:
+    """Is `a` at least as good as `b` whatever follows (up to a tolerance), both being in the same state?
 
     What follows costs `a` at most as much more as it has less slack and more communication in the open
     stage; a longer computation costs twice (that of the second microbatch comes, too), a shorter one gains
     at least what it hides less.
     """
-    worst = (
-        max(0.0, b.slack - a.slack)
-        + max(0.0, b.slack_b - a.slack_b)
-        + max(0.0, a.comm - b.comm)
-        + max(0.0, a.comm_b - b.comm_b)
-        + 2 * (1 + BACKWARD) * max(0.0, a.comp - b.comp)
-    )
-    return a.front + worst <= b.front + EPSILON and (not with_memory or a.bytes <= b.bytes)
+    allowed = b.front + tolerance - a.front
+    if allowed < 0 or (with_memory and a.bytes > b.bytes):
+        return False
+    # Without calls of max: this is where a search spends its time.
+    if a.slack < b.slack:
+        allowed -= b.slack - a.slack
+    if a.slack_b < b.slack_b:
+        allowed -= b.slack_b - a.slack_b
+    if a.comm > b.comm:
+        allowed -= a.comm - b.comm
+    if a.comm_b > b.comm_b:
+        allowed -= a.comm_b - b.comm_b
+    if a.comp > b.comp:
+        allowed -= 2 * (1 + BACKWARD) * (a.comp - b.comp)
+    return allowed >= 0
 
 
 class Held(NamedTuple):
@@ -163,13 +170,15 @@ class Restriction:
 class Searched:
     """The best label, and how the search went.
 
-    is_exact: nothing but dominated strategies was dropped. labels: strategies looked at. cuts: of the graph.
+    is_exact: nothing but strategies dominated (within the tolerance) was dropped. bound_ms: no strategy is
+    faster. labels: strategies looked at. cuts: of the graph.
     kept: the labels of every closed state, by the blocks behind its cut (only if asked for).
     """
 
     best: Label
     blocks: list[Block]
     is_exact: bool
+    bound_ms: float
     labels: int
     cuts: int
     kept: dict[tuple[int, State], list[Label]] = field(default_factory=dict)
@@ -183,6 +192,9 @@ class Search:
         most_labels: kept behind each cut, the fastest so far (None: all, and the result is the optimum).
         most_cuts: with more, only those along the Program's order are looked at.
         memory_bytes: what a device has.
+        tolerance: share of the computation by which the result may be slower than the optimum: strategies
+            are also dropped that are ahead by less than their part of it.
+        least_sliced_bytes: parameters that are smaller rest whole, unless they are read in slices.
     """
 
     def __init__(
@@ -197,6 +209,8 @@ class Search:
         most_cuts: int = 20_000,
         memory_bytes: float | None = None,
         keep_states: bool = False,
+        tolerance: float = 0.0,
+        least_sliced_bytes: int = 0,
     ) -> None:
         self.program, self.ranks, self.restriction = program, ranks, restriction or Restriction()
         self.costs = CollectiveCosts(cost, ranks)
@@ -204,6 +218,9 @@ class Search:
         self.most_labels, self.most_cuts, self.keep_states = most_labels, most_cuts, keep_states
         self.memory_bytes = memory_bytes
         self.with_memory = memory_bytes is not None
+        self.least_sliced_bytes = least_sliced_bytes
+        # A strategy is compared at most twice for each block: when it grows, and when it is closed.
+        self.tolerance_ms = tolerance * self.computation_ms / (2 * len(self.blocks) or 1)
         self._number: dict[str, int] = {}
         for block in self.blocks:
             for t in (*block.reads, *block.parameters, *block.makes):
@@ -221,6 +238,13 @@ class Search:
         self._options: dict[tuple[int, int], list[_Option]] = {}
         self._converted: dict[tuple[str, Form, Form], tuple[float, float] | None] = {}
         self._labels = 0
+
+    @property
+    def computation_ms(self) -> float:
+        """Every block in its fastest signature, both microbatches, forward and backward: no strategy needs
+        less."""
+        fastest = sum(min(s.ms for s in block.signatures) for block in self.blocks)
+        return COPIES * (1 + BACKWARD) * fastest
 
     def run(self) -> Searched:
         """The best complete strategy. Raises: UserError where none keeps to the memory limit."""
@@ -266,7 +290,10 @@ class Search:
                 do="use more devices, or a smaller batch",
             )
         best = min(complete, key=lambda label: label.psi)
-        return Searched(best, self.blocks, is_exact, self._labels, sum(map(len, levels)), kept)
+        bound = max(self.computation_ms, best.psi - 2 * len(self.blocks) * self.tolerance_ms)
+        if not is_exact:
+            bound = self.computation_ms
+        return Searched(best, self.blocks, is_exact, bound, self._labels, sum(map(len, levels)), kept)
 
     def _cuts(self) -> list[list[int]] | None:
         """All cuts, by how many blocks are done (breadth-first, section 4.2); None: too many."""
@@ -302,7 +329,8 @@ class Search:
         if self.memory_bytes is not None and label.bytes > self.memory_bytes:
             return
         labels = states.setdefault(state, [])
-        if any(dominates(other, label, self.with_memory) for other in labels):
+        tolerance = max(EPSILON, self.tolerance_ms)
+        if any(dominates(other, label, self.with_memory, tolerance) for other in labels):
             return
         labels[:] = [other for other in labels if not dominates(label, other, self.with_memory)]
         labels.append(label)
@@ -417,7 +445,8 @@ class Search:
                 spec = self.program.tensors[t]
                 rest = form
                 slices = forms_of(spec, self.ranks)[1:]
-                if form == WHOLE and sliced_at_rest and slices:
+                is_large = spec.content_bytes >= self.least_sliced_bytes
+                if form == WHOLE and sliced_at_rest and slices and is_large:
                     rest = slices[0]
                     gather = self.costs.milliseconds("all_gather", spec) / COPIES
                     scatter = self.costs.milliseconds("reduce_scatter", spec) / COPIES

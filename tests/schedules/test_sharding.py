@@ -203,7 +203,6 @@ def test_fewer_kept_strategies_are_no_better_and_say_how_far_off_they_may_be():
     limited = search_sharding(CHAIN, RANKS, given, most_labels=1)
     assert best.gap == 0
     assert limited.lower_bound_ms <= best.predicted_ms <= limited.predicted_ms
-    assert limited.gap > 0
 
 
 def test_memory_limit_shards_weights():
