@@ -20,19 +20,12 @@ from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.schedules.conversions import collective
-from lancet_kernels.schedules.sharding_search import (
-    BACKWARD,
-    COPIES,
-    Conversion,
-    Restriction,
-    Search,
-    Searched,
-    steps_of,
-)
+from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, Conversion, steps_of
+from lancet_kernels.schedules.sharding_search import Restriction, Search, Searched
 
 FORMAT = "lancet-sharding"
 VERSION = 1
-MOST_LABELS = 32
+MOST_LABELS = 100
 """Strategies kept behind each cut of a large graph; those of small graphs are all kept."""
 TOLERANCE = 0.01
 LEAST_SLICED_BYTES = 1 << 16

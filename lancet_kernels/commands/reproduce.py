@@ -1,4 +1,4 @@
-"""`lancet reproduce`: the paper's figures 11 to 16 by simulation, beside the paper's numbers."""
+"""`lancet reproduce`: figures of the Lancet and of the HiDup paper by simulation, beside their numbers."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import UserError
 
 ALL = ("11", "12", "13", "14", "15", "16")
+HIDUP = ("6", "7", "8", "11", "12", "14")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -24,8 +25,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "beside the paper's numbers. Needs no GPU; some minutes on 2 cores.",
     )
     command.add_argument(
-        "--figures", type=_figures, default=ALL, metavar="LIST", help="some of them, as 11,13 (default: all)"
+        "--figures", type=_figures, default=(), metavar="LIST", help="some of them, as 11,13 (default: all)"
     )
+    command.add_argument(
+        "--paper", choices=("lancet", "hidup"), default="lancet", help="whose figures (default: %(default)s)"
+    )
+    command.add_argument("--layers", type=int, metavar="N", help="of HiDup's models, even (default: 8)")
     command.add_argument(
         "--output-folder", default="reproduced", metavar="DIR", help="of the pictures (default: %(default)s)"
     )
@@ -35,6 +40,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Simulate, draw and print. -> exit code."""
+    if arguments.paper == "hidup":
+        return _hidup(arguments)
+    arguments.figures = _of_paper(arguments.figures, ALL, "lancet")
     # Here, not above: it brings the solver.
     from lancet_kernels.paper import pictures, tables
     from lancet_kernels.paper.figures import run_figures
@@ -69,9 +77,42 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 def _figures(text: str) -> tuple[str, ...]:
     """Example: `13,11` -> ("11", "13")."""
     names = {part.strip() for part in text.split(",")}
-    if not names or not names <= set(ALL):
-        raise argparse.ArgumentTypeError(f"got {text}, expected some of {','.join(ALL)}")
-    return tuple(sorted(names))
+    known = {*ALL, *HIDUP}
+    if not names or not names <= known:
+        expected = ",".join(sorted(known, key=int))
+        raise argparse.ArgumentTypeError(f"got {text}, expected some of {expected}")
+    return tuple(sorted(names, key=int))
+
+
+def _of_paper(chosen: tuple[str, ...], figures: tuple[str, ...], paper: str) -> tuple[str, ...]:
+    strangers = [number for number in chosen if number not in figures]
+    if strangers:
+        raise UserError(
+            f"figures of paper {paper}",
+            got=",".join(strangers),
+            expected=f"some of {','.join(figures)}",
+            do="name others, or another --paper",
+        )
+    return chosen or figures
+
+
+def _hidup(arguments: argparse.Namespace) -> int:
+    # Here, not above: it brings the models.
+    from lancet_kernels.paper import hidup
+
+    layers = arguments.layers
+    if layers is not None and (layers < 2 or layers % 2):
+        raise UserError("--layers", got=layers, expected="an even number", do="every other layer has experts")
+    numbers = _of_paper(arguments.figures, HIDUP, "hidup")
+    figures = {}
+    for number in tqdm(numbers, desc="figures", disable=not sys.stderr.isatty(), leave=False):
+        figures[number] = hidup.FIGURES[number](layers)
+    if arguments.json:
+        data = {"simulated": True, "paper": "hidup", "assumptions": list(hidup.ASSUMPTIONS)}
+        print(json_text({**data, "figures": figures, "claims": hidup.claims(figures)}))
+    else:
+        print(hidup.text(figures))
+    return 0
 
 
 def _folder(name: str) -> Path:

@@ -75,7 +75,7 @@ def hidup_config(name: str, gpus: int = 1, layers: int | None = None) -> HiDupCo
 
 
 class DenseMoE(nn.Module):
-    """x[B, S, M] -> y[B, S, M]. Top-k gating with a softmax; what is beyond an expert's capacity is dropped."""
+    """x[B, S, M] -> y[B, S, M]. Top-k gating with a softmax; tokens beyond a capacity are dropped."""
 
     def __init__(self, config: HiDupConfig) -> None:
         super().__init__()

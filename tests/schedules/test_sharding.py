@@ -12,7 +12,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import PARTIAL, WHOLE, Form
 from lancet_kernels.graph.program import Instruction, Program, TensorSpec
 from lancet_kernels.schedules.sharding import Strategy, duplexed, search_sharding
-from lancet_kernels.schedules.sharding_search import BACKWARD, Search, psi_of
+from lancet_kernels.schedules.sharding_costs import BACKWARD, psi_of
+from lancet_kernels.schedules.sharding_search import Search
 from lancet_kernels.schedules.signatures import signatures
 from lancet_kernels.schedules.simulate import simulate
 from tests.examples import examples
