@@ -34,6 +34,8 @@ from lancet_kernels.schedules.sharding_costs import (
     dominates,
 )
 
+MOST_OF_A_STATE = 6
+
 
 class Held(NamedTuple):
     """A tensor that crosses a cut: the forms there are of it, and whether the open stage made it."""
@@ -56,7 +58,7 @@ class Restriction:
 
     parameter: Callable[[str, Form], bool] = lambda name, form: True
     collectives: frozenset[str] = frozenset(("all_gather", "all_to_all", "all_reduce", "reduce_scatter"))
-    signature: Callable[[BlockSignature], bool] = lambda signature: True
+    signature: Callable[[Block, BlockSignature], bool] = lambda block, signature: True
 
 
 @dataclass
@@ -205,12 +207,15 @@ class Search:
         return levels
 
     def _prune(self, states: dict[State, list[Label]]) -> bool:
-        """Keep the `most_labels` fastest of a cut. -> was any dropped?"""
+        """Keep the `most_labels` fastest of a cut, of each state at most `MOST_OF_A_STATE`: otherwise the
+        many ways to hide the same messages crowd out other forms. -> was any dropped?"""
         count = sum(map(len, states.values()))
         if self.most_labels is None or count <= self.most_labels:
             return False
+        for state, labels in states.items():
+            states[state] = sorted(labels, key=lambda label: label.psi)[:MOST_OF_A_STATE]
         ranked = sorted(label.psi for labels in states.values() for label in labels)
-        limit = ranked[self.most_labels - 1]
+        limit = ranked[min(self.most_labels, len(ranked)) - 1]
         for state in list(states):
             states[state] = [label for label in states[state] if label.psi <= limit]
             if not states[state]:
@@ -244,7 +249,7 @@ class Search:
         """Every label behind block b, in the open stage or as the first block of a new one."""
         held = {item.tensor: item for item in state}
         for s, signature in enumerate(self.blocks[b].signatures):
-            if not self.restriction.signature(signature):
+            if not self.restriction.signature(self.blocks[b], signature):
                 continue
             for option in self._options_of(b, s):
                 grown = self._state_behind(after, held, b, signature, option)

@@ -18,6 +18,7 @@ from lancet_kernels.graph.forms import Form, cut
 from lancet_kernels.graph.forward_program import forward_program
 from lancet_kernels.graph.program import Program
 from lancet_kernels.paper.hidup_models import HIDUP_MODELS, HiDupModel, example_batch, hidup_config
+from lancet_kernels.schedules.blocks import Block, BlockSignature
 from lancet_kernels.schedules.sharding import Strategy, search_sharding
 from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES
 from lancet_kernels.schedules.sharding_search import Restriction
@@ -71,21 +72,25 @@ class HiDupSetting:
     @cached_property
     def expert_parallel(self) -> Strategy:
         """GShard's: experts on their ranks, all else data parallel, all-to-alls between."""
-        return self._restricted("expert parallel", {"all_to_all"}, self._rests_by_expert)
+        restriction = Restriction(self._rests_by_expert, frozenset({"all_to_all"}), self._reads_its_experts)
+        return self._restricted("expert parallel", restriction)
 
     @cached_property
     def data_parallel(self) -> Strategy:
         """Every parameter whole on every rank, no collective but the all-reduce of gradients."""
-        return self._restricted("data parallel", set(), lambda name, form: not form.is_cut)
+        return self._restricted("data parallel", Restriction(lambda name, form: not form.is_cut, frozenset()))
 
     def _rests_by_expert(self, name: str, form: Form) -> bool:
-        is_expert = len(self.program.tensors[name].shape) == 3
-        return form == cut(0) if is_expert else not form.is_cut
+        return form == cut(0) if self._is_expert(name) else not form.is_cut
 
-    def _restricted(
-        self, name: str, collectives: set[str], parameter: Callable[[str, Form], bool]
-    ) -> Strategy:
-        restriction = Restriction(parameter, frozenset(collectives))
+    def _reads_its_experts(self, block: Block, signature: BlockSignature) -> bool:
+        pairs = zip(block.parameters, signature.parameters, strict=True)
+        return all(form == cut(0) for t, form in pairs if self._is_expert(t))
+
+    def _is_expert(self, parameter: str) -> bool:
+        return len(self.program.tensors[parameter].shape) == 3
+
+    def _restricted(self, name: str, restriction: Restriction) -> Strategy:
         return search_sharding(self.program, self.gpus, self.cost, restriction=restriction, name=name)
 
     def whole_batch_ms(self, strategy: Strategy, *, overlaps_gradients: bool) -> float:
@@ -95,6 +100,7 @@ class HiDupSetting:
         launches = kernels * (1 + BACKWARD) * self.cluster.launch_us * 1e-3
         compute = strategy.computation_ms - launches
         messages = [c for stage in strategy.stages for c in stage.communication]
+        # Parameters are never gathered here: the restrictions see to that.
         gradients = COPIES * sum(c.backward_ms for c in messages if c.tensor in strategy.parameters)
         model = self.cost.communication
         activations = sum(
