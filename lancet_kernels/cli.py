@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lancet_kernels import __version__
-from lancet_kernels.commands import bench, kernels, plan_command, reproduce, train, tune
+from lancet_kernels.commands import bench, env, kernels, plan_command, reproduce, selftest, train, tune
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.training.launch import report_errors, under_launcher
 
@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lancet", description="Mixture-of-Experts training that hides its all-to-all.")
     parser.add_argument("--version", action="version", version=f"lancet {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, plan_command, bench, tune, kernels, reproduce):
+    for command in (train, plan_command, bench, tune, kernels, reproduce, env, selftest):
         command.add_parser(commands)
     return parser
 
