@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -99,6 +100,7 @@ class TrainOptions(PlanningFlags):
     )
     timeout: float = option(300.0, "seconds that a rank waits for another one", parse=positive_float)
     checkpoint_every: int = option(0, "steps between checkpoints; 0: none", parse=non_negative_int)
+    tensorboard: bool = option(False, "also write the metrics for TensorBoard, into the run's folder")
     runs: str = option("runs", "folder of the run folders", metavar="FOLDER")
     name: str | None = option(None, "name of this run (default: date and time)", parse=str)
 
@@ -171,6 +173,13 @@ def check_options(options: TrainOptions, ranks: int) -> None:
             got=f"{options.plan} with strategy {options.strategy}",
             expected="a plan file, and another strategy than none",
             do="check --plan and --strategy",
+        )
+    if options.tensorboard and find_spec("tensorboard") is None:
+        raise UserError(
+            "tensorboard",
+            got="no package tensorboard",
+            expected="it installed",
+            do="pip install tensorboard, or leave --tensorboard out: metrics.jsonl has the same numbers",
         )
     if options.backend == "fused":
         check_fused(options)
