@@ -99,9 +99,7 @@ def support() -> str:
 def _rows(functions: Sequence[Callable], outcome: str) -> list[str]:
     rows = []
     for function in functions:
-        what = function.__name__.replace("_", " ")
-        if function.__doc__:
-            what += f": {_escaped(function.__doc__.splitlines()[0])}"
+        what = _escaped((function.__doc__ or "").splitlines()[0].removesuffix("."))
         rows.append(f"| {what} | {outcome} | `{function.__name__}` |")
     return rows
 
