@@ -19,6 +19,7 @@ from lancet_kernels.kernels.measured_cost import MeasuredCost, measured_cost
 from lancet_kernels.rank_agreement import capture_alike, fused_groups_of_first_rank
 from lancet_kernels.schedules.fused import CHOICES, choose_groups
 from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.realize import GraphCutter
 from lancet_kernels.schedules.simulate import Timeline
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 
@@ -72,25 +73,23 @@ class FusedChoice:
             if found:
                 return found
         lowering = "fused" if self.lowering == "auto" and self.interpreted else self.lowering
-        timeline = self._simulated(program, cost)
+        timeline = self._simulated(module, program, cost)
         if lowering == "auto":
             self._streams_ms = timeline.iteration_ms
         return choose_groups(
             module, program, cost, timeline, lowering=lowering, measured_of=self._measured_of
         )
 
-    def confirmed(
-        self, groups: tuple[FusedGroup, ...], program: Program, cost: Cost
-    ) -> tuple[FusedGroup, ...]:
+    def confirmed(self, groups: tuple[FusedGroup, ...], fused: CostedGraph) -> tuple[FusedGroup, ...]:
         """The same, or all on streams if the step is predicted slower with fused layers than without any.
 
         Layers are chosen one by one, but an all-to-all that is gone leaves computation nothing to hide.
 
-        Args: program: of the step with its fused layers. After `groups`.
+        Args: fused: the step with its fused layers. After `groups`.
         """
         if self._streams_ms == math.inf:
             return groups  # nobody asked which is faster
-        fused_ms = self._simulated(program, cost).iteration_ms
+        fused_ms = self._simulated(fused.module, fused.program, fused.cost).iteration_ms
         if fused_ms <= self._streams_ms:
             return groups
         reason = f"{self._streams_ms:.3f} ms, {fused_ms:.3f} ms with fused layers"
@@ -100,8 +99,9 @@ class FusedChoice:
             for group in groups
         )
 
-    def _simulated(self, program: Program, cost: Cost) -> Timeline:
-        return Planner(program, cost, self.options).plan(self.strategy).simulate(program, cost)
+    def _simulated(self, module: fx.GraphModule, program: Program, cost: Cost) -> Timeline:
+        planner = Planner(program, cost, self.options, GraphCutter(module, program, cost))
+        return planner.timeline(planner.plan(self.strategy))
 
     def _measured_of(self, kind: LayerKind) -> tuple[MeasuredCost | None, str]:
         if not self.here:
@@ -133,9 +133,7 @@ def fuse_layers(
     if not any(group.fused for group in step.fused):
         return graph
     fused = step.costed(*capture_alike(step), cluster)
-    step.fused = fused_groups_of_first_rank(
-        world, lambda: choice.confirmed(step.fused, fused.program, fused.cost)
-    )
+    step.fused = fused_groups_of_first_rank(world, lambda: choice.confirmed(step.fused, fused))
     if not any(group.fused for group in step.fused):
         step.forget_fused_layers()
         return graph

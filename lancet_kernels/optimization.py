@@ -34,10 +34,10 @@ from lancet_kernels.model_layers import moe_layers, name_layers
 from lancet_kernels.ops.groups import Groups, group_rank
 from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.rank_agreement import capture_alike, plans_of_first_rank
-from lancet_kernels.schedules.plan import Plan, Prediction
+from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import realize, split_as_planned
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions
 from lancet_kernels.stages import Stages
 from lancet_kernels.training.gradients import broadcast_replicated
 
@@ -126,13 +126,9 @@ def optimize(
         plans = plans_of_first_rank(
             world, lambda: _plans(graph, strategy, _on_device(options, step.device), cache, most)
         )
-    if measured or cluster is not None:
-        planned = [step.planned(graph, plan, measured) for plan in plans]
-        chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
-    else:
-        # Fused launches that nobody times, in the interpreter.
-        chosen, timeline = plans[0], plans[0].simulate(graph.program, graph.cost)
-    chosen = replace(chosen, predicted=Prediction.of(timeline), fused=step.fused)
+    planned = [step.planned(graph, plan, measured) for plan in plans]
+    chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
+    chosen = replace(chosen, fused=step.fused)
     if cache is not None and group_rank(world) == 0:
         chosen.save(cache)
     stages.begin("applying the plan")
@@ -166,7 +162,7 @@ def _module_with(
     """The module that trains with the plan, into which the captured step's own graph is turned."""
     recorder, captured = Recorder(), step.captured
     captured.joint.graph = graph.module.graph
-    plan = realize(captured.joint, graph.program, plan)
+    realize(captured.joint, graph.program, plan)
     waits = host_waits(captured.joint.graph)
     run = captured.compile(
         lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder, inner_compile
@@ -218,8 +214,9 @@ def _plans(
                 _log.warning("planning anew: plan file: got costs %s, expected %s", old, new)
         except UserError as error:
             _log.warning("planning anew: %s", error)
-    plans = Planner(graph.program, graph.cost, options).candidates(strategy, most)
-    return [replace(plan, costs=source_of(graph.cost)) for plan in plans]
+    plans = graph.planner(options).candidates(strategy, most)
+    # Once parts are measured, another order may be the best.
+    return plans if most == 1 else [replace(plan, order=()) for plan in plans]
 
 
 def _loaded(path: str | Path, graph: CostedGraph) -> Plan:

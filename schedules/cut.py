@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -77,23 +78,35 @@ class _Layer:
         return self.count.args[1]
 
 
-def cut_range(graph: fx.Graph, cut: Cut, order: Sequence[tuple[str, int]] | None = None) -> list[str]:
+Values = dict[Any, Any]
+"""What an op gives for arguments of certain shapes, by both: layers that look alike are asked once."""
+
+
+def cut_range(
+    graph: fx.Graph,
+    cut: Cut,
+    order: Sequence[tuple[str, int]] | None = None,
+    values: Values | None = None,
+) -> list[str]:
     """Replace the instructions of a range by those of its parts.
 
-    Args: order: (instruction, part) in the order to run; default: all parts of an instruction, then the next.
+    Args:
+        order: (instruction, part) in the order to run; default: all parts of an instruction, then the next.
+        values: of ops seen before, for a graph that is only looked at: nodes then share their
+            `meta["val"]`, and so what torch takes for their storage. None: each node has its own.
     Returns: names of the new instruction nodes, in order.
     Raises: CutError.
     """
     before = {node.name for node in graph.nodes}
-    _Cutter(graph, cut).run(order)
+    _Cutter(graph, cut, values).run(order)
     return [node.name for node in graph.nodes if node.name not in before and is_instruction(node)]
 
 
 class _Cutter:
     """`env[p][node]` is what stands for `node` in part p."""
 
-    def __init__(self, graph: fx.Graph, cut: Cut) -> None:
-        self.graph, self.forms, self.parts = graph, cut.forms, cut.parts
+    def __init__(self, graph: fx.Graph, cut: Cut, values: Values | None) -> None:
+        self.graph, self.forms, self.parts, self.values = graph, cut.forms, cut.parts, values
         names = set(cut.instructions)
         self.inside = [node for node in graph.nodes if node.name in names]
         if len(self.inside) != len(names) or not names:
@@ -150,7 +163,6 @@ class _Cutter:
         for node in self.late:
             if node not in dead:
                 end.prepend(node)
-        self.graph.lint()
 
     # What is in the range
 
@@ -219,12 +231,25 @@ class _Cutter:
                 self.env[part][user] = element
 
     def _call(self, target, args: tuple, kwargs: dict, name: str) -> fx.Node:
-        values = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-        with fake_mode_of(self.inside[0]):
-            value = target(*values[0], **values[1])
         node = self.graph.create_node("call_function", target, args, kwargs, name)
-        set_value(node, value)
+        try:
+            set_value(node, self._value(target, args, kwargs))
+        except BaseException:
+            self.graph.erase_node(node)
+            raise
         return node
+
+    def _value(self, target, args: tuple, kwargs: dict) -> object:
+        """The result without contents."""
+        given = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+        key = None if self.values is None else _looks((target, *given))
+        if self.values is not None and key in self.values:
+            return self.values[key]
+        with fake_mode_of(self.inside[0]):
+            value = target(*given[0], **given[1])
+        if self.values is not None:
+            self.values[key] = value
+        return value
 
     def _part(self, node: fx.Node, part: int, reader: fx.Node | None = None) -> fx.Node:
         """What stands for a node in a part: its copy, its own rows or counts, a slice of it, or itself.
@@ -391,6 +416,17 @@ class _Cutter:
 def _shape(node: fx.Node) -> list[int]:
     """Sizes as plain numbers: a graph's inputs may carry symbols that stand for one."""
     return [int(size) for size in node.meta["val"].shape]
+
+
+def _looks(value: Any) -> Any:
+    """What a result depends on: of tensors all but the contents."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_looks, value))
+    if isinstance(value, dict):
+        return tuple((name, _looks(one)) for name, one in value.items())
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return value
 
 
 def _rule(node: fx.Node) -> Rule:

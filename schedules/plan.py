@@ -16,16 +16,15 @@ from typing import Any
 
 from lancet_kernels.atomic import file_errors, write_json_atomically
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.schedules.lower_bound import lower_bound_ms
-from lancet_kernels.schedules.ranges import PartitionRange, expand
-from lancet_kernels.schedules.simulate import Timeline, simulate
+from lancet_kernels.schedules.ranges import PartitionRange
+from lancet_kernels.schedules.simulate import Timeline
 
 FORMAT = "lancet-plan"
-VERSION = 3
+VERSION = 4
 
 _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
 
@@ -78,8 +77,7 @@ class FusedGroup:
 class Plan:
     """One way to run a Program.
 
-    order: names of all instructions, parts and reassemblies included, as they are issued.
-    realized: the order is that of the graph which runs; else of the Program with its ranges cut.
+    order: names of all instructions of the graph with its ranges cut, as they are issued.
     ranges: what is cut, into how many parts, in which forms.
     blocking: communication that compute waits for (empty for Lancet's own plans).
     method: who found the order.
@@ -104,7 +102,6 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     fused: tuple[FusedGroup, ...] = ()
     costs: str = ""
-    realized: bool = False
     memory_limit_gb: float | None = None
     without_limit_ms: float | None = None
 
@@ -119,15 +116,6 @@ class Plan:
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
-    def apply(self, program: Program) -> Program:
-        """The program as planned: ranges cut into parts, instructions in the planned order.
-
-        Raises:
-            UserError: the plan belongs to another program, or its order is not valid for this one.
-        """
-        self.check(program)
-        return expand(program, self.ranges).reordered(self.order)
-
     def check(self, program: Program) -> None:
         """Raise UserError unless the plan was made for this program."""
         found = fingerprint(program)
@@ -138,10 +126,6 @@ class Plan:
                 expected=f"the program it was made for ({self.program_fingerprint[:12]})",
                 do="plan again",
             )
-
-    def simulate(self, program: Program, cost: Cost) -> Timeline:
-        """The timeline of the planned program."""
-        return simulate(self.apply(program), cost, blocking=frozenset(self.blocking))
 
     def with_comparison(self, compared: Mapping[str, Prediction]) -> Plan:
         """The same plan beside the predictions of other strategies."""

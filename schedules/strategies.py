@@ -35,12 +35,14 @@ from lancet_kernels.schedules.partition_range import (
 from lancet_kernels.schedules.peak_memory import Storages, peak_memory
 from lancet_kernels.schedules.pipeline import PipelineCosts
 from lancet_kernels.schedules.plan import Plan, Prediction
-from lancet_kernels.schedules.ranges import PartitionRange, expand
+from lancet_kernels.schedules.ranges import PartitionRange
 from lancet_kernels.schedules.simulate import Timeline, simulate
 
 STRATEGIES = STRATEGY_NAMES
 TUTEL_DEGREES = (1, 2, 4, 8)
 BACKWARD_DEGREES = (2, 4)
+ORIGINAL_ORDER = "original order"
+"""The method of plans that keep it."""
 MORE_MEMORY = 1.1
 """Times the peak of the original order: the limit where none is given and no device says what it has."""
 
@@ -73,11 +75,40 @@ class PlanningOptions:
         return cls(PartitionOptions.from_environment())
 
 
-class Planner:
-    """Plans for one Program and its costs; what several strategies need is worked out once."""
+def ordered(plan: Plan, program: Program, cost: Cost) -> tuple[Plan, Timeline]:
+    """The plan with the order, and the prediction, of the program in which its ranges are cut.
 
-    def __init__(self, program: Program, cost: Cost, options: PlanningOptions | None = None):
-        self.program, self.cost = program, cost
+    A plan in the original order keeps that, with collectives started early; any other gets the best order.
+    """
+    if plan.method.startswith(ORIGINAL_ORDER):
+        if plan.ranges:
+            early = issue_early(program, range(len(program)), fixed=frozenset(plan.blocking))
+            program = program.reordered(early)
+        timeline = simulate(program, cost, blocking=frozenset(plan.blocking))
+        order = list(range(len(program)))
+    else:
+        limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
+        best = best_order(program, cost, memory_limit_bytes=limit)
+        timeline, order = Timeline(program, best.times), best.order
+        plan = replace(plan, method=best.method, without_limit_ms=best.without_limit_ms)
+    names = tuple(program.instructions[i].name for i in order)
+    return replace(plan, order=names, predicted=Prediction.of(timeline)), timeline
+
+
+class Planner:
+    """Plans for one Program and its costs; what several strategies need is worked out once.
+
+    Args: cut: the Program with ranges cut (`realize.GraphCutter`). None: nothing is cut.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cost: Cost,
+        options: PlanningOptions | None = None,
+        cut: Callable[[tuple[PartitionRange, ...]], Program] | None = None,
+    ):
+        self.program, self.cost, self._cut_program = program, cost, cut
         self.options = options or PlanningOptions()
         self.limit_gb = self.options.limit_gb(program)
         self.inference = AxisInference(program)
@@ -85,6 +116,7 @@ class Planner:
         self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
         self._lancets: dict[int, list[Plan]] = {}
         self._wholes: dict[int, PartitionRange | None] = {}
+        self._programs: dict[tuple[tuple[str, str, int], ...], Program] = {(): program}
         self._strategies: dict[str, Callable[[], Plan]] = {
             "none": self._none,
             "tutel": self._tutel,
@@ -147,7 +179,7 @@ class Planner:
         for degree in TUTEL_DEGREES:
             ranges = self._cut(self.expert_ranges, degree)
             plan = self._in_order(ranges, blocking=self._waited_for(ranges))
-            plans.append(replace(plan, method=f"original order, degree {degree}"))
+            plans.append(replace(plan, method=f"{ORIGINAL_ORDER}, degree {degree}"))
         return plans
 
     def _lancet_dw(self) -> Plan:
@@ -212,7 +244,7 @@ class Planner:
 
     def _cut(self, pairs: Sequence[tuple[int, int]], parts: int) -> tuple[PartitionRange, ...]:
         """The ranges cut along the capacity, those that can be."""
-        if parts == 1:
+        if parts == 1 or self._cut_program is None:
             return ()
         names = [i.name for i in self.program.instructions]
         cuts = ((first, last, self.inference.forms(first, last)) for first, last in pairs)
@@ -235,6 +267,8 @@ class Planner:
 
     def _partitions_of(self, most_parts: int) -> list[tuple[PartitionRange, ...]]:
         """The partition of the dynamic program, and one range over all layers where there is one."""
+        if self._cut_program is None:
+            return []
         if most_parts not in self._wholes:
             longest_ms = self.options.partition.longest_range_ms
             self._wholes[most_parts] = whole_forward(
@@ -257,41 +291,44 @@ class Planner:
             if x.kind in (Kind.ALL_TO_ALL, Kind.OTHER_COMMUNICATION) and i not in inside
         )
 
+    def _with_cut(self, ranges: tuple[PartitionRange, ...]) -> Program:
+        """The program with ranges cut, each way once."""
+        key = tuple((r.first, r.last, r.parts) for r in ranges)
+        if key not in self._programs:
+            assert self._cut_program is not None, "ranges without a graph to cut"
+            self._programs[key] = self._cut_program(ranges)
+        return self._programs[key]
+
     def _in_order(self, ranges: tuple[PartitionRange, ...], blocking: tuple[str, ...] = ()) -> Plan:
         """Pipelines where the ranges are; everything else in its original order."""
-        expanded = expand(self.program, ranges)
-        if ranges:
-            order = issue_early(expanded, range(len(expanded)), fixed=frozenset(blocking))
-            expanded = expanded.reordered(order)
-        timeline = simulate(expanded, self.cost, blocking=frozenset(blocking))
-        return replace(self._plan(expanded, ranges, timeline, "original order"), blocking=blocking)
+        return self._plan(ranges, ORIGINAL_ORDER, blocking)
 
     def _scheduled(self, ranges: tuple[PartitionRange, ...]) -> Plan:
         """The best order of the program with these ranges cut."""
-        expanded = expand(self.program, ranges)
-        found = best_order(expanded, self.cost, memory_limit_bytes=self.limit_gb * 1e9)
-        timeline = Timeline(expanded, found.times)
-        order = tuple(expanded.instructions[i].name for i in found.order)
-        plan = self._plan(expanded, ranges, timeline, found.method)
-        return replace(plan, order=order, without_limit_ms=found.without_limit_ms)
+        return self._plan(ranges, "")
 
-    def _plan(
-        self, expanded: Program, ranges: tuple[PartitionRange, ...], timeline: Timeline, method: str
-    ) -> Plan:
+    def timeline(self, plan: Plan) -> Timeline:
+        """The simulated iteration of one of this planner's plans."""
+        program = self._with_cut(plan.ranges).reordered(plan.order)
+        return simulate(program, self.cost, blocking=frozenset(plan.blocking))
+
+    def _plan(self, ranges: tuple[PartitionRange, ...], method: str, blocking: tuple[str, ...] = ()) -> Plan:
         forward = self.program.instructions[: forward_length(self.program)]
-        return Plan(
+        draft = Plan(
             program=self.program.name,
             program_fingerprint=self._fingerprint,
             strategy="",
-            order=tuple(i.name for i in expanded.instructions),
+            order=(),
             ranges=ranges,
-            predicted=Prediction.of(timeline),
+            predicted=Prediction(0.0, 0.0, 0.0),
+            blocking=blocking,
             method=method,
             without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
             options=self.options.to_json(),
             costs=source_of(self.cost),
             memory_limit_gb=self.limit_gb,
         )
+        return ordered(draft, self._with_cut(ranges), self.cost)[0]
 
     def _fits(self, plan: Plan) -> bool:
         return plan.predicted.peak_memory_gb <= self.limit_gb

@@ -181,7 +181,7 @@ def _write_files(found: Simulated, strategy: str, arguments: argparse.Namespace)
 
         with _writing(arguments.trace):
             save_trace(
-                found.timeline(strategy).events,
+                found.timelines[strategy].events,
                 arguments.trace,
                 ranks=found.setting.gpus,
                 weight_gradients=_weight_gradients(found),
@@ -190,7 +190,7 @@ def _write_files(found: Simulated, strategy: str, arguments: argparse.Namespace)
     if arguments.timeline:
         from lancet_kernels.schedules.timeline import save_picture
 
-        rows = {name: found.timeline(name).events for name in found.plans}
+        rows = {name: timeline.events for name, timeline in found.timelines.items()}
         with _writing(arguments.timeline):
             save_picture(
                 rows,

@@ -22,7 +22,9 @@ from lancet_kernels.graph.program import Instruction, Phase, TensorSpec
 from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.optimization import _plans
 from lancet_kernels.schedules.partition_range import PartitionOptions
-from lancet_kernels.schedules.ranges import expand, reassembly_instruction
+from lancet_kernels.schedules.ranges import reassembly_instruction
+from lancet_kernels.schedules.realize import GraphCutter
+from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from tests.planned_steps import SmallStep, StepCase
 
@@ -101,12 +103,15 @@ def test_a_plan_is_priced_from_what_the_device_measured(fake_gpu, tmp_path, step
 
     # What that comes to in a plan, and where it says it is from.
     options = PlanningOptions(partition=PartitionOptions(most_parts=2))
-    plan = Planner(step.program, cost, options).plan("lancet-partition")
+    cutter = GraphCutter(step.joint, step.program, cost)
+    plan = Planner(step.program, cost, options, cutter).plan("lancet-partition")
     assert f"Costs: {source_of(cost)}" in plan.explain().splitlines()
-    by_hand = step.by_hand([cut])
-    expanded = expand(step.program, [cut])
-    total = sum(cost(i, expanded.tensors) for i in expanded.instructions)
-    assert by_hand.simulate(step.program, cost).iteration_ms <= total
+    program = cutter([cut])
+    total = sum(cost(i, program.tensors) for i in program.instructions)
+    assert simulate(program, cost).iteration_ms <= total
+    parts = [i for i in program.instructions if i.attributes.get("parts") == 2]
+    assert all(i.milliseconds is not None for i in parts)
+    assert len(parts) > 2 * priced["measured"]
 
 
 @pytest.mark.long

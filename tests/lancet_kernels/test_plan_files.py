@@ -11,10 +11,11 @@ import pytest
 import torch.distributed as dist
 
 import lancet_kernels.optimization as library
-from lancet_kernels import UserError
+from lancet_kernels import UserError, captured_step
 from lancet_kernels.optimization import optimize
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from tests.grids import few_of
 from tests.optimized import BOUND, outcome_of
@@ -61,11 +62,16 @@ def counted_plans():
             planned.append(strategy)
             return super().candidates(strategy, most)
 
-    library.Planner = lambda program, _cost, options: Counting(program, dear_communication, options)
+    def dear(program, _cost, options, cut):
+        return Counting(
+            program, dear_communication, options, GraphCutter(cut.module, program, dear_communication)
+        )
+
+    captured_step.Planner = dear
     try:
         yield planned
     finally:
-        library.Planner = Planner
+        captured_step.Planner = Planner
 
 
 def write_plan_file(path: Path, kind: str) -> None:

@@ -20,10 +20,11 @@ from lancet_kernels.schedules.partition_range import (
     group_instructions,
 )
 from lancet_kernels.schedules.pipeline import IMPOSSIBLE, PipelineCosts, simulate_pipeline
-from lancet_kernels.schedules.ranges import PartitionRange, expand, stages
+from lancet_kernels.schedules.ranges import PartitionRange, positions, stages
 from lancet_kernels.schedules.simulate import simulate
 from tests.examples import examples
 from tests.grids import few_of
+from tests.schedules.expanded import expand
 from tests.schedules.made_programs import GivenCosts, nth, program, tiny_step
 
 
@@ -173,9 +174,9 @@ def test_carried_state_goes_from_part_to_part():
 def test_a_range_of_another_program_is_refused():
     p = tiny_step()
     with pytest.raises(UserError, match="partition range"):
-        expand(p, [PartitionRange("nothing", "combine", 2, {})])
+        positions(p, PartitionRange("nothing", "combine", 2, {}))
     with pytest.raises(UserError, match="partition range"):
-        expand(p, [PartitionRange("combine", "gate", 2, {})])
+        positions(p, PartitionRange("combine", "gate", 2, {}))
 
 
 def test_parts_that_do_not_divide_are_impossible():
