@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lancet_kernels import MoELayer, self_test
 from lancet_kernels.cli import main
 from lancet_kernels.commands import selftest
 from lancet_kernels.errors import RankFailed
 from lancet_kernels.training.launch import Rank
+from tests.ranks import RankPool
 
 
+@pytest.mark.long
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    "ranks", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_passes_on_the_cpu(ranks: int) -> None:
     command = [sys.executable, "-m", "lancet_kernels", "selftest", "--ranks", str(ranks), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -28,10 +29,26 @@ def test_passes_on_the_cpu(ranks: int) -> None:
     assert found["failed"] == 0
     on_cpu = [check for check in found["checks"] if check["device"] == "cpu"]
     assert [check["status"] for check in on_cpu] == ["ok" if ranks > 1 else "skipped", *["ok"] * 4]
-    assert all(
-        "ranges in parts" not in check["detail"] or " 0 ranges" not in check["detail"] for check in on_cpu
-    )
     assert done.stderr.count("\n") >= len(on_cpu)
+
+
+def checks_on_rank(folder: str) -> list[str]:
+    """The lines that this rank shows."""
+    lines: list[str] = []
+    rank = Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
+    self_test.run_checks(rank, Path(folder, "results.json"), lines.append)
+    return lines
+
+
+def test_checks_pass_on_two_ranks(pool: RankPool, tmp_path: Path) -> None:
+    shown, nothing = pool.run(checks_on_rank, str(tmp_path), timeout_s=120)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [result["status"] for result in results] == ["ok"] * 5
+    (plan,) = (result["detail"] for result in results if result["name"].startswith("a plan"))
+    assert "ranges in parts" in plan
+    assert " 0 ranges" not in plan
+    assert len(shown) == 5
+    assert nothing == []
 
 
 def run_alone(folder: Path) -> list[dict]:
