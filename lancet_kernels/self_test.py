@@ -101,7 +101,7 @@ def _checks(rank: Rank) -> Iterator[tuple[str, Callable[[Rank], Difference] | No
     if rank.world > 1:
         yield f"all-to-all between {alone}", _all_to_all, ""
     else:
-        yield "all-to-all between ranks", None, "one rank; --ranks 2 has somebody to send to"
+        yield "all-to-all between ranks", None, "needs two ranks: --ranks 2"
     yield f"MoELayer, backend torch, {alone}", lambda r: _layer(r, "torch"), ""
     yield f"a plan applied, {alone}", _plan, ""
     yield f"grouped GEMM kernel {where}", _kernel if kernels.works else None, kernels.reason

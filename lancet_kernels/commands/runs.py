@@ -23,7 +23,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="List the runs of `lancet train` in a folder, the newest last: how far each came, its "
         "loss and its speed.",
     )
-    command.add_argument("--runs", default="runs", metavar="FOLDER", help="default: runs")
+    command.add_argument(
+        "--runs",
+        default="runs",
+        metavar="FOLDER",
+        help="folder that contains the run folders (default: runs)",
+    )
     command.add_argument("--json", action="store_true", help="print the list as JSON")
     command.set_defaults(run=run)
 

@@ -47,8 +47,8 @@ def prepare_data_parallel(model: nn.Module, groups: Groups | None = None) -> Gro
         raise UserError(
             "data parallelism",
             got="no process group",
-            expected="ranks",
-            do="call init_process_group, or use the model",
+            expected="one",
+            do="call init_process_group first, or train the model without data parallelism",
         )
     groups = groups_of(model, groups)
     broadcast_replicated(model, groups)
