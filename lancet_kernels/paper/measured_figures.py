@@ -15,6 +15,8 @@ from lancet_kernels.simulation import Setting, Simulated, simulate_setting
 Factor = Callable[[Instruction], float]
 
 BASELINES = ("none", "tutel")
+STRATEGIES = (*BASELINES, "lancet-dw", "lancet-partition", "lancet")
+"""What the paper compares."""
 
 
 def _noise(instruction: Instruction) -> float:
@@ -88,7 +90,7 @@ class Measured:
 
 def measure(setting: Setting, what_if: bool = False) -> Measured:
     """Plan and simulate one setting. `what_if`: also with costs that differ from the planned ones."""
-    found = simulate_setting(setting)
+    found = simulate_setting(setting, strategies=STRATEGIES)
     return Measured(
         replace(setting),  # without the graph, which should not travel
         setting.sequences,

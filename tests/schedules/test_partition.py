@@ -55,7 +55,8 @@ def spans(p, forms, parts, cost):
 
 def test_stages():
     p = program("A c f 1", "B c f 1 A", "X a f 1 B", "Y a f 1 X", "C c f 1 Y")
-    assert stages(p, 0, 4) == [[0, 1], [2, 3], [4]]
+    forms = {t: cut(0) for t in p.producer}
+    assert [stage.in_parts for stage in stages(p, 0, 4, forms)] == [[0, 1], [2, 3], [4]]
 
 
 def test_pipeline_of_two_parts_by_hand():
