@@ -20,11 +20,10 @@ from lancet_kernels.rank_agreement import capture_alike, fused_groups_of_first_r
 from lancet_kernels.schedules.fused import CHOICES, choose_groups
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.realize import GraphCutter
-from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, Planner, PlanningOptions
 
 # Those that decide for themselves what hides what; the others are there for comparison, as they are.
-FUSED_STRATEGIES = ("lancet", "lancet-dw")
+FUSED_STRATEGIES = (AUTO, "lancet", "lancet-dw")
 
 
 @dataclass
@@ -73,9 +72,11 @@ class FusedChoice:
             if found:
                 return found
         lowering = "fused" if self.lowering == "auto" and self.interpreted else self.lowering
-        timeline = self._simulated(module, program, cost)
+        planner = Planner(program, cost, self.options, GraphCutter(module, program, cost))
+        # A layer is fused as a whole: what it replaces is looked up where no copies of the step are.
+        timeline = planner.timeline(planner.plan("lancet" if self.strategy == AUTO else self.strategy))
         if lowering == "auto":
-            self._streams_ms = timeline.iteration_ms
+            self._streams_ms = planner.plan(self.strategy).predicted.iteration_ms
         return choose_groups(
             module, program, cost, timeline, lowering=lowering, measured_of=self._measured_of
         )
@@ -89,7 +90,7 @@ class FusedChoice:
         """
         if self._streams_ms == math.inf:
             return groups  # nobody asked which is faster
-        fused_ms = self._simulated(fused.module, fused.program, fused.cost).iteration_ms
+        fused_ms = fused.planner(self.options).plan(self.strategy).predicted.iteration_ms
         if fused_ms <= self._streams_ms:
             return groups
         reason = f"{self._streams_ms:.3f} ms, {fused_ms:.3f} ms with fused layers"
@@ -98,10 +99,6 @@ class FusedChoice:
             replace(group, fused=False, fillers=(), why=f"{why}; alone {group.why}") if group.fused else group
             for group in groups
         )
-
-    def _simulated(self, module: fx.GraphModule, program: Program, cost: Cost) -> Timeline:
-        planner = Planner(program, cost, self.options, GraphCutter(module, program, cost))
-        return planner.timeline(planner.plan(self.strategy))
 
     def _measured_of(self, kind: LayerKind) -> tuple[MeasuredCost | None, str]:
         if not self.here:

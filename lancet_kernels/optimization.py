@@ -37,7 +37,7 @@ from lancet_kernels.rank_agreement import capture_alike, plans_of_first_rank
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import realize, split_as_planned
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import STRATEGIES, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, PlanningOptions
 from lancet_kernels.stages import Stages
 from lancet_kernels.training.gradients import broadcast_replicated
 
@@ -49,7 +49,7 @@ def optimize(
     model: nn.Module,
     example_inputs: Sequence[object] | Mapping[str, object],
     *,
-    strategy: str = "lancet",
+    strategy: str = "auto",
     cluster: str | Path | Cluster | None = None,
     cache: str | Path | None = None,
     times: str | Path | None = None,
@@ -70,7 +70,8 @@ def optimize(
     Args:
         example_inputs: real inputs of one step, a tuple by position or a dict by name; they are run a few
             times to measure the ops.
-        strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
+        strategy: one of `STRATEGIES`: "auto", the best prediction of all others within the memory limit;
+            "none" (blocks), "tutel", "lancet-dw", "lancet-partition", "lancet", "duplex", "lancet+duplex".
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
         cache: a plan file; read if it is for this model, strategy and options, and was planned with costs
             from the same source (cluster, or device, torch, ranks and link); else written. None: plan anew.
@@ -78,7 +79,8 @@ def optimize(
             What a plan adds to a step is measured once per device model and kept beside it, in
             device_costs.json.
         options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
-        plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
+        plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy
+            ("auto": any).
         reduce_gradients: sum gradients over the ranks that hold the same parameters, as part of the plan;
             before that, give all of them the parameters and buffers of the first. Divide the loss by the
             number of ranks for an average; use no DistributedDataParallel around it.
@@ -128,6 +130,10 @@ def optimize(
         )
     planned = [step.planned(graph, plan, measured) for plan in plans]
     chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
+    if chosen.chosen:
+        # Of those that were tried, what the graph that runs is predicted to take.
+        tried = {plan.chosen: plan.predicted for plan, _ in planned}
+        chosen = replace(chosen, compared={**chosen.compared, **tried})
     chosen = replace(chosen, fused=step.fused)
     if cache is not None and group_rank(world) == 0:
         chosen.save(cache)
@@ -227,9 +233,9 @@ def _loaded(path: str | Path, graph: CostedGraph) -> Plan:
 
 
 def _given_plan(path: str | Path, graph: CostedGraph, strategy: str) -> Plan:
-    """The plan in a file. Raises: UserError unless it is a plan of this strategy for this graph."""
+    """The plan in a file. Raises: UserError unless it is for this graph, and of this strategy (auto: any)."""
     plan = _loaded(path, graph)
-    if plan.strategy != strategy:
+    if strategy not in (AUTO, plan.strategy):
         raise UserError(
             "plan file",
             got=f"{path} of strategy {plan.strategy}",

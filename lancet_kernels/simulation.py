@@ -7,7 +7,7 @@ fake job with tensors without contents; costs come from the cluster file, times 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -30,7 +30,7 @@ from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import GraphCutter
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, Planner, PlanningOptions
 from lancet_kernels.training.models import GPT2MoE, ModelConfig, model_config
 from lancet_kernels.training.step import TrainingStep
 
@@ -53,6 +53,7 @@ ASSUMPTIONS = (
     "give way to all-to-alls",
     "none: computation waits for every all-to-all (RAF; also DeepSpeed, apart from its kernels)",
     "tutel: all-to-alls and experts cut along the capacity, forward and backward, best degree of 1, 2, 4, 8",
+    "duplex: the whole step as two copies on halves of the batch, in turns stage by stage (HiDup)",
     "attention is one fused kernel that stores no S x S matrix (where the module calls torch's)",
 )
 
@@ -187,14 +188,17 @@ class Simulated:
     seconds: Mapping[str, float]
     """Wall time of making each plan, with those it builds on (`lancet` is made first)."""
     cpu_seconds: Mapping[str, float]
+    impossible: Mapping[str, UserError]
+    """Strategies that the step cannot have, and why."""
 
 
 def simulate_setting(
     setting: Setting | OwnStep,
     memory_limit_gb: float | None = None,
     partition: PartitionOptions | None = None,
+    strategies: Sequence[str] = STRATEGIES,
 ) -> Simulated:
-    """Plans of all strategies.
+    """Plans of all strategies that are possible.
 
     Args:
         memory_limit_gb: no plan needs more, unless the original order does (None: the GPU's memory).
@@ -207,11 +211,14 @@ def simulate_setting(
     limit = setting.hardware.memory_gb if memory_limit_gb is None else memory_limit_gb
     options = PlanningOptions(partition or PartitionOptions.from_environment(), limit)
     planner = _TimedPlanner(step.program, step.cost, options, step.cutter)
+    wall, cpu = time.perf_counter(), time.process_time()
     with without_garbage_collection():
         # lancet builds on its halves: made first, its time holds all that it needs.
         planner.plan("lancet")
-        plans = planner.plans()
-        timelines = {name: planner.timeline(plan) for name, plan in plans.items()}
+        plans = planner.plans(strategies)
+    # It looks at all others.
+    planner.seconds[AUTO], planner.cpu_seconds[AUTO] = time.perf_counter() - wall, time.process_time() - cpu
+    timelines = {name: planner.timeline(plan) for name, plan in plans.items()}
     return Simulated(
         setting,
         step.program,
@@ -221,6 +228,7 @@ def simulate_setting(
         timelines,
         planner.seconds,
         planner.cpu_seconds,
+        planner.impossible,
     )
 
 

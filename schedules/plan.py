@@ -86,6 +86,7 @@ class Plan:
     options: the `PlanningOptions` it was planned with, as JSON values.
     fused: for each MoE layer, whether it runs in fused launches; its program is the one with those in it.
     costs: where the costs that it was planned with come from (`graph.costs.source_of`).
+    chosen: of strategy auto, the one whose plan it is. impossible: strategies that cannot be, and why.
     memory_limit_gb: what was kept to when planning, and without_limit_ms: the iteration predicted without it.
     """
 
@@ -102,6 +103,8 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     fused: tuple[FusedGroup, ...] = ()
     costs: str = ""
+    chosen: str = ""
+    impossible: Mapping[str, str] = field(default_factory=dict)
     memory_limit_gb: float | None = None
     without_limit_ms: float | None = None
 
@@ -110,7 +113,7 @@ class Plan:
         """64 hex digits that depend on what is done, not on how it was found or what is predicted: equal on
         ranks that agree."""
         data = self.to_json()
-        not_done = ("predicted", "compared", "method", "options", "costs")
+        not_done = ("predicted", "compared", "method", "options", "costs", "chosen", "impossible")
         for other in (*not_done, "memory_limit_gb", "without_limit_ms"):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
@@ -194,6 +197,9 @@ class Plan:
             speedup = p.iteration_ms / self.predicted.iteration_ms
             line = f"{name:<20}{p.iteration_ms:>14.2f}{p.lower_bound_ms:>13.2f}{p.exposed_ms:>12.2f}"
             lines.append(f"{line}{p.peak_memory_gb:>9.3g}{speedup:>8.2f}x")
+        if self.chosen:
+            lines += ["", self._choice_text()]
+        lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
         if self.memory_limit_gb is not None:
             lines += ["", self._memory_text()]
         if self.costs:
@@ -215,6 +221,19 @@ class Plan:
         if _TORCH_DROPOUT & set(self.without_rule):
             lines.append("  lancet_kernels.Dropout can be partitioned: its numbers do not depend on the cut")
         return "\n".join(lines)
+
+    def _choice_text(self) -> str:
+        """Why `auto` took this strategy."""
+        limit, peak = self.memory_limit_gb, self.predicted.peak_memory_gb
+        if limit is not None and peak > limit:
+            return f"Chosen: {self.chosen}, which needs least memory; no strategy keeps to the limit."
+        faster = [
+            name
+            for name, p in self.compared.items()
+            if p.iteration_ms < self.predicted.iteration_ms and name != self.chosen
+        ]
+        why = f"; {' and '.join(faster)} would be faster, but beyond the memory limit" if faster else ""
+        return f"Chosen: {self.chosen}, the fastest prediction of all that keep to the memory limit{why}."
 
     def _memory_text(self) -> str:
         """What the memory limit costs."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import CARRIED, WHOLE, Form, Forms
-from lancet_kernels.graph.part_instruction import is_cut, part_name, reassembly
+from lancet_kernels.graph.part_instruction import is_cut, part_name, reads_whole, reassembly
 from lancet_kernels.graph.program import Instruction, Program
 
 
@@ -25,18 +25,49 @@ class PartitionRange:
     forms: Forms
 
 
-def stages(program: Program, first: int, last: int) -> list[list[int]]:
-    """Runs of consecutive computation or consecutive communication.
+@dataclass
+class Stage:
+    """Consecutive computation, or consecutive communication, that parts take in turns.
 
-    Example: compute, compute, all-to-all, compute gives three stages of 2, 1 and 1 instructions.
+    in_parts: positions that run once per part, and what they read besides. behind: positions that run once,
+    behind all parts of the stage: they read what the stage makes in parts.
     """
-    found: list[list[int]] = []
+
+    in_parts: list[int]
+    behind: list[int]
+
+
+def stages(program: Program, first: int, last: int, forms: Forms) -> list[Stage]:
+    """The stages of positions first..last.
+
+    Example: compute, compute, all-to-all, compute give three stages of 2, 1 and 1 instructions. Where parts
+    read something whole of the same stage (the sum over a batch), another stage begins.
+    """
+    found = [Stage([], [])]
+    sends: bool | None = None
+    """Of the stage so far: communication? None: nothing that is cut."""
+    partial: set[str] = set()
+    """What the stage makes in parts."""
+    late: set[str] = set()
+    """What runs behind the parts of the stage makes."""
     for i in range(first, last + 1):
-        kind = program.instructions[i].kind
-        if found and program.instructions[found[-1][0]].kind.is_communication == kind.is_communication:
-            found[-1].append(i)
-        else:
-            found.append([i])
+        instruction = program.instructions[i]
+        inputs = instruction.inputs
+        if not is_cut(instruction, forms):
+            if late.intersection(inputs) or partial.intersection(inputs):
+                found[-1].behind.append(i)
+                late.update(instruction.outputs)
+            else:
+                found[-1].in_parts.append(i)
+            continue
+        needs_whole = any(t in late or (t in partial and reads_whole(instruction, t, forms)) for t in inputs)
+        kind = instruction.kind.is_communication
+        if needs_whole or (sends is not None and sends != kind):
+            found.append(Stage([], []))
+            partial, late = set(), set()
+        sends = kind
+        found[-1].in_parts.append(i)
+        partial.update(instruction.outputs)
     return found
 
 
@@ -45,20 +76,23 @@ def pipeline_order(
 ) -> Iterator[tuple[int, int | None]]:
     """(position, part) in the order of Fig. 9: stage by stage, in each stage part by part.
 
-    The part is None for an instruction with nothing to cut; it runs once, with the first part.
+    The part is None for an instruction with nothing to cut; it runs once, with the first part, or behind all
+    parts of what it reads.
     """
-    for stage in stages(program, first, last):
+    for stage in stages(program, first, last, forms):
         for part in range(parts):
-            for i in stage:
+            for i in stage.in_parts:
                 if is_cut(program.instructions[i], forms):
                     yield i, part
                 elif part == 0:
                     yield i, None
+        for i in stage.behind:
+            yield i, None
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """How a range hands on what is needed outside.
+    """How a range hands on what is needed whole, outside or within.
 
     reassembled: cut tensors that are put together again.
     viewed: positions of views that run once more, on the whole tensor, because that costs nothing.
@@ -69,12 +103,19 @@ class Outgoing:
 
 
 def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
-    """What must be whole again behind the range. A view of a tensor is made again from the whole tensor."""
-    made = {t for i in range(first, last + 1) for t in program.instructions[i].outputs}
-    wanted = [
+    """What must be whole again. A view of a tensor is made again from the whole tensor."""
+    made = {
         t
-        for t in made
-        if forms.get(t, WHOLE) != WHOLE and (program.consumers[t][-1:] > [last] or t in program.output_set)
+        for i in range(first, last + 1)
+        for t in program.instructions[i].outputs
+        if forms.get(t, WHOLE).is_made_in_parts
+    }
+    wanted = [t for t in made if program.consumers[t][-1:] > [last] or t in program.output_set]
+    wanted += [
+        t
+        for i in range(first, last + 1)
+        for t in program.instructions[i].inputs
+        if t in made and reads_whole(program.instructions[i], t, forms)
     ]
     reassembled: set[str] = set()
     viewed: set[int] = set()
@@ -88,7 +129,7 @@ def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
         elif i not in viewed:
             viewed.add(i)
             inputs = program.instructions[i].inputs
-            wanted += [s for s in inputs if s in made and forms.get(s, WHOLE) != WHOLE]
+            wanted += [s for s in inputs if s in made]
     in_order = sorted(
         reassembled, key=lambda t: (_first_reader_outside(program, t, last), program.producer[t])
     )

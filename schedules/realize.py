@@ -40,12 +40,11 @@ def cut_ranges(
     for planned in ranges:
         first, last = positions(program, planned)
         names = tuple(i.name for i in program.instructions[first : last + 1])
-        parts = [
+        order = [
             (program.instructions[i].name, part)
             for i, part in pipeline_order(program, first, last, planned.forms, planned.parts)
-            if part is not None
         ]
-        cut_range(graph, Cut(names, planned.parts, planned.forms), parts, values)
+        cut_range(graph, Cut(names, planned.parts, planned.forms), order, values)
     if ranges:
         forward_first(graph)
 

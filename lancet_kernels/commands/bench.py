@@ -138,7 +138,7 @@ def _chosen_speed(argv: Sequence[str], options: OverlapOptions) -> float:
 def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int:
     # Here, not above: it brings the solver and torch's tracer.
     from lancet_kernels.measuring import overlap_bench as overlap
-    from lancet_kernels.schedules.strategies import PlanningOptions
+    from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
 
     rank = start_ranks("cpu", options.timeout)
     step, config, inputs = _step(options, rank)
@@ -158,12 +158,12 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
     _say(rank, f"measuring {options.rounds} rounds of {len(optimized)} strategies")
     measured = overlap.measure(optimized, inputs, options.rounds, options.warmup)
     found = (
-        overlap.report(measured, "lancet", options.link)
+        overlap.report(measured, AUTO, options.link)
         | {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in optimized.items()}}
         | _conditions(options, rank, config)
     )
     if arguments.timeline:
-        overlap.save_timeline(optimized["lancet"], inputs, arguments.timeline, rank.rank == 0)
+        overlap.save_timeline(optimized[AUTO], inputs, arguments.timeline, rank.rank == 0)
     if rank.rank == 0:
         if arguments.output:
             write_json_atomically(Path(arguments.output), found)
@@ -197,7 +197,7 @@ def _plan(module: OptimizedModule) -> dict[str, object]:
     """What was decided, in short."""
     plan = module.plan
     ranges = [{"first": r.first, "last": r.last, "parts": r.parts} for r in plan.ranges]
-    return {"method": plan.method, "ranges": ranges}
+    return {"chosen": plan.chosen or plan.strategy, "method": plan.method, "ranges": ranges}
 
 
 def _conditions(options: OverlapOptions, rank: Rank, config: ModelConfig) -> dict[str, object]:

@@ -66,7 +66,7 @@ class PlanOptions(PlanningFlags):
     memory_gb: float | None = option(
         None, "memory limit of plans (default: the memory of the GPU)", parse=positive_float
     )
-    strategy: str = option("lancet", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
+    strategy: str = option("auto", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
 
     def setting(self) -> Setting | OwnStep:
         """What is simulated. Raises: UserError for options that say nothing of a step of one's own."""
@@ -123,6 +123,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     options: PlanOptions = to_options(PlanOptions, arguments)
     start = time.perf_counter()
     found = simulate_setting(options.setting(), options.memory_gb, options.partition())
+    if options.strategy in found.impossible:
+        raise found.impossible[options.strategy]
     total = time.perf_counter() - start - found.capture_seconds
     written = _write_files(found, options.strategy, arguments)
     if arguments.json:
@@ -153,7 +155,9 @@ def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> d
         "exposed_ms": {name: p.exposed_ms for name, p in predicted.items()},
         "peak_memory_gb": {name: p.peak_memory_gb for name, p in predicted.items()},
         "fits_memory": {name: p.peak_memory_gb <= limit for name, p in predicted.items()},
-        "speedup_vs_best_baseline": baseline / predicted["lancet"].iteration_ms,
+        "speedup_vs_best_baseline": baseline / predicted[strategy].iteration_ms,
+        "chosen": plans[strategy].chosen or strategy,
+        "impossible": {name: str(error) for name, error in found.impossible.items()},
         "strategy": strategy,
         "plan_fingerprint": plans[strategy].fingerprint,
         "planning_options": dict(plans[strategy].options),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
@@ -15,6 +15,8 @@ from lancet_kernels.simulation import Setting, Simulated, simulate_setting
 Factor = Callable[[Instruction], float]
 
 BASELINES = ("none", "tutel")
+STRATEGIES = (*BASELINES, "lancet-dw", "lancet-partition", "lancet")
+"""What the paper compares."""
 
 
 def _noise(instruction: Instruction) -> float:
@@ -88,9 +90,9 @@ class Measured:
 
 def measure(setting: Setting, what_if: bool = False) -> Measured:
     """Plan and simulate one setting. `what_if`: also with costs that differ from the planned ones."""
-    found = simulate_setting(setting)
+    found = simulate_setting(setting, strategies=STRATEGIES)
     return Measured(
-        setting,
+        replace(setting),  # without the graph, which should not travel
         setting.sequences,
         setting.hardware.memory_gb,
         len(found.program),

@@ -83,7 +83,9 @@ class TrainOptions(PlanningFlags):
     seed: int = option(0, "seed of weights, data order and dropout", parse=non_negative_int)
     validation_batches: int = option(8, "number of batches for the validation loss", parse=positive_int)
     strategy: str = option(
-        "lancet", "how all-to-alls are hidden; none: they are waited for", choices=STRATEGY_NAMES
+        "auto",
+        "how all-to-alls are hidden; auto: as is predicted fastest; none: they are waited for",
+        choices=STRATEGY_NAMES,
     )
     plan: str | None = option(
         None, "use this plan, the plan.json of another run of the same step", parse=str, metavar="FILE"
@@ -98,7 +100,8 @@ class TrainOptions(PlanningFlags):
     )
     compare: int = option(
         0,
-        "at the end, compare this many blocking and planned iterations on a slow emulated link (CPU ranks)",
+        "at the end, compare this many iterations of none, lancet and the plan on a slow emulated link "
+        "(CPU ranks)",
         parse=non_negative_int,
     )
     device: str = option(
