@@ -5,9 +5,11 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory
 
 from lancet_kernels.cli import main
 from lancet_kernels.environment import as_text, environment
@@ -56,3 +58,29 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> 
         "reason": "this torch was built without gloo: one rank only",
     }
     assert "CUDA" in rows["fused, one GPU"]["reason"]
+
+
+def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a machine with two GPUs answers torch."""
+    gpu = SimpleNamespace(name="H100", major=9, minor=0, total_memory=85e9, multi_processor_count=132)
+    answers = {
+        "is_available": True,
+        "device_count": 2,
+        "get_device_properties": gpu,
+        "get_device_capability": (9, 0),
+        "can_device_access_peer": True,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed._symmetric_memory, "get_backend", lambda device: "CUDA")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    facts = environment()
+    assert facts["gpus"][1]["name"] == "H100"
+    assert facts["nvlink"].startswith("2 of 2 ordered pairs of GPUs have peer access")
+    assert facts["symmetric_memory"]["torch"] == "backend CUDA"
+    assert facts["backends"]["torch, GPUs (NCCL)"] == {"works": True, "reason": "NCCL 2.27.3"}
+    assert facts["backends"]["fused, one GPU"]["works"]
+    assert "nvshmem" in facts["backends"]["fused, several GPUs (NVSHMEM)"]["reason"].lower()
+    assert "0: H100, compute capability 9.0, 85.0 GB" in as_text(facts)
