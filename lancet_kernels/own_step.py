@@ -88,7 +88,9 @@ class OwnStep:
             raise UserError(
                 self.module,
                 got=_reason(error, Path(self.module.rpartition(":")[0])),
-                expected="no look at what is in a tensor: there is nothing in it" if reads else _RETURNS,
+                expected="a step that reads no values of tensors, which have none while planning"
+                if reads
+                else _RETURNS,
                 do="leave out what reads values; shapes are all that counts here"
                 if reads
                 else f"correct it; {make_step.__name__}() is called on rank 0 of a job that is there already",

@@ -122,7 +122,7 @@ class Planner:
         self.inference = AxisInference(program)
         self._plans: dict[str, Plan] = {}
         self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
-        self._lancets: dict[int, list[Plan]] = {}
+        self._ordered: dict[tuple[object, ...], Plan] = {}
         self._wholes: dict[int, PartitionRange | None] = {}
         self._programs: dict[tuple[tuple[str, str, int], ...], Program] = {(): program}
         self._strategies: dict[str, Callable[[], Plan]] = {
@@ -227,14 +227,12 @@ class Planner:
         return self._best(plans)
 
     def _lancet_plans(self, most_parts: int) -> list[Plan]:
-        if most_parts not in self._lancets:
-            backward = [r for r in self.expert_ranges if self._phase_of(r[0]) is Phase.BACKWARD]
-            cuts = [self._cut(backward, degree) for degree in BACKWARD_DEGREES]
-            more = [(), *(cut for cut in cuts if cut)]
-            self._lancets[most_parts] = [
-                self._scheduled((*ranges, *cut)) for ranges in self._partitions_of(most_parts) for cut in more
-            ]
-        return self._lancets[most_parts]
+        backward = [r for r in self.expert_ranges if self._phase_of(r[0]) is Phase.BACKWARD]
+        cuts = [self._cut(backward, degree) for degree in BACKWARD_DEGREES]
+        more = [(), *(cut for cut in cuts if cut)]
+        return [
+            self._scheduled((*ranges, *cut)) for ranges in self._partitions_of(most_parts) for cut in more
+        ]
 
     @cached_property
     def _copies(self) -> PartitionRange:
@@ -323,7 +321,7 @@ class Planner:
     def _partition(self, most_parts: int) -> tuple[PartitionRange, ...]:
         if most_parts not in self._partitions:
             options = replace(self.options.partition, most_parts=most_parts)
-            self._partitions[most_parts] = choose_ranges(self.program, self.cost, options).ranges
+            self._partitions[most_parts] = choose_ranges(self._pipeline_costs, options).ranges
         return self._partitions[most_parts]
 
     def _partitions_of(self, most_parts: int) -> list[tuple[PartitionRange, ...]]:
@@ -332,9 +330,7 @@ class Planner:
             return []
         if most_parts not in self._wholes:
             longest_ms = self.options.partition.longest_range_ms
-            self._wholes[most_parts] = whole_forward(
-                self.program, self.cost, self._pipeline_costs, most_parts, longest_ms
-            )
+            self._wholes[most_parts] = whole_forward(self._pipeline_costs, most_parts, longest_ms)
         whole = self._wholes[most_parts]
         return [self._partition(most_parts), *([(whole,)] if whole else [])]
 
@@ -354,7 +350,7 @@ class Planner:
 
     def _with_cut(self, ranges: tuple[PartitionRange, ...]) -> Program:
         """The program with ranges cut, each way once."""
-        key = tuple((r.first, r.last, r.parts) for r in ranges)
+        key = _names(ranges)
         if key not in self._programs:
             assert self._cut_program is not None, "ranges without a graph to cut"
             self._programs[key] = self._cut_program(ranges)
@@ -374,6 +370,9 @@ class Planner:
         return simulate(program, self.cost, blocking=frozenset(plan.blocking))
 
     def _plan(self, ranges: tuple[PartitionRange, ...], method: str, blocking: tuple[str, ...] = ()) -> Plan:
+        key = _names(ranges), method, blocking
+        if key in self._ordered:
+            return self._ordered[key]
         forward = self.program.instructions[: forward_length(self.program)]
         draft = Plan(
             program=self.program.name,
@@ -389,7 +388,8 @@ class Planner:
             costs=source_of(self.cost),
             memory_limit_gb=self.limit_gb,
         )
-        return ordered(draft, self._with_cut(ranges), self.cost)[0]
+        self._ordered[key], _ = ordered(draft, self._with_cut(ranges), self.cost)
+        return self._ordered[key]
 
     def _fits(self, plan: Plan) -> bool:
         return plan.predicted.peak_memory_gb <= self.limit_gb
@@ -405,3 +405,8 @@ class Planner:
             p.predicted.iteration_ms if p.without_limit_ms is None else p.without_limit_ms for p in plans
         )
         return replace(best, without_limit_ms=free)
+
+
+def _names(ranges: Sequence[PartitionRange]) -> tuple[tuple[str, str, int], ...]:
+    """What tells ranges of one Program apart."""
+    return tuple((r.first, r.last, r.parts) for r in ranges)

@@ -24,10 +24,17 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "beside the paper's numbers. Needs no GPU; some minutes on 2 cores.",
     )
     command.add_argument(
-        "--figures", type=_figures, default=ALL, metavar="LIST", help="some of them, as 11,13 (default: all)"
+        "--figures",
+        type=_figures,
+        default=ALL,
+        metavar="LIST",
+        help="figures to simulate, as in 11,13 (default: all)",
     )
     command.add_argument(
-        "--output-folder", default="reproduced", metavar="DIR", help="of the pictures (default: %(default)s)"
+        "--output-folder",
+        default="reproduced",
+        metavar="DIR",
+        help="folder for the pictures (default: %(default)s)",
     )
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
     command.set_defaults(run=run)

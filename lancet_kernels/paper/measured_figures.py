@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
@@ -92,7 +92,7 @@ def measure(setting: Setting, what_if: bool = False) -> Measured:
     """Plan and simulate one setting. `what_if`: also with costs that differ from the planned ones."""
     found = simulate_setting(setting, strategies=STRATEGIES)
     return Measured(
-        setting,
+        replace(setting),  # without the graph, which should not travel
         setting.sequences,
         setting.hardware.memory_gb,
         len(found.program),

@@ -217,7 +217,7 @@ def test_dynamic_program_equals_brute_force(milliseconds, overhead, longest):
     p = moe_chain(*milliseconds)
     cost = GivenCosts(overhead)
     options = PartitionOptions(most_parts=4, group_ms=1e-9, longest_range_ms=longest)
-    found = choose_ranges(p, cost, options)
+    found = choose_ranges(PipelineCosts(p, cost), options)
     groups = group_instructions(p, durations(p, cost), 1e-9)
     assert found.forward_ms == pytest.approx(brute_force(p, cost, groups, longest, 4))
     expanded = expand(p, found.ranges)
@@ -235,7 +235,7 @@ def test_dynamic_program_equals_brute_force_on_a_tiny_model(gate, batch):
     options = PartitionOptions(most_parts=4, group_ms=group_ms, longest_range_ms=1e9)
     groups = group_instructions(p, ms, group_ms)
     assert len(groups) < 16
-    found = choose_ranges(p, cost, options)
+    found = choose_ranges(PipelineCosts(p, cost), options)
     assert found.forward_ms == pytest.approx(brute_force(p, cost, groups, 1e9, 4))
     for r in found.ranges:
         gates = [
@@ -246,11 +246,15 @@ def test_dynamic_program_equals_brute_force_on_a_tiny_model(gate, batch):
 
 def test_partitioning_pays_where_the_link_is_slow():
     p = moe_chain(4, 4, 4)
-    found = choose_ranges(p, GivenCosts(0.1), PartitionOptions(group_ms=1.0, longest_range_ms=100))
+    found = choose_ranges(
+        PipelineCosts(p, GivenCosts(0.1)), PartitionOptions(group_ms=1.0, longest_range_ms=100)
+    )
     # Two parts: computation 4 x (2 + 0.1), the link hidden. Four would be 8 x (1 + 0.1) = 8.8.
     assert found.forward_ms == pytest.approx(8.4)
     assert [r.parts for r in found.ranges] == [2]
-    costly = choose_ranges(p, GivenCosts(5.0), PartitionOptions(group_ms=1.0, longest_range_ms=100))
+    costly = choose_ranges(
+        PipelineCosts(p, GivenCosts(5.0)), PartitionOptions(group_ms=1.0, longest_range_ms=100)
+    )
     assert (costly.forward_ms, costly.ranges) == (12, ())
 
 
@@ -274,5 +278,7 @@ def test_options_from_the_environment(monkeypatch):
 
 def test_most_parts_is_kept():
     p = moe_chain(8, 8, 8)
-    found = choose_ranges(p, GivenCosts(), PartitionOptions(most_parts=2, group_ms=1.0, longest_range_ms=100))
+    found = choose_ranges(
+        PipelineCosts(p, GivenCosts()), PartitionOptions(most_parts=2, group_ms=1.0, longest_range_ms=100)
+    )
     assert [r.parts for r in found.ranges] == [2]
