@@ -31,6 +31,7 @@ from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import Groups, group_size
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
+from lancet_kernels.schedules.cut import Values
 from lancet_kernels.schedules.fused import lower
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
@@ -80,6 +81,7 @@ class CapturedStep:
         self.profiler = Profiler(self.groups, self.device, times)
         self.fused: tuple[FusedGroup, ...] = ()
         self._numbers: dict[str, int] = {}
+        self._values: Values = {}
         over = gradient_groups(model, self.groups)
         named = model.named_parameters(remove_duplicate=False)
         self.gradient_groups = {name: over[parameter] for name, parameter in named}
@@ -162,7 +164,7 @@ class CapturedStep:
         """
         if measured:
             module = copy_of(graph.module)
-            cut_ranges(module.graph, graph.program, plan.ranges)
+            cut_ranges(module.graph, graph.program, plan.ranges, self._values)
             program = self.profiler.program(module, graph.inputs)
         else:
             program = graph.cutter(plan.ranges)
