@@ -245,7 +245,8 @@ def sources(held: Sequence[Tile], needed: Sequence[Tile]) -> Sources:
                 expected="tiles that one of the devices holds",
                 do="correct the dimension slice indices, or redistribute",
             )
-    return tuple(min(holders[tile], key=lambda s, d=device: s ^ d) for device, tile in enumerate(needed))
+    # The exclusive or is smallest where the leading bits agree.
+    return tuple(min(s ^ device for s in holders[tile]) ^ device for device, tile in enumerate(needed))
 
 
 def moves(source_of: Sequence[int]) -> bool:

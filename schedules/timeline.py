@@ -25,6 +25,7 @@ COLOURS = {
 _KIND_LABELS = {
     Kind.ALL_TO_ALL: "all-to-all",
     Kind.ALL_REDUCE: "all-reduce",
+    Kind.POINT_TO_POINT: "point to point",
     Kind.OTHER_COMMUNICATION: "other communication",
 }
 
