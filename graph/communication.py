@@ -182,11 +182,7 @@ def _all_reduce_ms(cluster: Cluster, gpus: int, size: float) -> float:
     Per GPU 2 (n-1)/n of the bytes pass NVLink; per node 2 (m-1)/m of the bytes pass the network cards.
     """
     local = min(gpus, cluster.gpus_per_node)
-    nodes = gpus // local
-    inside = 2 * size * (local - 1) / local / (cluster.intra_node_gb_per_s * cluster.link_efficiency * 1e9)
-    outside = 2 * size * (nodes - 1) / nodes / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)
-    latency = cluster.inter_node_latency_us if nodes > 1 else cluster.intra_node_latency_us
-    return 2 * latency * 1e-3 + (inside + outside) * 1e3
+    return grouped_all_reduce_ms(cluster, size, local, gpus // local, 1)
 
 
 def _replica_all_reduce_ms(cluster: Cluster, gpus: int, expert_ranks: int, size: float) -> float:
@@ -197,9 +193,14 @@ def _replica_all_reduce_ms(cluster: Cluster, gpus: int, expert_ranks: int, size:
     """
     node = min(gpus, cluster.gpus_per_node)
     local, nodes = max(1, node // expert_ranks), max(1, gpus // max(node, expert_ranks))
-    sums_at_once = node // local
+    return grouped_all_reduce_ms(cluster, size, local, nodes, node // local)
+
+
+def grouped_all_reduce_ms(cluster: Cluster, size: float, local: int, nodes: int, at_once: int) -> float:
+    """All-reduces among groups of `local` GPUs on each of `nodes` nodes; `at_once` of the groups share the
+    network cards of a node."""
     inside = 2 * size * (local - 1) / local / (cluster.intra_node_gb_per_s * cluster.link_efficiency * 1e9)
-    leaving = 2 * sums_at_once * size * (nodes - 1) / nodes
+    leaving = 2 * at_once * size * (nodes - 1) / nodes
     outside = leaving / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)
     latency = cluster.inter_node_latency_us if nodes > 1 else cluster.intra_node_latency_us
     return 2 * latency * 1e-3 + (inside + outside) * 1e3

@@ -20,7 +20,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from lancet_kernels.errors import UserError
@@ -106,6 +106,11 @@ def split(dimension: str) -> Primitive:
     return Primitive(dimension.upper(), 1, 0, 1, formulas)
 
 
+def replicate() -> Primitive:
+    """One bit cuts nothing: both devices compute the same (what Megatron does between its split layers)."""
+    return Primitive("1", 1, 0, 1, {phase: {} for phase in PHASES})
+
+
 def square(k: int, rows: str = "m", summed: str = "n", columns: str = "k") -> Primitive:
     """P(2^k x 2^k): 4^k devices as a square, 2^k steps, no collective and no replica (slide "Novel
     Spatial-temporal Tensor Partition Primitive").
@@ -174,7 +179,21 @@ class Partition:
 
     def tiles(self, phase: str, dimensions: Sequence[str], t: int) -> tuple[Tile, ...]:
         """Of every device."""
-        return tuple(self.tile(phase, dimensions, device, t) for device in range(self.devices))
+        if not dimensions:
+            return ((),) * self.devices
+        return tuple(zip(*(self._slices_at(phase, d, t % self.steps) for d in dimensions), strict=True))
+
+    @cached_property
+    def _known_slices(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
+        return {}
+
+    def _slices_at(self, phase: str, dimension: str, t: int) -> tuple[int, ...]:
+        """Of every device; worked out once."""
+        key = phase, dimension, t
+        if key not in self._known_slices:
+            every = (self.slice(phase, dimension, device, t) for device in range(self.devices))
+            self._known_slices[key] = tuple(every)
+        return self._known_slices[key]
 
     def __str__(self) -> str:
         """As in the slides. Example: `{N, P2x2}`."""
@@ -254,6 +273,7 @@ def moves(source_of: Sequence[int]) -> bool:
     return any(source != device for device, source in enumerate(source_of))
 
 
+@lru_cache(maxsize=100_000)
 def shifts(partition: Partition, phase: str, tensor: Operand) -> tuple[Sources, ...]:
     """Where the tiles of a tensor come from, between each step of a phase and the next."""
     tiles = [partition.tiles(phase, tensor.dimensions, t) for t in range(partition.steps)]
@@ -303,6 +323,7 @@ def summands(partition: Partition, product: Product) -> list[frozenset[Tile]]:
     return arriving
 
 
+@lru_cache(maxsize=100_000)
 def all_reduces(partition: Partition, product: Product) -> tuple[tuple[int, ...], ...]:
     """Groups of devices whose results have to be summed after the last step; none where all are complete.
 
