@@ -52,8 +52,9 @@ def candidates(operator: Operator, bits: int, node_bits: int, *, squares: bool =
         for primitive in (*alphabet, *larger):
             if used + primitive.bits > bits:
                 continue
-            swappable = before is not None and before.name in order and primitive.name in order
-            if swappable and used != node_bits and order[primitive.name] < order[before.name]:
+            # Of splits side by side in one order only; where a square or a node's border is between, in any.
+            earlier = order.get(before.name, -1) if before is not None and used != node_bits else -1
+            if order.get(primitive.name, len(order)) < earlier:
                 continue
             for rest in sequences(used + primitive.bits, primitive):
                 yield (primitive, *rest)
