@@ -120,13 +120,36 @@ def intra_cost(cluster: Cluster, operator: Operator, partition: Partition) -> Co
     """Of one operator: all its phases."""
     total = Cost(memory_bytes=_memory(operator, partition))
     for product in operator.products.values():
-        total += _phase_cost(cluster, operator, partition, product)
+        total += phase_times(cluster, operator, partition, product).cost
     if operator.has_weight:
         total += _alignment_cost(cluster, operator, partition)
     return total
 
 
-def _phase_cost(cluster: Cluster, operator: Operator, partition: Partition, product: Product) -> Cost:
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Milliseconds of one phase of an operator.
+
+    step: of the computation of each step. travelling: beside each step, the tensors whose tiles travel.
+    """
+
+    step_ms: float
+    travelling: tuple[tuple[tuple[str, float], ...], ...]
+    collective_ms: float
+
+    @property
+    def cost(self) -> Cost:
+        beside = [sum(ms for _, ms in tiles) for tiles in self.travelling]
+        return Cost(
+            compute_ms=self.step_ms * len(beside),
+            collective_ms=self.collective_ms,
+            ring_ms=sum(beside),
+            exposed_ring_ms=sum(max(0.0, ms - self.step_ms) for ms in beside),
+        )
+
+
+def phase_times(cluster: Cluster, operator: Operator, partition: Partition, product: Product) -> PhaseTimes:
+    """Of one phase under a partition."""
     tensors = (*product.operands, product.result)
     tile_bytes = [operator.bytes(t) / _parts(partition, t.dimensions) for t in tensors]
     every = dict.fromkeys(d for t in tensors for d in t.dimensions)
@@ -137,23 +160,19 @@ def _phase_cost(cluster: Cluster, operator: Operator, partition: Partition, prod
         flops, moved = flops * twice, operator.passes * twice * tile_bytes[-1]
     else:
         moved = sum(tile_bytes)
-    step_ms = roofline_ms(cluster, DTYPE, flops, moved)
-    travelling = [0.0] * partition.steps
+    travelling: list[list[tuple[str, float]]] = [[] for _ in range(partition.steps)]
     for tensor, size in zip(tensors, tile_bytes, strict=True):
         is_result = tensor is product.result
         for t, sources in enumerate(shifts(partition, product.phase, tensor)):
             # Operands of step t + 1 travel beside step t, a sum that moves on beside the step it moves to.
-            travelling[t + is_result] += shift_ms(cluster, sources, size)
+            if ms := shift_ms(cluster, sources, size):
+                travelling[t + is_result].append((tensor.name, ms))
     groups = all_reduces(partition, product) if product.summed else ()
     collective_ms = all_reduce_ms(cluster, groups, tile_bytes[-1])
     if operator.normalized:
         collective_ms += _statistics_ms(cluster, operator, partition, product)
-    return Cost(
-        compute_ms=step_ms * partition.steps,
-        collective_ms=collective_ms,
-        ring_ms=sum(travelling),
-        exposed_ring_ms=sum(max(0.0, ms - step_ms) for ms in travelling),
-    )
+    step_ms = roofline_ms(cluster, DTYPE, flops, moved)
+    return PhaseTimes(step_ms, tuple(map(tuple, travelling)), collective_ms)
 
 
 def _statistics_ms(cluster: Cluster, operator: Operator, partition: Partition, product: Product) -> float:
@@ -210,7 +229,7 @@ def inter_cost(
 
     Dimensions correspond by position.
     """
-    return float(edge_costs(cluster, producer, [before], consumer, [after])[0, 0])
+    return sum(redistribution_times(cluster, producer, before, consumer, after))
 
 
 def edge_costs(
@@ -221,6 +240,25 @@ def edge_costs(
     afters: Sequence[Partition],
 ) -> np.ndarray:
     """`inter_cost` of every partition of the producer with every one of the consumer: [befores, afters]."""
+    forward, backward = _redistributions(cluster, producer, befores, consumer, afters)
+    return forward + backward
+
+
+def redistribution_times(
+    cluster: Cluster, producer: Operator, before: Partition, consumer: Operator, after: Partition
+) -> tuple[float, float]:
+    """Milliseconds of the forward's and the backward's redistribution on one edge."""
+    forward, backward = _redistributions(cluster, producer, [before], consumer, [after])
+    return float(forward[0, 0]), float(backward[0, 0])
+
+
+def _redistributions(
+    cluster: Cluster,
+    producer: Operator,
+    befores: Sequence[Partition],
+    consumer: Operator,
+    afters: Sequence[Partition],
+) -> tuple[np.ndarray, np.ndarray]:
     result, operand = producer.result, consumer.products[FORWARD].operands[0]
     gradient, wanted = consumer.products[BACKWARD].result, producer.products[BACKWARD].operands[0]
     size = producer.bytes(result)
@@ -236,7 +274,7 @@ def edge_costs(
         [boxes(p, BACKWARD, wanted.dimensions, 0) for p in befores],
         size,
     )
-    return forward + backward.T
+    return forward, backward.T
 
 
 def _between(cluster: Cluster, held: list[Boxes], needed: list[Boxes], size: float) -> np.ndarray:

@@ -20,6 +20,7 @@ COLOURS = {
     "optimizer": "#9d9d9d",
     "all-to-all": "#e45756",
     "all-reduce": "#f2b25c",
+    "point to point": "#eeca3b",
     "other communication": "#b279a2",
 }
 _KIND_LABELS = {

@@ -20,7 +20,9 @@ from lancet_kernels.graph.slices import (
     square,
 )
 from lancet_kernels.schedules.partition_costs import Cost, inter_cost, intra_cost, linear, pointwise
+from lancet_kernels.schedules.partition_program import partition_program
 from lancet_kernels.schedules.segments import Problem, candidates, cuts, solution_of, solve
+from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.transformer_blocks import (
     EDGES,
     BlockSizes,
@@ -230,3 +232,20 @@ def test_one_line_for_bad_input() -> None:
         solve(Problem.over(P3DN, operators[:4], EDGES[:3], 4), layers=2)
     with pytest.raises(UserError, match="data-parallel devices"):
         megatron(operators, 4, 0)
+
+
+@pytest.mark.parametrize("devices", few_of([4, 8], 1))
+def test_the_clock_says_what_the_cost_model_says(devices: int) -> None:
+    """A block as a Program, simulated: rings are hidden as far as the cost model takes them for hidden."""
+    p = problem(FOUR_A_NODE, SIZES, 8, 512, devices)
+    rng = np.random.default_rng(0)
+    for partitions in (
+        solve(p).partitions,
+        megatron(p.operators, 1, devices.bit_length() - 2),
+        *([c[rng.integers(len(c))] for c in p.choices] for _ in range(3)),
+    ):
+        program = partition_program(p, partitions)
+        timeline = simulate(program, lambda i, _: i.milliseconds)
+        solution = fixed(p, partitions)
+        assert timeline.iteration_ms == pytest.approx(solution.ms, rel=1e-9)
+        assert timeline.exposed_ms == pytest.approx(solution.ms - solution.intra.compute_ms, rel=1e-9)
