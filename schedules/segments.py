@@ -128,7 +128,16 @@ class Problem:
 
     def restricted(self, choices: Mapping[str, Sequence[Partition]]) -> Problem:
         """The same with other partitions to choose from, by name of the operator."""
-        return replace(self, choices=tuple(tuple(choices[o.name]) for o in self.operators))
+        fewer = replace(self, choices=tuple(tuple(choices[o.name]) for o in self.operators))
+        places = [{p: n for n, p in enumerate(every)} for every in self.choices]
+        own = list(zip(fewer.choices, places, strict=True))
+        if all(p in place for chosen, place in own for p in chosen):
+            # What is known of all holds of some of them.
+            of = [[place[p] for p in chosen] for chosen, place in own]
+            known = fewer.__dict__
+            known["costs"] = [[costs[n] for n in ns] for costs, ns in zip(self.costs, of, strict=True)]
+            known["edge_ms"] = {(i, j): ms[np.ix_(of[i], of[j])] for (i, j), ms in self.edge_ms.items()}
+        return fewer
 
 
 @dataclass(frozen=True)
@@ -268,17 +277,30 @@ def _segment_table(problem: Problem, nodes: list[np.ndarray], a: int, b: int) ->
     steps: list[tuple[list[int], int, np.ndarray]] = []
     for j in range(a + 1, b + 1):
         live.append(j)
-        cost = cost[..., None] + nodes[j]
-        for (i, consumer), ms in edges.items():
-            if consumer == j:
-                shape = [1] * len(live)
-                shape[live.index(i)], shape[-1] = ms.shape
-                cost = cost + ms.reshape(shape)
-        for i in [n for n in live if n not in (a, j) and all(c <= j for p, c in edges if p == n)]:
-            axis = live.index(i)
-            steps.append(([n for n in live if n != i], i, cost.argmin(axis=axis)))
-            cost = cost.min(axis=axis)
+        done = [n for n in live if n not in (a, j) and all(c <= j for p, c in edges if p == n)]
+        into = {i: ms for (i, consumer), ms in edges.items() if consumer == j}
+        # Row by row of the first operator: a table over all live ones would be large.
+        rows, bests = [], []
+        for first, row in enumerate(cost):
+            row = row[..., None] + nodes[j]
+            for i, ms in into.items():
+                shape = [1] * row.ndim
+                shape[-1] = ms.shape[1]
+                if i != a:
+                    shape[live.index(i) - 1] = ms.shape[0]
+                row = row + (ms[first] if i == a else ms).reshape(shape)
+            rest, best = live[1:], []
+            for i in done:
+                axis = rest.index(i)
+                best.append(row.argmin(axis=axis))
+                row = row.min(axis=axis)
+                rest = [n for n in rest if n != i]
+            rows.append(row)
+            bests.append(best)
+        cost = np.stack(rows)
+        for n, i in enumerate(done):
             live.remove(i)
+            steps.append((list(live), i, np.stack([best[n] for best in bests])))
 
     def between(first: int, last: int) -> list[int]:
         chosen = {a: first, b: last}
