@@ -16,9 +16,10 @@ the fastest that fits; if that is nothing, what needs least memory does not fit 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -28,8 +29,8 @@ from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.slices import Partition, Primitive, replicate, split, square
 from lancet_kernels.schedules.partition_costs import Cost, Operator, edge_costs, intra_cost
 
-PRICES = 40
-"""How often the price of memory is halved or doubled at the most."""
+PRICES = 24
+"""How many prices of memory are tried at the most."""
 
 
 def candidates(operator: Operator, bits: int, node_bits: int, *, squares: bool = True) -> list[Partition]:
@@ -39,11 +40,20 @@ def candidates(operator: Operator, bits: int, node_bits: int, *, squares: bool =
         others across that border, where they cost something else.
     A dimension has at least one element in each slice. Without a weight, a bit may also replicate.
     """
-    alphabet = [split(d) for d in operator.splits]
-    if not operator.has_weight:
+    every = _sequences(operator.splits, operator.has_weight, bits, node_bits, squares)
+    return [p for p in every if all(p.slices(d) <= n for d, n in operator.sizes.items())]
+
+
+@cache
+def _sequences(
+    splits: str, has_weight: bool, bits: int, node_bits: int, squares: bool
+) -> tuple[Partition, ...]:
+    """Of primitives. The same objects for models of all sizes: what follows from one is worked out once."""
+    alphabet = [split(d) for d in splits]
+    if not has_weight:
         alphabet.append(replicate())
     order = {p.name: n for n, p in enumerate(alphabet)}
-    larger = [square(k) for k in range(1, bits // 2 + 1)] if squares and operator.has_weight else []
+    larger = [square(k) for k in range(1, bits // 2 + 1)] if squares and has_weight else []
 
     def sequences(used: int, before: Primitive | None) -> Iterator[tuple[Primitive, ...]]:
         if used == bits:
@@ -59,8 +69,7 @@ def candidates(operator: Operator, bits: int, node_bits: int, *, squares: bool =
             for rest in sequences(used + primitive.bits, primitive):
                 yield (primitive, *rest)
 
-    every = map(Partition, sequences(0, None))
-    return [p for p in every if all(p.slices(d) <= n for d, n in operator.sizes.items())]
+    return tuple(map(Partition, sequences(0, None)))
 
 
 @dataclass(frozen=True)
@@ -100,12 +109,7 @@ class Problem:
                 do="use 2^n devices",
             )
         node_bits = bits - (node.bit_length() - 1)
-        # One object for equal partitions: what follows from it is worked out once.
-        same: dict[Partition, Partition] = {}
-        choices = tuple(
-            tuple(same.setdefault(p, p) for p in candidates(o, bits, node_bits, squares=squares))
-            for o in operators
-        )
+        choices = tuple(tuple(candidates(o, bits, node_bits, squares=squares)) for o in operators)
         return cls(cluster, tuple(operators), tuple(edges), choices)
 
     @cached_property
@@ -199,13 +203,13 @@ def solve(problem: Problem, layers: int = 1, memory_limit: float | None = None) 
         )
     low = 0.0
     for _ in range(PRICES):
-        price = (low + high) / 2 if low else high / 16
+        price = math.sqrt(low * high) if low else high / 16
         solution = _solve_at(problem, layers, price)
         if solution.memory_bytes <= memory_limit:
             fits, high = min(fits, solution, key=lambda s: s.ms), price
         else:
             low = price
-        if low and high / low < 1 + 1e-6:
+        if low and high / low < 1.001:
             break
     return fits
 
