@@ -42,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.from_fx import forward_nodes
+from lancet_kernels.graph.from_fx import forward_first
 from lancet_kernels.graph.garbage import without_garbage_collection
 from lancet_kernels.graph.program import Phase
 from lancet_kernels.graph.run import GraphRunner, Recorder
@@ -167,10 +167,17 @@ def capture(
 
 def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
     """The same graph once more, with the names and `meta` of its nodes."""
+    return fx.GraphModule(joint, copy_of_graph(joint))
+
+
+def copy_of_graph(joint: fx.GraphModule) -> fx.Graph:
+    """The same, to be looked at and not to be run."""
     with warnings.catch_warnings():
         # torch's own, at the copy of a description of its own: nothing that a user could change.
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-        return fx.GraphModule(joint, copy.deepcopy(joint.graph))
+        graph = copy.deepcopy(joint.graph)
+    graph.owning_module = joint
+    return graph
 
 
 def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
@@ -203,14 +210,7 @@ def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the
     nodes on each side."""
-    forward = forward_nodes(list(joint.graph.nodes))
-    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
-    first_backward = next((node for node in nodes if node not in forward), None)
-    if first_backward is not None:
-        for node in nodes[nodes.index(first_backward) :]:
-            if node in forward:
-                # Only the backward reads it, but it needs no tangent: the transpose of a weight.
-                first_backward.prepend(node)
+    forward = forward_first(joint.graph)
     for node in joint.graph.nodes:
         if node.op == "call_function":
             # What torch's partitioner goes by: where the last forward node stands.

@@ -157,6 +157,92 @@ def _attention(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -
     return _equation(operands, results)
 
 
+def _attention_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """Gradient of the result, query, key, value, what the forward left (and a mask) -> their gradients.
+
+    Told apart by shape: what has four dimensions has batch and heads in front, as has a logsumexp with three.
+    A mask's gradient is none that parts could have. Never with dropout, as in the forward.
+    """
+    whole = [s for s in inputs if len(s) == 4]
+    if attributes.get("dropout_p") or len(whole) < 3 or any(len(s) != 4 for s in outputs) or len(outputs) > 3:
+        return None
+    batch, most_heads = whole[0][0], max(s[1] for s in whole)
+    same_heads = all(s[1] in (1, most_heads) for s in whole)
+    heads = ["h" if same_heads else "h!" if n == 0 else "g!" for n in range(2)]
+
+    def operand(shape: Shape) -> list[str]:
+        leads = len(shape) >= 3 and shape[0] in (1, batch)
+        if len(shape) == 4 and leads:
+            return ["b", heads[shape[1] != most_heads], "x!", "y!"]
+        if len(shape) == 3 and leads and shape[:2] == (batch, whole[0][1]):
+            return ["b", heads[shape[1] != most_heads], "l!"]
+        return ["m!"] * len(shape)
+
+    return _equation([operand(s) for s in inputs], [operand(s) for s in outputs])
+
+
+def _norm_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
+    """Gradient of the result, input, statistics, weight and bias -> gradients of the input, and of weight and
+    bias, to which every slice of the input adds. Told apart by shape: gradients that nobody asked for are
+    missing. Along the first dimension only: torch takes the statistics to lie without gaps."""
+    shape, normalized = inputs[0], len(attributes.get("normalized_shape", "D"))
+    free = len(shape) - normalized
+    names = [f"x{n}" + ("+" if n == 0 < free else "!") for n in range(len(shape))]
+
+    def operand(of: Shape) -> list[str]:
+        if len(of) == len(shape):
+            return [name if size == full else "1" for name, size, full in zip(names, of, shape, strict=True)]
+        return names[free:] if of == shape[free:] else [f"y{n}!" for n in range(len(of))]
+
+    return _equation([operand(s) for s in inputs], [operand(s) for s in outputs])
+
+
+def _nll_loss(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """log p[T, V] (or [B, V, ...]), target[T] (, weight[V]) -> loss, total weight. Losses of parts add up, as
+    do weights; with `reduction` 0 there is a loss for each target and no total weight."""
+    if len(inputs[0]) < 2:
+        return None
+    mark = "+" if attributes.get("reduction", 1) else ""
+    target = [f"t{n}{mark if n == 0 else '!'}" for n in range(len(inputs[1]))]
+    weight = [["v!"]] * (len(inputs) - 2)
+    results = [["*"]] if not mark else [[]]
+    return _equation(
+        [[target[0], "v!", *target[1:]], target, *weight], [target if not mark else [], *results]
+    )
+
+
+def _nll_loss_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """Gradient of the loss, log p, target (, weight), total weight of the whole -> gradient of log p."""
+    if len(inputs[1]) < 2:
+        return None
+    target = [f"t{n}" + ("!" if n else "") for n in range(len(inputs[2]))]
+    gradient = target if inputs[0] else []
+    weight = [["v!"]] * (len(inputs) - 4)
+    scores = [target[0], "v!", *target[1:]]
+    return _equation([gradient, scores, target, *weight, []], [scores])
+
+
+def _embedding_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """gradient[..., D], index[...] -> gradient of the table[V, D]: every index adds to it.
+
+    Not where gradients are divided by how often an index appears: parts know their own only.
+    """
+    if attributes.get("scale_grad_by_freq") or len(inputs) != 2:
+        return None
+    index = [f"x{n}+" for n in range(len(inputs[1]))]
+    return _equation([[*index, "d"], index], [["v!", "d"]])
+
+
+def _put_back(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """The gradient of a slice, or of one index, of a dimension: among zeros."""
+    rank = len(outputs[0])
+    if "dim" not in attributes or len(inputs) != 1:
+        return None
+    dim = attributes["dim"] % rank
+    names = [f"x{n}" + ("!" if n == dim else "") for n in range(rank)]
+    return _equation([names if len(inputs[0]) == rank else names[:dim] + names[dim + 1 :]], [names])
+
+
 def _equation(inputs: list[list[str]], outputs: list[list[str]]) -> str:
     left, right = (", ".join(" ".join(names) or "-" for names in side) for side in (inputs, outputs))
     return f"{left} -> {right}"
@@ -174,6 +260,12 @@ DERIVED: dict[str, Derivation] = {
     "last_two": _last_two,
     "repeat": _repeat,
     "pad": _pad,
+    "attention_backward": _attention_backward,
+    "norm_backward": _norm_backward,
+    "nll_loss": _nll_loss,
+    "nll_loss_backward": _nll_loss_backward,
+    "embedding_backward": _embedding_backward,
+    "put_back": _put_back,
     "sum": _reduce("+"),
     "reduce": _reduce("!"),
     "norm": _norm,

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,9 +22,6 @@ from torch.utils.flop_counter import flop_registry
 
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.ops.gates import parse_gate
-
-NodeCost = Callable[[fx.Node], float | None]
-"""Milliseconds of a node; None leaves it to the cost model."""
 
 _KINDS = {
     "lancet.all_to_all": Kind.ALL_TO_ALL,
@@ -59,19 +57,34 @@ _HARDLY_READ = {
 """Argument of which an element or a row for each of the others' elements is read, or its shape alone."""
 
 
-def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: str = "graph") -> Program:
+def program_from_fx(module: fx.GraphModule, name: str = "graph") -> Program:
+    """The Program of a module's graph, as of `program_from_graph`."""
+    return program_from_graph(module.graph, name)
+
+
+def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program | None = None) -> Program:
     """The Program of an fx graph whose nodes carry `meta["val"]` (as every traced graph's do).
 
-    A placeholder without one is no tensor; an attribute without one has the module's value.
+    A placeholder without one is no tensor; an attribute without one has the module's value. A node's meta may
+    also have its "milliseconds", its "group", and "parts": how many there are of a part of an instruction.
 
-    Args: cost: milliseconds of a node; None leaves the times to a cost model.
+    Args: unchanged: the Program of the graph before some of its nodes were replaced by others; instructions
+        that are still there are taken from it, with their times.
     Instructions are named like their nodes; tensors too, element i of a tuple as `node.i`.
     """
-    nodes = list(module.graph.nodes)
+    nodes = list(graph.nodes)
     forward = forward_nodes(nodes)
     tensors: dict[str, TensorSpec] = {}
     instructions, inputs, parameters = [], [], []
     for node in nodes:
+        if unchanged is not None and node.name in unchanged.index:
+            instruction = unchanged.instructions[unchanged.index[node.name]]
+            tensors.update((t, unchanged.tensors[t]) for t in instruction.outputs)
+            # What the last part hands out goes by the part's name.
+            read = tuple(dict.fromkeys(_tensor_names(node.all_input_nodes)))
+            same = read == instruction.inputs
+            instructions.append(instruction if same else replace(instruction, inputs=read))
+            continue
         if node.op in ("placeholder", "get_attr"):
             for spec in _specs(node):
                 tensors[spec.name] = spec
@@ -84,7 +97,7 @@ def program_from_fx(module: fx.GraphModule, cost: NodeCost | None = None, name: 
             outputs = _specs(node)
             tensors.update((spec.name, spec) for spec in outputs)
             phase = Phase.FORWARD if node in forward else Phase.BACKWARD
-            instructions.append(_instruction(node, outputs, phase, cost))
+            instructions.append(_instruction(node, outputs, phase))
     if any(GENERATOR in i.mutates for i in instructions):
         tensors[GENERATOR] = TensorSpec(GENERATOR, (), "int64", bytes=0)
         inputs.append(GENERATOR)
@@ -180,14 +193,23 @@ def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
     return {node for node in nodes if node not in behind}
 
 
-def _instruction(
-    node: fx.Node, outputs: list[TensorSpec], phase: Phase, cost: NodeCost | None
-) -> Instruction:
+def forward_first(graph: fx.Graph) -> set[fx.Node]:
+    """Move nodes that need no tangent in front of the first that does, also what only the backward reads: the
+    transpose of a weight, the slots of a part. -> the nodes of the forward."""
+    forward = forward_nodes(list(graph.nodes))
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    first = next((i for i, node in enumerate(nodes) if node not in forward), len(nodes))
+    for node in nodes[first:]:
+        if node in forward:
+            nodes[first].prepend(node)
+    return forward
+
+
+def _instruction(node: fx.Node, outputs: list[TensorSpec], phase: Phase) -> Instruction:
     op = op_name(node)
     attributes = _attributes(node)
-    if "group" in node.meta:
-        # Its collectives have costs of their own (`graph.communication`).
-        attributes["group"] = node.meta["group"]
+    # Collectives of a group have costs of their own (`graph.communication`).
+    attributes |= {key: node.meta[key] for key in ("group", "parts") if key in node.meta}
     if op in _COLLECTIVES:
         attributes["collective"] = _COLLECTIVES[op]
     if op == "lancet.gate":
@@ -202,7 +224,7 @@ def _instruction(
         phase=phase,
         flops=_flops(node, op),
         bytes=_bytes(node, op, outputs),
-        milliseconds=None if cost is None else cost(node),
+        milliseconds=node.meta.get("milliseconds"),
         mutates=_mutated(node),
         attributes=attributes,
     )

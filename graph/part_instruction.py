@@ -10,7 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, Forms, any_split
+from lancet_kernels.graph.forms import (
+    CARRIED,
+    IRREGULAR,
+    PARTIAL,
+    WHOLE,
+    WINDOW,
+    Form,
+    Forms,
+    any_made_in_parts,
+)
 from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
 from lancet_kernels.graph.rules import rule_for
 
@@ -21,8 +30,15 @@ def part_name(name: str, part: int) -> str:
 
 
 def is_cut(instruction: Instruction, forms: Forms) -> bool:
-    """Does the instruction run part by part? One with all operands whole runs once."""
-    return any_split(forms, (*instruction.inputs, *instruction.outputs))
+    """Does the instruction run part by part? One whose results are whole runs once, on whole operands."""
+    return any_made_in_parts(forms, instruction.outputs)
+
+
+def reads_whole(instruction: Instruction, tensor: str, forms: Forms) -> bool:
+    """Does the instruction read all of a tensor that is made part by part? Sums are read when they are
+    complete."""
+    form = forms.get(tensor, WHOLE)
+    return form == PARTIAL or (form.is_made_in_parts and not is_cut(instruction, forms))
 
 
 def part_tensor(
@@ -61,7 +77,10 @@ def part_instruction(
     """
     rule = rule_for(instruction)
     rows = rule.row_dimensions(instruction, tensors) if rule else {}
-    operands = {t: forms.get(t, WHOLE) for t in (*instruction.inputs, *instruction.outputs)}
+    operands = {
+        t: WHOLE if forms.get(t) == PARTIAL else forms.get(t, WHOLE).of_reader for t in instruction.inputs
+    }
+    operands |= {t: forms.get(t, WHOLE) for t in instruction.outputs}
     specs = {
         t: tensors[t] if form == WHOLE else part_tensor(tensors[t], form, part, parts, rows.get(t))
         for t, form in operands.items()

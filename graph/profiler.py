@@ -70,7 +70,7 @@ class Profiler:
         """
         program = program_from_fx(module)
         # Fused launches say themselves what they take: alone, without peers at work, they cannot be timed.
-        given = {n.name: n.meta["milliseconds"] for n in module.graph.nodes if "milliseconds" in n.meta}
+        given = {i.name: i.milliseconds for i in program.instructions if i.milliseconds is not None}
         keys = {i.name: self._key(i, program) for i in program.instructions if i.name not in given}
         wanted = {*keys.values(), *(_bytes_key(keys[i.name]) for i in _all_to_alls(program))}
         known = self._from_first({key: self.times.get(key) for key in sorted(wanted)})

@@ -33,8 +33,8 @@ class Rule:
 
     equations: alternatives, told apart by how many operands they have; the first that fits is taken.
     derived: instead, the name of a function in `DERIVED` that writes the equation from shapes and attributes.
-    irregular: per operand `~` (irregular), `^` (carried), `.` (whole) or a dimension name, for cuts
-    behind the gate. in_experts: the op belongs to the all-to-alls and experts, where the rows may be cut.
+    irregular: per operand `~` (irregular), `^` (carried), `.` (whole), `+` (partial) or a dimension name,
+    for cuts behind the gate. in_experts: the op belongs to all-to-alls and experts, where rows may be cut.
     carries: (output, argument): each part hands the output on to the next one, as its argument there.
 
     Positions of arguments, as the op declares them, that are others in a part:
@@ -45,6 +45,9 @@ class Rule:
     to_experts_argument: do rows travel to the experts, and so lie by expert?
     is_count: results count rows: those of parts add up.
     routing: "counts" or "rows": parts have counts and rows of their own, by the slots of theirs alone.
+    reduction_argument: 1 there asks for a mean. Parts are asked for sums (2): the whole is the sum of these,
+    divided by output 1.
+    averages: the result of a part counts by its share of the whole's elements.
     """
 
     equations: tuple[str, ...] = ()
@@ -59,6 +62,8 @@ class Rule:
     to_experts_argument: int | None = None
     is_count: bool = False
     routing: str | None = None
+    reduction_argument: int | None = None
+    averages: bool = False
 
     def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
         """The parsed equation of this instruction, None when none of the rule's fits its operands."""
@@ -77,11 +82,12 @@ class Rule:
         return None
 
     def assignments(
-        self, instruction: Instruction, tensors: Tensors, *, only_experts: bool
+        self, instruction: Instruction, tensors: Tensors, *, only_experts: bool, contractions: bool = False
     ) -> list[tuple[Form, ...]]:
         """Every way to cut the instruction: the form of each input and output.
 
-        `only_experts` says that the range holds nothing but all-to-alls and experts.
+        `only_experts` says that the range holds nothing but all-to-alls and experts; `contractions` that
+        partial sums of contractions are wanted, too.
 
         Example: `aten.mm` gives (cut 0, whole, cut 0) and (whole, cut 1, cut 1): rows of the first operand,
         or columns of the second.
@@ -97,11 +103,16 @@ class Rule:
             names: list[str] = []
         else:
             names = equation.cuttable
+            if contractions:
+                names = list(dict.fromkeys([*names, *sorted(equation.contractions)]))
         for name in names:
-            sources = [self._form(tensors[t].shape, names, name) for t, names in operands]
-            targets = [self._form(tensors[t].shape, names, name) for t, names in results]
-            if name in equation.summed:
-                targets = [PARTIAL] * len(targets)
+            sources = [self._form(tensors[t].shape, dims, name) for t, dims in operands]
+            targets = [self._form(tensors[t].shape, dims, name) for t, dims in results]
+            if name in equation.summed | equation.contractions:
+                targets = [
+                    form if name in dims else PARTIAL
+                    for form, (_, dims) in zip(targets, results, strict=True)
+                ]
             for target in (*(output for output, _ in self.carries), *equation.any_part):
                 targets[target] = CARRIED
             if any(form != WHOLE for form in sources) and WHOLE not in targets:
@@ -130,7 +141,7 @@ class Rule:
         for text in self.irregular:
             marks = text.replace("->", ",").split(",")
             if len(marks) == len(operands):
-                codes = {"~": IRREGULAR, ".": WHOLE, "^": CARRIED}
+                codes = {"~": IRREGULAR, ".": WHOLE, "^": CARRIED, "+": PARTIAL}
                 pairs = zip(marks, operands, strict=True)
                 found.append(
                     tuple(
@@ -179,15 +190,19 @@ _ELEMENTWISE = """add sub rsub mul div neg pow sqrt rsqrt reciprocal square exp 
     abs sign round floor ceil trunc remainder fmod addcmul addcdiv lerp where masked_fill
     maximum minimum clamp clamp_min clamp_max eq ne lt le gt ge isnan isinf
     logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not
-    zeros_like ones_like full_like _to_copy clone copy detach alias lift_fresh_copy""".split()
+    zeros_like ones_like full_like _to_copy clone copy detach alias lift_fresh_copy
+    gelu_backward silu_backward threshold_backward sigmoid_backward tanh_backward leaky_relu_backward
+    log_sigmoid_backward elu_backward hardtanh_backward hardswish_backward softplus_backward""".split()
 _VIEWS = "unsqueeze flatten".split()
 _SHAPED = {"expand": "elementwise", "view": "view", "reshape": "view", "_unsafe_view": "view"}
 _ALONG = """_softmax softmax _log_softmax log_softmax cat split split_with_sizes slice select chunk unbind
-    cumsum""".split()
-_REDUCED = "mean logsumexp amax amin all any argmax argmin var_mean var std prod".split()
+    cumsum _softmax_backward_data _log_softmax_backward_data""".split()
+_REDUCED = "logsumexp amax amin all any argmax argmin var_mean var std prod".split()
 _ATTENTION = """scaled_dot_product_attention _scaled_dot_product_flash_attention
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_efficient_attention
     _scaled_dot_product_cudnn_attention""".split()
+_LOSSES = "nll_loss_forward nll_loss2d_forward".split()
+_LOSSES_BACKWARD = "nll_loss_backward nll_loss2d_backward".split()
 
 RULES: dict[str, Rule] = {
     **{f"aten.{op}": Rule(derived="elementwise") for op in _ELEMENTWISE},
@@ -199,7 +214,20 @@ RULES: dict[str, Rule] = {
     **{f"aten.{op}": Rule(derived="last_two") for op in ("tril", "triu")},
     **{f"aten.{op}": Rule(derived="norm") for op in ("native_layer_norm", "layer_norm", "rms_norm")},
     **{f"aten.{op}": Rule(derived="attention") for op in _ATTENTION},
+    **{f"aten.{op}_backward": Rule(derived="attention_backward") for op in _ATTENTION[1:]},
+    **{f"aten.{op}": Rule(derived="nll_loss", reduction_argument=3) for op in _LOSSES},
+    **{f"aten.{op}": Rule(derived="nll_loss_backward") for op in _LOSSES_BACKWARD},
+    **{
+        f"aten.{op}": Rule(derived="norm_backward")
+        for op in ("native_layer_norm_backward", "_fused_rms_norm_backward")
+    },
+    **{
+        f"aten.{op}": Rule(derived="put_back", shape_argument=1)
+        for op in ("slice_backward", "select_backward")
+    },
+    "aten.embedding_dense_backward": Rule(derived="embedding_backward"),
     "aten.sum": Rule(derived="sum"),
+    "aten.mean": Rule(derived="sum", averages=True),
     "aten.squeeze": Rule(derived="squeeze"),
     "aten.unflatten": Rule(derived="unflatten"),
     "aten.stack": Rule(derived="stack"),
@@ -209,10 +237,11 @@ RULES: dict[str, Rule] = {
     "aten._fused_rms_norm": Rule(derived="norm"),
     "aten.mm": Rule(("t d, d f -> t f",)),
     "aten.mv": Rule(("t d, d -> t",)),
-    "aten.addmm": Rule(("f, t d, d f -> t f", "t f, t d, d f -> t f")),
+    # What is added must be added once: no partial sums.
+    "aten.addmm": Rule(("f, t d!, d! f -> t f", "t f, t d!, d! f -> t f")),
     "aten.bmm": Rule(("b t d, b d f -> b t f",)),
-    "aten.baddbmm": Rule(("b t f, b t d, b d f -> b t f",)),
-    "aten.linear": Rule(("... d, f d -> ... f", "... d, f d, f -> ... f")),
+    "aten.baddbmm": Rule(("b t f, b t d!, b d! f -> b t f",)),
+    "aten.linear": Rule(("... d, f d -> ... f", "... d!, f d!, f -> ... f")),
     "aten.embedding": Rule(("v! d, ... -> ... d",)),
     # x[..., D], token index[...], feature index[D], step -> y[..., D]
     "lancet.dropout": Rule(("... d, ..., d, - -> ... d",)),
@@ -266,14 +295,30 @@ RULES: dict[str, Rule] = {
         count_arguments=(1,),
     ),
     # Backward of the experts: dy, counts, weight -> dx;  x, dy, counts -> dweight;  da, h, counts -> dh
-    "lancet.grouped_gemm_dx": Rule(("r f, w! e!, e! d! f -> r d!",), in_experts=True, count_arguments=(1,)),
+    "lancet.grouped_gemm_dx": Rule(
+        ("r f, w! e!, e! d! f -> r d!",), irregular=("~, ~, . -> ~",), in_experts=True, count_arguments=(1,)
+    ),
     "lancet.grouped_gemm_dw": Rule(
-        ("r+ d!, r+ f!, w! e! -> e! d! f!",), in_experts=True, count_arguments=(2,)
+        ("r+ d!, r+ f!, w! e! -> e! d! f!",),
+        irregular=("~, ~, ~ -> +",),
+        in_experts=True,
+        count_arguments=(2,),
     ),
-    "lancet.grouped_gemm_dbias": Rule(("r+ f!, w! e! -> e! f!",), in_experts=True, count_arguments=(1,)),
+    "lancet.grouped_gemm_dbias": Rule(
+        ("r+ f!, w! e! -> e! f!",), irregular=("~, ~ -> +",), in_experts=True, count_arguments=(1,)
+    ),
     "lancet.expert_activation_backward": Rule(
-        ("r f!, r g!, w! e! -> r g!",), in_experts=True, count_arguments=(2,)
+        ("r f!, r g!, w! e! -> r g!",),
+        irregular=("~, ~, ~ -> ~",),
+        in_experts=True,
+        count_arguments=(2,),
     ),
-    # y[S, D], row[T, K], weight[T, K] -> out[T, D]
-    "lancet.combine": Rule(("r! d!, t k!, t k! -> t! d!",), irregular=("~, t, t -> t",)),
+    # y[S, D], row[T, K] (, weight[T, K]) -> out[T, D]
+    "lancet.combine": Rule(
+        ("r! d!, t! k! -> t! d!", "r! d!, t k!, t k! -> t! d!"), irregular=("~, t -> t", "~, t, t -> t")
+    ),
+    # Backward of combine's and dispatch's weights: x[T, D], y[S, D], row[T, K] -> dweight[T, K]
+    "lancet.combine_dweight": Rule(("t! d!, r! d!, t! k! -> t! k!",), irregular=("t, ~, t -> t",)),
+    # dweight[T, K], logits[T, E], expert[T, K] -> dlogits[T, E]
+    "lancet.gate_backward": Rule(("t k!, t e!, t k! -> t e!",)),
 }

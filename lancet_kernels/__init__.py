@@ -21,6 +21,7 @@ _HOMES = {
     "export_state_dict": "lancet_kernels.conversion.export",
     "load_safetensors": "lancet_kernels.conversion.load",
     "optimize": "lancet_kernels.optimization",
+    "prepare_data_parallel": "lancet_kernels.training.data_parallel",
 }
 
 
@@ -57,6 +58,7 @@ __all__ = [
     "moe_layers",
     "moe_losses",
     "optimize",
+    "prepare_data_parallel",
     "set_gradient_group",
     "set_routing_step",
 ]

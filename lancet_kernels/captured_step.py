@@ -4,6 +4,7 @@ Program, and what its instructions cost."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,12 +31,14 @@ from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import Groups, group_size
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
+from lancet_kernels.schedules.cut import Values
 from lancet_kernels.schedules.fused import lower
 from lancet_kernels.schedules.fused_layers import MatchedLayer
-from lancet_kernels.schedules.plan import FusedGroup, Plan
-from lancet_kernels.schedules.realize import realize
+from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
+from lancet_kernels.schedules.realize import GraphCutter, cut_ranges
 from lancet_kernels.schedules.simulate import Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions, ordered
 from lancet_kernels.training.gradients import gradient_groups, groups_of
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
@@ -49,6 +52,15 @@ class CostedGraph(NamedTuple):
     inputs: list[object]
     program: Program
     cost: Cost
+
+    @property
+    def cutter(self) -> GraphCutter:
+        """Gives its Program with ranges cut."""
+        return GraphCutter(self.module, self.program, self.cost)
+
+    def planner(self, options: PlanningOptions | None = None) -> Planner:
+        """Plans for it."""
+        return Planner(self.program, self.cost, options, self.cutter)
 
 
 class CapturedStep:
@@ -69,6 +81,7 @@ class CapturedStep:
         self.profiler = Profiler(self.groups, self.device, times)
         self.fused: tuple[FusedGroup, ...] = ()
         self._numbers: dict[str, int] = {}
+        self._values: Values = {}
         over = gradient_groups(model, self.groups)
         named = model.named_parameters(remove_duplicate=False)
         self.gradient_groups = {name: over[parameter] for name, parameter in named}
@@ -145,12 +158,20 @@ class CapturedStep:
         return CostedGraph(module, inputs, program, cost)
 
     def planned(self, graph: CostedGraph, plan: Plan, measured: bool) -> tuple[Plan, Timeline]:
-        """The plan with the order of the graph that runs, and that graph's step, simulated with measured
-        times of its very instructions, parts included, or with estimates of them."""
-        module = copy_of(graph.module)
-        plan = realize(module, graph.program, plan)
-        program = self.profiler.program(module, graph.inputs) if measured else program_from_fx(module)
-        return plan, simulate(program, graph.cost, blocking=plan.blocking)
+        """The plan with its prediction, and the step simulated in its order; in the best one if it has none.
+
+        Args: measured: with times of the cut graph's very instructions, else with estimates of parts.
+        """
+        if measured:
+            module = copy_of(graph.module)
+            cut_ranges(module.graph, graph.program, plan.ranges, self._values)
+            program = self.profiler.program(module, graph.inputs)
+        else:
+            program = graph.cutter(plan.ranges)
+        if not plan.order:
+            return ordered(plan, program, graph.cost)
+        timeline = simulate(program.reordered(plan.order), graph.cost, blocking=plan.blocking)
+        return replace(plan, predicted=Prediction.of(timeline)), timeline
 
 
 def _exchange_of(layer: MatchedLayer) -> LayerExchange:

@@ -24,7 +24,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         raise UserError(
             "process group",
             got=f"a job of {dist.get_world_size()} ranks that this process belongs to",
-            expected="a process of its own: planning makes ranks that are not there",
+            expected="a process outside of any job, because planning simulates ranks",
             do="plan outside of the job, without init_process_group",
         )
     if ranks == 1:

@@ -19,11 +19,11 @@ from lancet_kernels.kernels.measured_cost import MeasuredCost, measured_cost
 from lancet_kernels.rank_agreement import capture_alike, fused_groups_of_first_rank
 from lancet_kernels.schedules.fused import CHOICES, choose_groups
 from lancet_kernels.schedules.plan import FusedGroup, Plan
-from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from lancet_kernels.schedules.realize import GraphCutter
+from lancet_kernels.schedules.strategies import AUTO, Planner, PlanningOptions
 
 # Those that decide for themselves what hides what; the others are there for comparison, as they are.
-FUSED_STRATEGIES = ("lancet", "lancet-dw")
+FUSED_STRATEGIES = (AUTO, "lancet", "lancet-dw")
 
 
 @dataclass
@@ -72,25 +72,25 @@ class FusedChoice:
             if found:
                 return found
         lowering = "fused" if self.lowering == "auto" and self.interpreted else self.lowering
-        timeline = self._simulated(program, cost)
+        planner = Planner(program, cost, self.options, GraphCutter(module, program, cost))
+        # A layer is fused as a whole: what it replaces is looked up where no copies of the step are.
+        timeline = planner.timeline(planner.plan("lancet" if self.strategy == AUTO else self.strategy))
         if lowering == "auto":
-            self._streams_ms = timeline.iteration_ms
+            self._streams_ms = planner.plan(self.strategy).predicted.iteration_ms
         return choose_groups(
             module, program, cost, timeline, lowering=lowering, measured_of=self._measured_of
         )
 
-    def confirmed(
-        self, groups: tuple[FusedGroup, ...], program: Program, cost: Cost
-    ) -> tuple[FusedGroup, ...]:
+    def confirmed(self, groups: tuple[FusedGroup, ...], fused: CostedGraph) -> tuple[FusedGroup, ...]:
         """The same, or all on streams if the step is predicted slower with fused layers than without any.
 
         Layers are chosen one by one, but an all-to-all that is gone leaves computation nothing to hide.
 
-        Args: program: of the step with its fused layers. After `groups`.
+        Args: fused: the step with its fused layers. After `groups`.
         """
         if self._streams_ms == math.inf:
             return groups  # nobody asked which is faster
-        fused_ms = self._simulated(program, cost).iteration_ms
+        fused_ms = fused.planner(self.options).plan(self.strategy).predicted.iteration_ms
         if fused_ms <= self._streams_ms:
             return groups
         reason = f"{self._streams_ms:.3f} ms, {fused_ms:.3f} ms with fused layers"
@@ -99,9 +99,6 @@ class FusedChoice:
             replace(group, fused=False, fillers=(), why=f"{why}; alone {group.why}") if group.fused else group
             for group in groups
         )
-
-    def _simulated(self, program: Program, cost: Cost) -> Timeline:
-        return Planner(program, cost, self.options).plan(self.strategy).simulate(program, cost)
 
     def _measured_of(self, kind: LayerKind) -> tuple[MeasuredCost | None, str]:
         if not self.here:
@@ -133,9 +130,7 @@ def fuse_layers(
     if not any(group.fused for group in step.fused):
         return graph
     fused = step.costed(*capture_alike(step), cluster)
-    step.fused = fused_groups_of_first_rank(
-        world, lambda: choice.confirmed(step.fused, fused.program, fused.cost)
-    )
+    step.fused = fused_groups_of_first_rank(world, lambda: choice.confirmed(step.fused, fused))
     if not any(group.fused for group in step.fused):
         step.forget_fused_layers()
         return graph

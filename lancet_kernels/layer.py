@@ -38,9 +38,8 @@ class MoELayer(ExpertsByGlobalId):
         d_model, d_ff: model width D, hidden width F of each expert.
         num_experts: E over all ranks; the group size must divide it.
         top_k: experts per token.
-        gate: a name of `lancet_kernels.ops.gates.GATES`, a spec with options such as
-        ``"topk(renormalize=True)"``,
-            or a `Gate`.
+        gate: a name of `lancet_kernels.ops.gates.GATES`, a name with options such as
+            ``"topk(renormalize=True)"``, or a `Gate`.
         capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
             the others are dropped (contribute zero); None: dropless.
         activation: "gelu", "silu", "swiglu" or, unless fused, "clamped-swiglu" (that of GPT-OSS).

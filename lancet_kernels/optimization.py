@@ -9,7 +9,7 @@ rounding of sums that parts add up.
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,18 +34,22 @@ from lancet_kernels.model_layers import moe_layers, name_layers
 from lancet_kernels.ops.groups import Groups, group_rank
 from lancet_kernels.optimized_module import OptimizedModule
 from lancet_kernels.rank_agreement import capture_alike, plans_of_first_rank
-from lancet_kernels.schedules.plan import Plan, Prediction
+from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import realize, split_as_planned
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, PlanningOptions
+from lancet_kernels.stages import Stages
 from lancet_kernels.training.gradients import broadcast_replicated
+
+_log = logging.getLogger(__name__)
+_STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")
 
 
 def optimize(
     model: nn.Module,
     example_inputs: Sequence[object] | Mapping[str, object],
     *,
-    strategy: str = "lancet",
+    strategy: str = "auto",
     cluster: str | Path | Cluster | None = None,
     cache: str | Path | None = None,
     times: str | Path | None = None,
@@ -56,6 +60,7 @@ def optimize(
     backend: str | None = None,
     lowering: str = "auto",
     inner_compile: str = "",
+    verbose: bool = False,
 ) -> OptimizedModule:
     """Plan a training step of `model` and return a module that trains with the plan.
 
@@ -65,7 +70,8 @@ def optimize(
     Args:
         example_inputs: real inputs of one step, a tuple by position or a dict by name; they are run a few
             times to measure the ops.
-        strategy: one of `STRATEGIES` ("none" blocks, "tutel", "lancet-dw", "lancet-partition", "lancet").
+        strategy: one of `STRATEGIES`: "auto", the best prediction of all others within the memory limit;
+            "none" (blocks), "tutel", "lancet-dw", "lancet-partition", "lancet", "duplex", "lancet+duplex".
         cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
         cache: a plan file; read if it is for this model, strategy and options, and was planned with costs
             from the same source (cluster, or device, torch, ranks and link); else written. None: plan anew.
@@ -73,7 +79,8 @@ def optimize(
             What a plan adds to a step is measured once per device model and kept beside it, in
             device_costs.json.
         options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
-        plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy.
+        plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy
+            ("auto": any).
         reduce_gradients: sum gradients over the ranks that hold the same parameters, as part of the plan;
             before that, give all of them the parameters and buffers of the first. Divide the loss by the
             number of ranks for an average; use no DistributedDataParallel around it.
@@ -85,6 +92,8 @@ def optimize(
             be, "streams" none. In the interpreter (CPU), where nothing is fast, "auto" means "fused".
         inner_compile: a backend of torch.compile ("inductor") for the computation between communications,
             compiled in the first step; the plan's order stays. "": run the ops as they are.
+        verbose: show on standard error of the first rank what is being done and how long it took. (The logger
+            `lancet_kernels.stages` has the same, level INFO.)
     Raises: CaptureError (no single graph, with torch's reason), UserError (strategy, ranks that disagree, a
     plan that is for something else).
     """
@@ -95,18 +104,22 @@ def optimize(
     refuse_sharded(model)
     name_layers(model)
     arguments = example_arguments(model, example_inputs)
+    stages = Stages(_STAGES, verbose)
+    stages.begin("capturing the step")
     step = CapturedStep(model, *arguments, reduce_gradients, times, groups)
     world, measured = step.groups.world, cluster is None
     module, inputs = capture_alike(step)
     if step.reduces_gradients:
         # As DistributedDataParallel does, whose work this is here: what is alike then stays alike.
         broadcast_replicated(model, step.groups)
+    stages.begin("measuring ops")
     graph = step.costed(module, inputs, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
         choice = FusedChoice(strategy, options, lowering, stored, step.device, measured)
         graph = fuse_layers(step, choice, cluster, graph)
         measured = measured and not choice.interpreted
+    stages.begin("planning")
     if plan is not None:
         plans = plans_of_first_rank(world, lambda: [_given_plan(plan, graph, strategy)])
     else:
@@ -115,16 +128,19 @@ def optimize(
         plans = plans_of_first_rank(
             world, lambda: _plans(graph, strategy, _on_device(options, step.device), cache, most)
         )
-    if measured or cluster is not None:
-        planned = [step.planned(graph, plan, measured) for plan in plans]
-        chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
-    else:
-        # Fused launches that nobody times, in the interpreter.
-        chosen, timeline = plans[0], plans[0].simulate(graph.program, graph.cost)
-    chosen = replace(chosen, predicted=Prediction.of(timeline), fused=step.fused)
+    planned = [step.planned(graph, plan, measured) for plan in plans]
+    chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
+    if chosen.chosen:
+        # Of those that were tried, what the graph that runs is predicted to take.
+        tried = {plan.chosen: plan.predicted for plan, _ in planned}
+        chosen = replace(chosen, compared={**chosen.compared, **tried})
+    chosen = replace(chosen, fused=step.fused)
     if cache is not None and group_rank(world) == 0:
         chosen.save(cache)
-    return _module_with(chosen, timeline, step, graph, arguments, inner_compile)
+    stages.begin("applying the plan")
+    optimized = _module_with(chosen, timeline, step, graph, arguments, inner_compile)
+    stages.end()
+    return optimized
 
 
 def _check_choices(strategy: str, backend: str | None, inner_compile: str) -> None:
@@ -152,7 +168,7 @@ def _module_with(
     """The module that trains with the plan, into which the captured step's own graph is turned."""
     recorder, captured = Recorder(), step.captured
     captured.joint.graph = graph.module.graph
-    plan = realize(captured.joint, graph.program, plan)
+    realize(captured.joint, graph.program, plan)
     waits = host_waits(captured.joint.graph)
     run = captured.compile(
         lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder, inner_compile
@@ -201,11 +217,12 @@ def _plans(
                 if plan.costs == source_of(graph.cost):
                     return [plan]
                 old, new = plan.costs or "of an older version", source_of(graph.cost)
-                print(f"lancet: planning anew: plan file: got costs {old}, expected {new}", file=sys.stderr)
+                _log.warning("planning anew: plan file: got costs %s, expected %s", old, new)
         except UserError as error:
-            print(f"lancet: planning anew: {error}", file=sys.stderr)
-    plans = Planner(graph.program, graph.cost, options).candidates(strategy, most)
-    return [replace(plan, costs=source_of(graph.cost)) for plan in plans]
+            _log.warning("planning anew: %s", error)
+    plans = graph.planner(options).candidates(strategy, most)
+    # Once parts are measured, another order may be the best.
+    return plans if most == 1 else [replace(plan, order=()) for plan in plans]
 
 
 def _loaded(path: str | Path, graph: CostedGraph) -> Plan:
@@ -216,9 +233,9 @@ def _loaded(path: str | Path, graph: CostedGraph) -> Plan:
 
 
 def _given_plan(path: str | Path, graph: CostedGraph, strategy: str) -> Plan:
-    """The plan in a file. Raises: UserError unless it is a plan of this strategy for this graph."""
+    """The plan in a file. Raises: UserError unless it is for this graph, and of this strategy (auto: any)."""
     plan = _loaded(path, graph)
-    if plan.strategy != strategy:
+    if strategy not in (AUTO, plan.strategy):
         raise UserError(
             "plan file",
             got=f"{path} of strategy {plan.strategy}",

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lancet_kernels.captured_step import CapturedStep
@@ -26,15 +26,22 @@ from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.program import Program
 from lancet_kernels.guards import example_arguments, refuse_sharded
+from lancet_kernels.schedules.realize import GraphCutter
 
 _RETURNS = "(module, example inputs), the inputs a tuple by position or a dict by name"
 
 
 class PricedStep(NamedTuple):
-    """A training step as the planner wants it."""
+    """A training step as the planner wants it; `program` may have more in it than the graph."""
 
+    module: fx.GraphModule
     program: Program
     cost: Cost
+
+    @property
+    def cutter(self) -> GraphCutter:
+        """Gives the program with ranges cut."""
+        return GraphCutter(self.module, self.program, self.cost)
 
 
 @dataclass(frozen=True)
@@ -68,7 +75,7 @@ class OwnStep:
             model, inputs = self._made_by(make_step)
             step = capture_step(model, inputs)
             graph = step.costed(step.captured.joint, [], self.hardware)
-            return PricedStep(graph.program, graph.cost)
+            return PricedStep(graph.module, graph.program, graph.cost)
 
     def _made_by(self, make_step: Callable[[], object]) -> tuple[nn.Module, Sequence | Mapping[str, object]]:
         try:
@@ -81,7 +88,9 @@ class OwnStep:
             raise UserError(
                 self.module,
                 got=_reason(error, Path(self.module.rpartition(":")[0])),
-                expected="no look at what is in a tensor: there is nothing in it" if reads else _RETURNS,
+                expected="a step that reads no values of tensors, which have none while planning"
+                if reads
+                else _RETURNS,
                 do="leave out what reads values; shapes are all that counts here"
                 if reads
                 else f"correct it; {make_step.__name__}() is called on rank 0 of a job that is there already",

@@ -60,8 +60,8 @@ def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan
     if len(set(values_of_ranks(group, tuple(plan.fingerprint for plan in plans)))) != 1:
         raise UserError(
             "plan across ranks",
-            got="different ones",
-            expected="one plan",
+            got="different plans",
+            expected="the same plan on every rank",
             do="start all ranks with one version",
         )
     return plans

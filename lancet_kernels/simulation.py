@@ -7,11 +7,12 @@ in tensors without contents; its costs come from the cluster file, its times fro
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import torch
+from torch import fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.fake_ranks import fake_ranks, without_contents
@@ -27,8 +28,9 @@ from lancet_kernels.ops.gates import parse_gate
 from lancet_kernels.own_step import OwnStep, PricedStep, capture_step
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.realize import GraphCutter
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, Planner, PlanningOptions
 from lancet_kernels.training.models import GPT2MoE, ModelConfig, model_config
 from lancet_kernels.training.step import TrainingStep
 
@@ -51,6 +53,7 @@ ASSUMPTIONS = (
     "give way to all-to-alls",
     "none: computation waits for every all-to-all (RAF; also DeepSpeed, apart from its kernels)",
     "tutel: all-to-alls and experts cut along the capacity, forward and backward, best degree of 1, 2, 4, 8",
+    "duplex: the whole step as two copies on halves of the batch, in turns stage by stage (HiDup)",
     "attention is one fused kernel that stores no S x S matrix (where the module calls torch's)",
 )
 
@@ -108,9 +111,8 @@ class Setting:
         # The links first: GPUs that are not whole nodes are a clearer complaint than what follows from them.
         cost = CostModel.for_cluster(self.hardware, self.gpus)
         dtype = getattr(torch, self._checked_dtype())
-        return PricedStep(
-            captured_program(self.config, self.gpus, self.sequences, dtype=dtype, padded=self.padded), cost
-        )
+        captured = captured_program(self.config, self.gpus, self.sequences, dtype=dtype, padded=self.padded)
+        return PricedStep(*captured, cost)
 
     def _checked_dtype(self) -> str:
         known = self.hardware.peak_tflops
@@ -145,8 +147,10 @@ class Setting:
 @lru_cache(maxsize=8)  # a capture takes seconds, and the step of another cluster may be the same
 def captured_program(
     config: ModelConfig, gpus: int, batch: int, *, dtype: torch.dtype = torch.float32, padded: bool = False
-) -> Program:
+) -> tuple[fx.GraphModule, Program]:
     """One rank's training step with `batch` sequences: forward, backward, all-reduces, SGD with momentum.
+
+    The last is in the Program only, not in the graph.
 
     Args: padded: all-to-alls and experts work on the full capacity (the paper's cost model).
     Raises: UserError, for a gate or sizes that no layer can have.
@@ -159,9 +163,8 @@ def captured_program(
             for layer in moe_layers(model):
                 layer.__class__ = _PaddedLayer
         captured = capture_step(TrainingStep(model, gpus), (token_BS, token_BS)).captured
-        return with_sgd(
-            program_from_fx(captured.joint, name=f"{config.name}, {gpus} GPUs, batch {batch}"), captured
-        )
+        program = program_from_fx(captured.joint, name=f"{config.name}, {gpus} GPUs, batch {batch}")
+        return captured.joint, with_sgd(program, captured)
 
 
 class _PaddedLayer(MoELayer):
@@ -180,21 +183,22 @@ class Simulated:
     cost: Cost
     plans: Mapping[str, Plan]
     capture_seconds: float
+    timelines: Mapping[str, Timeline]
+    """The simulated iteration of each plan."""
     seconds: Mapping[str, float]
     """Wall time of making each plan, with those it builds on (`lancet` is made first)."""
     cpu_seconds: Mapping[str, float]
-
-    def timeline(self, strategy: str) -> Timeline:
-        """The simulated iteration of one plan."""
-        return self.plans[strategy].simulate(self.program, self.cost)
+    impossible: Mapping[str, UserError]
+    """Strategies that the step cannot have, and why."""
 
 
 def simulate_setting(
     setting: Setting | OwnStep,
     memory_limit_gb: float | None = None,
     partition: PartitionOptions | None = None,
+    strategies: Sequence[str] = STRATEGIES,
 ) -> Simulated:
-    """Plans of all strategies.
+    """Plans of all strategies that are possible.
 
     Args:
         memory_limit_gb: no plan needs more, unless the original order does (None: the GPU's memory).
@@ -202,24 +206,37 @@ def simulate_setting(
     Raises: UserError for whatever of the setting is wrong.
     """
     start = time.perf_counter()
-    program, cost = setting.priced
+    step = setting.priced
     capture_seconds = time.perf_counter() - start
     limit = setting.hardware.memory_gb if memory_limit_gb is None else memory_limit_gb
-    planner = _TimedPlanner(
-        program, cost, PlanningOptions(partition or PartitionOptions.from_environment(), limit)
-    )
+    options = PlanningOptions(partition or PartitionOptions.from_environment(), limit)
+    planner = _TimedPlanner(step.program, step.cost, options, step.cutter)
+    wall, cpu = time.perf_counter(), time.process_time()
     with without_garbage_collection():
         # lancet builds on its halves: made first, its time holds all that it needs.
         planner.plan("lancet")
-        plans = planner.plans()
-    return Simulated(setting, program, cost, plans, capture_seconds, planner.seconds, planner.cpu_seconds)
+        plans = planner.plans(strategies)
+    # It looks at all others.
+    planner.seconds[AUTO], planner.cpu_seconds[AUTO] = time.perf_counter() - wall, time.process_time() - cpu
+    timelines = {name: planner.timeline(plan) for name, plan in plans.items()}
+    return Simulated(
+        setting,
+        step.program,
+        step.cost,
+        plans,
+        capture_seconds,
+        timelines,
+        planner.seconds,
+        planner.cpu_seconds,
+        planner.impossible,
+    )
 
 
 class _TimedPlanner(Planner):
     """A planner that knows how long each plan took, those made on the way included."""
 
-    def __init__(self, program: Program, cost: Cost, options: PlanningOptions) -> None:
-        super().__init__(program, cost, options)
+    def __init__(self, program: Program, cost: Cost, options: PlanningOptions, cut: GraphCutter) -> None:
+        super().__init__(program, cost, options, cut)
         self.seconds: dict[str, float] = {}
         self.cpu_seconds: dict[str, float] = {}
 

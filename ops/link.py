@@ -1,9 +1,10 @@
-"""The link that collectives travel on: what passed, how long it took, how long computation waited for it.
+"""The link that collectives use: bytes sent, time taken, and how long computation waited for it.
 
-On its own it only measures all-to-alls and shifts. With a bandwidth set (`emulate_link`) it also paces them
-and gradient all-reduces: none is done before a wire of that bandwidth would have carried its bytes (of an
+By default it only measures all-to-alls and shifts. With a bandwidth set (`emulate_link`) it also paces them
+and gradient all-reduces: none is complete before a wire of that bandwidth would have carried its bytes (of an
 all-reduce a share, see `GPUS_PER_NODE`). The wait is a deadline, not work, so computation that runs meanwhile
-hides it as it would hide a real transfer. Times measured so are emulated, and whoever prints them says so.
+hides it as it would hide a real transfer. Times measured this way are emulated, and everything that prints
+them says so.
 
 The emulated wire of a rank is full duplex and carries one collective at a time, without interrupting it, by
 the rule that plans are simulated with (`schedules.clock`): the one that could start first, from when the
@@ -42,12 +43,12 @@ send rows of their own over it, but gradients summed inside the node once (`grap
 
 @dataclass
 class Traffic:
-    """What went over the link since it was last read."""
+    """Traffic on the link since it was last read."""
 
     all_to_all_ms: float = 0.0
-    """Time in which an all-to-all, or a shift, was under way."""
+    """Time during which an all-to-all, or a shift, was in flight."""
     exposed_ms: float = 0.0
-    """Of that, the time the computing thread (CUDA: the computing stream) stood still."""
+    """Of that, the time for which the computing thread (CUDA: the compute stream) waited."""
     bytes_sent: int = 0
     """Bytes of rows that left this rank for another one; padding and own rows do not travel."""
     bytes_on_wire: int = 0
@@ -57,7 +58,7 @@ class Traffic:
 
 @dataclass
 class _CudaEvents:
-    """Of one transfer: it begins, has arrived (whoever asks), somebody asks for it, and goes on with it."""
+    """Events of one transfer: it starts, it is complete, a wait for it starts, that wait ends."""
 
     begin: torch.cuda.Event
     arrived: torch.cuda.Event
@@ -140,7 +141,7 @@ class Link:
         return last.wire_end
 
     def _account(self, started: float, ended: float, waited: float) -> None:
-        """A transfer that was done: seconds on the monotonic clock, and how long somebody waited."""
+        """A completed transfer: seconds on the monotonic clock, and how long computation waited."""
         begin = max(started, self._last_end)
         self._last_end = max(ended, begin)
         self._traffic.all_to_all_ms += (self._last_end - begin) * 1e3
@@ -219,7 +220,7 @@ class Transfer:
             link._waiting.append(self)
 
     def watch(self, work: Waitable, sent: torch.Tensor | None = None) -> None:
-        """Take note of when the transfer is really done: whoever waits for it may come much later.
+        """Record when the transfer completes; the wait for it may start much later.
 
         Args: sent: what travels, if it has to be kept until `finish`.
         """
@@ -227,8 +228,8 @@ class Transfer:
             assert isinstance(work, dist.Work)
             work.get_future().add_done_callback(lambda _: self._done.append(time.monotonic()))
             return
-        # A stream that does nothing but wait for it: the one that computes may come later. NCCL keeps what
-        # it sends until the first wait, so after this one somebody else has to.
+        # A stream that does nothing but wait for it, because the compute stream may wait later. NCCL keeps
+        # the buffer that it sends alive until the first wait; after that, this object has to.
         self._sent = sent
         with torch.cuda.stream(self._link.listener()):
             work.wait()

@@ -1,12 +1,13 @@
-"""Who waits for whom, and where: a collective that fails says it in one line.
+"""Which rank waits for which, and in which collective: one that fails says so in one line.
 
     with waiting("all_to_all", group, layer="blocks.3.feed_forward"):
         dist.all_to_all_single(...)
 
-A rank that waits for several others only learns that somebody did not come. So under our launcher the ranks
-of a job share a `Board`: a few bytes of each rank that say which collective it entered last, and when it last
-showed a sign of life. Whoever waited in vain reads there which rank it was. Entering costs one write of
-about a microsecond; without a board (torchrun, no launcher) the line names op, layer and peers.
+A rank that waits for several others learns only that one of them is missing. So under our launcher the ranks
+of a job share a `Board`: a few bytes per rank that say which collective it entered last, and when its
+heartbeat was last seen. A rank whose wait timed out reads there which rank is missing. Entering a collective
+costs one write of about a microsecond; without a board (torchrun, no launcher) the line names op, layer and
+peers.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
         work = Work(program, ms)
         return (simulated(ListScheduler(work, policy, limit).schedule(), str(policy)) for policy in policies)
 
-    original = simulated(list(range(len(program))), "original order")
+    original = simulated(list(range(len(program))), "unchanged order")
     candidates = [
         original,
         simulated(order_by_slots(program, {}), "early communication"),

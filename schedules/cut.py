@@ -14,15 +14,27 @@ counts and its own rows. `CutError` means that the range can't be cut like that;
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
-from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form, Forms, any_split
+from lancet_kernels.graph.forms import (
+    CARRIED,
+    IRREGULAR,
+    PARTIAL,
+    WHOLE,
+    WINDOW,
+    Form,
+    Forms,
+    any_made_in_parts,
+)
 from lancet_kernels.graph.from_fx import is_instruction, is_view, op_name, tensor_names
 from lancet_kernels.graph.part_instruction import part_name
 from lancet_kernels.graph.rules import RULES, Rule
@@ -30,6 +42,8 @@ from lancet_kernels.graph.rules import RULES, Rule
 aten, lancet = torch.ops.aten, torch.ops.lancet
 
 _NO_RULE = Rule()
+MEAN, SUM = 1, 2
+"""What torch's losses call a reduction."""
 
 _Replacement = tuple[fx.Node, fx.Node, fx.Node]
 """(reader, what it reads, what it shall read instead)"""
@@ -77,23 +91,36 @@ class _Layer:
         return self.count.args[1]
 
 
-def cut_range(graph: fx.Graph, cut: Cut, order: Sequence[tuple[str, int]] | None = None) -> list[str]:
+Values = dict[Any, Any]
+"""What an op gives for arguments of certain shapes, by both: layers that look alike are asked once."""
+
+
+def cut_range(
+    graph: fx.Graph,
+    cut: Cut,
+    order: Sequence[tuple[str, int | None]] | None = None,
+    values: Values | None = None,
+) -> list[str]:
     """Replace the instructions of a range by those of its parts.
 
-    Args: order: (instruction, part) in the order to run; default: all parts of an instruction, then the next.
+    Args:
+        order: (instruction, part) in the order to run, part None for one that is not cut; default: all parts
+            of an instruction, then the next.
+        values: of ops seen before, for a graph that is only looked at: nodes then share their
+            `meta["val"]`, and so what torch takes for their storage. None: each node has its own.
     Returns: names of the new instruction nodes, in order.
     Raises: CutError.
     """
     before = {node.name for node in graph.nodes}
-    _Cutter(graph, cut).run(order)
+    _Cutter(graph, cut, values).run(order)
     return [node.name for node in graph.nodes if node.name not in before and is_instruction(node)]
 
 
 class _Cutter:
     """`env[p][node]` is what stands for `node` in part p."""
 
-    def __init__(self, graph: fx.Graph, cut: Cut) -> None:
-        self.graph, self.forms, self.parts = graph, cut.forms, cut.parts
+    def __init__(self, graph: fx.Graph, cut: Cut, values: Values | None) -> None:
+        self.graph, self.forms, self.parts, self.values = graph, cut.forms, cut.parts, values
         names = set(cut.instructions)
         self.inside = [node for node in graph.nodes if node.name in names]
         if len(self.inside) != len(names) or not names:
@@ -104,7 +131,7 @@ class _Cutter:
         self.layers = [self._layer(node) for node in dispatches]
         # Parts have counts and rows of their own; the whole's come from the slots that all parts used.
         self.late = [node for node in self.inside if _rule(node).routing]
-        self.cut = [node for node in self.inside if node not in self.late and self._touches_cut(node)]
+        self.cut = [node for node in self.inside if node not in self.late and self._is_cut(node)]
         self.made = {element for node in self.cut for element in _with_elements(node)}
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.parts)]
         self.local: list[dict[_Layer, tuple[fx.Node, fx.Node]]] = [{} for _ in range(self.parts)]
@@ -112,26 +139,40 @@ class _Cutter:
         self.wholes: dict[fx.Node, fx.Node] = {}
         self.bounds = self._unit_bounds()
 
-    def run(self, order: Sequence[tuple[str, int]] | None) -> None:
-        """Insert the parts behind the range, mend its readers, take the originals out."""
-        nodes = {node.name: node for node in self.cut}
+    def run(self, order: Sequence[tuple[str, int | None]] | None) -> None:
+        """Put the range together anew, in order; mend the readers of what is cut, take the originals out."""
+        nodes = {node.name: node for node in self.inside if node not in self.late}
+        cut = set(self.cut)
         if order is None:
-            order = [(node.name, part) for node in self.cut for part in range(self.parts)]
+            order = [(n.name, p) for n in self.inside for p in (range(self.parts) if n in cut else (None,))]
         order = [(name, part) for name, part in order if name in nodes]
-        if sorted(order) != sorted((name, part) for name in nodes for part in range(self.parts)):
+        wanted: list[tuple[str, int | None]] = [
+            (n.name, p) for n in nodes.values() if n in cut for p in range(self.parts)
+        ]
+        wanted += [(n.name, None) for n in nodes.values() if n not in cut]
+        if Counter(order) != Counter(wanted):
             raise _refuse("an order that is not every instruction once per part", "all of them")
         end = _with_elements(self.inside[-1])[-1].next
-        present = set(self.graph.nodes)
+        before = list(self.graph.nodes)
         try:
             with self.graph.inserting_before(end):
                 for name, part in order:
-                    self._copy(nodes[name], part)
-                replacements = [r for layer in self.layers for r in self._mended_rows(layer)]
+                    if part is None:
+                        self._move(nodes[name], end)
+                    else:
+                        self._copy(nodes[name], part)
+                        if part + 1 == self.parts:
+                            self._add_up(nodes[name])
+                rows = {layer.row: layer for layer in self.layers}.values()
+                replacements = [r for layer in rows for r in self._mended_rows(layer)]
                 replacements += [r for node in self.cut for r in self._reassembled(node)]
         except (RuntimeError, ValueError, IndexError) as error:
+            present = set(before)
             for node in reversed(self.graph.nodes):
                 if node not in present:
                     self.graph.erase_node(node)
+            for node, follower in pairwise(before):
+                node.append(follower)
             if isinstance(error, CutError):
                 raise
             reason = str(error).splitlines()[0]
@@ -141,16 +182,27 @@ class _Cutter:
         for node in reversed(self.cut):
             for element in reversed(_with_elements(node)):
                 self.graph.erase_node(element)
-        dead = [layer.row for layer in self.layers if not layer.row.users]
-        for node in dead:
-            self.graph.erase_node(node)
-        for whole in reversed(self.wholes.values()):
-            if not whole.users:
-                self.graph.erase_node(whole)
         for node in self.late:
-            if node not in dead:
-                end.prepend(node)
-        self.graph.lint()
+            end.prepend(node)
+        for node in (*reversed(self.late), *reversed(self.wholes.values())):
+            if not node.users:
+                self.graph.erase_node(node)
+
+    def _move(self, node: fx.Node, end: fx.Node) -> None:
+        """To the end of what is there so far, behind the whole tensors that it reads."""
+        for source in node.all_input_nodes:
+            if source in self.made:
+                self._whole(source)
+            if source in self.late:
+                raise _refuse(f"{node.name} as a whole, which reads {source.name}", "a part of it")
+        for element in _with_elements(node):
+            end.prepend(element)
+
+    def _add_up(self, node: fx.Node) -> None:
+        """Summands are added when the last one is there, so that they need not be kept."""
+        for element in _with_elements(node):
+            if self._form(element) == PARTIAL and element.users and tensor_names(element):
+                self._whole(element)
 
     # What is in the range
 
@@ -160,9 +212,8 @@ class _Cutter:
             raise _refuse(f"{dispatch.name} without send_rows or kept_counts", "the ops of an MoELayer")
         return _Layer(dispatch, row)
 
-    def _touches_cut(self, node: fx.Node) -> bool:
-        touched = [name for n in (*node.all_input_nodes, *_with_elements(node)) for name in tensor_names(n)]
-        return any_split(self.forms, touched)
+    def _is_cut(self, node: fx.Node) -> bool:
+        return any_made_in_parts(self.forms, tensor_names(node))
 
     def _unit_bounds(self) -> list[int]:
         """Borders of the parts, in units of the shortest dimension that is cut."""
@@ -203,12 +254,19 @@ class _Cutter:
             args[rule.most_rows_argument] = min(args[1].meta["val"].numel(), _shape(node)[0])
         if rule.num_rows_argument is not None:
             args[rule.num_rows_argument :] = [None]
+        if rule.count_arguments and self._form(node.args[0]) == WHOLE:
+            raise _refuse(f"{node.args[0].name} as a whole, read by a part of {node.name}", "rows of a part")
         if rule.count_arguments and self._form(node.args[0]) == WINDOW:
             for position in rule.count_arguments:
                 args[position] = self._window_counts(node.args[position], part)
         if rule.shape_argument is not None and self._form(node).is_cut:
             args[rule.shape_argument] = self._part_shape(node, part)
+        if rule.reduction_argument is not None and args[rule.reduction_argument] == MEAN:
+            args[rule.reduction_argument] = SUM
         copy = self._call(node.target, tuple(args), dict(kwargs), part_name(node.name, part))
+        if rule.averages and self._form(node) == PARTIAL:
+            share = args[0].meta["val"].numel() / node.args[0].meta["val"].numel()
+            copy = self._call(aten.mul.Tensor, (copy, share), {}, f"{part_name(node.name, part)}_share")
         self.env[part][node] = copy
         self._copy_elements(node, copy, part)
 
@@ -219,18 +277,33 @@ class _Cutter:
                 self.env[part][user] = element
 
     def _call(self, target, args: tuple, kwargs: dict, name: str) -> fx.Node:
-        values = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-        with fake_mode_of(self.inside[0]):
-            value = target(*values[0], **values[1])
         node = self.graph.create_node("call_function", target, args, kwargs, name)
-        set_value(node, value)
+        try:
+            set_value(node, self._value(target, args, kwargs))
+        except BaseException:
+            self.graph.erase_node(node)
+            raise
         return node
+
+    def _value(self, target, args: tuple, kwargs: dict) -> object:
+        """The result without contents."""
+        given = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+        key = None if self.values is None else _looks((target, *given))
+        if self.values is not None and key in self.values:
+            return self.values[key]
+        with fake_mode_of(self.inside[0]):
+            value = target(*given[0], **given[1])
+        if self.values is not None:
+            self.values[key] = value
+        return value
 
     def _part(self, node: fx.Node, part: int, reader: fx.Node | None = None) -> fx.Node:
         """What stands for a node in a part: its copy, its own rows or counts, a slice of it, or itself.
 
         Args: reader: who reads it; it says how many rows there are.
         """
+        if node in self.made and self._form(node) == PARTIAL:
+            return self._whole(node)
         if node in self.env[part]:
             return self.env[part][node]
         if node in self.made:
@@ -331,6 +404,8 @@ class _Cutter:
             return None
 
     def _join(self, node: fx.Node, element: fx.Node) -> fx.Node:
+        if any(element not in env for env in self.env):
+            raise _refuse(f"{element.name} read before all parts of it are made", "an order that makes them")
         parts = [self.env[p][element] for p in range(self.parts)]
         name, form = f"{element.name}_whole", self._form(element)
         if form == CARRIED:
@@ -339,6 +414,9 @@ class _Cutter:
             total = parts[0]
             for other in parts[1:]:
                 total = self._call(aten.add.Tensor, (total, other), {}, name)
+            if self._is_mean_of_sums(node, element):
+                weight = self._whole(_element(node, 1))
+                total = self._call(aten.div.Tensor, (total, weight), {}, f"{element.name}_mean")
             return total
         if form in (WINDOW, IRREGULAR):
             count = self._count_of(node)
@@ -351,6 +429,10 @@ class _Cutter:
         if form.dimension is not None:
             return self._concatenate(parts, form.dimension, element.meta["val"], name)
         raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
+
+    def _is_mean_of_sums(self, node: fx.Node, element: fx.Node) -> bool:
+        position = _rule(node).reduction_argument
+        return position is not None and node.args[position] == MEAN and element.args[1] == 0
 
     def _rows(self, target, args: tuple, by_expert: bool, name: str) -> fx.Node:
         """A node whose result are rows, received ones (by expert) or ones to send."""
@@ -391,6 +473,17 @@ class _Cutter:
 def _shape(node: fx.Node) -> list[int]:
     """Sizes as plain numbers: a graph's inputs may carry symbols that stand for one."""
     return [int(size) for size in node.meta["val"].shape]
+
+
+def _looks(value: Any) -> Any:
+    """What a result depends on: of tensors all but the contents."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_looks, value))
+    if isinstance(value, dict):
+        return tuple((name, _looks(one)) for name, one in value.items())
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return value
 
 
 def _rule(node: fx.Node) -> Rule:

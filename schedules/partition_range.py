@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs import Cost, durations
+from lancet_kernels.graph.costs import durations
 from lancet_kernels.graph.program import Kind, Phase, Program
 from lancet_kernels.schedules.pipeline import PipelineCosts
 from lancet_kernels.schedules.ranges import PartitionRange
@@ -99,24 +99,24 @@ def forward_length(program: Program) -> int:
     return next(phases, len(program))
 
 
-def choose_ranges(program: Program, cost: Cost, options: PartitionOptions | None = None) -> Partition:
+def choose_ranges(costs: PipelineCosts, options: PartitionOptions | None = None) -> Partition:
     """The ranges of the forward pass with the least T(N).
 
     A gate that needs the whole batch has no valid cut, so a range around it costs infinitely much: ranges
     then start behind the gate.
     """
-    options = options or PartitionOptions()
+    options, program = options or PartitionOptions(), costs.program
     length = forward_length(program)
-    ms = durations(program, cost)[:length]
+    ms = durations(program, costs.cost)[:length]
     moe_layers = max(1, program_gates(program, length))
     group_ms = options.group_ms or sum(ms) / moe_layers / GROUPS_BETWEEN_MOE_LAYERS
     longest_ms = options.longest_range_ms or sum(ms) / moe_layers
     groups = group_instructions(program, ms, group_ms)
-    return _dynamic_program(program, cost, ms, groups, longest_ms, options.most_parts)
+    return _dynamic_program(costs, ms, groups, longest_ms, options.most_parts)
 
 
 def whole_forward(
-    program: Program, cost: Cost, costs: PipelineCosts, most_parts: int, longest_range_ms: float | None
+    costs: PipelineCosts, most_parts: int, longest_range_ms: float | None
 ) -> PartitionRange | None:
     """One range with every all-to-all of the forward pass in it; None where there is no valid one.
 
@@ -124,9 +124,10 @@ def whole_forward(
     next: whatever the link has left at the end of one range waits for nothing of the next one. One range
     for all keeps the link busy throughout. It is tried for few layers only: its parts are many.
     """
+    program = costs.program
     length = forward_length(program)
     sends = [i for i in program.positions(Kind.ALL_TO_ALL) if i < length]
-    ms = durations(program, cost)[:length]
+    ms = durations(program, costs.cost)[:length]
     too_long = longest_range_ms is not None and sum(ms) > longest_range_ms
     if too_long or len(sends) < 4 or program_gates(program, length) > WHOLE_FORWARD_LAYERS:
         return None
@@ -182,14 +183,13 @@ def _stands_alone(program: Program, i: int) -> bool:
 
 
 def _dynamic_program(
-    program: Program,
-    cost: Cost,
+    costs: PipelineCosts,
     ms: list[float],
     groups: list[tuple[int, int]],
     longest_ms: float,
     most_parts: int,
 ) -> Partition:
-    costs = PipelineCosts(program, cost)
+    program = costs.program
     computes = [program.instructions[i].kind is Kind.COMPUTE for i in range(len(ms))]
     group_total = [sum(ms[a : b + 1]) for a, b in groups]
     group_compute = [sum(ms[i] for i in range(a, b + 1) if computes[i]) for a, b in groups]

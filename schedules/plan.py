@@ -16,16 +16,15 @@ from typing import Any
 
 from lancet_kernels.atomic import file_errors, write_json_atomically
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.schedules.lower_bound import lower_bound_ms
-from lancet_kernels.schedules.ranges import PartitionRange, expand
-from lancet_kernels.schedules.simulate import Timeline, simulate
+from lancet_kernels.schedules.ranges import PartitionRange
+from lancet_kernels.schedules.simulate import Timeline
 
 FORMAT = "lancet-plan"
-VERSION = 3
+VERSION = 4
 
 _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
 
@@ -78,8 +77,7 @@ class FusedGroup:
 class Plan:
     """One way to run a Program.
 
-    order: names of all instructions, parts and reassemblies included, as they are issued.
-    realized: the order is that of the graph which runs; else of the Program with its ranges cut.
+    order: names of all instructions of the graph with its ranges cut, as they are issued.
     ranges: what is cut, into how many parts, in which forms.
     blocking: communication that compute waits for (empty for Lancet's own plans).
     method: who found the order.
@@ -88,6 +86,7 @@ class Plan:
     options: the `PlanningOptions` it was planned with, as JSON values.
     fused: for each MoE layer, whether it runs in fused launches; its program is the one with those in it.
     costs: where the costs that it was planned with come from (`graph.costs.source_of`).
+    chosen: of strategy auto, the one whose plan it is. impossible: strategies that cannot be, and why.
     memory_limit_gb: what was kept to when planning, and without_limit_ms: the iteration predicted without it.
     """
 
@@ -104,7 +103,8 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
     fused: tuple[FusedGroup, ...] = ()
     costs: str = ""
-    realized: bool = False
+    chosen: str = ""
+    impossible: Mapping[str, str] = field(default_factory=dict)
     memory_limit_gb: float | None = None
     without_limit_ms: float | None = None
 
@@ -113,20 +113,11 @@ class Plan:
         """64 hex digits that depend on what is done, not on how it was found or what is predicted: equal on
         ranks that agree."""
         data = self.to_json()
-        not_done = ("predicted", "compared", "method", "options", "costs")
+        not_done = ("predicted", "compared", "method", "options", "costs", "chosen", "impossible")
         for other in (*not_done, "memory_limit_gb", "without_limit_ms"):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
-
-    def apply(self, program: Program) -> Program:
-        """The program as planned: ranges cut into parts, instructions in the planned order.
-
-        Raises:
-            UserError: the plan belongs to another program, or its order is not valid for this one.
-        """
-        self.check(program)
-        return expand(program, self.ranges).reordered(self.order)
 
     def check(self, program: Program) -> None:
         """Raise UserError unless the plan was made for this program."""
@@ -138,10 +129,6 @@ class Plan:
                 expected=f"the program it was made for ({self.program_fingerprint[:12]})",
                 do="plan again",
             )
-
-    def simulate(self, program: Program, cost: Cost) -> Timeline:
-        """The timeline of the planned program."""
-        return simulate(self.apply(program), cost, blocking=frozenset(self.blocking))
 
     def with_comparison(self, compared: Mapping[str, Prediction]) -> Plan:
         """The same plan beside the predictions of other strategies."""
@@ -210,6 +197,9 @@ class Plan:
             speedup = p.iteration_ms / self.predicted.iteration_ms
             line = f"{name:<20}{p.iteration_ms:>14.2f}{p.lower_bound_ms:>13.2f}{p.exposed_ms:>12.2f}"
             lines.append(f"{line}{p.peak_memory_gb:>9.3g}{speedup:>8.2f}x")
+        if self.chosen:
+            lines += ["", self._choice_text()]
+        lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
         if self.memory_limit_gb is not None:
             lines += ["", self._memory_text()]
         if self.costs:
@@ -231,6 +221,19 @@ class Plan:
         if _TORCH_DROPOUT & set(self.without_rule):
             lines.append("  lancet_kernels.Dropout can be partitioned: its numbers do not depend on the cut")
         return "\n".join(lines)
+
+    def _choice_text(self) -> str:
+        """Why `auto` took this strategy."""
+        limit, peak = self.memory_limit_gb, self.predicted.peak_memory_gb
+        if limit is not None and peak > limit:
+            return f"Chosen: {self.chosen}, which needs least memory; no strategy keeps to the limit."
+        faster = [
+            name
+            for name, p in self.compared.items()
+            if p.iteration_ms < self.predicted.iteration_ms and name != self.chosen
+        ]
+        why = f"; {' and '.join(faster)} would be faster, but beyond the memory limit" if faster else ""
+        return f"Chosen: {self.chosen}, the fastest prediction of all that keep to the memory limit{why}."
 
     def _memory_text(self) -> str:
         """What the memory limit costs."""

@@ -1,19 +1,17 @@
-"""What becomes of a Program whose ranges are cut into parts? Another Program, as plain as the first.
+"""A range of a Program, cut into parts: in which order do they run, and what is whole again behind it?
 
-Each partitioned range is replaced by: a split of every cut tensor that comes from outside (views, free), the
-parts of its instructions in pipeline order (section 5.3), and the reassembly of every tensor that is needed
-outside. Names tell parts apart: `layer1.moe.gate_part1`.
+Parts run in pipeline order (Lancet, section 5.3). Cutting itself is done on the graph (`schedules.cut`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import CARRIED, WHOLE, Form, Forms
-from lancet_kernels.graph.part_instruction import is_cut, part_instruction, part_name, reassembly
-from lancet_kernels.graph.program import Instruction, Program, TensorSpec
+from lancet_kernels.graph.part_instruction import is_cut, part_name, reads_whole, reassembly
+from lancet_kernels.graph.program import Instruction, Program
 
 
 @dataclass(frozen=True)
@@ -27,18 +25,49 @@ class PartitionRange:
     forms: Forms
 
 
-def stages(program: Program, first: int, last: int) -> list[list[int]]:
-    """Runs of consecutive computation or consecutive communication.
+@dataclass
+class Stage:
+    """Consecutive computation, or consecutive communication, that parts take in turns.
 
-    Example: compute, compute, all-to-all, compute gives three stages of 2, 1 and 1 instructions.
+    in_parts: positions that run once per part, and what they read besides. behind: positions that run once,
+    behind all parts of the stage: they read what the stage makes in parts.
     """
-    found: list[list[int]] = []
+
+    in_parts: list[int]
+    behind: list[int]
+
+
+def stages(program: Program, first: int, last: int, forms: Forms) -> list[Stage]:
+    """The stages of positions first..last.
+
+    Example: compute, compute, all-to-all, compute give three stages of 2, 1 and 1 instructions. Where parts
+    read something whole of the same stage (the sum over a batch), another stage begins.
+    """
+    found = [Stage([], [])]
+    sends: bool | None = None
+    """Of the stage so far: communication? None: nothing that is cut."""
+    partial: set[str] = set()
+    """What the stage makes in parts."""
+    late: set[str] = set()
+    """What runs behind the parts of the stage makes."""
     for i in range(first, last + 1):
-        kind = program.instructions[i].kind
-        if found and program.instructions[found[-1][0]].kind.is_communication == kind.is_communication:
-            found[-1].append(i)
-        else:
-            found.append([i])
+        instruction = program.instructions[i]
+        inputs = instruction.inputs
+        if not is_cut(instruction, forms):
+            if late.intersection(inputs) or partial.intersection(inputs):
+                found[-1].behind.append(i)
+                late.update(instruction.outputs)
+            else:
+                found[-1].in_parts.append(i)
+            continue
+        needs_whole = any(t in late or (t in partial and reads_whole(instruction, t, forms)) for t in inputs)
+        kind = instruction.kind.is_communication
+        if needs_whole or (sends is not None and sends != kind):
+            found.append(Stage([], []))
+            partial, late = set(), set()
+        sends = kind
+        found[-1].in_parts.append(i)
+        partial.update(instruction.outputs)
     return found
 
 
@@ -47,20 +76,23 @@ def pipeline_order(
 ) -> Iterator[tuple[int, int | None]]:
     """(position, part) in the order of Fig. 9: stage by stage, in each stage part by part.
 
-    The part is None for an instruction with nothing to cut; it runs once, with the first part.
+    The part is None for an instruction with nothing to cut; it runs once, with the first part, or behind all
+    parts of what it reads.
     """
-    for stage in stages(program, first, last):
+    for stage in stages(program, first, last, forms):
         for part in range(parts):
-            for i in stage:
+            for i in stage.in_parts:
                 if is_cut(program.instructions[i], forms):
                     yield i, part
                 elif part == 0:
                     yield i, None
+        for i in stage.behind:
+            yield i, None
 
 
 @dataclass(frozen=True)
 class Outgoing:
-    """How a range hands on what is needed outside.
+    """How a range hands on what is needed whole, outside or within.
 
     reassembled: cut tensors that are put together again.
     viewed: positions of views that run once more, on the whole tensor, because that costs nothing.
@@ -71,12 +103,19 @@ class Outgoing:
 
 
 def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
-    """What must be whole again behind the range. A view of a tensor is made again from the whole tensor."""
-    made = {t for i in range(first, last + 1) for t in program.instructions[i].outputs}
-    wanted = [
+    """What must be whole again. A view of a tensor is made again from the whole tensor."""
+    made = {
         t
-        for t in made
-        if forms.get(t, WHOLE) != WHOLE and (program.consumers[t][-1:] > [last] or t in program.output_set)
+        for i in range(first, last + 1)
+        for t in program.instructions[i].outputs
+        if forms.get(t, WHOLE).is_made_in_parts
+    }
+    wanted = [t for t in made if program.consumers[t][-1:] > [last] or t in program.output_set]
+    wanted += [
+        t
+        for i in range(first, last + 1)
+        for t in program.instructions[i].inputs
+        if t in made and reads_whole(program.instructions[i], t, forms)
     ]
     reassembled: set[str] = set()
     viewed: set[int] = set()
@@ -90,7 +129,7 @@ def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
         elif i not in viewed:
             viewed.add(i)
             inputs = program.instructions[i].inputs
-            wanted += [s for s in inputs if s in made and forms.get(s, WHOLE) != WHOLE]
+            wanted += [s for s in inputs if s in made]
     in_order = sorted(
         reassembled, key=lambda t: (_first_reader_outside(program, t, last), program.producer[t])
     )
@@ -113,102 +152,17 @@ def reassembly_instruction(program: Program, tensor: str, form: Form, parts: int
     )
 
 
-def expand(program: Program, ranges: Sequence[PartitionRange]) -> Program:
-    """The program with its ranges cut into parts; without ranges, the program itself.
-
-    Raises:
-        UserError: a range is not in the program, or two overlap.
-    """
-    if not ranges:
-        return program
-    instructions: list[Instruction] = []
-    tensors = dict(program.tensors)
-    done = 0
-    for cut in sorted(ranges, key=lambda r: program.index.get(r.first, -1)):
-        first, last = program.index.get(cut.first, -1), program.index.get(cut.last, -1)
-        if not done <= first <= last:
-            raise UserError(
-                "partition range",
-                got=f"{cut.first} to {cut.last}",
-                expected=f"instructions of {program.name}, behind the range before",
-                do="plan again for this program",
-            )
-        instructions += program.instructions[done:first]
-        _expand_range(program, first, last, cut, instructions, tensors)
-        done = last + 1
-    instructions += program.instructions[done:]
-    used = {t for i in instructions for t in (*i.inputs, *i.outputs, *i.mutates)}
-    used |= {*program.inputs, *program.outputs}
-    for t in list(used):
-        while (storage := tensors[t].alias_of) is not None:
-            t = storage
-            used.add(t)
-    kept = {t: spec for t, spec in tensors.items() if t in used}
-    return replace(program, instructions=tuple(instructions), tensors=kept)
-
-
-def _expand_range(
-    program: Program,
-    first: int,
-    last: int,
-    cut: PartitionRange,
-    instructions: list[Instruction],
-    tensors: dict[str, TensorSpec],
-) -> None:
-    made = {t for i in range(first, last + 1) for t in program.instructions[i].outputs}
-    phase = program.instructions[first].phase
-    for t, form in cut.forms.items():
-        if t not in made:
-            attributes = {"form": str(form), "parts": cut.parts}
-            name = f"split {t} for {cut.first}"
-            pieces = tuple(_slice_name(t, p, cut) for p in range(cut.parts))
-            instructions.append(
-                Instruction(name, "lancet.split", (t,), pieces, phase=phase, attributes=attributes)
-            )
-    for i, part in pipeline_order(program, first, last, cut.forms, cut.parts):
-        if part is None:
-            instructions.append(program.instructions[i])
-            continue
-        instruction, specs = part_instruction(
-            program.instructions[i], program.tensors, cut.forms, part, cut.parts
+def positions(program: Program, planned: PartitionRange) -> tuple[int, int]:
+    """First and last position of a range. Raises: UserError if it is not in the program."""
+    first, last = program.index.get(planned.first, -1), program.index.get(planned.last, -1)
+    if not 0 <= first <= last:
+        raise UserError(
+            "partition range",
+            got=f"{planned.first} to {planned.last}",
+            expected=f"instructions of {program.name}",
+            do="plan again for this program",
         )
-        outside = {
-            part_name(t, part): t for t in program.instructions[i].inputs if t in cut.forms and t not in made
-        }
-        for spec in specs.values():
-            _add_part(spec, part, cut, made, outside, tensors)
-        inputs = tuple(_slice_name(outside[t], part, cut) if t in outside else t for t in instruction.inputs)
-        instructions.append(replace(instruction, inputs=inputs))
-    handed_on = outgoing(program, first, last, cut.forms)
-    for t in handed_on.reassembled:
-        instructions.append(reassembly_instruction(program, t, cut.forms[t], cut.parts))
-        tensors[t] = TensorSpec(t, program.tensors[t].shape, program.tensors[t].dtype)
-    instructions += [program.instructions[i] for i in handed_on.viewed]
-
-
-def _slice_name(tensor: str, part: int, cut: PartitionRange) -> str:
-    """A part of a tensor that is made in front of the range."""
-    return f"{part_name(tensor, part)} for {cut.first}"
-
-
-def _add_part(
-    spec: TensorSpec,
-    part: int,
-    cut: PartitionRange,
-    made: set[str],
-    outside: Mapping[str, str],
-    tensors: dict[str, TensorSpec],
-) -> None:
-    """Describe one operand of a part. Splits share the storage of the whole; parts of views that of parts."""
-    if spec.name in outside:
-        whole = outside[spec.name]
-        spec = replace(spec, name=_slice_name(whole, part, cut), alias_of=whole, bytes=0)
-    elif spec.alias_of in made:
-        if spec.alias_of in cut.forms:
-            spec = replace(spec, alias_of=part_name(spec.alias_of, part))
-    elif part_name(str(spec.alias_of), part) in outside:
-        spec = replace(spec, alias_of=_slice_name(str(spec.alias_of), part, cut))
-    tensors.setdefault(spec.name, spec)
+    return first, last
 
 
 def _is_view(instruction: Instruction) -> bool:

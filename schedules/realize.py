@@ -1,9 +1,8 @@
 """From a Plan to graphs that run: ranges cut, everything in the planned order, collectives started early.
 
-A Planner's order speaks of the Program with its ranges cut (`ranges.expand`). Cutting the graph adds slices,
-slots and counts of parts, and whole tensors again: `realize` puts these where they are needed and returns the
-plan with the order of the graph that runs. A plan with such an order (`Plan.realized`) is followed to the
-letter, or refused: when it is put into a graph, and again when torch has split forward from backward.
+What a Planner simulates and orders is the Program of the cut graph (`GraphCutter`): slices, counts and rows
+of parts, and whole tensors again, are instructions in it like all others. A plan is followed to the letter,
+or refused: when it is put into a graph, and again when torch has split forward from backward.
 """
 
 from __future__ import annotations
@@ -16,46 +15,96 @@ from itertools import pairwise
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import split_joint
-from lancet_kernels.graph.from_fx import forward_nodes
+from lancet_kernels.graph.capture import copy_of_graph, split_joint
+from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.from_fx import forward_first, program_from_graph
+from lancet_kernels.graph.part_instruction import is_cut, part_instruction, part_name
 from lancet_kernels.graph.program import Program
-from lancet_kernels.schedules.apply import full_order, instruction_order, reorder, start_early_wait_late
-from lancet_kernels.schedules.cut import Cut, cut_range
+from lancet_kernels.schedules.apply import instruction_order, reorder, start_early_wait_late
+from lancet_kernels.schedules.cut import Cut, Values, cut_range
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.ranges import pipeline_order
+from lancet_kernels.schedules.ranges import PartitionRange, pipeline_order, positions
 
 
-def realize(module: fx.GraphModule, program: Program, plan: Plan) -> Plan:
-    """Put a plan into a joint graph, of which `program` is the Program.
+def cut_ranges(
+    graph: fx.Graph,
+    program: Program,
+    ranges: Sequence[PartitionRange],
+    values: Values | None = None,
+) -> None:
+    """Cut ranges of a joint graph, of which `program` is the Program, into parts in pipeline order.
 
-    Returns: the plan with the order in which the graph now stands.
-    Raises: UserError (the plan is for another program, or its order is not valid), CutError.
+    Args: values: as of `cut_range`.
+    Raises: UserError (a range is not in the program), CutError.
     """
-    plan.check(program)
-    if not plan.realized:
-        plan.apply(program)
-    for planned in plan.ranges:
-        first, last = program.index[planned.first], program.index[planned.last]
+    for planned in ranges:
+        first, last = positions(program, planned)
         names = tuple(i.name for i in program.instructions[first : last + 1])
-        parts = [
+        order = [
             (program.instructions[i].name, part)
             for i, part in pipeline_order(program, first, last, planned.forms, planned.parts)
-            if part is not None
         ]
-        cut_range(module.graph, Cut(names, planned.parts, planned.forms), parts)
-    order: Sequence[str] = plan.order if plan.realized else _with_added_nodes(module, plan.order)
-    reorder(module.graph, order)
+        cut_range(graph, Cut(names, planned.parts, planned.forms), order, values)
+    if ranges:
+        forward_first(graph)
+
+
+class GraphCutter:
+    """Gives the Program of a joint graph with ranges cut, priced; the graph stays as it is.
+
+    Instructions that stay whole keep their times. A part costs what the cost model says of it
+    (`graph.part_instruction`); the graph shows what else cutting adds.
+    """
+
+    def __init__(self, module: fx.GraphModule, program: Program, cost: Cost) -> None:
+        self.module, self.program, self.cost = module, program, cost
+        self._values: Values = {}
+        in_graph = set(instruction_order(module.graph))
+        self._behind = tuple(i for i in program.instructions if i.name not in in_graph)
+
+    def __call__(self, ranges: Sequence[PartitionRange]) -> Program:
+        """The Program with these ranges cut; what is no part of the graph (the optimizer's step) comes last.
+
+        Raises: as `cut_ranges`.
+        """
+        graph = copy_of_graph(self.module)
+        cut_ranges(graph, self.program, ranges, self._values)
+        priced = {name: part for planned in ranges for name, part in self._priced(planned).items()}
+        for node in graph.nodes:
+            if node.name in priced:
+                node.meta["milliseconds"], node.meta["parts"] = priced[node.name]
+        cut = program_from_graph(graph, self.program.name, unchanged=self.program)
+        if not self._behind:
+            return cut
+        return replace(
+            cut,
+            instructions=(*cut.instructions, *self._behind),
+            tensors={**self.program.tensors, **cut.tensors},
+            inputs=self.program.inputs,
+            outputs=self.program.outputs,
+        )
+
+    def _priced(self, planned: PartitionRange) -> dict[str, tuple[float, int]]:
+        """By name, what the parts of a range take in milliseconds, and how many they are."""
+        first, last = positions(self.program, planned)
+        found: dict[str, tuple[float, int]] = {}
+        for instruction in self.program.instructions[first : last + 1]:
+            if is_cut(instruction, planned.forms):
+                tensors, forms, parts = self.program.tensors, planned.forms, planned.parts
+                ms = self.cost(*part_instruction(instruction, tensors, forms, 0, parts))
+                found.update((part_name(instruction.name, part), (ms, parts)) for part in range(parts))
+        return found
+
+
+def realize(module: fx.GraphModule, program: Program, plan: Plan) -> None:
+    """Put a plan into a joint graph, of which `program` is the Program.
+
+    Raises: UserError (the plan is for another program, or its order is not that of this graph), CutError.
+    """
+    plan.check(program)
+    cut_ranges(module.graph, program, plan.ranges)
+    reorder(module.graph, plan.order)
     module.recompile()
-    return replace(plan, order=tuple(order), realized=True)
-
-
-def _with_added_nodes(module: fx.GraphModule, planned: Sequence[str]) -> list[str]:
-    """The order of a Program's instructions, with the nodes that only the cut graph has."""
-    nodes = {node.name: node for node in module.graph.nodes if node.op == "call_function"}
-    order = full_order(module.graph, [name for name in planned if name in nodes])
-    forward = forward_nodes(list(module.graph.nodes))
-    # Wholes that only the backward reads are put together in the forward all the same.
-    return sorted(order, key=lambda name: nodes[name] not in forward)
 
 
 def split_as_planned(

@@ -6,6 +6,9 @@ tutel             all-to-alls and experts pipelined along the capacity in the be
 lancet-dw         weight gradients (and other ready work) behind all-to-alls (section 4)
 lancet-partition  ranges of the forward pass cut and pipelined (section 5), the order otherwise as it was
 lancet            both; where backward all-to-alls stay exposed, their experts are pipelined too
+duplex            the step as two copies on halves of the batch, stage by stage in turns (HiDup, section 3)
+lancet+duplex     the same copies in the best order, weight gradients filling what is left
+auto              the best of all these within the memory limit
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.best_order import best_order
+from lancet_kernels.schedules.duplex import duplex
 from lancet_kernels.schedules.issue import issue_early
 from lancet_kernels.schedules.partition_range import (
     PartitionOptions,
@@ -35,12 +39,16 @@ from lancet_kernels.schedules.partition_range import (
 from lancet_kernels.schedules.peak_memory import Storages, peak_memory
 from lancet_kernels.schedules.pipeline import PipelineCosts
 from lancet_kernels.schedules.plan import Plan, Prediction
-from lancet_kernels.schedules.ranges import PartitionRange, expand
+from lancet_kernels.schedules.ranges import PartitionRange
 from lancet_kernels.schedules.simulate import Timeline, simulate
 
 STRATEGIES = STRATEGY_NAMES
 TUTEL_DEGREES = (1, 2, 4, 8)
 BACKWARD_DEGREES = (2, 4)
+DUPLEX = ("duplex", "lancet+duplex")
+AUTO = "auto"
+ORIGINAL_ORDER = "original order"
+"""The method of plans that keep it."""
 MORE_MEMORY = 1.1
 """Times the peak of the original order: the limit where none is given and no device says what it has."""
 
@@ -73,24 +81,57 @@ class PlanningOptions:
         return cls(PartitionOptions.from_environment())
 
 
-class Planner:
-    """Plans for one Program and its costs; what several strategies need is worked out once."""
+def ordered(plan: Plan, program: Program, cost: Cost) -> tuple[Plan, Timeline]:
+    """The plan with the order, and the prediction, of the program in which its ranges are cut.
 
-    def __init__(self, program: Program, cost: Cost, options: PlanningOptions | None = None):
-        self.program, self.cost = program, cost
+    A plan in the original order keeps that, with collectives started early; any other gets the best order.
+    """
+    if plan.method.startswith(ORIGINAL_ORDER):
+        if plan.ranges:
+            early = issue_early(program, range(len(program)), fixed=frozenset(plan.blocking))
+            program = program.reordered(early)
+        timeline = simulate(program, cost, blocking=frozenset(plan.blocking))
+        order = list(range(len(program)))
+    else:
+        limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
+        best = best_order(program, cost, memory_limit_bytes=limit)
+        timeline, order = Timeline(program, best.times), best.order
+        plan = replace(plan, method=best.method, without_limit_ms=best.without_limit_ms)
+    names = tuple(program.instructions[i].name for i in order)
+    return replace(plan, order=names, predicted=Prediction.of(timeline)), timeline
+
+
+class Planner:
+    """Plans for one Program and its costs; what several strategies need is worked out once.
+
+    Args: cut: the Program with ranges cut (`realize.GraphCutter`). None: nothing is cut.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        cost: Cost,
+        options: PlanningOptions | None = None,
+        cut: Callable[[tuple[PartitionRange, ...]], Program] | None = None,
+    ):
+        self.program, self.cost, self._cut_program = program, cost, cut
         self.options = options or PlanningOptions()
         self.limit_gb = self.options.limit_gb(program)
         self.inference = AxisInference(program)
         self._plans: dict[str, Plan] = {}
         self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
-        self._lancets: dict[int, list[Plan]] = {}
+        self._ordered: dict[tuple[object, ...], Plan] = {}
         self._wholes: dict[int, PartitionRange | None] = {}
+        self._programs: dict[tuple[tuple[str, str, int], ...], Program] = {(): program}
         self._strategies: dict[str, Callable[[], Plan]] = {
             "none": self._none,
             "tutel": self._tutel,
             "lancet-dw": self._lancet_dw,
             "lancet-partition": self._lancet_partition,
             "lancet": self._lancet,
+            "duplex": self._duplex,
+            "lancet+duplex": self._lancet_duplex,
+            AUTO: self._auto,
         }
         self._cutting = {"lancet-partition": self._partition_plans, "lancet": self._lancet_plans}
 
@@ -98,7 +139,7 @@ class Planner:
         """The plan of one strategy.
 
         Raises:
-            UserError: no such strategy.
+            UserError: no such strategy, or none that this program can have (see `impossible`).
         """
         if strategy not in self._strategies:
             raise UserError(
@@ -108,14 +149,24 @@ class Planner:
             self._plans[strategy] = replace(self._strategies[strategy](), strategy=strategy)
         return self._plans[strategy]
 
-    def plans(self) -> dict[str, Plan]:
-        """The plan of every strategy, each with the predictions of the others in `compared`."""
-        plans = {name: self.plan(name) for name in STRATEGIES}
+    def plans(self, strategies: Sequence[str] = STRATEGIES) -> dict[str, Plan]:
+        """The plans of those strategies that are possible, each with the predictions of the others in
+        `compared`."""
+        plans = {name: self.plan(name) for name in strategies if name not in self.impossible}
         predicted = {name: plan.predicted for name, plan in plans.items()}
         return {
             name: plan.with_comparison({n: p for n, p in predicted.items() if n != name})
             for name, plan in plans.items()
         }
+
+    @cached_property
+    def impossible(self) -> dict[str, UserError]:
+        """Strategies that this program cannot have, and why."""
+        try:
+            self._with_cut((self._copies,))
+        except UserError as error:
+            return dict.fromkeys(DUPLEX, error)
+        return {}
 
     def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
         """The plan of a strategy and its nearest rivals, at most `most`, best prediction first.
@@ -127,6 +178,10 @@ class Planner:
             return plans
         if strategy == "tutel":
             plans += self._tutel_degrees()
+        elif strategy == AUTO:
+            plans += map(self._chosen, self._single)
+        elif strategy == "lancet+duplex":
+            plans.append(self.plan("duplex"))
         elif strategy in self._cutting:
             plans.append(self.plan("lancet-dw" if strategy == "lancet" else "none"))
             plans += [self._best(self._cutting[strategy](parts)) for parts in self._part_limits()]
@@ -147,7 +202,7 @@ class Planner:
         for degree in TUTEL_DEGREES:
             ranges = self._cut(self.expert_ranges, degree)
             plan = self._in_order(ranges, blocking=self._waited_for(ranges))
-            plans.append(replace(plan, method=f"original order, degree {degree}"))
+            plans.append(replace(plan, method=f"{ORIGINAL_ORDER}, degree {degree}"))
         return plans
 
     def _lancet_dw(self) -> Plan:
@@ -170,14 +225,45 @@ class Planner:
         return self._best(plans)
 
     def _lancet_plans(self, most_parts: int) -> list[Plan]:
-        if most_parts not in self._lancets:
-            backward = [r for r in self.expert_ranges if self._phase_of(r[0]) is Phase.BACKWARD]
-            cuts = [self._cut(backward, degree) for degree in BACKWARD_DEGREES]
-            more = [(), *(cut for cut in cuts if cut)]
-            self._lancets[most_parts] = [
-                self._scheduled((*ranges, *cut)) for ranges in self._partitions_of(most_parts) for cut in more
-            ]
-        return self._lancets[most_parts]
+        backward = [r for r in self.expert_ranges if self._phase_of(r[0]) is Phase.BACKWARD]
+        cuts = [self._cut(backward, degree) for degree in BACKWARD_DEGREES]
+        more = [(), *(cut for cut in cuts if cut)]
+        return [
+            self._scheduled((*ranges, *cut)) for ranges in self._partitions_of(most_parts) for cut in more
+        ]
+
+    @cached_property
+    def _copies(self) -> PartitionRange:
+        """The whole step as two copies. Raises: UserError where it cannot be."""
+        if self._cut_program is None:
+            raise UserError(DUPLEX[0], got="a Program alone", expected="its graph", do="capture the step")
+        return duplex(self.program)
+
+    def _duplex(self) -> Plan:
+        """The paper's alternation: stage by stage, in each the computation of one copy beside the
+        communication of the other."""
+        return replace(
+            self._in_order((self._copies,)), method=f"{ORIGINAL_ORDER} of copies in turns, stage by stage"
+        )
+
+    def _lancet_duplex(self) -> Plan:
+        """The best order of both copies. Never predicted slower than `duplex`."""
+        return self._best([self.plan("duplex"), self._scheduled((self._copies,))])
+
+    @cached_property
+    def _single(self) -> list[Plan]:
+        """The plan of every other strategy than `auto`."""
+        return [self.plan(name) for name in STRATEGIES if name != AUTO and name not in self.impossible]
+
+    def _auto(self) -> Plan:
+        """The best of all strategies."""
+        return self._chosen(self._best(self._single))
+
+    def _chosen(self, plan: Plan) -> Plan:
+        """The plan of a strategy as one of `auto`."""
+        compared = {other.strategy: other.predicted for other in self._single}
+        impossible = {name: str(error) for name, error in self.impossible.items()}
+        return replace(plan, chosen=plan.strategy, compared=compared, impossible=impossible)
 
     def _within_memory(self, plans_of: Callable[[int], list[Plan]]) -> list[Plan]:
         """Plans with at most rho parts, and with fewer as long as none of them fits into memory."""
@@ -212,7 +298,7 @@ class Planner:
 
     def _cut(self, pairs: Sequence[tuple[int, int]], parts: int) -> tuple[PartitionRange, ...]:
         """The ranges cut along the capacity, those that can be."""
-        if parts == 1:
+        if parts == 1 or self._cut_program is None:
             return ()
         names = [i.name for i in self.program.instructions]
         cuts = ((first, last, self.inference.forms(first, last)) for first, last in pairs)
@@ -230,16 +316,16 @@ class Planner:
     def _partition(self, most_parts: int) -> tuple[PartitionRange, ...]:
         if most_parts not in self._partitions:
             options = replace(self.options.partition, most_parts=most_parts)
-            self._partitions[most_parts] = choose_ranges(self.program, self.cost, options).ranges
+            self._partitions[most_parts] = choose_ranges(self._pipeline_costs, options).ranges
         return self._partitions[most_parts]
 
     def _partitions_of(self, most_parts: int) -> list[tuple[PartitionRange, ...]]:
         """The partition of the dynamic program, and one range over all layers where there is one."""
+        if self._cut_program is None:
+            return []
         if most_parts not in self._wholes:
             longest_ms = self.options.partition.longest_range_ms
-            self._wholes[most_parts] = whole_forward(
-                self.program, self.cost, self._pipeline_costs, most_parts, longest_ms
-            )
+            self._wholes[most_parts] = whole_forward(self._pipeline_costs, most_parts, longest_ms)
         whole = self._wholes[most_parts]
         return [self._partition(most_parts), *([(whole,)] if whole else [])]
 
@@ -257,41 +343,48 @@ class Planner:
             if x.kind in (Kind.ALL_TO_ALL, Kind.OTHER_COMMUNICATION) and i not in inside
         )
 
+    def _with_cut(self, ranges: tuple[PartitionRange, ...]) -> Program:
+        """The program with ranges cut, each way once."""
+        key = _names(ranges)
+        if key not in self._programs:
+            assert self._cut_program is not None, "ranges without a graph to cut"
+            self._programs[key] = self._cut_program(ranges)
+        return self._programs[key]
+
     def _in_order(self, ranges: tuple[PartitionRange, ...], blocking: tuple[str, ...] = ()) -> Plan:
         """Pipelines where the ranges are; everything else in its original order."""
-        expanded = expand(self.program, ranges)
-        if ranges:
-            order = issue_early(expanded, range(len(expanded)), fixed=frozenset(blocking))
-            expanded = expanded.reordered(order)
-        timeline = simulate(expanded, self.cost, blocking=frozenset(blocking))
-        return replace(self._plan(expanded, ranges, timeline, "original order"), blocking=blocking)
+        return self._plan(ranges, ORIGINAL_ORDER, blocking)
 
     def _scheduled(self, ranges: tuple[PartitionRange, ...]) -> Plan:
         """The best order of the program with these ranges cut."""
-        expanded = expand(self.program, ranges)
-        found = best_order(expanded, self.cost, memory_limit_bytes=self.limit_gb * 1e9)
-        timeline = Timeline(expanded, found.times)
-        order = tuple(expanded.instructions[i].name for i in found.order)
-        plan = self._plan(expanded, ranges, timeline, found.method)
-        return replace(plan, order=order, without_limit_ms=found.without_limit_ms)
+        return self._plan(ranges, "")
 
-    def _plan(
-        self, expanded: Program, ranges: tuple[PartitionRange, ...], timeline: Timeline, method: str
-    ) -> Plan:
+    def timeline(self, plan: Plan) -> Timeline:
+        """The simulated iteration of one of this planner's plans."""
+        program = self._with_cut(plan.ranges).reordered(plan.order)
+        return simulate(program, self.cost, blocking=frozenset(plan.blocking))
+
+    def _plan(self, ranges: tuple[PartitionRange, ...], method: str, blocking: tuple[str, ...] = ()) -> Plan:
+        key = _names(ranges), method, blocking
+        if key in self._ordered:
+            return self._ordered[key]
         forward = self.program.instructions[: forward_length(self.program)]
-        return Plan(
+        draft = Plan(
             program=self.program.name,
             program_fingerprint=self._fingerprint,
             strategy="",
-            order=tuple(i.name for i in expanded.instructions),
+            order=(),
             ranges=ranges,
-            predicted=Prediction.of(timeline),
+            predicted=Prediction(0.0, 0.0, 0.0),
+            blocking=blocking,
             method=method,
             without_rule=tuple(sorted({i.op for i in forward if rule_for(i) is None})),
             options=self.options.to_json(),
             costs=source_of(self.cost),
             memory_limit_gb=self.limit_gb,
         )
+        self._ordered[key], _ = ordered(draft, self._with_cut(ranges), self.cost)
+        return self._ordered[key]
 
     def _fits(self, plan: Plan) -> bool:
         return plan.predicted.peak_memory_gb <= self.limit_gb
@@ -307,3 +400,8 @@ class Planner:
             p.predicted.iteration_ms if p.without_limit_ms is None else p.without_limit_ms for p in plans
         )
         return replace(best, without_limit_ms=free)
+
+
+def _names(ranges: Sequence[PartitionRange]) -> tuple[tuple[str, str, int], ...]:
+    """What tells ranges of one Program apart."""
+    return tuple((r.first, r.last, r.parts) for r in ranges)

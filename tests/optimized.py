@@ -2,9 +2,10 @@
 
 from torch import nn
 
-import lancet_kernels.optimization as library
+import lancet_kernels.captured_step as library
 from lancet_kernels.optimization import optimize
 from lancet_kernels.optimized_module import OptimizedModule
+from lancet_kernels.schedules.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner
 from tests.planned_steps import Outcome, dear_communication, gradients, sum_over_ranks
 
@@ -12,9 +13,9 @@ BOUND = 1e-10
 """Largest difference in float64, as the issue asks; seen: 1e-15."""
 
 
-def plan_dearly(program, _cost, options):
+def plan_dearly(program, _cost, options, cut):
     """A planner as if communication were dear: tiny models would not be cut otherwise."""
-    return Planner(program, dear_communication, options)
+    return Planner(program, dear_communication, options, GraphCutter(cut.module, program, dear_communication))
 
 
 def optimized(module: nn.Module, inputs: tuple, strategy: str = "lancet", **options) -> OptimizedModule:

@@ -29,13 +29,18 @@ from lancet_kernels.graph.program_json import fingerprint
 from lancet_kernels.schedules.axes import AxisInference
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan, Prediction
-from lancet_kernels.schedules.ranges import PartitionRange, expand
-from lancet_kernels.schedules.realize import realize, split_as_planned
+from lancet_kernels.schedules.ranges import PartitionRange
+from lancet_kernels.schedules.realize import GraphCutter, realize, split_as_planned
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.training.models import GPT2MoE, ModelConfig
 from lancet_kernels.training.step import TrainingStep
 
 VOCABULARY = 13
+ADDED_BY_CUTTING = {
+    "aten.cat",
+    *(f"lancet.{op}" for op in ("merge_parts", "merge_rows", "part_rows", "window_rows", "window_counts")),
+}
+"""Ops that hand out parts and put them together again."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +167,7 @@ def dear_communication(instruction: Instruction, _tensors: Mapping) -> float:
         return 6.0 / parts + 0.01
     if instruction.kind is Kind.ALL_REDUCE:
         return 1.0
-    if instruction.op in ("lancet.split", "lancet.reassemble") or not (
-        instruction.bytes or instruction.flops
-    ):
+    if instruction.op in ADDED_BY_CUTTING or not (instruction.bytes or instruction.flops):
         return 0.0
     return 0.2 / parts + 0.002
 
@@ -205,11 +208,8 @@ class SmallStep:
         """Forward and backward graph of a plan."""
         joint = copy.deepcopy(self.joint)
         assert [n.name for n in joint.graph.nodes] == [n.name for n in self.joint.graph.nodes]
-        return split_as_planned(joint, self.forward_outputs, realize(joint, self.program, plan))
-
-    def realized(self, plan: Plan) -> Plan:
-        """The plan with the order of the graph that runs."""
-        return realize(copy.deepcopy(self.joint), self.program, plan)
+        realize(joint, self.program, plan)
+        return split_as_planned(joint, self.forward_outputs, plan)
 
     @torch.no_grad()
     def run(self, forward: fx.GraphModule, backward: fx.GraphModule) -> Outcome:
@@ -233,17 +233,20 @@ class SmallStep:
 
     # Plans
 
+    @property
+    def cutter(self) -> GraphCutter:
+        """Gives the Program of the step with ranges cut."""
+        return GraphCutter(self.joint, self.program, dear_communication)
+
     def planner(self, most_parts: int) -> Planner:
         """What the library would choose, were communication dear."""
         options = PlanningOptions(partition=PartitionOptions(most_parts=most_parts))
-        return Planner(self.program, dear_communication, options)
+        return Planner(self.program, dear_communication, options, self.cutter)
 
     def by_hand(self, ranges: list[PartitionRange], seed: int | None = None) -> Plan:
         """A plan that cuts these ranges; with a seed, in a random valid order."""
-        expanded = expand(self.program, ranges)
-        order = [i.name for i in expanded.instructions]
-        if seed is not None:
-            order = random_order(expanded, seed)
+        cut = self.cutter(ranges)
+        order = [i.name for i in cut.instructions] if seed is None else random_order(cut, seed)
         return Plan(
             program=self.program.name,
             program_fingerprint=fingerprint(self.program),

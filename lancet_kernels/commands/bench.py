@@ -56,15 +56,19 @@ class OverlapOptions(PlanningFlags):
         choices=("emulated", "netns"),
     )
     rounds: int = option(12, "measured iterations of every strategy, in turn", parse=positive_int)
-    warmup: int = option(2, "iterations of every strategy that are left out", parse=non_negative_int)
+    warmup: int = option(
+        2, "iterations of every strategy that are run before the measured ones", parse=non_negative_int
+    )
     share: float = option(
-        0.4, "of the blocking iteration that all-to-all shall take; sets the link", parse=positive_float
+        0.4,
+        "share of the blocking iteration that all-to-all should take; sets the speed of the link",
+        parse=positive_float,
     )
     link_gbps: float | None = option(
-        None, "a link of this many Gbit/s instead of one chosen by --share", parse=positive_float
+        None, "speed of the link in Gbit/s; --share is then ignored", parse=positive_float
     )
-    seed: int = option(0, "of weights and data", parse=non_negative_int)
-    timeout: float = option(300.0, "seconds that a rank waits for another one", parse=positive_float)
+    seed: int = option(0, "seed of weights and data", parse=non_negative_int)
+    timeout: float = option(300.0, "seconds that a rank waits for another rank", parse=positive_float)
 
     def for_training(self) -> TrainOptions:
         """The same model and data as options of `lancet train`."""
@@ -92,8 +96,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "which all-to-all takes a given share of the blocking iteration.",
     )
     add_options(command, OverlapOptions)
-    command.add_argument("--timeline", metavar="FILE", help="write a picture, predicted and measured (.png)")
-    command.add_argument("--output", metavar="FILE", help="write the figures as JSON to a file, too")
+    command.add_argument(
+        "--timeline", metavar="FILE", help="draw the predicted and the measured timeline (.png)"
+    )
+    command.add_argument("--output", metavar="FILE", help="also write the figures as JSON to this file")
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
     # For ourselves: a wire must have its speed before the ranks that use it start.
     command.add_argument("--only-choose-link", action="store_true", help=argparse.SUPPRESS)
@@ -132,7 +138,7 @@ def _chosen_speed(argv: Sequence[str], options: OverlapOptions) -> float:
 def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int:
     # Here, not above: it brings the solver and torch's tracer.
     from lancet_kernels.measuring import overlap_bench as overlap
-    from lancet_kernels.schedules.strategies import PlanningOptions
+    from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
 
     rank = start_ranks("cpu", options.timeout)
     step, config, inputs = _step(options, rank)
@@ -152,12 +158,12 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
     _say(rank, f"measuring {options.rounds} rounds of {len(optimized)} strategies")
     measured = overlap.measure(optimized, inputs, options.rounds, options.warmup)
     found = (
-        overlap.report(measured, "lancet", options.link)
+        overlap.report(measured, AUTO, options.link)
         | {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in optimized.items()}}
         | _conditions(options, rank, config)
     )
     if arguments.timeline:
-        overlap.save_timeline(optimized["lancet"], inputs, arguments.timeline, rank.rank == 0)
+        overlap.save_timeline(optimized[AUTO], inputs, arguments.timeline, rank.rank == 0)
     if rank.rank == 0:
         if arguments.output:
             write_json_atomically(Path(arguments.output), found)
@@ -191,7 +197,7 @@ def _plan(module: OptimizedModule) -> dict[str, object]:
     """What was decided, in short."""
     plan = module.plan
     ranges = [{"first": r.first, "last": r.last, "parts": r.parts} for r in plan.ranges]
-    return {"method": plan.method, "ranges": ranges}
+    return {"chosen": plan.chosen or plan.strategy, "method": plan.method, "ranges": ranges}
 
 
 def _conditions(options: OverlapOptions, rank: Rank, config: ModelConfig) -> dict[str, object]:

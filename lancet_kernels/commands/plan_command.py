@@ -38,7 +38,7 @@ class PlanOptions(PlanningFlags):
 
     module: str | None = option(
         None,
-        "FILE.py:function; plan your own step: the function gives the module and its example inputs",
+        "plan your own step: a function that returns the module and its example inputs",
         parse=str,
         metavar="FILE.py:FUNCTION",
     )
@@ -46,23 +46,27 @@ class PlanOptions(PlanningFlags):
     cluster: str = option(
         "p4de", "p3dn, p4de, dgx-h100, local, or a .toml file of your own", metavar="CLUSTER"
     )
-    gpus: int = option(16, "a part of one node, or whole nodes", parse=positive_int, alias="--ranks")
+    gpus: int = option(
+        16, "number of GPUs: part of one node, or whole nodes", parse=positive_int, alias="--ranks"
+    )
     gate: str = option(
         "switch", f"{', '.join(GATES)}; options as in 'topk(renormalize=True)'", metavar="GATE"
     )
     top_k: int | None = option(None, "experts per token (default: 2 for gshard, else 1)", parse=positive_int)
     batch: int | None = option(
-        None, "sequences per GPU (default: the paper's; 8 where it has none)", parse=positive_int
+        None, "sequences per GPU (default: the paper's batch; 8 for models without one)", parse=positive_int
     )
     experts_per_gpu: int = option(2, "experts that each GPU hosts", parse=positive_int)
     capacity_factor: float | None = option(
-        1.25, "room per expert, relative to a perfect balance; none: dropless", parse=positive_float_or_none
+        1.25,
+        "tokens that an expert takes, relative to an even share; none: dropless",
+        parse=positive_float_or_none,
     )
     dtype: str = option("float32", "dtype of activations and weights", metavar="DTYPE")
     memory_gb: float | None = option(
-        None, "memory that a plan may need (default: the GPU's)", parse=positive_float
+        None, "memory limit of plans (default: the memory of the GPU)", parse=positive_float
     )
-    strategy: str = option("lancet", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
+    strategy: str = option("auto", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
 
     def setting(self) -> Setting | OwnStep:
         """What is simulated. Raises: UserError for options that say nothing of a step of one's own."""
@@ -75,7 +79,7 @@ class PlanOptions(PlanningFlags):
                 raise UserError(
                     "options",
                     got=f"--module and --{given[0].replace('_', '-')}",
-                    expected="one of them: the module says itself what it is",
+                    expected="only one of them: your function decides about its model",
                     do="set it in your function",
                 )
             return OwnStep(self.module, self.cluster, self.gpus)
@@ -119,6 +123,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     options: PlanOptions = to_options(PlanOptions, arguments)
     start = time.perf_counter()
     found = simulate_setting(options.setting(), options.memory_gb, options.partition())
+    if options.strategy in found.impossible:
+        raise found.impossible[options.strategy]
     total = time.perf_counter() - start - found.capture_seconds
     written = _write_files(found, options.strategy, arguments)
     if arguments.json:
@@ -149,7 +155,9 @@ def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> d
         "exposed_ms": {name: p.exposed_ms for name, p in predicted.items()},
         "peak_memory_gb": {name: p.peak_memory_gb for name, p in predicted.items()},
         "fits_memory": {name: p.peak_memory_gb <= limit for name, p in predicted.items()},
-        "speedup_vs_best_baseline": baseline / predicted["lancet"].iteration_ms,
+        "speedup_vs_best_baseline": baseline / predicted[strategy].iteration_ms,
+        "chosen": plans[strategy].chosen or strategy,
+        "impossible": {name: str(error) for name, error in found.impossible.items()},
         "strategy": strategy,
         "plan_fingerprint": plans[strategy].fingerprint,
         "planning_options": dict(plans[strategy].options),
@@ -181,7 +189,7 @@ def _write_files(found: Simulated, strategy: str, arguments: argparse.Namespace)
 
         with _writing(arguments.trace):
             save_trace(
-                found.timeline(strategy).events,
+                found.timelines[strategy].events,
                 arguments.trace,
                 ranks=found.setting.gpus,
                 weight_gradients=_weight_gradients(found),
@@ -190,7 +198,7 @@ def _write_files(found: Simulated, strategy: str, arguments: argparse.Namespace)
     if arguments.timeline:
         from lancet_kernels.schedules.timeline import save_picture
 
-        rows = {name: found.timeline(name).events for name in found.plans}
+        rows = {name: timeline.events for name, timeline in found.timelines.items()}
         with _writing(arguments.timeline):
             save_picture(
                 rows,

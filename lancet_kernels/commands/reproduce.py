@@ -30,10 +30,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--figures",
         type=_figures,
         metavar="LIST",
-        help="some of Lancet's figures, as 11,13 (default: all)",
+        help="figures of Lancet's to simulate, as in 11,13 (default: all)",
     )
     command.add_argument(
-        "--output-folder", default="reproduced", metavar="DIR", help="of the pictures (default: %(default)s)"
+        "--output-folder",
+        default="reproduced",
+        metavar="DIR",
+        help="folder for the pictures (default: %(default)s)",
     )
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
     command.set_defaults(run=run)

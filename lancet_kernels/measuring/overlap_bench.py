@@ -23,7 +23,7 @@ from lancet_kernels.ops.link import emulate_link, link
 from lancet_kernels.ops.waiting import waiting
 from lancet_kernels.optimization import optimize
 from lancet_kernels.optimized_module import OptimizedModule
-from lancet_kernels.schedules.strategies import PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
 from lancet_kernels.schedules.timeline import save_picture
 
 BASELINES = ("none", "tutel")
@@ -50,8 +50,17 @@ def prepare(
     times: str | Path | None = None,
     options: PlanningOptions | None = None,
 ) -> dict[str, OptimizedModule]:
-    """The step under each strategy. Collective. Args: times: file of measured op times. options: of plans."""
-    return {name: optimize(step, inputs, strategy=name, times=times, options=options) for name in strategies}
+    """The step under each strategy that it can have. Collective.
+
+    Args: times: file of measured op times. options: of plans.
+    """
+    names = list(strategies)
+    optimized: dict[str, OptimizedModule] = {}
+    # First the one that knows which others cannot be.
+    for name in sorted(names, key=lambda name: name != AUTO):
+        if not any(name in module.plan.impossible for module in optimized.values()):
+            optimized[name] = optimize(step, inputs, strategy=name, times=times, options=options)
+    return {name: optimized[name] for name in names if name in optimized}
 
 
 def measure(
@@ -130,6 +139,7 @@ def report(measured: dict[str, Measured], best: str, link_name: str) -> dict[str
     errors = {name: abs(m.predicted_ms / m.iteration_ms - 1) for name, m in measured.items()}
     found: dict[str, object] = {
         "link": link_name,
+        "best": best,
         "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
         "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
         "all_to_all_ms": {name: m.all_to_all_ms for name, m in measured.items()},
@@ -184,8 +194,9 @@ def table(found: dict) -> str:
             f"{name:<18}{iteration_ms:>14.1f}{found['exposed_ms'][name]:>12.1f}"
             f"{found['predicted_ms'][name]:>14.1f}{found['prediction_errors'][name]:>8.1%}"
         )
+    speedup = found["speedup_vs_best_baseline"]
     rows.append(
-        f"link {found['link']}; lancet against the better baseline {found['speedup_vs_best_baseline']:.2f}x, "
+        f"link {found['link']}; {found['best']} against the better baseline {speedup:.2f}x, "
         + ", ".join(
             f"exposed {-found[f'exposed_reduction_vs_{name}']:+.0%} against {name}"
             for name in BASELINES

@@ -12,14 +12,12 @@ from statistics import fmean
 from typing import Any
 
 from lancet_kernels.paper import claims
-from lancet_kernels.paper.measured_figures import Decomposition, Measured, measure
+from lancet_kernels.paper.measured_figures import STRATEGIES, Decomposition, Measured, measure
 from lancet_kernels.simulation import Setting
 
 CLUSTERS = tuple(claims.DEVICE)
 LAYERS = (12, 24, 48)
 """Depths at which figure 15 shows how planning grows."""
-STRATEGIES = ("none", "tutel", "lancet-dw", "lancet-partition", "lancet")
-
 UNPADDED = "lancet, unpadded"
 """The plan of `lancet` with all-to-alls that send only real rows."""
 

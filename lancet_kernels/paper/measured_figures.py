@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Instruction, Kind, TensorSpec
-from lancet_kernels.schedules.simulate import Timeline
+from lancet_kernels.schedules.simulate import Timeline, simulate
 from lancet_kernels.simulation import Setting, Simulated, simulate_setting
 
 Factor = Callable[[Instruction], float]
 
 BASELINES = ("none", "tutel")
+STRATEGIES = (*BASELINES, "lancet-dw", "lancet-partition", "lancet")
+"""What the paper compares."""
 
 
 def _noise(instruction: Instruction) -> float:
@@ -88,16 +90,14 @@ class Measured:
 
 def measure(setting: Setting, what_if: bool = False) -> Measured:
     """Plan and simulate one setting. `what_if`: also with costs that differ from the planned ones."""
-    found = simulate_setting(setting)
+    found = simulate_setting(setting, strategies=STRATEGIES)
     return Measured(
-        setting,
+        replace(setting),  # without the graph, which should not travel
         setting.sequences,
         setting.hardware.memory_gb,
         len(found.program),
-        {name: Decomposition.of(found.timeline(name)) for name in found.plans},
-        Decomposition.of(
-            found.plans["lancet"].simulate(found.program, _scaled(found.cost, _only_real_rows(setting)))
-        ),
+        {name: Decomposition.of(timeline) for name, timeline in found.timelines.items()},
+        Decomposition.of(_again(found, "lancet", _only_real_rows(setting))),
         found.cpu_seconds["lancet"],
         {name: _under(found, factor) for name, factor in WHAT_IF.items()} if what_if else {},
     )
@@ -110,10 +110,15 @@ def _only_real_rows(setting: Setting) -> Factor:
 
 
 def _under(found: Simulated, factor: Factor) -> dict[str, float]:
-    cost = _scaled(found.cost, factor)
-    return {
-        name: found.plans[name].simulate(found.program, cost).iteration_ms for name in (*BASELINES, "lancet")
-    }
+    return {name: _again(found, name, factor).iteration_ms for name in (*BASELINES, "lancet")}
+
+
+def _again(found: Simulated, strategy: str, factor: Factor) -> Timeline:
+    """The same plan with other costs."""
+    program, blocking = found.timelines[strategy].program, found.plans[strategy].blocking
+    return simulate(
+        program.reordered(found.plans[strategy].order), _scaled(found.cost, factor), blocking=blocking
+    )
 
 
 def _scaled(cost: Cost, factor: Factor) -> Cost:

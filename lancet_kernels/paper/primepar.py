@@ -290,6 +290,7 @@ def claims(rows: Sequence[Mapping[str, Any]], three: Mapping[str, Any]) -> list[
         return f"{form.format(min(values))} to {form.format(max(values))}"
 
     speedups = [r["speedup"] for r in rows]
+    over_best = [r["speedup_over_best_megatron"] for r in rows]
     memory = [r["memory"] for r in rows]
     parts = [(r["mlp"]["found"], r["mlp"]["megatron"]) for r in rows]
     collectives = [
@@ -303,7 +304,7 @@ def claims(rows: Sequence[Mapping[str, Any]], three: Mapping[str, Any]) -> list[
         {
             "name": "training throughput over Megatron's, by setting",
             "paper": f"{least} to {most}",
-            "ours": span(speedups),
+            "ours": f"{span(speedups)}; over its best split {span(over_best)}",
             "holds": min(speedups) >= least and max(speedups) >= most,
         },
         {

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
-import sys
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
@@ -32,6 +32,7 @@ from lancet_kernels.layer import MoELayer
 from lancet_kernels.ops.groups import from_first_rank, group_name
 from lancet_kernels.ops.waiting import waiting
 
+_log = logging.getLogger(__name__)
 _FACTS = "checkpoint.json"
 _INDEX = ".metadata"
 _STEP = re.compile(r"step-\d{8,}")
@@ -108,7 +109,8 @@ def save_checkpoint(
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint in `folder`; None if there is none. Damaged ones are named on stderr.
+    """The newest whole checkpoint in `folder`; None if there is none. For each damaged one a warning is
+    logged.
 
     Decided on rank 0 for all ranks (collective).
     """
@@ -119,7 +121,7 @@ def find_checkpoint(folder: Path) -> Path | None:
             if damage is None:
                 found = candidate
                 break
-            print(f"passing over damaged checkpoint {candidate}: {damage}", file=sys.stderr)
+            _log.warning("passing over damaged checkpoint %s: %s", candidate, damage)
     return from_first_rank(found, group_name(None), "the choice of a checkpoint")
 
 

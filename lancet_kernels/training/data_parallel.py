@@ -28,9 +28,27 @@ def ddp(model: nn.Module, groups: Groups | None = None, **options: Any) -> Distr
     Args: groups: as for `optimize`. options: of DistributedDataParallel, but for `process_group`.
     Raises: UserError without torch.distributed.
     """
+    groups = prepare_data_parallel(model, groups)
+    process_group = group_of(groups.data) if groups.data else dist.group.WORLD
+    return DistributedDataParallel(model, process_group=process_group, **options)
+
+
+def prepare_data_parallel(model: nn.Module, groups: Groups | None = None) -> Groups:
+    """`ddp` without the wrapping, for frameworks that wrap `model` in DistributedDataParallel themselves.
+
+    Afterwards a DistributedDataParallel around this very module leaves the experts alone, and their gradients
+    are averaged over the ranks that hold the same. Collective over all ranks of the job; call it once.
+
+    Args: groups: as for `optimize`.
+    Returns: the groups of the model.
+    Raises: UserError without torch.distributed.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
-            "ddp", got="no process group", expected="ranks", do="call init_process_group, or use the model"
+            "data parallelism",
+            got="no process group",
+            expected="one",
+            do="call init_process_group first, or train the model without data parallelism",
         )
     groups = groups_of(model, groups)
     broadcast_replicated(model, groups)
@@ -47,8 +65,7 @@ def ddp(model: nn.Module, groups: Groups | None = None, **options: Any) -> Distr
         if parameter.requires_grad:
             # Before it is added to `.grad`, so that micro-batches add up.
             parameter.register_hook(lambda gradient, group=group: _mean(gradient, group, ranks))
-    process_group = group_of(groups.data) if groups.data else dist.group.WORLD
-    return DistributedDataParallel(model, process_group=process_group, **options)
+    return groups
 
 
 def _mean(gradient: Tensor, group: str, ranks: int) -> Tensor:

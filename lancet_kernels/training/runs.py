@@ -209,14 +209,34 @@ def resolve_run(root: str | os.PathLike[str], name_or_path: str) -> Path:
     for path in (root / name_or_path, Path(name_or_path)):
         if _is_run(path):
             return path.resolve()
-    runs = sorted(path.name for path in root.iterdir() if _is_run(path)) if root.is_dir() else []
-    shown = [name for name in runs if name != LATEST][-8:]
+    shown = sorted(path.name for path in run_folders(root))[-8:]
     raise UserError(
         "run",
         got=name_or_path,
         expected=f"a run in {root} ({', '.join(shown) or 'which has none'}) or a run's folder",
         do="name one of them" if shown else "train one first",
     )
+
+
+def run_folders(root: str | os.PathLike[str]) -> list[Path]:
+    """The folders of the runs in `root`, by the time at which they were started."""
+    root = Path(root)
+    folders = (
+        [path for path in root.iterdir() if _is_run(path) and path.name != LATEST] if root.is_dir() else []
+    )
+    return sorted(folders, key=lambda path: ((path / "config.json").stat().st_mtime, path.name))
+
+
+def is_in_use(run: Path) -> bool:
+    """Does a process write to this run now?"""
+    try:
+        with (run / LOCK).open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _is_run(path: Path) -> bool:

@@ -153,7 +153,7 @@ class Trainer:
         gbps = self.options.link_gbps or overlap.slow_link(step, inputs)
         options = PlanningOptions(self.options.partition())
         modules = overlap.prepare(
-            step, inputs, dict.fromkeys(("none", self.options.strategy)), options=options
+            step, inputs, dict.fromkeys(("none", "lancet", self.options.strategy)), options=options
         )
         measured = overlap.measure(modules, inputs, self.options.compare)
         overlap.save_timeline(modules[self.options.strategy], inputs, picture, self.rank.rank == 0)

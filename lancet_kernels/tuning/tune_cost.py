@@ -41,7 +41,7 @@ from lancet_kernels.tuning.tune_tasks import Task
 from lancet_kernels.tuning.workloads import Workload
 
 TOKEN_SHARES = (1, 2, 4)  # the workload's tokens over these
-COMM_SHARES = (16, 8, 4)  # one of so many programs puts
+COMM_SHARES = (16, 8, 4)  # one of this many programs puts
 WARMUP = 2
 
 Launch = tuple[str, LaunchWork]

@@ -110,7 +110,7 @@ def tune(
 
 
 def _fused(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those of fused launches, as far as they have a configuration whose cost can be asked for."""
+    """The tasks of fused launches that have a configuration whose cost can be measured."""
     return [o for o in outcomes if o.task.kind == "overlap" and o.config is not None]
 
 

@@ -33,7 +33,12 @@ EXACT = frozenset(
 """Ops whose parts do the very same arithmetic. Of the others, sums may be taken in another order, or a
 vectorized function may round otherwise at the end of an array."""
 
-SHAPE_ARGUMENT = {"aten.view": 1, "aten.reshape": 1, "aten._unsafe_view": 1, "aten.expand": 1}
+SHAPE_ARGUMENT = dict.fromkeys(
+    (f"aten.{op}" for op in "view reshape _unsafe_view expand slice_backward select_backward".split()), 1
+)
+LOSSES = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
+MEAN, SUM = 1, 2
+"""As the argument `reduction` of a loss has it."""
 COUNTS = {
     "lancet.all_to_all": (1, 2),
     "lancet.grouped_gemm": (1,),
@@ -112,7 +117,11 @@ def ways(node: fx.Node, rule: Rule | None = None) -> list[tuple[Form, ...]]:
     found = [
         way
         for only_experts in (False, True)
-        for way in (rule.assignments(instruction, program.tensors, only_experts=only_experts) if rule else [])
+        for way in (
+            rule.assignments(instruction, program.tensors, only_experts=only_experts, contractions=True)
+            if rule
+            else []
+        )
     ]
     return [way for way in dict.fromkeys(found) if IRREGULAR not in way]
 
@@ -191,10 +200,18 @@ def check_way(
             for position in COUNTS[instruction.op]:
                 count = args[position]
                 args[position] = count * (p + 1) // parts - count * p // parts
+        is_mean = instruction.op in LOSSES and args[3] == MEAN
+        if is_mean:
+            args[3] = SUM
         try:
             pieces.append(_tensors(_call(node, (args, kwargs))))
         except (RuntimeError, IndexError, ValueError) as error:
             raise WrongRule(f"{where}: part {p} does not run: {error}") from error
+        if instruction.op == "aten.mean" and way[-1] == PARTIAL:
+            pieces[-1] = [piece * (args[0].numel() / values[node.args[0]].numel()) for piece in pieces[-1]]
+    if is_mean and way[-1] == PARTIAL:
+        total = sum(weight for _, weight in pieces)
+        pieces = [[loss / total, weight] for loss, weight in pieces]
     for n, (whole, form) in enumerate(zip(expected, way[len(instruction.inputs) :], strict=True)):
         if form == CARRIED and n not in dict(rule.carries):
             continue  # marked `*`: nobody may rely on it

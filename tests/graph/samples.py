@@ -380,6 +380,116 @@ def _attention(op: str) -> Callable[[Draw], Sample]:
     return make
 
 
+def _attention_backward(d: Draw) -> Sample:
+    b, h, s, t, a = (d.size() for _ in range(5))
+    query, key, value = d.real(b, h, s, a), d.real(b, h, t, a), d.real(b, h, t, a)
+    causal = d.one_of(True, False)
+    mask = None if causal or d.one_of(True, False) else d.real(*d.one_of((b, h), (b, 1), (1, 1)), s, t)
+    by_name = {} if mask is None else {"attn_mask": mask}
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    result, logsumexp = forward(query, key, value, 0.0, causal, **by_name)
+    operands = d.real(*result.shape), query, key, value, result, logsumexp, 0.0, causal
+    return aten._scaled_dot_product_flash_attention_for_cpu_backward.default, operands, by_name
+
+
+def _norm_backward(d: Draw) -> Sample:
+    shape = d.shape(2, 4)
+    normalized = list(shape[d.size(1, len(shape) - 1) :])
+    statistics = [*shape[: len(shape) - len(normalized)], *[1] * len(normalized)]
+    weight = d.real(*normalized) if d.one_of(True, False) else None
+    bias = d.real(*normalized) if weight is not None and d.one_of(True, False) else None
+    asked = [True, weight is not None, bias is not None]
+    operands = d.real(*shape), d.real(*shape), normalized, d.real(*statistics), d.real(*statistics)
+    return aten.native_layer_norm_backward.default, (*operands, weight, bias, asked), {}
+
+
+def _loss(d: Draw, *behind: int) -> tuple:
+    """log p, targets, weights of classes; some targets are ignored (-100), never all."""
+    batch, classes = d.size(), d.size(2, 5)
+    target = d.whole(classes, batch, *behind)
+    target[1:] = torch.where(d.flag(*target[1:].shape), target[1:], -100)
+    weight = d.real(classes).abs() + 0.1 if d.one_of(True, False) else None
+    return d.real(batch, classes, *behind), target, weight, d.one_of(0, MEAN, SUM), -100
+
+
+MEAN, SUM = 1, 2
+
+
+def _nll_loss(d: Draw) -> Sample:
+    return aten.nll_loss_forward.default, _loss(d), {}
+
+
+def _nll_loss2d(d: Draw) -> Sample:
+    return aten.nll_loss2d_forward.default, _loss(d, d.size(), d.size()), {}
+
+
+def _nll_loss_backward(op: str) -> Callable[[Draw], Sample]:
+    def make(d: Draw) -> Sample:
+        loss = _loss(d, *(() if op == "nll_loss" else (d.size(), d.size())))
+        result, total = getattr(aten, f"{op}_forward").default(*loss)
+        return getattr(aten, f"{op}_backward").default, (d.real(*result.shape), *loss, total), {}
+
+    return make
+
+
+def _embedding_backward(d: Draw) -> Sample:
+    rows, shape = d.size(2, 9), d.shape(1, 3)
+    operands = d.real(*shape, d.size()), d.whole(rows, *shape), rows, -1, d.one_of(True, False)
+    return aten.embedding_dense_backward.default, operands, {}
+
+
+def _slice_backward(d: Draw) -> Sample:
+    shape = list(d.shape())
+    dim = d.dim(len(shape))
+    piece, first = list(shape), d.size(0, shape[dim] - 1)
+    piece[dim] -= first
+    return aten.slice_backward.default, (d.real(*piece), shape, dim, first, shape[dim], 1), {}
+
+
+def _select_backward(d: Draw) -> Sample:
+    shape = list(d.shape())
+    dim = d.dim(len(shape)) % len(shape)
+    piece = shape[:dim] + shape[dim + 1 :]
+    return aten.select_backward.default, (d.real(*piece), shape, dim, d.size(0, shape[dim] - 1)), {}
+
+
+def _softmax_backward(op: str) -> Callable[[Draw], Sample]:
+    def make(d: Draw) -> Sample:
+        shape = d.shape()
+        operands = d.real(*shape), d.real(*shape), d.dim(len(shape)), torch.float64
+        return getattr(aten, op).default, operands, {}
+
+    return make
+
+
+def _activation_backward(op: str, *rest: object) -> Callable[[Draw], Sample]:
+    def make(d: Draw) -> Sample:
+        shape = d.shape()
+        return getattr(aten, op).default, (d.real(*shape), d.real(*shape), *rest), {}
+
+    return make
+
+
+def _elu_backward(d: Draw) -> Sample:
+    shape = d.shape()
+    return aten.elu_backward.default, (d.real(*shape), 1.0, 1.0, 1.0, False, d.real(*shape)), {}
+
+
+def _log_sigmoid_backward(d: Draw) -> Sample:
+    x = d.real(*d.shape())
+    _, buffer = aten.log_sigmoid_forward.default(x)
+    return aten.log_sigmoid_backward.default, (d.real(*x.shape), x, buffer), {}
+
+
+def _gate_backward(d: Draw) -> Sample:
+    tokens, experts = d.size(1, 9), d.size(2, 5)
+    spec = d.one_of("switch", "topk", "sigmoid")
+    choices = 1 if spec == "switch" else d.size(1, 2)
+    expert = torch.stack([torch.randperm(experts, generator=d.generator)[:choices] for _ in range(tokens)])
+    operands = d.real(tokens, choices), d.real(tokens, experts), expert, spec
+    return lancet.gate_backward.default, operands, {}
+
+
 def _gate(d: Draw) -> Sample:
     spec, keyed = d.one_of(
         ("switch", False), ("topk", False), ("sigmoid", False), ("hash", True), ("random", True)
@@ -517,6 +627,34 @@ SAMPLES: dict[str, Callable[[Draw], Sample]] = {
     "aten.t": lambda d: (aten.t.default, (d.real(*d.shape(1, 2)),), {}),
     "aten.sum": _sum,
     "aten.mean": _reduction(aten.mean.dim),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten.native_layer_norm_backward": _norm_backward,
+    "aten.nll_loss_forward": _nll_loss,
+    "aten.nll_loss2d_forward": _nll_loss2d,
+    **{f"aten.{op}_backward": _nll_loss_backward(op) for op in ("nll_loss", "nll_loss2d")},
+    "aten.embedding_dense_backward": _embedding_backward,
+    "aten.slice_backward": _slice_backward,
+    "aten.select_backward": _select_backward,
+    **{
+        f"aten.{op}": _softmax_backward(op) for op in ("_softmax_backward_data", "_log_softmax_backward_data")
+    },
+    **{
+        f"aten.{op}_backward": _activation_backward(f"{op}_backward", *rest)
+        for op, *rest in (
+            ("gelu",),
+            ("silu",),
+            ("threshold", 0.0),
+            ("sigmoid",),
+            ("tanh",),
+            ("leaky_relu", 0.1, False),
+            ("hardtanh", -1.0, 1.0),
+            ("hardswish",),
+            ("softplus", 1.0, 20.0),
+        )
+    },
+    "aten.elu_backward": _elu_backward,
+    "aten.log_sigmoid_backward": _log_sigmoid_backward,
+    "lancet.gate_backward": _gate_backward,
     "aten.logsumexp": _reduction(aten.logsumexp.default),
     "aten.amax": _reduction(aten.amax.default),
     "aten.amin": _reduction(aten.amin.default),
@@ -549,7 +687,11 @@ SAMPLES: dict[str, Callable[[Draw], Sample]] = {
     "lancet.expert_activation_backward": _expert_activation_backward,
 }
 
-ONLY_ON_CUDA = {f"aten._scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn")}
+ONLY_ON_CUDA = {
+    f"aten._scaled_dot_product_{kind}_attention{direction}"
+    for kind in ("flash", "efficient", "cudnn")
+    for direction in ("", "_backward")
+} | {"aten._fused_rms_norm_backward"}
 """Their rule is that of the op for CPUs, which is proven; what they return besides is described by hand."""
 IRREGULAR_ONLY = {
     "lancet.kept_counts",
@@ -557,5 +699,6 @@ IRREGULAR_ONLY = {
     "lancet.dispatch",
     "lancet.exchange_counts",
     "lancet.combine",
+    "lancet.combine_dweight",
 }
 """Cut behind the gate alone; proven on whole layers, in tests/schedules/test_cut_torch.py."""

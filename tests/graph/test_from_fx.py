@@ -103,13 +103,15 @@ def test_functional_collectives():
     assert program.outputs == (y.name, done.name, module.graph.find_nodes(op="output")[0].args[0][2].name)
 
 
-def test_costs_from_a_callback():
+def test_what_a_node_says_of_itself():
     b = Builder()
     x, w = b.input("x", T, D), b.input("w", D, F)
     y = b.call(aten.mm.default, x, w)
     z = b.call(aten.relu.default, y)
-    program = program_from_fx(b.module(z), cost=lambda node: 2.5 if node is y else None)
-    assert [i.milliseconds for i in program.instructions] == [2.5, None]
+    y.meta |= {"milliseconds": 2.5, "parts": 4}
+    first, second = program_from_fx(b.module(z)).instructions
+    assert (first.milliseconds, first.attributes["parts"]) == (2.5, 4)
+    assert (second.milliseconds, "parts" in second.attributes) == (None, False)
 
 
 def test_mutation_and_tuples():

@@ -76,7 +76,7 @@ def try_plans(case: StepCase, parts: tuple[int, ...], orders: int) -> tuple[list
 
     for most in parts:
         planner = step.planner(most)
-        for strategy in STRATEGIES:
+        for strategy in (s for s in STRATEGIES if s not in planner.impossible):
             if most == parts[0] or strategy in ("lancet-partition", "lancet"):
                 attempt(f"{strategy} with {most}", planner.plan(strategy))
         # What Tutel does, in any number of parts.
@@ -114,6 +114,7 @@ def check_case(pool, case: StepCase, parts: tuple[int, ...], orders: int = 0) ->
     assert not tried[0].parts, "the first one is the strategy `none`"
     assert cut >= {k for k in parts if 1 < k <= case.batch}, "some number of parts was never tried"
     partitionable = parse_gate(case.gate).partitionable
+    assert any(one.plan.startswith("duplex ") for one in tried) == partitionable
     assert any(one.gate_is_cut for one in tried) == partitionable, "gates are cut exactly if they may be"
     for strategy in ("lancet-partition", "lancet"):
         assert any(one.parts for one in tried if one.plan.startswith(f"{strategy} ")), (

@@ -35,7 +35,7 @@ def test_the_readmes_step_is_planned_for_64_ranks(capsys):
 def test_the_figures_follow_the_ranks_and_the_cluster():
     """128 rows of 64 floats a rank: priced as the cluster prices them, all-to-all among all ranks."""
     few, many = (OwnStep(README_STEP, "p4de", ranks).priced for ranks in (8, 64))
-    for program, _ in (few, many):
+    for _, program, _ in (few, many):
         sizes = {i.bytes for i in program.instructions if i.op == "lancet.all_to_all"}
         assert sizes == {128 * 64 * 4.0}
         assert not any(i.op == "lancet.sgd" for i in program.instructions)
@@ -114,7 +114,7 @@ WRONG = {
         "bad.py:bare_input",
         "got Branch with FakeTensor as inputs, expected (module, example inputs)",
     ),
-    "values": ("bad.py:reads", "(bad.py, line 19), expected no look at what is in a tensor"),
+    "values": ("bad.py:reads", "(bad.py, line 19), expected a step that reads no values of tensors"),
     "an error": ("bad.py:fails", "got RuntimeError: no weights here (bad.py, line 20), expected (module"),
     "arguments": ("bad.py:needs", "needs() missing 1 required positional argument: 'size'"),
     "no parameters": (

@@ -48,16 +48,33 @@ def test_json_has_every_strategy(capsys):
     assert found["simulated"] is True
     assert (found["model"], found["cluster"], found["gpus"]) == ("gpt2-tiny-moe", "p4de", 16)
     assert found["memory_limit_gb"] == 80.0
-    assert all(0 < found["exposed_ms"][s] < found["iteration_ms"][s] for s in STRATEGY_NAMES)
+    assert all(0 <= found["exposed_ms"][s] < found["iteration_ms"][s] for s in STRATEGY_NAMES)
     assert all(0 < found["lower_bound_ms"][s] <= found["iteration_ms"][s] + 1e-9 for s in STRATEGY_NAMES)
-    assert found["iteration_ms"]["lancet"] == min(found["iteration_ms"].values())
+    assert found["iteration_ms"]["auto"] == min(found["iteration_ms"].values())
+    assert found["chosen"] in STRATEGY_NAMES[:-1]
+    assert found["impossible"] == {}
+    assert found["planning_seconds"]["auto"] >= max(found["planning_seconds"].values())
+
+
+@pytest.mark.parametrize("strategy", few_of(["duplex", "lancet+duplex"]))
+def test_a_strategy_that_cannot_be_is_refused_and_auto_does_without(strategy, capsys):
+    gate = ("--gate", "gshard")
+    assert main([*TINY, *gate, "--strategy", strategy]) != 0
+    error = capsys.readouterr().err
+    assert "gate 'gshard', which needs the whole batch" in error
+    assert "use strategy lancet" in error
+    found = plan_json(capsys, *gate)
+    assert set(found["impossible"]) == {"duplex", "lancet+duplex"}
+    assert set(found["iteration_ms"]) == set(STRATEGY_NAMES) - set(found["impossible"])
+    assert main([*TINY, *gate]) == 0
+    assert f"Not possible: {strategy} (strategy duplex: got gate" in capsys.readouterr().out
 
 
 def test_the_figures_are_those_of_the_setting(capsys):
     """The unplanned iteration is the sum of what its instructions cost: nothing overlaps."""
     found = plan_json(capsys, "--gate", "topk", "--top-k", "2", "--batch", "3")
     setting = Setting("gpt2-tiny-moe", "p4de", 16, "topk", batch=3, top_k=2)
-    program, cost = setting.priced
+    _, program, cost = setting.priced
     blocking = sum(cost(i, program.tensors) for i in program.instructions if i.kind.value != "all_reduce")
     assert found["iteration_ms"]["none"] >= blocking
     assert found["batch"] == 3

@@ -35,13 +35,13 @@ def planned_steps(case: StepCase, orders: int) -> tuple[list[float], list[int], 
     step.module.eval()
     changed = float((plain.outputs[3] != step.plain().outputs[3]).double().mean())
     step.module.train()
-    plans = [step.planner(2).plan("lancet"), step.planner(3).plan("lancet-partition")]
     dropouts = step.named("lancet.dropout")
     # Behind a gate that needs the whole batch; from the embedding on, where nothing does.
     gate = step.program.instructions[step.program.index[step.named("lancet.gate")[0]]]
     behind_gate = step.names[step.program.index[gate.name] + 1]
     first = dropouts[0] if gate.attributes["partitionable"] else behind_gate
     last = dropouts[-1] if gate.attributes["partitionable"] else dropouts[4]
+    plans = [step.by_hand([step.cut(first, last, parts)]) for parts in (2, 3)]
     plans += [step.by_hand([step.cut(first, last, 2)], seed) for seed in range(orders)]
     distances, parts = [], []
     for plan in plans:

@@ -17,7 +17,7 @@ CONFIG = ModelConfig("tiny", 2, D, 4, S, vocab=V, num_experts=W * E_LOCAL)
 
 @pytest.fixture(scope="module")
 def padded():
-    return captured_program(CONFIG, W, B, padded=True)
+    return captured_program(CONFIG, W, B, padded=True)[1]
 
 
 def flops(program, phase):
@@ -41,7 +41,7 @@ def test_backward_is_twice_the_products_and_two_and_a_half_times_the_attention(p
 
 @pytest.mark.parametrize("share", [1.25, 1.0])
 def test_every_moe_layer_has_four_all_to_alls_of_its_rows(padded, share):
-    step = padded if share > 1 else captured_program(CONFIG, W, B)
+    step = padded if share > 1 else captured_program(CONFIG, W, B)[1]
     exchanges = [i for i in step.instructions if i.kind is Kind.ALL_TO_ALL]
     assert [i.phase for i in exchanges] == [Phase.FORWARD] * 2 + [Phase.BACKWARD] * 2
     assert {i.bytes for i in exchanges} == {share * T * D * 4}
@@ -64,7 +64,7 @@ def test_every_parameter_is_updated_once_by_its_gradient_and_experts_are_not_red
 def test_no_memory_is_needed_and_no_group_is_left():
     """Two experts of this model on a rank have 2.1 TB."""
     huge = ModelConfig("huge", 2, 1 << 18, 1024, 8, vocab=16, num_experts=128)
-    step = captured_program(huge, 64, 1, dtype=torch.bfloat16)
+    _, step = captured_program(huge, 64, 1, dtype=torch.bfloat16)
     assert sum(step.tensors[p].content_bytes for p in step.parameters) > 4e12
     assert not dist.is_initialized()
 

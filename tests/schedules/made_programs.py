@@ -4,11 +4,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from hypothesis import strategies as st
+from torch import fx
 
 from lancet_kernels.graph.costs import Cost, Tensors
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.schedules.best_order import best_order
 from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.simulation import captured_program
 from lancet_kernels.training.models import ModelConfig
@@ -85,7 +87,8 @@ def backward_of_layers(layers: int, all_to_all_ms: float, gradients_ms: list[flo
 def tiny_step(*, gate: str = "switch", gpus: int = 2, batch: int = 8, layers: int = 2) -> Program:
     """A training step of a tiny model, captured on a fake rank; layers 1, 3, ... have experts."""
     config = ModelConfig("tiny", layers, 64, 4, 32, vocab=512, num_experts=2 * gpus, gate=gate)
-    return captured_program(config, gpus, batch)
+    _, step = captured_program(config, gpus, batch)
+    return step
 
 
 def nth(p: Program, op: str, n: int = 0) -> str:
@@ -109,10 +112,15 @@ class GivenCosts:
 
 
 def make_plan(
-    program: Program, cost: Cost, strategy: str = "lancet", options: PlanningOptions | None = None
+    program: Program,
+    cost: Cost,
+    strategy: str = "lancet",
+    options: PlanningOptions | None = None,
+    module: fx.GraphModule | None = None,
 ) -> Plan:
-    """The plan of one strategy."""
-    return Planner(program, cost, options).plan(strategy)
+    """The plan of one strategy; that cuts nothing if the Program has no graph."""
+    cut = None if module is None else GraphCutter(module, program, cost)
+    return Planner(program, cost, options, cut).plan(strategy)
 
 
 def list_schedule(program: Program, cost: Cost) -> Program:

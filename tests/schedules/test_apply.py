@@ -11,7 +11,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.from_fx import is_instruction, op_name
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
-from lancet_kernels.schedules.apply import full_order, instruction_order, reorder, start_early_wait_late, wait
+from lancet_kernels.schedules.apply import instruction_order, reorder, start_early_wait_late, wait
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 
@@ -130,14 +130,6 @@ def test_a_result_that_nobody_reads_is_waited_for_at_the_end():
     start_early_wait_late(module)
     assert names(module.graph)[-2:] == ["s", "output"]
     module(*values)
-
-
-def test_what_no_plan_knows_goes_right_before_its_first_reader():
-    module, _ = layer()
-    assert full_order(module.graph, ["b", "a", "s", "c", "d"]) == ["b", "a", "s", "pair", "c", "d"]
-    assert full_order(module.graph, ["d", "c"]) == ["a", "s", "d", "b", "pair", "c"]
-    with pytest.raises(UserError, match=r"d before s.* s first, which it reads"):
-        full_order(module.graph, ["d", "s", "c"])
 
 
 def test_instructions_are_ops_not_elements():

@@ -96,7 +96,6 @@ def cut_copy(step: Step, ranges: list[tuple[int, int]], parts: int) -> tuple[fx.
         order = [
             (step.program.instructions[i].name, part)
             for i, part in pipeline_order(step.program, first, last, forms, parts)
-            if part is not None
         ]
         cut_range(module.graph, Cut(names, parts, forms), order)
         used.append(forms)

@@ -20,10 +20,11 @@ from lancet_kernels.schedules.partition_range import (
     group_instructions,
 )
 from lancet_kernels.schedules.pipeline import IMPOSSIBLE, PipelineCosts, simulate_pipeline
-from lancet_kernels.schedules.ranges import PartitionRange, expand, stages
+from lancet_kernels.schedules.ranges import PartitionRange, positions, stages
 from lancet_kernels.schedules.simulate import simulate
 from tests.examples import examples
 from tests.grids import few_of
+from tests.schedules.expanded import expand
 from tests.schedules.made_programs import GivenCosts, nth, program, tiny_step
 
 
@@ -54,7 +55,8 @@ def spans(p, forms, parts, cost):
 
 def test_stages():
     p = program("A c f 1", "B c f 1 A", "X a f 1 B", "Y a f 1 X", "C c f 1 Y")
-    assert stages(p, 0, 4) == [[0, 1], [2, 3], [4]]
+    forms = {t: cut(0) for t in p.producer}
+    assert [stage.in_parts for stage in stages(p, 0, 4, forms)] == [[0, 1], [2, 3], [4]]
 
 
 def test_pipeline_of_two_parts_by_hand():
@@ -173,9 +175,9 @@ def test_carried_state_goes_from_part_to_part():
 def test_a_range_of_another_program_is_refused():
     p = tiny_step()
     with pytest.raises(UserError, match="partition range"):
-        expand(p, [PartitionRange("nothing", "combine", 2, {})])
+        positions(p, PartitionRange("nothing", "combine", 2, {}))
     with pytest.raises(UserError, match="partition range"):
-        expand(p, [PartitionRange("combine", "gate", 2, {})])
+        positions(p, PartitionRange("combine", "gate", 2, {}))
 
 
 def test_parts_that_do_not_divide_are_impossible():
@@ -215,7 +217,7 @@ def test_dynamic_program_equals_brute_force(milliseconds, overhead, longest):
     p = moe_chain(*milliseconds)
     cost = GivenCosts(overhead)
     options = PartitionOptions(most_parts=4, group_ms=1e-9, longest_range_ms=longest)
-    found = choose_ranges(p, cost, options)
+    found = choose_ranges(PipelineCosts(p, cost), options)
     groups = group_instructions(p, durations(p, cost), 1e-9)
     assert found.forward_ms == pytest.approx(brute_force(p, cost, groups, longest, 4))
     expanded = expand(p, found.ranges)
@@ -233,7 +235,7 @@ def test_dynamic_program_equals_brute_force_on_a_tiny_model(gate, batch):
     options = PartitionOptions(most_parts=4, group_ms=group_ms, longest_range_ms=1e9)
     groups = group_instructions(p, ms, group_ms)
     assert len(groups) < 16
-    found = choose_ranges(p, cost, options)
+    found = choose_ranges(PipelineCosts(p, cost), options)
     assert found.forward_ms == pytest.approx(brute_force(p, cost, groups, 1e9, 4))
     for r in found.ranges:
         gates = [
@@ -244,11 +246,15 @@ def test_dynamic_program_equals_brute_force_on_a_tiny_model(gate, batch):
 
 def test_partitioning_pays_where_the_link_is_slow():
     p = moe_chain(4, 4, 4)
-    found = choose_ranges(p, GivenCosts(0.1), PartitionOptions(group_ms=1.0, longest_range_ms=100))
+    found = choose_ranges(
+        PipelineCosts(p, GivenCosts(0.1)), PartitionOptions(group_ms=1.0, longest_range_ms=100)
+    )
     # Two parts: computation 4 x (2 + 0.1), the link hidden. Four would be 8 x (1 + 0.1) = 8.8.
     assert found.forward_ms == pytest.approx(8.4)
     assert [r.parts for r in found.ranges] == [2]
-    costly = choose_ranges(p, GivenCosts(5.0), PartitionOptions(group_ms=1.0, longest_range_ms=100))
+    costly = choose_ranges(
+        PipelineCosts(p, GivenCosts(5.0)), PartitionOptions(group_ms=1.0, longest_range_ms=100)
+    )
     assert (costly.forward_ms, costly.ranges) == (12, ())
 
 
@@ -272,5 +278,7 @@ def test_options_from_the_environment(monkeypatch):
 
 def test_most_parts_is_kept():
     p = moe_chain(8, 8, 8)
-    found = choose_ranges(p, GivenCosts(), PartitionOptions(most_parts=2, group_ms=1.0, longest_range_ms=100))
+    found = choose_ranges(
+        PipelineCosts(p, GivenCosts()), PartitionOptions(most_parts=2, group_ms=1.0, longest_range_ms=100)
+    )
     assert [r.parts for r in found.ranges] == [2]
