@@ -17,6 +17,7 @@ import os
 import re
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -120,14 +121,20 @@ def _where(op: str, layer: str) -> str:
 
 
 class waiting:
-    """Context of a collective of `group` (None: of all ranks).
+    """Context of a collective of `group` (None: of all ranks), or of an exchange with `peers`, places in it.
 
     A failure raises CommunicationError with rank, op, layer, the peers that it waited for, and for how long.
     Errors that are not about peers are not changed.
     """
 
-    def __init__(self, op: str, group: dist.ProcessGroup | None = None, layer: str = "") -> None:
-        self.op, self.group, self.layer = op, group, layer
+    def __init__(
+        self,
+        op: str,
+        group: dist.ProcessGroup | None = None,
+        layer: str = "",
+        peers: Sequence[int] | None = None,
+    ) -> None:
+        self.op, self.group, self.layer, self.peers = op, group, layer, peers
         self.began = 0.0
 
     def __enter__(self) -> None:
@@ -142,6 +149,9 @@ class waiting:
     def _described(self, error: BaseException) -> CommunicationError:
         waited = time.monotonic() - self.began
         rank, peers = _rank_and_peers(self.group)
+        if self.peers is not None:
+            ranks = dist.get_process_group_ranks(self.group)
+            peers = [ranks[place] for place in self.peers if ranks[place] != rank]
         where = _where(self.op, self.layer)
         reason = _SOURCE_PLACE.sub("", str(error).splitlines()[0] if str(error) else type(error).__name__)
         if blames(error) == "peer":

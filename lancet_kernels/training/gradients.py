@@ -36,15 +36,15 @@ class _Bucket:
 
 
 def set_gradient_group(
-    module: nn.Module, group: dist.ProcessGroup, names: Collection[str] | None = None
+    module: nn.Module, group: dist.ProcessGroup | None, names: Collection[str] | None = None
 ) -> None:
     """Set the ranks over which the gradients of a module's own parameters are summed.
 
     For parameters that are sharded by hand (tensor parallel): without it their gradients would be summed over
     ranks that hold other shards. Copies of the module keep the setting.
 
-    Args: group: ranks with the same shard and different tokens. names: parameters of `module` itself, not
-        of its submodules; None: all of them.
+    Args: group: ranks with the same shard and different tokens; None: no other rank has it. names: parameters
+        of `module` itself, not of its submodules; None: all of them.
     Raises: UserError for a name that is no parameter of the module.
     """
     own = [name for name, _ in module.named_parameters(recurse=False)]
@@ -57,7 +57,8 @@ def set_gradient_group(
                 do="name a parameter of the module itself, not of a submodule",
             )
     marks = dict(getattr(module, _MARK, {}))
-    setattr(module, _MARK, marks | dict.fromkeys(own if names is None else names, group_name(group)))
+    name = "" if group is None else group_name(group)
+    setattr(module, _MARK, marks | dict.fromkeys(own if names is None else names, name))
 
 
 def groups_of(model: nn.Module, groups: Groups | None = None) -> Groups:
