@@ -37,7 +37,7 @@ from lancet_kernels.rank_agreement import capture_alike, plans_of_first_rank
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import realize, split_as_planned
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, PlanningOptions, fastest_that_fits
 from lancet_kernels.stages import Stages
 from lancet_kernels.training.gradients import broadcast_replicated
 
@@ -129,7 +129,7 @@ def optimize(
             world, lambda: _plans(graph, strategy, _on_device(options, step.device), cache, most)
         )
     planned = [step.planned(graph, plan, measured) for plan in plans]
-    chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
+    chosen, timeline = planned[fastest_that_fits([plan for plan, _ in planned])]
     if chosen.chosen:
         # Of those that were tried, what the graph that runs is predicted to take.
         tried = {plan.chosen: plan.predicted for plan, _ in planned}

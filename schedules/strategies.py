@@ -103,6 +103,17 @@ def ordered(plan: Plan, program: Program, cost: Cost) -> tuple[Plan, Timeline]:
     return replace(plan, order=names, predicted=Prediction.of(timeline)), timeline
 
 
+def fastest_that_fits(plans: Sequence[Plan]) -> int:
+    """Which plan is predicted fastest within its memory limit; where none keeps to it, which needs least."""
+
+    def rank(i: int) -> tuple[float, float]:
+        predicted, limit = plans[i].predicted, plans[i].memory_limit_gb
+        beyond = 0.0 if limit is None or predicted.peak_memory_gb <= limit else predicted.peak_memory_gb
+        return beyond, predicted.iteration_ms
+
+    return min(range(len(plans)), key=rank)
+
+
 class Planner:
     """Plans for one Program and its costs; what several strategies need is worked out once.
 
@@ -396,11 +407,7 @@ class Planner:
 
     def _best(self, plans: Sequence[Plan]) -> Plan:
         """The fastest plan that fits into memory; where none does, the one that needs least."""
-        fitting = [p for p in plans if self._fits(p)]
-        if fitting:
-            best = min(fitting, key=lambda p: p.predicted.iteration_ms)
-        else:
-            best = min(plans, key=lambda p: p.predicted.peak_memory_gb)
+        best = plans[fastest_that_fits(plans)]
         free = min(
             p.predicted.iteration_ms if p.without_limit_ms is None else p.without_limit_ms for p in plans
         )
