@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -108,9 +109,11 @@ def save_pictures(data: Mapping[str, Any], folder: Path) -> dict[str, str]:
     files = {name: str(folder / f"primepar-{name}.png") for name in ("throughput", "mlp", "timelines")}
     _save_throughput(data["rows"], files["throughput"])
     _save_mlp_blocks(data["rows"], files["mlp"])
+    events = {name: timeline.events for name, timeline in timelines().items()}
     save_picture(
-        {name: timeline.events for name, timeline in timelines().items()},
+        events,
         files["timelines"],
+        weight_gradients=[e.name for e in chain(*events.values()) if " gradient" in e.name],
         title="MLP block of OPT 6.7B on 2 nodes of 4 V100s, forward and backward (simulated)",
     )
     return files
