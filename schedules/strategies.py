@@ -7,12 +7,13 @@ lancet-dw         weight gradients (and other ready work) behind all-to-alls (se
 lancet-partition  ranges of the forward pass cut and pipelined (section 5), the order otherwise as it was
 lancet            both; where backward all-to-alls stay exposed, their experts are pipelined too
 duplex            the step as two copies on halves of the batch, stage by stage in turns (HiDup, section 3)
-lancet+duplex     the same copies in the best order, weight gradients filling what is left
+lancet+duplex     the same in the best order, weight gradients filling what is left; two copies or three
 auto              the best of all these within the memory limit
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -45,6 +46,7 @@ from lancet_kernels.schedules.simulate import Timeline, simulate
 STRATEGIES = STRATEGY_NAMES
 TUTEL_DEGREES = (1, 2, 4, 8)
 BACKWARD_DEGREES = (2, 4)
+MORE_COPIES = 3
 DUPLEX = ("duplex", "lancet+duplex")
 AUTO = "auto"
 ORIGINAL_ORDER = "original order"
@@ -247,8 +249,11 @@ class Planner:
         )
 
     def _lancet_duplex(self) -> Plan:
-        """The best order of both copies. Never predicted slower than `duplex`."""
-        return self._best([self.plan("duplex"), self._scheduled((self._copies,))])
+        """The best order of two copies, or of three. Never predicted slower than `duplex`."""
+        ranges = [self._copies]
+        with contextlib.suppress(UserError):  # a batch of two
+            ranges.append(duplex(self.program, MORE_COPIES))
+        return self._best([self.plan("duplex"), *(self._scheduled((r,)) for r in ranges)])
 
     @cached_property
     def _single(self) -> list[Plan]:
