@@ -184,16 +184,16 @@ class Partition:
         return tuple(zip(*(self._slices_at(phase, d, t % self.steps) for d in dimensions), strict=True))
 
     @cached_property
-    def _known_slices(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
+    def _slice_cache(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
         return {}
 
     def _slices_at(self, phase: str, dimension: str, t: int) -> tuple[int, ...]:
         """Of every device; worked out once."""
         key = phase, dimension, t
-        if key not in self._known_slices:
+        if key not in self._slice_cache:
             every = (self.slice(phase, dimension, device, t) for device in range(self.devices))
-            self._known_slices[key] = tuple(every)
-        return self._known_slices[key]
+            self._slice_cache[key] = tuple(every)
+        return self._slice_cache[key]
 
     def __str__(self) -> str:
         """As in the slides. Example: `{N, P2x2}`."""

@@ -114,7 +114,7 @@ def _check_permutation(source_of: Sequence[int], group: str) -> None:
 
 @torch.library.custom_op("lancet::shift", mutates_args=())
 def shift(
-    tiles: list[Tensor], source_of: list[int], group: str, what: str, after: Tensor | None = None
+    tiles: list[Tensor], source_of: list[int], group: str, what: str, after: Tensor | None
 ) -> list[Tensor]:
     """Send and receive tiles, and wait.
 
@@ -129,7 +129,7 @@ def shift(
 
 
 @shift.register_fake
-def _(tiles, source_of, group, what, after=None):
+def _(tiles, source_of, group, what, after):
     return [torch.empty_like(tile, memory_format=torch.contiguous_format) for tile in tiles]
 
 
@@ -139,7 +139,7 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, grads):
     back = [ctx.source_of.index(place) for place in range(len(ctx.source_of))]
-    return shift(list(grads), back, ctx.group, f"gradient of {ctx.what}"), None, None, None, None
+    return shift(list(grads), back, ctx.group, f"gradient of {ctx.what}", None), None, None, None, None
 
 
 shift.register_autograd(_backward, setup_context=_setup_context)

@@ -138,9 +138,12 @@ class Problem:
         if all(p in place for chosen, place in own for p in chosen):
             # What is known of all holds of some of them.
             of = [[place[p] for p in chosen] for chosen, place in own]
-            known = fewer.__dict__
-            known["costs"] = [[costs[n] for n in ns] for costs, ns in zip(self.costs, of, strict=True)]
-            known["edge_ms"] = {(i, j): ms[np.ix_(of[i], of[j])] for (i, j), ms in self.edge_ms.items()}
+            fewer.__dict__["costs"] = [
+                [costs[n] for n in ns] for costs, ns in zip(self.costs, of, strict=True)
+            ]
+            fewer.__dict__["edge_ms"] = {
+                (i, j): ms[np.ix_(of[i], of[j])] for (i, j), ms in self.edge_ms.items()
+            }
         return fewer
 
 
@@ -249,13 +252,13 @@ def solution_of(problem: Problem, chosen: Sequence[int]) -> Solution:
 def cuts(problem: Problem) -> list[int]:
     """The operators that segments begin and end at."""
     last = len(problem.operators) - 1
-    found = {0, last} | {b for b in range(1, last) if all(i == 0 for i, j in problem.edges if i < b < j)}
+    borders = {0, last} | {b for b in range(1, last) if all(i == 0 for i, j in problem.edges if i < b < j)}
     # An edge from the first operator must end at a cut, where it is added.
     while wrong := {
-        b for b in found - {0, last} if any(b < j and j not in found for i, j in problem.edges if i == 0)
+        b for b in borders - {0, last} if any(b < j and j not in borders for i, j in problem.edges if i == 0)
     }:
-        found -= wrong
-    return sorted(found)
+        borders -= wrong
+    return sorted(borders)
 
 
 def _layer_table(problem: Problem, nodes: list[np.ndarray]) -> _Table:
@@ -308,8 +311,8 @@ def _segment_table(problem: Problem, nodes: list[np.ndarray], a: int, b: int) ->
 
     def between(first: int, last: int) -> list[int]:
         chosen = {a: first, b: last}
-        for known, operator, best in reversed(steps):
-            chosen[operator] = int(best[tuple(chosen[n] for n in known)])
+        for others, operator, best in reversed(steps):
+            chosen[operator] = int(best[tuple(chosen[n] for n in others)])
         return [chosen[n] for n in range(a, b + 1)]
 
     return _Table(cost, between)

@@ -1,5 +1,5 @@
-"""PrimePar's evaluation (ASPLOS '24, slides) by simulation: blocks at their real sizes, partitions found in
-the whole space beside Megatron's. Data only; text and pictures are drawn from it.
+"""PrimePar's evaluation (ASPLOS '24, slides) by simulation: blocks at their real sizes, the best partitions
+of its whole space beside Megatron's. Data only; text and pictures are drawn from it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ ASSUMPTIONS = (
     "norms and additions, no embedding, no head",
     "Megatron: tensor parallel over the GPUs of a node, data parallel between nodes; `best Megatron` is the "
     "fastest of all splits into data and tensor parallel GPUs that needs no more memory than that",
-    "found partitions may need as much memory as Megatron's, no more; several bits may cut one dimension; "
-    "what stands between linear layers may also be replicated",
+    "PrimePar's partitions may need as much memory as Megatron's, no more; several bits may cut one "
+    "dimension; what stands between linear layers may also be replicated",
     "attention is one operator, cut along batch and heads; what redistributes for it is counted",
     "all-reduces, also those of weight gradients, and redistributions are exposed; ring steps are hidden by "
     "the GEMM of their step if it is long enough; an all-reduce is never a reduce-scatter and an all-gather",
@@ -96,22 +96,22 @@ class Setting:
 
 @dataclass(frozen=True)
 class Result:
-    """Solutions of one setting, over all layers; MLP blocks of Megatron and of the found partition alone."""
+    """Solutions of one setting, over all layers; MLP blocks of Megatron's and PrimePar's alone."""
 
     setting: Setting
     megatron: Solution
     best_megatron: Solution
     spatial: Solution
-    found: Solution
+    primepar: Solution
     mlp: Mapping[str, tuple[Cost, float]]
 
     @property
     def speedup(self) -> float:
-        return self.megatron.ms / self.found.ms
+        return self.megatron.ms / self.primepar.ms
 
     @property
     def memory(self) -> float:
-        return self.found.memory_bytes / self.megatron.memory_bytes
+        return self.primepar.memory_bytes / self.megatron.memory_bytes
 
 
 def simulate_setting(setting: Setting) -> Result:
@@ -127,14 +127,14 @@ def simulate_setting(setting: Setting) -> Result:
     )
     rule = fixed(whole, _rule(whole, gpus), model.layers)
     limit = rule.memory_bytes
-    found = solve(whole, model.layers, limit)
+    primepar = solve(whole, model.layers, limit)
     return Result(
         setting,
         rule,
         best_megatron(whole, gpus, model.layers, limit),
         solve(spatial, model.layers, limit),
-        found,
-        {"megatron": _mlp(whole, rule), "found": _mlp(whole, found)},
+        primepar,
+        {"megatron": _mlp(whole, rule), "primepar": _mlp(whole, primepar)},
     )
 
 
@@ -187,7 +187,7 @@ def _given(instruction, _tensors) -> float:
 
 @cache
 def _stage_ms(model: Model, gpus: int, stages: int) -> tuple[float, float]:
-    """Milliseconds of one microbatch on one stage of so many GPUs: best Megatron, found."""
+    """Milliseconds of one microbatch on one stage of so many GPUs: best Megatron, PrimePar."""
     setting = Setting(replace(model, layers=model.layers // stages), gpus)
     p = _problem(setting)
     layers = setting.model.layers
@@ -196,7 +196,7 @@ def _stage_ms(model: Model, gpus: int, stages: int) -> tuple[float, float]:
 
 def pipelines(model: Model, gpus: int = 32, microbatches: int = 16) -> dict[str, dict[int, float]]:
     """Milliseconds of an iteration, by stages of the pipeline: (microbatches + stages - 1) stage times."""
-    iteration: dict[str, dict[int, float]] = {"megatron": {}, "found": {}}
+    iteration: dict[str, dict[int, float]] = {"megatron": {}, "primepar": {}}
     for stages in (1, 2, 4, 8):
         for name, ms in zip(iteration, _stage_ms(model, gpus // stages, stages), strict=True):
             iteration[name][stages] = (microbatches + stages - 1) * ms
@@ -262,7 +262,7 @@ def _row(r: Result) -> dict[str, Any]:
         for name, (intra, inter) in r.mlp.items()
     }
     names = [o.name for o in block(r.setting.model.sizes, r.setting.batch, SEQUENCE)]
-    chosen = _middle_layer(r.found, len(names) - 1)
+    chosen = _middle_layer(r.primepar, len(names) - 1)
     return {
         "model": r.setting.model.name,
         "gpus": r.setting.gpus,
@@ -271,12 +271,12 @@ def _row(r: Result) -> dict[str, Any]:
             "megatron": r.megatron.ms,
             "best megatron": r.best_megatron.ms,
             "spatial": r.spatial.ms,
-            "found": r.found.ms,
+            "primepar": r.primepar.ms,
         },
-        "memory_gb": {"megatron": r.megatron.memory_bytes / 1e9, "found": r.found.memory_bytes / 1e9},
+        "memory_gb": {"megatron": r.megatron.memory_bytes / 1e9, "primepar": r.primepar.memory_bytes / 1e9},
         "speedup": r.speedup,
-        "speedup_over_best_megatron": r.best_megatron.ms / r.found.ms,
-        "speedup_over_spatial": r.spatial.ms / r.found.ms,
+        "speedup_over_best_megatron": r.best_megatron.ms / r.primepar.ms,
+        "speedup_over_spatial": r.spatial.ms / r.primepar.ms,
         "memory": r.memory,
         "mlp": mlp,
         "partition": {name: str(p) for name, p in zip(names, chosen, strict=True)},
@@ -292,7 +292,7 @@ def claims(rows: Sequence[Mapping[str, Any]], three: Mapping[str, Any]) -> list[
     speedups = [r["speedup"] for r in rows]
     over_best = [r["speedup_over_best_megatron"] for r in rows]
     memory = [r["memory"] for r in rows]
-    parts = [(r["mlp"]["found"], r["mlp"]["megatron"]) for r in rows]
+    parts = [(r["mlp"]["primepar"], r["mlp"]["megatron"]) for r in rows]
     collectives = [
         (new["collective_ms"] + new["redistribution_ms"]) / (old["collective_ms"] + old["redistribution_ms"])
         for new, old in parts
@@ -300,7 +300,7 @@ def claims(rows: Sequence[Mapping[str, Any]], three: Mapping[str, Any]) -> list[
     computation = [new["computation_ms"] / old["computation_ms"] for new, old in parts]
     rings = [new["exposed_ring_ms"] / new["ring_ms"] for new, _ in parts if new["ring_ms"]]
     least, most = PAPER_SPEEDUP
-    found = [
+    entries = [
         {
             "name": "training throughput over Megatron's, by setting",
             "paper": f"{least} to {most}",
@@ -335,7 +335,7 @@ def claims(rows: Sequence[Mapping[str, Any]], three: Mapping[str, Any]) -> list[
     ends = [[r["speedup"] for r in rows if r["gpus"] == n] for n in (min(GPUS), max(GPUS))]
     if all(ends):
         few, many = (sum(e) / len(e) for e in ends)
-        found.append(
+        entries.append(
             {
                 "name": "benefits grow with the number of GPUs (mean speedup)",
                 "paper": "yes",
@@ -344,9 +344,9 @@ def claims(rows: Sequence[Mapping[str, Any]], three: Mapping[str, Any]) -> list[
             }
         )
     for name, iteration in three.items():
-        ratio = min(iteration["megatron"].values()) / min(iteration["found"].values())
+        ratio = min(iteration["megatron"].values()) / min(iteration["primepar"].values())
         paper = PAPER_3D[name]
-        found.append(
+        entries.append(
             {
                 "name": f"3D parallelism, {name}: speedup",
                 "paper": f"{paper:.2f}",
@@ -354,4 +354,4 @@ def claims(rows: Sequence[Mapping[str, Any]], three: Mapping[str, Any]) -> list[
                 "holds": ratio >= paper,
             }
         )
-    return found
+    return entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from lancet_kernels.paper.primepar import ASSUMPTIONS, timelines
 from lancet_kernels.paper.tables import table
 from lancet_kernels.schedules.timeline import save_picture
 
-BARS = {"megatron": "#9d9d9d", "spatial": "#4c78a8", "found": "#e45756"}
+BARS = {"megatron": "#9d9d9d", "spatial": "#4c78a8", "primepar": "#e45756"}
 MLP_PARTS = {
     "computation_ms": ("computation", "#4c78a8"),
     "collective_ms": ("all-reduces", "#e45756"),
@@ -24,7 +25,7 @@ def text(data: Mapping[str, Any]) -> str:
     lines = ["PrimePar (ASPLOS '24, slides) by simulation: nothing here was run on a GPU.", ""]
     lines += ["Throughput and peak memory of a GPU, one forward and backward"]
     lines += _settings(data["rows"])
-    lines += ["", "MLP blocks of one layer, Megatron's partition and the found one"]
+    lines += ["", "MLP blocks of one layer, Megatron's partition and PrimePar's"]
     lines += _mlp_blocks(data["rows"])
     lines += ["", "What the speedup depends on"]
     lines += _sensitivity(data["sensitivity"])
@@ -92,7 +93,7 @@ def _sensitivity(rows: list[Mapping[str, Any]]) -> list[str]:
 def _pipelines(models: Mapping[str, Any]) -> list[str]:
     if not models:
         return ["  none"]
-    stages = list(next(iter(models.values()))["found"])
+    stages = list(next(iter(models.values()))["primepar"])
     return table(
         ("model", "tensors", *(f"{s} stages" for s in stages)),
         [
@@ -108,9 +109,11 @@ def save_pictures(data: Mapping[str, Any], folder: Path) -> dict[str, str]:
     files = {name: str(folder / f"primepar-{name}.png") for name in ("throughput", "mlp", "timelines")}
     _save_throughput(data["rows"], files["throughput"])
     _save_mlp_blocks(data["rows"], files["mlp"])
+    events = {name: timeline.events for name, timeline in timelines().items()}
     save_picture(
-        {name: timeline.events for name, timeline in timelines().items()},
+        events,
         files["timelines"],
+        weight_gradients=[e.name for e in chain(*events.values()) if " gradient" in e.name],
         title="MLP block of OPT 6.7B on 2 nodes of 4 V100s, forward and backward (simulated)",
     )
     return files
@@ -140,7 +143,7 @@ def _save_throughput(rows: list[Mapping[str, Any]], path: str) -> None:
         for n, (name, colour) in enumerate(BARS.items()):
             heights = [r["iteration_ms"]["megatron"] / r["iteration_ms"][name] for r in own]
             top.bar([p + (n - 1) * 0.27 for p in places], heights, 0.25, color=colour, label=name)
-        bottom.bar(places, [r["memory"] for r in own], 0.5, color=BARS["found"])
+        bottom.bar(places, [r["memory"] for r in own], 0.5, color=BARS["primepar"])
         top.set_title(model, fontsize=10)
         for panel in (top, bottom):
             panel.axhline(1.0, color="black", linewidth=0.6)
@@ -154,10 +157,10 @@ def _save_throughput(rows: list[Mapping[str, Any]], path: str) -> None:
 
 def _save_mlp_blocks(rows: list[Mapping[str, Any]], path: str) -> None:
     models = list(dict.fromkeys(r["model"] for r in rows))
-    figure, panels = _figure(1, len(models), "MLP blocks of one layer: Megatron left, found right")
+    figure, panels = _figure(1, len(models), "MLP blocks of one layer: Megatron left, PrimePar right")
     for panel, model in zip(panels[0], models, strict=True):
         own = [r for r in rows if r["model"] == model]
-        for side, name in ((-0.2, "megatron"), (0.2, "found")):
+        for side, name in ((-0.2, "megatron"), (0.2, "primepar")):
             places, bottom = [n + side for n in range(len(own))], [0.0] * len(own)
             for part, (label, colour) in MLP_PARTS.items():
                 heights = [r["mlp"][name][part] for r in own]

@@ -19,8 +19,8 @@ def data() -> dict:
 def test_rows_are_ratios_of_what_was_solved(data: dict) -> None:
     (row,) = data["rows"]
     times = row["iteration_ms"]
-    assert row["speedup"] == times["megatron"] / times["found"]
-    assert times["found"] <= times["spatial"] <= times["best megatron"] <= times["megatron"]
+    assert row["speedup"] == times["megatron"] / times["primepar"]
+    assert times["primepar"] <= times["spatial"] <= times["best megatron"] <= times["megatron"]
     assert row["memory"] <= 1
     assert set(row["partition"]) > {"qkv", "fc1", "fc2"}
     assert any("P2x2" in p for p in row["partition"].values())
@@ -39,16 +39,16 @@ def test_claims_hold_only_where_all_values_do() -> None:
         "ring_ms": 0.0,
         "exposed_ring_ms": 0.0,
     }
-    found = part | {"collective_ms": 0.5, "redistribution_ms": 0.2, "ring_ms": 4.0}
+    primepar_part = part | {"collective_ms": 0.5, "redistribution_ms": 0.2, "ring_ms": 4.0}
     row = {
         "gpus": 4,
         "speedup": 1.2,
         "speedup_over_best_megatron": 1.1,
         "memory": 0.7,
-        "mlp": {"megatron": part, "found": found},
+        "mlp": {"megatron": part, "primepar": primepar_part},
     }
     more = row | {"gpus": 32, "speedup": 1.7, "memory": 0.9}
-    three = {"OPT 175B": {"megatron": {1: 3.0, 2: 4.0}, "found": {1: 2.5, 2: 2.0}}}
+    three = {"OPT 175B": {"megatron": {1: 3.0, 2: 4.0}, "primepar": {1: 2.5, 2: 2.0}}}
     held = {c["name"].split(",")[0]: c for c in claims([row, more], three)}
     assert all(c["holds"] for c in held.values())
     assert held["training throughput over Megatron's"]["ours"] == (
@@ -56,7 +56,7 @@ def test_claims_hold_only_where_all_values_do() -> None:
     )
     assert held["MLP block: latency of collectives relative to the baseline's"]["ours"] == "35.0% to 35.0%"
     exposed = row | {
-        "mlp": {"megatron": part, "found": found | {"exposed_ring_ms": 1.0, "collective_ms": 1.9}}
+        "mlp": {"megatron": part, "primepar": primepar_part | {"exposed_ring_ms": 1.0, "collective_ms": 1.9}}
     }
     broken = claims([exposed | {"speedup": 1.1, "memory": 0.94}, more | {"speedup": 1.05}], {})
     assert [c["holds"] for c in broken] == [False, False, False, True, False, False]
@@ -80,7 +80,7 @@ def test_the_slides_timelines_are_simulated() -> None:
 def test_a_faster_network_helps_both() -> None:
     slow, fast = (simulate_setting(Setting(SMALL, 16, network=n)) for n in (1.0, 4.0))
     assert fast.megatron.ms < slow.megatron.ms
-    assert fast.found.ms < slow.found.ms
+    assert fast.primepar.ms < slow.primepar.ms
 
 
 def test_the_command_prints_and_draws(data: dict, tmp_path, capsys, monkeypatch) -> None:
