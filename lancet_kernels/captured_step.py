@@ -1,5 +1,5 @@
-"""The training step that `optimize` plans, on this rank: its joint graph, a value for each of its inputs, its
-Program, and what its instructions cost."""
+"""The training step that `optimize` plans, on this rank: its joint graph, example values of its inputs, its
+Program, and the costs of its instructions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
 
 
 class CostedGraph(NamedTuple):
-    """A step's joint graph, a value for each input, its Program and what the instructions cost."""
+    """The joint graph of a step, example values of its inputs, its Program and the costs of its
+    instructions."""
 
     module: fx.GraphModule
     inputs: list[object]
@@ -64,7 +65,7 @@ class CostedGraph(NamedTuple):
 
 
 class CapturedStep:
-    """One training step of a model on this rank: how to capture it, and what its ops cost."""
+    """One training step of a model on this rank: captures it, and measures or estimates its ops."""
 
     def __init__(
         self,

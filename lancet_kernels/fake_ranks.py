@@ -1,6 +1,6 @@
-"""One rank of a job that is not there: process groups that send nothing, tensors without contents.
+"""One rank of a simulated job: process groups that send nothing, tensors without contents.
 
-A training step can be captured on them for any number of ranks, of models that are larger than this machine.
+With them a training step can be captured for any number of ranks, also for models larger than this machine.
 """
 
 from __future__ import annotations

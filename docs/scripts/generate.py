@@ -104,6 +104,11 @@ def _rows(functions: Sequence[Callable], outcome: str) -> list[str]:
     return rows
 
 
+def example() -> str:
+    """The example of the first page, to copy."""
+    return f"```python\n{(ROOT / 'examples' / 'hugging_face.py').read_text()}```"
+
+
 def versions() -> str:
     """What `constraints.txt` pins, that users of the library need."""
     wanted = ("torch", "triton", "numpy", "ortools", "matplotlib", "tqdm", "transformers")

@@ -1,7 +1,7 @@
 """What mkdocs calls while it builds: pages whose content follows from the code are filled in.
 
 `{{ command_line }}` on a page becomes the options of every command, `{{ support }}` the set-ups with the
-tests that prove them, `{{ versions }}` the versions that are tested.
+tests that prove them, `{{ versions }}` the versions that are tested, `{{ example }}` the first example.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ GENERATED: Mapping[str, Callable[[], str]] = {
     "{{ command_line }}": generate.command_line,
     "{{ support }}": generate.support,
     "{{ versions }}": generate.versions,
+    "{{ example }}": generate.example,
 }
 
 

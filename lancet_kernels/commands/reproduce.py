@@ -1,4 +1,4 @@
-"""`lancet reproduce`: the paper's figures 11 to 16 by simulation, beside the paper's numbers."""
+"""`lancet reproduce`: a paper's evaluation by simulation, beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "reproduce",
-        help="the paper's figures 11 to 16, by simulation",
-        description="Simulate the experiments of the Lancet paper on its clusters and print figures 11 to 16 "
-        "beside the paper's numbers. Needs no GPU; some minutes on 2 cores.",
+        help="a paper's evaluation, by simulation",
+        description="Simulate the experiments of a paper on its clusters and print them beside the paper's "
+        "numbers: figures 11 to 16 of Lancet, or PrimePar's. Needs no GPU; some minutes on 2 cores.",
+    )
+    command.add_argument(
+        "--paper", choices=("lancet", "primepar"), default="lancet", help="default: %(default)s"
     )
     command.add_argument(
         "--figures",
         type=_figures,
-        default=ALL,
         metavar="LIST",
-        help="figures to simulate, as in 11,13 (default: all)",
+        help="figures of Lancet's to simulate, as in 11,13 (default: all)",
     )
     command.add_argument(
         "--output-folder",
@@ -42,6 +44,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Simulate, draw and print. -> exit code."""
+    if arguments.paper == "primepar":
+        return _primepar(arguments)
     # Here, not above: it brings the solver.
     from lancet_kernels.paper import pictures, tables
     from lancet_kernels.paper.figures import run_figures
@@ -54,7 +58,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
             bar.total = of
             bar.update(done - bar.n)
 
-        figures = run_figures(arguments.figures, progress)
+        figures = run_figures(arguments.figures or ALL, progress)
     files = {}
     for number, data in figures.items():
         files[number] = str(folder / f"figure{number}.png")
@@ -69,6 +73,36 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         )
     else:
         print(tables.text(figures))
+        print(f"\nPictures: {', '.join(files.values())}")
+    return 0
+
+
+def _primepar(arguments: argparse.Namespace) -> int:
+    from lancet_kernels.paper import primepar, primepar_report
+
+    if arguments.figures:
+        raise UserError(
+            "--figures",
+            got=",".join(arguments.figures),
+            expected="none with --paper primepar",
+            do="leave it out",
+        )
+    folder = _folder(arguments.output_folder)
+    with tqdm(desc="searching", unit="setting", disable=not sys.stderr.isatty(), leave=False) as bar:
+
+        def progress(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        data = primepar.reproduce(progress=progress)
+    try:
+        files = primepar_report.save_pictures(data, folder)
+    except OSError as error:
+        raise _not_writable(str(folder), error) from error
+    if arguments.json:
+        print(json_text({"simulated": True, "assumptions": primepar.ASSUMPTIONS, **data, "pictures": files}))
+    else:
+        print(primepar_report.text(data))
         print(f"\nPictures: {', '.join(files.values())}")
     return 0
 

@@ -1,13 +1,13 @@
-"""Training state on disk: whole or not at all, and readable at another number of ranks.
+"""Checkpoints: complete or absent, and loadable with another number of ranks.
 
 One checkpoint is a folder `step-00000040/` with the files of torch.distributed.checkpoint and
 `checkpoint.json`: step, what was trained, and the size and CRC-32 of every file. It is written under a
-temporary name and renamed when complete, so a folder with the final name is whole; one whose files were
-damaged later fails its sums and is passed over.
+temporary name and renamed when complete, so a folder with the final name is complete; one whose files
+were damaged later fails its checksums and is skipped.
 
 Experts are stored one by one under global ids, in the model's state (see `MoELayer`) and in the
-optimizer's, so what was saved at 2 ranks loads at 1 or 4. With several machines the folder must be on a
-file system that all of them see.
+optimizer's, so what 2 ranks saved can be loaded by 1 or 4. With several machines the folder must be on
+a file system that all of them share.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STEP = re.compile(r"step-\d{8,}")
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that training changes, as flat names to tensors that share memory with the originals.
+    """Everything that training changes, as a flat dict of tensors that share memory with the originals.
 
     `model.<name>` and `optimizer.<parameter>.<state>`; experts one by one under their global ids.
     """
@@ -131,7 +131,7 @@ def load_checkpoint(
     """Load `path` (from `find_checkpoint`) into model and optimizer, in place. Collective over all ranks.
 
     Returns: the step after which it was saved.
-    Raises: UserError if it is a checkpoint of something else than `about`.
+    Raises: UserError if the checkpoint is of another model or optimizer than `about`.
     """
     facts = json.loads((path / _FACTS).read_text(encoding="utf-8"))
     for key, value in about.items():

@@ -67,9 +67,9 @@ class RunFolder:
     def open(cls, path: str | os.PathLike[str], *, wait_s: float = 0.0) -> "RunFolder":
         """Lock the run that lies at `path`, to go on with it.
 
-        `wait_s`: seconds to wait for another process to let go of it, for instance ranks that are just
-        being stopped. Raises UserError if there is no run at `path`, or a process, named by its pid, still
-        holds it.
+        `wait_s`: seconds to wait for another process to release it, for instance ranks that are being
+        stopped. Raises UserError if there is no run at `path`, or a process, named by its pid, still holds
+        it.
         """
         path = Path(path)
         if not path.is_dir():
@@ -156,12 +156,12 @@ class RunFolder:
         sync_folder(link.parent)
 
     def close(self) -> None:
-        """Let go of the run; the folder stays. May be called twice."""
+        """Release the lock; the folder stays. May be called twice."""
         self._close_metrics()
         self._lock.close()
 
     def discard(self) -> None:
-        """Let go of a run that has not begun: its folder goes too, if it holds nothing but the lock."""
+        """Release a run that has not started, and delete its folder if it contains nothing but the lock."""
         self._close_metrics()
         try:
             if os.listdir(self.path) == [LOCK]:
