@@ -12,7 +12,7 @@ OLDEST := .triton-oldest
 # Two tests at a time, but never two of those that need both cores (tests/conftest.py).
 SIDE_BY_SIDE := -n 2 --dist loadgroup
 
-.PHONY: install run test test-all gpu lint format clean
+.PHONY: install run test test-all gpu lint format docs wheel clean
 
 install: $(INSTALLED)
 
@@ -62,9 +62,21 @@ lint: $(INSTALLED)
 	cd $(TYPED) && ln -s ../../../lancet_kernels/* ../../../ops ../../../graph ../../../schedules .
 	$(BIN)/mypy
 
+# The pages, into build/docs; a warning is an error.
+docs: $(INSTALLED)
+	$(PIP) install -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# A wheel and a source distribution, into dist/.
+wheel: $(INSTALLED)
+	$(PIP) install -c constraints.txt -e '.[release]'
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m twine check --strict dist/*
+
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

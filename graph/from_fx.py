@@ -26,6 +26,8 @@ from lancet_kernels.ops.gates import parse_gate
 _KINDS = {
     "lancet.all_to_all": Kind.ALL_TO_ALL,
     "lancet.all_reduce_bucket": Kind.ALL_REDUCE,
+    "lancet.shift": Kind.POINT_TO_POINT,
+    "lancet.gather_tiles": Kind.OTHER_COMMUNICATION,
     "_c10d_functional.all_to_all_single": Kind.ALL_TO_ALL,
     "_c10d_functional.all_reduce": Kind.ALL_REDUCE,
     "_c10d_functional.all_reduce_": Kind.ALL_REDUCE,
@@ -39,14 +41,19 @@ _COLLECTIVES = {
         ("reduce_scatter_tensor", "reduce_scatter"),
     )
     for variant in ("", "_coalesced", "_out")
-}
+} | {"lancet.gather_tiles": "all_gather"}
 """The attribute `collective`: what their costs go by."""
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs that have one."""
 _WAIT = "_c10d_functional.wait_tensor"
 _UNSAFE_VIEW = "aten._unsafe_view"
 """A view whose schema does not say so: torch knows that nobody else reads its input."""
-_HARDLY_READ = {"aten.nll_loss_forward": 0, "aten.nll_loss_backward": 1, "aten.embedding": 0}
+_HARDLY_READ = {
+    "aten.nll_loss_forward": 0,
+    "aten.nll_loss_backward": 1,
+    "aten.embedding": 0,
+    "lancet.row_of_rank": 2,
+}
 """Argument of which an element or a row for each of the others' elements is read, or its shape alone."""
 
 

@@ -27,6 +27,7 @@ from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
 from lancet_kernels.ops.groups import Groups, group_device, group_of, group_size
 from lancet_kernels.ops.link import link
+from lancet_kernels.ops.shift import start_shift
 from lancet_kernels.ops.waiting import waiting
 
 SMALLEST_BYTES = 1024
@@ -170,16 +171,22 @@ def measure_communication(
 
     Args:
         largest: bytes per rank (all-gather and reduce-scatter: of the whole), by collective and group:
-        all-to-alls of the expert group and the others of the data group are of group "world", the others
-        of the replica group of "replica".
+        all-to-alls of the expert group, shifts around all ranks and the others of the data group are of
+        group "world", the others of the replica group of "replica".
         width: of the rows of all-to-all buffers. device: where the step's tensors are.
     """
 
     def all_reduce(group: str) -> Callable[[int], object]:
         return lambda size: start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group)
 
+    def shift_around(size: int) -> object:
+        ranks = group_size(groups.world)
+        around = [(place + 1) % ranks for place in range(ranks)]
+        return start_shift([torch.zeros(max(1, size // 4), device=device)], around, groups.world)
+
     starts: dict[tuple[str, str], Callable[[int], object]] = {
         ("all_to_all", "world"): lambda size: _uniform_all_to_all(size, width, groups.expert, device),
+        ("point_to_point", "world"): shift_around,
     }
     for name, group in (("world", groups.data), ("replica", groups.replica)):
         starts["all_reduce", name] = all_reduce(group)

@@ -39,11 +39,13 @@ ITEM_BYTES = {
 
 
 class Kind(str, Enum):
-    """The resource an instruction occupies: the device's compute, or the link in one of three ways."""
+    """The resource an instruction occupies: the device's compute, or the link in one of these ways."""
 
     COMPUTE = "compute"
     ALL_TO_ALL = "all_to_all"
     ALL_REDUCE = "all_reduce"
+    POINT_TO_POINT = "point_to_point"
+    """Every rank sends to one rank and receives from one: a ring shift."""
     OTHER_COMMUNICATION = "other_communication"
 
     @property

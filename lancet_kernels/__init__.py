@@ -15,11 +15,13 @@ _HOMES = {
     "ConversionReport": "lancet_kernels.conversion.convert",
     "GraphedStep": "lancet_kernels.graphed",
     "OptimizedModule": "lancet_kernels.optimized_module",
+    "SquareLinear": "lancet_kernels.square_layer",
     "convert": "lancet_kernels.conversion.convert",
     "ddp": "lancet_kernels.training.data_parallel",
     "export_state_dict": "lancet_kernels.conversion.export",
     "load_safetensors": "lancet_kernels.conversion.load",
     "optimize": "lancet_kernels.optimization",
+    "prepare_data_parallel": "lancet_kernels.training.data_parallel",
 }
 
 
@@ -45,6 +47,7 @@ __all__ = [
     "MoELosses",
     "OptimizedModule",
     "RoutingSums",
+    "SquareLinear",
     "UserError",
     "convert",
     "ddp",
@@ -55,6 +58,7 @@ __all__ = [
     "moe_layers",
     "moe_losses",
     "optimize",
+    "prepare_data_parallel",
     "set_gradient_group",
     "set_routing_step",
 ]

@@ -1,4 +1,4 @@
-"""Files that are either the old one or the new one, whatever kills the process in between."""
+"""Files that are replaced as a whole: a process that dies while writing leaves the old file intact."""
 
 import contextlib
 import errno
@@ -40,11 +40,11 @@ def write_json_atomically(path: str | os.PathLike[str], data: object) -> None:
 
 @contextlib.contextmanager
 def locked(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Nobody else who asks for this lock changes the file at `path` meanwhile. Waits; freed if we die.
+    """Hold the lock of the file at `path`, and wait for it. It is freed when the process dies.
 
-    For read, change, replace. The lock is a file of its own beside it, since the file itself is replaced.
-    Where the system has no such locks (not POSIX), there is none. Raises UserError if the file cannot be
-    written, there or in the block.
+    For reading, changing and replacing a file. The lock is a file beside it, because the file itself is
+    replaced. Systems without such locks (not POSIX) do not lock.
+    Raises UserError if the file cannot be written, by the lock or in the block.
     """
     path = Path(path)
     with file_errors(path), contextlib.ExitStack() as stack:
@@ -74,7 +74,7 @@ def file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def json_text(data: object, *, indent: int | None = None) -> str:
-    """`data` as strict JSON. NaN and infinities, which JSON has no word for, become null.
+    """`data` as strict JSON. NaN and infinities, which JSON cannot express, become null.
 
     Raises TypeError for what JSON cannot hold, tensors included.
     """

@@ -1,5 +1,5 @@
-"""The training step that `optimize` plans, on this rank: its joint graph, a value for each of its inputs, its
-Program, and what its instructions cost."""
+"""The training step that `optimize` plans, on this rank: its joint graph, example values of its inputs, its
+Program, and the costs of its instructions."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import Groups, group_size
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.buckets import insert_all_reduces
+from lancet_kernels.schedules.cut import Values
 from lancet_kernels.schedules.fused import lower
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
@@ -45,7 +46,8 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
 
 
 class CostedGraph(NamedTuple):
-    """A step's joint graph, a value for each input, its Program and what the instructions cost."""
+    """The joint graph of a step, example values of its inputs, its Program and the costs of its
+    instructions."""
 
     module: fx.GraphModule
     inputs: list[object]
@@ -63,7 +65,7 @@ class CostedGraph(NamedTuple):
 
 
 class CapturedStep:
-    """One training step of a model on this rank: how to capture it, and what its ops cost."""
+    """One training step of a model on this rank: captures it, and measures or estimates its ops."""
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class CapturedStep:
         self.profiler = Profiler(self.groups, self.device, times)
         self.fused: tuple[FusedGroup, ...] = ()
         self._numbers: dict[str, int] = {}
+        self._values: Values = {}
         over = gradient_groups(model, self.groups)
         named = model.named_parameters(remove_duplicate=False)
         self.gradient_groups = {name: over[parameter] for name, parameter in named}
@@ -162,7 +165,7 @@ class CapturedStep:
         """
         if measured:
             module = copy_of(graph.module)
-            cut_ranges(module.graph, graph.program, plan.ranges)
+            cut_ranges(module.graph, graph.program, plan.ranges, self._values)
             program = self.profiler.program(module, graph.inputs)
         else:
             program = graph.cutter(plan.ranges)

@@ -8,18 +8,21 @@ code that is not 0.
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from lancet_kernels import __version__
-from lancet_kernels.commands import bench, kernels, plan_command, reproduce, train, tune
+from lancet_kernels.commands import bench, env, kernels, plan_command, reproduce, runs, selftest, train, tune
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.training.launch import report_errors, under_launcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. -> exit code."""
+    # What the library has to say is logged; a command says it on standard error.
+    logging.basicConfig(format="lancet: %(message)s")
     argv = list(sys.argv[1:] if argv is None else argv)
     if under_launcher():
         # A rank: whatever goes wrong must be told to the launcher, with this rank's number.
@@ -47,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lancet", description="Mixture-of-Experts training that hides its all-to-all.")
     parser.add_argument("--version", action="version", version=f"lancet {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, plan_command, bench, tune, kernels, reproduce):
+    for command in (train, runs, plan_command, bench, tune, kernels, reproduce, env, selftest):
         command.add_parser(commands)
     return parser
 

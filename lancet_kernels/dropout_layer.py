@@ -1,10 +1,10 @@
-"""Dropout that draws the same numbers however a batch is cut and over however many ranks it is spread.
+"""Dropout whose mask does not depend on how a batch is cut or over how many ranks it is distributed.
 
 T  tokens on this rank      D  features
 
-torch's dropout takes numbers from a stream, so they depend on what was drawn before: a plan may neither cut
-it into parts nor move it past another one. Here a number depends on what is dropped alone: seed, call site,
-training step, token of the global batch, feature (`ops.dropout`).
+torch's dropout takes numbers from a sequence, so they depend on what was drawn before: a plan may neither
+cut it into parts nor move it past another random op. Here a number depends only on seed, call site,
+training step, token of the global batch, and feature (`ops.dropout`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def dropout(
     The identity if not training or p = 0.
 
     Args:
-        step: int64 scalar tensor. The mask is the same for the same step: count it up for every batch.
-        site: which dropout of the model this is; two with the same number have the same mask.
-        group: the ranks over which the batch is spread, each with as many tokens, in the order of the ranks
-            (of `Groups` the data group); None: all ranks.
+        step: int64 scalar tensor. The mask is the same for the same step: increment it for every batch.
+        site: number of this dropout in the model; two with the same number have the same mask.
+        group: the ranks over which the batch is distributed, with equal numbers of tokens, in the order of
+            the ranks (of `Groups` the data group); None: all ranks.
     Raises: UserError for p outside [0, 1), x without dimensions.
     """
     _check_probability(p)
@@ -50,15 +50,15 @@ def dropout(
 class Dropout(nn.Module):
     """`dropout` as a module, in place of `nn.Dropout`.
 
-    It draws anew when `set_routing_step(model, step)` says another step: call that for every batch. Until
-    then recomputing (activation checkpointing) and the backward have the mask of the forward. The step is a
+    The mask changes when `set_routing_step(model, step)` sets another step: call it for every batch. Until
+    then recomputation (activation checkpointing) and the backward use the mask of the forward. The step is a
     buffer, which a captured CUDA graph reads; it is not in the state dict.
 
     Args:
         p: probability of zero, in [0, 1).
-        site: which dropout of the model this is: another number for every one, or they share a mask.
+        site: number of this dropout in the model. Two with the same number would share a mask.
         seed: the same on all ranks.
-        group: the ranks over which the batch is spread (of `Groups` the data group); None: all ranks.
+        group: the ranks over which the batch is distributed (of `Groups` the data group); None: all ranks.
     Raises: UserError.
     """
 

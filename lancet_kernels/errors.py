@@ -1,7 +1,7 @@
-"""What a user can do wrong, as exceptions with one clear line each.
+"""The exceptions of this library; each message is one clear line.
 
-Every message says what was got, what was expected, and what to do. `UserError` is a ValueError, so
-callers who know nothing of this library still catch it the usual way.
+The message of a `UserError` says what was got, what was expected, and what to do. It is a ValueError, so
+code that does not know this library can catch it, too.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ class UserError(ValueError):
 class CommunicationError(RuntimeError):
     """A collective failed or ran out of time. The message names rank, operation and whom it waited for.
 
-    missing: the ranks that did not come, as far as this rank can tell. timed_out: a wait ran out of time;
-    else a connection was lost. described: the message already says in which op of which layer.
+    missing: ranks that did not take part, where this rank knows them. timed_out: a wait ran out of time;
+    otherwise a connection was lost. described: the message already names the op and the layer.
     """
 
     def __init__(

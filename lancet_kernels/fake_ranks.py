@@ -1,6 +1,6 @@
-"""One rank of a job that is not there: process groups that send nothing, tensors without contents.
+"""One rank of a simulated job: process groups that send nothing, tensors without contents.
 
-A training step can be captured on them for any number of ranks, of models that are larger than this machine.
+With them a training step can be captured for any number of ranks, also for models larger than this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
         raise UserError(
             "process group",
             got=f"a job of {dist.get_world_size()} ranks that this process belongs to",
-            expected="a process of its own: planning makes ranks that are not there",
+            expected="a process outside of any job, because planning simulates ranks",
             do="plan outside of the job, without init_process_group",
         )
     if ranks == 1:

@@ -1,4 +1,4 @@
-"""A whole training step, forward and backward, as one CUDA graph: nothing is launched by the host any more.
+"""A whole training step, forward and backward, as one CUDA graph: the host launches no kernels.
 
     step = lancet_kernels.optimize(TrainingStep(model, ranks), inputs, backend="fused", lowering="fused")
     graphed = GraphedStep(step, inputs)
@@ -6,7 +6,7 @@
         result = graphed(tokens, targets)      # replays; parameters' .grad are filled
         optimizer.step()
 
-Fused MoE layers read sizes on the device and count their passes there, so a replay goes on where the last one
+Fused MoE layers read sizes and count their passes on the device, so a replay continues where the last one
 stopped. Layers on streams cannot be captured on more than one rank: their all-to-alls need sizes on the host.
 """
 
@@ -22,7 +22,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.ops import fused_graph
 from lancet_kernels.optimized_module import OptimizedModule
 
-# torch asks for a few runs before a capture: what is made on first use must be there.
+# torch asks for a few runs before a capture, in which everything that is created on first use is created.
 WARMUP_STEPS = 3
 
 
@@ -32,13 +32,13 @@ def first_output(result: object) -> Tensor:
 
 
 class GraphedStep:
-    """A step that was captured; calling it copies the inputs in and replays.
+    """A captured step. A call copies the inputs into the graph and replays it.
 
     Args:
-        step: of `optimize`, on a CUDA device. inputs: like those of every later call.
-        objective: the scalar to differentiate, from what the step returns.
-    Collective: every rank makes it, and calls it, at the same time as the others. No forward of the step may
-    wait for its backward meanwhile. It runs the step `WARMUP_STEPS` times, and clears its gradients.
+        step: from `optimize`, on a CUDA device. inputs: with the shapes and dtypes of every later call.
+        objective: returns the scalar to differentiate, given the result of the step.
+    Collective: all ranks create and call it together. While it is created, no forward of the step may be
+    without its backward. It runs the step `WARMUP_STEPS` times, and clears its gradients.
     Raises: UserError for another device, or if an instruction would make the host wait for the device.
     """
 

@@ -1,9 +1,9 @@
-"""What the plan of a module rests on, and whether it still holds when the module is called.
+"""The assumptions of a module's plan, and whether they hold when the module is called.
 
-    changed for one call or for some (a mode, a shape, autocast)   the module runs without its plan
-    changed for good (parameters, wrappers around the module)     refused: there is no right way to go on
+    a temporary change (a mode, a shape, autocast)                     the module runs without its plan
+    a permanent change (parameters, wrappers around the module)        refused: no result would be right
 
-How much is checked: the trace's own assumptions (`graph.trace`), and here what no trace of the module sees.
+What is checked: the assumptions of the trace (`graph.trace`), and here those that no trace contains.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lancet_kernels.layer_checks import check_data_parallel
 from lancet_kernels.model_layers import moe_layers
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
-"""What a call gives: by position, and by name."""
+"""Arguments of a call: by position, and by name."""
 
 
 def bind(
     signature: inspect.Signature, what: str, inputs: Sequence[object], by_name: Mapping[str, object]
 ) -> Arguments:
-    """The arguments of a call in the one form that they have however they were given: by position as far
-    as the forward allows it, without those that are the default anyway.
+    """The arguments of a call in a canonical form: by position where the forward allows it, without those
+    that equal their default.
 
     Raises: UserError if they do not fit the signature.
     """

@@ -31,16 +31,15 @@ BACKENDS = ("torch", "fused")
 class MoELayer(ExpertsByGlobalId):
     """Experts behind a gate: x[..., D] -> [..., D], each token through K of E experts.
 
-    Experts are split over the ranks of `group`; everything else is replicated. Which gradients are summed
-    over which ranks: `ops.groups`. Without torch.distributed the one rank has all experts.
+    Experts are divided among the ranks of `group`; everything else is replicated. `ops.groups` says which
+    gradients are summed over which ranks. Without torch.distributed the process has all experts.
 
     Args:
         d_model, d_ff: model width D, hidden width F of each expert.
         num_experts: E over all ranks; the group size must divide it.
         top_k: experts per token.
-        gate: a name of `lancet_kernels.ops.gates.GATES`, a spec with options such as
-        ``"topk(renormalize=True)"``,
-            or a `Gate`.
+        gate: a name of `lancet_kernels.ops.gates.GATES`, a name with options such as
+            ``"topk(renormalize=True)"``, or a `Gate`.
         capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
             the others are dropped (contribute zero); None: dropless.
         activation: "gelu", "silu", "swiglu" or, unless fused, "clamped-swiglu" (that of GPT-OSS).
@@ -48,19 +47,19 @@ class MoELayer(ExpertsByGlobalId):
         backend: "torch": collectives of `group` and grouped GEMMs. "fused": persistent Triton kernels in
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
             for proof not speed). A layer with gradients may then run forward `banks` = 2 times before the
-            first backward; a fused layer's passes are collective, first one included.
-        shared_expert_d_ff: hidden width of an expert that every token passes, in addition; None: none.
+            first backward. Every pass of a fused layer is collective.
+        shared_expert_d_ff: hidden width of a shared expert, which processes every token; None: without one.
         group: the expert-parallel process group, or all groups of the job as `Groups`; None: all ranks.
-        device, dtype: of the parameters. The router is computed in at least float32 whatever the dtype.
+        device, dtype: of the parameters. The router is computed in float32 or wider, whatever the dtype.
 
     Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
     Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
-    no side effect. Hand the sums of all layers to `moe_losses` (one small all-reduce for all of them)
+    no side effect. Give the sums of all layers to `moe_losses` (one small all-reduce for all of them)
     and add ``losses.balance.mean()`` to the loss with your coefficient.
 
-    Keys: gate "hash" routes by token id, so pass `token_ids`; without them the position counts as the
-    id. Gate "random" draws anew when `routing_step` changes (`set_routing_step`), so that recomputing a
-    step gives the same routing.
+    Keys: gate "hash" routes by token id, so pass `token_ids`; without them the position is used as the
+    id. Gate "random" changes its routing when `routing_step` changes (`set_routing_step`), so recomputing
+    a step gives the same routing.
 
     Checkpoints: in ``state_dict()`` the experts appear one by one under their global ids,
     ``experts.7.w1``, as views of the parameters. So torch.distributed.checkpoint saves each expert once
@@ -184,8 +183,8 @@ class MoELayer(ExpertsByGlobalId):
         """x [..., D] -> [..., D], and the layer's RoutingSums if asked for.
 
         Args:
-            x: any number of tokens, also another one on each rank.
-            token_ids: int64 or int32, shaped like x without its last dimension; only gate "hash" looks at it.
+            x: any number of tokens, which may differ between ranks.
+            token_ids: int64 or int32, shaped like x without its last dimension; only gate "hash" uses it.
             logits_TE: router output that another module computed, in place of the layer's own router.
         Raises: UserError (wrong shape or dtype, NaN in the router, ranks that disagree), CommunicationError.
         """
@@ -220,7 +219,7 @@ class MoELayer(ExpertsByGlobalId):
         return self.correction_bias
 
     def _shared_expert(self, x_TD: Tensor) -> Tensor | None:
-        """What the expert that every token passes adds, [T, D]; None without one."""
+        """Output of the shared expert, [T, D]; None without one."""
         if self.shared_up is None or self.shared_down is None:
             return None
         return self.shared_down(activate(self.shared_up(x_TD), self.activation))
@@ -260,7 +259,7 @@ class MoELayer(ExpertsByGlobalId):
         return ops.all_to_all(rows, send_count_WL, receive_count_WL, self.expert_group, to_experts, num_rows)
 
     def _logits(self, x_TD: Tensor) -> Tensor | None:
-        """Router output [T, E] in float32, in float64 for a float64 model; autocast has no say."""
+        """Router output [T, E] in float32, in float64 for a float64 model; autocast does not apply."""
         if self.router is None:
             return None
         dtype = torch.promote_types(self.router.dtype, torch.float32)
@@ -285,7 +284,7 @@ class MoELayer(ExpertsByGlobalId):
     def _cast(self, tensor: None) -> None: ...
 
     def _cast(self, tensor: Tensor | None) -> Tensor | None:
-        """To autocast's dtype where autocast is on: it does not know our ops."""
+        """Cast to autocast's dtype where autocast is on, because autocast does not know our ops."""
         if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
             return tensor
         return tensor.to(torch.get_autocast_dtype(tensor.device.type))

@@ -117,7 +117,7 @@ def check_data_parallel(layer: ExpertsByGlobalId) -> None:
             raise UserError(
                 "DistributedDataParallel around an MoELayer",
                 got=f"{name} among the parameters that it averages over all ranks",
-                expected="experts of which each rank has its own",
+                expected="only parameters that are the same on all ranks (each rank has its own experts)",
                 do="make the model anew (experts were overwritten) and wrap it with lancet_kernels.ddp",
             )
     _CHECKED[around].add(layer)

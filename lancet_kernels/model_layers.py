@@ -1,4 +1,4 @@
-"""The MoE layers of a whole model: which there are, their parameters, their step and their losses."""
+"""The MoE layers of a model: their parameters, training step and losses."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def moe_layers(model: nn.Module) -> list[MoELayer]:
 
 
 def name_layers(model: nn.Module) -> None:
-    """Let messages about a failed collective name each MoE layer of a model as the model does."""
+    """Give each MoE layer its name in the model, for messages about failed collectives."""
     for name, module in model.named_modules():
         if isinstance(module, MoELayer):
             module.name = name or module.name
 
 
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that differ between the ranks of an expert group: all-reduce their gradients over the
-    replica group alone.
+    """The parameters of experts, which differ between the ranks of an expert group: their gradients are
+    summed over the replica group only.
 
-    Found through the layers, not by a mark on the parameter, which a copy of the model would lose.
+    Collected from the layers: a mark on the parameter would be lost when the model is copied.
     """
     return [getattr(layer, name) for layer in moe_layers(model) for name in layer.expert_names()]
 
 
 def set_routing_step(model: nn.Module, step: int) -> None:
-    """Tell what draws random numbers in a model, its random gates and `Dropout`s, which training step it is.
+    """Set the training step of everything in a model that draws random numbers: random gates and `Dropout`s.
 
-    Raises: UserError if two dropouts have the same call site.
+    Raises: UserError if two dropouts have the same site.
     """
     set_dropout_step(model, step)
     for layer in moe_layers(model):
@@ -46,7 +46,7 @@ def set_routing_step(model: nn.Module, step: int) -> None:
 
 
 def moe_losses(sums: list[RoutingSums], group: dist.ProcessGroup | Groups | None = None) -> ops.MoELosses:
-    """Load-balance loss, z-loss and statistics of the layers whose sums are given (see `ops.losses`).
+    """Load-balance loss, z-loss and statistics of the layers with these sums (see `ops.losses`).
 
     Collective over `group`, all ranks with different tokens (None: all ranks): one small all-reduce.
     """

@@ -9,7 +9,7 @@ rounding of sums that parts add up.
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,8 +37,12 @@ from lancet_kernels.rank_agreement import capture_alike, plans_of_first_rank
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import realize, split_as_planned
 from lancet_kernels.schedules.simulate import Timeline
-from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, STRATEGIES, PlanningOptions, fastest_that_fits
+from lancet_kernels.stages import Stages
 from lancet_kernels.training.gradients import broadcast_replicated
+
+_log = logging.getLogger(__name__)
+_STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")
 
 
 def optimize(
@@ -56,6 +60,7 @@ def optimize(
     backend: str | None = None,
     lowering: str = "auto",
     inner_compile: str = "",
+    verbose: bool = False,
 ) -> OptimizedModule:
     """Plan a training step of `model` and return a module that trains with the plan.
 
@@ -87,6 +92,8 @@ def optimize(
             be, "streams" none. In the interpreter (CPU), where nothing is fast, "auto" means "fused".
         inner_compile: a backend of torch.compile ("inductor") for the computation between communications,
             compiled in the first step; the plan's order stays. "": run the ops as they are.
+        verbose: show on standard error of the first rank what is being done and how long it took. (The logger
+            `lancet_kernels.stages` has the same, level INFO.)
     Raises: CaptureError (no single graph, with torch's reason), UserError (strategy, ranks that disagree, a
     plan that is for something else).
     """
@@ -97,18 +104,22 @@ def optimize(
     refuse_sharded(model)
     name_layers(model)
     arguments = example_arguments(model, example_inputs)
+    stages = Stages(_STAGES, verbose)
+    stages.begin("capturing the step")
     step = CapturedStep(model, *arguments, reduce_gradients, times, groups)
     world, measured = step.groups.world, cluster is None
     module, inputs = capture_alike(step)
     if step.reduces_gradients:
         # As DistributedDataParallel does, whose work this is here: what is alike then stays alike.
         broadcast_replicated(model, step.groups)
+    stages.begin("measuring ops")
     graph = step.costed(module, inputs, cluster)
     if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
         stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
         choice = FusedChoice(strategy, options, lowering, stored, step.device, measured)
         graph = fuse_layers(step, choice, cluster, graph)
         measured = measured and not choice.interpreted
+    stages.begin("planning")
     if plan is not None:
         plans = plans_of_first_rank(world, lambda: [_given_plan(plan, graph, strategy)])
     else:
@@ -118,7 +129,7 @@ def optimize(
             world, lambda: _plans(graph, strategy, _on_device(options, step.device), cache, most)
         )
     planned = [step.planned(graph, plan, measured) for plan in plans]
-    chosen, timeline = min(planned, key=lambda pair: pair[1].iteration_ms)
+    chosen, timeline = planned[fastest_that_fits([plan for plan, _ in planned])]
     if chosen.chosen:
         # Of those that were tried, what the graph that runs is predicted to take.
         tried = {plan.chosen: plan.predicted for plan, _ in planned}
@@ -126,7 +137,10 @@ def optimize(
     chosen = replace(chosen, fused=step.fused)
     if cache is not None and group_rank(world) == 0:
         chosen.save(cache)
-    return _module_with(chosen, timeline, step, graph, arguments, inner_compile)
+    stages.begin("applying the plan")
+    optimized = _module_with(chosen, timeline, step, graph, arguments, inner_compile)
+    stages.end()
+    return optimized
 
 
 def _check_choices(strategy: str, backend: str | None, inner_compile: str) -> None:
@@ -203,9 +217,9 @@ def _plans(
                 if plan.costs == source_of(graph.cost):
                     return [plan]
                 old, new = plan.costs or "of an older version", source_of(graph.cost)
-                print(f"lancet: planning anew: plan file: got costs {old}, expected {new}", file=sys.stderr)
+                _log.warning("planning anew: plan file: got costs %s, expected %s", old, new)
         except UserError as error:
-            print(f"lancet: planning anew: {error}", file=sys.stderr)
+            _log.warning("planning anew: %s", error)
     plans = graph.planner(options).candidates(strategy, most)
     # Once parts are measured, another order may be the best.
     return plans if most == 1 else [replace(plan, order=()) for plan in plans]

@@ -1,5 +1,5 @@
-"""The module that `optimize` returns: it trains with the plan, and runs the original module where the plan
-does not fit."""
+"""The module that `optimize` returns: it trains with the plan, and runs the original module when the plan
+does not apply."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from lancet_kernels.training.gradients import call_with_summed_gradients
 class OptimizedModule(nn.Module):
     """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
 
-    With gradients enabled and everything as it was at `optimize` it runs the plan. Where something has
-    changed that may change back (a mode, the shape of an odd last batch, autocast) it runs the original
-    module, whose gradients it sums over the ranks as the plan would, and warns once for each reason. Where
-    the model is another one (parameters, what wraps it), it raises a UserError. Without gradients it runs the
-    original module.
-    plan: what was decided. timeline: the simulated iteration. fallbacks: how often it ran without the plan
-    though gradients were wanted, by reason.
+    With gradients enabled and nothing changed since `optimize`, it runs the plan. After a temporary change
+    (a mode, the shape of a last batch, autocast) it runs the original module, sums its gradients over the
+    ranks as the plan would, and warns once per reason. After a permanent change (parameters, wrappers
+    around the model) it raises a UserError. Without gradients it runs the original module.
+
+    plan: the plan. timeline: the simulated iteration. fallbacks: number of calls with gradients that ran
+    without the plan, by reason.
     host_waits: instructions that make the host wait for a GPU (`graphed`). fused_layers: numbers of the fused
     layers (`ops.fused_graph`).
     """
@@ -64,9 +64,9 @@ class OptimizedModule(nn.Module):
 
     @torch.compiler.disable
     def forward(self, *inputs: object, **by_name: object) -> object:
-        """What the module returns for these inputs, given by position or by name.
+        """The result of the module for these inputs, given by position or by name.
 
-        Raises: UserError for a model that is no longer the one that was planned.
+        Raises: UserError for a model that changed permanently since it was planned.
         """
         if not torch.is_grad_enabled():
             return self.module(*inputs, **by_name)
@@ -110,10 +110,9 @@ class OptimizedModule(nn.Module):
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[list[Event]]:
-        """Inside the block, iterations are recorded on this rank; the events are there when it ends (CPU
-        ranks).
+        """Record iterations on this rank; the list is filled when the block ends (CPU ranks).
 
-        Clocks beside every instruction cost time: look at the order and the overlap, not at the total.
+        Reading the clock at every instruction costs time: look at order and overlap, not at the total.
         """
         events: list[Event] = []
         self._recorder.on, self._recorder.computed, link.log = True, [], []

@@ -1,6 +1,6 @@
-"""A training step of the user's own, to be planned for ranks that are not there: `FILE.py:make_step`.
+"""A training step of the user, planned for simulated ranks: `FILE.py:make_step`.
 
-`make_step()` gives the module and the example inputs that `optimize` would get. It runs as rank 0 of a fake
+`make_step()` returns the module and the example inputs that `optimize` would get. It runs as rank 0 of a fake
 job, and its tensors have no contents.
 """
 
@@ -46,7 +46,7 @@ class PricedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnStep:
-    """What is simulated: the step that a function of a file makes, on `gpus` ranks of a cluster.
+    """The simulated setting: the step that a function of a file returns, on `gpus` ranks of a cluster.
 
     module: `FILE.py:function`. cluster: a name, or the path of a TOML file.
     """
@@ -65,7 +65,7 @@ class OwnStep:
     def priced(self) -> PricedStep:
         """The program that `optimize` would plan on these ranks, and what it costs there.
 
-        Raises: UserError for GPUs that are not whole nodes, and for whatever is wrong with file, function and
+        Raises: UserError for GPUs that are not whole nodes, and for errors in the file, the function or the
         module; CaptureError for a module that is not one graph.
         """
         # First: GPUs that are not whole nodes are a clearer complaint than what follows from them.
@@ -88,7 +88,9 @@ class OwnStep:
             raise UserError(
                 self.module,
                 got=_reason(error, Path(self.module.rpartition(":")[0])),
-                expected="no look at what is in a tensor: there is nothing in it" if reads else _RETURNS,
+                expected="a step that reads no values of tensors, which have none while planning"
+                if reads
+                else _RETURNS,
                 do="leave out what reads values; shapes are all that counts here"
                 if reads
                 else f"correct it; {make_step.__name__}() is called on rank 0 of a job that is there already",

@@ -13,24 +13,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlanningFlags:
-    """To inherit from."""
+    """Base class for the options of commands that plan."""
 
     most_parts: int | None = option(
-        None, "no op is cut into more parts (default: LANCET_RHO, or 8)", parse=positive_int
+        None,
+        "most chunks that an op is cut into, the paper's rho (default: LANCET_RHO, or 8)",
+        parse=positive_int,
     )
     group_ms: float | None = option(
         None,
-        "ops are grouped up to so many milliseconds (default: LANCET_GAMMA, or five groups per MoE layer)",
+        "consecutive ops are grouped until they take this many milliseconds, the paper's gamma (default: "
+        "LANCET_GAMMA, or five groups per MoE layer)",
         parse=positive_float,
     )
     longest_range_ms: float | None = option(
         None,
-        "no range that is cut takes longer (default: LANCET_IOTA, or the time between two MoE layers)",
+        "longest range of ops that is cut, in milliseconds, the paper's iota (default: LANCET_IOTA, or the "
+        "time between two MoE layers)",
         parse=positive_float,
     )
 
     def partition(self) -> PartitionOptions:
-        """Raises: UserError for an environment variable that counts and is no such number."""
+        """Raises: UserError for an environment variable that is used and is not a valid number."""
         # Here, not above: it brings the solver.
         from lancet_kernels.schedules.partition_range import PartitionOptions
 

@@ -1,6 +1,6 @@
 """Do all ranks have the same graph and the same plan before the first step?
 
-Rank 0 decides; what it decides, or why it cannot, reaches every rank. A rank that differs is named.
+Rank 0 decides, and its decision or its error is sent to every rank. A rank that differs is named.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from lancet_kernels.schedules.plan import FusedGroup, Plan
 
 
 def capture_alike(step: CapturedStep) -> tuple[fx.GraphModule, list[object]]:
-    """The joint graph and a value for each of its inputs. All ranks have the same before anything runs.
+    """The joint graph and example values of its inputs. Compares the graphs of all ranks before anything
+    runs.
 
-    Raises: CaptureError (this rank's), UserError naming the ranks that have another graph, or none.
+    Raises: CaptureError (this rank's), UserError naming the ranks with another graph or without one.
     """
     digest, refusal = "", None
     try:
@@ -60,8 +61,8 @@ def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan
     if len(set(values_of_ranks(group, tuple(plan.fingerprint for plan in plans)))) != 1:
         raise UserError(
             "plan across ranks",
-            got="different ones",
-            expected="one plan",
+            got="different plans",
+            expected="the same plan on every rank",
             do="start all ranks with one version",
         )
     return plans
@@ -76,7 +77,8 @@ def fused_groups_of_first_rank(
 
 
 def made_by_first_rank(group: str, make: Callable[[], list]) -> list:
-    """What rank 0 makes, on every rank. Raises: rank 0's error there, UserError with it on the others."""
+    """The result of `make` on rank 0, on every rank. Raises: its error on rank 0, UserError with it on the
+    others."""
     made: list | str = []
     failure: Exception | None = None
     if group_rank(group) == 0:
@@ -94,7 +96,7 @@ def made_by_first_rank(group: str, make: Callable[[], list]) -> list:
 
 
 def values_of_ranks(group: str, value: object) -> list:
-    """The value of every rank of the group; of this process alone where there is no group."""
+    """The value of every rank of the group; only that of this process without a group."""
     if not group:
         return [value]
     values: list = [None] * group_size(group)

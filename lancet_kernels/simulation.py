@@ -1,7 +1,7 @@
-"""What would every strategy need on a cluster that nobody has here? One setting, simulated.
+"""How long would a training step take with each strategy on a cluster? One setting, simulated.
 
-A setting names model, cluster, GPUs, gate and batch. Its training step is captured on rank 0 of a fake job,
-in tensors without contents; its costs come from the cluster file, its times from simulating the plans.
+A setting is a model, cluster, number of GPUs, gate and batch. Its training step is captured on rank 0 of a
+fake job with tensors without contents; costs come from the cluster file, times from simulating the plans.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def simulate_setting(
     Args:
         memory_limit_gb: no plan needs more, unless the original order does (None: the GPU's memory).
         partition: hyper-parameters (None: those of the environment).
-    Raises: UserError for whatever of the setting is wrong.
+    Raises: UserError for an invalid setting.
     """
     start = time.perf_counter()
     step = setting.priced

@@ -1,4 +1,4 @@
-"""Torch ops of the MoE layer: routing, dispatch, all-to-all, experts, combine.
+"""Torch ops of the MoE layer (routing, dispatch, all-to-all, experts, combine), and of PrimePar's linear.
 
 One file per op; each is `torch.ops.lancet.<name>` with a fake and an autograd formula, and stands beside
 a plain reference (`naive_*`) that tests compare it with.
@@ -21,6 +21,9 @@ from lancet_kernels.ops.kept_counts import kept_counts
 from lancet_kernels.ops.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
 from lancet_kernels.ops.parts import merge_parts, merge_rows, part_rows, window_counts, window_rows
 from lancet_kernels.ops.send_rows import send_rows
+from lancet_kernels.ops.shift import shift, start_shift
+from lancet_kernels.ops.square_linear import square_linear
+from lancet_kernels.ops.tiles import gather_tiles, scatter_tiles
 from lancet_kernels.ops.token_index import token_index
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "expert_activation_backward",
     "gate",
     "gate_backward",
+    "gather_tiles",
     "grouped_gemm",
     "grouped_gemm_dbias",
     "grouped_gemm_dw",
@@ -47,9 +51,13 @@ __all__ = [
     "moe_losses",
     "part_rows",
     "routing_sums",
+    "scatter_tiles",
     "send_rows",
+    "shift",
+    "square_linear",
     "start_all_reduce",
     "start_all_to_all",
+    "start_shift",
     "sum_over_ranks",
     "token_index",
     "window_counts",

@@ -19,7 +19,7 @@ from lancet_kernels.ops.waiting import waiting
 
 @dataclass
 class PendingAllReduce:
-    """A bucket under way."""
+    """A bucket in flight."""
 
     flat: Tensor
     shapes: list[torch.Size]
@@ -39,7 +39,7 @@ class PendingAllReduce:
 
 
 def start_all_reduce(gradients: list[Tensor], group: str) -> PendingAllReduce:
-    """Begin to sum a bucket over the ranks of the group (a name from `group_name`)."""
+    """Start to sum a bucket over the ranks of the group (a name from `group_name`)."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
     shapes = [gradient.shape for gradient in gradients]
     if not group:

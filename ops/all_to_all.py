@@ -3,7 +3,7 @@
     W  ranks, L experts on each      R  rows      D  width
 
 `exchange_counts` is phase one and runs once per layer: afterwards both sides know both directions, so
-the way back and both backward passes need no second exchange. `all_to_all` is phase two. On the way to the
+the combine and both backward passes need no second exchange. `all_to_all` is phase two. On the way to the
 experts, rows lie by rank before it and by local expert behind it; on the way back it is the other way
 round (`ops.rows`). It is its own adjoint with the counts swapped and the other direction.
 
@@ -38,8 +38,8 @@ _runs_a_plan = False
 
 @contextlib.contextmanager
 def running_a_plan() -> Iterator[None]:
-    """Inside the block, exchanges of counts are those of a plan: its collectives are others than the
-    module's, so no rank may run one while its peers run the other."""
+    """Mark exchanges of counts in the block as those of a plan. Its collectives differ from the module's,
+    so no rank may run the plan while its peers run the module."""
     global _runs_a_plan
     before, _runs_a_plan = _runs_a_plan, True
     try:
@@ -52,12 +52,12 @@ def running_a_plan() -> Iterator[None]:
 def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Tensor:
     """Tell every rank how many rows it gets for each of its experts.
 
-    A header travels along (width, dtype, ..., with a plan or without), so that ranks that disagree all raise
-    instead of one of them hanging. Ranks may have different numbers of tokens.
+    A header is sent with it (width, dtype, ..., with a plan or without), so that all ranks raise an error if
+    they disagree, and none hangs. Ranks may have different numbers of tokens.
 
     Args: count_WL int64, rows for expert l of rank w; group: a name from `group_name`.
     Returns: [W, L] int64, rows that rank w has for expert l of this rank.
-    Raises: UserError (ranks disagree), CommunicationError (a peer did not come).
+    Raises: UserError (ranks disagree), CommunicationError (a peer is missing).
     """
     if not group:
         return count_WL.clone()
@@ -105,7 +105,7 @@ def _(count_WL, width, dtype, group):
 
 @dataclass
 class PendingAllToAll:
-    """An all-to-all under way. `wait` gives the received rows."""
+    """An all-to-all in flight. `wait` returns the received rows."""
 
     work: dist.Work
     transfer: Transfer
@@ -142,7 +142,7 @@ def start_all_to_all(
     to_experts: bool,
     num_rows: int | None = None,
 ) -> PendingAllToAll | NothingToWaitFor:
-    """Begin to send rows, which must stay as they are until `wait`.
+    """Start to send rows, which must not change until `wait`.
 
     Args: as of `all_to_all`.
     """

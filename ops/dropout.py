@@ -1,14 +1,14 @@
-"""Dropout whose mask depends on what an element is, and not on who draws it, when, or with which others.
+"""Dropout whose mask depends on the identity of an element, not on the rank, time or chunk that draws it.
 
     x[..., D]  D features of tokens; "..." are the dimensions that tell tokens apart
 
-An element is kept by a number that is hashed from (seed, call site, step, token, feature). Which token and
-which feature come as index tensors beside x: whoever cuts x into parts slices them along, so every part
-knows its place and the rule is the plain "... d, ..., d, - -> ... d".
+Whether an element is kept is decided by a hash of (seed, call site, step, token, feature). Token and feature
+are given as index tensors beside x: a plan that cuts x into parts slices them along with it, so
+every part knows its place and the rule is the plain "... d, ..., d, - -> ... d".
 
 Nothing is saved for the backward: it is the same op on the gradient, so the mask is drawn again. A saved
-mask would have to be put together again behind every range that is cut, and a byte (or bit) per element be
-kept until the backward.
+mask would have to be reassembled after every range that is cut, and would keep a byte (or bit) per element
+until the backward.
 """
 
 import torch

@@ -8,8 +8,8 @@ Same mathematics as dispatch -> all_to_all -> grouped_gemm -> expert_activation 
 -> combine (the reference), but rows travel by one-sided puts through symmetric memory while GEMM tiles run
 (`lancet_kernels.kernels.overlap`). Sizes travel with the signals: nothing waits for the host.
 
-A layer's forward exchange keeps the rows that it received until its backward, so each layer has its own, for
-each capacity. Backward exchanges are free again when the backward ends: layers of one size share one.
+The forward exchange of a layer keeps the rows that it received until its backward, so each layer has its own,
+for each capacity. Backward exchanges are free when the backward ends, so layers of one size share one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class _Alone:
-    """Stands for the group where there is no torch.distributed."""
+    """Represents the group without torch.distributed."""
 
 
 ALONE = _Alone()

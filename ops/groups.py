@@ -32,8 +32,8 @@ from lancet_kernels.ops.waiting import waiting
 class Groups:
     """The groups of one model on this rank, as names; "" is a group of one rank.
 
-    Replica and data group have communicators of their own, so that an all-reduce never stands before an
-    all-to-all in a queue.
+    Replica and data groups have communicators of their own, so that an all-reduce never blocks an all-to-all
+    in the same queue.
     """
 
     expert: str = ""
@@ -47,11 +47,11 @@ class Groups:
 
     @classmethod
     def around(cls, expert_group: dist.ProcessGroup | str | None = None) -> Groups:
-        """The groups of a job all of whose ranks see different tokens, from its expert groups alone.
+        """Derive all groups from the expert groups, for a job in which every rank sees different tokens.
 
-        Collective over all ranks of the job, each with its own expert group, or its name (None: all ranks are
-        one). Asked again for the same one, it gives the same communicators.
-        Raises: UserError on every rank, unless the expert groups are of one size and every rank is in one.
+        Collective over all ranks of the job; each gives its own expert group, or the name of it (None: one
+        group of all ranks). A second call with the same group returns the same communicators.
+        Raises: UserError on every rank, unless all expert groups have one size and every rank is in one.
         """
         if not dist.is_available() or not dist.is_initialized():
             return cls()
@@ -78,9 +78,10 @@ class Groups:
     def from_mesh(cls, mesh: DeviceMesh, expert: str, replica: str | None = None) -> Groups:
         """The groups of a DeviceMesh, by the names of its dimensions. Collective over all ranks of the job.
 
-        Args: expert: the dimension along which experts differ. replica: the dimension along which they are
-            the same and tokens differ; None: there is none. Along all other dimensions (tensor parallel)
-            ranks see the same tokens; `set_gradient_group` says what that means for a parameter.
+        Args: expert: the dimension along which ranks hold different experts. replica: the dimension along
+            which ranks hold the same experts and see different tokens; None: no such dimension. Along all
+            other dimensions (tensor parallel) ranks see the same tokens; use `set_gradient_group` for
+            parameters that are sharded along them.
         Raises: UserError for a dimension that the mesh does not have.
         """
         names = mesh.mesh_dim_names or ()
@@ -105,7 +106,7 @@ class Groups:
         """Args: the ranks of this rank's groups. Collective over all ranks of the job."""
         expert_ranks = dist.get_process_group_ranks(group_of(expert)) if expert else [dist.get_rank()]
         counts = _new_group(expert_ranks)
-        # torch sorts the ranks of a new group; where they were not, places would differ.
+        # torch sorts the ranks of a new group; in a group that is not sorted, positions would differ.
         if expert and expert_ranks == sorted(expert_ranks):
             _COUNTS[group_of(expert)] = counts
         data_name = _new_group(data)

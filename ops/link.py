@@ -1,9 +1,10 @@
-"""The link that collectives travel on: what passed, how long it took, how long computation waited for it.
+"""The link that collectives use: bytes sent, time taken, and how long computation waited for it.
 
-On its own it only measures all-to-alls. With a bandwidth set (`emulate_link`) it also paces them and gradient
-all-reduces: none is done before a wire of that bandwidth would have carried its bytes (of an all-reduce a
-share, see `GPUS_PER_NODE`). The wait is a deadline, not work, so computation that runs meanwhile hides it as
-it would hide a real transfer. Times measured so are emulated, and whoever prints them says so.
+By default it only measures all-to-alls and shifts. With a bandwidth set (`emulate_link`) it also paces them
+and gradient all-reduces: none is complete before a wire of that bandwidth would have carried its bytes (of an
+all-reduce a share, see `GPUS_PER_NODE`). The wait is a deadline, not work, so computation that runs meanwhile
+hides it as it would hide a real transfer. Times measured this way are emulated, and everything that prints
+them says so.
 
 The emulated wire of a rank is full duplex and carries one collective at a time, without interrupting it, by
 the rule that plans are simulated with (`schedules.clock`): the one that could start first, from when the
@@ -18,6 +19,7 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,15 @@ import torch.distributed as dist
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.waiting import waiting
 
+
+class Waitable(Protocol):
+    """What is under way: torch's Work, or several as one."""
+
+    def wait(self) -> object: ...
+
+
+_INSTANT_S = 1e-4
+"""A wait this short found its message there."""
 GPUS_PER_NODE = 8
 """Each rank stands for a GPU of a node whose GPUs share its network card, as in p3dn and p4de: all of them
 send rows of their own over it, but gradients summed inside the node once (`graph.communication`)."""
@@ -32,12 +43,12 @@ send rows of their own over it, but gradients summed inside the node once (`grap
 
 @dataclass
 class Traffic:
-    """What went over the link since it was last read."""
+    """Traffic on the link since it was last read."""
 
     all_to_all_ms: float = 0.0
-    """Time in which an all-to-all was under way."""
+    """Time during which an all-to-all, or a shift, was in flight."""
     exposed_ms: float = 0.0
-    """Of that, the time the computing thread (CUDA: the computing stream) stood still."""
+    """Of that, the time for which the computing thread (CUDA: the compute stream) waited."""
     bytes_sent: int = 0
     """Bytes of rows that left this rank for another one; padding and own rows do not travel."""
     bytes_on_wire: int = 0
@@ -47,7 +58,7 @@ class Traffic:
 
 @dataclass
 class _CudaEvents:
-    """Of one transfer: it begins, has arrived (whoever asks), somebody asks for it, and goes on with it."""
+    """Events of one transfer: it starts, it is complete, a wait for it starts, that wait ends."""
 
     begin: torch.cuda.Event
     arrived: torch.cuda.Event
@@ -104,6 +115,18 @@ class Link:
         ranks = group.size()
         return Transfer(self, group, 2 * size * (ranks - 1) // ranks // GPUS_PER_NODE, cuda, is_urgent=False)
 
+    def start_shift(self, group: dist.ProcessGroup, source: int, size: int, cuda: bool) -> Transfer:
+        """A shift begins in which this rank sends and receives `size` bytes, these from the rank in the place
+        `source` of the group."""
+        transfer = self.start(group, size, size, cuda)
+        transfer.source = source
+        return transfer
+
+    def skip_shift(self, group: dist.ProcessGroup) -> None:
+        """A shift begins in which nothing travels to or from this rank: ranks count their transfers alike."""
+        if self.gbps is not None:
+            self._boards.row(group)[group.rank()] = time.monotonic()
+
     def _put_on_wire(self, last: Transfer) -> float:
         """Give transfers their time on the wire, one after another, until `last` has its own. -> its end."""
         while last.wire_end is None:
@@ -118,7 +141,7 @@ class Link:
         return last.wire_end
 
     def _account(self, started: float, ended: float, waited: float) -> None:
-        """A transfer that was done: seconds on the monotonic clock, and how long somebody waited."""
+        """A completed transfer: seconds on the monotonic clock, and how long computation waited."""
         begin = max(started, self._last_end)
         self._last_end = max(ended, begin)
         self._traffic.all_to_all_ms += (self._last_end - begin) * 1e3
@@ -179,6 +202,9 @@ class Transfer:
         self.wire_seconds = 0.0
         self.wire_end: float | None = None
         """When the emulated wire has carried it, once that is known."""
+        self.source: int | None = None
+        """Of a shift: the place of the rank that it comes from."""
+        self._place = group.rank() if link.gbps is not None else 0
         self._starts: torch.Tensor | None = None
         self._events: _CudaEvents | None = None
         self._done: list[float] = []
@@ -193,22 +219,23 @@ class Transfer:
             self.wire_seconds = size * 8 / (link.gbps * 1e9)
             link._waiting.append(self)
 
-    def watch(self, work: dist.Work, sent: torch.Tensor) -> None:
-        """Take note of when the transfer is really done: whoever waits for it may come much later.
+    def watch(self, work: Waitable, sent: torch.Tensor | None = None) -> None:
+        """Record when the transfer completes; the wait for it may start much later.
 
-        Args: sent: what travels; it is kept until `finish`.
+        Args: sent: what travels, if it has to be kept until `finish`.
         """
         if self._events is None:
+            assert isinstance(work, dist.Work)
             work.get_future().add_done_callback(lambda _: self._done.append(time.monotonic()))
             return
-        # A stream that does nothing but wait for it: the one that computes may come later. NCCL keeps what
-        # it sends until the first wait, so after this one somebody else has to.
+        # A stream that does nothing but wait for it, because the compute stream may wait later. NCCL keeps
+        # the buffer that it sends alive until the first wait; after that, this object has to.
         self._sent = sent
         with torch.cuda.stream(self._link.listener()):
             work.wait()
             self._events.arrived.record()
 
-    def finish(self, work: dist.Work) -> None:
+    def finish(self, work: Waitable) -> None:
         """Wait for the transfer (and for the emulated wire), and account for it."""
         link, before = self._link, time.monotonic()
         if self._events is not None:
@@ -220,6 +247,9 @@ class Transfer:
             return
         work.wait()
         done = self._done[0] if self._done else time.monotonic()
+        if self.source is not None and done - before < _INSTANT_S:
+            # gloo does not say when a message came: before this rank asked.
+            done = self.started if self._starts is not None else before
         if self._starts is not None:
             done = max(done, self.pace())
         now = time.monotonic()
@@ -232,7 +262,7 @@ class Transfer:
     def pace(self) -> float:
         """Until a wire would have carried the bytes. -> when that was.
 
-        What was really sent has arrived: so every rank has entered, and has said when.
+        What was really sent has arrived: so every rank, of a shift the source, has entered and has said when.
         """
         end = self._link._put_on_wire(self)
         remaining = end - time.monotonic()
@@ -241,9 +271,11 @@ class Transfer:
         return end
 
     def entered_at(self) -> float | None:
-        """When the last rank entered; None: not all have."""
+        """When the last rank entered, of a shift the later one of source and receiver; None: not all have."""
         assert self._starts is not None
         starts = self._starts.tolist()
+        if self.source is not None:
+            starts = [starts[self._place], starts[self.source]]
         return max(starts) if all(starts) else None
 
 

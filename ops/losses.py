@@ -22,13 +22,12 @@ from lancet_kernels.ops.waiting import waiting
 
 
 class RoutingSums(NamedTuple):
-    """What one part of one batch adds to the whole-batch losses of one layer. `add` two of them by `+`
-    per field."""
+    """What one part of a batch contributes to the whole-batch losses of a layer; `plus` adds two of them."""
 
     assigned_E: Tensor
     """int64: assignments of each expert, dropped ones included."""
     kept_E: Tensor
-    """int64: assignments that found a slot."""
+    """int64: assignments that got a slot."""
     probability_E: Tensor
     """Sum of the router probabilities over the tokens; carries the gradient."""
     square_logsumexp: Tensor
@@ -49,8 +48,8 @@ def routing_sums(
     capacity: int,
     num_tokens: int,
 ) -> RoutingSums:
-    """The sums of one part: plain torch, differentiable in the logits (zero where the gate learns
-    nothing)."""
+    """The sums of one part: plain torch, differentiable in the logits (zero for gates without a
+    router)."""
     assigned_E = used_E - used_before_E
     kept_E = used_E.clamp(max=capacity) - used_before_E.clamp(max=capacity)
     if logits_TE is None:

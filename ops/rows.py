@@ -51,7 +51,7 @@ def traced_rows(expected: int, given: int | None) -> int:
     """For fakes: how many rows has the result? `given` if the caller knows it."""
     if given is not None:
         return given
-    # A symbolic number is one to whoever makes a tensor of it.
+    # A symbolic number can be used as a size like any other.
     return expected if _expected else cast(int, torch.library.get_ctx().new_dynamic_size())
 
 

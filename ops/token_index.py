@@ -26,8 +26,8 @@ def token_index(num_tokens: int, group: str, device: torch.device, equal_ranks: 
 
     Args:
         group: a name from `group_name`.
-        equal_ranks: take it that all ranks have T tokens, and ask nobody. Where they have not, two tokens may
-            get one index.
+        equal_ranks: assume that all ranks have T tokens, without communication. If they have not, two
+            tokens may get the same index.
     Example: 2 tokens on rank 0, T = 3 on rank 1 gives [2, 3, 4].
     """
     index_T = torch.arange(num_tokens, device=device)

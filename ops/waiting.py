@@ -1,12 +1,13 @@
-"""Who waits for whom, and where: a collective that fails says it in one line.
+"""Which rank waits for which, and in which collective: one that fails says so in one line.
 
     with waiting("all_to_all", group, layer="blocks.3.feed_forward"):
         dist.all_to_all_single(...)
 
-A rank that waits for several others only learns that somebody did not come. So under our launcher the ranks
-of a job share a `Board`: a few bytes of each rank that say which collective it entered last, and when it last
-showed a sign of life. Whoever waited in vain reads there which rank it was. Entering costs one write of
-about a microsecond; without a board (torchrun, no launcher) the line names op, layer and peers.
+A rank that waits for several others learns only that one of them is missing. So under our launcher the ranks
+of a job share a `Board`: a few bytes per rank that say which collective it entered last, and when its
+heartbeat was last seen. A rank whose wait timed out reads there which rank is missing. Entering a collective
+costs one write of about a microsecond; without a board (torchrun, no launcher) the line names op, layer and
+peers.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import re
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -33,7 +35,7 @@ LOST_PEER = re.compile(
 )
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\.(?:cc|cpp|h):\d+\]\s*")
-# A rank whose watchdog has been quiet for longer, and for half of the wait, does not run.
+# A rank without a heartbeat for longer than this, and for half of the wait, is not running.
 SILENT_S = 2.0
 
 
@@ -68,7 +70,7 @@ class Board:
             file.truncate(ranks * cls._ROW)
 
     def sign(self) -> None:
-        """Show that this rank runs."""
+        """Send a heartbeat."""
         self._SIGN.pack_into(self._memory, self.rank * self._ROW, time.monotonic())
 
     def enter(self, where: bytes) -> None:
@@ -78,7 +80,7 @@ class Board:
         self._ENTRY.pack_into(self._memory, place, time.monotonic(), self._number, where)
 
     def entry(self, rank: int) -> Entry:
-        """What a rank has said last."""
+        """The latest entry of a rank."""
         place = rank * self._ROW
         (last_sign,) = self._SIGN.unpack_from(self._memory, place)
         entered_at, number, where = self._ENTRY.unpack_from(self._memory, place + self._SIGN.size)
@@ -119,14 +121,20 @@ def _where(op: str, layer: str) -> str:
 
 
 class waiting:
-    """Inside, this rank takes part in a collective of `group` (None: of all ranks).
+    """Context of a collective of `group` (None: of all ranks), or of an exchange with `peers`, places in it.
 
-    When it fails: CommunicationError, with rank, op, layer, whom it waited for and how long. Errors that have
-    nothing to do with the peers pass as they are.
+    A failure raises CommunicationError with rank, op, layer, the peers that it waited for, and for how long.
+    Errors that are not about peers are not changed.
     """
 
-    def __init__(self, op: str, group: dist.ProcessGroup | None = None, layer: str = "") -> None:
-        self.op, self.group, self.layer = op, group, layer
+    def __init__(
+        self,
+        op: str,
+        group: dist.ProcessGroup | None = None,
+        layer: str = "",
+        peers: Sequence[int] | None = None,
+    ) -> None:
+        self.op, self.group, self.layer, self.peers = op, group, layer, peers
         self.began = 0.0
 
     def __enter__(self) -> None:
@@ -141,6 +149,9 @@ class waiting:
     def _described(self, error: BaseException) -> CommunicationError:
         waited = time.monotonic() - self.began
         rank, peers = _rank_and_peers(self.group)
+        if self.peers is not None:
+            ranks = dist.get_process_group_ranks(self.group)
+            peers = [ranks[place] for place in self.peers if ranks[place] != rank]
         where = _where(self.op, self.layer)
         reason = _SOURCE_PLACE.sub("", str(error).splitlines()[0] if str(error) else type(error).__name__)
         if blames(error) == "peer":
@@ -175,9 +186,10 @@ def _rank_and_peers(group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
 
 
 def _missing(rank: int, peers: list[int], waited: float) -> tuple[list[int], dict[int, str]]:
-    """Which of the peers did not come, by the board, and what it says of each peer.
+    """The peers that are missing according to the board, and what it says about each peer.
 
-    Those that show no sign of life; if all do, those that have entered fewer collectives than this rank.
+    These are the peers without a heartbeat; if all have one, those that entered fewer collectives than this
+    rank.
     """
     if _board is None or _board.ranks <= max([rank, *peers]):
         return [], {}

@@ -23,10 +23,12 @@ from lancet_kernels.graph.from_fx import draws_random_numbers, forward_nodes, is
 from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
+from lancet_kernels.ops.shift import start_shift
 
 _STARTS: dict[str, Callable] = {
     "lancet.all_to_all": start_all_to_all,
     "lancet.all_reduce_bucket": start_all_reduce,
+    "lancet.shift": start_shift,
 }
 
 
@@ -120,7 +122,7 @@ def _place(graph: fx.Graph, wanted: list[fx.Node]) -> None:
 
 
 def start_early_wait_late(module: fx.GraphModule, blocking: Collection[str] = ()) -> None:
-    """Split each all-to-all and all-reduce: its start stays, its wait goes before its first reader.
+    """Split each all-to-all, all-reduce and shift: its start stays, its wait goes before its first reader.
 
     Args: blocking: names of collectives that are left in one piece.
     """

@@ -1,4 +1,4 @@
-"""A range of a forward graph, cut into parts: the nodes of every part, and the whole tensors again behind it.
+"""A range of a graph, cut into parts: the nodes of every part, and the whole tensors where they are read.
 
 Lancet, section 5 and figures 5(c) and 8. Of `range` = [dispatch, all_to_all, ..., next layer's
 attention] and k = 2 it makes

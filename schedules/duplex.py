@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import CARRIED, PARTIAL, WHOLE, Form, cut, sliced
 from lancet_kernels.graph.from_fx import GENERATOR
-from lancet_kernels.graph.program import Instruction, Kind, Program
+from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
 from lancet_kernels.graph.rules import Rule, rule_for
 from lancet_kernels.schedules.ranges import PartitionRange
 
@@ -34,12 +34,11 @@ def duplex(program: Program, copies: int = COPIES) -> PartitionRange:
     """
     if not program.positions(Kind.ALL_TO_ALL):
         raise _refuse("a step without all-to-alls", "communication to hide", "use strategy none")
-    inputs = _batch_inputs(program)
-    found = _Forms(program, inputs)
-    if found.run_whole and len(inputs) > 1:
+    found = _best([_Forms(program, inputs) for inputs in _batch_inputs(program)])
+    if found.run_whole and len(found.inputs) > 1:
         # An input that only happens to be as long as the batch (positions, say) is better left whole.
-        others = (_Forms(program, [t for t in inputs if t != left_out]) for left_out in inputs)
-        found = max((found, *others), key=lambda forms: (not forms.refused, len(forms.cut)))
+        fewer = ([t for t in found.inputs if t != left_out] for left_out in found.inputs)
+        found = _best([found, *(_Forms(program, inputs) for inputs in fewer)])
     if found.refused:
         raise found.refused[0]
     batch = program.tensors[found.inputs[0]].shape[0]
@@ -49,20 +48,23 @@ def duplex(program: Program, copies: int = COPIES) -> PartitionRange:
     return PartitionRange(first, last, copies, found.forms)
 
 
-def _batch_inputs(program: Program) -> list[str]:
-    """Inputs with a batch: those as long as the first that is no parameter, tangent or generator state."""
-    candidates = [
-        t
-        for t in program.inputs
-        if t not in program.parameter_set
-        and t != GENERATOR
-        and not t.startswith("tangents")
-        and program.tensors[t].shape
-    ]
-    if not candidates:
+def _batch_inputs(program: Program) -> list[list[str]]:
+    """Inputs that may have the batch in front, those of each length together: no parameters, no tangents, no
+    states of the random generator and the optimizer."""
+    found: dict[int, list[str]] = {}
+    for t in program.inputs:
+        readers = (program.instructions[i].phase for i in program.consumers[t])
+        is_state = t in program.parameter_set or t == GENERATOR or set(readers) == {Phase.OPTIMIZER}
+        if program.tensors[t].shape and not is_state and not t.startswith("tangents"):
+            found.setdefault(program.tensors[t].shape[0], []).append(t)
+    if not found:
         raise _refuse("a step without inputs", "a batch to cut", "give the batch as an input of the module")
-    batch = program.tensors[candidates[0]].shape[0]
-    return [t for t in candidates if program.tensors[t].shape[0] == batch]
+    return list(found.values())
+
+
+def _best(tries: list[_Forms]) -> _Forms:
+    """The one that puts together least, and of these the one that cuts most."""
+    return max(tries, key=lambda forms: (not forms.refused, -len(forms.run_whole), len(forms.cut)))
 
 
 @dataclass
@@ -90,6 +92,9 @@ class _Forms:
             # A gate that looks at no activation (random) decides in parts all the same.
             if any(map(self._in_parts, instruction.inputs)) or _is_gate(instruction):
                 self._visit(i, instruction)
+        uncut = set(program.positions(Kind.ALL_TO_ALL)) - set(self.cut)
+        if uncut and not self.refused:
+            self._refuse_all_to_all(program.instructions[min(uncut)])
         # What no part reads is not cut.
         outside = [t for t in self.forms if t not in program.producer and t not in self._read]
         for t in outside:
@@ -181,8 +186,11 @@ class _Forms:
             got = f"{instruction.name}, a fused launch on the whole batch"
             self.refused.append(_refuse(got, "MoE layers on streams", "use backend='torch' for it"))
         elif instruction.kind is Kind.ALL_TO_ALL:
-            got = f"{instruction.name} ({instruction.op}), which no rule can cut"
-            self.refused.append(_refuse(got, "the all-to-alls of an MoELayer", "use strategy lancet-dw"))
+            self._refuse_all_to_all(instruction)
+
+    def _refuse_all_to_all(self, instruction: Instruction) -> None:
+        got = f"{instruction.name} ({instruction.op}), which cannot be cut along the batch"
+        self.refused.append(_refuse(got, "the all-to-alls of an MoELayer", "use strategy lancet-dw"))
 
 
 def _is_gate(instruction: Instruction) -> bool:

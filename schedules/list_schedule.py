@@ -39,27 +39,30 @@ class Policy:
         ahead: how long before its latest start a message may go that could go at any time, in durations of
             the longest message.
         reserve: bytes that only messages may use, in sizes of the largest message.
+        in_order: what is no filler in the program's order instead of by the longest path behind it. Copies of
+            a step have paths as long as each other, and would go side by side instead of in turns.
     """
 
     oldest_first: bool = False
     refuse_beyond: float = 2.0
     ahead: float = INFINITY
     reserve: float = 0.0
+    in_order: bool = False
 
     def __str__(self) -> str:
+        kind = "list schedule in order" if self.in_order else "list schedule"
         fill = "oldest first" if self.oldest_first else "best fit"
         refuse = (
             f"refuse beyond {self.refuse_beyond:g}" if self.refuse_beyond < INFINITY else "refuse nothing"
         )
         ahead = f", messages {self.ahead:g} ahead" if self.ahead < INFINITY else ""
-        return f"list schedule, {fill}, {refuse}{ahead}" + (
-            f", reserve {self.reserve:g}" if self.reserve else ""
-        )
+        return f"{kind}, {fill}, {refuse}{ahead}" + (f", reserve {self.reserve:g}" if self.reserve else "")
 
 
 FREE = [Policy(oldest, refuse) for oldest in (False, True) for refuse in (2.0, 1.0, INFINITY)]
 """Without a memory limit."""
 FREE += [Policy(ahead=2.0), Policy(ahead=8.0)]
+FREE += [Policy(oldest, refuse, in_order=True) for oldest in (False, True) for refuse in (2.0, INFINITY)]
 LIMITED = [Policy(ahead=ahead, reserve=reserve) for ahead in (2.0, 8.0) for reserve in (0.0, 2.0)]
 
 
@@ -123,7 +126,8 @@ class ListScheduler:
 
     def __init__(self, work: Work, policy: Policy, limit: float | None):
         self.work, self.policy = work, policy
-        self.program, self.ms, self.priority = work.program, work.ms, work.priority
+        self.program, self.ms = work.program, work.ms
+        self.priority = [-float(i) for i in range(len(work.ms))] if policy.in_order else work.priority
         self.clock: Clock[int] = Clock()
         self.budget = None if limit is None else MemoryBudget(work.storages, limit)
         self.reserve = policy.reserve * work.largest_message

@@ -7,12 +7,13 @@ lancet-dw         weight gradients (and other ready work) behind all-to-alls (se
 lancet-partition  ranges of the forward pass cut and pipelined (section 5), the order otherwise as it was
 lancet            both; where backward all-to-alls stay exposed, their experts are pipelined too
 duplex            the step as two copies on halves of the batch, stage by stage in turns (HiDup, section 3)
-lancet+duplex     the same copies in the best order, weight gradients filling what is left
+lancet+duplex     the same in the best order, weight gradients filling what is left; two copies or three
 auto              the best of all these within the memory limit
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -45,6 +46,7 @@ from lancet_kernels.schedules.simulate import Timeline, simulate
 STRATEGIES = STRATEGY_NAMES
 TUTEL_DEGREES = (1, 2, 4, 8)
 BACKWARD_DEGREES = (2, 4)
+MORE_COPIES = 3
 DUPLEX = ("duplex", "lancet+duplex")
 AUTO = "auto"
 ORIGINAL_ORDER = "original order"
@@ -99,6 +101,17 @@ def ordered(plan: Plan, program: Program, cost: Cost) -> tuple[Plan, Timeline]:
         plan = replace(plan, method=best.method, without_limit_ms=best.without_limit_ms)
     names = tuple(program.instructions[i].name for i in order)
     return replace(plan, order=names, predicted=Prediction.of(timeline)), timeline
+
+
+def fastest_that_fits(plans: Sequence[Plan]) -> int:
+    """Which plan is predicted fastest within its memory limit; where none keeps to it, which needs least."""
+
+    def rank(i: int) -> tuple[float, float]:
+        predicted, limit = plans[i].predicted, plans[i].memory_limit_gb
+        beyond = 0.0 if limit is None or predicted.peak_memory_gb <= limit else predicted.peak_memory_gb
+        return beyond, predicted.iteration_ms
+
+    return min(range(len(plans)), key=rank)
 
 
 class Planner:
@@ -247,8 +260,11 @@ class Planner:
         )
 
     def _lancet_duplex(self) -> Plan:
-        """The best order of both copies. Never predicted slower than `duplex`."""
-        return self._best([self.plan("duplex"), self._scheduled((self._copies,))])
+        """The best order of two copies, or of three. Never predicted slower than `duplex`."""
+        ranges = [self._copies]
+        with contextlib.suppress(UserError):  # a batch of two
+            ranges.append(duplex(self.program, MORE_COPIES))
+        return self._best([self.plan("duplex"), *(self._scheduled((r,)) for r in ranges)])
 
     @cached_property
     def _single(self) -> list[Plan]:
@@ -391,11 +407,7 @@ class Planner:
 
     def _best(self, plans: Sequence[Plan]) -> Plan:
         """The fastest plan that fits into memory; where none does, the one that needs least."""
-        fitting = [p for p in plans if self._fits(p)]
-        if fitting:
-            best = min(fitting, key=lambda p: p.predicted.iteration_ms)
-        else:
-            best = min(plans, key=lambda p: p.predicted.peak_memory_gb)
+        best = plans[fastest_that_fits(plans)]
         free = min(
             p.predicted.iteration_ms if p.without_limit_ms is None else p.without_limit_ms for p in plans
         )

@@ -20,11 +20,13 @@ COLOURS = {
     "optimizer": "#9d9d9d",
     "all-to-all": "#e45756",
     "all-reduce": "#f2b25c",
+    "point to point": "#eeca3b",
     "other communication": "#b279a2",
 }
 _KIND_LABELS = {
     Kind.ALL_TO_ALL: "all-to-all",
     Kind.ALL_REDUCE: "all-reduce",
+    Kind.POINT_TO_POINT: "point to point",
     Kind.OTHER_COMMUNICATION: "other communication",
 }
 

@@ -39,7 +39,8 @@ class RankError(RuntimeError):
 class RankPool:
     """The workers; see the module's text."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = WORKERS) -> None:
+        self._count = workers
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
@@ -95,7 +96,7 @@ class RankPool:
 
     def _start(self) -> None:
         context = processes()
-        for number in range(WORKERS):
+        for number in range(self._count):
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve, args=(theirs, number), name=f"rank-{number}", daemon=True

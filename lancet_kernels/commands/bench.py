@@ -56,15 +56,19 @@ class OverlapOptions(PlanningFlags):
         choices=("emulated", "netns"),
     )
     rounds: int = option(12, "measured iterations of every strategy, in turn", parse=positive_int)
-    warmup: int = option(2, "iterations of every strategy that are left out", parse=non_negative_int)
+    warmup: int = option(
+        2, "iterations of every strategy that are run before the measured ones", parse=non_negative_int
+    )
     share: float = option(
-        0.4, "of the blocking iteration that all-to-all shall take; sets the link", parse=positive_float
+        0.4,
+        "share of the blocking iteration that all-to-all should take; sets the speed of the link",
+        parse=positive_float,
     )
     link_gbps: float | None = option(
-        None, "a link of this many Gbit/s instead of one chosen by --share", parse=positive_float
+        None, "speed of the link in Gbit/s; --share is then ignored", parse=positive_float
     )
-    seed: int = option(0, "of weights and data", parse=non_negative_int)
-    timeout: float = option(300.0, "seconds that a rank waits for another one", parse=positive_float)
+    seed: int = option(0, "seed of weights and data", parse=non_negative_int)
+    timeout: float = option(300.0, "seconds that a rank waits for another rank", parse=positive_float)
 
     def for_training(self) -> TrainOptions:
         """The same model and data as options of `lancet train`."""
@@ -92,8 +96,10 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "which all-to-all takes a given share of the blocking iteration.",
     )
     add_options(command, OverlapOptions)
-    command.add_argument("--timeline", metavar="FILE", help="write a picture, predicted and measured (.png)")
-    command.add_argument("--output", metavar="FILE", help="write the figures as JSON to a file, too")
+    command.add_argument(
+        "--timeline", metavar="FILE", help="draw the predicted and the measured timeline (.png)"
+    )
+    command.add_argument("--output", metavar="FILE", help="also write the figures as JSON to this file")
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
     # For ourselves: a wire must have its speed before the ranks that use it start.
     command.add_argument("--only-choose-link", action="store_true", help=argparse.SUPPRESS)

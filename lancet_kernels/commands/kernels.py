@@ -26,10 +26,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "kernels",
         help="compile every kernel for a GPU architecture, without having one",
-        description="Compile every kernel x configuration, and show registers, spills, shared memory and "
-        "instructions. Fails if one spills, exceeds a limit, or lacks wgmma or TMA where it must have it.",
+        description="Compile every kernel in every configuration, and show registers, spills, shared memory "
+        "and instructions. Fails if a kernel spills, exceeds a limit, or lacks required wgmma or TMA "
+        "instructions.",
     )
-    command.add_argument("--arch", choices=ARCHITECTURES, default="sm_90", help="default: sm_90")
+    command.add_argument(
+        "--arch", choices=ARCHITECTURES, default="sm_90", help="GPU architecture (default: sm_90)"
+    )
     command.add_argument(
         "--name", metavar="TEXT", help="only kernels whose name and configuration contain TEXT"
     )

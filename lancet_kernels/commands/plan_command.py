@@ -38,7 +38,7 @@ class PlanOptions(PlanningFlags):
 
     module: str | None = option(
         None,
-        "FILE.py:function; plan your own step: the function gives the module and its example inputs",
+        "plan your own step: a function that returns the module and its example inputs",
         parse=str,
         metavar="FILE.py:FUNCTION",
     )
@@ -46,21 +46,25 @@ class PlanOptions(PlanningFlags):
     cluster: str = option(
         "p4de", "p3dn, p4de, dgx-h100, local, or a .toml file of your own", metavar="CLUSTER"
     )
-    gpus: int = option(16, "a part of one node, or whole nodes", parse=positive_int, alias="--ranks")
+    gpus: int = option(
+        16, "number of GPUs: part of one node, or whole nodes", parse=positive_int, alias="--ranks"
+    )
     gate: str = option(
         "switch", f"{', '.join(GATES)}; options as in 'topk(renormalize=True)'", metavar="GATE"
     )
     top_k: int | None = option(None, "experts per token (default: 2 for gshard, else 1)", parse=positive_int)
     batch: int | None = option(
-        None, "sequences per GPU (default: the paper's; 8 where it has none)", parse=positive_int
+        None, "sequences per GPU (default: the paper's batch; 8 for models without one)", parse=positive_int
     )
     experts_per_gpu: int = option(2, "experts that each GPU hosts", parse=positive_int)
     capacity_factor: float | None = option(
-        1.25, "room per expert, relative to a perfect balance; none: dropless", parse=positive_float_or_none
+        1.25,
+        "tokens that an expert takes, relative to an even share; none: dropless",
+        parse=positive_float_or_none,
     )
     dtype: str = option("float32", "dtype of activations and weights", metavar="DTYPE")
     memory_gb: float | None = option(
-        None, "memory that a plan may need (default: the GPU's)", parse=positive_float
+        None, "memory limit of plans (default: the memory of the GPU)", parse=positive_float
     )
     strategy: str = option("auto", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
 
@@ -75,7 +79,7 @@ class PlanOptions(PlanningFlags):
                 raise UserError(
                     "options",
                     got=f"--module and --{given[0].replace('_', '-')}",
-                    expected="one of them: the module says itself what it is",
+                    expected="only one of them: your function decides about its model",
                     do="set it in your function",
                 )
             return OwnStep(self.module, self.cluster, self.gpus)

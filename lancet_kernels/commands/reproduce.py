@@ -1,4 +1,4 @@
-"""`lancet reproduce`: figures of the Lancet and of the HiDup paper by simulation, beside their numbers."""
+"""`lancet reproduce`: a paper's evaluation by simulation, beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,26 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "reproduce",
-        help="the paper's figures 11 to 16, by simulation",
-        description="Simulate the experiments of the Lancet paper on its clusters and print figures 11 to 16 "
-        "beside the paper's numbers. Needs no GPU; some minutes on 2 cores.",
+        help="a paper's evaluation, by simulation",
+        description="Simulate the experiments of a paper on its clusters and print them beside the paper's "
+        "numbers: figures 11 to 16 of Lancet, HiDup's, or PrimePar's. Needs no GPU; some minutes on 2 cores.",
     )
     command.add_argument(
-        "--figures", type=_figures, default=(), metavar="LIST", help="some of them, as 11,13 (default: all)"
+        "--paper", choices=("lancet", "hidup", "primepar"), default="lancet", help="default: %(default)s"
     )
     command.add_argument(
-        "--paper", choices=("lancet", "hidup"), default="lancet", help="whose figures (default: %(default)s)"
+        "--figures",
+        type=_figures,
+        default=(),
+        metavar="LIST",
+        help="figures of Lancet's or HiDup's to simulate, as in 11,13 (default: all)",
     )
     command.add_argument("--layers", type=int, metavar="N", help="of HiDup's models, even (default: 8)")
     command.add_argument(
-        "--output-folder", default="reproduced", metavar="DIR", help="of the pictures (default: %(default)s)"
+        "--output-folder",
+        default="reproduced",
+        metavar="DIR",
+        help="folder for the pictures (default: %(default)s)",
     )
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
     command.set_defaults(run=run)
@@ -40,6 +47,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Simulate, draw and print. -> exit code."""
+    if arguments.paper == "primepar":
+        return _primepar(arguments)
     if arguments.paper == "hidup":
         return _hidup(arguments)
     arguments.figures = _of_paper(arguments.figures, ALL, "lancet")
@@ -55,7 +64,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
             bar.total = of
             bar.update(done - bar.n)
 
-        figures = run_figures(arguments.figures, progress)
+        figures = run_figures(arguments.figures or ALL, progress)
     files = {}
     for number, data in figures.items():
         files[number] = str(folder / f"figure{number}.png")
@@ -70,6 +79,36 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         )
     else:
         print(tables.text(figures))
+        print(f"\nPictures: {', '.join(files.values())}")
+    return 0
+
+
+def _primepar(arguments: argparse.Namespace) -> int:
+    from lancet_kernels.paper import primepar, primepar_report
+
+    if arguments.figures:
+        raise UserError(
+            "--figures",
+            got=",".join(arguments.figures),
+            expected="none with --paper primepar",
+            do="leave it out",
+        )
+    folder = _folder(arguments.output_folder)
+    with tqdm(desc="searching", unit="setting", disable=not sys.stderr.isatty(), leave=False) as bar:
+
+        def progress(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        data = primepar.reproduce(progress=progress)
+    try:
+        files = primepar_report.save_pictures(data, folder)
+    except OSError as error:
+        raise _not_writable(str(folder), error) from error
+    if arguments.json:
+        print(json_text({"simulated": True, "assumptions": primepar.ASSUMPTIONS, **data, "pictures": files}))
+    else:
+        print(primepar_report.text(data))
         print(f"\nPictures: {', '.join(files.values())}")
     return 0
 

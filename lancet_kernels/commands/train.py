@@ -27,8 +27,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         nargs="?",
         const="latest",
         metavar="RUN",
-        help="go on from the newest checkpoint of a run (a name, a path; default: the latest); "
-        "options that are not given are taken from that run",
+        help="continue from the newest checkpoint of a run (name or path; default: the latest run); "
+        "options that are not given are those of that run",
     )
     command.add_argument("--json", action="store_true", help="print the summary as JSON")
     command.set_defaults(run=run, command=command)

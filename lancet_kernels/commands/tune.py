@@ -23,7 +23,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 TIMEOUT_S = 1800.0
 STATUSES = {
     "tuned": "tuned now",
-    "known": "known already",
+    "known": "tuned before",
     "left": "left for the next run",
     "failed": "without a candidate that works",
     "dry-run": "would be tuned",
@@ -36,11 +36,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "tune",
         help="find the best configuration of each kernel",
         description="Find the best configuration (tile, warps, stages, group order, programs that put, rows "
-        "per put) of each kernel and shape, and remember it for later runs. On a GPU candidates are timed; "
-        "without one they are compiled for --arch and ranked by a model, and what is found is labelled "
-        "'modelled'. Of fused launches a GPU also measures what they take by bytes, tile work and programs "
-        "that put: `optimize` decides by it. Under torchrun all ranks tune together. An interrupted run goes "
-        "on where it was.",
+        "per put) of each kernel and shape, and store it for later runs. On a GPU candidates are timed; "
+        "without one they are compiled for --arch and ranked by a model, and the results are labelled "
+        "'modelled'. For fused launches a GPU also measures the time by bytes, tile work and number of "
+        "programs that put; "
+        "`optimize` uses these times. Under torchrun all ranks tune together. An interrupted run continues "
+        "where it stopped.",
     )
     add_arguments(command)
     command.set_defaults(run=run)
@@ -51,26 +52,41 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--workload",
         action="append",
         metavar="NAME",
-        help=f"{', '.join(WORKLOADS)}, or T,D,F,E,K[,activation]; may be given again (default: all of these)",
+        help=f"{', '.join(WORKLOADS)}, or T,D,F,E,K[,activation]; may be repeated (default: all of these)",
     )
     command.add_argument(
-        "--kinds", metavar="LIST", help=f"some of {', '.join(KINDS)}, with commas between (default: all)"
+        "--kinds",
+        metavar="LIST",
+        help=f"kinds of kernels, separated by commas: {', '.join(KINDS)} (default: all)",
     )
-    command.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="default: bfloat16")
+    command.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="dtype of the operands (default: bfloat16)"
+    )
     command.add_argument(
         "--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90",
-        help="what to compile for where there is no GPU (default: sm_90)",
+        help="architecture to compile for without a GPU (default: sm_90)",
     )  # fmt: skip
     command.add_argument(
-        "--minutes", type=positive_float, help="stop after so many (default: when all is done)"
+        "--minutes",
+        type=positive_float,
+        help="stop after this many minutes (default: when everything is tuned)",
     )
     command.add_argument(
-        "--keep", type=positive_int, default=8, help="candidates per task that are compiled (default: 8)"
+        "--keep",
+        type=positive_int,
+        default=8,
+        help="candidates per kernel and shape that are compiled (default: 8)",
     )
-    command.add_argument("--rounds", type=positive_int, default=15, help="timings of each (default: 15)")
-    command.add_argument("--workers", type=positive_int, default=2, help="compiling processes (default: 2)")
-    command.add_argument("--cache", metavar="FILE", help="where to remember (default: the user's cache)")
-    command.add_argument("--force", action="store_true", help="tune again what is known")
+    command.add_argument(
+        "--rounds", type=positive_int, default=15, help="timings per candidate (default: 15)"
+    )
+    command.add_argument(
+        "--workers", type=positive_int, default=2, help="processes that compile (default: 2)"
+    )
+    command.add_argument(
+        "--cache", metavar="FILE", help="file to store the results in (default: in the user's cache folder)"
+    )
+    command.add_argument("--force", action="store_true", help="tune again what is in the file already")
     command.add_argument("--dry-run", action="store_true", help="only show what would be tuned, and how")
     command.add_argument("--json", action="store_true", help="print the outcome as JSON")
 
@@ -141,7 +157,7 @@ def _what(place: Place, tasks: int, cache: Any) -> str:
         if place.device is None
         else f"{_tasks(tasks)} on {place.name}"
     )
-    return f"{how}; remembered in {cache.path}"
+    return f"{how}; stored in {cache.path}"
 
 
 def _tasks(number: int) -> str:

@@ -3,8 +3,8 @@
     layouts    how a block stores its experts, and how `MoELayer` does
     family     what conversion must know about the MoE block of a model family
     softmax, deepseek    the families, one class each; `registry` lists them
-    block      the layer that stands in for a block
+    block      the layer that replaces a block
     convert, export, load, causal_lm    what users call
 
-transformers itself is never imported: families go by class names and attributes.
+transformers itself is never imported: families are recognised by class names and attributes.
 """

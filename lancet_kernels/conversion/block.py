@@ -1,7 +1,7 @@
-"""The layer that stands in for a transformers MoE block.
+"""The layer that replaces a transformers MoE block.
 
-It keeps the block without its experts as a submodule: router, correction bias and shared experts go on under
-the names and with the code that they had, and hooks on them stay.
+It keeps the block without its experts as a submodule: router, correction bias and shared experts keep their
+names, their code and their hooks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lancet_kernels.ops.groups import Groups
 class ConvertedMoE(MoELayer):
     """An `MoELayer` with the experts of a block, routed by the block's router.
 
-    `take_weights` moves the experts over; until then the block is as it was.
+    `take_weights` moves the experts out of the block; until then the block is unchanged.
 
     Args: family: of the block. group, backend, capacity_factor: as for `MoELayer`.
     Raises: UserError (sizes that do not fit the group), Unsupported.

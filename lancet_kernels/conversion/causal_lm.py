@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 
 class CausalLMStep(nn.Module):
-    """The inputs of the model by name, `labels` among them -> its loss divided by the number of ranks.
+    """The inputs of the model by name, including `labels` -> its loss divided by the number of ranks.
 
-    `optimize(CausalLMStep(model, ranks), batch)` plans it for a dict batch; gradients that are summed over
-    the ranks are then those of the mean loss. The loss is the model's own: with `output_router_logits` in
+    `optimize(CausalLMStep(model, ranks), batch)` plans it for a dict batch; gradients summed over the
+    ranks are then those of the mean loss. The loss is the model's own: with `output_router_logits` in
     its config or in the batch, the load-balance loss of its routers is part of it.
 
     Args:

@@ -45,7 +45,7 @@ def convert(
     """Replace the MoE blocks of a transformers model by `MoELayer`s with their weights and routing, in place.
 
     Each rank keeps its share of every block's experts. Everything else stays: routers, shared experts and
-    attention with their parameters, and the model's own loss, also that of its router logits
+    attention with their parameters, and the model's own loss, including that of its router logits
     (`output_router_logits`). Convert before an optimizer is made and before anything wraps the model.
     Beside the model, memory is needed for one weight of one block's experts.
 
@@ -53,11 +53,11 @@ def convert(
         model: any module with transformers' blocks in it, for example from `from_pretrained`; parameters may
             be on the meta device.
         group_or_mesh: the ranks that share the experts: a process group, `Groups`, or a DeviceMesh of one
-            dimension, or with a dimension "expert" (and "replica", along which experts are the same).
+            dimension, or with a dimension "expert" (and "replica", along which ranks hold the same experts).
             None: all ranks.
         backend, capacity_factor: as for `MoELayer`; capacity_factor None is dropless, as transformers is.
         strict: raise if a block is left alone, or if there is none.
-    Raises: UserError, before anything was changed.
+    Raises: UserError, before anything is changed.
     """
     group = _group(group_or_mesh)
     report = ConversionReport({}, {})
@@ -93,7 +93,8 @@ def convert(
 
 
 def _moe_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Module]]:
-    """Parent, attribute, name in the model, and module of all that has `experts` and is no MoELayer."""
+    """Parent, attribute, name in the model, and module of everything with `experts` that is not an
+    MoELayer."""
     if isinstance(getattr(model, "experts", None), nn.Module) and not isinstance(model, MoELayer):
         raise UserError(
             "model to convert",
@@ -126,7 +127,7 @@ def _group(
 
 
 def _refuse_sharded(name: str, block: nn.Module) -> None:
-    """Raise UserError for a block that FSDP or tensor parallelism has cut already."""
+    """Raise UserError for a block that FSDP or tensor parallelism has sharded already."""
     for own, parameter in block.named_parameters():
         if isinstance(parameter, DTensor):
             raise UserError(

@@ -10,7 +10,7 @@ from lancet_kernels.ops.gates import Gate, Sigmoid, TopK
 
 
 class Deepseek(Family):
-    """What the families have in common: logits in float32, and experts that every token passes."""
+    """What the families have in common: logits in float32, and shared experts."""
 
     def route(self, block: Block, x_TD: Tensor) -> tuple[Tensor, Tensor | None]:
         first = block.gate(x_TD.unsqueeze(0))[0]
@@ -25,7 +25,7 @@ class Deepseek(Family):
 
 
 class DeepseekV3(Deepseek):
-    """Sigmoid scores, with a bias that steers the selection alone."""
+    """Sigmoid scores, with a bias that affects only the selection."""
 
     name = "DeepSeek-V3"
     blocks = ("DeepseekV3MoE",)

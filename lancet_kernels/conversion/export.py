@@ -12,13 +12,13 @@ from lancet_kernels.ops.waiting import waiting
 
 
 def export_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict that the model would have had without `convert`, with the weights of now; bitwise.
+    """The state dict that the model would have without `convert`, with its current weights; bitwise.
 
-    Collective over the ranks that share experts: every rank gets all of them, one weight of a block after
-    the other. `model.save_pretrained(folder, state_dict=export_state_dict(model))` writes a checkpoint that
-    transformers loads; on several ranks call export_state_dict on all of them, save_pretrained on one.
+    Collective over the expert group: every rank gathers all experts, one weight of one block at a time.
+    `model.save_pretrained(folder, state_dict=export_state_dict(model))` writes a checkpoint that
+    transformers loads. With several ranks call export_state_dict on all of them, save_pretrained on one.
 
-    Args: model: after `convert`. Where nothing was converted, this is `model.state_dict()`.
+    Args: model: after `convert`. For a model without converted blocks the result is `model.state_dict()`.
     Raises: CommunicationError.
     """
     state = model.state_dict()

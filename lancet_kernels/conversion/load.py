@@ -64,11 +64,12 @@ class _Files:
 def load_safetensors(model: nn.Module, folder: str | Path, *, device: torch.device | str = "cpu") -> None:
     """Read the weights of a converted model from a checkpoint of the original, in the dtypes of the model.
 
-    Every rank reads what it holds and no more, so a model that was built and converted on the meta device
-    never is in one memory as a whole. Not collective.
+    Every rank reads only what it holds, so a model that was built and converted on the meta device is never
+    complete in the memory of one rank. Not collective.
 
-    Args: folder: as save_pretrained writes it. device: where parameters that are on the meta device go.
-    Raises: UserError (no such folder, a tensor that is missing or quantized); weights read before that stay.
+    Args: folder: as save_pretrained writes it. device: the device for parameters that are on the meta device.
+    Raises: UserError (no such folder, a tensor that is missing or quantized). Weights that were read before
+    the error stay loaded.
     """
     files = _Files(folder)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ConvertedMoE)}
@@ -107,7 +108,7 @@ def _name_in_files(name: str, layers: dict[str, ConvertedMoE]) -> str:
 
 
 def _assign(module: nn.Module, name: str, value: Tensor, old: Tensor, device: torch.device | str) -> None:
-    """Into the memory of the old value; in its place, where that is on the meta device."""
+    """Copy into the old value, or replace it if it is on the meta device."""
     if not old.is_meta:
         old.copy_(value)
     elif name in module._buffers:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
     """Where this library remembers things for this user.
 
     If that cannot be written to, a folder with the same content that goes when this process ends; rank 0
-    says so on standard error, once.
+    logs a warning, once.
     """
     base = os.environ.get("XDG_CACHE_HOME")
     return _writable(Path(base or os.path.expanduser("~/.cache")) / "lancet_kernels")
@@ -31,11 +33,10 @@ def _writable(folder: Path) -> Path:
             return folder
     except OSError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(
-                f"lancet: nothing is remembered: {folder} cannot be written to ({error.strerror or error});"
-                " set XDG_CACHE_HOME to a folder that can",
-                file=sys.stderr,
-                flush=True,
+            _log.warning(
+                "nothing is remembered: %s cannot be written to (%s); set XDG_CACHE_HOME to another folder",
+                folder,
+                error.strerror or error,
             )
     temporary = Path(tempfile.mkdtemp(prefix="lancet-cache-"))
     atexit.register(shutil.rmtree, temporary, ignore_errors=True)

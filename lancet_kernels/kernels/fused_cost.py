@@ -74,7 +74,7 @@ class LaunchWork:
         ranks: int,
         **given,
     ) -> LaunchWork:
-        """One direction of an MoE layer on so many ranks: `rows` rows of `width`, experts of width `hidden`.
+        """One direction of an MoE layer on `ranks` ranks: `rows` rows of `width`, experts of width `hidden`.
 
         The backward has dX and dW of both GEMMs: twice the FLOPs, and dW needs all rows. Args: given: the
         other attributes.

@@ -28,7 +28,7 @@ class GemmConfig:
     Attributes:
         block_m, block_n: tile of the output; block_k: step along the contraction.
         num_warps: warps of a program; num_stages: steps whose operands are in shared memory at once.
-        group_m: so many tiles below one another share the columns of the other operand in L2.
+        group_m: number of vertically adjacent tiles that share the columns of the other operand in L2.
     """
 
     block_m: int

@@ -25,7 +25,7 @@ class MeasuredCost:
     entry: CostEntry
 
     def work(self, direction: str, rows: int, itemsize: int) -> LaunchWork:
-        """A pass of so many rows with the programs of the configuration."""
+        """A pass of `rows` rows with the programs of the configuration."""
         kind, config = self.entry.kind, self.entry.config
         grid = {name: config[name] for name in ("programs", "comm_programs")}
         sizes = kind.width, kind.hidden, kind.activation, itemsize, kind.ranks

@@ -26,7 +26,7 @@ _TILES = (
     (64, 64, 32, 4, 3),
     (64, 64, 16, 4, 3),
 )
-_COMM_SHARES = (16, 8, 4)  # one of so many programs puts
+_COMM_SHARES = (16, 8, 4)  # one of this many programs puts
 _PUTS = ((8, 512), (4, 1024), (16, 256))
 
 

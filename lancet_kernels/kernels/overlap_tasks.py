@@ -89,8 +89,8 @@ def wait_rows(
 
     NVSHMEM, TMA: how the rows may have come, and how they will be read; both False for the count alone.
 
-    -1 if they did not come in time: then the caller does nothing and signals nothing, so that whoever waits
-    for what it would have made runs out of time too, instead of taking what is not there.
+    -1 if they did not come in time: then the caller does nothing and signals nothing, so that the peer that
+    waits for what it would have made runs out of time too, instead of taking what is not there.
     """
     index = (((epoch % BANKS) * W + source) * L + local) * chunks
     word = device.word(epoch, tl.full((), 0, tl.int64))

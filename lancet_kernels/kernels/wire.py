@@ -2,9 +2,10 @@
 
 For measurements of overlap where the wire is out of reach: virtual PEs on one GPU reach each other at the
 speed of its memory. A put is posted, as over NVLink or a network card: rows are stored at once and the
-program that put them goes on. The wire decides only when they count as arrived. Whoever puts books the wire
-and writes the time at which the last byte would have come, `due`, beside the signal; whoever waits for the
-signal waits for that time, too (`device.wait`). So neither sender nor wire ever idles for the other's sake.
+program that put them goes on. The wire decides only when they count as arrived. The program that puts books
+the wire and writes the time at which the last byte would have come, `due`, beside the signal; a program
+that waits for the signal waits for that time, too (`device.wait`). So neither sender nor wire ever idles
+for the other's sake.
 
 The wire: every PE has one way out, `gb_per_s` wide, that carries what is booked in that order, each as soon
 as it is free; all ways out carry at once (full duplex). What a PE sends itself does not take it. Latency,

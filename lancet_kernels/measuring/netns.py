@@ -2,8 +2,8 @@
 kernel.
 
 Needs Linux, root, and the commands ip and tc (iproute2) with the tbf queue. Two ranks: a veth pair is a
-wire with two ends. The namespaces are called `lancet-<pid>-0` and `-1` and go away with their maker, also
-when it is killed.
+wire with two ends. The namespaces are called `lancet-<pid>-0` and `-1`. They are removed when the process
+that created them ends, also when it is killed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEEPER = 'cat > /dev/null; for name in "$@"; do ip netns delete "$name"; done'
 
 
 def missing() -> str | None:
-    """What keeps this machine from having a wire of its own; None if nothing does."""
+    """What this machine lacks for such a wire; None if it lacks nothing."""
     if sys.platform != "linux":
         return "network namespaces, which only Linux has"
     if os.geteuid() != 0:

@@ -1,9 +1,9 @@
-"""How much all-to-all do the strategies really hide? Measured on ranks of this machine, all in one run.
+"""How much all-to-all time do the strategies hide? Measured on ranks of this machine, in one run.
 
-The same model, seeds and data for every strategy; rounds interleave them, so that whatever else the
-machine does falls on all alike; medians over rounds, the first ones left out. The link is slow enough
-that all-to-all takes a given share of the blocking iteration (the paper: up to 40 %). An iteration is
-forward, backward and gradient all-reduce.
+The same model, seeds and data for every strategy; rounds interleave them, so that other load of the machine
+affects all of them equally; medians over rounds, without warm-up rounds. The link is slow enough that
+all-to-all takes a given share of the blocking iteration (the paper: up to 40 %). An iteration is forward,
+backward and gradient all-reduce.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def slow_link(step: nn.Module, inputs: Sequence[object], share: float = 0.4, rou
 
 
 def report(measured: dict[str, Measured], best: str, link_name: str) -> dict[str, object]:
-    """The figures that are asked for, of strategy `best` against the baselines that were run."""
+    """The figures of strategy `best` against the baselines that were run."""
     own = measured[best]
     baselines = {name: measured[name] for name in BASELINES if name in measured}
     errors = {name: abs(m.predicted_ms / m.iteration_ms - 1) for name, m in measured.items()}
@@ -158,8 +158,8 @@ def report(measured: dict[str, Measured], best: str, link_name: str) -> dict[str
 def speedups(baseline: Measured, planned: Measured) -> tuple[float, float, float]:
     """How many times as fast as the baseline, over rounds: lower quartile, median, upper quartile.
 
-    Each round compares two iterations that ran within seconds of each other, so a machine that grows slower
-    or faster meanwhile moves both.
+    Each round compares two iterations that ran within seconds of each other, so a machine that becomes slower
+    or faster meanwhile affects both.
     """
     ratios = [a / b for a, b in zip(baseline.rounds_ms, planned.rounds_ms, strict=True)]
     if len(ratios) == 1:

@@ -1,8 +1,8 @@
-"""How long does a launch take on the device? Events around it, the L2 cache cold, the host out of the way.
+"""Time of a launch on the device: events around it, with a cold L2 cache, without the time of the host.
 
-A sample: the device first sleeps as long as the host needs to launch everything, so that launches are not
-what is measured; then the L2 cache is overwritten; then event, work, event. Contenders take turns, so that
-clocks and heat fall on all alike, and can be compared round by round.
+A sample: the device first sleeps as long as the host needs to launch everything, so that launch overhead is
+not measured; then the L2 cache is overwritten; then event, work, event. Candidates take turns, so that
+clock rates and heat affect all of them equally, and they can be compared round by round.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Clock:
     def read(self) -> float:
         """Seconds, for readings in pairs: begin, end, begin, end. Only differences within a pair count.
 
-        So it can stand where time.perf_counter would. The end waits for the device.
+        It can be used in place of time.perf_counter. The end waits for the device.
         """
         if self._cold is None:
             return time.perf_counter()

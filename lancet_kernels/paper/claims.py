@@ -1,4 +1,4 @@
-"""What the paper reports, as far as its text gives numbers (section 7). The bars themselves are pictures."""
+"""The numbers that the text of the paper reports (section 7); its bar charts give none."""
 
 from __future__ import annotations
 

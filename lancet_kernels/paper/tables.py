@@ -44,7 +44,7 @@ def _throughput(data: Mapping[str, Any]) -> list[str]:
         )
         for r in data["rows"]
     ]
-    lines = _table((*_WHERE, *(f"{s} ms" for s in strategies), "speedup"), rows)
+    lines = table((*_WHERE, *(f"{s} ms" for s in strategies), "speedup"), rows)
     if any(r["out_of_memory"] for r in data["rows"]):
         lines.append("  ! does not fit into the GPU's memory")
     for cluster, found in data["speedup"].items():
@@ -70,7 +70,7 @@ def _decomposition(data: Mapping[str, Any]) -> list[str]:
         for name in r["computation_ms"]
     ]
     header = (*_WHERE, "strategy", "computation ms", "overlapped ms", "exposed communication ms")
-    lines = _table(header, rows)
+    lines = table(header, rows)
     for cluster, paper in data["paper"]["most_less_exposed"].items():
         found, unpadded = data["most_less_exposed"][cluster], data["most_less_exposed_unpadded"][cluster]
         for than, name in (("none", "RAF (none)"), ("tutel", "Tutel")):
@@ -99,14 +99,14 @@ def _accuracy(data: Mapping[str, Any]) -> list[str]:
         for r in data["rows"]
     ]
     header = (*_WHERE, "what if", "planned ms", "then ms", "planned speedup", "then speedup")
-    return lines + _table(header, rows)
+    return lines + table(header, rows)
 
 
 def _planning(data: Mapping[str, Any]) -> list[str]:
     rows = [(*_where(r), str(r["instructions"]), f"{r['seconds']:.2f}") for r in data["rows"]]
-    lines = _table((*_WHERE, "instructions", "CPU seconds"), rows)
+    lines = table((*_WHERE, "instructions", "CPU seconds"), rows)
     lines.append("  gpt2-l-moe with other depths, p4de, 16 GPUs:")
-    lines += _table(
+    lines += table(
         ("layers", "instructions", "CPU seconds"),
         [(str(r["layers"]), str(r["instructions"]), f"{r['seconds']:.2f}") for r in data["by_layers"]],
     )
@@ -121,7 +121,7 @@ def _planning(data: Mapping[str, Any]) -> list[str]:
 def _ablation(data: Mapping[str, Any]) -> list[str]:
     strategies = list(data["rows"][0]["speedup"])
     rows = [(*_where(r), *(f"{r['speedup'][s]:.2f}x" for s in strategies)) for r in data["rows"]]
-    lines = _table((*_WHERE, *strategies), rows)
+    lines = table((*_WHERE, *strategies), rows)
     lines.append("  speedup over none (RAF)")
     for key, claim in (("each_half_helps", "each half helps"), ("both_help_more", "both help more than one")):
         lines.append(f"  {claim}: {'yes' if data[key] else 'no'}, simulated; paper yes")
@@ -144,7 +144,7 @@ def _where(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["cluster"], row["model"], str(row["gpus"])
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Columns as wide as their widest cell; names to the left, numbers to the right."""
     cells = [tuple(header), *map(tuple, rows)]
     widths = [max(len(row[c]) for row in cells) for c in range(len(header))]

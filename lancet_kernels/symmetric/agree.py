@@ -1,9 +1,10 @@
-"""Do all ranks ask for the same? Meetings of the ranks, over the store of their process group.
+"""Do all ranks make the same request? A rendezvous of the ranks, over the store of their process group.
 
-Not with collectives: one that a rank does not join, or joins with another one, hangs or mixes up the data.
-Here every rank writes what it is doing under the number of the meeting, and reads what the others wrote. So
-whoever differs is named, whoever stays away is named, and nobody waits longer than its timeout. Works for any
-backend, without a GPU. A meeting is some requests to a server: for setting up, not for every layer.
+Not with collectives: a collective that one rank does not join, or joins with other arguments, hangs or
+mixes up the data. Here every rank writes its request under the number of the meeting, and reads those of
+the others. A rank that differs is named, a rank that stays away is named, and no wait is longer than its
+timeout. Works for any backend, without a GPU. A meeting costs a few requests to a server: use it for
+set-up, not for every layer.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Meetings:
                 f"rank {self.rank}: {step} failed while {waited}", missing=missing, timed_out=True
             )
         said = [tuple(json.loads(self._store.get(self._key(self._number, r)))) for r in range(self.world)]
-        # Whoever is in this meeting has read the last one.
+        # A rank that takes part in this meeting has read the last one.
         self._store.delete_key(self._key(self._number - 1, self.rank))
         for rank, (theirs, waited) in enumerate(said):
             if theirs == GAVE_UP:

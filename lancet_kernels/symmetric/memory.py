@@ -34,7 +34,7 @@ class Region:
         local: this PE's copy, of the shape and dtype asked for.
         peers: int64 [world], on the device: the base address of each PE's copy; this PE's own included.
 
-    After the memory is closed, `local` and `peers` raise UserError. Whoever kept `peers` must not use it.
+    After the memory is closed, `local` and `peers` raise UserError. Code that kept `peers` must not use it.
     """
 
     name: str
@@ -115,7 +115,7 @@ class SymmetricMemory(ABC):
         """
 
     def close(self) -> None:
-        """Free all regions; again is harmless. Whoever may still write into them is not waited for."""
+        """Free all regions; may be called twice. Does not wait for peers that may still write into them."""
         self._close(together=True)
 
     def __enter__(self) -> SymmetricMemory:
@@ -174,5 +174,8 @@ def by_rank(texts: dict[int, str]) -> str:
 
 def _closed(what: str) -> UserError:
     return UserError(
-        what, got="a use after close()", expected="one before", do="close the memory when nothing needs it"
+        what,
+        got="a call after close()",
+        expected="calls before close()",
+        do="close the memory when nothing needs it",
     )

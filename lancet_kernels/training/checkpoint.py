@@ -1,22 +1,22 @@
-"""Training state on disk: whole or not at all, and readable at another number of ranks.
+"""Checkpoints: complete or absent, and loadable with another number of ranks.
 
 One checkpoint is a folder `step-00000040/` with the files of torch.distributed.checkpoint and
 `checkpoint.json`: step, what was trained, and the size and CRC-32 of every file. It is written under a
-temporary name and renamed when complete, so a folder with the final name is whole; one whose files were
-damaged later fails its sums and is passed over.
+temporary name and renamed when complete, so a folder with the final name is complete; one whose files
+were damaged later fails its checksums and is skipped.
 
 Experts are stored one by one under global ids, in the model's state (see `MoELayer`) and in the
-optimizer's, so what was saved at 2 ranks loads at 1 or 4. With several machines the folder must be on a
-file system that all of them see.
+optimizer's, so what 2 ranks saved can be loaded by 1 or 4. With several machines the folder must be on
+a file system that all of them share.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
-import sys
 import warnings
 import zlib
 from collections.abc import Iterator, Mapping
@@ -32,13 +32,14 @@ from lancet_kernels.layer import MoELayer
 from lancet_kernels.ops.groups import from_first_rank, group_name
 from lancet_kernels.ops.waiting import waiting
 
+_log = logging.getLogger(__name__)
 _FACTS = "checkpoint.json"
 _INDEX = ".metadata"
 _STEP = re.compile(r"step-\d{8,}")
 
 
 def training_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Everything that training changes, as flat names to tensors that share memory with the originals.
+    """Everything that training changes, as a flat dict of tensors that share memory with the originals.
 
     `model.<name>` and `optimizer.<parameter>.<state>`; experts one by one under their global ids.
     """
@@ -108,7 +109,8 @@ def save_checkpoint(
 
 
 def find_checkpoint(folder: Path) -> Path | None:
-    """The newest whole checkpoint in `folder`; None if there is none. Damaged ones are named on stderr.
+    """The newest whole checkpoint in `folder`; None if there is none. For each damaged one a warning is
+    logged.
 
     Decided on rank 0 for all ranks (collective).
     """
@@ -119,7 +121,7 @@ def find_checkpoint(folder: Path) -> Path | None:
             if damage is None:
                 found = candidate
                 break
-            print(f"passing over damaged checkpoint {candidate}: {damage}", file=sys.stderr)
+            _log.warning("passing over damaged checkpoint %s: %s", candidate, damage)
     return from_first_rank(found, group_name(None), "the choice of a checkpoint")
 
 
@@ -129,7 +131,7 @@ def load_checkpoint(
     """Load `path` (from `find_checkpoint`) into model and optimizer, in place. Collective over all ranks.
 
     Returns: the step after which it was saved.
-    Raises: UserError if it is a checkpoint of something else than `about`.
+    Raises: UserError if the checkpoint is of another model or optimizer than `about`.
     """
     facts = json.loads((path / _FACTS).read_text(encoding="utf-8"))
     for key, value in about.items():

@@ -1,8 +1,8 @@
-"""DistributedDataParallel around a model with MoE layers: experts left to their own groups.
+"""DistributedDataParallel around a model with MoE layers: experts are left to their own groups.
 
-DistributedDataParallel takes every parameter for replicated: it would give all ranks the experts of the
-first, and average gradients of different experts. `ddp` tells it which ones are none of its business and
-averages these over the ranks that hold the same.
+DistributedDataParallel assumes that every parameter is replicated: it would overwrite all experts with those
+of rank 0, and average gradients of different experts. `ddp` excludes experts from it, and averages their
+gradients over the ranks that hold the same experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lancet_kernels.training.gradients import broadcast_replicated, gradient_gro
 
 
 def ddp(model: nn.Module, groups: Groups | None = None, **options: Any) -> DistributedDataParallel:
-    """`model` in DistributedDataParallel, with right gradients for its MoE layers, too.
+    """`model` in DistributedDataParallel, with correct gradients for its MoE layers.
 
     As DistributedDataParallel does, all gradients are averages over the ranks with different tokens: do not
     divide the loss by their number. Collective over all ranks of the job.
@@ -28,9 +28,27 @@ def ddp(model: nn.Module, groups: Groups | None = None, **options: Any) -> Distr
     Args: groups: as for `optimize`. options: of DistributedDataParallel, but for `process_group`.
     Raises: UserError without torch.distributed.
     """
+    groups = prepare_data_parallel(model, groups)
+    process_group = group_of(groups.data) if groups.data else dist.group.WORLD
+    return DistributedDataParallel(model, process_group=process_group, **options)
+
+
+def prepare_data_parallel(model: nn.Module, groups: Groups | None = None) -> Groups:
+    """`ddp` without the wrapping, for frameworks that wrap `model` in DistributedDataParallel themselves.
+
+    Afterwards a DistributedDataParallel around this module leaves the experts alone, and their gradients are
+    averaged over the ranks that hold the same experts. Collective over all ranks of the job; call it once.
+
+    Args: groups: as for `optimize`.
+    Returns: the groups of the model.
+    Raises: UserError without torch.distributed.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
-            "ddp", got="no process group", expected="ranks", do="call init_process_group, or use the model"
+            "data parallelism",
+            got="no process group",
+            expected="one",
+            do="call init_process_group first, or train the model without data parallelism",
         )
     groups = groups_of(model, groups)
     broadcast_replicated(model, groups)
@@ -47,10 +65,9 @@ def ddp(model: nn.Module, groups: Groups | None = None, **options: Any) -> Distr
         if parameter.requires_grad:
             # Before it is added to `.grad`, so that micro-batches add up.
             parameter.register_hook(lambda gradient, group=group: _mean(gradient, group, ranks))
-    process_group = group_of(groups.data) if groups.data else dist.group.WORLD
-    return DistributedDataParallel(model, process_group=process_group, **options)
+    return groups
 
 
 def _mean(gradient: Tensor, group: str, ranks: int) -> Tensor:
-    """The gradient of all tokens: what backward all-to-alls have not summed yet, divided like all others."""
+    """Sum over the replica group and divide by the number of ranks. (The all-to-all has summed the rest.)"""
     return start_all_reduce([gradient], group).wait()[0] / ranks

@@ -1,8 +1,8 @@
-"""Gradients across ranks: which are summed over which ranks, and how: in buckets while backward runs.
+"""Gradients across ranks: which are summed over which ranks, in buckets while backward runs.
 
-The loss of each rank is divided by the N ranks of the data group before backward, so that sums are what
-everything needs: the backward all-to-all has already summed the gradients of experts over their expert group,
-and what is left to sum them over is their replica group; all other gradients are summed over the data group.
+The loss of each rank is divided by the N ranks of the data group before backward, so gradients only need to
+be summed. The backward all-to-all has already summed the gradients of experts over their expert group; they
+are summed over their replica group, all other gradients over the data group.
 
 Why not DistributedDataParallel: it re-cuts its buckets after the first step, so a resumed run would add
 its floating-point numbers in another order than the run it continues. Here the buckets are fixed by the
@@ -36,15 +36,15 @@ class _Bucket:
 
 
 def set_gradient_group(
-    module: nn.Module, group: dist.ProcessGroup, names: Collection[str] | None = None
+    module: nn.Module, group: dist.ProcessGroup | None, names: Collection[str] | None = None
 ) -> None:
-    """Say over which ranks the gradients of a module's own parameters are summed: those that hold the same.
+    """Set the ranks over which the gradients of a module's own parameters are summed.
 
-    For parameters that a rank has a shard of (tensor parallel, written by hand): without it their gradients
-    would be summed over ranks that hold other shards. Stays with the module when it is copied.
+    For parameters that are sharded by hand (tensor parallel): without it their gradients would be summed over
+    ranks that hold other shards. Copies of the module keep the setting.
 
-    Args: group: ranks with the same shard and different tokens. names: parameters of `module` itself, not
-        of its submodules; None: all of them.
+    Args: group: ranks with the same shard and different tokens; None: no other rank has it. names: parameters
+        of `module` itself, not of its submodules; None: all of them.
     Raises: UserError for a name that is no parameter of the module.
     """
     own = [name for name, _ in module.named_parameters(recurse=False)]
@@ -57,7 +57,8 @@ def set_gradient_group(
                 do="name a parameter of the module itself, not of a submodule",
             )
     marks = dict(getattr(module, _MARK, {}))
-    setattr(module, _MARK, marks | dict.fromkeys(own if names is None else names, group_name(group)))
+    name = "" if group is None else group_name(group)
+    setattr(module, _MARK, marks | dict.fromkeys(own if names is None else names, name))
 
 
 def groups_of(model: nn.Module, groups: Groups | None = None) -> Groups:
@@ -84,7 +85,7 @@ def groups_of(model: nn.Module, groups: Groups | None = None) -> Groups:
 
 
 def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
-    """For every parameter, trained or not, the group over which it is the same and its gradient is summed."""
+    """For every parameter, trained or frozen, the group that holds the same values and sums its gradient."""
     experts = set(expert_parameters(model))
     found = {p: groups.replica if p in experts else groups.data for p in model.parameters()}
     for module in model.modules():
@@ -163,7 +164,7 @@ def call_with_summed_gradients(
 ) -> object:
     """`module(*inputs, **by_name)`, whose backward sums gradients over the groups of `gradient_groups`.
 
-    One by one. For calls now and then: nothing is bucketed, and computation waits for each sum.
+    For occasional calls: nothing is bucketed, and computation waits for each sum.
     """
     over = gradient_groups(module, groups)
     summed = {
@@ -189,11 +190,12 @@ class _SumOverRanks(torch.autograd.Function):
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, largest_norm: float | None, groups: Groups) -> Tensor:
-    """Scale all gradients so that the norm of the whole model's is at most `largest_norm` (None: leave them).
+    """Scale all gradients so that the norm over the whole model is at most `largest_norm` (None: do not
+    scale).
 
     Collective over the data group.
     Returns: the norm before clipping, the same on every rank.
-    Raises: UserError where there are tensor-parallel ranks: which of them hold the same is not known.
+    Raises: UserError with tensor-parallel ranks, because it is unknown which parameters they share.
     """
     if group_size(groups.world) != group_size(groups.data):
         raise UserError(
@@ -231,7 +233,7 @@ def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:
 
 
 def broadcast_replicated(model: nn.Module, groups: Groups) -> None:
-    """Make parameters (frozen ones, too) and buffers equal those of the first rank that holds the same."""
+    """Broadcast parameters (also frozen ones) and buffers from the first rank of each group."""
     over = gradient_groups(model, groups)
     with torch.no_grad():
         for tensor, group in [*over.items(), *((buffer, groups.data) for buffer in model.buffers())]:

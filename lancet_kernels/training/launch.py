@@ -1,4 +1,4 @@
-"""Ranks on one machine: how they are started, how they end together, and who is blamed when one fails.
+"""Ranks on one machine: start them, end them together, and name the one that failed first.
 
 Launcher side: `launch`, and `run_ranks` for ranks whose environments differ more. Worker side, the same under
 our launcher and under torchrun: `report_errors` around the whole program, `start_ranks` before the first
@@ -130,14 +130,14 @@ def run_ranks(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[
 
 @dataclass(frozen=True)
 class Failure:
-    """A rank that ended by itself, and not well. message: what it wrote about it; None: nothing."""
+    """A rank that ended with an error by itself. message: what it wrote about the error; None: nothing."""
 
     exitcode: int
     message: dict | None
 
 
 def _wait(ranks: Sequence[subprocess.Popen], errors: Sequence[Path]) -> None:
-    """Until all have ended well. Raises RankFailed for the one that the others' failures follow from."""
+    """Wait until all have ended. Raises RankFailed for the rank that failed first."""
     deadline = math.inf
     while True:
         codes = [rank.poll() for rank in ranks]
@@ -162,7 +162,7 @@ def _message(file: Path) -> dict | None:
 
 
 def _end(ranks: Sequence[subprocess.Popen]) -> None:
-    """End what still runs, also what was stopped, and wait for all."""
+    """End all ranks that still run, also stopped ones, and wait for them."""
     for rank in ranks:
         if rank.poll() is None:
             rank.terminate()
@@ -185,9 +185,9 @@ _BLAME_ORDER = {"self": 0, "silent": 1, "timeout": 2, "peer": 3}
 
 
 def root_cause(failures: Mapping[int, Failure]) -> RankFailed:
-    """The failure that the others follow from, out of those of the ranks that ended by themselves.
+    """The failure that caused the others, among the ranks that ended by themselves.
 
-    A rank that waited in vain for another one names that one, if it knows it: then that one failed.
+    A rank whose wait timed out names the rank that it waited for, if it knows it: then that one failed.
     """
 
     def order(rank: int) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""One rank of a job: who it is, how it joins the others, and how it ends when something fails.
+"""One rank of a job: its number, how it joins the others, and how it ends after a failure.
 
 Works under `lancet_kernels.training.launch`, under torchrun, and alone.
 """
@@ -75,8 +75,8 @@ def report_errors(main: Callable[[], int], log_folder: str | os.PathLike[str] | 
     """Run `main` and return its exit code; when it fails under a launcher, end this process within seconds.
 
     A failure is recorded for the launcher, and the traceback is written to `log_folder` (default: the
-    system's folder for temporary files). Our launcher prints the one line there is to print; under torchrun,
-    or alone, this function prints it. A UserError is the user's to correct and leaves no traceback.
+    system's folder for temporary files). Our launcher prints the error in one line; under torchrun, or alone,
+    this function prints it. A UserError leaves no traceback.
 
     Wrap the whole program in it: from here on the rank ends when its launcher does, even inside a collective.
     """
@@ -156,7 +156,7 @@ class _FailureFiles(ErrorHandler):
             write_text_atomically(file, json.dumps({"message": message}))
 
     def line(self, error: BaseException) -> str:
-        """What to tell the user when no launcher of ours does."""
+        """The line for the user when it is not printed by our launcher."""
         # Who lost a peer or waited in vain knows what happened to itself, and not why.
         told = {"self": "failed", "timeout": "gave up", "peer": "lost a peer, whose own line says why"}
         where = f"rank {self.rank} {told[blames(error)]}: " if under_launcher() else ""
@@ -210,7 +210,7 @@ def _place(device: str, local_rank: int) -> torch.device:
 
 
 def _watch_launcher() -> None:
-    """End this process when our launcher is gone, and show a sign of life until then.
+    """End this process when our launcher is gone, and send heartbeats until then.
 
     A thread, as the main one may sit in a collective.
     """

@@ -67,9 +67,9 @@ class RunFolder:
     def open(cls, path: str | os.PathLike[str], *, wait_s: float = 0.0) -> "RunFolder":
         """Lock the run that lies at `path`, to go on with it.
 
-        `wait_s`: seconds to wait for another process to let go of it, for instance ranks that are just
-        being stopped. Raises UserError if there is no run at `path`, or a process, named by its pid, still
-        holds it.
+        `wait_s`: seconds to wait for another process to release it, for instance ranks that are being
+        stopped. Raises UserError if there is no run at `path`, or a process, named by its pid, still holds
+        it.
         """
         path = Path(path)
         if not path.is_dir():
@@ -156,12 +156,12 @@ class RunFolder:
         sync_folder(link.parent)
 
     def close(self) -> None:
-        """Let go of the run; the folder stays. May be called twice."""
+        """Release the lock; the folder stays. May be called twice."""
         self._close_metrics()
         self._lock.close()
 
     def discard(self) -> None:
-        """Let go of a run that has not begun: its folder goes too, if it holds nothing but the lock."""
+        """Release a run that has not started, and delete its folder if it contains nothing but the lock."""
         self._close_metrics()
         try:
             if os.listdir(self.path) == [LOCK]:
@@ -209,14 +209,34 @@ def resolve_run(root: str | os.PathLike[str], name_or_path: str) -> Path:
     for path in (root / name_or_path, Path(name_or_path)):
         if _is_run(path):
             return path.resolve()
-    runs = sorted(path.name for path in root.iterdir() if _is_run(path)) if root.is_dir() else []
-    shown = [name for name in runs if name != LATEST][-8:]
+    shown = sorted(path.name for path in run_folders(root))[-8:]
     raise UserError(
         "run",
         got=name_or_path,
         expected=f"a run in {root} ({', '.join(shown) or 'which has none'}) or a run's folder",
         do="name one of them" if shown else "train one first",
     )
+
+
+def run_folders(root: str | os.PathLike[str]) -> list[Path]:
+    """The folders of the runs in `root`, by the time at which they were started."""
+    root = Path(root)
+    folders = (
+        [path for path in root.iterdir() if _is_run(path) and path.name != LATEST] if root.is_dir() else []
+    )
+    return sorted(folders, key=lambda path: ((path / "config.json").stat().st_mtime, path.name))
+
+
+def is_in_use(run: Path) -> bool:
+    """Does a process write to this run now?"""
+    try:
+        with (run / LOCK).open(encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _is_run(path: Path) -> bool:

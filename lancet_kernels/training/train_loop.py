@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -44,10 +44,15 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
         run.write_config(asdict(replace(options, experts=trainer.model.config.num_experts, plan=None)))
         run.truncate_metrics(first - 1)
         run.point_latest()
-    for step in _progress(first, options.steps, rank):
+    log_scalars = _tensorboard(path) if options.tensorboard and run is not None else None
+    bar = _progress(first, options.steps, rank)
+    for step in bar:
         metrics = trainer.step(step)
+        bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:.0f} tokens/s")
         if run is not None:
             run.append_metrics(metrics)
+        if log_scalars is not None:
+            log_scalars(metrics)
         if options.checkpoint_every and step % options.checkpoint_every == 0:
             checkpoint.save_checkpoint(
                 path / _CHECKPOINTS, step, trainer.model, trainer.optimizer, trainer.about
@@ -99,10 +104,26 @@ def _restore(trainer: Trainer, run: Path, steps: int) -> int:
     return step
 
 
-def _progress(first: int, last: int, rank: Rank) -> Iterator[int]:
-    """The steps, with a bar on a terminal of rank 0."""
+def _progress(first: int, last: int, rank: Rank) -> tqdm:
+    """The steps, with a bar on a terminal of rank 0 that also shows the time that remains."""
     shown = rank.rank == 0 and sys.stderr.isatty()
-    return iter(tqdm(range(first, last + 1), initial=first - 1, total=last, unit="step", disable=not shown))
+    return tqdm(range(first, last + 1), initial=first - 1, total=last, unit="step", disable=not shown)
+
+
+def _tensorboard(run: Path) -> Callable[[Mapping[str, float]], None]:
+    """Write a step's metrics to `run/tensorboard`."""
+    # Here, not above: tensorboard need not be installed.
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(run / "tensorboard"))
+
+    def log_scalars(metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            if name != "step":
+                writer.add_scalar(name, value, int(metrics["step"]))
+        writer.flush()
+
+    return log_scalars
 
 
 def _summary(run: RunFolder, trainer: Trainer, validation_loss: float) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -30,20 +31,24 @@ class TrainOptions(PlanningFlags):
 
     model: str = option("gpt2-tiny-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
     ranks: int = option(
-        2, "processes to start on this machine; under torchrun its world counts", parse=positive_int
+        2, "processes to start on this machine; under torchrun the number that it started", parse=positive_int
     )
     gate: str = option(
         "switch", f"{', '.join(GATES)}; options as in 'topk(renormalize=True)'", metavar="GATE"
     )
     top_k: int | None = option(None, "experts per token (default: 2 for gshard, else 1)", parse=positive_int)
     experts: int | None = option(
-        None, "experts in all (default: 2 per rank that shares them)", parse=positive_int
+        None, "total number of experts (default: 2 per rank of an expert group)", parse=positive_int
     )
     expert_ranks: int | None = option(
-        None, "ranks that share one set of experts; others hold the same (default: all)", parse=positive_int
+        None,
+        "ranks in an expert group; several groups hold the same experts (default: all ranks)",
+        parse=positive_int,
     )
     capacity_factor: float | None = option(
-        1.25, "room per expert, relative to a perfect balance; none: dropless", parse=positive_float_or_none
+        1.25,
+        "tokens that an expert takes, relative to an even share; none: dropless",
+        parse=positive_float_or_none,
     )
     data: str | None = option(
         None,
@@ -52,15 +57,15 @@ class TrainOptions(PlanningFlags):
         metavar="PATH",
     )
     tokenizer: str | None = option(None, "tokenizer.json (default: bytes)", parse=str, metavar="FILE")
-    steps: int = option(300, "training steps in all", parse=positive_int)
+    steps: int = option(300, "total number of training steps", parse=positive_int)
     batch: int = option(8, "sequences per rank and step", parse=positive_int)
     sequence: int | None = option(None, "tokens per sequence (default: the model's)", parse=positive_int)
     optimizer: str = option("adamw", "adamw, or sgd with momentum as in the paper", choices=("adamw", "sgd"))
     lr: float | None = option(
         None, "peak learning rate (default: 1e-3 for adamw, 0.1 for sgd)", parse=positive_float
     )
-    momentum: float = option(0.9, "of sgd", parse=non_negative_float)
-    weight_decay: float = option(0.0, "of the optimizer", parse=non_negative_float)
+    momentum: float = option(0.9, "momentum of sgd", parse=non_negative_float)
+    weight_decay: float = option(0.0, "weight decay of the optimizer", parse=non_negative_float)
     warmup: int = option(
         20, "steps in which the learning rate grows linearly to its peak", parse=non_negative_int
     )
@@ -69,12 +74,14 @@ class TrainOptions(PlanningFlags):
     )
     balance_weight: float = option(0.01, "weight of the load-balance loss", parse=non_negative_float)
     z_weight: float = option(0.0, "weight of the router's z-loss", parse=non_negative_float)
-    bias_rate: float = option(0.001, "step of the sigmoid gate's correction bias", parse=non_negative_float)
-    dropout: float = option(
-        0.0, "probability of zero at embedding, attention and feed-forward output", parse=probability
+    bias_rate: float = option(
+        0.001, "update rate of the sigmoid gate's correction bias", parse=non_negative_float
     )
-    seed: int = option(0, "of weights, data order and dropout", parse=non_negative_int)
-    validation_batches: int = option(8, "batches of the validation loss", parse=positive_int)
+    dropout: float = option(
+        0.0, "dropout probability at embedding, attention and feed-forward output", parse=probability
+    )
+    seed: int = option(0, "seed of weights, data order and dropout", parse=non_negative_int)
+    validation_batches: int = option(8, "number of batches for the validation loss", parse=positive_int)
     strategy: str = option(
         "auto",
         "how all-to-alls are hidden; auto: as is predicted fastest; none: they are waited for",
@@ -100,9 +107,10 @@ class TrainOptions(PlanningFlags):
     device: str = option(
         "auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
     )
-    timeout: float = option(300.0, "seconds that a rank waits for another one", parse=positive_float)
-    checkpoint_every: int = option(0, "steps between checkpoints; 0: none", parse=non_negative_int)
-    runs: str = option("runs", "folder of the run folders", metavar="FOLDER")
+    timeout: float = option(300.0, "seconds that a rank waits for another rank", parse=positive_float)
+    checkpoint_every: int = option(0, "steps between checkpoints; 0: no checkpoints", parse=non_negative_int)
+    tensorboard: bool = option(False, "also write the metrics for TensorBoard, into the run's folder")
+    runs: str = option("runs", "folder that contains the run folders", metavar="FOLDER")
     name: str | None = option(None, "name of this run (default: date and time)", parse=str)
 
     def chosen_device(self) -> str:
@@ -163,7 +171,7 @@ def check_fused(options: TrainOptions) -> None:
 
 
 def check_options(options: TrainOptions, ranks: int) -> None:
-    """Everything that can be known to be wrong before a rank starts. Raises: UserError."""
+    """Check the options before a rank starts. Raises: UserError."""
     build_config(options, ranks, vocab=256)
     for what, path in (("data", options.data), ("tokenizer", options.tokenizer)):
         if path is not None and not Path(path).exists():
@@ -174,6 +182,13 @@ def check_options(options: TrainOptions, ranks: int) -> None:
             got=f"{options.plan} with strategy {options.strategy}",
             expected="a plan file, and another strategy than none",
             do="check --plan and --strategy",
+        )
+    if options.tensorboard and find_spec("tensorboard") is None:
+        raise UserError(
+            "tensorboard",
+            got="no package tensorboard",
+            expected="an installed package",
+            do="pip install tensorboard, or leave --tensorboard out: metrics.jsonl has the same numbers",
         )
     if options.backend == "fused":
         check_fused(options)

@@ -1,4 +1,4 @@
-"""Compiles what the tuner may want next, while it times what is compiled."""
+"""Compiles the next candidates of the tuner while it times those that are compiled."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class BackgroundCompiler:
             raise _Stop
 
     def judge(self, outcome: Outcome, deadline: float, say: Callable[[str], None]) -> bool:
-        """Give the kept candidates their facts, or a reason. -> False if the time is up before that."""
+        """Add compile results, or the reason for pruning, to the candidates. -> False if time ran out."""
         if not self._works:
             return time.monotonic() < deadline
         kept = outcome.kept
@@ -100,7 +100,7 @@ class BackgroundCompiler:
 
 
 class _Stop(Exception):
-    """Nobody waits for the rest."""
+    """The remaining results are not needed."""
 
 
 def _identity(specimen: Specimen) -> str:

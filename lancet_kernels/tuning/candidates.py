@@ -1,4 +1,4 @@
-"""Which configurations of a kernel are worth compiling, and what became of each?"""
+"""Candidate configurations of a kernel: which are compiled, and the result for each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRUNE_ABOVE = 1.5
 
 @dataclass
 class Candidate:
-    """A configuration on its way: what the model says, and why it was pruned, if it was."""
+    """A configuration, its time by the model, and the reason if it was pruned."""
 
     config: Any
     model_ms: float
@@ -37,7 +37,7 @@ class Candidate:
 
 @dataclass
 class Outcome:
-    """A task's end.
+    """The result of a task.
 
     Attributes:
         status: "tuned", "known" (the cache has it), "left" (time was up), "failed", "dry-run".
@@ -70,10 +70,11 @@ class Outcome:
 
 
 def rank_candidates(task: Task, hardware: Hardware, keep: int) -> list[Candidate]:
-    """Every candidate with the model's time, the default first; all but the best `keep` have a reason.
+    """All candidates with their time by the model, the default first; all but the best `keep` are pruned.
 
-    The default is never pruned here. Of candidates that differ in the group order alone, one is kept; and no
-    kind of tile takes more than a few places, since a model that is wrong about it is so about all of them.
+    The default is never pruned here. Of candidates that differ only in the group order, one is kept. Each
+    kind of tile gets only a few places, because a model that is wrong about one tile is wrong about all of
+    its kind.
     """
     tunable = task.tunable
     found = [

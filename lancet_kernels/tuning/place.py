@@ -1,4 +1,4 @@
-"""For which device is tuned: the GPU that is here, or an architecture to compile for."""
+"""The device that is tuned for: the GPU of this machine, or an architecture to compile for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lancet_kernels.kernels.tuned_entry import MEASURED, MODELLED
 
 @dataclass(frozen=True)
 class Place:
-    """What is tuned for: the GPU that is here (`device`), or an architecture to compile for.
+    """The GPU of this machine (`device`), or an architecture to compile for.
 
     Attributes: name: of the device in the cache's keys.
     """

@@ -1,4 +1,4 @@
-"""What do fused launches take, by bytes, tile work, and programs that put? Points for `kernels.fused_cost`.
+"""Time of fused launches by bytes, tile work, and programs that put: points for `kernels.fused_cost`.
 
 The configuration that won at a shape is timed with T, T/2 and T/4 tokens, all in turn, round after round:
 
@@ -7,9 +7,9 @@ The configuration that won at a shape is timed with T, T/2 and T/4 tokens, all i
     puts alone   by grids of as many programs, and by the whole grid
     GEMMs alone  by the programs that are left, and by the whole grid
 
-A fused point is a whole pass, with what precedes and follows its launch; puts and GEMMs are launches alone.
-Medians; of several ranks the slowest. On a CPU (the interpreter) the points prove that this code runs; they
-are labelled so, and `kernels.measured_cost` never takes them.
+A fused point is a whole pass, including what precedes and follows its launch; puts and GEMMs are single
+launches. Medians; of several ranks the slowest. On a CPU (the interpreter) the points only prove that this
+code runs; they are labelled so, and `kernels.measured_cost` never uses them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lancet_kernels.tuning.tune_tasks import Task
 from lancet_kernels.tuning.workloads import Workload
 
 TOKEN_SHARES = (1, 2, 4)  # the workload's tokens over these
-COMM_SHARES = (16, 8, 4)  # one of so many programs puts
+COMM_SHARES = (16, 8, 4)  # one of this many programs puts
 WARMUP = 2
 
 Launch = tuple[str, LaunchWork]
@@ -51,7 +51,7 @@ TimeIt = Callable[[Callable[[], object]], float]
 
 @dataclass
 class CostOutcome:
-    """What became of the cost function of a shape.
+    """The result of measuring the cost function of a shape.
 
     Attributes:
         status: "measured", "known" (the cache has it), "left" (time was up), "failed", "dry-run", or "no
@@ -123,7 +123,7 @@ def sizes_of(workload: Workload) -> list[Workload]:
 
 
 def planned_launches(task: Task, config: OverlapConfig, ranks: int) -> int:
-    """How many different launches would be timed."""
+    """The number of different launches that would be timed."""
     sizes = [
         CostSize(w, task.dtype.itemsize, config, w.tokens * w.choices, ranks) for w in sizes_of(task.workload)
     ]
@@ -145,7 +145,7 @@ def cost_of_winner(
 ) -> CostOutcome:
     """Measure the cost of fused launches with this configuration, unless the cache has it. Collective.
 
-    Args: clock: None where there is nothing to time on. in_time: False leaves it for the next run.
+    Args: clock: None without a device to time on. in_time: False leaves it for the next run.
     """
     launches = planned_launches(task, config, ranks.world)
     if clock is None:
@@ -178,7 +178,7 @@ def _kind_of(task: Task, ranks: int) -> LayerKind:
 
 
 def _device(place: Place, clock: Clock) -> str:
-    """Whose times these are: never a GPU's, if they were taken on a CPU."""
+    """The device that the times belong to: never a GPU if they were measured on a CPU."""
     return place.name if clock.device.type == "cuda" else INTERPRETER
 
 
@@ -233,7 +233,7 @@ def _one_round(passes: FusedPasses, size: CostSize, time_it: TimeIt) -> Iterator
 def _fused(
     passes: FusedPasses, size: CostSize, config: OverlapConfig, riders: list[DenseGemm], time_it: TimeIt
 ) -> Iterator[tuple[Launch, float]]:
-    """A pass as it is."""
+    """A whole pass."""
     begun: list[Any] = []
     ms = time_it(lambda: begun.append(passes.begin(config)))
     yield ("forward", size.fused("forward", config)), ms

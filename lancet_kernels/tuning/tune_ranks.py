@@ -1,4 +1,4 @@
-"""What must all ranks that tune together agree on? Rank 0 decides, and the slowest rank counts."""
+"""Agreement of ranks that tune together: rank 0 decides, and the time of the slowest rank counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lancet_kernels.ops.waiting import waiting
 
 
 class Ranks:
-    """What all ranks must agree on; alone, everything is agreed."""
+    """Values that all ranks must agree on; a single rank agrees with itself."""
 
     def __init__(self) -> None:
         self.together = dist.is_available() and dist.is_initialized()
@@ -40,7 +40,7 @@ class Ranks:
         return numbers.tolist()
 
     def meet(self, device: torch.device) -> None:
-        """Return when every rank is here and its device is idle, so that what follows begins together."""
+        """Barrier: return when every rank has arrived and its device is idle."""
         if self.together:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

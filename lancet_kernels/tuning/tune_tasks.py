@@ -1,4 +1,4 @@
-"""What is there to tune for an MoE layer: each kernel's candidates, their model, specimens and runs.
+"""The tuning tasks of an MoE layer: candidates of each kernel, their model, specimens and runs.
 
     T  tokens    D  width    F  hidden width    E  experts    K  choices    C  rows of each expert
 

@@ -1,4 +1,4 @@
-"""Finds the best configuration of each kernel, shape by shape, and remembers it (`kernels.tuning`).
+"""Finds the best configuration of each kernel, shape by shape, and stores it (`kernels.tuning`).
 
 For a task, in this order:
 
@@ -8,11 +8,11 @@ For a task, in this order:
     4. on a GPU: medians of what is left, in turn, the slowest rank counting; rank 0's choice is everyone's
        without one: the launch model again, now with the registers and shared memory that the compiler found
 
-Of a winner for fused launches the cost function is measured besides (`tune_cost`), on a GPU only.
+For the winner of fused launches the cost function is measured, too (`tune_cost`), on a GPU only.
 
-Without a GPU nothing is timed: the interpreter's times say nothing. Such entries are labelled "modelled"; one
-that was measured always goes before them. A winner is saved at once: a run that is killed goes on where it
-was.
+Without a GPU nothing is timed, because times of the interpreter say nothing. Such entries are labelled
+"modelled"; a measured one is always preferred. A winner is saved at once, so a run that was killed continues
+where it stopped.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ def tune(
     save: bool = True,
     clock: Clock | None = None,
 ) -> list[Outcome]:
-    """Tune what the cache does not have. Collective where ranks are together; all must give the same tasks.
+    """Tune what the cache does not have. Collective; all ranks must give the same tasks.
 
     Args:
         keep: candidates per task that are compiled. minutes: None for no limit.
-        force: also what the cache has. on_progress: (tasks done, what is going on).
-        save: does this rank write its cache? One per machine should.
-        clock: what times on place.device; None: a `Clock`.
+        force: also shapes that the cache has. on_progress: (tasks done, current task).
+        save: whether this rank writes its cache; one rank per machine should.
+        clock: measures times on place.device; None: a `Clock`.
     """
     ranks = Ranks()
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
@@ -110,7 +110,7 @@ def tune(
 
 
 def _fused(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those of fused launches, as far as they have a configuration whose cost can be asked for."""
+    """The tasks of fused launches that have a configuration whose cost can be measured."""
     return [o for o in outcomes if o.task.kind == "overlap" and o.config is not None]
 
 

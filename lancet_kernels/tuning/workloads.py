@@ -33,7 +33,7 @@ class Workload:
         return -(-self.tokens * self.choices // self.experts)
 
     def small(self) -> Workload:
-        """Of the same sort, for the interpreter: a second a pass, not an hour."""
+        """A workload of the same kind for the interpreter: a pass takes a second instead of an hour."""
         choices = min(self.choices, 2)
         return replace(self, tokens=32, width=32, hidden=32, experts=4, choices=choices)
 

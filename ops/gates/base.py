@@ -1,4 +1,4 @@
-"""What a gate is: the contract that every routing rule of this library keeps.
+"""The interface of gates: the contract that every routing rule of this library keeps.
 
     T  tokens on this rank            K  choices per token
     E  experts in all                 C  capacity: most tokens this rank may send to one expert
@@ -6,7 +6,7 @@
 A gate maps ``(logits[T, E], used[E])`` to ``(expert[T, K], slot[T, K], weight[T, K], used'[E])``.
 ``slot[t, k]`` is the row that choice takes in its expert's buffer; ``slot >= C`` means dropped.
 ``used`` counts the assignments that earlier parts of the same batch made, dropped ones included, so
-that calling a *partitionable* gate part by part and handing ``used`` on gives the very slots of one
+that calling a *partitionable* gate part by part, passing ``used`` on, gives exactly the slots of one
 call on the whole batch (Lancet, section 2.3: capacity passing).
 
 A gate is a frozen dataclass; ``str(gate)`` is its spec, for example ``topk(renormalize=True)``, and

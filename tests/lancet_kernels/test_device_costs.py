@@ -218,7 +218,7 @@ def test_between_measured_numbers_of_parts_the_time_of_all_grows_evenly() -> Non
 # ---- The plan cache
 
 
-def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, capsys, step) -> None:
+def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, caplog, step) -> None:
     cache = tmp_path / "plan.json"
     clusters = {name: load_cluster(name) for name in ("p3dn", "p4de")}
     # The same name with another number in the file is another cluster.
@@ -227,17 +227,18 @@ def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, capsys, step)
         (plan,) = _plans(step.costed(cost), "lancet-dw", None, cache, 1)
         assert plan.costs == source_of(cost)
         plan.save(cache)
-    p3dn, slower = capsys.readouterr().err.splitlines()
+    p3dn, slower = caplog.messages
+    caplog.clear()
     assert "planning anew: plan file: got costs calculated for cluster p3dn" in p3dn
     assert "expected calculated for cluster p4de" in p3dn
     assert "got costs calculated for cluster p4de" in slower
     # As many ranks as before, or it is another plan, too.
     _plans(step.costed(CostModel.for_cluster(cluster, 4)), "lancet-dw", None, cache, 1)
-    assert "planning anew" in capsys.readouterr().err
+    assert "planning anew" in caplog.text
 
 
 @pytest.mark.long
-def test_a_measured_plan_is_taken_again_whatever_was_measured_since(tmp_path, capsys, step) -> None:
+def test_a_measured_plan_is_taken_again_whatever_was_measured_since(tmp_path, caplog, step) -> None:
     cache = tmp_path / "plan.json"
     programs = []
     for folder in ("now", "later"):
@@ -248,4 +249,4 @@ def test_a_measured_plan_is_taken_again_whatever_was_measured_since(tmp_path, ca
     assert [i.milliseconds for i in programs[0].instructions] != [
         i.milliseconds for i in programs[1].instructions
     ]
-    assert "planning anew" not in capsys.readouterr().err
+    assert "planning anew" not in caplog.text

@@ -114,7 +114,7 @@ WRONG = {
         "bad.py:bare_input",
         "got Branch with FakeTensor as inputs, expected (module, example inputs)",
     ),
-    "values": ("bad.py:reads", "(bad.py, line 19), expected no look at what is in a tensor"),
+    "values": ("bad.py:reads", "(bad.py, line 19), expected a step that reads no values of tensors"),
     "an error": ("bad.py:fails", "got RuntimeError: no weights here (bad.py, line 20), expected (module"),
     "arguments": ("bad.py:needs", "needs() missing 1 required positional argument: 'size'"),
     "no parameters": (

@@ -1,7 +1,8 @@
 """What a trainer does to a module around `optimize`: it works, falls back to the plain module, or is refused.
 
-Each row of the README's table is a test here. All rows of one number of ranks run in one call of the pool;
-loss and all gradients are compared with those of the plain module.
+Each row of the documentation's support matrix is a test here, described by its docstring. All rows of one
+number of ranks run in one call of the pool; loss and all gradients are compared with those of the plain
+module.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def restored(model: nn.Module) -> Iterator[None]:
 
 
 def inputs_by_name(setup: Setup) -> None:
+    """Inputs by position, by name, or left out where they have a default."""
     x, target = batch(1)
     setup.compare(target=target, x=x)
     setup.compare(x, target=target)
@@ -137,6 +139,7 @@ def inputs_by_name(setup: Setup) -> None:
 
 
 def sliced_and_transposed_inputs(setup: Setup) -> None:
+    """Inputs that are sliced, transposed or expanded."""
     wide = torch.randn(B, S + 1, D + 2, dtype=torch.float64)
     setup.compare(wide[:, :-1, :D], wide[:, 1:, 2:])
     turned = torch.randn(S, B, D, dtype=torch.float64).transpose(0, 1)
@@ -144,6 +147,7 @@ def sliced_and_transposed_inputs(setup: Setup) -> None:
 
 
 def sliced_example_inputs(_setup: Setup) -> None:
+    """Example inputs that are slices; later ones that are not."""
     wide = torch.randn(B, S + 1, D, dtype=torch.float64)
     own = Setup(inputs=(wide[:, :-1], wide[:, 1:]))
     own.compare(wide[:, :-1], wide[:, 1:])
@@ -152,6 +156,7 @@ def sliced_example_inputs(_setup: Setup) -> None:
 
 
 def the_same_tensor_twice(setup: Setup) -> None:
+    """One tensor as two inputs."""
     x, _ = batch()
     setup.compare(x, x)
     own = Setup(inputs=(x, x))
@@ -160,6 +165,7 @@ def the_same_tensor_twice(setup: Setup) -> None:
 
 
 def example_inputs_in_a_dict(_setup: Setup) -> None:
+    """Example inputs in a dict, numbers among them."""
     x, target = batch()
     own = Setup(inputs={"target": target, "x": x, "scale": 2.0})
     own.compare(x, scale=2.0, target=target)
@@ -169,6 +175,7 @@ def example_inputs_in_a_dict(_setup: Setup) -> None:
 
 
 def retain_graph(setup: Setup) -> None:
+    """`backward(retain_graph=True)` (not with fused layers)."""
     loss = setup.ready(*batch())
     loss.backward(retain_graph=True)
     once = gradients(setup.model)
@@ -179,16 +186,19 @@ def retain_graph(setup: Setup) -> None:
 
 
 def activation_checkpointing(setup: Setup) -> None:
+    """`torch.utils.checkpoint` around the optimized module."""
     setup.compare_calls(lambda module: checkpoint(module, *batch(), use_reentrant=False))
 
 
 def torch_compile_around(setup: Setup) -> None:
+    """`torch.compile` around the optimized module."""
     compiled = torch.compile(setup.ready, backend="eager")
     x, target = batch()
     setup.compare_calls(lambda module: compiled(x, target) if module is setup.ready else module(x, target))
 
 
 def hooks_on_parameters(setup: Setup) -> None:
+    """Gradient hooks on parameters."""
     # A linear one: it sees the sum over the ranks where the plain module's sees one rank's.
     handle = setup.model.input.weight.register_hook(lambda gradient: 3 * gradient)
     setup.compare(*batch())
@@ -196,6 +206,7 @@ def hooks_on_parameters(setup: Setup) -> None:
 
 
 def updates_and_load_state_dict(setup: Setup) -> None:
+    """Optimizer steps, and `load_state_dict`."""
     before = copy.deepcopy(setup.model.state_dict())
     with torch.no_grad():
         for parameter in setup.model.parameters():
@@ -206,12 +217,14 @@ def updates_and_load_state_dict(setup: Setup) -> None:
 
 
 def attributes_that_nobody_reads(setup: Setup) -> None:
+    """New attributes that the forward does not read."""
     setup.model.note, setup.model.input.step = "mine", 3
     setup.compare(*batch())
     del setup.model.note, setup.model.input.step
 
 
 def without_gradients(setup: Setup) -> None:
+    """Calls under `torch.no_grad`, with other shapes or in evaluation mode."""
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
         short = batch(size=2)
@@ -223,7 +236,7 @@ def without_gradients(setup: Setup) -> None:
 
 
 def data_parallel_that_sums_alone(_setup: Setup) -> None:
-    """DistributedDataParallel around, with reduce_gradients=False: averages of what ranks give."""
+    """`ddp(step)` around a plan with `reduce_gradients=False`: averages of what ranks give."""
     own, plain = Setup(reduce_gradients=False), Model()
     wrapped = ddp(own.ready)
     for number in range(2):  # the second time in other buckets
@@ -254,22 +267,26 @@ WORKS = (
 
 
 def odd_last_batch(setup: Setup) -> None:
+    """A batch of another shape."""
     setup.falls_back("inputs of another shape", *batch(size=B - 1))
 
 
 def evaluation_mode(setup: Setup) -> None:
+    """`eval()`, with gradients."""
     setup.ready.eval()
     setup.falls_back("the module is in evaluation mode")
     setup.ready.train()
 
 
 def submodule_in_evaluation_mode(setup: Setup) -> None:
+    """A submodule in evaluation mode."""
     setup.model.drop.eval()
     setup.falls_back("no longer so: drop.training == True")
     setup.model.drop.train()
 
 
 def dropout_changed(_setup: Setup) -> None:
+    """Another dropout probability."""
     model = Model()
     model.drop.p = 0.5
     own = Setup(model)
@@ -278,28 +295,33 @@ def dropout_changed(_setup: Setup) -> None:
 
 
 def capacity_factor_changed(setup: Setup) -> None:
+    """Another capacity factor, or any setting that the forward reads."""
     with changed(setup.model.layer, capacity_factor=0.5):
         setup.falls_back("no longer so: layer.capacity_factor == 1.0")
 
 
 def hook_on_a_submodule(setup: Setup) -> None:
+    """A forward hook on a submodule, after `optimize`."""
     handle = setup.model.output.register_forward_hook(lambda _module, _inputs, output: 2 * output)
     setup.falls_back("no longer so: no forward_hooks on output")
     handle.remove()
 
 
 def hook_on_the_module(setup: Setup) -> None:
+    """A forward hook on the module, after `optimize`."""
     handle = setup.model.register_forward_hook(lambda _module, _inputs, output: 2 * output)
     setup.falls_back("the hooks or the forward of Model itself")
     handle.remove()
 
 
 def autocast_at_the_call(setup: Setup) -> None:
+    """Autocast at the call and not at `optimize`."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         setup.falls_back("autocast is torch.bfloat16 on cpu, was off")
 
 
 def autocast_at_optimize(_setup: Setup) -> None:
+    """Autocast at `optimize` and not at the call."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         own = Setup()
     own.falls_back("autocast is off, was torch.bfloat16 on cpu")
@@ -335,6 +357,7 @@ def refused(*words: str) -> Iterator[None]:
 
 
 def parameter_unfrozen(_setup: Setup) -> None:
+    """A parameter that was frozen at `optimize` and is trained."""
     model = Model()
     model.input.requires_grad_(False)
     own = Setup(model)
@@ -344,6 +367,7 @@ def parameter_unfrozen(_setup: Setup) -> None:
 
 
 def parameter_frozen(setup: Setup) -> None:
+    """A parameter that is frozen after `optimize`."""
     setup.model.output.bias.requires_grad_(False)
     with refused("output.bias with requires_grad=False"):
         setup.ready(*batch())
@@ -351,28 +375,33 @@ def parameter_frozen(setup: Setup) -> None:
 
 
 def submodule_replaced(setup: Setup) -> None:
+    """Another submodule in the place of one."""
     with changed(setup.model, output=nn.Linear(D, D).double()), refused("another tensor as output.weight"):
         setup.ready(*batch())
 
 
 def weights_tied(setup: Setup) -> None:
+    """Weights that are tied after `optimize`."""
     with changed(setup.model.output, weight=setup.model.input.weight), refused("another tensor as output.w"):
         setup.ready(*batch())
 
 
 def load_state_dict_assign(setup: Setup) -> None:
+    """`load_state_dict(assign=True)`."""
     with restored(setup.model), refused("another tensor as ", "call optimize() again"):
         setup.model.load_state_dict(Model().state_dict(), assign=True)
         setup.ready(*batch())
 
 
 def parametrized(setup: Setup) -> None:
+    """A parametrization that is registered after `optimize`."""
     with restored(setup.model), refused("no output.weight"):
         nn.utils.parametrizations.weight_norm(setup.model.output)
         setup.ready(*batch())
 
 
 def other_dtype(setup: Setup) -> None:
+    """The model in another dtype."""
     setup.model.to(torch.bfloat16)
     with refused("input.weight with torch.bfloat16, expected torch.float64"):
         setup.ready(*(value.bfloat16() for value in batch()))
@@ -380,6 +409,7 @@ def other_dtype(setup: Setup) -> None:
 
 
 def copied_pickled_and_saved(setup: Setup) -> None:
+    """`copy.deepcopy`, `pickle`, `torch.save` of the whole module."""
     with refused("to be copied", "copy.deepcopy(optimized.module)"):
         copy.deepcopy(setup.ready)
     for save in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
@@ -395,17 +425,20 @@ class WithAuxiliaryLoss(Model):
 
 
 def attribute_written_in_forward(_setup: Setup) -> None:
+    """A forward that writes attributes or lists."""
     with refused("a forward that writes input.aux_loss", "return the value"):
         Setup(WithAuxiliaryLoss())
 
 
 def double_backward(setup: Setup) -> None:
+    """`backward(create_graph=True)`."""
     with refused("create_graph=True"):
         setup.ready(*batch()).backward(create_graph=True)
     setup.model.zero_grad(set_to_none=True)
 
 
 def a_rank_that_falls_back_alone(setup: Setup) -> None:
+    """A change on one rank only."""
     if dist.get_world_size() == 1:
         return
     with refused("rank(s) 1 running without the plan", "see the warning"):
@@ -416,11 +449,13 @@ def a_rank_that_falls_back_alone(setup: Setup) -> None:
 
 
 def missing_input(setup: Setup) -> None:
+    """An input is missing."""
     with refused("missing a required argument: 'target'", "forward(x: "):
         setup.ready(batch()[0])
 
 
 def data_parallel_around(setup: Setup) -> None:
+    """DistributedDataParallel around a plan that sums gradients."""
     if dist.get_world_size() == 1:
         setup.compare_calls(lambda module: DistributedDataParallel(module)(*batch()))
         return  # there is nothing to sum
@@ -429,6 +464,7 @@ def data_parallel_around(setup: Setup) -> None:
 
 
 def data_parallel_that_sums_experts(_setup: Setup) -> None:
+    """DistributedDataParallel that would average different experts."""
     own = Setup(reduce_gradients=False)
     wrapped = DistributedDataParallel(own.ready)
     if dist.get_world_size() == 1:
@@ -439,11 +475,13 @@ def data_parallel_that_sums_experts(_setup: Setup) -> None:
 
 
 def data_parallel_inside(_setup: Setup) -> None:
+    """`optimize` of a model in DistributedDataParallel."""
     with refused("DistributedDataParallel around it", "give optimize() the plain model"):
         optimized(DistributedDataParallel(Model()), batch())
 
 
 def fully_sharded_before(_setup: Setup) -> None:
+    """FSDP before `optimize`."""
     model = Model()
     fully_shard(model.output, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with refused("output sharded by FSDP", "leave FSDP out"):
@@ -451,6 +489,7 @@ def fully_sharded_before(_setup: Setup) -> None:
 
 
 def fully_sharded_after(setup: Setup) -> None:
+    """FSDP after `optimize`."""
     with restored(setup.model), refused("output sharded by FSDP", "leave FSDP out"):
         fully_shard(setup.model.output, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         setup.ready(*batch())
@@ -466,6 +505,7 @@ class Around(nn.Module):
 
 
 def fully_sharded_around(_setup: Setup) -> None:
+    """FSDP around the optimized module."""
     own = Setup()
     outer, experts = Around(own.ready), set(expert_parameters(own.model))
     fully_shard(outer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params=experts)
@@ -474,6 +514,7 @@ def fully_sharded_around(_setup: Setup) -> None:
 
 
 def tensor_parallel(_setup: Setup) -> None:
+    """Parameters that are DTensors (tensor parallel)."""
     model = Model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model.output.weight = nn.Parameter(distribute_tensor(model.output.weight.detach(), mesh, [Shard(0)]))

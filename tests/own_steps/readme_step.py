@@ -1,4 +1,4 @@
-"""The README's `Step`, as `lancet plan --module` reads it."""
+"""The documentation's `Step`, as `lancet plan --module` reads it."""
 
 import torch
 from torch import nn

@@ -152,6 +152,28 @@ def test_a_gate_that_needs_the_whole_batch_is_refused_by_name(gate):
     assert gate in planner.plan(AUTO).explain()
 
 
+def test_an_input_that_is_as_long_as_the_batch_by_chance_stays_whole():
+    """Learned positions are given from outside, as many as there are sequences."""
+    model = WithPositions()
+    x_BSD, position_S = torch.randn(4, 4, 8), torch.arange(4)
+    for inputs in ((x_BSD, position_S), (position_S, x_BSD)):
+        step = program_from_fx(capture(model, inputs).joint)
+        forms = duplex(step).forms
+        batched = [t for t in step.inputs if t in forms and not t.startswith("tangents")]
+        assert [step.tensors[t].shape for t in batched] == [(4, 4, 8)]
+
+
+def test_the_batch_need_not_be_the_first_input():
+    step = program_from_fx(capture(WithPositions(), (torch.arange(5), torch.randn(4, 5, 8))).joint)
+    assert len([t for t in step.inputs if t in duplex(step).forms]) >= 1
+
+
+def test_an_all_to_all_that_has_nothing_of_the_batch_is_refused():
+    p = program("A c f 1", "X a f 1")
+    with pytest.raises(UserError, match=r"X \(made.up\), which cannot be cut"):
+        duplex(p)
+
+
 def test_one_sequence_is_refused():
     step = read_only_step("gpt2", size("topk", batch=1))
     with pytest.raises(UserError, match="a batch of 1, expected at least 2"):
@@ -217,6 +239,17 @@ def test_ranks_train_as_with_the_module(pool, ranks, gate, batch):
     for distances, chosen in pool.run(on_ranks, case, ranks=ranks, timeout_s=600):
         assert max(distances.values()) < 1e-10, distances
         assert chosen
+
+
+class WithPositions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = MoELayer(8, 16, 4, gate="switch", capacity_factor=1.0)
+        self.positions = nn.Embedding(5, 8)
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        x_BSD, position_S = (one, other) if one.is_floating_point() else (other, one)
+        return self.layer(x_BSD + self.positions(position_S)).sum()
 
 
 class WithTorchDropout(nn.Module):

@@ -8,7 +8,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import durations
 from lancet_kernels.schedules.best_order import best_order
 from lancet_kernels.schedules.issue import issue_early
-from lancet_kernels.schedules.list_schedule import FREE, LIMITED, ListScheduler, Work
+from lancet_kernels.schedules.list_schedule import FREE, LIMITED, ListScheduler, Policy, Work
 from lancet_kernels.schedules.lower_bound import critical_path, lower_bound_ms
 from lancet_kernels.schedules.peak_memory import peak_memory
 from lancet_kernels.schedules.simulate import simulate
@@ -113,3 +113,16 @@ def test_gap_to_the_optimum(capsys):
 def test_the_optimum_refuses_long_programs():
     with pytest.raises(UserError, match="at most 400"):
         optimal_order(program(*(f"t{i} c f 1" for i in range(401))), given)
+
+
+def test_in_order_means_the_programs_order_as_far_as_inputs_are_there():
+    """B has the longer path behind it; C waits for a message, and what is behind it goes first."""
+    p = program("A c f 1", "B c f 1", "X a f 3 A", "C c f 1 X", "D c f 5 B", "Y a f 1 D C")
+    ms = durations(p, given)
+
+    def computed(policy: Policy) -> list[str]:
+        order = ListScheduler(Work(p, ms), policy, None).schedule()
+        return [name for i in order if (name := p.instructions[i].name) in "ABCD"]
+
+    assert computed(Policy()) == ["B", "A", "D", "C"]
+    assert computed(Policy(in_order=True)) == ["A", "B", "D", "C"]

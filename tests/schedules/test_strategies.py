@@ -15,10 +15,10 @@ from lancet_kernels.graph.program import Kind
 from lancet_kernels.own_step import PricedStep
 from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.partition_range import PartitionOptions
-from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.plan import Plan, Prediction
 from lancet_kernels.schedules.realize import realize
 from lancet_kernels.schedules.simulate import simulate
-from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions, fastest_that_fits
 from lancet_kernels.simulation import Setting, captured_program
 from lancet_kernels.training.models import ModelConfig, model_config
 from tests.examples import examples
@@ -226,3 +226,14 @@ def test_no_all_to_all_at_all():
     for plan in Planner(p, given).plans().values():
         assert plan.predicted.iteration_ms == 4
     assert list_schedule(p, given).instructions[0].name == "A"
+
+
+def test_the_fastest_plan_that_fits():
+    plan = make_plan(program("A c f 1"), given, "none")
+
+    def of(ms, gigabytes, limit):
+        return replace(plan, predicted=Prediction(ms, 0.0, gigabytes), memory_limit_gb=limit)
+
+    assert fastest_that_fits([of(3, 1, 2), of(2, 2, 2), of(1, 3, 2)]) == 1
+    assert fastest_that_fits([of(1, 4, 2), of(2, 3, 2), of(3, 5, 2)]) == 1
+    assert fastest_that_fits([of(3, 1, None), of(1, 9, None)]) == 1

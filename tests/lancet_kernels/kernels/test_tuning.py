@@ -194,7 +194,7 @@ def test_reading_a_sound_file_warns_of_nothing(cache) -> None:
         assert look() == TILE
 
 
-def test_a_cache_folder_that_cannot_be_written_is_said_once_and_replaced(tmp_path, monkeypatch, capsys):
+def test_a_cache_folder_that_cannot_be_written_is_said_once_and_replaced(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.delenv(tuning.CACHE_VARIABLE, raising=False)
@@ -202,13 +202,12 @@ def test_a_cache_folder_that_cannot_be_written_is_said_once_and_replaced(tmp_pat
     assert folder == tuning.cache_folder() == tuning.default_cache().parent
     assert folder.is_dir()
     assert tmp_path not in folder.parents
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert said.startswith(f"lancet: nothing is remembered: {tmp_path}/file/lancet_kernels cannot be written")
+    (said,) = caplog.messages
+    assert said.startswith(f"nothing is remembered: {tmp_path}/file/lancet_kernels cannot be written")
     TunedCache(tuning.default_cache()).put([entry()])
 
 
-def test_what_a_read_only_cache_folder_has_is_used(tmp_path, monkeypatch, capsys):
+def test_what_a_read_only_cache_folder_has_is_used(tmp_path, monkeypatch, caplog):
     TunedCache(tmp_path / "lancet_kernels" / "tuned.json").put([entry()])
 
     def refused(dir):
@@ -218,7 +217,7 @@ def test_what_a_read_only_cache_folder_has_is_used(tmp_path, monkeypatch, capsys
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(tuning.CACHE_VARIABLE, raising=False)
     assert list(TunedCache(tuning.default_cache()).entries().values()) == [entry()]
-    assert "(Read-only file system)" in capsys.readouterr().err
+    assert "(Read-only file system)" in caplog.text
 
 
 def test_a_named_cache_that_cannot_be_written_is_one_line(tmp_path) -> None:

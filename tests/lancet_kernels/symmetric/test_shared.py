@@ -232,7 +232,7 @@ def test_close_frees(pool):
     for result in pool.run(close_on_rank):
         assert result["mapped"] == (2 << 20, 0)
         assert {kind for kind, _ in result["errors"]} == {"UserError"}
-        assert all("got a use after close()" in message for _, message in result["errors"])
+        assert all("got a call after close()" in message for _, message in result["errors"])
         assert "region 'x'" in result["errors"][0][1]
 
 

@@ -72,7 +72,7 @@ def test_close():
     first.close()
     first.close()
     for use in (lambda: mine.local, lambda: mine.peers, first.barrier, lambda: first.signals("y", 1)):
-        with pytest.raises(UserError, match=r"a use after close\(\)"):
+        with pytest.raises(UserError, match=r"a call after close\(\)"):
             use()
     # The others' copies and the addresses they know live on.
     ctypes.c_int64.from_address(other.peers[1].item()).value = 7

@@ -273,12 +273,12 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", few_of(DAMAGES, 0, 1, 2))
-def test_damaged_checkpoint_is_passed_over(two_checkpoints, capsys, name):
+def test_damaged_checkpoint_is_passed_over(two_checkpoints, caplog, name):
     newest = two_checkpoints / "step-00000005"
     assert find_checkpoint(two_checkpoints) == newest
     DAMAGES[name](newest)
     assert find_checkpoint(two_checkpoints) == two_checkpoints / "step-00000003"
-    warning = capsys.readouterr().err
+    (warning,) = caplog.messages
     assert warning.startswith(f"passing over damaged checkpoint {newest}: ")
     assert len(warning.splitlines()) == 1
     model = small_model(seed=9)

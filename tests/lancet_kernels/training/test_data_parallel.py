@@ -63,5 +63,7 @@ def test_distributed_data_parallel_that_takes_experts_is_refused(pool):
 
 
 def test_ddp_without_ranks():
-    with pytest.raises(UserError, match="ddp: got no process group, expected ranks; call init_process_group"):
+    with pytest.raises(
+        UserError, match="data parallelism: got no process group, expected one; call init_process_group"
+    ):
         ddp(Step(Case(), Groups(), 1))

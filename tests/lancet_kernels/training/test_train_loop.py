@@ -14,6 +14,7 @@ import pytest
 
 from lancet_kernels.cli import main
 from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.training import train_options
 
 TINY = ["--sequence", "32", "--batch", "2", "--validation-batches", "1", "--strategy", "none"]
 SUMMARY = {
@@ -210,6 +211,26 @@ def test_every_gate_trains_on_four_ranks(lancet, gate):
     summary = json.loads(out.splitlines()[-1])
     assert summary["loss_last"] < summary["loss_first"] - 0.5
     assert summary["ranks"] == 4
+
+
+def test_tensorboard_gets_the_metrics(text, tmp_path, monkeypatch, capfd):
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.chdir(tmp_path)
+    job = [*TINY, "--data", str(text), "--ranks", "1", "--steps", "3", "--name", "one", "--tensorboard"]
+    assert main(["train", *job]) == 0
+    lines = Path("runs/one/metrics.jsonl").read_text().splitlines()
+    events = EventAccumulator("runs/one/tensorboard").Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [
+        (metrics["step"], pytest.approx(metrics["loss"])) for metrics in map(json.loads, lines)
+    ]
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train_options, "find_spec", lambda name: None)
+    assert "pip install tensorboard" in refused(capfd, "--ranks", 1, "--tensorboard")
 
 
 def test_diverged_training_still_reports(text, tmp_path, monkeypatch, capfd):

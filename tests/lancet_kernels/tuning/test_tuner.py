@@ -303,7 +303,7 @@ def test_help_names_the_kinds_and_the_version_is_told(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["tune", "--help"])
     text = "".join(capsys.readouterr().out.split())
-    assert f"someof{','.join(KINDS)},withcommas" in text
+    assert f"separatedbycommas:{','.join(KINDS)}" in text
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert (ended.value.code, capsys.readouterr().out) == (0, f"lancet {lancet_kernels.__version__}\n")

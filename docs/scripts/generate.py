@@ -1,0 +1,118 @@
+"""Parts of the documentation that follow from the code: command-line options, set-ups, versions."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SETUPS = "tests/lancet_kernels/test_setups.py"
+
+
+def command_line() -> str:
+    """A section for each command of `lancet`, from its parser."""
+    from lancet_kernels.cli import _parser
+
+    sections: list[str] = []
+    for name, parser in _commands(_parser(), "lancet"):
+        sections += [f"## `{name}`", "", _escaped(parser.description or ""), ""]
+        rows = [row for action in parser._actions if (row := _option(action))]
+        if rows:
+            sections += ["| option | meaning |", "|---|---|", *rows, ""]
+    return "\n".join(sections)
+
+
+def _commands(parser: argparse.ArgumentParser, name: str) -> list[tuple[str, argparse.ArgumentParser]]:
+    """Every command that has no subcommands, with its full name."""
+    children = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not children:
+        return [(name, parser)]
+    found = []
+    for child, sub in children[0].choices.items():
+        found += _commands(sub, f"{name} {child}")
+    return found
+
+
+def _option(action: argparse.Action) -> str:
+    """A row of the table; empty for what is not shown."""
+    if action.help == argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
+        return ""
+    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.dest}`"
+    if action.nargs != 0 and action.option_strings:
+        choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else action.dest.upper()
+        value = action.metavar or choices
+        names += f" `[{value}]`" if action.nargs == "?" else f" `{value}`"
+    text = action.help or ""
+    if "%(default)s" in text:
+        text %= {"default": action.default}
+    return f"| {names} | {_escaped(text)} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def support() -> str:
+    """Tables: what may be done around `optimize`, by the tests that show it; model families."""
+    from lancet_kernels.conversion.registry import FAMILIES
+
+    sys.path.insert(0, str(ROOT))
+    from tests.lancet_kernels import test_setups
+
+    rows = [
+        *_rows(test_setups.WORKS, "works"),
+        *_rows(test_setups.FALLS_BACK, "falls back"),
+        *_rows(test_setups.REFUSED, "refused"),
+    ]
+    families = [
+        f"| {family.name} | {', '.join(f'`{block}`' for block in family.blocks)} | works |"
+        for family in FAMILIES
+    ]
+    return "\n".join(
+        [
+            "## A model around `optimize`",
+            "",
+            "*Works*: the plan runs, with the plain module's loss and gradients. *Falls back*: the plain "
+            "module runs, with the same gradients, a warning, and a count in `fallbacks`. *Refused*: one "
+            "line says what to change, before a rank communicates. Each row is a function in "
+            f"`{SETUPS}`, run on 1 and 2 ranks.",
+            "",
+            "| set-up | outcome | test |",
+            "|---|---|---|",
+            *rows,
+            "",
+            "## Models of transformers",
+            "",
+            "`convert`: loss and all gradients are compared with the original's on 1 and 2 ranks, and the "
+            "exported weights bit by bit, in `tests/lancet_kernels/conversion/`.",
+            "",
+            "| family | block | outcome |",
+            "|---|---|---|",
+            *families,
+        ]
+    )
+
+
+def _rows(functions: Sequence[Callable], outcome: str) -> list[str]:
+    rows = []
+    for function in functions:
+        what = _escaped((function.__doc__ or "").splitlines()[0].removesuffix("."))
+        rows.append(f"| {what} | {outcome} | `{function.__name__}` |")
+    return rows
+
+
+def example() -> str:
+    """The example of the first page, to copy."""
+    return f"```python\n{(ROOT / 'examples' / 'hugging_face.py').read_text()}```"
+
+
+def versions() -> str:
+    """What `constraints.txt` pins, that users of the library need."""
+    wanted = ("torch", "triton", "numpy", "ortools", "matplotlib", "tqdm", "transformers")
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    return "\n".join(
+        ["| package | version |", "|---|---|", *(f"| {name} | {pinned[name]} |" for name in wanted)]
+    )

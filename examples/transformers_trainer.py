@@ -1,0 +1,93 @@
+"""`transformers.Trainer` with a converted model: the Trainer wraps it in DistributedDataParallel by itself.
+
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py         # nothing is planned
+    torchrun --nproc-per-node 2 examples/transformers_trainer.py --plan  # all-to-alls are
+
+Three things differ from a dense model, and each has its line here:
+
+- `prepare_data_parallel`: DistributedDataParallel leaves each rank its own experts.
+- `max_grad_norm=0` and `ClipGradients`: the Trainer would clip by a norm that differs from rank to rank.
+- `save_strategy="no"` and `export_state_dict`: the Trainer saves what rank 0 has, a part of the experts.
+"""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from transformers import OlmoeConfig, OlmoeForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from lancet_kernels import (
+    CausalLMStep,
+    Groups,
+    convert,
+    export_state_dict,
+    optimize,
+    prepare_data_parallel,
+)
+from lancet_kernels.training.gradients import clip_gradients
+
+STEPS = 20
+
+CONFIG = OlmoeConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, output_router_logits=True, pad_token_id=0,
+    eos_token_id=None,
+)  # fmt: skip
+
+
+class Counting(torch.utils.data.Dataset):
+    """Tokens that count upwards."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (7 * index + torch.arange(16)) % CONFIG.vocab_size
+        return {"input_ids": ids, "labels": ids}
+
+
+class ClipGradients(TrainerCallback):
+    def __init__(self, groups: Groups, largest_norm: float) -> None:
+        self.groups, self.largest_norm = groups, largest_norm
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **others) -> None:
+        clip_gradients(model, self.largest_norm, self.groups)
+
+
+class PlannedTrainer(Trainer):
+    """Of a module that returns the loss."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs)
+
+
+def main(plan: bool) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder, max_steps=STEPS, per_device_train_batch_size=8, learning_rate=1e-2, use_cpu=True,
+            max_grad_norm=0, save_strategy="no", logging_steps=1, report_to=[], disable_tqdm=True,
+            ddp_find_unused_parameters=False, remove_unused_columns=False,
+        )  # fmt: skip
+        assert arguments.device.type == "cpu"  # the property starts the process group
+        torch.manual_seed(0)
+        model = OlmoeForCausalLM(CONFIG)
+        convert(model)
+        trained, data, trainer_class = model, Counting(), Trainer
+        if plan:
+            batch = torch.utils.data.default_collate([data[index] for index in range(8)])
+            trained = optimize(CausalLMStep(model), batch, reduce_gradients=False)
+            trainer_class = PlannedTrainer
+        groups = prepare_data_parallel(trained)
+        clip = ClipGradients(groups, 1.0)
+        trainer = trainer_class(trained, arguments, train_dataset=data, callbacks=[clip])
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    state = export_state_dict(model)  # on every rank
+    if dist.get_rank() == 0:
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {len(state)} tensors to save")
+    return losses
+
+
+if __name__ == "__main__":
+    main("--plan" in sys.argv)

@@ -1,0 +1,292 @@
+"""What is installed on this machine, and which backends of this library can run on it?
+
+For `lancet env`: facts to paste into a bug report. No host name, user name, address or key is among them:
+the home folder is written as `~`, and of the environment only variables of `_SHOWN` come with their values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib import import_module, metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lancet_kernels import __version__
+
+_PACKAGES = (
+    "torch triton numpy ortools matplotlib transformers accelerate safetensors tokenizers "
+    "nvidia-nvshmem-cu12 nvidia-nvshmem-cu13 nvshmem4py-cu12 nvshmem4py-cu13 cuda-python"
+).split()
+_SHOWN = (
+    "LANCET_RHO LANCET_GAMMA LANCET_IOTA TRITON_INTERPRET OMP_NUM_THREADS CUDA_VISIBLE_DEVICES "
+    "CUDA_DEVICE_MAX_CONNECTIONS WORLD_SIZE LOCAL_WORLD_SIZE"
+).split()
+"""Numbers and switches: these cannot hold a name or a secret."""
+_SET = ("LANCET_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "XDG_CACHE_HOME")
+"""Of variables that begin so, only that they are set."""
+
+
+class Availability(NamedTuple):
+    """Can a backend run here? reason: why it can, or what is missing."""
+
+    works: bool
+    reason: str
+
+
+def environment() -> dict[str, Any]:
+    """All facts, as JSON values. Starts no rank and runs no kernel."""
+    return {
+        "lancet_kernels": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".rstrip(", "),
+        "cpu_cores": _cpu_cores(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "cuda": _cuda(),
+        "gpus": _gpus(),
+        "nvlink": _nvlink(),
+        "symmetric_memory": _symmetric_memory(),
+        "backends": {name: row._asdict() for name, row in backends().items()},
+        "caches": _caches(),
+        "variables": _variables(os.environ),
+    }
+
+
+def backends() -> dict[str, Availability]:
+    """Every way in which a layer can run -> whether it can here."""
+    return {
+        "torch, CPU ranks (gloo)": _torch_on_cpu(),
+        "torch, GPUs (NCCL)": _torch_on_gpus(),
+        "fused, Triton's interpreter on the CPU": _fused_interpreted(),
+        "fused, one GPU": _fused_on_gpu(),
+        "fused, several GPUs (NVSHMEM)": _fused_between_gpus(),
+    }
+
+
+def _torch_on_cpu() -> Availability:
+    if not dist.is_available():
+        return Availability(False, "this torch was built without torch.distributed: one rank only")
+    if not dist.is_gloo_available():
+        return Availability(False, "this torch was built without gloo: one rank only")
+    return Availability(True, "gloo")
+
+
+def _torch_on_gpus() -> Availability:
+    if not torch.cuda.is_available():
+        return Availability(False, _no_gpu())
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return Availability(False, "this torch was built without NCCL: one GPU only")
+    return Availability(True, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+
+
+def _fused_interpreted() -> Availability:
+    if lack := _no_triton():
+        return Availability(False, lack)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Availability(True, "TRITON_INTERPRET=1 is set; for proof, not for speed")
+    return Availability(True, "with TRITON_INTERPRET=1 set before Python starts; for proof, not for speed")
+
+
+def _fused_on_gpu() -> Availability:
+    if lack := _no_triton():
+        return Availability(False, lack)
+    if not torch.cuda.is_available():
+        return Availability(False, _no_gpu())
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Availability(False, "TRITON_INTERPRET=1 is set: kernels run on the CPU; unset it")
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return Availability(False, f"compute capability {capability[0]}.{capability[1]}, needs 8.0 or newer")
+    return Availability(True, f"compute capability {capability[0]}.{capability[1]}")
+
+
+def _fused_between_gpus() -> Availability:
+    one = _fused_on_gpu()
+    if not one.works:
+        return one
+    # Here, not above: it brings the kernels' modules.
+    from lancet_kernels.symmetric.nvshmem import missing
+
+    if lack := missing(torch.device("cuda", 0)):
+        return Availability(False, lack)
+    if torch.cuda.device_count() < 2:
+        return Availability(False, "one GPU on this machine; several ranks need a GPU each")
+    return Availability(True, "NVSHMEM is installed; whether peers are reachable shows when ranks start")
+
+
+def _no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; install a CUDA build"
+    return f"no CUDA device that torch {torch.__version__} can use; check the driver with nvidia-smi"
+
+
+def _no_triton() -> str:
+    """Why kernels cannot run at all; "" if Triton is here."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"no Triton ({error}); pip install triton (Linux only)"
+    return ""
+
+
+def _cpu_cores() -> int:
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable else os.cpu_count() or 1
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cuda() -> dict[str, object]:
+    found: dict[str, object] = {"torch_built_for": torch.version.cuda, "driver": _driver()}
+    if torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _driver() -> str | None:
+    return _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def _output_of(*command: str) -> str | None:
+    """The first line that a command prints; None if it is not here or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[0] if done.returncode == 0 and lines else None
+
+
+def _gpus() -> list[dict[str, object]]:
+    if not torch.cuda.is_available():
+        return []
+    devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+    return [
+        {
+            "name": device.name,
+            "compute_capability": f"{device.major}.{device.minor}",
+            "memory_gb": round(device.total_memory / 1e9, 1),
+            "multiprocessors": device.multi_processor_count,
+        }
+        for device in devices
+    ]
+
+
+def _nvlink() -> str:
+    """Which pairs of GPUs reach each other's memory."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return f"nothing to reach: {count} GPUs"
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    reached = [pair for pair in pairs if torch.cuda.can_device_access_peer(*pair)]
+    linked = _nvlink_pairs(count)
+    links = "" if linked is None else f", {linked} of them over NVLink"
+    return f"{len(reached)} of {len(pairs)} ordered pairs of GPUs have peer access{links}"
+
+
+def _nvlink_pairs(count: int) -> int | None:
+    """Ordered pairs with NVLink between them, by torch's own query of NVML; None if it cannot tell."""
+    try:
+        device_type = import_module("torch._C._autograd").DeviceType.CUDA
+        detect = import_module("torch._C._distributed_c10d")._detect_dma_connectivity
+        matrix = detect(device_type, "nvlink").matrix
+    except (ImportError, RuntimeError, AttributeError):
+        return None
+    return sum(matrix[a][b] > 0 for a in range(count) for b in range(count) if a != b)
+
+
+def _symmetric_memory() -> dict[str, str]:
+    """torch's own symmetric memory and NVSHMEM: usable, or what is missing."""
+    from lancet_kernels.kernels import nvshmem_bitcode
+    from lancet_kernels.symmetric.nvshmem import missing
+
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+    except ImportError as error:
+        own = f"not in this torch ({error})"
+    else:
+        backend = symmetric.get_backend(torch.device("cuda")) if torch.cuda.is_available() else None
+        own = f"backend {backend}" if backend else "needs a GPU"
+    arch = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 90
+    bitcode = nvshmem_bitcode.find_bitcode(arch)
+    version = nvshmem_bitcode.version() or "of $NVSHMEM_HOME"
+    return {
+        "torch": own,
+        "nvshmem": missing(torch.device("cuda", 0)) or "installed",
+        "nvshmem_bitcode": f"{version}, {bitcode.name}" if bitcode else f"none for sm_{arch}",
+    }
+
+
+def _caches() -> dict[str, dict[str, object]]:
+    """The files in which measurements are kept between runs."""
+    from lancet_kernels.kernels.cache_folder import cache_folder
+    from lancet_kernels.kernels.tuning import default_cache
+
+    folder = cache_folder()
+    files = (
+        ("op times", folder / "times.json", "milliseconds"),
+        ("device costs", folder / "device_costs.json", "devices"),
+        ("tuned configurations", default_cache(), "entries"),
+    )
+    return {what: {"file": _without_home(path), "state": _state(path, key)} for what, path, key in files}
+
+
+def _state(path: Path, key: str) -> str:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))[key]
+        return f"{len(entries)} entries, {path.stat().st_size / 1024:.0f} KiB"
+    except FileNotFoundError:
+        return "not there yet"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"unreadable ({type(error).__name__}): it is ignored and written anew"
+
+
+def _without_home(path: Path) -> str:
+    try:
+        return str(Path("~") / path.relative_to(Path.home()))
+    except (ValueError, RuntimeError):
+        return path.name
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    shown = {name: environ[name] for name in _SHOWN if name in environ}
+    hidden = {name: "set" for name in sorted(environ) if name.startswith(_SET) and name not in shown}
+    return shown | hidden
+
+
+def as_text(facts: Mapping[str, Any]) -> str:
+    """The facts for people, a line each."""
+    lines = [
+        f"lancet_kernels {facts['lancet_kernels']}, Python {facts['python']}, {facts['platform']}, "
+        f"{facts['cpu_cores']} CPU cores",
+        *_section("Packages", facts["packages"]),
+        *_section("CUDA", facts["cuda"]),
+        "GPUs" if facts["gpus"] else "GPUs: none",
+    ]
+    for number, gpu in enumerate(facts["gpus"]):
+        about = f"compute capability {gpu['compute_capability']}, {gpu['memory_gb']} GB"
+        lines.append(f"  {number}: {gpu['name']}, {about}")
+    lines += [f"NVLink: {facts['nvlink']}", *_section("Symmetric memory", facts["symmetric_memory"])]
+    lines.append("Backends")
+    for name, row in facts["backends"].items():
+        lines.append(f"  {'yes' if row['works'] else 'no ':<3}  {name}: {row['reason']}")
+    caches = {what: f"{cache['file']}: {cache['state']}" for what, cache in facts["caches"].items()}
+    return "\n".join([*lines, *_section("Caches", caches), *_section("Environment", facts["variables"])])
+
+
+def _section(title: str, rows: Mapping[str, object]) -> list[str]:
+    if not rows:
+        return [f"{title}: none"]
+    width = max(map(len, rows))
+    return [title, *(f"  {name:<{width}}  {'-' if value is None else value}" for name, value in rows.items())]

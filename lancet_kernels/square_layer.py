@@ -1,0 +1,311 @@
+"""A linear layer of which each of 4^k ranks holds 1 / 4^k: of weight, bias, gradients, input and output.
+
+    q  ranks along a side, 2^k      m, n, k  rows, features in and features out of a tile
+
+Rank r * q + c has tile (r, c) of input and output, so that layers follow each other, with element-wise
+functions in between. Nothing is replicated and no collective is called; tiles travel from rank to rank behind
+the GEMMs (PrimePar, ASPLOS '24; `ops.square_linear`, `graph.slices`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.slices import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    LINEAR,
+    Partition,
+    Sources,
+    hand_over,
+    shifts,
+    sources,
+    square,
+)
+from lancet_kernels.ops.groups import group_name, group_rank, group_size
+from lancet_kernels.ops.shift import start_shift
+from lancet_kernels.ops.square_linear import Movements, Padding, Pieces, square_linear
+from lancet_kernels.ops.tiles import gather_tiles, row_of_rank, scatter_tiles
+from lancet_kernels.training.gradients import set_gradient_group
+
+_SLICES_NEEDED = ((FORWARD, "n"), (FORWARD, "k"), (GRADIENT, "n"))
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class SquareLinear(nn.Module):
+    """y = x W^T + b, of whole tensors what `nn.Linear` computes, on the ranks of a group.
+
+        layer = SquareLinear(1024, 4096)
+        tile = layer.scatter(x)                 # [..., 1024] on every rank -> [rows, 1024 / q]
+        y = layer.gather(layer(tile), x.shape[:-1])
+
+    Sizes that the ranks do not divide are filled up with zeros, which stay zero. From the forward to the
+    backward a rank keeps the last tile of the weight that it multiplied.
+
+    Args:
+        in_features, out_features: of the whole layer.
+        group: 4^k ranks (1, 4, 16, ...) that share it; None: all ranks.
+        bias: as of `nn.Linear`.
+    Raises: UserError for another number of ranks.
+
+    Its parameters start as those of an `nn.Linear` made at the same state of torch's random generator, which
+    has to be alike on all ranks; the whole weight exists for a moment.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: dist.ProcessGroup | None = None,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._initialize(linear, group)
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | None = None) -> SquareLinear:
+        """The layer with the weights of a linear layer that every rank has."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer._initialize(linear, group)
+        return layer
+
+    def to_linear(self) -> nn.Linear:
+        """The whole layer, on every rank. Collective over the ranks of the group."""
+        with torch.no_grad():
+            whole = self._gathered(self.weight, self._weight_tiles)
+            linear = nn.Linear(
+                self.in_features,
+                self.out_features,
+                self.bias is not None,
+                device=whole.device,
+                dtype=whole.dtype,
+            )
+            linear.weight.copy_(whole[: self.out_features, : self.in_features])
+            if self.bias is not None:
+                rows = self._gathered(self.bias[None], self._weight_tiles)[:, : len(self.weight)]
+                linear.bias.copy_(rows.reshape(-1)[: self.out_features])
+        return linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's tile: [..., in_features / q] -> [..., out_features / q], as many rows on every rank.
+
+        Raises: UserError (shape or dtype wrong, or another one on another rank), CommunicationError.
+        """
+        self._check(x)
+        rows = x.reshape(-1, x.shape[-1])
+        pieces = self._pieces() if self.bias is not None else None
+        padding = self._padding() if self._is_padded else None
+        y = square_linear(rows, self.weight, self.bias, pieces, padding, self._movements, self._group)
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """[..., in_features], alike on every rank -> this rank's tile [rows, in_features / q].
+
+        Differentiable: every rank gets the whole gradient.
+        Raises: UserError for another number of features.
+        """
+        if x.shape[-1:] != (self.in_features,):
+            raise UserError(
+                "input of SquareLinear.scatter",
+                got=tuple(x.shape),
+                expected=f"[..., {self.in_features}]",
+                do="give the whole input",
+            )
+        return self._scattered(x.reshape(-1, self.in_features), self._activation_tiles)
+
+    def gather(self, y: Tensor, leading: Sequence[int] | None = None) -> Tensor:
+        """This rank's tile [rows, out_features / q] -> the whole [*leading, out_features] on every rank.
+
+        Differentiable: what follows is the same on every rank, so each takes its tile of the gradient.
+        Args: leading: the leading dimensions of what was scattered; None: one with the rows of all tiles,
+            including those that `scatter` added where q does not divide them.
+        Raises: UserError if the tiles do not have so many rows.
+        """
+        whole = self._gathered(y.reshape(-1, y.shape[-1]), self._activation_tiles)[:, : self.out_features]
+        if leading is None:
+            return whole
+        rows = math.prod(leading)
+        if not len(whole) - self._side < rows <= len(whole):
+            raise UserError(
+                "leading dimensions of SquareLinear.gather",
+                got=f"{tuple(leading)}, {rows} rows",
+                expected=f"those of the {len(whole)} rows of all tiles",
+                do="give the leading dimensions of what was scattered",
+            )
+        return whole[:rows].view(*leading, self.out_features)
+
+    def extra_repr(self) -> str:
+        """Sizes of the whole layer, and on how many ranks it lies."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}, ranks={self._side**2}"
+
+    def _initialize(self, linear: nn.Linear, group: dist.ProcessGroup | None) -> None:
+        self._group = group_name(group)
+        ranks = group_size(self._group)
+        exponent = (ranks.bit_length() - 1) // 2
+        if 4**exponent != ranks:
+            raise UserError(
+                "ranks of SquareLinear",
+                got=ranks,
+                expected="1, 4, 16, 64, ...",
+                do="give a group of so many ranks, or use nn.Linear",
+            )
+        self._side, self._movements = 1 << exponent, derived_movements(exponent)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._seen: set[tuple[int, torch.dtype]] = set()
+        partition = Partition((square(exponent),))
+        self._activation_tiles = _tile_numbers(partition, ("m", "k"))
+        self._weight_tiles = _tile_numbers(partition, ("k", "n"))
+        self._slices_of_steps = {key: _slices(partition, *key) for key in _SLICES_NEEDED}
+        self._is_padded = bool(self.in_features % self._side or self.out_features % self._side**2)
+        with torch.no_grad():
+            self.weight = nn.Parameter(self._scattered(linear.weight, self._weight_tiles))
+            self.bias = None if linear.bias is None else nn.Parameter(self._bias_piece(linear.bias))
+        # No other rank has the same.
+        set_gradient_group(self, None)
+
+    def _pieces(self) -> Pieces:
+        """Of the weight tile of slices (N, K) it is piece N of slice K."""
+        k, p, device = *self._tile_sizes(), self.weight.device
+        piece_of_step_S = self._own_slices(FORWARD, "n")
+        step_of_piece_S = piece_of_step_S.argsort()
+        element_K = torch.arange(k, device=device)
+        order_K = step_of_piece_S[element_K // p] * p + element_K % p
+        columns_SP = self._own_slices(GRADIENT, "n")[:, None] * p + torch.arange(p, device=device)
+        return Pieces(order_K, columns_SP.clamp(max=k - 1))
+
+    def _padding(self) -> Padding:
+        k, p, device = *self._tile_sizes(), self.weight.device
+        row, column = self._own_slices(FORWARD, "k")[0], self._own_slices(FORWARD, "n")[0]
+        element_K = torch.arange(k, device=device)
+        element_N = torch.arange(self.weight.shape[1], device=device)
+        element_P = column * p + torch.arange(p, device=device)
+        real_K = row * k + element_K < self.out_features
+        real_N = column * len(element_N) + element_N < self.in_features
+        real_P = (element_P < k) & (row * k + element_P < self.out_features)
+        return Padding(real_K[:, None] & real_N, real_P)
+
+    def _own_slices(self, phase: str, dimension: str) -> Tensor:
+        """[q] int64: the slice of this rank at each step."""
+        return row_of_rank(self._slices_of_steps[phase, dimension], self._group, self.weight)
+
+    def _tile_sizes(self) -> tuple[int, int]:
+        """Rows k of the weight tile, elements p of the bias piece."""
+        k = self.weight.shape[0]
+        return k, math.ceil(k / self._side)
+
+    def _bias_piece(self, bias: Tensor) -> Tensor:
+        """[out_features] -> [p]: the piece of this rank's slice of K that its slice of N numbers."""
+        k, q = len(self.weight), self._side
+        rows = pad(bias, (0, q * k - len(bias))).view(q, k)
+        return self._scattered(rows, self._weight_tiles).view(-1)
+
+    def _scattered(self, whole: Tensor, tile_of: list[int]) -> Tensor:
+        rows, columns = whole.shape
+        filled = pad(whole, (0, -columns % self._side, 0, -rows % self._side))
+        return scatter_tiles(filled, tile_of, self._side, self._group)
+
+    def _gathered(self, tile: Tensor, tile_of: list[int]) -> Tensor:
+        return gather_tiles(tile, tile_of, self._side, self._group)
+
+    def _check(self, x: Tensor) -> None:
+        width = self.weight.shape[1]
+        if x.dim() < 1 or x.shape[-1] != width or x.dtype != self.weight.dtype:
+            raise UserError(
+                "input tile of SquareLinear",
+                got=f"{tuple(x.shape)} of {_name(x.dtype)}",
+                expected=f"[..., {width}] of {_name(self.weight.dtype)}",
+                do="scatter the whole input, or give the output of the layer before",
+            )
+        if not torch.compiler.is_compiling():
+            self._compare(x)
+
+    def _compare(self, x: Tensor) -> None:
+        """Let all ranks raise if one of them has another layer or number of rows; once for each number."""
+        rows = x.numel() // max(x.shape[-1], 1)
+        if not self._group or (rows, x.dtype) in self._seen:
+            return
+        own = [rows, self.in_features, self.out_features, int(self.bias is not None), _DTYPES.index(x.dtype)]
+        ranks = group_size(self._group)
+        rank, headers = group_rank(self._group), [torch.tensor(own, device=x.device)]
+        around = [(place + 1) % ranks for place in range(ranks)]
+        for _ in range(ranks - 1):
+            headers += start_shift([headers[-1]], around, self._group, "SquareLinear's shapes").wait()
+        for n, header in enumerate(map(Tensor.tolist, headers)):
+            if header != own:
+                raise UserError(
+                    "SquareLinear across ranks (rows, features in, features out, bias, dtype)",
+                    got=f"{_header(own)} on rank {rank} and {_header(header)} on rank {(rank + n) % ranks}",
+                    expected="the same on every rank",
+                    do="give every rank the same layer and tiles of one scattered input",
+                )
+        self._seen.add((rows, x.dtype))
+
+
+@cache
+def derived_movements(exponent: int) -> Movements:
+    """Who sends what to whom on 4^exponent ranks, by their dimension slice indices."""
+    partition = Partition((square(exponent),))
+    (x, weight), (dy, _) = LINEAR[FORWARD].operands, LINEAR[BACKWARD].operands
+    dweight, dx = LINEAR[GRADIENT].result, LINEAR[BACKWARD].result
+
+    def between(phase, tensor) -> tuple[Sources, ...]:
+        return shifts(partition, phase, tensor)
+
+    def align(tensor, before: tuple[str, int], after: tuple[str, int]) -> Sources:
+        return hand_over(partition, tensor, before, after)
+
+    # Layers follow each other: an input has the place of an output.
+    place = partition.tiles(FORWARD, ("b", "m", "k"), -1)
+    return Movements(
+        enter=sources(place, partition.tiles(FORWARD, x.dimensions, 0)),
+        forward_x=between(FORWARD, x),
+        forward_weight=between(FORWARD, weight),
+        weight_to_backward=align(weight, (FORWARD, -1), (BACKWARD, 0)),
+        dy_to_backward=sources(place, partition.tiles(BACKWARD, dy.dimensions, 0)),
+        backward_dy=between(BACKWARD, dy),
+        backward_weight=between(BACKWARD, weight),
+        leave=sources(partition.tiles(BACKWARD, dx.dimensions, -1), place),
+        dy_to_gradient=align(dy, (BACKWARD, -1), (GRADIENT, 0)),
+        dy_directly=sources(place, partition.tiles(GRADIENT, dy.dimensions, 0)),
+        x_to_gradient=align(x, (FORWARD, -1), (GRADIENT, 0)),
+        gradient_x=between(GRADIENT, x),
+        gradient_dy=between(GRADIENT, dy),
+        gradient_dweight=between(GRADIENT, dweight),
+        dweight_to_weight=align(dweight, (GRADIENT, -1), (FORWARD, 0)),
+    )
+
+
+def _tile_numbers(partition: Partition, dimensions: tuple[str, str]) -> list[int]:
+    """Of every rank the number (row by row) of its tile of a matrix, where the forward begins."""
+    tiles = partition.tiles(FORWARD, dimensions, 0)
+    return [row * partition.slices(dimensions[0]) + column for row, column in tiles]
+
+
+def _slices(partition: Partition, phase: str, dimension: str) -> list[int]:
+    """A row for each rank with its slice at each step."""
+    places = product(range(partition.devices), range(partition.steps))
+    return [partition.slice(phase, dimension, device, t) for device, t in places]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _header(header: list[int]) -> tuple:
+    return *header[:3], bool(header[3]), _name(_DTYPES[header[4]])

@@ -1,0 +1,145 @@
+"""A shift: every rank sends tiles to one rank and receives as many from one (PrimePar, ring communication).
+
+    source_of[w]   the place in the group from which the rank in place w gets tiles: a permutation, alike on
+                   all ranks
+
+Point to point (`batch_isend_irecv`), so nobody waits for a third rank. `start_shift` gives it in two halves;
+tiles have the same shapes on all ranks. A shift is its own adjoint, the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.groups import group_of, group_size
+from lancet_kernels.ops.link import Transfer, link
+from lancet_kernels.ops.waiting import waiting
+
+
+class _Works:
+    """The halves of one shift, waited for as one: first what comes, then what is sent."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass
+class PendingShift:
+    """A shift under way. `wait` gives the tiles that came."""
+
+    works: _Works
+    transfer: Transfer
+    sent: list[Tensor]
+    received: list[Tensor]
+    group: dist.ProcessGroup
+    peers: tuple[int, int]
+    """Places in the group: where tiles come from, and where this rank's go."""
+    what: str
+
+    def wait(self) -> list[Tensor]:
+        """Bounded by the process group's timeout; raises CommunicationError."""
+        with waiting(self.what, self.group, peers=self.peers):
+            self.transfer.finish(self.works)
+        self.sent = []
+        return self.received
+
+
+@dataclass
+class TilesHere:
+    """A shift in which nothing comes to this rank from another one."""
+
+    tiles: list[Tensor]
+
+    def wait(self) -> list[Tensor]:
+        """-> the tiles that were given, themselves."""
+        return self.tiles
+
+
+def start_shift(
+    tiles: list[Tensor], source_of: Sequence[int], group: str, what: str = "", after: Tensor | None = None
+) -> PendingShift | TilesHere:
+    """Begin to send tiles, which must stay as they are until `wait`.
+
+    Args: group: a name from `group_name`. what: travels, for the message if a rank stays away.
+        after: a tensor before which the shift must not begin in a captured graph; it is not sent.
+    Raises: UserError (source_of is no permutation), CommunicationError.
+    """
+    _check_permutation(source_of, group)
+    if not group:
+        return TilesHere(tiles)
+    process_group, what = group_of(group), f"shift of {what}" if what else "shift"
+    rank = process_group.rank()
+    source, target = source_of[rank], list(source_of).index(rank)
+    is_cuda = tiles[0].is_cuda
+    if source == rank:
+        link.skip_shift(process_group)
+        return TilesHere(tiles)
+    sent = [tile.contiguous() for tile in tiles]
+    received = [torch.empty_like(tile) for tile in sent]
+    size = sum(tile.numel() * tile.element_size() for tile in sent)
+    from_rank, to_rank = (dist.get_global_rank(process_group, place) for place in (source, target))
+    with waiting(what, process_group, peers=(source, target)):
+        transfer = link.start_shift(process_group, source, size, is_cuda)
+        works = _Works(
+            dist.batch_isend_irecv(
+                [dist.P2POp(dist.irecv, tile, from_rank, process_group) for tile in received]
+                + [dist.P2POp(dist.isend, tile, to_rank, process_group) for tile in sent]
+            )
+        )
+    if is_cuda:
+        transfer.watch(works)  # the tiles are kept here
+    return PendingShift(works, transfer, sent, received, process_group, (source, target), what)
+
+
+def _check_permutation(source_of: Sequence[int], group: str) -> None:
+    ranks = group_size(group)
+    if sorted(source_of) != list(range(ranks)):
+        raise UserError(
+            "sources of a shift",
+            got=list(source_of),
+            expected=f"each of the {ranks} places of the group once",
+            do="let every rank send to one rank and receive from one",
+        )
+
+
+@torch.library.custom_op("lancet::shift", mutates_args=())
+def shift(
+    tiles: list[Tensor], source_of: list[int], group: str, what: str, after: Tensor | None
+) -> list[Tensor]:
+    """Send and receive tiles, and wait.
+
+    Args: as of `start_shift`.
+    Returns: the tiles of the source, of the same shapes.
+    """
+    received = start_shift(tiles, source_of, group, what).wait()
+    if received is not tiles:
+        return received
+    # An op's results may not be its inputs.
+    return [tile.clone(memory_format=torch.contiguous_format) for tile in tiles]
+
+
+@shift.register_fake
+def _(tiles, source_of, group, what, after):
+    return [torch.empty_like(tile, memory_format=torch.contiguous_format) for tile in tiles]
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, ctx.source_of, ctx.group, ctx.what, _ = inputs
+
+
+def _backward(ctx, grads):
+    back = [ctx.source_of.index(place) for place in range(len(ctx.source_of))]
+    return shift(list(grads), back, ctx.group, f"gradient of {ctx.what}", None), None, None, None, None
+
+
+shift.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,208 @@
+"""O = I W over 4^k ranks in 2^k steps, without a collective and without a replica (PrimePar, P(2^k x 2^k)).
+
+    q  ranks along a side, 2^k      m, n, k  rows, features in and features out of a tile (1 / q of the whole)
+    p  elements of a bias piece (1 / q of k)
+
+Per step a rank multiplies the tiles it has, while those of the next step travel: each phase starts its
+shifts before the GEMM that hides them and waits for them behind it. Who sends what to whom is an argument
+(`Movements`), which `graph.slices` derives.
+
+Weight and bias keep their place. A piece of the bias belongs to the weight tile of the same slices and
+travels with it; over the steps of the forward all pieces of a column pass every rank of it. From the forward
+to the backward a rank keeps its last tiles of input and weight: the gradient phase and the backward begin
+with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lancet_kernels.ops.shift import PendingShift, TilesHere, shift, start_shift
+
+Sources = tuple[int, ...]
+
+
+class Movements(NamedTuple):
+    """Where tiles come from, for each place of the group (`ops.shift`); of several, one between each step and
+    the next. Hand-overs in which nothing travels cost nothing."""
+
+    enter: Sources
+    """Input, from its place to the first step of the forward."""
+    forward_x: tuple[Sources, ...]
+    forward_weight: tuple[Sources, ...]
+    weight_to_backward: Sources
+    dy_to_backward: Sources
+    backward_dy: tuple[Sources, ...]
+    backward_weight: tuple[Sources, ...]
+    leave: Sources
+    """Gradient of the input, from the last step of the backward to the place of the input."""
+    dy_to_gradient: Sources
+    dy_directly: Sources
+    """The same from the output's place: where nobody wants the gradient of the input."""
+    x_to_gradient: Sources
+    gradient_x: tuple[Sources, ...]
+    gradient_dy: tuple[Sources, ...]
+    gradient_dweight: tuple[Sources, ...]
+    dweight_to_weight: Sources
+
+
+class Pieces(NamedTuple):
+    """Which part of the bias this rank has when."""
+
+    order_K: Tensor
+    """Place of each element of the bias among the pieces of the forward's steps, one after another."""
+    columns_SP: Tensor
+    """Columns of dO that belong to the piece whose gradient each step of the gradient phase adds to."""
+
+
+class Padding(NamedTuple):
+    """What of this rank's tiles belongs to the layer (bool); gradients of what fills them up are zero."""
+
+    weight_KN: Tensor
+    piece_P: Tensor
+
+
+def naive_square_linear(x: Tensor, weight_KN: Tensor, bias_K: Tensor | None = None) -> Tensor:
+    """The reference: x [..., N] on one rank."""
+    y = x @ weight_KN.T
+    return y if bias_K is None else y + bias_K
+
+
+def square_linear(
+    x_MN: Tensor,
+    weight_KN: Tensor,
+    bias_P: Tensor | None,
+    pieces: Pieces | None,
+    padding: Padding | None,
+    movements: Movements,
+    group: str,
+) -> Tensor:
+    """This rank's tile of the product: [m, n] -> [m, k]. Differentiable once.
+
+    Args: weight_KN, bias_P: this rank's tile [k, n] and piece [p], where the forward begins.
+        group: of 4^k ranks, a name from `group_name`.
+    Raises: CommunicationError.
+    """
+    order, columns = pieces or (None, None)
+    real_weight, real_piece = padding or (None, None)
+    return _SquareLinear.apply(
+        x_MN, weight_KN, bias_P, order, columns, real_weight, real_piece, movements, group
+    )
+
+
+class _SquareLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, order, columns, real_weight, real_piece, movements, group):
+        y, x, weight = _forward(x, weight, bias, order, movements, group)
+        ctx.save_for_backward(x, weight, columns, real_weight, real_piece)
+        ctx.movements, ctx.group = movements, group
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, columns, real_weight, real_piece = ctx.saved_tensors
+        moves, group = ctx.movements, ctx.group
+        dx = leaving = dweight = dbias = None
+        if ctx.needs_input_grad[0]:
+            dx, dy = _input_gradient(dy, weight, moves, group)
+            leaving = _start([dx], moves.leave, group, "dI, backward to the input's place")
+            sources = moves.dy_to_gradient
+        else:
+            sources = moves.dy_directly
+        if ctx.needs_input_grad[1]:
+            (dy,) = _start([dy], sources, group, "dO, backward to gradient").wait()
+            (x,) = _start([x], moves.x_to_gradient, group, "I, forward to gradient").wait()
+            dweight, *pieces = _weight_gradient(x, dy, columns, moves, group)
+            dbias = pieces[0] if pieces else None
+            if real_weight is not None:
+                dweight = dweight * real_weight
+                dbias = dbias * real_piece if pieces else None
+        if leaving is not None:
+            (dx,) = leaving.wait()
+        return dx, dweight, dbias, *[None] * 6
+
+
+def _forward(x, weight, bias, order, moves: Movements, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    """-> tile of O; tiles of I and W of the last step."""
+    (x,) = _start([x], moves.enter, group, "I to the forward").wait()
+    tiles, passed = [weight] if bias is None else [weight, bias], []
+    y, steps = x.new_empty(0), len(moves.forward_x) + 1
+    for t in range(steps):
+        if t + 1 < steps:
+            next_x = _start([x], moves.forward_x[t], group, f"I, forward step {t + 1}")
+            next_tiles = _start(tiles, moves.forward_weight[t], group, f"W, forward step {t + 1}")
+        y = x @ tiles[0].T if t == 0 else torch.addmm(y, x, tiles[0].T)
+        passed += tiles[1:]
+        if t + 1 < steps:
+            (x,), tiles = next_x.wait(), next_tiles.wait()
+    if bias is not None:
+        y = y + torch.cat(passed)[order]
+    return y, x, tiles[0]
+
+
+def _input_gradient(dy, weight, moves: Movements, group: str) -> tuple[Tensor, Tensor]:
+    """-> tile of dI; tile of dO of the last step."""
+    (weight,) = _start([weight], moves.weight_to_backward, group, "W, forward to backward").wait()
+    (dy,) = _start([dy], moves.dy_to_backward, group, "dO to the backward").wait()
+    dx, steps = dy.new_empty(0), len(moves.backward_dy) + 1
+    for t in range(steps):
+        if t + 1 < steps:
+            next_dy = _start([dy], moves.backward_dy[t], group, f"dO, backward step {t + 1}")
+            next_weight = _start([weight], moves.backward_weight[t], group, f"W, backward step {t + 1}", dy)
+        dx = dy @ weight if t == 0 else torch.addmm(dx, dy, weight)
+        if t + 1 < steps:
+            (dy,), (weight,) = next_dy.wait(), next_weight.wait()
+    return dx, dy
+
+
+def _weight_gradient(x, dy, columns: Tensor | None, moves: Movements, group: str) -> list[Tensor]:
+    """-> tile of dW, and the piece of the bias' gradient if `columns` says what belongs to it.
+
+    A sum that moves on does so behind the GEMM of the step it moves to.
+    """
+    sums: list[Tensor] = []
+    steps = len(moves.gradient_x) + 1
+    for t in range(steps):
+        if t + 1 < steps:
+            next_x = _start([x], moves.gradient_x[t], group, f"I, gradient step {t + 1}", dy)
+            next_dy = _start([dy], moves.gradient_dy[t], group, f"dO, gradient step {t + 1}")
+        travels = t > 0 and _moves(moves.gradient_dweight[t - 1])
+        if travels:
+            next_sums = _start(sums, moves.gradient_dweight[t - 1], group, f"dW, gradient step {t}")
+        dbias = [] if columns is None else [dy.sum(0)[columns[t]]]
+        if travels or not sums:
+            added = [dy.T @ x, *dbias]
+            if travels:
+                sums = next_sums.wait()
+            sums = [total + new for total, new in zip(sums, added, strict=True)] if sums else added
+        else:
+            # One launch multiplies and adds.
+            product = torch.addmm(sums[0], dy.T, x)
+            sums = [product, *(total + new for total, new in zip(sums[1:], dbias, strict=True))]
+        if t + 1 < steps:
+            (x,), (dy,) = next_x.wait(), next_dy.wait()
+    return _start(sums, moves.dweight_to_weight, group, "dW to the place of W").wait()
+
+
+def _moves(sources: Sequence[int]) -> bool:
+    return any(source != place for place, source in enumerate(sources))
+
+
+def _start(
+    tiles: list[Tensor], sources: Sequence[int], group: str, what: str, after: Tensor | None = None
+) -> PendingShift | TilesHere:
+    """A shift in two halves; in a graph that is captured in one piece, which a plan takes apart.
+
+    after: the gradient behind which it belongs, where it reads none: else it would go into the forward.
+    """
+    if not _moves(sources):
+        return TilesHere(tiles)
+    if torch.compiler.is_compiling():
+        return TilesHere(shift(tiles, list(sources), group, what, after))
+    return start_shift(tiles, sources, group, what)

@@ -1,0 +1,114 @@
+"""A transformer block as a graph for `schedules.segments`, and the partitions others give it.
+
+    0 add  1 norm  2 qkv  3 attention  4 projection  5 add  6 norm  7 fc1  8 activation  9 fc2  10 add
+
+Operator 0 is the last one of the block before. Attention is one operator, cut along batch and heads alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.clusters import Cluster
+from lancet_kernels.graph.slices import Partition, replicate, split
+from lancet_kernels.schedules.partition_costs import Operator, linear, pointwise
+from lancet_kernels.schedules.segments import Problem, Solution, solution_of
+
+EDGES = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5), (5, 6), (6, 7), (7, 8), (8, 9), (9, 10), (5, 10))
+MLP = ("fc1", "activation", "fc2")
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Of a block. gated: the activation multiplies two halves (SwiGLU). key_value_width: of keys, and of
+    values, where it is another one (grouped queries)."""
+
+    width: int
+    heads: int
+    hidden: int
+    gated: bool = False
+    key_value_width: int = 0
+
+    @property
+    def parameters(self) -> int:
+        """Of the four linear layers."""
+        return (
+            self.width * (self.width + 2 * (self.key_value_width or self.width))
+            + self.width**2
+            + self.width * self.hidden * (3 if self.gated else 2)
+        )
+
+
+def block(sizes: BlockSizes, batch: int, sequence: int) -> tuple[Operator, ...]:
+    """Its operators, for a batch of sequences."""
+    b, m, d, f = batch, sequence, sizes.width, sizes.hidden
+    qkv = d + 2 * (sizes.key_value_width or d)
+    # Causal: half of query x key and of probabilities x value.
+    attention = 2.0 * b * m * m * d
+    return (
+        pointwise("add 0", b, m, d, passes=3),
+        pointwise("norm 1", b, m, d, passes=2),
+        linear("qkv", b, m, d, qkv),
+        pointwise("attention", b, m, d, splits="bh", passes=4, flops=attention),
+        linear("projection", b, m, d, d),
+        pointwise("add 1", b, m, d, passes=3),
+        pointwise("norm 2", b, m, d, passes=2),
+        linear("fc1", b, m, d, f * (2 if sizes.gated else 1)),
+        pointwise("activation", b, m, f, passes=3 if sizes.gated else 2),
+        linear("fc2", b, m, f, d),
+        pointwise("add 2", b, m, d, passes=3),
+    )
+
+
+def problem(
+    cluster: Cluster, sizes: BlockSizes, batch: int, sequence: int, devices: int, *, squares: bool = True
+) -> Problem:
+    """Every partition of a block over so many devices; without squares, the purely spatial ones."""
+    return Problem.over(cluster, block(sizes, batch, sequence), EDGES, devices, squares=squares)
+
+
+def megatron(operators: Sequence[Operator], data_bits: int, tensor_bits: int) -> list[Partition]:
+    """Megatron's partition of each operator: the batch over the first bits, then columns of qkv and fc1,
+    heads, and rows of the projection and fc2; what stands between is replicated. Without tensor bits: data
+    parallel.
+
+    Raises: UserError if the batch is smaller than its slices.
+    """
+    if operators[0].sizes["b"] < 1 << data_bits:
+        raise UserError(
+            "data-parallel devices",
+            got=1 << data_bits,
+            expected=f"at most the batch, {operators[0].sizes['b']}",
+            do="use a larger batch or more tensor-parallel devices",
+        )
+    tensor = {"qkv": "k", "attention": "h", "projection": "n", "fc1": "k", "activation": "k", "fc2": "n"}
+    return [
+        Partition(
+            (split("b"),) * data_bits
+            + (split(tensor[o.name]) if o.name in tensor else replicate(),) * tensor_bits
+        )
+        for o in operators
+    ]
+
+
+def fixed(problem: Problem, partitions: Sequence[Partition], layers: int = 1) -> Solution:
+    """What one given partition of every operator costs in so many layers."""
+    only = problem.restricted({o.name: (p,) for o, p in zip(problem.operators, partitions, strict=True)})
+    return solution_of(only, [0] * (1 + layers * (len(partitions) - 1)))
+
+
+def best_megatron(
+    problem: Problem, devices: int, layers: int = 1, memory_limit: float | None = None
+) -> Solution:
+    """The fastest split of the devices into data and tensor parallel ones that fits; if none does, the one
+    that needs least memory."""
+    bits, batch = devices.bit_length() - 1, problem.operators[0].sizes["b"]
+    every = [
+        fixed(problem, megatron(problem.operators, data, bits - data), layers)
+        for data in range(bits + 1)
+        if 1 << data <= batch
+    ]
+    fitting = [s for s in every if memory_limit is None or s.memory_bytes <= memory_limit]
+    return min(fitting, key=lambda s: s.ms) if fitting else min(every, key=lambda s: s.memory_bytes)

@@ -1,0 +1,117 @@
+"""The documentation: its Python runs, its commands parse, its links lead somewhere, and it builds."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+
+from lancet_kernels.cli import _parser
+from lancet_kernels.graph.rules import RULES
+from lancet_kernels.ops.gates import GATES
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Others wait for optimize(), which measures, or for transformers.
+QUICK = (
+    "capacity.md capacity-passing.md add-a-gate.md add-a-partition-rule.md add-a-model-family.md "
+    "plan-without-a-cluster.md"
+).split()
+BLOCK = re.compile(r"^(<!-- not run: .* -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def blocks(page: Path, language: str) -> list[tuple[bool, str]]:
+    """(is run, text) of the page's code in a language."""
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [(not skipped, text) for skipped, name, text in found if name == language]
+
+
+def pages_with_python() -> list:
+    pages = [page for page in PAGES if any(run for run, _ in blocks(page, "python"))]
+    return [
+        pytest.param(page, id=page.name, marks=() if page.name in QUICK else pytest.mark.long)
+        for page in pages
+    ]
+
+
+@pytest.mark.parametrize("page", pages_with_python())
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page in a row, in an empty folder."""
+    if "transformers" in page.read_text():
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look for it
+    # Pages add gates and rules.
+    with mock.patch.dict(GATES), mock.patch.dict(RULES), contextlib.redirect_stdout(io.StringIO()):
+        for run, text in blocks(page, "python"):
+            if run:
+                exec(compile(text, str(page), "exec"), vars(module))
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command line) of every `lancet` in a shell block."""
+    found = []
+    for page in PAGES:
+        for _, text in blocks(page, "bash"):
+            lines = (line.split("  #")[0].strip() for line in text.replace("\\\n", " ").splitlines())
+            found += [(page.name, line) for line in lines if re.match(r"(\.venv/bin/)?lancet\b", line)]
+    return found
+
+
+def test_commands_parse() -> None:
+    assert len(commands()) > 20
+    for page, line in commands():
+        try:
+            _parser().parse_args(shlex.split(line)[1:])
+        except SystemExit as stop:
+            raise AssertionError(f"{page}: {line}") from stop
+
+
+def test_files_and_links_exist() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for target in LINK.findall(text):
+            if not target.startswith(("http://", "https://")):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+        for name in re.findall(r"`((?:examples|tests|bench|docs|graph|ops|lancet_kernels)/[\w./-]+)`", text):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    import lancet_kernels
+
+    text = (ROOT / "docs/reference/api.md").read_text()
+    missing = [name for name in lancet_kernels.__all__ if not re.search(rf"\b{name}\b", text)]
+    assert not missing
+
+
+def test_every_environment_variable_is_in_the_reference() -> None:
+    text = (ROOT / "docs/reference/environment-variables.md").read_text()
+    for folder in ("lancet_kernels", "ops", "graph", "schedules"):
+        for source in (ROOT / folder).rglob("*.py"):
+            for name in re.findall(r'"(LANCET_[A-Z_]+[A-Z])"', source.read_text()):
+                assert f"`{name}`" in text, f"{name} in {source.name}"
+
+
+@pytest.mark.long
+def test_it_builds_without_warnings(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed")
+    pytest.importorskip("material", reason="mkdocs-material is not installed")
+    pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    support = (tmp_path / "site/reference/support.html").read_text()
+    assert "<code>fully_sharded_before</code>" in support
+    options = (tmp_path / "site/reference/command-line.html").read_text()
+    assert "<code>--checkpoint-every</code>" in options

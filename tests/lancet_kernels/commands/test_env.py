@@ -1,0 +1,86 @@
+"""`lancet env`: the facts are there, and nothing that could tell who or where."""
+
+import getpass
+import json
+import os
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory
+
+from lancet_kernels.cli import main
+from lancet_kernels.environment import as_text, environment
+
+
+def test_json_has_versions_backends_and_caches(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("LANCET_TUNED", str(tmp_path / "lancet_kernels" / "mine.json"))
+    folder = tmp_path / "lancet_kernels"
+    folder.mkdir()
+    (folder / "times.json").write_text(json.dumps({"milliseconds": {"a": 1.0, "b": 2.0}}))
+    (folder / "device_costs.json").write_text("{")
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["backends"]["torch, CPU ranks (gloo)"]["works"] == torch.distributed.is_gloo_available()
+    assert facts["backends"]["torch, GPUs (NCCL)"]["works"] == torch.cuda.is_available()
+    states = {what: cache["state"] for what, cache in facts["caches"].items()}
+    assert states["op times"].startswith("2 entries")
+    assert states["device costs"].startswith("unreadable")
+    assert states["tuned configurations"] == "not there yet"
+
+
+def test_says_neither_who_nor_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "wire-to-bigcluster")
+    monkeypatch.setenv("MASTER_ADDR", "head.bigcluster")
+    monkeypatch.setenv("LANCET_TUNED", "/data/jane/tuned.json")
+    monkeypatch.setenv("LANCET_RHO", "4")
+    text = as_text(environment())
+    assert "LANCET_RHO" in text
+    assert environment()["variables"]["NCCL_SOCKET_IFNAME"] == "set"
+    for secret in ("bigcluster", "jane", socket.gethostname(), str(Path.home()) + os.sep):
+        assert secret not in text
+    if len(user := getpass.getuser()) > 4:
+        assert user not in text
+
+
+def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = environment()["backends"]
+    assert rows["torch, CPU ranks (gloo)"] == {
+        "works": False,
+        "reason": "this torch was built without gloo: one rank only",
+    }
+    assert "CUDA" in rows["fused, one GPU"]["reason"]
+
+
+def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a machine with two GPUs answers torch."""
+    gpu = SimpleNamespace(name="H100", major=9, minor=0, total_memory=85e9, multi_processor_count=132)
+    answers = {
+        "is_available": True,
+        "device_count": 2,
+        "get_device_properties": gpu,
+        "get_device_capability": (9, 0),
+        "can_device_access_peer": True,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.distributed._symmetric_memory, "get_backend", lambda device: "CUDA")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    facts = environment()
+    assert facts["gpus"][1]["name"] == "H100"
+    assert facts["nvlink"].startswith("2 of 2 ordered pairs of GPUs have peer access")
+    assert facts["symmetric_memory"]["torch"] == "backend CUDA"
+    assert facts["backends"]["torch, GPUs (NCCL)"] == {"works": True, "reason": "NCCL 2.27.3"}
+    assert facts["backends"]["fused, one GPU"]["works"]
+    assert "nvshmem" in facts["backends"]["fused, several GPUs (NVSHMEM)"]["reason"].lower()
+    assert "0: H100, compute capability 9.0, 85.0 GB" in as_text(facts)

@@ -1,0 +1,98 @@
+"""`lancet reproduce --paper primepar`: numbers that follow from solutions, tested claims, pictures."""
+
+import json
+
+import pytest
+
+from lancet_kernels.cli import main
+from lancet_kernels.paper import primepar, primepar_report
+from lancet_kernels.paper.primepar import MODELS, Setting, claims, reproduce, simulate_setting, timelines
+
+SMALL = MODELS[0]
+
+
+@pytest.fixture(scope="module")
+def data() -> dict:
+    return reproduce([SMALL], [4])
+
+
+def test_rows_are_ratios_of_what_was_solved(data: dict) -> None:
+    (row,) = data["rows"]
+    times = row["iteration_ms"]
+    assert row["speedup"] == times["megatron"] / times["primepar"]
+    assert times["primepar"] <= times["spatial"] <= times["best megatron"] <= times["megatron"]
+    assert row["memory"] <= 1
+    assert set(row["partition"]) > {"qkv", "fc1", "fc2"}
+    assert any("P2x2" in p for p in row["partition"].values())
+    # Four all-reduces of O a layer, two of them around the MLP block.
+    mlp = row["mlp"]["megatron"]
+    size = primepar.BATCH * primepar.SEQUENCE * 4096 * 2
+    assert mlp["collective_ms"] == pytest.approx(2 * (2 * 0.020 + 2 * size * 3 / 4 / 104e9 * 1e3))
+    assert mlp["redistribution_ms"] == mlp["ring_ms"] == 0
+
+
+def test_claims_hold_only_where_all_values_do() -> None:
+    part = {
+        "computation_ms": 10.0,
+        "collective_ms": 1.0,
+        "redistribution_ms": 1.0,
+        "ring_ms": 0.0,
+        "exposed_ring_ms": 0.0,
+    }
+    primepar_part = part | {"collective_ms": 0.5, "redistribution_ms": 0.2, "ring_ms": 4.0}
+    row = {
+        "gpus": 4,
+        "speedup": 1.2,
+        "speedup_over_best_megatron": 1.1,
+        "memory": 0.7,
+        "mlp": {"megatron": part, "primepar": primepar_part},
+    }
+    more = row | {"gpus": 32, "speedup": 1.7, "memory": 0.9}
+    three = {"OPT 175B": {"megatron": {1: 3.0, 2: 4.0}, "primepar": {1: 2.5, 2: 2.0}}}
+    held = {c["name"].split(",")[0]: c for c in claims([row, more], three)}
+    assert all(c["holds"] for c in held.values())
+    assert held["training throughput over Megatron's"]["ours"] == (
+        "1.20 to 1.70; over its best split 1.10 to 1.10"
+    )
+    assert held["MLP block: latency of collectives relative to the baseline's"]["ours"] == "35.0% to 35.0%"
+    exposed = row | {
+        "mlp": {"megatron": part, "primepar": primepar_part | {"exposed_ring_ms": 1.0, "collective_ms": 1.9}}
+    }
+    broken = claims([exposed | {"speedup": 1.1, "memory": 0.94}, more | {"speedup": 1.05}], {})
+    assert [c["holds"] for c in broken] == [False, False, False, True, False, False]
+
+
+def test_the_slides_timelines_are_simulated() -> None:
+    """Megatron sums O and I in nodes and W between them; PrimePar O and I between nodes, W nowhere."""
+    kinds = {name.split(":")[0]: list(t.events) for name, t in timelines().items()}
+    sums = {name: [e.name for e in events if e.kind.value == "all_reduce"] for name, events in kinds.items()}
+    assert sums["Megatron"] == [
+        "sum of fc2 forward",
+        "sum of fc2 gradient",
+        "sum of fc1 backward",
+        "sum of fc1 gradient",
+    ]
+    assert sums["PrimePar"] == ["sum of fc2 forward", "sum of fc1 backward"]
+    assert any(e.kind.value == "point_to_point" for e in kinds["PrimePar"])
+
+
+@pytest.mark.long
+def test_a_faster_network_helps_both() -> None:
+    slow, fast = (simulate_setting(Setting(SMALL, 16, network=n)) for n in (1.0, 4.0))
+    assert fast.megatron.ms < slow.megatron.ms
+    assert fast.primepar.ms < slow.primepar.ms
+
+
+def test_the_command_prints_and_draws(data: dict, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(primepar, "reproduce", lambda progress: data)
+    assert main(["reproduce", "--paper", "primepar", "--json", "--output-folder", str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["simulated"] is True
+    assert {"name", "paper", "ours", "holds"} == set(printed["claims"][0])
+    assert all((tmp_path / f"primepar-{name}.png").stat().st_size > 10_000 for name in printed["pictures"])
+    text = primepar_report.text(data)
+    assert "nothing here was run on a GPU" in text
+    assert all(line.lstrip(" -") in text for line in primepar.ASSUMPTIONS)
+    assert (
+        main(["reproduce", "--paper", "primepar", "--figures", "11", "--output-folder", str(tmp_path)]) != 0
+    )

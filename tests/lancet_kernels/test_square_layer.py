@@ -1,0 +1,242 @@
+"""SquareLinear on real ranks: what nn.Linear computes, with 1 / 4^k of it on each rank and no collective."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from lancet_kernels import CommunicationError, SquareLinear, UserError
+from lancet_kernels.graph.slices import moves
+from lancet_kernels.ops.link import emulate_link, link
+from lancet_kernels.square_layer import derived_movements
+from tests.grids import few_of
+from tests.ranks import RankPool
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def pool_of_16() -> Iterator[RankPool]:
+    pool = RankPool(16)
+    yield pool
+    pool.close()
+
+
+class Block(nn.Module):
+    """Two linear layers with an element-wise function in between that is not zero at zero."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(gelu(self.first(x)) + 0.5)
+
+
+def make_block(n: int, hidden: int, k: int, bias: bool, dtype: torch.dtype) -> Block:
+    torch.manual_seed(0)
+    return Block(nn.Linear(n, hidden, bias, dtype=dtype), nn.Linear(hidden, k, bias, dtype=dtype))
+
+
+def called_by(block: Block, tile: Tensor) -> Counter[str]:
+    """What the process group is asked for in a forward and backward, by whatever asks."""
+    tile.requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        block(tile).square().sum().backward()
+    assert tile.grad is not None
+    return Counter(e.name for e in profile.events() if e.name.startswith("c10d::"))
+
+
+def train_on_rank(rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool, gbps: float | None) -> dict:
+    """Train a block whole and in tiles, side by side; what differs, what is held, what was called."""
+    n, _, k = sizes
+    whole = make_block(*sizes, bias, torch.float64)
+    tiled = Block(SquareLinear.from_linear(whole.first), SquareLinear.from_linear(whole.second))
+    whole_adam, tiled_adam = (torch.optim.Adam(b.parameters(), 1e-2) for b in (whole, tiled))
+    if gbps:
+        emulate_link(gbps)
+    errors = {"output": 0.0, "input gradient": 0.0, "parameter": 0.0}
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x, dy = (torch.randn(*rows, f, dtype=torch.float64, generator=generator) for f in (n, k))
+        x_whole, x_tiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y_whole = whole(x_whole)
+        y_whole.backward(dy)
+        y_tiled = tiled.second.gather(tiled(tiled.first.scatter(x_tiled)), rows)
+        y_tiled.backward(dy)
+        whole_adam.step()
+        tiled_adam.step()
+        held = [*tiled.parameters(), *(p.grad for p in tiled.parameters())]
+        whole_adam.zero_grad()
+        tiled_adam.zero_grad()
+        errors["output"] = max(errors["output"], difference(y_whole, y_tiled))
+        errors["input gradient"] = max(errors["input gradient"], difference(x_whole.grad, x_tiled.grad))
+    for layer, reference in zip(tiled.children(), whole.children(), strict=True):
+        for own, other in zip(layer.to_linear().parameters(), reference.parameters(), strict=True):
+            errors["parameter"] = max(errors["parameter"], difference(own, other))
+    states = [t for state in tiled_adam.state.values() for t in state.values() if t.dim()]
+    held += states
+    reference_bytes = 4 * sum(p.nbytes for p in whole.parameters())
+    return {
+        "errors": errors,
+        "called": called_by(tiled, tiled.first.scatter(x)),
+        "share": sum(t.nbytes for t in held) / reference_bytes,
+    }
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def check_training(results: list[dict], ranks: int, share: float | None = None) -> None:
+    for result in results:
+        assert max(result["errors"].values()) < 1e-10, result["errors"]
+        assert result["called"].keys() <= {"c10d::send", "c10d::recv_"}
+        assert share is None or result["share"] == share
+    if ranks > 1:
+        assert all(result["called"]["c10d::send"] > 0 for result in results)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "bias"),
+    few_of(
+        [
+            ((2, 4), (8, 16, 8), True),
+            ((3, 3), (5, 7, 5), True),
+            ((8,), (8, 16, 4), False),
+            ((1,), (1, 3, 2), True),
+        ],
+        0,
+        1,
+    ),
+)
+def test_four_ranks_train_what_one_trains(
+    pool: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool
+) -> None:
+    results = pool.run(train_on_rank, rows, sizes, bias, None, ranks=4)
+    is_even = all(size % 4 == 0 for size in sizes)
+    check_training(results, 4, share=1 / 4 if is_even else None)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("rows", "sizes"), [((16,), (32, 48, 32)), ((3, 5), (13, 21, 13)), ((2,), (64, 16, 64))]
+)
+def test_sixteen_ranks_train_what_one_trains(
+    pool_of_16: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int]
+) -> None:
+    results = pool_of_16.run(train_on_rank, rows, sizes, True, None, ranks=16, timeout_s=300)
+    is_even = all(size % 16 == 0 for size in sizes)
+    check_training(results, 16, share=1 / 16 if is_even else None)
+
+
+def test_one_rank_needs_no_group() -> None:
+    result = train_on_rank((2, 3), (5, 6, 5), True, None)
+    check_training([result], 1, share=1.0)
+
+
+def traffic_on_rank(gbps: float) -> tuple[int, int, int]:
+    """Transfers and bytes of a forward and backward over the emulated link, and what they should be."""
+    layer = SquareLinear(16, 32, dtype=torch.float64)
+    tile = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    layer(tile)
+    link.read()
+    emulate_link(gbps)
+    layer(tile).sum().backward()
+    traffic, rank = link.read(), dist.get_rank()
+    m, n, k, p = 8, 8, 16, 8
+    tiles = {"x": m * n, "dy": m * k, "weight": k * n + p, "dweight": k * n + p}
+    expected = count = 0
+    for name, sources in derived_movements(1)._asdict().items():
+        steps = sources if sources and isinstance(sources[0], tuple) else (sources,)
+        size = tiles.get(name.rpartition("_")[2], m * n)  # `enter`, `leave`
+        if name == "backward_weight":
+            size = k * n
+        if name != "dy_directly":
+            count += sum(s[rank] != rank for s in steps)
+            expected += 8 * size * sum(s[rank] != rank for s in steps)
+    return traffic.count, count, traffic.bytes_sent - expected
+
+
+def test_what_travels_is_what_was_derived_and_is_paced(pool: RankPool) -> None:
+    """The first call compares shapes; it is not counted."""
+    for count, expected, more in pool.run(traffic_on_rank, 0.5, ranks=4):
+        assert count == expected
+        assert more == 0
+
+
+def lonely_rank() -> str:
+    """All ranks compare shapes; in the second call rank 3 does not come."""
+    layer, tile = SquareLinear(8, 8), torch.randn(4, 4)
+    layer(tile)
+    if dist.get_rank() == 3:
+        dist.distributed_c10d._get_default_store().wait(["others are done"])
+        return ""
+    try:
+        for _ in range(2):
+            layer(tile)
+    except CommunicationError as error:
+        return str(error)
+    finally:
+        store = dist.distributed_c10d._get_default_store()
+        if store.add("done", 1) == 3:
+            store.set("others are done", "")
+    return "no error"
+
+
+def test_a_rank_that_stays_away_is_named(pool: RankPool) -> None:
+    """Rank 1 sends to and gets from ranks 0 and 3."""
+    messages = pool.run(lonely_rank, ranks=4, collective_timeout_s=3.0, leave_together=False)
+    assert any(re.search(r"waited \d+\.\d s in shift of [IW].* for rank\(s\) .*3", m) for m in messages), (
+        messages
+    )
+    assert not any("no error" in m for m in messages[:3])
+
+
+def mismatched_rank() -> str:
+    layer = SquareLinear(8, 8)
+    try:
+        layer(torch.randn(5 if dist.get_rank() == 2 else 4, 4))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_rows_all_raise(pool: RankPool) -> None:
+    messages = pool.run(mismatched_rank, ranks=4)
+    assert all("SquareLinear across ranks" in m and "on rank 2" in m for m in messages), messages
+
+
+def three_ranks() -> str:
+    try:
+        SquareLinear(4, 4)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_bad_input_gets_one_line(pool: RankPool) -> None:
+    assert all("ranks of SquareLinear: got 3" in m for m in pool.run(three_ranks, ranks=3))
+    layer = SquareLinear(4, 6)
+    with pytest.raises(UserError, match=r"input tile of SquareLinear: got \(2, 3\) of float32"):
+        layer(torch.randn(2, 3))
+    with pytest.raises(UserError, match="float64"):
+        layer(torch.randn(2, 4, dtype=torch.float64))
+    with pytest.raises(UserError, match=r"SquareLinear.scatter: got \(2, 6\)"):
+        layer.scatter(torch.randn(2, 6))
+    with pytest.raises(UserError, match="leading dimensions"):
+        layer.gather(torch.randn(2, 6), (3,))
+
+
+def test_of_five_alignments_only_the_input_travels() -> None:
+    """The slides' W, I, dO and dW alignments cost nothing here: the weight keeps its place, too."""
+    movements = derived_movements(2)
+    still = ("weight_to_backward", "dy_to_backward", "dy_to_gradient", "x_to_gradient", "dweight_to_weight")
+    assert not any(moves(getattr(movements, name)) for name in still)
+    assert moves(movements.enter)
+    assert moves(movements.leave)

@@ -1,0 +1,164 @@
+"""The examples, on two ranks: each against a plain loop with the same numbers.
+
+The ranks of the pool run `main()`; that the files also start under torchrun is a long test.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lancet_kernels import CausalLMStep, ddp
+from tests.ranks import RankPool
+
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+FOLDER = Path(__file__).parents[1] / "examples"
+# float32, sums in another order, 20 steps of AdamW
+BOUND = 2e-3
+
+
+def example(name: str) -> ModuleType:
+    with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
+        return importlib.import_module(name)
+
+
+def losses_of(name: str, *arguments: object) -> list[float]:
+    """What the example's `main` returns on this rank of the pool, which has its process group already."""
+    module = example(name)
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        return module.main(*arguments)
+
+
+def differs(got: list[float], expected: list[float]) -> float:
+    assert len(got) == len(expected) == 20
+    return max(abs(a - b) for a, b in zip(got, expected, strict=True))
+
+
+def trained_original() -> list[float]:
+    """The Hugging Face example with the original model: one process, both ranks' batches in one."""
+    from transformers import OlmoeForCausalLM
+
+    module = example("hugging_face")
+    torch.manual_seed(0)
+    model = CausalLMStep(OlmoeForCausalLM(module.CONFIG))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for number in range(module.STEPS):
+        # One after the other: the model's own load-balance loss is that of a batch.
+        rows = [model(**module.make_batch(number, rank)) / 2 for rank in range(2)]
+        sum(rows).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(sum(rows).detach()))
+    return losses
+
+
+@pytest.mark.long
+def test_hugging_face_trains_like_the_original(pool: RankPool) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    got = pool.run(losses_of, "hugging_face", timeout_s=180)
+    assert got[0] == got[1]
+    expected = trained_original()
+    assert expected[-1] < 0.5 * expected[0]
+    assert differs(got[0], expected) < BOUND
+
+
+def data_parallel_reference(name: str) -> list[float]:
+    """The loop of an example around a model that `ddp` wraps."""
+    module = example(name)
+    torch.manual_seed(0)
+    model = ddp(nn.Sequential(module.Block(), module.Block()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
+    for _ in range(module.STEPS):
+        x = torch.randn(8, 16, 32, generator=generator)
+        loss = (model(x) - x.roll(1, dims=-1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach()
+        dist.all_reduce(mean)
+        losses.append(float(mean) / dist.get_world_size())
+    return losses
+
+
+def fsdp_and_reference() -> tuple[list[float], list[float]]:
+    return losses_of("fsdp2"), data_parallel_reference("fsdp2")
+
+
+def test_fsdp2_trains_like_data_parallel(pool: RankPool) -> None:
+    for got, expected in pool.run(fsdp_and_reference, timeout_s=120):
+        assert expected[-1] < 0.7 * expected[0]
+        assert differs(got, expected) < BOUND
+
+
+def ddp_and_one_rank() -> tuple[list[float], list[float]]:
+    """The ddp example, and the same with all experts on each rank in torch's own DistributedDataParallel."""
+    got, module = losses_of("ddp"), example("ddp")
+    single = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    make = module.MoELayer
+
+    def whole(*arguments: object, **options: object) -> nn.Module:
+        return make(*arguments, **options, group=single)
+
+    with (
+        mock.patch.object(module, "MoELayer", whole),
+        mock.patch.object(module, "ddp", DistributedDataParallel),
+    ):
+        return got, losses_of("ddp")
+
+
+def test_ddp_trains_like_replicated_experts(pool: RankPool) -> None:
+    for got, expected in pool.run(ddp_and_one_rank, timeout_s=120):
+        assert expected[-1] < 0.9 * expected[0]
+        assert differs(got, expected) < BOUND
+
+
+def both_of_torchtitan(folder: str) -> tuple[list[float], list[float]]:
+    config = example("torchtitan_style").JobConfig
+    planned = losses_of("torchtitan_style", config(plan=True))
+    return losses_of("torchtitan_style", config(checkpoint=folder)), planned
+
+
+@pytest.mark.long
+def test_torchtitan_style_with_fsdp_trains_as_with_a_plan(pool: RankPool, tmp_path: Path) -> None:
+    for sharded, planned in pool.run(both_of_torchtitan, str(tmp_path / "saved"), timeout_s=240):
+        assert planned[-1] < 0.1 * planned[0]
+        assert differs(sharded, planned) < BOUND
+    assert len(list((tmp_path / "saved").glob("*.distcp"))) == 2
+
+
+@pytest.mark.long
+@pytest.mark.alone
+@pytest.mark.parametrize(
+    "command",
+    ["hugging_face.py", "ddp.py", "fsdp2.py", "torchtitan_style.py", "torchtitan_style.py --plan",
+     "transformers_trainer.py", "transformers_trainer.py --plan"],
+)  # fmt: skip
+def test_under_torchrun(command: str) -> None:
+    if command.startswith(("hugging", "transformers")):
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    if command.startswith("transformers_trainer"):
+        pytest.importorskip("accelerate", reason="accelerate is not installed")
+    name, *options = command.split()
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, FOLDER / name, *options],
+        capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, last = done.stdout.splitlines()[-1].split(",")[0].removeprefix("loss ").split(" -> ")
+    assert float(last) < 0.8 * float(first)
