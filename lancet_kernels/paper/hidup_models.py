@@ -98,7 +98,8 @@ class DenseMoE(nn.Module):
         score_BSE = logits_BSE.float().softmax(-1)
         expert_E = torch.arange(self.experts, device=score_BSE.device)
         slot_C = torch.arange(self.capacity, device=score_BSE.device)
-        left_BSE, used_B1E, combine_BSEC = score_BSE, torch.zeros_like(score_BSE[:, :1]), None
+        used_B1E: Tensor | float = 0.0
+        left_BSE, combine_BSEC = score_BSE, None
         for _ in range(self.top_k):
             chosen_BSE = (left_BSE.argmax(-1, keepdim=True) == expert_E).to(score_BSE.dtype)
             slot_BSE = chosen_BSE.cumsum(1) - 1 + used_B1E

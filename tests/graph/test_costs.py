@@ -29,7 +29,7 @@ def mm():
 
 
 def test_every_cluster_loads():
-    assert cluster_names() == ["dgx-h100", "local", "p3dn", "p4de"]
+    assert cluster_names() == ["dgx-h100", "hidup-v100", "local", "p3dn", "p4de"]
     for name in cluster_names():
         assert load_cluster(name).name == name
 
