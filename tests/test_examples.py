@@ -100,6 +100,7 @@ def fsdp_and_reference() -> tuple[list[float], list[float]]:
     return losses_of("fsdp2"), data_parallel_reference("fsdp2")
 
 
+@pytest.mark.long
 def test_fsdp2_trains_like_data_parallel(pool: RankPool) -> None:
     for got, expected in pool.run(fsdp_and_reference, timeout_s=120):
         assert expected[-1] < 0.7 * expected[0]

@@ -184,6 +184,7 @@ def test_timeline_is_drawn(capsys, tmp_path):
     assert path.stat().st_size > 20_000
 
 
+@pytest.mark.long
 def test_a_cluster_file_of_ones_own(capsys, tmp_path):
     source = Path(__file__).parents[2] / "graph" / "clusters" / "p4de.toml"
     path = tmp_path / "mine.toml"

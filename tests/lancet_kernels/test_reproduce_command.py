@@ -132,6 +132,7 @@ def test_a_decomposition_adds_up(small):
     assert faster["none"] < found.iteration("none") < slower["none"]
 
 
+@pytest.mark.long
 def test_padding_costs_the_capacity_factor(small):
     def sent(setting):
         return sum(i.bytes for i in setting.priced.program.instructions if i.kind is Kind.ALL_TO_ALL)

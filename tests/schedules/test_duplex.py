@@ -199,6 +199,7 @@ def test_auto_is_never_predicted_slower_than_any_strategy(p, with_rules):
     assert plans[plans[AUTO].chosen].predicted.iteration_ms == fastest
 
 
+@pytest.mark.long
 def test_auto_keeps_to_the_memory_limit():
     step = read_only_step("gpt2", size("topk", batch=5))
     free = planner_of(step, dear_communication, 1.0).plans()
