@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from mkdocs.plugins import event_priority
+
 ROOT = Path(__file__).parents[2]
 # mkdocs forgets paths that hooks add; what is imported stays.
 sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
@@ -26,6 +28,8 @@ GENERATED: Mapping[str, Callable[[], str]] = {
 }
 
 
+# Before mkdocstrings looks for packages.
+@event_priority(100)
 def on_config(config: Any) -> Any:
     """The package as it is installed, for mkdocstrings: ops/, graph/, schedules/ inside lancet_kernels/."""
     # Copies: mkdocstrings would follow links to where the folders really are.
