@@ -85,3 +85,15 @@ def fingerprint(program: Program) -> str:
             del instruction[cost]
     text = json.dumps(structure, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_fingerprint(program: Program, wanted: str, what: str, made: str, do: str) -> None:
+    """Raise UserError unless the program is the one of a fingerprint: the one that `what` was `made` for."""
+    found = fingerprint(program)
+    if found != wanted:
+        raise UserError(
+            what,
+            got=f"program {program.name} ({found[:12]})",
+            expected=f"the program it was {made} for ({wanted[:12]})",
+            do=do,
+        )

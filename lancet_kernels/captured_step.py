@@ -3,7 +3,7 @@ Program, and the costs of its instructions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -35,6 +35,7 @@ from lancet_kernels.schedules.cut import Values
 from lancet_kernels.schedules.fused import lower
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
+from lancet_kernels.schedules.ranges import range_names
 from lancet_kernels.schedules.realize import GraphCutter, cut_ranges
 from lancet_kernels.schedules.simulate import Timeline, simulate
 from lancet_kernels.schedules.sink import sink_statistics
@@ -158,21 +159,32 @@ class CapturedStep:
         cost = self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)
         return CostedGraph(module, inputs, program, cost)
 
-    def planned(self, graph: CostedGraph, plan: Plan, measured: bool) -> tuple[Plan, Timeline]:
-        """The plan with its prediction, and the step simulated in its order; in the best one if it has none.
+    def planned(
+        self, graph: CostedGraph, plans: Sequence[Plan], measured: bool
+    ) -> list[tuple[Plan, Timeline]]:
+        """Each plan with its prediction, and the step simulated in its order; in the best one if it has none.
 
         Args: measured: with times of the cut graph's very instructions, else with estimates of parts.
         """
-        if measured:
-            module = copy_of(graph.module)
-            cut_ranges(module.graph, graph.program, plan.ranges, self._values)
-            program = self.profiler.program(module, graph.inputs)
-        else:
-            program = graph.cutter(plan.ranges)
-        if not plan.order:
-            return ordered(plan, program, graph.cost)
-        timeline = simulate(program.reordered(plan.order), graph.cost, blocking=plan.blocking)
-        return replace(plan, predicted=Prediction.of(timeline)), timeline
+        programs: dict[tuple[object, ...], Program] = {}
+        found = []
+        for plan in plans:
+            key = range_names(plan.ranges)
+            if key not in programs:
+                programs[key] = self._measured(graph, plan) if measured else graph.cutter(plan.ranges)
+            program = programs[key]
+            if plan.order:
+                timeline = simulate(program.reordered(plan.order), graph.cost, blocking=plan.blocking)
+                found.append((replace(plan, predicted=Prediction.of(timeline)), timeline))
+            else:
+                found.append(ordered(plan, program, graph.cost))
+        return found
+
+    def _measured(self, graph: CostedGraph, plan: Plan) -> Program:
+        """The Program of the graph with the plan's ranges cut, each instruction with its measured time."""
+        module = copy_of(graph.module)
+        cut_ranges(module.graph, graph.program, plan.ranges, self._values)
+        return self.profiler.program(module, graph.inputs)
 
 
 def _exchange_of(layer: MatchedLayer) -> LayerExchange:

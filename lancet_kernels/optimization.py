@@ -128,7 +128,7 @@ def optimize(
         plans = plans_of_first_rank(
             world, lambda: _plans(graph, strategy, _on_device(options, step.device), cache, most)
         )
-    planned = [step.planned(graph, plan, measured) for plan in plans]
+    planned = step.planned(graph, plans, measured)
     chosen, timeline = planned[fastest_that_fits([plan for plan, _ in planned])]
     if chosen.chosen:
         # Of those that were tried, what the graph that runs is predicted to take.

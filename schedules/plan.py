@@ -18,7 +18,8 @@ from lancet_kernels.atomic import file_errors, write_json_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Program
-from lancet_kernels.graph.program_json import fingerprint
+from lancet_kernels.graph.program_json import check_fingerprint
+from lancet_kernels.graph.saved_json import read_json, versioned_fields
 from lancet_kernels.schedules.lower_bound import lower_bound_ms
 from lancet_kernels.schedules.ranges import PartitionRange
 from lancet_kernels.schedules.simulate import Timeline
@@ -121,14 +122,8 @@ class Plan:
 
     def check(self, program: Program) -> None:
         """Raise UserError unless the plan was made for this program."""
-        found = fingerprint(program)
-        if found != self.program_fingerprint:
-            raise UserError(
-                f"plan for {self.program}",
-                got=f"program {program.name} ({found[:12]})",
-                expected=f"the program it was made for ({self.program_fingerprint[:12]})",
-                do="plan again",
-            )
+        what = f"plan for {self.program}"
+        check_fingerprint(program, self.program_fingerprint, what, "made", "plan again")
 
     def with_comparison(self, compared: Mapping[str, Prediction]) -> Plan:
         """The same plan beside the predictions of other strategies."""
@@ -146,10 +141,7 @@ class Plan:
         Raises:
             UserError: not a plan of this version.
         """
-        found = (data.get("format"), data.get("version")) if isinstance(data, dict) else type(data).__name__
-        if found != (FORMAT, VERSION):
-            raise UserError("plan JSON", got=found, expected=(FORMAT, VERSION), do="plan again")
-        fields = {k: v for k, v in data.items() if k not in ("format", "version")}
+        fields = versioned_fields(data, "plan", (FORMAT, VERSION), "plan again")
         try:
             fields["ranges"] = tuple(_range_from_json(saved) for saved in fields["ranges"])
             fields["predicted"] = Prediction(**fields["predicted"])
@@ -177,13 +169,7 @@ class Plan:
         Raises:
             UserError: the file is not readable as a plan, or belongs to another program.
         """
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                "plan file", got=f"{path} ({error})", expected="a saved plan", do="plan again"
-            ) from error
-        plan = cls.from_json(data)
+        plan = cls.from_json(read_json(path, "plan", "a saved plan", "plan again"))
         if program is not None:
             plan.check(program)
         return plan

@@ -5,7 +5,7 @@ Parts run in pipeline order (Lancet, section 5.3). Cutting itself is done on the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lancet_kernels.errors import UserError
@@ -35,6 +35,11 @@ class Stage:
 
     in_parts: list[int]
     behind: list[int]
+
+
+def range_names(ranges: Sequence[PartitionRange]) -> tuple[tuple[str, str, int], ...]:
+    """What tells ranges of one Program apart."""
+    return tuple((r.first, r.last, r.parts) for r in ranges)
 
 
 def stages(program: Program, first: int, last: int, forms: Forms) -> list[Stage]:

@@ -7,7 +7,6 @@ two run in turns (`duplexed`), and the predicted time is that of both, forward a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -18,7 +17,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost, source_of
 from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
-from lancet_kernels.graph.program_json import fingerprint
+from lancet_kernels.graph.program_json import check_fingerprint, fingerprint
+from lancet_kernels.graph.saved_json import read_json, versioned_fields
 from lancet_kernels.schedules.conversions import collective
 from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, Conversion, steps_of
 from lancet_kernels.schedules.sharding_search import Restriction, Search, Searched
@@ -142,10 +142,7 @@ class Strategy:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Strategy:
         """The strategy that `to_json` wrote. Raises: UserError: none of this version."""
-        found = (data.get("format"), data.get("version")) if isinstance(data, dict) else type(data).__name__
-        if found != (FORMAT, VERSION):
-            raise UserError("sharding JSON", got=found, expected=(FORMAT, VERSION), do="search again")
-        fields = {k: v for k, v in data.items() if k not in ("format", "version")}
+        fields = versioned_fields(data, "sharding", (FORMAT, VERSION), "search again")
         try:
             fields["parameters"] = {t: Form.parse(form) for t, form in fields["parameters"].items()}
             fields["stages"] = tuple(_stage_from_json(stage) for stage in fields["stages"])
@@ -164,27 +161,15 @@ class Strategy:
     @classmethod
     def load(cls, path: str | Path, program: Program | None = None) -> Strategy:
         """Read a strategy; with `program`, refuse one for another. Raises: UserError."""
-        try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                "sharding file", got=f"{path} ({error})", expected="a saved strategy", do="search again"
-            ) from error
-        strategy = cls.from_json(data)
+        strategy = cls.from_json(read_json(path, "sharding", "a saved strategy", "search again"))
         if program is not None:
             strategy.check(program)
         return strategy
 
     def check(self, program: Program) -> None:
         """Raise UserError unless the strategy is for this program."""
-        found = fingerprint(program)
-        if found != self.program_fingerprint:
-            raise UserError(
-                f"sharding of {self.program}",
-                got=f"program {program.name} ({found[:12]})",
-                expected=f"the program it was searched for ({self.program_fingerprint[:12]})",
-                do="search again",
-            )
+        what = f"sharding of {self.program}"
+        check_fingerprint(program, self.program_fingerprint, what, "searched", "search again")
 
     def explain(self) -> str:
         """Which tensor in which form, the stages, and what overlaps what, as text."""

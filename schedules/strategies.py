@@ -40,7 +40,7 @@ from lancet_kernels.schedules.partition_range import (
 from lancet_kernels.schedules.peak_memory import Storages, peak_memory
 from lancet_kernels.schedules.pipeline import PipelineCosts
 from lancet_kernels.schedules.plan import Plan, Prediction
-from lancet_kernels.schedules.ranges import PartitionRange
+from lancet_kernels.schedules.ranges import PartitionRange, range_names
 from lancet_kernels.schedules.simulate import Timeline, simulate
 
 STRATEGIES = STRATEGY_NAMES
@@ -361,7 +361,7 @@ class Planner:
 
     def _with_cut(self, ranges: tuple[PartitionRange, ...]) -> Program:
         """The program with ranges cut, each way once."""
-        key = _names(ranges)
+        key = range_names(ranges)
         if key not in self._programs:
             assert self._cut_program is not None, "ranges without a graph to cut"
             self._programs[key] = self._cut_program(ranges)
@@ -381,7 +381,7 @@ class Planner:
         return simulate(program, self.cost, blocking=frozenset(plan.blocking))
 
     def _plan(self, ranges: tuple[PartitionRange, ...], method: str, blocking: tuple[str, ...] = ()) -> Plan:
-        key = _names(ranges), method, blocking
+        key = range_names(ranges), method, blocking
         if key in self._ordered:
             return self._ordered[key]
         forward = self.program.instructions[: forward_length(self.program)]
@@ -412,8 +412,3 @@ class Planner:
             p.predicted.iteration_ms if p.without_limit_ms is None else p.without_limit_ms for p in plans
         )
         return replace(best, without_limit_ms=free)
-
-
-def _names(ranges: Sequence[PartitionRange]) -> tuple[tuple[str, str, int], ...]:
-    """What tells ranges of one Program apart."""
-    return tuple((r.first, r.last, r.parts) for r in ranges)
