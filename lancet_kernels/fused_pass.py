@@ -13,11 +13,19 @@ from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing, SavedPass
 from lancet_kernels.kernels.routing import route_scores
+from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.symmetric import SymmetricMemory
 from lancet_kernels.tuning.workloads import Workload
 
 # A pass that a peer leaves alone shall not hold up tuning for long.
 TIMEOUT_S = 20.0
+
+
+def most_rows(workload: Workload, world: int) -> dict[str, int]:
+    """Room for any routing of the workload's tokens on `world` ranks."""
+    sent = workload.tokens * workload.choices
+    each = min(workload.capacity, workload.tokens) * (workload.experts // world)
+    return {"send_rows": sent, "receive_rows": world * min(sent, each)}
 
 
 class FusedPasses:
@@ -53,8 +61,8 @@ class FusedPasses:
         used = torch.zeros(workload.experts, dtype=torch.int64, device=device)
         found = route_scores(score, used, workload.choices, workload.capacity)
         weight = score.softmax(-1).gather(1, found.expert_TK).contiguous()
-        tables = found.token_of_slot_EC, found.choice_of_slot_EC
-        self.routing = Routing(found.expert_TK, found.slot_TK, weight, *tables, found.kept_E)
+        row = send_rows(found.expert_TK, found.slot_TK, found.kept_E)
+        self.routing = Routing.of(found.expert_TK, row, weight, found.kept_E)
         self._exchanges: dict[int, tuple[Exchange, Exchange]] = {}
 
     def exchanges(self, config: OverlapConfig) -> tuple[Exchange, Exchange]:
@@ -63,7 +71,7 @@ class FusedPasses:
         if rows not in self._exchanges:
             sizes: dict[str, Any] = {
                 "local_experts": self.local_experts,
-                "capacity": self.workload.capacity,
+                **most_rows(self.workload, self.memory.world),
                 "width": self.workload.width,
                 "dtype": self.dtype,
                 "chunk_rows": rows,

@@ -119,7 +119,7 @@ def _add_bias(acc, bias_ptr, n0, N, BN: tl.constexpr):
 
 
 @triton.jit
-def _rows_times_weight(
+def rows_times_weight(
     x_ptr, w_ptr, rows, m0, n0, K, N, ldx,
     PAIR: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -186,7 +186,7 @@ def forward_tile(
     [3, 4]] -> out[0:3] = [[1, 2], [3, 4], [8, 12]]; out[3:16] is not touched.
     """
     PAIR: tl.constexpr = ACT == "swiglu"
-    acc, acc_up = _rows_times_weight(
+    acc, acc_up = rows_times_weight(
         x_ptr, w_ptr, rows, m0, n0, K, N, ldx, PAIR, UPCAST, TMA, BM, BN, BK
     )  # fmt: skip
     quarter = _quarters(acc, BM, BN)
@@ -225,6 +225,44 @@ def _finish_dgrad(
 
 
 @triton.jit
+def rows_times_transposed(
+    x_ptr, w_ptr, rows, m0, n0, K, N, ldx,
+    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """-> float32 [BM, BN] of x @ w^T; x [rows, K], w [N, K]."""
+    x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, ldx, m0, 0, BM, BK, TMA)
+    w_desc, p_w, i_n, _ = _block(w_ptr, N, K, K, n0, 0, BN, BK, TMA)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        m_k = i_k < K - k
+        b_x = _load(x_desc, p_x, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
+        b_w = _load(w_desc, p_w, (i_n < N)[:, None] & m_k[None, :], n0, k, TMA)
+        acc = _dot(b_x, b_w.T, acc, UPCAST)
+        p_x += BK
+        p_w += BK
+    return acc
+
+
+@triton.jit
+def store_to_rows(
+    p_row, m_row, acc, bias_ptr, n0, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Columns n0 to n0 + BN of acc [BM, BN], plus bias [N], to the rows that start at p_row [BM] where m_row.
+
+    The rows may be anywhere, on other PEs too; they are N wide. Rounded once.
+    """
+    quarter = _quarters(acc, BM, BN)
+    for q in tl.static_range(4):
+        n = n0 + q * (BN // 4)
+        value = quarter[q]
+        if HAS_BIAS:
+            value = _add_bias(value, bias_ptr, n, N, BN // 4)
+        i_n = n + tl.arange(0, BN // 4)
+        m = m_row[:, None] & (i_n < N)[None, :]
+        tl.store(p_row[:, None] + i_n[None, :], value.to(p_row.dtype.element_ty), mask=m)
+
+
+@triton.jit
 def dgrad_tile(
     dy_ptr, w_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N, ld_dy, ld_out,
     ACT: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
@@ -240,16 +278,7 @@ def dgrad_tile(
 
     Example: dy = [[1, 2]], w = [[1, 0], [0, 1], [1, 1]], ACT "none" -> out = [[1, 2, 3]].
     """
-    dy_desc, p_dy, i_m, i_k = _block(dy_ptr, rows, K, ld_dy, m0, 0, BM, BK, TMA)
-    w_desc, p_w, i_n, _ = _block(w_ptr, N, K, K, n0, 0, BN, BK, TMA)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        m_k = i_k < K - k
-        b_dy = _load(dy_desc, p_dy, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
-        b_w = _load(w_desc, p_w, (i_n < N)[:, None] & m_k[None, :], n0, k, TMA)
-        acc = _dot(b_dy, b_w.T, acc, UPCAST)
-        p_dy += BK
-        p_w += BK
+    acc = rows_times_transposed(dy_ptr, w_ptr, rows, m0, n0, K, N, ld_dy, UPCAST, TMA, BM, BN, BK)
     quarter = _quarters(acc, BM, BN)
     for q in tl.static_range(4):
         _finish_dgrad(

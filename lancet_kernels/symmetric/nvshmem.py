@@ -152,6 +152,9 @@ class NvshmemMemory(SymmetricMemory):
         if found != (self.rank, self.world):
             raise RuntimeError(f"PE {found[0]} of {found[1]}: NVSHMEM was initialised with another group")
 
+    def _gather(self, request: str, text: str) -> list[str]:
+        return self._meetings.meet(request, text)
+
     def _agree(self, request: str) -> None:
         self._meetings.meet(request)
 
