@@ -127,8 +127,8 @@ class Exchange:
         timeout_s: float = 60.0,
         wire: Wire | None = None,
     ) -> None:
-        if banks < 2:
-            raise UserError("banks", got=banks, expected="at least 2", do="one bank would stop every sender")
+        if banks < 1:
+            raise UserError("banks", got=banks, expected="at least 1", do="one for each pass open at once")
         self.memory, self.name, self.banks, self.timeout_s = memory, name, banks, timeout_s
         self.world, self.rank = memory.world, memory.rank
         self.local_experts, self.width, self.dtype = local_experts, width, dtype

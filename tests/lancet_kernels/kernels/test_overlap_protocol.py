@@ -118,6 +118,15 @@ def test_many_delays_change_no_bit(pool, ranks):
         pool.run(delayed_on_rank, case, 20, ranks=ranks, timeout_s=600)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fuzzed_routings(pool, ranks):
+    """`fuzz_routings.py` runs any number of these."""
+    from tests.lancet_kernels.kernels.fuzz_routings import fuzz_on_rank
+
+    pool.run(fuzz_on_rank, 0, 12, 0.05, ranks=ranks, timeout_s=600)
+
+
 def steps_on_rank(case: Case, steps: int, shared: bool, nap_s: float) -> dict[tuple[int, int], Answer]:
     """Three layers in a row, forward 0 1 2 and backward 2 1 0, for some steps. -> (layer, step): answer.
 
