@@ -28,7 +28,13 @@ from lancet_kernels.kernels.exchange import Exchange, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.nvshmem_launch import launch
 from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
-from lancet_kernels.kernels.overlap_config import OverlapConfig, launch_tile, most_registers, plain_tile
+from lancet_kernels.kernels.overlap_config import (
+    OverlapConfig,
+    first_columns,
+    launch_tile,
+    most_registers,
+    plain_tile,
+)
 from lancet_kernels.kernels.overlap_data import (
     DENSE_KINDS,
     DenseGemm,
@@ -159,6 +165,7 @@ class _Launch:
         if config.tma and not self.tma:
             gemm = plain_tile(gemm, exchange.dtype)
         self.gemm = gemm = launch_tile(gemm, backward=self.backward, nvshmem=exchange.nvshmem)
+        self.columns_in = first_columns(gemm, self.experts.activation, backward=self.backward)
         self.token = self.routing.token_of_row()
         self.problems, dense_tiles = None, 0
         if self.dense:
@@ -166,7 +173,7 @@ class _Launch:
         blocks = triton.cdiv(out.shape[0], config.reduce_tokens)
         first: dict[str, Any] = {
             "put": True,
-            "tiles_in": triton.cdiv(self.hidden, gemm.block_n),
+            "tiles_in": triton.cdiv(self.hidden, self.columns_in),
             "dense_tiles": dense_tiles,
             "dweight_blocks": blocks if self.backward else 0,
         }
@@ -227,7 +234,8 @@ class _Launch:
             SAVE_PRE=True, SCALED="scale" in given, WEIGHTED=not self.backward, BANKS=exchange.banks,
             EARLIER_BANKS=given.get("forward_banks", exchange.banks),
             NVSHMEM=exchange.nvshmem, UPCAST=runtime.needs_upcast(exchange.dtype), TMA=self.tma,
-            BM=gemm.block_m, BN=gemm.block_n, BK=gemm.block_k, BW=triton.next_power_of_2(exchange.world),
+            BM=gemm.block_m, BN=gemm.block_n, BN_IN=self.columns_in, BK=gemm.block_k,
+            BW=triton.next_power_of_2(exchange.world),
             PUT_ROWS=config.put_rows, PUT_BLOCK=config.put_block,
             BT=config.reduce_tokens, BD=config.reduce_block,
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),

@@ -127,10 +127,12 @@ def overlap_kernel(
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, SCALED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr,
-    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
-    PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
+    BW: tl.constexpr, PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """One launch. Its tasks follow from the table (`schedule.py`) and the numbers of `tasks.LaunchShape`.
+
+    Tiles are [BM, BN], those of the first GEMM [BM, BN_IN]: swiglu's has two accumulators.
 
     Grid: (programs,), at most what is resident; one is enough. limit: no more than so many tasks.
     Floor: FLOPs of the GEMMs (2 * rows * D * H and 2 * rows * F * D forward) over the peak, or the bytes put
@@ -170,7 +172,8 @@ def overlap_kernel(
                 tile_in(
                     a, b, epoch, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, arrived_ptr,
                     weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
-                    BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, NVSHMEM, UPCAST, TMA, BM, BN, BK, BW, wire_ptr,
+                    BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, NVSHMEM, UPCAST, TMA, BM, BN_IN, BK, BW,
+                    wire_ptr,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:
@@ -178,7 +181,7 @@ def overlap_kernel(
                     a, b, epoch, rank, sound, W, L, D, F, H, R, S, tiles, chunks, table_ptr, ready_ptr,
                     weight_out_ptr, bias_out_ptr, hidden_ptr, stage_ptr, results_ptr, results_peers_ptr,
                     returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr,
-                    HAS_IN, BACKWARD, HAS_BIAS, BANKS, NVSHMEM, UPCAST, TMA, BM, BN, BK, wire_ptr,
+                    HAS_IN, BACKWARD, HAS_BIAS, BANKS, NVSHMEM, UPCAST, TMA, BM, BN, BN_IN, BK, wire_ptr,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
@@ -186,7 +189,7 @@ def overlap_kernel(
                     a, b, c, d, epoch, earlier_use_ptr, rank, sound, W, L, D, F, H, R, tiles, table_ptr,
                     rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
                     dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, max_polls, report_ptr,
-                    HAS_IN, HAS_BIAS, BANKS, EARLIER_BANKS, UPCAST, TMA, BM, BN, BK,
+                    HAS_IN, HAS_BIAS, BANKS, EARLIER_BANKS, UPCAST, TMA, BM, BN, BN_IN, BK,
                 )  # fmt: skip
         if DENSE_KINDS != 0:
             if kind == DENSE:

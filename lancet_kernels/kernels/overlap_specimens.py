@@ -10,6 +10,7 @@ from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
+    first_columns,
     launch_tile,
     most_registers,
     overlap_tile,
@@ -172,6 +173,7 @@ def specimen(
         "SAVE_PRE": True, "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
         "NVSHMEM": nvshmem, "UPCAST": False, "TMA": tma,
         "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k, "BW": PES,
+        "BN_IN": first_columns(tile, activation, backward=backward),
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block,
     }  # fmt: skip

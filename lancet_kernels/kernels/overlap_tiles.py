@@ -87,14 +87,15 @@ def tile_out(
     returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr,
     HAS_IN: tl.constexpr, BACKWARD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, wire_ptr=None,
+    BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
+    wire_ptr=None,
 ):  # fmt: skip
     """TILE_OUT: multiply a tile of the first GEMM's result, store each row at its source; the last n signals.
 
     Forward: hidden [R, F], weight [L, F, D], bias [L, D]; backward: hidden (dh) [R, H], weight [L, D, H].
     results [B, S, D] of a source are in its order of sending; stage [R, D] is ours, for a source that no
-    pointer reaches. HAS_IN: this launch makes hidden, so wait for it; else an earlier launch of this use has,
-    if it was `sound`. What is missing is not made up: nothing is stored and nobody told.
+    pointer reaches. HAS_IN: this launch makes hidden, in columns of BN_IN, so wait for it; else an earlier
+    launch of this use has, if it was `sound`. What is missing is not made up: nothing is stored, nobody told.
     Example: that of `schedule`, PE 0, BM = BN = 4: tile 3, n = 0 goes to results[bank, 6, 0:4] of PE 0 (its
     fifth row for expert 1) and to results[bank, 3, 0:4] of PE 1.
     """
@@ -104,7 +105,7 @@ def tile_out(
     m = tile - first_tile
     hidden_is_here = sound != 0
     if HAS_IN:
-        hidden_is_here = wait_ready(tile, tl.cdiv(F, BN), rank, ready_ptr, max_polls, report_ptr, TMA)
+        hidden_is_here = wait_ready(tile, tl.cdiv(F, BN_IN), rank, ready_ptr, max_polls, report_ptr, TMA)
     if hidden_is_here:
         row = first_row.to(tl.int64)
         if BACKWARD:
@@ -135,7 +136,8 @@ def tile_wgrad(
     rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
     dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, max_polls, report_ptr,
     HAS_IN: tl.constexpr, HAS_BIAS: tl.constexpr, BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr,
-    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr,
+    BK: tl.constexpr,
 ):  # fmt: skip
     """WGRAD: one tile of dw2 [F, D] (which = 0) or dw1 [D, H] (1) of an expert, over all its rows.
 
@@ -149,7 +151,7 @@ def tile_wgrad(
     hidden_is_here = sound != 0
     if HAS_IN:
         hidden_is_here = hidden_is_here & wait_ready(
-            tiles + local, tl.cdiv(rows, BM) * tl.cdiv(F, BN), rank, ready_ptr, max_polls, report_ptr, TMA
+            tiles + local, tl.cdiv(rows, BM) * tl.cdiv(F, BN_IN), rank, ready_ptr, max_polls, report_ptr, TMA
         )
     row = first_row.to(tl.int64)
     bank = epoch % BANKS

@@ -126,7 +126,19 @@ def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
 
 # Beside what the specimens combine in every way, these vary one by one, in whole passes.
 ARGUMENTS = set(overlap.overlap_kernel.arg_names) - set(overlap.overlap_kernel.fn.__annotations__)
-ONE_BY_ONE = ("ACT", "HAS_BIAS", "dtype", "BM", "BN", "BK", "TMA", "num_warps", "num_stages", "maxnreg")
+ONE_BY_ONE = (
+    "ACT",
+    "HAS_BIAS",
+    "dtype",
+    "BM",
+    "BN",
+    "BN_IN",
+    "BK",
+    "TMA",
+    "num_warps",
+    "num_stages",
+    "maxnreg",
+)
 
 
 def launches_of(
