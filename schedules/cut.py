@@ -1,14 +1,15 @@
-"""A range of a graph, cut into parts: the nodes of every part, and the whole tensors where they are read.
+"""Partitions a range of an fx graph: replaces its instructions by those of the parts.
 
-Lancet, section 5 and figures 5(c) and 8. Of `range` = [dispatch, all_to_all, ..., next layer's
-attention] and k = 2 it makes
+Lancet, section 5 and figures 5(c) and 8. The range [dispatch, all_to_all, ..., next layer's attention], cut
+into k = 2 parts, becomes
 
-    dispatch_0 dispatch_1 all_to_all_0 ...  (in the order that was asked for)  and, where somebody behind
-    the range reads a tensor of it, one node that puts the parts together.
+    dispatch_0 dispatch_1 all_to_all_0 ...  (in the requested order), and one node that reassembles the parts
+    of a tensor wherever an instruction outside the parts reads it.
 
-How a part has a tensor says its form (`graph.forms`); which arguments of an op are others in a part says its
-rule (`graph.rules`). Behind the gate, rows are irregular: each part has its own counts, its own exchange of
-counts and its own rows. `CutError` means that the range can't be cut like that; the graph is then as it was.
+The form of a tensor (`graph.forms`) says which slice of it a part has; the rule of an op (`graph.rules`) says
+which of its arguments differ between parts. After the gate, rows are irregular: each part has its own counts,
+its own exchange of counts and its own rows. If a range cannot be cut, `CutError` is raised and the graph is
+unchanged.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ aten, lancet = torch.ops.aten, torch.ops.lancet
 
 _NO_RULE = Rule()
 MEAN, SUM = 1, 2
-"""What torch's losses call a reduction."""
+"""The values of the `reduction` argument of torch's losses."""
 
 _Replacement = tuple[fx.Node, fx.Node, fx.Node]
-"""(reader, what it reads, what it shall read instead)"""
+"""(reader, its old input, its new input)"""
 
 
 class CutError(UserError):
@@ -55,8 +56,8 @@ class CutError(UserError):
 
 @dataclass(frozen=True)
 class Cut:
-    """What to cut: instructions by name (in any order), how many parts, and the form of every tensor they
-    touch that is not whole."""
+    """The instructions to cut (names, in any order), the number of parts, and the forms of all their tensors
+    that are not whole."""
 
     instructions: tuple[str, ...]
     parts: int
@@ -65,7 +66,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The routing of an MoE layer whose dispatch lies in the range."""
+    """The routing of an MoE layer whose dispatch is in the range."""
 
     dispatch: fx.Node
     row: fx.Node
@@ -92,7 +93,7 @@ class _Layer:
 
 
 Values = dict[Any, Any]
-"""What an op gives for arguments of certain shapes, by both: layers that look alike are asked once."""
+"""Cache of fake results, by op and shapes of the arguments: repeated layers are computed once."""
 
 
 def cut_range(
@@ -104,10 +105,10 @@ def cut_range(
     """Replace the instructions of a range by those of its parts.
 
     Args:
-        order: (instruction, part) in the order to run, part None for one that is not cut; default: all parts
-            of an instruction, then the next.
-        values: of ops seen before, for a graph that is only looked at: nodes then share their
-            `meta["val"]`, and so what torch takes for their storage. None: each node has its own.
+        order: (instruction, part) in execution order; part None for an instruction that is not cut. Default:
+            all parts of an instruction, then the next instruction.
+        values: cache of fake results, only for a graph that will not run: nodes then share their
+            `meta["val"]`, so torch believes that they share storage. None: each node gets its own.
     Returns: names of the new instruction nodes, in order.
     Raises: CutError.
     """
@@ -117,7 +118,7 @@ def cut_range(
 
 
 class _Cutter:
-    """`env[p][node]` is what stands for `node` in part p."""
+    """Cuts one range. `env[p][node]` is the node that replaces `node` in part p."""
 
     def __init__(self, graph: fx.Graph, cut: Cut, values: Values | None) -> None:
         self.graph, self.forms, self.parts, self.values = graph, cut.forms, cut.parts, values
@@ -129,28 +130,28 @@ class _Cutter:
             )
         dispatches = [node for node in self.inside if _rule(node).most_rows_argument is not None]
         self.layers = [self._layer(node) for node in dispatches]
-        # Parts have counts and rows of their own; the whole's come from the slots that all parts used.
-        self.late = [node for node in self.inside if _rule(node).routing]
-        self.cut = [node for node in self.inside if node not in self.late and self._is_cut(node)]
-        self.made = {element for node in self.cut for element in _with_elements(node)}
+        # Each part computes its own counts and rows; those of the whole batch are computed from all slots.
+        self.routing_nodes = [node for node in self.inside if _rule(node).routing]
+        self.cut = [node for node in self.inside if node not in self.routing_nodes and self._is_cut(node)]
+        self.partitioned = {element for node in self.cut for element in _with_elements(node)}
         self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(self.parts)]
-        self.local: list[dict[_Layer, tuple[fx.Node, fx.Node]]] = [{} for _ in range(self.parts)]
+        self.routing: list[dict[_Layer, tuple[fx.Node, fx.Node]]] = [{} for _ in range(self.parts)]
         self.windows: dict[tuple[fx.Node, int], fx.Node] = {}
         self.wholes: dict[fx.Node, fx.Node] = {}
-        self.bounds = self._unit_bounds()
+        self.bounds = self._part_bounds()
 
     def run(self, order: Sequence[tuple[str, int | None]] | None) -> None:
-        """Put the range together anew, in order; mend the readers of what is cut, take the originals out."""
-        nodes = {node.name: node for node in self.inside if node not in self.late}
+        """Insert the parts in order, redirect the readers of cut tensors, erase the original nodes."""
+        nodes = {node.name: node for node in self.inside if node not in self.routing_nodes}
         cut = set(self.cut)
         if order is None:
             order = [(n.name, p) for n in self.inside for p in (range(self.parts) if n in cut else (None,))]
         order = [(name, part) for name, part in order if name in nodes]
-        wanted: list[tuple[str, int | None]] = [
+        expected: list[tuple[str, int | None]] = [
             (n.name, p) for n in nodes.values() if n in cut for p in range(self.parts)
         ]
-        wanted += [(n.name, None) for n in nodes.values() if n not in cut]
-        if Counter(order) != Counter(wanted):
+        expected += [(n.name, None) for n in nodes.values() if n not in cut]
+        if Counter(order) != Counter(expected):
             raise _refuse("an order that is not every instruction once per part", "all of them")
         end = _with_elements(self.inside[-1])[-1].next
         before = list(self.graph.nodes)
@@ -162,9 +163,9 @@ class _Cutter:
                     else:
                         self._copy(nodes[name], part)
                         if part + 1 == self.parts:
-                            self._add_up(nodes[name])
+                            self._add_summands(nodes[name])
                 rows = {layer.row: layer for layer in self.layers}.values()
-                replacements = [r for layer in rows for r in self._mended_rows(layer)]
+                replacements = [r for layer in rows for r in self._merged_rows(layer)]
                 replacements += [r for node in self.cut for r in self._reassembled(node)]
         except (RuntimeError, ValueError, IndexError) as error:
             present = set(before)
@@ -182,29 +183,29 @@ class _Cutter:
         for node in reversed(self.cut):
             for element in reversed(_with_elements(node)):
                 self.graph.erase_node(element)
-        for node in self.late:
+        for node in self.routing_nodes:
             end.prepend(node)
-        for node in (*reversed(self.late), *reversed(self.wholes.values())):
+        for node in (*reversed(self.routing_nodes), *reversed(self.wholes.values())):
             if not node.users:
                 self.graph.erase_node(node)
 
     def _move(self, node: fx.Node, end: fx.Node) -> None:
-        """To the end of what is there so far, behind the whole tensors that it reads."""
+        """Move an instruction that is not cut behind the parts so far and the whole tensors that it reads."""
         for source in node.all_input_nodes:
-            if source in self.made:
+            if source in self.partitioned:
                 self._whole(source)
-            if source in self.late:
-                raise _refuse(f"{node.name} as a whole, which reads {source.name}", "a part of it")
+            if source in self.routing_nodes:
+                raise _refuse(f"{node.name}, which is not cut but reads {source.name}", "parts of it")
         for element in _with_elements(node):
             end.prepend(element)
 
-    def _add_up(self, node: fx.Node) -> None:
-        """Summands are added when the last one is there, so that they need not be kept."""
+    def _add_summands(self, node: fx.Node) -> None:
+        """Add the summands right after the last one, so that their memory is freed early."""
         for element in _with_elements(node):
             if self._form(element) == PARTIAL and element.users and tensor_names(element):
                 self._whole(element)
 
-    # What is in the range
+    # The nodes of the range
 
     def _layer(self, dispatch: fx.Node) -> _Layer:
         row = dispatch.args[1]
@@ -215,8 +216,8 @@ class _Cutter:
     def _is_cut(self, node: fx.Node) -> bool:
         return any_made_in_parts(self.forms, tensor_names(node))
 
-    def _unit_bounds(self) -> list[int]:
-        """Borders of the parts, in units of the shortest dimension that is cut."""
+    def _part_bounds(self) -> list[int]:
+        """First index of each part, and the end, in units of the shortest dimension that is cut."""
         sizes = set()
         for node in self.cut:
             for n in (*node.all_input_nodes, *_with_elements(node)):
@@ -227,7 +228,8 @@ class _Cutter:
         units = min(sizes, default=self.parts)
         if units < self.parts or any(size % units for size in sizes):
             raise _refuse(
-                f"{self.parts} parts of dimensions {sorted(sizes)}", "dimensions that the parts divide alike"
+                f"{self.parts} parts of dimensions {sorted(sizes)}",
+                "dimensions that are multiples of the shortest one, which has at least one element per part",
             )
         self.units = units
         return [units * p // self.parts for p in range(self.parts + 1)]
@@ -237,11 +239,11 @@ class _Cutter:
         return self.forms.get(names[0], WHOLE) if len(names) == 1 else WHOLE
 
     def _window(self, size: int, part: int) -> tuple[int, int]:
-        """First and behind-the-last index of a part in a dimension of that size."""
+        """Start and end index (exclusive) of a part in a dimension of this size."""
         scale = size // self.units
         return self.bounds[part] * scale, self.bounds[part + 1] * scale
 
-    # One instruction of one part
+    # One part of an instruction
 
     def _copy(self, node: fx.Node, part: int) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self._part(source, part, node))
@@ -250,12 +252,14 @@ class _Cutter:
             for output, argument in rule.carries:
                 args[argument] = self.env[part - 1][_element(node, output)]
         if rule.most_rows_argument is not None:
-            # No more than one row per choice, and no more than there are slots.
+            # At most one row per choice, and at most one per slot.
             args[rule.most_rows_argument] = min(args[1].meta["val"].numel(), _shape(node)[0])
         if rule.num_rows_argument is not None:
             args[rule.num_rows_argument :] = [None]
         if rule.count_arguments and self._form(node.args[0]) == WHOLE:
-            raise _refuse(f"{node.args[0].name} as a whole, read by a part of {node.name}", "rows of a part")
+            raise _refuse(
+                f"a part of {node.name} that reads all of {node.args[0].name}", "only the rows of the part"
+            )
         if rule.count_arguments and self._form(node.args[0]) == WINDOW:
             for position in rule.count_arguments:
                 args[position] = self._window_counts(node.args[position], part)
@@ -286,29 +290,29 @@ class _Cutter:
         return node
 
     def _value(self, target, args: tuple, kwargs: dict) -> object:
-        """The result without contents."""
-        given = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-        key = None if self.values is None else _looks((target, *given))
+        """The fake result of a call."""
+        fake = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+        key = None if self.values is None else _cache_key((target, *fake))
         if self.values is not None and key in self.values:
             return self.values[key]
         with fake_mode_of(self.inside[0]):
-            value = target(*given[0], **given[1])
+            value = target(*fake[0], **fake[1])
         if self.values is not None:
             self.values[key] = value
         return value
 
     def _part(self, node: fx.Node, part: int, reader: fx.Node | None = None) -> fx.Node:
-        """What stands for a node in a part: its copy, its own rows or counts, a slice of it, or itself.
+        """The node that stands for `node` in a part: the part's copy, rows or counts, a slice, or the node.
 
-        Args: reader: who reads it; it says how many rows there are.
+        Args: reader: the op that reads it; its count argument gives the number of rows.
         """
-        if node in self.made and self._form(node) == PARTIAL:
+        if node in self.partitioned and self._form(node) == PARTIAL:
             return self._whole(node)
         if node in self.env[part]:
             return self.env[part][node]
-        if node in self.made:
+        if node in self.partitioned:
             raise _refuse(
-                f"{node.name} of part {part} read before it is made", "an order that makes it first"
+                f"{node.name} of part {part} read before it is computed", "an order that computes it first"
             )
         layer = self._layer_of(node)
         if layer is not None:
@@ -329,7 +333,10 @@ class _Cutter:
             args = (node, form.dimension, first, behind)
             own = self._call(aten.slice.Tensor, args, {}, f"{node.name}_slice{part}")
         elif form != WHOLE:
-            raise _refuse(f"{node.name}, which is made outside, irregular", "an all-to-all with its dispatch")
+            raise _refuse(
+                f"irregular rows of {node.name}, which is outside the range",
+                "a range that contains the dispatch",
+            )
         self.env[part][node] = own
         return own
 
@@ -343,12 +350,12 @@ class _Cutter:
     # The routing of a part
 
     def _layer_of(self, node: fx.Node) -> _Layer | None:
-        """The layer whose rows or counts a node is."""
+        """The layer whose rows or counts `node` computes; None for any other node."""
         return next((layer for layer in self.layers if node in (layer.row, layer.count)), None)
 
     def _local(self, layer: _Layer, part: int) -> tuple[fx.Node, fx.Node]:
         """The part's own row_TK and counts [W, L]."""
-        if layer not in self.local[part]:
+        if layer not in self.routing[part]:
             args = (self._part(layer.expert, part), self._part(layer.slot, part), layer.num_experts)
             name = f"{layer.dispatch.name}_rows_part{part}"
             both = self._call(lancet.part_rows.default, (*args, layer.capacity), {}, name)
@@ -356,31 +363,31 @@ class _Cutter:
             count = self._call(operator.getitem, (both, 1), {}, f"{name}_count")
             shape = _shape(layer.count)
             count = self._call(aten.view.default, (count, shape), {}, f"{name}_counts")
-            self.local[part][layer] = row, count
-        return self.local[part][layer]
+            self.routing[part][layer] = row, count
+        return self.routing[part][layer]
 
     def _window_counts(self, count: fx.Node, part: int) -> fx.Node:
-        """How many rows of each (rank, expert) are in a part's window of slots."""
+        """The number of rows of each (rank, expert) in a part's window of slots."""
         if (count, part) not in self.windows:
             args = (count, part, self.parts)
             name = f"{count.name}_window{part}"
             self.windows[count, part] = self._call(lancet.window_counts.default, args, {}, name)
         return self.windows[count, part]
 
-    # The whole again
+    # Reassembly
 
     def _reassembled(self, node: fx.Node) -> list[_Replacement]:
-        """Readers outside the parts get whole tensors."""
-        found = []
+        """Readers outside the parts get the reassembled tensors."""
+        replacements = []
         for element in _with_elements(node):
-            readers = [user for user in element.users if user not in self.made]
+            readers = [user for user in element.users if user not in self.partitioned]
             if readers and tensor_names(element):
                 whole = self._whole(element)
-                found += [(reader, element, whole) for reader in readers]
-        return found
+                replacements += [(reader, element, whole) for reader in readers]
+        return replacements
 
     def _whole(self, element: fx.Node) -> fx.Node:
-        """One node that is the whole tensor again; made once."""
+        """The node with the reassembled tensor; created on first use."""
         if element not in self.wholes:
             node = element.args[0] if element.target is operator.getitem else element
             whole = self._view_again(node) or self._join(node, element)
@@ -390,14 +397,16 @@ class _Cutter:
         return self.wholes[element]
 
     def _view_again(self, node: fx.Node) -> fx.Node | None:
-        """A view of the whole costs nothing; joining the parts of a view would copy them.
+        """Repeat a view on the whole tensor, which is free; joining the parts of a view would copy them.
 
-        None for what is no view, or no longer is one: joined parts are contiguous, whatever strides the
-        original had (attention's result, transposed, had others).
+        None if the op is not a view, or cannot be one here: reassembled tensors are contiguous, even if the
+        original was not (attention's transposed result).
         """
         if not is_view(node):
             return None
-        args = fx.map_arg(node.args, lambda source: self._whole(source) if source in self.made else source)
+        args = fx.map_arg(
+            node.args, lambda source: self._whole(source) if source in self.partitioned else source
+        )
         try:
             return self._call(node.target, args, dict(node.kwargs), f"{node.name}_whole")
         except (RuntimeError, ValueError):
@@ -405,7 +414,9 @@ class _Cutter:
 
     def _join(self, node: fx.Node, element: fx.Node) -> fx.Node:
         if any(element not in env for env in self.env):
-            raise _refuse(f"{element.name} read before all parts of it are made", "an order that makes them")
+            raise _refuse(
+                f"{element.name} read before all its parts are computed", "an order that computes them first"
+            )
         parts = [self.env[p][element] for p in range(self.parts)]
         name, form = f"{element.name}_whole", self._form(element)
         if form == CARRIED:
@@ -423,33 +434,34 @@ class _Cutter:
             pick = self._window_counts if form == WINDOW else self._part
             counts = [pick(count, p) for p in range(self.parts)]
             merged = self._rows(lancet.merge_parts.default, (parts, counts), _lie_by_expert(node), name)
-            # Expected sizes of parts, each bounded alone, need not add up to that of the whole.
+            # The expected row counts of the parts are bounded one by one, and need not add up to the whole's.
             set_value(merged, element.meta["val"])
             return merged
         if form.dimension is not None:
             return self._concatenate(parts, form.dimension, element.meta["val"], name)
-        raise _refuse(f"{element.name}, which is read behind the range", "a tensor that parts add up to")
+        raise _refuse(
+            f"{element.name}, whole in every part, read behind the range", "tensors that can be reassembled"
+        )
 
     def _is_mean_of_sums(self, node: fx.Node, element: fx.Node) -> bool:
         position = _rule(node).reduction_argument
         return position is not None and node.args[position] == MEAN and element.args[1] == 0
 
     def _rows(self, target, args: tuple, by_expert: bool, name: str) -> fx.Node:
-        """A node whose result are rows, received ones (by expert) or ones to send."""
+        """A node whose result is received rows (by expert) or rows to send."""
         node = self._call(target, (*args, by_expert), {}, name)
         node.meta["rows_by_expert"] = by_expert
         return node
 
     def _count_of(self, node: fx.Node) -> fx.Node:
-        """The counts of the rows that an op makes."""
+        """The counts of the rows that an op returns."""
         rule = _rule(node)
         if rule.count_arguments:
             return node.args[rule.count_arguments[-1]]
         return next(layer.count for layer in self.layers if layer.dispatch is node)
 
     def _concatenate(self, parts: list[fx.Node], axis: int, whole: Tensor, name: str) -> fx.Node:
-        """Parts one after the other, in the memory layout of the uncut tensor: its readers may count on
-        it."""
+        """The concatenated parts, in the memory layout of the uncut tensor, which its readers may rely on."""
         order = sorted(range(whole.dim()), key=lambda d: -whole.stride()[d])
         if order == list(range(whole.dim())):
             return self._call(aten.cat.default, (parts, axis), {}, name)
@@ -458,9 +470,9 @@ class _Cutter:
         back = [order.index(d) for d in range(whole.dim())]
         return self._call(aten.permute.default, (joined, back), {}, name)
 
-    def _mended_rows(self, layer: _Layer) -> list[_Replacement]:
-        """Whoever reads merged rows behind the range needs to know where they are there."""
-        readers = [user for user in layer.row.users if user not in self.made]
+    def _merged_rows(self, layer: _Layer) -> list[_Replacement]:
+        """Readers of row indices behind the range get the indices into the merged rows."""
+        readers = [user for user in layer.row.users if user not in self.partitioned]
         if not readers:
             return []
         experts = [self._part(layer.expert, p) for p in range(self.parts)]
@@ -471,16 +483,16 @@ class _Cutter:
 
 
 def _shape(node: fx.Node) -> list[int]:
-    """Sizes as plain numbers: a graph's inputs may carry symbols that stand for one."""
+    """The sizes as ints: graph inputs may have symbolic sizes."""
     return [int(size) for size in node.meta["val"].shape]
 
 
-def _looks(value: Any) -> Any:
-    """What a result depends on: of tensors all but the contents."""
+def _cache_key(value: Any) -> Any:
+    """Cache key of arguments: of a tensor everything but its contents."""
     if isinstance(value, (tuple, list)):
-        return tuple(map(_looks, value))
+        return tuple(map(_cache_key, value))
     if isinstance(value, dict):
-        return tuple((name, _looks(one)) for name, one in value.items())
+        return tuple((name, _cache_key(one)) for name, one in value.items())
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.device
     return value
@@ -491,7 +503,7 @@ def _rule(node: fx.Node) -> Rule:
 
 
 def _lie_by_expert(node: fx.Node) -> bool:
-    """Are these rows received ones, by local expert, or rows to send, by rank?"""
+    """Are these received rows, sorted by local expert, rather than rows to send, sorted by rank?"""
     while "rows_by_expert" not in node.meta:
         rule = _rule(node)
         if rule.most_rows_argument is not None:
@@ -509,7 +521,7 @@ def _element(node: fx.Node, index: int) -> fx.Node:
 
 
 def _with_elements(node: fx.Node) -> list[fx.Node]:
-    """The node and, of a tuple, the nodes that take its elements."""
+    """The node and, if its result is a tuple, the getitem nodes of its elements."""
     return [node, *(user for user in node.users if user.target is operator.getitem)]
 
 
