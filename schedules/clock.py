@@ -38,7 +38,7 @@ class _Link(Generic[Key]):
     became idle."""
 
     waiting: tuple[deque[Key], deque[Key]] = field(default_factory=lambda: (deque(), deque()))
-    under_way: Key | None = None
+    in_flight: Key | None = None
     until: float = INFINITY
     free_at: float = 0.0
 

@@ -102,7 +102,7 @@ class MemoryBudget:
                 self._remaining.setdefault(s, []).append(i)
 
     def admits(self, i: int, reserve: float = 0.0) -> bool:
-        """Can instruction i be issued now? `reserve` bytes must stay free, as far as they still are."""
+        """Can instruction i be issued now? `reserve` bytes must stay free, unless they are already in use."""
         more = sum(self.storages.bytes[s] for s in self.storages.born[i])
         if self.alive + more > self.limit:
             return False
