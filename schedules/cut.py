@@ -38,6 +38,7 @@ from lancet_kernels.graph.forms import (
 from lancet_kernels.graph.from_fx import is_instruction, is_view, op_name, tensor_names
 from lancet_kernels.graph.part_instruction import part_name
 from lancet_kernels.graph.rules import RULES, Rule
+from lancet_kernels.schedules.in_place import mark_join
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
 
@@ -187,6 +188,9 @@ class _Cutter:
         for node in (*reversed(self.late), *reversed(self.wholes.values())):
             if not node.users:
                 self.graph.erase_node(node)
+        for whole in self.wholes.values():
+            if whole.users:
+                mark_join(whole)
 
     def _move(self, node: fx.Node, end: fx.Node) -> None:
         """To the end of what is there so far, behind the whole tensors that it reads."""
