@@ -63,9 +63,8 @@ def write_in_place(module: fx.GraphModule) -> None:
                 writer.kwargs = {**writer.kwargs, "out": out}
                 begin += size
         join.replace_all_uses_with(whole)
-        name = join.name
+        whole.name = f"{join.name}_memory"
         graph.erase_node(join)
-        whole.name = name
     graph.lint()
     module.recompile()
 
