@@ -45,6 +45,8 @@ _COLLECTIVES = {
 """The attribute `collective`: what their costs go by."""
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs that have one."""
+WRITTEN_INTO = "written_into"
+"""In a node's meta: the name of the tensor of which its result becomes a piece, in that tensor's storage."""
 _WAIT = "_c10d_functional.wait_tensor"
 _UNSAFE_VIEW = "aten._unsafe_view"
 """A view whose schema does not say so: torch knows that nobody else reads its input."""
@@ -66,7 +68,8 @@ def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program 
     """The Program of an fx graph whose nodes carry `meta["val"]` (as every traced graph's do).
 
     A placeholder without one is no tensor; an attribute without one has the module's value. A node's meta may
-    also have its "milliseconds", its "group", and "parts": how many there are of a part of an instruction.
+    also have its "milliseconds", its "group", "parts": how many there are of a part of an instruction, and
+    whose storage it is `WRITTEN_INTO`.
 
     Args: unchanged: the Program of the graph before some of its nodes were replaced by others; instructions
         that are still there are taken from it, with their times.
@@ -95,7 +98,9 @@ def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program 
                     parameters.append(spec.name)
         elif is_instruction(node):
             outputs = _specs(node)
-            tensors.update((spec.name, spec) for spec in outputs)
+            owner = node.meta.get(WRITTEN_INTO)
+            owned = outputs if owner is None else [replace(s, alias_of=owner, bytes=0) for s in outputs]
+            tensors.update((spec.name, spec) for spec in owned)
             phase = Phase.FORWARD if node in forward else Phase.BACKWARD
             instructions.append(_instruction(node, outputs, phase))
     if any(GENERATOR in i.mutates for i in instructions):
