@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,14 +196,13 @@ def _nvlink() -> str:
 
 
 def _nvlink_pairs(count: int) -> int | None:
-    """Ordered pairs with NVLink between them, by torch's own query of NVML; None if it cannot tell."""
-    try:
-        device_type = import_module("torch._C._autograd").DeviceType.CUDA
-        detect = import_module("torch._C._distributed_c10d")._detect_dma_connectivity
-        matrix = detect(device_type, "nvlink").matrix
-    except (ImportError, RuntimeError, AttributeError):
+    """Ordered pairs with NVLink between them; None if torch cannot tell."""
+    from lancet_kernels.symmetric.gpus import nvlinks
+
+    links = nvlinks()
+    if links is None:
         return None
-    return sum(matrix[a][b] > 0 for a in range(count) for b in range(count) if a != b)
+    return sum(links[a][b] > 0 for a in range(count) for b in range(count) if a != b)
 
 
 def _symmetric_memory() -> dict[str, str]:
