@@ -110,14 +110,17 @@ def _fused_between_gpus() -> Availability:
     one = _fused_on_gpu()
     if not one.works:
         return one
-    # Here, not above: it brings the kernels' modules.
-    from lancet_kernels.symmetric.nvshmem import missing
-
-    if lack := missing(torch.device("cuda", 0)):
-        return Availability(False, lack)
     if torch.cuda.device_count() < 2:
         return Availability(False, "one GPU on this machine; several ranks need a GPU each")
-    return Availability(True, "NVSHMEM is installed; whether peers are reachable shows when ranks start")
+    # Here, not above: they bring the kernels' modules.
+    from lancet_kernels.symmetric import nvshmem, torch_memory
+
+    device = torch.device("cuda", 0)
+    by_maker = {"torch": torch_memory.missing(device), "NVSHMEM": nvshmem.missing(device)}
+    usable = [maker for maker, lack in by_maker.items() if not lack]
+    if not usable:
+        return Availability(False, "; ".join(by_maker.values()))
+    return Availability(True, f"by {' or '.join(usable)}; whether peers are reachable shows when ranks start")
 
 
 def _no_gpu() -> str:

@@ -40,19 +40,26 @@ def create(
         return SharedMemory(group, timeout_s)
     if device.type == "cuda":
         lack = unreachable(group, device, timeout_s)
-        if not lack:
-            return TorchMemory(group, device, timeout_s)
-        try:
-            memory = NvshmemMemory(group, device, timeout_s)
-        except UserError as error:
-            raise UserError(
-                "symmetric memory between GPUs",
-                got=lack if lack == error.got else f"{lack}; {error.got}",
-                expected=f"GPUs of one machine with NVLink, or {error.expected}",
-                do=error.do,
-            ) from error
-        memory.reason += f" (not torch: {lack})"
-        return memory
+        return (
+            _over_nvshmem(group, device, timeout_s, lack) if lack else TorchMemory(group, device, timeout_s)
+        )
     raise UserError(
         "symmetric memory", got=f"device {device}", expected="cpu or cuda", do="choose one of them"
     )
+
+
+def _over_nvshmem(
+    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, not_torch: str
+) -> NvshmemMemory:
+    """Args: not_torch: why torch's symmetric memory does not serve."""
+    try:
+        memory = NvshmemMemory(group, device, timeout_s)
+    except UserError as error:
+        raise UserError(
+            "symmetric memory between GPUs",
+            got=not_torch if not_torch == error.got else f"{not_torch}; {error.got}",
+            expected=f"GPUs of one machine with NVLink, or {error.expected}",
+            do=error.do,
+        ) from error
+    memory.reason += f" (not torch: {not_torch})"
+    return memory
