@@ -65,7 +65,7 @@ def backends() -> dict[str, Availability]:
         "torch, GPUs (NCCL)": _torch_on_gpus(),
         "fused, Triton's interpreter on the CPU": _fused_interpreted(),
         "fused, one GPU": _fused_on_gpu(),
-        "fused, several GPUs (NVSHMEM)": _fused_between_gpus(),
+        "fused, several GPUs": _fused_between_gpus(),
     }
 
 
