@@ -46,6 +46,8 @@ _COLLECTIVES = {
 """Values of the attribute `collective`, by which cost models find these ops."""
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs with random ops."""
+WRITTEN_INTO = "written_into"
+"""Key of a node's `meta`: the name of the tensor into whose storage the node writes its result."""
 _WAIT = "_c10d_functional.wait_tensor"
 _UNSAFE_VIEW = "aten._unsafe_view"
 """A view without alias annotation in its schema, because nothing else reads its input."""
@@ -67,7 +69,8 @@ def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program 
     """The Program of an fx graph whose nodes have `meta["val"]` (as in every traced graph).
 
     A placeholder without `val` is not a tensor; an attribute without `val` has the module's value. Optional
-    keys of `meta`: "milliseconds", "group", and "parts" (the number of parts, if the node is one of them).
+    keys of `meta`: "milliseconds", "group", "parts" (the number of parts, if the node is one of them), and
+    `WRITTEN_INTO`.
 
     Args: unchanged: the Program of the graph before some nodes were replaced; the instructions of all other
         nodes are copied from it, with their times.
@@ -96,7 +99,9 @@ def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program 
                     parameters.append(spec.name)
         elif is_instruction(node):
             outputs = _specs(node)
-            tensors.update((spec.name, spec) for spec in outputs)
+            owner = node.meta.get(WRITTEN_INTO)
+            owned = outputs if owner is None else [replace(s, alias_of=owner, bytes=0) for s in outputs]
+            tensors.update((spec.name, spec) for spec in owned)
             phase = Phase.FORWARD if node in forward else Phase.BACKWARD
             instructions.append(_instruction(node, outputs, phase))
     if any(GENERATOR in i.mutates for i in instructions):

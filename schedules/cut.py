@@ -26,6 +26,7 @@ from lancet_kernels.graph.from_fx import is_instruction, tensor_names
 from lancet_kernels.schedules.cut_nodes import CutError, Routing, refuse, rule_of, with_elements
 from lancet_kernels.schedules.cut_parts import Parts, Values
 from lancet_kernels.schedules.cut_wholes import Reassembly
+from lancet_kernels.schedules.in_place import mark_join
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,9 @@ class _Cutter:
         for node in (*reversed(self.routing_nodes), *reversed(self.reassembly.wholes.values())):
             if not node.users:
                 self.graph.erase_node(node)
+        for whole in self.reassembly.wholes.values():
+            if whole.users:
+                mark_join(whole)
 
     def _restore(self, before: list[fx.Node]) -> None:
         """Erase all nodes that were inserted, and put the others back into their order."""

@@ -23,6 +23,7 @@ from lancet_kernels.graph.part_instruction import is_cut, part_instruction, part
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import instruction_order, reorder, start_early_wait_late
 from lancet_kernels.schedules.cut import Cut, Values, cut_range
+from lancet_kernels.schedules.in_place import write_in_place
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.ranges import PartitionRange, pipeline_order, positions
 
@@ -119,6 +120,7 @@ def split_as_planned(
     check_halves(instruction_order(joint.graph), [instruction_order(half.graph) for half in halves])
     for half in halves:
         start_early_wait_late(half, plan.blocking)
+        write_in_place(half)
     return halves
 
 
