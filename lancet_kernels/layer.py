@@ -180,7 +180,7 @@ class MoELayer(ExpertsByGlobalId):
         return_sums: bool = False,
         logits_TE: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, RoutingSums]:
-        """x [..., D] -> [..., D], and the layer's RoutingSums if asked for.
+        """x [..., D] -> [..., D], and optionally the layer's RoutingSums.
 
         Args:
             x: any number of tokens, which may differ between ranks.
