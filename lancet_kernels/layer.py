@@ -50,7 +50,7 @@ class MoELayer(ExpertsByGlobalId):
             first backward. Every pass of a fused layer is collective.
         shared_expert_d_ff: hidden width of a shared expert, which processes every token; None: without one.
         group: the expert-parallel process group, or all groups of the job as `Groups`; None: all ranks.
-        device, dtype: of the parameters. The router is computed in float32 or wider, whatever the dtype.
+        device, dtype: of the parameters. The router is computed in float32 or wider, for every dtype.
 
     Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
     Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
