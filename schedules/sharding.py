@@ -19,9 +19,10 @@ from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.graph.program_json import check_fingerprint, fingerprint
 from lancet_kernels.graph.saved_json import read_json, versioned_fields
-from lancet_kernels.schedules.conversions import collective
-from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, Conversion, steps_of
+from lancet_kernels.schedules.conversions import ADJOINT, CollectiveCosts, collective
+from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, Conversion, psi_of, steps_of
 from lancet_kernels.schedules.sharding_search import Restriction, Search, Searched
+from lancet_kernels.schedules.signatures import signature_ms
 
 FORMAT = "lancet-sharding"
 VERSION = 1
@@ -314,6 +315,38 @@ def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: 
 
 def _collective(conversion: Conversion) -> str:
     return collective(conversion.source, conversion.target) or "all_reduce"
+
+
+def repriced(strategy: Strategy, program: Program, cost: Cost) -> Strategy:
+    """The same strategy at other costs: what one found with estimates takes in truth (section 6.11). Its
+    bound is not known there: it is zero."""
+    costs = CollectiveCosts(cost, strategy.ranks)
+
+    def message(c: Communication) -> Communication:
+        # What concerns a parameter is done once for both microbatches: half of it counts for each.
+        share = COPIES if c.tensor in strategy.parameters else 1
+        spec = program.tensors[c.tensor]
+        sums_gradients = c.source == c.target
+        ms = 0.0 if sums_gradients else costs.milliseconds(c.collective, spec) / share
+        adjoint = c.collective if sums_gradients else ADJOINT[c.collective]
+        has_gradient = c.backward_ms > 0
+        backward = costs.milliseconds(adjoint, spec) / share if has_gradient else 0.0
+        return replace(c, ms=ms, backward_ms=backward)
+
+    stages = []
+    for stage in strategy.stages:
+        communication = tuple(map(message, stage.communication))
+        computation = sum(
+            signature_ms(program.instructions[program.index[name]], program, way, strategy.ranks, cost)
+            for name, way in stage.computation.items()
+        )
+        comm, comm_b = (sum(c.ms for c in communication), sum(c.backward_ms for c in communication))
+        stages.append(Stage(communication, stage.computation, comm, comm_b, computation))
+    psi = psi_of([(s.comm_ms, s.comp_ms) for s in stages])
+    psi += psi_of([(s.comm_backward_ms, s.comp_backward_ms) for s in stages])
+    return replace(
+        strategy, stages=tuple(stages), predicted_ms=psi, lower_bound_ms=0.0, costs=source_of(cost)
+    )
 
 
 def duplexed(strategy: Strategy) -> Program:
