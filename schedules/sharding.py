@@ -20,8 +20,9 @@ from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, Tens
 from lancet_kernels.graph.program_json import check_fingerprint, fingerprint
 from lancet_kernels.graph.saved_json import read_json, versioned_fields
 from lancet_kernels.schedules.conversions import ADJOINT, CollectiveCosts, collective
-from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, Conversion, psi_of, steps_of
-from lancet_kernels.schedules.sharding_search import Restriction, Search, Searched
+from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, Conversion, psi_of
+from lancet_kernels.schedules.sharding_search import Search, Searched
+from lancet_kernels.schedules.sharding_states import Restriction
 from lancet_kernels.schedules.signatures import signature_ms
 
 FORMAT = "lancet-sharding"
@@ -233,6 +234,7 @@ def search_sharding(
     restriction: Restriction | None = None,
     name: str = "hidup",
     most_labels: int | None = None,
+    overlaps_backward: bool = True,
 ) -> Strategy:
     """The fastest strategy for the forward Program of a microbatch (section 4.2).
 
@@ -242,6 +244,7 @@ def search_sharding(
         memory_gb: of a device; strategies that need more are dropped. It is looked at only where the
             fastest strategy of all needs more.
         most_labels: strategies kept behind each cut; None for all of a small graph, `MOST_LABELS` of others.
+        overlaps_backward: see `Search`.
     Raises: UserError: a Program with collectives or a backward; no strategy within the memory.
     """
 
@@ -257,6 +260,7 @@ def search_sharding(
             most_labels=most_labels or (None if is_small else MOST_LABELS),
             tolerance=0.0 if is_small else TOLERANCE,
             least_sliced_bytes=0 if is_small else LEAST_SLICED_BYTES,
+            overlaps_backward=overlaps_backward,
         )
         return search.run()
 
@@ -270,7 +274,7 @@ def search_sharding(
 def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: str) -> Strategy:
     stages: list[list] = []
     parameters: dict[str, Form] = {}
-    for step in steps_of(result.best):
+    for step in result.steps:
         if step.new_stage or not stages:
             stages.append([])
         stages[-1].append(step)

@@ -24,7 +24,7 @@ from lancet_kernels.paper.hidup_models import HIDUP_MODELS, HiDupModel, example_
 from lancet_kernels.schedules.blocks import Block, BlockSignature
 from lancet_kernels.schedules.sharding import Strategy, repriced, search_sharding
 from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES
-from lancet_kernels.schedules.sharding_search import Restriction
+from lancet_kernels.schedules.sharding_states import Restriction
 
 SEQUENCES = 32
 """A GPU's batch, as in the code that the paper's authors published."""
