@@ -91,7 +91,8 @@ class Label(NamedTuple):
     def grown(
         self, comm: float, comm_b: float, comp: float, more_bytes: float, step: Step, exposed: float = 0.0
     ) -> Label:
-        """The open stage with one more block. exposed: communication of both microbatches that nothing hides."""
+        """The open stage with one more block. exposed: communication of both microbatches that nothing
+        hides."""
         late, late_b = max(0.0, comm - self.slack), max(0.0, comm_b - self.slack_b)
         return Label(
             self.front + late + late_b + exposed,

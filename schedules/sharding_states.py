@@ -1,4 +1,4 @@
-"""What may follow in a search of shardings? Cuts of the graph, the forms held across them, and one block more.
+"""What may follow in a search of shardings? Cuts of the graph, forms held across them, and one block more.
 
 HiDup, section 4.1. A state is the tensors that cross a cut, each with the forms in which there are copies of
 it. A transition runs one more block in one of its signatures: it says what has to be communicated for that,
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from lancet_kernels.graph.costs import Cost
@@ -127,7 +128,8 @@ class StateSpace:
         self._structures: dict[tuple, int] = {}
 
     def cuts(self, most: int) -> list[list[int]] | None:
-        """All cuts, by how many blocks are behind them (breadth-first, section 4.2); None: more than `most`."""
+        """All cuts, by how many blocks are behind them (breadth-first, section 4.2); None where there are
+        more than `most`."""
         levels, total = [[0]], 1
         for _ in self.blocks:
             level = {
@@ -149,7 +151,7 @@ class StateSpace:
     def segments(self, levels: list[list[int]]) -> list[Segment]:
         """The graph between cuts that are the only ones of their level."""
         single = [n for n, level in enumerate(levels) if len(level) == 1]
-        return [self.segment(levels[begin : end + 1]) for begin, end in zip(single, single[1:], strict=False)]
+        return [self.segment(levels[begin : end + 1]) for begin, end in pairwise(single)]
 
     def segment(self, cuts: list[list[int]]) -> Segment:
         """The blocks between the first cut and the last one."""

@@ -57,8 +57,8 @@ def _is_even(instruction: Instruction, program: Program, way: tuple[Form, ...], 
 def signature_ms(
     instruction: Instruction, program: Program, way: tuple[Form, ...], ranks: int, cost: Cost
 ) -> float:
-    """Milliseconds on each rank. way: the forms of inputs and outputs, by position. A constant that every rank
-    makes is whole there, whatever slice of it is read."""
+    """Milliseconds on each rank. way: the forms of inputs and outputs, by position. A constant is made whole
+    on every rank, whatever slice of it is read."""
     if not instruction.inputs:
         return cost(instruction, program.tensors)
     forms = dict(zip((*instruction.inputs, *instruction.outputs), way, strict=True))
