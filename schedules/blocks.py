@@ -26,7 +26,7 @@ class BlockSignature:
     """Forms of a block's `reads`, `parameters` and `makes`, by position.
 
     ways: of each instruction, the forms of its inputs and outputs. ms: on each rank, one forward.
-    bytes: of what the block makes, and backward may read.
+    bytes: of what the block makes and the backward reads.
     """
 
     reads: tuple[Form, ...]
@@ -244,10 +244,11 @@ def _combined(
                 continue
             joined = forms | dict(zip(instruction.inputs, choice.inputs, strict=True))
             joined |= dict(zip(instruction.outputs, choice.outputs, strict=True))
+            saved = set(saved_outputs(instruction))
             made = sum(
                 held_bytes(program.tensors[t], f, ranks)
                 for t, f in zip(instruction.outputs, choice.outputs, strict=True)
-                if program.tensors[t].alias_of is None
+                if t in saved and program.tensors[t].alias_of is None
             )
             alive = {t: f for t, f in joined.items() if t in keep or last.get(t, -1) > n}
             key = frozenset(alive.items())
@@ -266,6 +267,12 @@ def _combined(
         )
         for forms, ways, ms, size in partial.values()
     )
+
+
+def saved_outputs(instruction: Instruction) -> list[str]:
+    """Outputs that stay until the backward; all, where the Program does not say which (`forward_of`)."""
+    saved = instruction.attributes.get("saved", range(len(instruction.outputs)))
+    return [instruction.outputs[position] for position in saved]
 
 
 def _choices(instruction: Instruction, program: Program, ranks: int, cost: Cost) -> list[Signature]:

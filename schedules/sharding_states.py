@@ -19,7 +19,7 @@ from typing import NamedTuple
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.forms import WHOLE, Form
 from lancet_kernels.graph.program import Program
-from lancet_kernels.schedules.blocks import Block, BlockSignature, blocks_of
+from lancet_kernels.schedules.blocks import Block, BlockSignature, blocks_of, saved_outputs
 from lancet_kernels.schedules.conversions import CollectiveCosts, collective, forms_of, held_bytes
 from lancet_kernels.schedules.sharding_costs import COPIES, STATE_COPIES, Conversion
 
@@ -123,6 +123,7 @@ class StateSpace:
             sum(1 << self._home[t] for t in set(block.reads) if t in self._home) for block in self.blocks
         ]
         self._trained = self._with_gradients()
+        self._saved = {t for i in program.instructions for t in saved_outputs(i)}
         self._options: dict[tuple[int, int], list[ParameterOption]] = {}
         self._converted: dict[tuple[str, Form, Form], tuple[float, float] | None] = {}
         self._structures: dict[tuple, int] = {}
@@ -189,7 +190,8 @@ class StateSpace:
             prices = tuple(
                 self.costs.milliseconds(name, spec) for name in sorted(self.restriction.collectives)
             )
-            of_tensors.append((spec.shape, spec.dtype, t in self._trained, bool(readers & ~inside), prices))
+            kinds = t in self._trained, t in self._saved, bool(readers & ~inside)
+            of_tensors.append((spec.shape, spec.dtype, *kinds, prices))
         return tuple(of_blocks), tuple(of_tensors)
 
     def _allowed(self, b: int, s: int) -> tuple | None:
@@ -255,7 +257,8 @@ class StateSpace:
             if best is None:
                 return None
             conversions.append(best)
-            more_bytes += COPIES * held_bytes(self.program.tensors[t], wanted, self.ranks)
+            if t in self._saved:
+                more_bytes += COPIES * held_bytes(self.program.tensors[t], wanted, self.ranks)
             forms = (WHOLE,) if wanted == WHOLE else tuple(sorted({*item.forms, wanted}, key=str))
             following[item.tensor] = item._replace(forms=forms)
         for t, form in option.rests:

@@ -16,15 +16,13 @@ from statistics import mean
 from lancet_kernels.fake_ranks import without_contents
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
-from lancet_kernels.graph.forms import Form, cut
 from lancet_kernels.graph.forward_program import forward_program
 from lancet_kernels.graph.program import Instruction, Program, TensorSpec
 from lancet_kernels.paper.hidup_links import links, with_bandwidth
 from lancet_kernels.paper.hidup_models import HIDUP_MODELS, HiDupModel, example_batch, hidup_config
-from lancet_kernels.schedules.blocks import Block, BlockSignature
 from lancet_kernels.schedules.sharding import Strategy, repriced, search_sharding
+from lancet_kernels.schedules.sharding_baselines import baseline
 from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES
-from lancet_kernels.schedules.sharding_states import Restriction
 
 SEQUENCES = 32
 """A GPU's batch, as in the code that the paper's authors published."""
@@ -105,26 +103,12 @@ class HiDupSetting:
     @cached_property
     def expert_parallel(self) -> Strategy:
         """GShard's, on the whole batch: experts on their ranks, all-to-alls around; else data parallel."""
-        restriction = Restriction(self._rests_by_expert, frozenset({"all_to_all"}), self._reads_its_experts)
-        return self._restricted("expert parallel", restriction)
+        return baseline("expert parallel", self.whole_batch, self.gpus, self.cost)
 
     @cached_property
     def data_parallel(self) -> Strategy:
-        """Every parameter whole on every rank, no collective but the all-reduce of gradients; whole batch."""
-        return self._restricted("data parallel", Restriction(lambda name, form: not form.is_cut, frozenset()))
-
-    def _rests_by_expert(self, name: str, form: Form) -> bool:
-        return form == cut(0) if self._is_expert(name) else not form.is_cut
-
-    def _reads_its_experts(self, block: Block, signature: BlockSignature) -> bool:
-        pairs = zip(block.parameters, signature.parameters, strict=True)
-        return all(form == cut(0) for t, form in pairs if self._is_expert(t))
-
-    def _is_expert(self, parameter: str) -> bool:
-        return len(self.program.tensors[parameter].shape) == 3
-
-    def _restricted(self, name: str, restriction: Restriction) -> Strategy:
-        return search_sharding(self.whole_batch, self.gpus, self.cost, restriction=restriction, name=name)
+        """Every parameter whole on every rank, no collective but all-reduces of gradients; whole batch."""
+        return baseline("data parallel", self.whole_batch, self.gpus, self.cost)
 
     @property
     def baselines(self) -> dict[str, WholeBatch]:

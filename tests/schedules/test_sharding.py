@@ -12,12 +12,14 @@ from hypothesis import given as drawn
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import PARTIAL, WHOLE
 from lancet_kernels.graph.program import Instruction, Program, TensorSpec
-from lancet_kernels.schedules.sharding import Strategy, duplexed, search_sharding
+from lancet_kernels.schedules.sharding import Strategy, duplexed, repriced, search_sharding
+from lancet_kernels.schedules.sharding_baselines import BASELINES, baseline, compared
 from lancet_kernels.schedules.sharding_costs import BACKWARD, psi_of
 from lancet_kernels.schedules.sharding_search import Search
 from lancet_kernels.schedules.signatures import signatures
 from lancet_kernels.schedules.simulate import simulate
 from tests.examples import examples
+from tests.grids import few_of
 from tests.schedules.sharding_examples import given, graphs
 
 RANKS = 2
@@ -259,8 +261,66 @@ def test_memory_limit_shards_weights():
     tight = search_sharding(CHAIN, RANKS, given, memory_gb=free.memory_bytes * 0.9 / 1e9)
     assert tight.memory_bytes <= free.memory_bytes * 0.9
     assert tight.predicted_ms >= free.predicted_ms
+    pruned = search_sharding(CHAIN, RANKS, given, memory_gb=free.memory_bytes * 0.9 / 1e9, most_labels=1)
+    assert pruned.memory_bytes <= free.memory_bytes * 0.9
     with pytest.raises(UserError, match="no strategy within"):
         search_sharding(CHAIN, RANKS, given, memory_gb=1e-9)
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines_are_no_faster_than_the_search(name):
+    strategy = baseline(name, CHAIN, RANKS, given)
+    assert search_sharding(CHAIN, RANKS, given).predicted_ms <= strategy.predicted_ms + 1e-9
+    assert not any(form.is_cut for form in strategy.parameters.values())
+    assert name in compared(strategy, CHAIN, given)
+    if name == "replicated":
+        assert strategy.computation_ms == 2 * (1 + BACKWARD) * sum(i.milliseconds for i in CHAIN.instructions)
+
+
+def test_a_strategy_at_other_costs():
+    strategy = search_sharding(CHAIN, RANKS, given)
+    again = repriced(strategy, CHAIN, given)
+    assert again.predicted_ms == pytest.approx(strategy.predicted_ms)
+    assert again.stages == strategy.stages
+
+    def half_as_fast(instruction, tensors):
+        return 2 * given(instruction, tensors)
+
+    assert repriced(strategy, CHAIN, half_as_fast).predicted_ms == pytest.approx(2 * strategy.predicted_ms)
+
+
+@examples(40)
+@drawn(graphs(most=5, is_chain=True))
+def test_backward_without_overlap(program):
+    search = Search(program, RANKS, given, grouped=False, overlaps_backward=False)
+    strategy = search_sharding(program, RANKS, given, overlaps_backward=False)
+    assert search.run().best.psi <= strategy.predicted_ms + 1e-9
+    forward = psi_of([(s.comm_ms, s.comp_ms) for s in strategy.stages])
+    backward = 2 * sum(s.comm_backward_ms + s.comp_backward_ms for s in strategy.stages)
+    assert strategy.predicted_ms == pytest.approx(forward + backward)
+    overlapped = search_sharding(program, RANKS, given)
+    assert overlapped.predicted_ms <= strategy.predicted_ms + 1e-9
+
+
+@pytest.mark.parametrize("times", few_of((12, 3, 6)))
+def test_repeated_layers_are_searched_once(times):
+    layer = (("mm", 60.0), ("_softmax", 50.0), ("mm", 80.0), ("_log_softmax", 70.0))
+    program = chain(*layer * times)
+    limits = {"grouped": False, "most_labels": 40, "tolerance": 0.01}
+    once = Search(program, RANKS, given, **limits).run()
+    each = Search(program, RANKS, given, keep_states=True, **limits).run()
+    assert once.best.psi == pytest.approx(each.best.psi, rel=0.01)
+    assert once.bound_ms <= min(once.best.psi, each.best.psi)
+    assert [step.block for step in once.steps] == [*range(len(program))]
+    assert {t for step in once.steps for t, _ in step.rests} == set(program.parameters)
+    if times == 12:
+        assert once.passed > 0
+        assert once.labels < each.labels
+    # What a step says of its block fits that block.
+    for step in once.steps:
+        block = once.blocks[step.block]
+        assert tuple(t for t, _ in step.rests) == block.parameters
+        assert all(c.tensor in (*block.reads, *block.parameters) for c in step.conversions)
 
 
 def test_json_both_ways_and_explain(tmp_path):
