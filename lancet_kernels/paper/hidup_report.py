@@ -283,7 +283,7 @@ def _breakdown(rows: list[dict[str, Any]]) -> list[str]:
 
 def save_pictures(figures: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """One picture per figure. -> their paths. Raises: OSError."""
-    draw = {"6": _draw_bars, "7": _draw_bars, "8": _draw_bars}
+    draw: dict[str, Callable[[Any, Any], None]] = dict.fromkeys(("6", "7", "8"), _draw_bars)
     draw |= {"11": _draw_placements, "12": _draw_layers, "14": _draw_seconds}
     files: dict[str, str] = {}
     # Not pyplot: it looks for a display.
