@@ -20,18 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.slices import (
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
-    LINEAR,
-    Partition,
-    Sources,
-    hand_over,
-    shifts,
-    sources,
-    square,
-)
+from lancet_kernels.graph.slices import FORWARD, GRADIENT, Partition, square
+from lancet_kernels.graph.tile_layouts import movements
 from lancet_kernels.ops.groups import group_name, group_rank, group_size
 from lancet_kernels.ops.shift import start_shift
 from lancet_kernels.ops.square_linear import Movements, Padding, Pieces, square_linear
@@ -261,34 +251,8 @@ class SquareLinear(nn.Module):
 def derived_movements(exponent: int) -> Movements:
     """Who sends what to whom on 4^exponent ranks, by their dimension slice indices."""
     partition = Partition((square(exponent),))
-    (x, weight), (dy, _) = LINEAR[FORWARD].operands, LINEAR[BACKWARD].operands
-    dweight, dx = LINEAR[GRADIENT].result, LINEAR[BACKWARD].result
-
-    def between(phase, tensor) -> tuple[Sources, ...]:
-        return shifts(partition, phase, tensor)
-
-    def align(tensor, before: tuple[str, int], after: tuple[str, int]) -> Sources:
-        return hand_over(partition, tensor, before, after)
-
     # Layers follow each other: an input has the place of an output.
-    place = partition.tiles(FORWARD, ("b", "m", "k"), -1)
-    return Movements(
-        enter=sources(place, partition.tiles(FORWARD, x.dimensions, 0)),
-        forward_x=between(FORWARD, x),
-        forward_weight=between(FORWARD, weight),
-        weight_to_backward=align(weight, (FORWARD, -1), (BACKWARD, 0)),
-        dy_to_backward=sources(place, partition.tiles(BACKWARD, dy.dimensions, 0)),
-        backward_dy=between(BACKWARD, dy),
-        backward_weight=between(BACKWARD, weight),
-        leave=sources(partition.tiles(BACKWARD, dx.dimensions, -1), place),
-        dy_to_gradient=align(dy, (BACKWARD, -1), (GRADIENT, 0)),
-        dy_directly=sources(place, partition.tiles(GRADIENT, dy.dimensions, 0)),
-        x_to_gradient=align(x, (FORWARD, -1), (GRADIENT, 0)),
-        gradient_x=between(GRADIENT, x),
-        gradient_dy=between(GRADIENT, dy),
-        gradient_dweight=between(GRADIENT, dweight),
-        dweight_to_weight=align(dweight, (GRADIENT, -1), (FORWARD, 0)),
-    )
+    return movements(partition, partition.tiles(FORWARD, ("b", "m", "k"), -1))
 
 
 def _tile_numbers(partition: Partition, dimensions: tuple[str, str]) -> list[int]:

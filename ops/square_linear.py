@@ -1,11 +1,12 @@
-"""O = I W over 4^k ranks in 2^k steps, without a collective and without a replica (PrimePar, P(2^k x 2^k)).
+"""O = I W on the ranks of a partition (PrimePar). P(2^k x 2^k) needs 2^k steps, no collective, no replica.
 
     q  ranks along a side, 2^k      m, n, k  rows, features in and features out of a tile (1 / q of the whole)
     p  elements of a bias piece (1 / q of k)
 
 Per step a rank multiplies the tiles it has, while those of the next step travel: each phase starts its
 shifts before the GEMM that hides them and waits for them behind it. Who sends what to whom is an argument
-(`Movements`), which `graph.slices` derives.
+(`Movements`), and so is what has to be summed where a partition splits M, N or K (`Sums`):
+`graph.tile_layouts` derives both.
 
 Weight and bias keep their place. A piece of the bias belongs to the weight tile of the same slices and
 travels with it; over the steps of the forward all pieces of a column pass every rank of it. From the forward
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
 from lancet_kernels.ops.shift import PendingShift, TilesHere, shift, start_shift
 
 Sources = tuple[int, ...]
@@ -49,6 +51,18 @@ class Movements(NamedTuple):
     gradient_dy: tuple[Sources, ...]
     gradient_dweight: tuple[Sources, ...]
     dweight_to_weight: Sources
+
+
+class Sums(NamedTuple):
+    """Names of the groups that sum this rank's result at the end of a phase; "": it is complete."""
+
+    y: str = ""
+    dx: str = ""
+    dweight: str = ""
+
+
+COMPLETE = Sums()
+"""Of P(2^k x 2^k): no phase leaves anything to sum."""
 
 
 class Pieces(NamedTuple):
@@ -81,27 +95,28 @@ def square_linear(
     padding: Padding | None,
     movements: Movements,
     group: str,
+    sums: Sums = COMPLETE,
 ) -> Tensor:
     """This rank's tile of the product: [m, n] -> [m, k]. Differentiable once.
 
-    Args: weight_KN, bias_P: this rank's tile [k, n] and piece [p], where the forward begins.
-        group: of 4^k ranks, a name from `group_name`.
+    Args: weight_KN, bias_P: this rank's tile [k, n] and piece [p], where the forward begins. A bias is for
+        P(2^k x 2^k) alone. group: all ranks of the partition, a name from `group_name`.
     Raises: CommunicationError.
     """
     order, columns = pieces or (None, None)
     real_weight, real_piece = padding or (None, None)
     return _SquareLinear.apply(
-        x_MN, weight_KN, bias_P, order, columns, real_weight, real_piece, movements, group
+        x_MN, weight_KN, bias_P, order, columns, real_weight, real_piece, movements, group, sums
     )
 
 
 class _SquareLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, order, columns, real_weight, real_piece, movements, group):
+    def forward(ctx, x, weight, bias, order, columns, real_weight, real_piece, movements, group, sums):
         y, x, weight = _forward(x, weight, bias, order, movements, group)
         ctx.save_for_backward(x, weight, columns, real_weight, real_piece)
-        ctx.movements, ctx.group = movements, group
-        return y
+        ctx.movements, ctx.group, ctx.sums = movements, group, sums
+        return _summed(y, sums.y).wait()[0]
 
     @staticmethod
     @once_differentiable
@@ -111,7 +126,12 @@ class _SquareLinear(torch.autograd.Function):
         dx = leaving = dweight = dbias = None
         if ctx.needs_input_grad[0]:
             dx, dy = _input_gradient(dy, weight, moves, group)
-            leaving = _start([dx], moves.leave, group, "dI, backward to the input's place")
+            # A gradient that is summed has no other place to go to.
+            leaving = (
+                start_all_reduce([dx], ctx.sums.dx)
+                if ctx.sums.dx
+                else _start([dx], moves.leave, group, "dI, backward to the input's place")
+            )
             sources = moves.dy_to_gradient
         else:
             sources = moves.dy_directly
@@ -120,12 +140,13 @@ class _SquareLinear(torch.autograd.Function):
             (x,) = _start([x], moves.x_to_gradient, group, "I, forward to gradient").wait()
             dweight, *pieces = _weight_gradient(x, dy, columns, moves, group)
             dbias = pieces[0] if pieces else None
+            (dweight,) = _summed(dweight, ctx.sums.dweight).wait()
             if real_weight is not None:
                 dweight = dweight * real_weight
                 dbias = dbias * real_piece if pieces else None
         if leaving is not None:
             (dx,) = leaving.wait()
-        return dx, dweight, dbias, *[None] * 6
+        return dx, dweight, dbias, *[None] * 7
 
 
 def _forward(x, weight, bias, order, moves: Movements, group: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -188,6 +209,11 @@ def _weight_gradient(x, dy, columns: Tensor | None, moves: Movements, group: str
         if t + 1 < steps:
             (x,), (dy,) = next_x.wait(), next_dy.wait()
     return _start(sums, moves.dweight_to_weight, group, "dW to the place of W").wait()
+
+
+def _summed(tile: Tensor, group: str) -> PendingAllReduce | TilesHere:
+    """An all-reduce in two halves; nothing where the tile is complete."""
+    return start_all_reduce([tile], group) if group else TilesHere([tile])
 
 
 def _moves(sources: Sequence[int]) -> bool:

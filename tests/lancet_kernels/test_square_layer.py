@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,13 +17,6 @@ from tests.grids import few_of
 from tests.ranks import RankPool
 
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def pool_of_16() -> Iterator[RankPool]:
-    pool = RankPool(16)
-    yield pool
-    pool.close()
 
 
 class Block(nn.Module):
