@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from lancet_kernels import UserError
-from lancet_kernels.graph.clusters import load_cluster
+from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.slices import Partition, Primitive, replicate, split, square
 from lancet_kernels.parallel_linears import parallelize_linears
 from lancet_kernels.partitioned_linear import PartitionedLinear, whole_state_dict
@@ -92,6 +92,13 @@ def difference(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item()
 
 
+def slow_cluster() -> Cluster:
+    """As if tiles were large: latency counts for little, and GEMMs hide what travels beside them."""
+    cluster = load_cluster("p3dn")
+    slow = {dtype: 1e-4 * share for dtype, share in cluster.compute_efficiency.items()}
+    return replace(cluster, intra_node_latency_us=0.0, launch_us=0.0, compute_efficiency=slow)
+
+
 def train_on_rank(family: str, strategy: str, partitions: dict | None) -> dict:
     """Two steps whole and in parts, side by side.
 
@@ -99,11 +106,7 @@ def train_on_rank(family: str, strategy: str, partitions: dict | None) -> dict:
     """
     whole, parted = make_model(family), make_model(family)
     x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
-    # As if tiles were large: latency counts for little, and GEMMs hide what travels beside them.
-    cluster = load_cluster("p3dn")
-    slow = {dtype: 1e-4 * share for dtype, share in cluster.compute_efficiency.items()}
-    cluster = replace(cluster, intra_node_latency_us=0.0, launch_us=0.0, compute_efficiency=slow)
-    parallelize_linears(parted, (x,), None, strategy, cluster=cluster, partitions=partitions)
+    parallelize_linears(parted, (x,), None, strategy, cluster=slow_cluster(), partitions=partitions)
     optimizers = [torch.optim.Adam(m.parameters(), 1e-2, eps=1e-3) for m in (whole, parted)]
     errors = {"output": 0.0, "input gradient": 0.0, "parameter": 0.0}
     for step in range(2):
@@ -216,3 +219,60 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
         assert len(messages) == len(expected)
         for message, pattern in zip(messages, expected, strict=True):
             assert re.match(pattern, message), message
+
+
+def transformers_model(family: str) -> nn.Module:
+    import transformers as hf
+
+    common = {"vocab_size": 64, "attn_implementation": "eager"}
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = hf.GPT2Config(n_embd=32, n_layer=2, n_head=8, n_positions=16, **common)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        return hf.GPT2LMHeadModel(config).double()
+    if family == "opt":
+        config = hf.OPTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=8, ffn_dim=64, word_embed_proj_dim=32,
+            max_position_embeddings=16, dropout=0.0, **common,
+        )  # fmt: skip
+        return hf.OPTForCausalLM(config).double()
+    if family == "llama":
+        config = hf.LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=4, **common,
+        )  # fmt: skip
+        return hf.LlamaForCausalLM(config).double()
+    config = hf.BloomConfig(hidden_size=32, n_layer=2, n_head=8, **common)
+    config.hidden_dropout = config.attention_dropout = 0.0
+    return hf.BloomForCausalLM(config).double()
+
+
+def train_transformers_on_rank(family: str, strategy: str) -> dict[str, float]:
+    whole, parted = transformers_model(family), transformers_model(family)
+    tokens = torch.randint(2, 64, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    parallelize_linears(parted, inputs, None, strategy, cluster=slow_cluster())
+    losses = [model(**inputs).loss for model in (whole, parted)]
+    for model, loss in zip((whole, parted), losses, strict=True):
+        loss.backward()
+        torch.optim.SGD(model.parameters(), 1.0).step()
+    reference, own = whole.state_dict(), whole_state_dict(parted)
+    assert list(parted.state_dict()) == list(reference)
+    count = sum(isinstance(m, PartitionedLinear) for m in parted.modules())
+    return {
+        "loss": difference(*losses),
+        "parameter": max(difference(reference[name], own[name]) for name in reference),
+        "layers": count,
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["primepar", "megatron"])
+@pytest.mark.parametrize(("family", "layers"), [("gpt2", 8), ("opt", 12), ("llama", 14), ("bloom", 8)])
+def test_transformers_models(pool: RankPool, family: str, layers: int, strategy: str) -> None:
+    """Attention in transformers takes the softmax, and Bloom's all scores, in float32."""
+    pytest.importorskip("transformers")
+    for result in pool.run(train_transformers_on_rank, family, strategy, ranks=4):
+        assert result["layers"] == layers
+        assert result["loss"] < 1e-7
+        assert result["parameter"] < 1e-6
