@@ -96,7 +96,7 @@ def _checks(rank: Rank) -> Iterator[tuple[str, Callable[[Rank], Difference] | No
         where = "in Triton's interpreter"
     else:
         kernels, where = usable["fused, one GPU"], "on the GPU"
-        fused = kernels if rank.world == 1 else usable["fused, several GPUs (NVSHMEM)"]
+        fused = kernels if rank.world == 1 else usable["fused, several GPUs"]
     alone = f"{rank.world} rank{'s' * (rank.world != 1)}"
     if rank.world > 1:
         yield f"all-to-all between {alone}", _all_to_all, ""

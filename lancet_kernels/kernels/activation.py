@@ -21,6 +21,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.gemm_tile import activate, dgelu, dsilu, silu
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.runtime import needs_upcast
 from lancet_kernels.kernels.specimen import Specimen
@@ -108,7 +109,8 @@ def activation(h_GCH: Tensor, count_G: Tensor, kind: str) -> Tensor:
     a_GCF = torch.empty(*h_GCH.shape[:2], hidden, dtype=h_GCH.dtype, device=h_GCH.device)
     if a_GCF.numel():
         grid, tile = _grid(a_GCF)
-        _activation_kernel[grid](
+        launch(
+            _activation_kernel, grid,
             h_GCH, count_G, a_GCF, a_GCF.shape[1], hidden,
             KIND=kind, EMULATE_BF16=needs_upcast(h_GCH.dtype), **tile,
         )  # fmt: skip
@@ -126,7 +128,8 @@ def activation_backward(da_GCF: Tensor, h_GCH: Tensor, count_G: Tensor, kind: st
     dh_GCH = torch.empty_like(h_GCH)
     if da_GCF.numel():
         grid, tile = _grid(da_GCF)
-        _activation_backward_kernel[grid](
+        launch(
+            _activation_backward_kernel, grid,
             da_GCF, h_GCH, count_G, dh_GCH, da_GCF.shape[1], hidden,
             KIND=kind, EMULATE_BF16=needs_upcast(h_GCH.dtype), **tile,
         )  # fmt: skip

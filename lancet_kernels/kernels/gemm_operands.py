@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -107,11 +106,6 @@ def can_use_tma(arch: int, *matrices: Tensor) -> bool:
         t.element_size() == 2 and t.numel() > 0 and t.data_ptr() % 16 == 0 and t.shape[-1] % 8 == 0
         for t in matrices
     )
-
-
-def on_device(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @dataclass(frozen=True)

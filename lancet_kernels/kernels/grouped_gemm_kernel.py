@@ -32,7 +32,6 @@ from lancet_kernels.kernels.gemm_operands import (
     Launch,
     check_operand,
     group_layout,
-    on_device,
 )
 from lancet_kernels.kernels.gemm_tile import (
     add_column_sums,
@@ -44,6 +43,7 @@ from lancet_kernels.kernels.gemm_tile import (
     wgrad_tile,
 )
 from lancet_kernels.kernels.grouped_tiles import groups, in_bands, locate
+from lancet_kernels.kernels.kernel_launch import on_device
 from lancet_kernels.kernels.specimen import Specimen, pointers
 
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.choices import add_row, dot_row, place_row
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.row_config import RowConfig
 from lancet_kernels.kernels.runtime import needs_upcast
@@ -164,7 +165,9 @@ def _move_rows(
     """Launch the permute or the combine kernel."""
     (num_tokens, top_k), width = row_TK.shape, source.shape[1]
     grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
-    kernel[(grid,)](
+    launch(
+        kernel,
+        (grid,),
         source,
         row_TK,
         row_TK if weight_TK is None else weight_TK,
@@ -248,7 +251,9 @@ def combine_dweight(
     dweight_TK = torch.empty(row_TK.shape, dtype=dtype, device=x_TD.device)
     if dweight_TK.numel():
         top_k = row_TK.shape[1]
-        _combine_dweight_kernel[(triton.cdiv(num_tokens, config.block_tokens) * top_k,)](
+        launch(
+            _combine_dweight_kernel,
+            (triton.cdiv(num_tokens, config.block_tokens) * top_k,),
             x_TD,
             rows_SD,
             row_TK,

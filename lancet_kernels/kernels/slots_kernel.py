@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.kernels.checks import check_number, check_tensor
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED
 from lancet_kernels.kernels.specimen import Specimen, pointers
 from lancet_kernels.kernels.topk_kernel import RoutingConfig
@@ -167,7 +168,9 @@ def count_choices(expert_TK: Tensor, num_experts: int, config: RoutingConfig) ->
     blocks = triton.cdiv(num_tokens, config.block_tokens)
     count_BE = torch.empty(blocks, num_experts, dtype=torch.int32, device=expert_TK.device)
     if blocks:
-        _count_choices_kernel[(blocks,)](
+        launch(
+            _count_choices_kernel,
+            (blocks,),
             expert_TK,
             count_BE,
             expert_TK.numel(),
@@ -192,7 +195,9 @@ def prefix(count_BE: Tensor, used_E: Tensor, capacity: int) -> tuple[Tensor, Ten
     blocks, num_experts = count_BE.shape
     check_tensor("used_E", used_E, shape=(num_experts,), dtype=torch.int64, device=count_BE.device)
     used_out_E, kept_E = torch.empty_like(used_E), torch.empty_like(used_E)
-    _prefix_kernel[(triton.cdiv(num_experts, PREFIX_EXPERTS),)](
+    launch(
+        _prefix_kernel,
+        (triton.cdiv(num_experts, PREFIX_EXPERTS),),
         count_BE,
         used_E,
         used_out_E,
@@ -226,7 +231,9 @@ def slots(
         "before_BE", before_BE, shape=(blocks, num_experts), dtype=torch.int32, device=expert_TK.device
     )
     if blocks:
-        _slots_kernel[(blocks,)](
+        launch(
+            _slots_kernel,
+            (blocks,),
             expert_TK,
             before_BE,
             used_E,
@@ -269,7 +276,9 @@ def inverse_tables(
     check_number("number of tokens", expert_TK.shape[0], 0, 2**31 - 1)
     token_of_slot_EC, choice_of_slot_EC = _empty_tables(num_experts, capacity, expert_TK.device)
     if expert_TK.numel():
-        _inverse_tables_kernel[(triton.cdiv(expert_TK.numel(), INVERSE_CHOICES),)](
+        launch(
+            _inverse_tables_kernel,
+            (triton.cdiv(expert_TK.numel(), INVERSE_CHOICES),),
             expert_TK,
             slot_TK,
             token_of_slot_EC,

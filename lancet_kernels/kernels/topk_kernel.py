@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.checks import check_number, check_tensor
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED
 from lancet_kernels.kernels.specimen import Specimen
 
@@ -252,7 +253,9 @@ def choose_by_score(
     check_number("top_groups", top_groups, triton.cdiv(top_k, size), groups)
     limited = top_groups < groups
     if num_tokens:
-        _choose_by_score_kernel[(count_BE.shape[0],)](
+        launch(
+            _choose_by_score_kernel,
+            (count_BE.shape[0],),
             score_TE,
             expert_TK,
             count_BE,
@@ -285,7 +288,9 @@ def choose_by_key(
     expert_TK, count_BE = _outputs(num_tokens, num_experts, top_k, config, key_T.device)
     salt = (seed * GOLDEN.value) % (1 << 64)
     if num_tokens:
-        _choose_by_key_kernel[(count_BE.shape[0],)](
+        launch(
+            _choose_by_key_kernel,
+            (count_BE.shape[0],),
             key_T,
             expert_TK,
             count_BE,

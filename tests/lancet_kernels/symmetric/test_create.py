@@ -51,7 +51,7 @@ def create_on_different_devices() -> str:
 
 def test_ranks_on_different_devices(pool):
     for message in pool.run(create_on_different_devices):
-        assert "got shared (rank 0), nvshmem (rank 1)" in message
+        assert "got regions on the CPU (rank 0), regions on GPUs (rank 1)" in message
 
 
 # ---- the store that torchrun's ranks have: kept by a process that can die
