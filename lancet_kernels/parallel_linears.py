@@ -169,7 +169,7 @@ def _is_linear(layer: object) -> bool:
 
 def _shape(layer: nn.Module) -> tuple[int, int]:
     """Features out and in."""
-    out, into = layer.weight.shape
+    out, into = layer.get_parameter("weight").shape
     return (out, into) if isinstance(layer, nn.Linear) else (into, out)
 
 

@@ -25,7 +25,7 @@ from lancet_kernels.graph.tile_layouts import (
 )
 from lancet_kernels.ops.groups import group_name, group_rank, group_size, subgroup
 from lancet_kernels.ops.redistribute import Redistribution, moved, redistribute
-from lancet_kernels.ops.square_linear import Sums, square_linear
+from lancet_kernels.ops.square_linear import ShiftedPhases, Sums, square_linear
 from lancet_kernels.training.gradients import SumOverRanks, set_gradient_group
 
 
@@ -80,11 +80,12 @@ class PartitionedLinear(nn.Module):
         super().__init__()
         self._group, self.partition = group_name(group), partition
         self._is_transposed, self._parts = not isinstance(linear, nn.Linear), parts
-        weight_KN = linear.weight.T if self._is_transposed else linear.weight
+        weight = linear.get_parameter("weight")
+        weight_KN = weight.T if self._is_transposed else weight
         self.out_features, self.in_features = weight_KN.shape
         self._check(before, after)
         self._before, self._after = before, after
-        self._leading = leading or LeadingDimensions()
+        self._leading, self._phases = leading or LeadingDimensions(), ShiftedPhases(self._group)
         self._movements, self._sums, self._bias_group = movements(partition), self._own_sums(), ""
         self._enter = _edge(before, Neighbour(partition, "n"), into=True)
         self._leave = _edge(after, Neighbour(partition, "k"), into=False)
@@ -111,7 +112,7 @@ class PartitionedLinear(nn.Module):
         if not self._before.cuts_rows:
             self._leading.shape = tuple(x.shape[:-1])
         tile = redistribute(x.reshape(-1, width), *self._enter, self._group, "I")
-        y = square_linear(tile, self.weight, None, None, None, self._movements, self._group, self._sums)
+        y = square_linear(tile, self.weight, None, None, None, self._movements, self._phases, self._sums)
         if self.bias is not None:
             y = y + (SumOverRanks.apply(self.bias, self._bias_group) if self._bias_group else self.bias)
         y = redistribute(y, *self._leave, self._group, "O")

@@ -23,6 +23,7 @@ from torch import Tensor
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import device, runtime
 from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.overlap_config import most_registers, overlap_tile, plain_tile
 from lancet_kernels.kernels.square_kernel import square_kernel, square_release_kernel
 from lancet_kernels.kernels.square_tasks import SquareShape, build_square_tasks
@@ -173,7 +174,8 @@ class SquarePhase:
             for argument in (tile, inbox.local, inbox.peers, words.local, words.peers)
         ]
         options = {} if runtime.INTERPRETED else {"maxnreg": most_registers(gemm)}
-        square_kernel[(config.programs,)](
+        launch(
+            square_kernel, (config.programs,),
             self._tasks, len(self._tasks), counter, self._epoch, self._routes, self._row, self._report,
             self.memory.rank, runtime.max_polls(self.timeout_s), *operands,
             self._acc, self._sums.local, self._sums.peers, self._ready.local, self._ready.peers,
@@ -187,8 +189,14 @@ class SquarePhase:
         )  # fmt: skip
         last = [inbox.local[-1].clone() for inbox in self._inboxes]
         self.check()
-        square_release_kernel[(self.memory.world,)](
-            self._epoch, self._released.local, self._released.peers, self.memory.rank, num_warps=1
+        launch(
+            square_release_kernel,
+            (self.memory.world,),
+            self._epoch,
+            self._released.local,
+            self._released.peers,
+            self.memory.rank,
+            num_warps=1,
         )
         return out, last[0], last[1]
 
