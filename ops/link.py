@@ -49,6 +49,9 @@ class Traffic:
     """Time during which an all-to-all, or a shift, was in flight."""
     exposed_ms: float = 0.0
     """Of that, the time for which the computing thread (CUDA: the compute stream) waited."""
+    wire_exposed_ms: float = 0.0
+    """Of that, what an emulated wire still took when sender and receiver were both there; the rest is the
+    wait for a rank that came late."""
     bytes_sent: int = 0
     """Bytes of rows that left this rank for another one; padding and own rows do not travel."""
     bytes_on_wire: int = 0
@@ -251,7 +254,9 @@ class Transfer:
             # gloo does not say when a message came: before this rank asked.
             done = self.started if self._starts is not None else before
         if self._starts is not None:
-            done = max(done, self.pace())
+            wire_end, entered = self.pace(), self.entered_at()
+            done = max(done, wire_end)
+            link._traffic.wire_exposed_ms += 1e3 * max(0.0, wire_end - max(before, entered or before))
         now = time.monotonic()
         if done > before:
             # Who stands still for a transfer has it when it wakes up, and not before.

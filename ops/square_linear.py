@@ -197,12 +197,12 @@ class ShiftedPhases:
                 next_tiles = start_if_it_moves(
                     tiles, moves.forward_weight[t], group, f"W, forward step {t + 1}"
                 )
-            y = x @ tiles[0].T if t == 0 else torch.addmm(y, x, tiles[0].T)
+            y = x @ tiles[0].T if t == 0 else y.addmm_(x, tiles[0].T)
             passed += tiles[1:]
             if t + 1 < steps:
                 (x,), tiles = next_x.wait(), next_tiles.wait()
         if bias is not None:
-            y = y + torch.cat(passed)[order]
+            y += torch.cat(passed)[order]
         return y, x, tiles[0]
 
     def input_gradient(self, dy: Tensor, weight: Tensor, moves: Movements) -> tuple[Tensor, Tensor]:
@@ -214,7 +214,7 @@ class ShiftedPhases:
                 next_weight = start_if_it_moves(
                     [weight], moves.backward_weight[t], group, f"W, backward step {t + 1}", dy
                 )
-            dx = dy @ weight if t == 0 else torch.addmm(dx, dy, weight)
+            dx = dy @ weight if t == 0 else dx.addmm_(dy, weight)
             if t + 1 < steps:
                 (dy,), (weight,) = next_dy.wait(), next_weight.wait()
         return dx, dy
@@ -242,11 +242,11 @@ class ShiftedPhases:
                 added = [dy.T @ x, *dbias]
                 if travels:
                     sums = next_sums.wait()
-                sums = [total + new for total, new in zip(sums, added, strict=True)] if sums else added
+                sums = [new.add_(total) for new, total in zip(added, sums, strict=True)] if sums else added
             else:
                 # One launch multiplies and adds.
-                product = torch.addmm(sums[0], dy.T, x)
-                sums = [product, *(total + new for total, new in zip(sums[1:], dbias, strict=True))]
+                product = sums[0].addmm_(dy.T, x)
+                sums = [product, *(total.add_(new) for total, new in zip(sums[1:], dbias, strict=True))]
             if t + 1 < steps:
                 (x,), (dy,) = next_x.wait(), next_dy.wait()
         return start_if_it_moves(sums, moves.dweight_to_weight, group, "dW to the place of W").wait()
