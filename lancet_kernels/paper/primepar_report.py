@@ -109,14 +109,19 @@ def save_pictures(data: Mapping[str, Any], folder: Path) -> dict[str, str]:
     files = {name: str(folder / f"primepar-{name}.png") for name in ("throughput", "mlp", "timelines")}
     _save_throughput(data["rows"], files["throughput"])
     _save_mlp_blocks(data["rows"], files["mlp"])
+    save_timelines(files["timelines"])
+    return files
+
+
+def save_timelines(path: str | Path) -> None:
+    """The slides' MLP block under Megatron's partition, and under PrimePar's."""
     events = {name: timeline.events for name, timeline in timelines().items()}
     save_picture(
         events,
-        files["timelines"],
+        path,
         weight_gradients=[e.name for e in chain(*events.values()) if " gradient" in e.name],
         title="MLP block of OPT 6.7B on 2 nodes of 4 V100s, forward and backward (simulated)",
     )
-    return files
 
 
 def _figure(rows: int, columns: int, title: str):
