@@ -1,10 +1,10 @@
-"""A linear layer of which each of 4^k ranks holds 1 / 4^k: of weight, bias, gradients, input and output.
+"""A linear layer whose weight, bias, gradients, input and output are divided over 4^k ranks.
 
     q  ranks along a side, 2^k      m, n, k  rows, features in and features out of a tile
 
-Rank r * q + c has tile (r, c) of input and output, so that layers follow each other, with element-wise
-functions in between. Nothing is replicated and no collective is called; tiles travel from rank to rank behind
-the GEMMs (PrimePar, ASPLOS '24; `ops.square_linear`, `graph.slices`).
+Rank r * q + c has tile (r, c) of the input and of the output, so that several layers, with element-wise
+functions between them, can follow each other. Nothing is replicated and there are no collectives; tiles are
+shifted between ranks while GEMMs run (PrimePar, ASPLOS '24; `ops.square_linear`, `graph.slices`).
 """
 
 from __future__ import annotations
@@ -20,46 +20,48 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.slices import (
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
-    LINEAR,
-    Partition,
-    Sources,
-    hand_over,
-    shifts,
-    sources,
-    square,
-)
+from lancet_kernels.graph.slices import FORWARD, GRADIENT, Partition, square
+from lancet_kernels.graph.tile_layouts import movements
 from lancet_kernels.ops.groups import group_name, group_rank, group_size
 from lancet_kernels.ops.shift import start_shift
-from lancet_kernels.ops.square_linear import Movements, Padding, Pieces, square_linear
+from lancet_kernels.ops.square_fused import FusedPhases
+from lancet_kernels.ops.square_linear import (
+    Movements,
+    Padding,
+    Phases,
+    Pieces,
+    ShiftedPhases,
+    square_linear,
+)
 from lancet_kernels.ops.tiles import gather_tiles, row_of_rank, scatter_tiles
 from lancet_kernels.training.gradients import set_gradient_group
 
 _SLICES_NEEDED = ((FORWARD, "n"), (FORWARD, "k"), (GRADIENT, "n"))
+BACKENDS = ("torch", "fused")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class SquareLinear(nn.Module):
-    """y = x W^T + b, of whole tensors what `nn.Linear` computes, on the ranks of a group.
+    """y = x W^T + b, as `nn.Linear`, divided over the ranks of a group.
 
         layer = SquareLinear(1024, 4096)
         tile = layer.scatter(x)                 # [..., 1024] on every rank -> [rows, 1024 / q]
         y = layer.gather(layer(tile), x.shape[:-1])
 
-    Sizes that the ranks do not divide are filled up with zeros, which stay zero. From the forward to the
-    backward a rank keeps the last tile of the weight that it multiplied.
+    Sizes that the ranks do not divide are padded with zeros, which stay zero. From the forward to the
+    backward, a rank keeps the last tile of the weight that it multiplied.
 
     Args:
         in_features, out_features: of the whole layer.
         group: 4^k ranks (1, 4, 16, ...) that share it; None: all ranks.
         bias: as of `nn.Linear`.
+        backend: "torch": a shift and a GEMM for each step. "fused": one persistent Triton launch for each
+            phase, in which tiles of a step are multiplied while those of the next one are put (ranks that
+            reach each other by pointers; in the interpreter for proof, not speed).
     Raises: UserError for another number of ranks.
 
-    Its parameters start as those of an `nn.Linear` made at the same state of torch's random generator, which
-    has to be alike on all ranks; the whole weight exists for a moment.
+    Its initial parameters are those of an `nn.Linear` created with the same state of torch's random
+    generator, which must be the same on all ranks; each rank holds the whole weight temporarily.
     """
 
     def __init__(
@@ -69,19 +71,22 @@ class SquareLinear(nn.Module):
         group: dist.ProcessGroup | None = None,
         bias: bool = True,
         *,
+        backend: str = "torch",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._initialize(linear, group)
+        self._initialize(linear, group, backend)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | None = None) -> SquareLinear:
+    def from_linear(
+        cls, linear: nn.Linear, group: dist.ProcessGroup | None = None, backend: str = "torch"
+    ) -> SquareLinear:
         """The layer with the weights of a linear layer that every rank has."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._initialize(linear, group)
+        layer._initialize(linear, group, backend)
         return layer
 
     def to_linear(self) -> nn.Linear:
@@ -110,11 +115,11 @@ class SquareLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         pieces = self._pieces() if self.bias is not None else None
         padding = self._padding() if self._is_padded else None
-        y = square_linear(rows, self.weight, self.bias, pieces, padding, self._movements, self._group)
+        y = square_linear(rows, self.weight, self.bias, pieces, padding, self._movements, self._phases)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def scatter(self, x: Tensor) -> Tensor:
-        """[..., in_features], alike on every rank -> this rank's tile [rows, in_features / q].
+        """[..., in_features], the same on every rank -> this rank's tile [rows, in_features / q].
 
         Differentiable: every rank gets the whole gradient.
         Raises: UserError for another number of features.
@@ -150,11 +155,12 @@ class SquareLinear(nn.Module):
         return whole[:rows].view(*leading, self.out_features)
 
     def extra_repr(self) -> str:
-        """Sizes of the whole layer, and on how many ranks it lies."""
+        """Sizes of the whole layer, and the number of ranks."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}, ranks={self._side**2}"
+        more = ', backend="fused"' if self.backend == "fused" else ""
+        return f"{sizes}, bias={self.bias is not None}, ranks={self._side**2}{more}"
 
-    def _initialize(self, linear: nn.Linear, group: dist.ProcessGroup | None) -> None:
+    def _initialize(self, linear: nn.Linear, group: dist.ProcessGroup | None, backend: str) -> None:
         self._group = group_name(group)
         ranks = group_size(self._group)
         exponent = (ranks.bit_length() - 1) // 2
@@ -165,6 +171,17 @@ class SquareLinear(nn.Module):
                 expected="1, 4, 16, 64, ...",
                 do="give a group of so many ranks, or use nn.Linear",
             )
+        if backend not in BACKENDS:
+            raise UserError(
+                "backend of SquareLinear",
+                got=repr(backend),
+                expected=" or ".join(BACKENDS),
+                do="check the name",
+            )
+        self.backend = backend
+        is_fused = backend == "fused" and ranks > 1
+        phases = FusedPhases if is_fused else ShiftedPhases
+        self._phases: Phases = phases(self._group)
         self._side, self._movements = 1 << exponent, derived_movements(exponent)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._seen: set[tuple[int, torch.dtype]] = set()
@@ -180,7 +197,7 @@ class SquareLinear(nn.Module):
         set_gradient_group(self, None)
 
     def _pieces(self) -> Pieces:
-        """Of the weight tile of slices (N, K) it is piece N of slice K."""
+        """This rank's piece of the bias: for the weight tile of slices (N, K), piece N of slice K."""
         k, p, device = *self._tile_sizes(), self.weight.device
         piece_of_step_S = self._own_slices(FORWARD, "n")
         step_of_piece_S = piece_of_step_S.argsort()
@@ -234,9 +251,17 @@ class SquareLinear(nn.Module):
             )
         if not torch.compiler.is_compiling():
             self._compare(x)
+        elif isinstance(self._phases, FusedPhases):
+            raise UserError(
+                "captured SquareLinear",
+                got='backend="fused"',
+                expected='backend="torch", whose shifts a plan can move',
+                do="do not optimize() it, or make it without a backend",
+            )
 
     def _compare(self, x: Tensor) -> None:
-        """Let all ranks raise if one of them has another layer or number of rows; once for each number."""
+        """Raise UserError on all ranks if layers or numbers of rows differ; checked once per number of
+        rows."""
         rows = x.numel() // max(x.shape[-1], 1)
         if not self._group or (rows, x.dtype) in self._seen:
             return
@@ -259,40 +284,14 @@ class SquareLinear(nn.Module):
 
 @cache
 def derived_movements(exponent: int) -> Movements:
-    """Who sends what to whom on 4^exponent ranks, by their dimension slice indices."""
+    """The shifts between 4^exponent ranks, derived from their dimension slice indices."""
     partition = Partition((square(exponent),))
-    (x, weight), (dy, _) = LINEAR[FORWARD].operands, LINEAR[BACKWARD].operands
-    dweight, dx = LINEAR[GRADIENT].result, LINEAR[BACKWARD].result
-
-    def between(phase, tensor) -> tuple[Sources, ...]:
-        return shifts(partition, phase, tensor)
-
-    def align(tensor, before: tuple[str, int], after: tuple[str, int]) -> Sources:
-        return hand_over(partition, tensor, before, after)
-
     # Layers follow each other: an input has the place of an output.
-    place = partition.tiles(FORWARD, ("b", "m", "k"), -1)
-    return Movements(
-        enter=sources(place, partition.tiles(FORWARD, x.dimensions, 0)),
-        forward_x=between(FORWARD, x),
-        forward_weight=between(FORWARD, weight),
-        weight_to_backward=align(weight, (FORWARD, -1), (BACKWARD, 0)),
-        dy_to_backward=sources(place, partition.tiles(BACKWARD, dy.dimensions, 0)),
-        backward_dy=between(BACKWARD, dy),
-        backward_weight=between(BACKWARD, weight),
-        leave=sources(partition.tiles(BACKWARD, dx.dimensions, -1), place),
-        dy_to_gradient=align(dy, (BACKWARD, -1), (GRADIENT, 0)),
-        dy_directly=sources(place, partition.tiles(GRADIENT, dy.dimensions, 0)),
-        x_to_gradient=align(x, (FORWARD, -1), (GRADIENT, 0)),
-        gradient_x=between(GRADIENT, x),
-        gradient_dy=between(GRADIENT, dy),
-        gradient_dweight=between(GRADIENT, dweight),
-        dweight_to_weight=align(dweight, (GRADIENT, -1), (FORWARD, 0)),
-    )
+    return movements(partition, partition.tiles(FORWARD, ("b", "m", "k"), -1))
 
 
 def _tile_numbers(partition: Partition, dimensions: tuple[str, str]) -> list[int]:
-    """Of every rank the number (row by row) of its tile of a matrix, where the forward begins."""
+    """For each rank, the number (row by row) of its tile of a matrix at the start of the forward."""
     tiles = partition.tiles(FORWARD, dimensions, 0)
     return [row * partition.slices(dimensions[0]) + column for row, column in tiles]
 

@@ -212,7 +212,8 @@ class Exchange:
             self.receive_rows, self.max_polls(),
             BANKS=self.banks, NVSHMEM=self.nvshmem, BM=self.chunk_rows, **blocks, num_warps=4,
         )  # fmt: skip
-        schedule_kernel[(self.local_experts,)](
+        launch(
+            schedule_kernel, (self.local_experts,),
             use.table, self.rank, self.world, self.local_experts, self.tiles, self.chunks,
             BM=self.chunk_rows, BT=TILES_AT_ONCE, **blocks, num_warps=4,
         )  # fmt: skip

@@ -16,7 +16,7 @@ from lancet_kernels.symmetric.memory import SymmetricMemory, disagreement
 
 @dataclass
 class _Heap:
-    """What all PEs have: the requests of the first PE to make each, and the copies [world] made for it."""
+    """What all PEs share: each request, the PE that made it first, and its copies [world]."""
 
     world: int
     device: torch.device
@@ -35,7 +35,7 @@ class VirtualMemory(SymmetricMemory):
     """PE `rank` of those that `virtual_memories` makes."""
 
     def __init__(self, heap: _Heap, rank: int):
-        what = "one PE: nobody to share with" if heap.world == 1 else f"{heap.world} PEs in one process"
+        what = "one PE: no peers" if heap.world == 1 else f"{heap.world} PEs in one process"
         super().__init__(rank, heap.world, heap.device, f"virtual: {what}, on {heap.device}")
         self._heap = heap
         self._count = 0
@@ -45,6 +45,11 @@ class VirtualMemory(SymmetricMemory):
         self._check_open()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _gather(self, request: str, text: str) -> list[str]:
+        # One thread runs all PEs one after another, so they must bring the same, which `_agree` checks.
+        self._agree(f"{request} {text}")
+        return [text]
 
     def _agree(self, request: str) -> None:
         if self._count == len(self._heap.requests):

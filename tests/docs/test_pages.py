@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -23,7 +24,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Others wait for optimize(), which measures, or for transformers.
 QUICK = (
     "capacity.md capacity-passing.md add-a-gate.md add-a-partition-rule.md add-a-model-family.md "
-    "plan-without-a-cluster.md"
+    "plan-without-a-cluster.md square-linear.md"
 ).split()
 BLOCK = re.compile(r"^(<!-- not run: .* -->\n)?```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
@@ -101,6 +102,16 @@ def test_every_environment_variable_is_in_the_reference() -> None:
         for source in (ROOT / folder).rglob("*.py"):
             for name in re.findall(r'"(LANCET_[A-Z_]+[A-Z])"', source.read_text()):
                 assert f"`{name}`" in text, f"{name} in {source.name}"
+
+
+PICTURES = ["rows", "fused", pytest.param("timeline", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_pictures_are_drawn(picture: str, tmp_path: Path) -> None:
+    pictures = runpy.run_path(str(ROOT / "docs/scripts/pictures.py"))["PICTURES"]
+    pictures[picture](tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.long

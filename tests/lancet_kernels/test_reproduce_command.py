@@ -168,6 +168,8 @@ def test_the_command_prints_json_and_draws(monkeypatch, capsys, tmp_path):
 
 
 def test_the_command_prints_tables(monkeypatch, capsys, tmp_path):
+    simulated = measure(Setting("gpt2-tiny-moe", "p3dn", 16, padded=True))
+    monkeypatch.setattr(f"{__name__}.measure", lambda setting, _: replace(simulated, setting=setting))
     assert run_small(monkeypatch, "13", tmp_path) == 0
     out = capsys.readouterr().out
     assert "Figure 13: Decomposition of the iteration (simulated)" in out
@@ -178,7 +180,7 @@ def test_the_command_prints_tables(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--figures", "17"], "got 17, expected some of 6,7,8,11,12,13,14,15,16"),
+        (["--figures", "17"], "got 17, expected some of 6,7,8,11,12,13,14,15,16,table 4,table 5"),
         (["--figures", ""], "got , expected some of"),
         (["--figures", "6"], "figures of paper lancet: got 6, expected some of 11,12,13,14,15,16"),
         (["--paper", "hidup", "--figures", "13"], "figures of paper hidup: got 13, expected some of 6,7,8"),
