@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -98,19 +97,66 @@ def default_config(
     return config
 
 
+# (block_m, block_n, block_k, warps, stages) for a tuner, by bytes of an element.
+_TILES = {
+    2: (
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4),
+        (128, 256, 32, 8, 4),
+        (256, 128, 64, 8, 3),
+        (256, 128, 32, 8, 4),
+        (128, 128, 64, 8, 3),
+        (128, 128, 64, 4, 3),
+        (128, 128, 64, 4, 4),
+        (128, 128, 32, 8, 4),
+        (128, 128, 32, 4, 5),
+        (128, 64, 64, 4, 4),
+        (128, 64, 64, 8, 4),
+        (64, 256, 64, 8, 3),
+        (64, 128, 64, 4, 4),
+        (64, 64, 64, 4, 4),
+        (64, 64, 128, 4, 3),
+        (64, 32, 64, 4, 4),
+    ),
+    4: (
+        (64, 64, 16, 4, 2),
+        (64, 64, 16, 4, 4),
+        (64, 64, 32, 4, 2),
+        (64, 64, 32, 4, 3),
+        (64, 64, 16, 8, 3),
+        (128, 64, 16, 4, 3),
+        (128, 64, 16, 8, 3),
+        (128, 64, 32, 8, 2),
+        (64, 128, 16, 4, 3),
+        (64, 128, 16, 8, 3),
+        (128, 128, 16, 8, 2),
+        (128, 128, 16, 8, 3),
+        (128, 128, 32, 8, 2),
+        (64, 32, 16, 4, 3),
+        (64, 32, 32, 4, 3),
+    ),
+}
+
+
 def candidates(
     m: int, n: int, k: int, dtype: torch.dtype, arch: int, accumulators: int = 1
 ) -> Iterator[GemmConfig]:
-    """Every valid configuration that is worth a try for this product, the default first."""
+    """What a tuner times for this product, at most 20, the default first.
+
+    Tiles from the one that reads the fewest bytes per FLOP (128x256, and 256x128 for few columns) down to
+    those that keep a GPU busy with few rows or columns (64x64, 64x32); each with the warps that its
+    accumulators leave room for, deep or wide steps along the contraction. Group orders only for the default:
+    they change which operand stays in L2, the same way for every tile. With two accumulators, half the
+    columns.
+    """
     default = default_config(m, n, k, dtype, arch, accumulators)
+    tiles = [
+        GemmConfig(block_m, max(32, block_n // accumulators), block_k, num_warps, num_stages)
+        for block_m, block_n, block_k, num_warps, num_stages in _TILES[dtype.itemsize]
+    ]
+    grouped = [replace(default, group_m=group_m) for group_m in (4, 16)]
     yield default
-    widest = max(32, 2 * n)
-    for block_m, block_n, block_k, num_warps, num_stages, group_m in product(
-        (64, 128, 256), (32, 64, 128, 256), (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), (4, 8, 16)
-    ):
-        config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, group_m)
-        fits = block_m <= max(64, 2 * m) and block_n <= widest and block_k <= max(32, 2 * k)
-        # Fewer than 16 accumulators a thread: the operands' loads outweigh the arithmetic.
-        busy = config.accumulator_registers(accumulators) >= 16
-        if config != default and fits and busy and config.is_valid(dtype, arch, accumulators):
+    for config in dict.fromkeys([*tiles, *grouped]):
+        wasted = config.block_m > max(64, 2 * m) or config.block_n > max(32, 2 * n)
+        if config != default and not wasted and config.is_valid(dtype, arch, accumulators):
             yield config

@@ -58,9 +58,13 @@ class RoutingConfig:
 
     @staticmethod
     def candidates(num_experts: int, top_k: int) -> list["RoutingConfig"]:
-        """All valid ones that are worth measuring."""
-        tried = [RoutingConfig(block, warps) for block in (1, 4, 8, 16, 32, 64, 128) for warps in (2, 4, 8)]
-        return [config for config in tried if config.is_valid(num_experts, top_k)]
+        """What a tuner times, the default first: blocks from one token to 128, with few warps and with many.
+
+        Larger blocks make the [B, E] table smaller, smaller ones compare fewer pairs of choices.
+        """
+        tried = [RoutingConfig(block, warps) for block in (1, 4, 8, 16, 32, 64, 128) for warps in (4, 8)]
+        found = dict.fromkeys([RoutingConfig.default(num_experts, top_k), *tried])
+        return [config for config in found if config.is_valid(num_experts, top_k)]
 
 
 def lanes(num_experts: int, groups: int = 1) -> int:

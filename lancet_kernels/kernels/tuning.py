@@ -4,14 +4,14 @@
 
     1. the package's table (`tuned.json` beside this file, once it is measured; measured entries only)
     2. the user's cache, an entry that was measured on a device of this name
-    3. the user's cache, an entry that was modelled for this architecture ("sm_90")
-    4. None: the launcher takes its heuristic default
+    3. None: the launcher takes its heuristic default
 
 An entry that is unreadable, foreign, filed under the wrong key, or not valid on the device is as good as
 absent, and a warning says so. `lancet tune` writes the cache. Ranks of one job must find the same entries
 (they have the same file, or the files that one collective `lancet tune` wrote).
 
-Beside the entries the file may have "costs": what fused launches took (`kernels.cost_entry`).
+Beside the entries the file may have "costs": what fused launches took (`kernels.cost_entry`), which
+`measured_cost` looks up. Entries that older versions labelled "modelled" are no measurements: ignored.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import torch
 
 from lancet_kernels.atomic import locked, write_json_atomically
 from lancet_kernels.kernels.cache_folder import cache_folder
-from lancet_kernels.kernels.cost_entry import CostEntry
+from lancet_kernels.kernels.cost_entry import CostEntry, LayerKind
 from lancet_kernels.kernels.tuned_entry import (
     KINDS,
     MEASURED,
-    MODELLED,
     Entry,
     Shape,
+    config_fields,
     config_from,
     is_usable,
     key_of,
@@ -78,16 +78,9 @@ class TunedCache:
             pass
 
     def put(self, new: Iterable[Entry], costs: Iterable[CostEntry] = ()) -> None:
-        """Add or replace. What was measured stays, if the new entry of that key is only modelled.
-
-        Raises UserError if the file cannot be written.
-        """
+        """Add or replace. Raises UserError if the file cannot be written."""
         with locked(self.path):
-            entries = self.entries()
-            for entry in new:
-                known = entries.get(entry.key)
-                if known is None or known.how == MODELLED or entry.how == MEASURED:
-                    entries[entry.key] = entry
+            entries = self.entries() | {entry.key: entry for entry in new}
             data = {"format": FORMAT, "version": VERSION, "entries": _as_json(entries)}
             if all_costs := self.costs() | {cost.key: cost for cost in costs}:
                 data["costs"] = _as_json(all_costs)
@@ -114,10 +107,12 @@ class TunedCache:
 
     def _entry(self, key: str, raw: Any) -> Entry | None:
         try:
+            if raw["how"] == "modelled":
+                return None
             entry = Entry(**{**raw, "shape": tuple(raw["shape"])})
             if entry.key != key:
                 raise ValueError(f"its content is {entry.key}")
-            if entry.how not in (MEASURED, MODELLED):
+            if entry.how != MEASURED:
                 raise ValueError(f"how is {entry.how!r}")
             if not all(math.isfinite(t) and t >= 0 for t in (entry.milliseconds, entry.default_milliseconds)):
                 raise ValueError("a time that is no number")
@@ -158,13 +153,10 @@ def tuned(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> 
         return None
     name, arch = device_name(device)
     shape = KINDS[kind].rounded(shape)
-    for entries, where, hows in (
-        (_package_table(), name, (MEASURED,)),
-        (_user_cache(), name, (MEASURED,)),
-        (_user_cache(), f"sm_{arch}", (MODELLED,)),
-    ):
-        entry = entries.get(key_of(kind, shape, str(dtype).removeprefix("torch."), where))
-        if entry is None or entry.how not in hows:
+    key = key_of(kind, shape, str(dtype).removeprefix("torch."), name)
+    for entries in (_package_table(), _user_cache()):
+        entry = entries.get(key)
+        if entry is None:
             continue
         config = entry.configuration()
         if is_usable(kind, config, shape, dtype, arch):
@@ -173,6 +165,30 @@ def tuned(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> 
             f"tuned configuration {entry.key!r} cannot run on sm_{arch} and is ignored", stacklevel=2
         )
     return None
+
+
+def measured_cost(kind: LayerKind, device: torch.device) -> tuple[CostEntry | None, str]:
+    """What fused launches of a kind of layer took on a device, or None; with words: what it is, or why none.
+
+    The package's table goes first. Points of another device, another number of ranks (another link), another
+    configuration than launches have today, or from the interpreter, are never taken.
+    """
+    if device.type != "cuda":
+        return None, "nothing is measured on a CPU"
+    name, _ = device_name(device)
+    key = kind.key(name)
+    entries = [TunedCache(path).costs().get(key) for path in (PACKAGE_TABLE, default_cache())]
+    entry = next((entry for entry in entries if entry is not None and entry.how == MEASURED), None)
+    if entry is None:
+        return None, f"nothing is measured for {key}"
+    config = tuned("overlap", kind.shape, getattr(torch, kind.dtype), device)
+    if config is None or config_fields(config) != entry.config:
+        return None, f"what is measured for {key} is of another configuration than the one tuned last"
+    try:
+        entry.check_enough()
+    except ValueError as error:
+        return None, f"too little is measured for {key}: {error}"
+    return entry, str(entry)
 
 
 def forget() -> None:

@@ -1,15 +1,12 @@
-"""Time of fused launches by bytes, tile work, and programs that put: points for `kernels.fused_cost`.
+"""Time of fused launches by rows and riders: the points of `kernels.cost_entry`.
 
 The configuration that won at a shape is timed with T, T/2 and T/4 tokens, all in turn, round after round:
+forward; backward; backward with one rider, and with four. A rider is a weight gradient [D, D] of T tokens of
+another layer; four of them are the projections of an attention. Twelve launches a shape.
 
-    fused        forward; backward; backward with a rider (a weight gradient [D, D] of another layer); each
-                 for several numbers of programs that put
-    puts alone   by grids of as many programs, and by the whole grid
-    GEMMs alone  by the programs that are left, and by the whole grid
-
-A fused point is a whole pass, including what precedes and follows its launch; puts and GEMMs are single
-launches. Medians; of several ranks the slowest. On a CPU (the interpreter) the points only prove that this
-code runs; they are labelled so, and `kernels.measured_cost` never uses them.
+A point is a whole pass, including what precedes and follows its launch. Medians; of several ranks the
+slowest. On a CPU (the interpreter) the points only prove that this code runs; they are labelled so, and the
+planner never takes them.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +24,7 @@ import triton
 from lancet_kernels import symmetric
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.fused_pass import TIMEOUT_S, FusedPasses
-from lancet_kernels.kernels.cost_entry import INTERPRETER, CostEntry, LayerKind
-from lancet_kernels.kernels.fused_cost import DIRECTIONS, CostPoint, LaunchWork
-from lancet_kernels.kernels.held_back import held_back
-from lancet_kernels.kernels.measured_cost import MeasuredCost
+from lancet_kernels.kernels.cost_entry import INTERPRETER, CostEntry, CostPoint, LayerKind
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.kernels.tuned_entry import MEASURED, config_fields
@@ -41,21 +36,20 @@ from lancet_kernels.tuning.tune_tasks import Task
 from lancet_kernels.tuning.workloads import Workload
 
 TOKEN_SHARES = (1, 2, 4)  # the workload's tokens over these
-COMM_SHARES = (16, 8, 4)  # one of this many programs puts
+RIDERS = (0, 1, 4)
 WARMUP = 2
 
-Launch = tuple[str, LaunchWork]
-"""A direction, and what is launched in it."""
-TimeIt = Callable[[Callable[[], object]], float]
+Launch = tuple[str, int, int]
+"""Direction, number of tokens, riders."""
 
 
 @dataclass
 class CostOutcome:
-    """The result of measuring the cost function of a shape.
+    """The result of measuring the launches of a shape.
 
     Attributes:
-        status: "measured", "known" (the cache has it), "left" (time was up), "failed", "dry-run", or "no
-            GPU": nothing is timed. launches: different ones that are timed. text: how good, or why not.
+        status: "measured", "known" (the cache has it), "left" (time was up), "failed", "dry-run".
+        launches: different ones that are timed. text: what they took, or why not.
     """
 
     status: str
@@ -64,70 +58,18 @@ class CostOutcome:
     entry: CostEntry | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True)
-class CostSize:
-    """The launches to time at one number of tokens.
-
-    Attributes: rows: that this rank puts. ranks: how many there are.
-    """
-
-    workload: Workload
-    itemsize: int
-    config: OverlapConfig
-    rows: int
-    ranks: int
-
-    def launches(self) -> list[Launch]:
-        """Each once."""
-        found = [(direction, self.fused(direction, mix)) for mix in self.mixes() for direction in DIRECTIONS]
-        found += [("backward", self.fused("backward", mix, riding=True)) for mix in self.mixes()]
-        for putting, computing in self.grids():
-            for direction in DIRECTIONS:
-                found += [(direction, self.puts(putting)), (direction, self.gemms(direction, computing))]
-        return list(dict.fromkeys(found))
-
-    def mixes(self) -> list[OverlapConfig]:
-        """The configuration with several numbers of programs that put."""
-        programs = self.config.programs
-        counts = {self.config.comm_programs, *(max(1, programs // share) for share in COMM_SHARES)}
-        return [replace(self.config, comm_programs=count) for count in sorted(counts)]
-
-    def grids(self) -> list[tuple[int, int]]:
-        """(programs that put alone, programs that compute alone)."""
-        programs = self.config.programs
-        shares = [(mix.comm_programs, max(1, programs - mix.comm_programs)) for mix in self.mixes()]
-        return list(dict.fromkeys([*shares, (programs, programs)]))
-
-    def fused(self, direction: str, config: OverlapConfig, riding: bool = False) -> LaunchWork:
-        w = self.workload
-        rider = 2.0 * w.tokens * w.width**2 if riding else 0.0
-        return LaunchWork.of_pass(
-            direction, self.rows, w.width, w.hidden, w.activation, self.itemsize, self.ranks,
-            independent_flops=rider, programs=config.programs, comm_programs=config.comm_programs,
-        )  # fmt: skip
-
-    def puts(self, programs: int) -> LaunchWork:
-        return LaunchWork(
-            float(self.rows * self.workload.width * self.itemsize), 0.0, 0.0, programs, programs
-        )
-
-    def gemms(self, direction: str, programs: int) -> LaunchWork:
-        flops = self.fused(direction, self.config).expert_flops
-        return LaunchWork(0.0, flops, 0.0, programs, min(programs, self.config.comm_programs))
-
-
 def sizes_of(workload: Workload) -> list[Workload]:
     """The workload with the numbers of tokens that are timed, the most first."""
     tokens = dict.fromkeys(max(1, workload.tokens // share) for share in TOKEN_SHARES)
     return [replace(workload, tokens=count) for count in tokens]
 
 
-def planned_launches(task: Task, config: OverlapConfig, ranks: int) -> int:
-    """The number of different launches that would be timed."""
-    sizes = [
-        CostSize(w, task.dtype.itemsize, config, w.tokens * w.choices, ranks) for w in sizes_of(task.workload)
-    ]
-    return sum(len(size.launches()) for size in sizes)
+def launches_of(workload: Workload) -> list[Launch]:
+    """What is timed."""
+    launches: list[Launch] = []
+    for size in sizes_of(workload):
+        launches += [("forward", size.tokens, 0), *(("backward", size.tokens, riders) for riders in RIDERS)]
+    return launches
 
 
 def cost_of_winner(
@@ -136,24 +78,22 @@ def cost_of_winner(
     place: Place,
     cache: TunedCache,
     ranks: Ranks,
-    clock: Clock | None,
+    clock: Clock,
     *,
     rounds: int,
     force: bool,
     in_time: bool,
     save: bool,
 ) -> CostOutcome:
-    """Measure the cost of fused launches with this configuration, unless the cache has it. Collective.
+    """Measure fused launches with this configuration, unless the cache has them. Collective.
 
-    Args: clock: None without a device to time on. in_time: False leaves it for the next run.
+    Args: in_time: False leaves it for the next run.
     """
-    launches = planned_launches(task, config, ranks.world)
-    if clock is None:
-        return CostOutcome("no GPU", launches)
+    launches = len(launches_of(task.workload))
     kind = _kind_of(task, ranks.world)
     known = ranks.from_first(None if force else cache.costs().get(kind.key(_device(place, clock))))
     if known is not None and (known.config, known.triton) == (config_fields(config), triton.__version__):
-        return CostOutcome("known", len(known.points), _how_good(known), known)
+        return CostOutcome("known", len(known.points), _summary(known), known)
     if not ranks.from_first(in_time):
         return CostOutcome("left", launches)
     try:
@@ -169,7 +109,7 @@ def cost_of_winner(
     )  # fmt: skip
     if save:
         cache.put([], [entry])
-    return CostOutcome("measured", len(points), _how_good(entry), entry)
+    return CostOutcome("measured", len(points), _summary(entry), entry)
 
 
 def _kind_of(task: Task, ranks: int) -> LayerKind:
@@ -182,11 +122,12 @@ def _device(place: Place, clock: Clock) -> str:
     return place.name if clock.device.type == "cuda" else INTERPRETER
 
 
-def _how_good(entry: CostEntry) -> str:
+def _summary(entry: CostEntry) -> str:
     try:
-        return str(MeasuredCost(entry.fit(), entry))
+        entry.check_enough()
     except ValueError as error:
-        return f"no function fits: {error}"
+        return f"too little to plan with: {error}"
+    return str(entry)
 
 
 def measure_points(
@@ -194,75 +135,55 @@ def measure_points(
 ) -> list[CostPoint]:
     """Time the launches above. Collective. Raises CommunicationError if a rank stays away."""
 
-    def time_it(work: Callable[[], object]) -> float:
+    def time_it(work: Callable[[], Any]) -> tuple[float, Any]:
+        result: list[Any] = []
         ranks.meet(clock.device)
-        return clock.once(work)
+        return clock.once(lambda: result.append(work())), result[0]
 
+    launches = launches_of(workload)
+    taken: dict[Launch, list[float]] = {launch: [] for launch in launches}
     with symmetric.create(None, clock.device, TIMEOUT_S) as memory:
-        timed = []
-        for size in sizes_of(workload):
-            passes = FusedPasses(size, dtype, clock.device, memory, f"{size.tokens} tokens, ")
-            rows = int(passes.routing.count.sum())
-            timed.append((passes, CostSize(size, dtype.itemsize, config, rows, ranks.world)))
-        taken: dict[Launch, list[float]] = {}
+        passes = {
+            size.tokens: FusedPasses(size, dtype, clock.device, memory, f"{size.tokens} tokens, ")
+            for size in sizes_of(workload)
+        }
+        riders = _riders(passes[workload.tokens])
         for number in range(WARMUP + rounds):
-            for passes, cost_size in timed:
-                for launch, ms in _one_round(passes, cost_size, time_it):
+            for tokens in passes:
+                for launch, ms in _one_round(passes[tokens], config, riders, time_it):
                     if number >= WARMUP:
-                        taken.setdefault(launch, []).append(ms)
+                        taken[launch].append(ms)
         if clock.device.type == "cuda":
             torch.cuda.synchronize(clock.device)
-        for passes, _ in timed:
-            for exchange in passes.exchanges(config):
+        for timed in passes.values():
+            for exchange in timed.exchanges(config):
                 exchange.check()
     # Ranks put different numbers of rows: rank 0 says which.
-    launches = ranks.from_first(list(taken))
-    medians = ranks.slowest([statistics.median(times) for times in taken.values()])
-    return [CostPoint(direction, work, ms) for (direction, work), ms in zip(launches, medians, strict=True)]
+    rows = ranks.from_first({tokens: int(passes[tokens].routing.count.sum()) for tokens in passes})
+    medians = ranks.slowest([statistics.median(taken[launch]) for launch in launches])
+    rider_flops = 2.0 * workload.tokens * workload.width**2
+    return [
+        CostPoint(direction, rows[tokens], count * rider_flops, ms)
+        for (direction, tokens, count), ms in zip(launches, medians, strict=True)
+    ]
 
 
-def _one_round(passes: FusedPasses, size: CostSize, time_it: TimeIt) -> Iterator[tuple[Launch, float]]:
-    gradient = passes.x.new_empty(passes.workload.width, passes.workload.width)
-    for config in size.mixes():
-        yield from _fused(passes, size, config, [], time_it)
-        yield from _fused(passes, size, config, [DenseGemm("tn", passes.x, passes.dy, gradient)], time_it)
-    for putting, computing in size.grids():
-        yield from _apart(passes, size, putting, computing, time_it)
+def _riders(passes: FusedPasses) -> list[DenseGemm]:
+    width = passes.workload.width
+    return [
+        DenseGemm("tn", passes.x, passes.dy, passes.x.new_empty(width, width)) for _ in range(max(RIDERS))
+    ]
 
 
-def _fused(
-    passes: FusedPasses, size: CostSize, config: OverlapConfig, riders: list[DenseGemm], time_it: TimeIt
+def _one_round(
+    passes: FusedPasses,
+    config: OverlapConfig,
+    riders: list[DenseGemm],
+    time_it: Callable[[Callable[[], Any]], tuple[float, Any]],
 ) -> Iterator[tuple[Launch, float]]:
-    """A whole pass."""
-    begun: list[Any] = []
-    ms = time_it(lambda: begun.append(passes.begin(config)))
-    yield ("forward", size.fused("forward", config)), ms
-    ms = time_it(lambda: passes.backward(config, begun[0][1], riders))
-    yield ("backward", size.fused("backward", config, riding=bool(riders))), ms
-
-
-def _apart(
-    passes: FusedPasses, size: CostSize, putting: int, computing: int, time_it: TimeIt
-) -> Iterator[tuple[Launch, float]]:
-    """A pass whose puts and whose GEMMs are launches of their own, with grids of these sizes."""
-    with held_back() as launches:
-        _, saved = passes.begin(size.config)
-    yield from _stages("forward", launches, size, putting, computing, time_it)
-    # This releases banks before the launches that read them. Nobody puts into them until the next pass, and
-    # before that every launch of this one is done: ranks meet with idle devices.
-    with held_back() as launches:
-        passes.backward(size.config, saved)
-    yield from _stages("backward", launches, size, putting, computing, time_it)
-
-
-def _stages(
-    direction: str, launches: list, size: CostSize, putting: int, computing: int, time_it: TimeIt
-) -> Iterator[tuple[Launch, float]]:
-    def launch(stages: str, programs: int | None = None) -> None:
-        for held in launches:
-            held(stages, programs)
-
-    yield (direction, size.puts(putting)), time_it(lambda: launch("put", putting))
-    gemms = "in out wgrad"
-    yield (direction, size.gemms(direction, computing)), time_it(lambda: launch(gemms, computing))
-    launch("reduce dweight")
+    tokens = passes.workload.tokens
+    for count in RIDERS:
+        ms, (_, saved) = time_it(partial(passes.begin, config))
+        yield ("forward", tokens, 0), ms
+        ms, _ = time_it(partial(passes.backward, config, saved, riders[:count]))
+        yield ("backward", tokens, count), ms
