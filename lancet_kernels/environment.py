@@ -112,7 +112,7 @@ def _fused_between_gpus() -> Availability:
         return one
     if torch.cuda.device_count() < 2:
         return Availability(False, "one GPU on this machine; several ranks need a GPU each")
-    # Here, not above: they bring the kernels' modules.
+    # Imported here, because they import the kernels' modules.
     from lancet_kernels.symmetric import nvshmem, torch_memory
 
     device = torch.device("cuda", 0)

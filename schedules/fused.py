@@ -23,6 +23,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.layer_names import layer_meta
+from lancet_kernels.graph.part_instruction import whole_name
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.kernels.cost_entry import CostEntry
 from lancet_kernels.ops import fused_graph
@@ -145,7 +146,7 @@ def _exposed_and_busy(timeline: Timeline) -> tuple[dict[str, float], dict[str, f
     exposed: dict[str, float] = {}
     busy: dict[str, float] = {}
     for event in timeline.events:
-        name = event.name.partition("[")[0]
+        name = whole_name(event.name)
         length = event.end_ms - event.start_ms
         if event.resource == LINK:
             covered = sum(

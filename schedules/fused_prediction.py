@@ -1,13 +1,11 @@
-"""Predicted times of the fused launches of a layer: from measured launches where there are any, else by one
-formula.
+"""Predicted times of the fused launches of a layer: from measured launches, or without these by a formula.
 
-measured    lines between the launches that `lancet tune` timed on this device, in rows and in FLOPs of riders
-            (`kernels.cost_entry`, with an example). Riders beyond the most FLOPs that were measured cost what
-            they cost on a stream: nobody has seen a launch hide them.
-formula     max(communication, GEMMs) / EFFICIENCY + LAUNCH_MS, of the ops' times on streams
+measured    interpolated between the launches that `lancet tune` timed on this device (`kernels.cost_entry`).
+            Riders with more FLOPs than were measured take their time on a stream for the excess.
+formula     max(communication, GEMMs) / EFFICIENCY + LAUNCH_MS, from the times of the ops on streams
 
-Example of the formula: all-to-alls of 2.0 ms, GEMMs of 1.5 ms: 2.0 / 0.85 + 0.02 = 2.37 ms, where streams
-that hide nothing take 3.5 ms. A rider of 0.4 ms costs nothing; of 0.8 ms (GEMMs 2.3 ms) 0.35 ms.
+Example of the formula: all-to-alls of 2.0 ms and GEMMs of 1.5 ms take 2.0 / 0.85 + 0.02 = 2.37 ms, and 3.5 ms
+on streams if nothing overlaps. A rider of 0.4 ms adds nothing; one of 0.8 ms (GEMMs 2.3 ms) adds 0.35 ms.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from lancet_kernels.kernels.cost_entry import CostEntry, LayerKind
 from lancet_kernels.ops.groups import group_size
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 
-# Below the published 0.87 to 0.94 of fused kernels (MI355X, eight GPUs): ours is not measured yet.
+# Conservative: fused kernels of others reach 0.87 to 0.94 (MI355X, eight GPUs); ours are not measured.
 EFFICIENCY = 0.85
 LAUNCH_MS = 0.02
 
@@ -47,7 +45,7 @@ class Launch(Protocol):
 
 @dataclass(frozen=True)
 class FormulaLaunch:
-    """By the formula, from the milliseconds of its all-to-alls and of its computations as separate ops."""
+    """By the formula, from the times of its all-to-alls and of its computations as separate ops."""
 
     communication_ms: float
     gemm_ms: float
@@ -59,7 +57,7 @@ class FormulaLaunch:
 
 @dataclass(frozen=True)
 class MeasuredLaunch:
-    """A launch of `rows` rows, from the measured ones of its direction."""
+    """A launch of `rows` rows, from the measured launches of its direction."""
 
     measured: CostEntry
     direction: str

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.part_instruction import whole_name
 from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.schedules.clock import COMPUTE, LINK
 from lancet_kernels.schedules.simulate import Event
@@ -35,7 +36,7 @@ def label(event: Event, weight_gradients: frozenset[str] = frozenset()) -> str:
     """The legend entry of an event: on the link its kind; on compute its phase, or "weight gradient"."""
     if event.kind is not Kind.COMPUTE:
         return _KIND_LABELS[event.kind]
-    if event.phase is Phase.BACKWARD and event.name.split("[")[0] in weight_gradients:
+    if event.phase is Phase.BACKWARD and whole_name(event.name) in weight_gradients:
         return "weight gradient"
     return event.phase.value
 

@@ -94,7 +94,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Tune. -> 1 if a task has no candidate that works."""
     workloads = [parse_workload(text) for text in arguments.workload or WORKLOADS]
-    # Here, not above: these bring Triton, which not every platform has.
+    # Imported here, because these need Triton, which is not available on every platform.
     import torch
     from tqdm import tqdm
 
@@ -172,20 +172,20 @@ def _as_json(outcomes: Sequence[Outcome], place: Place, cache: Any) -> dict[str,
 
 
 def _task(outcome: Outcome) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "key": outcome.key,
         "workload": str(outcome.task.workload),
         "status": outcome.status,
         "candidates": [candidate.as_json() for candidate in outcome.candidates],
     }
     if outcome.winner is not None:
-        found["winner"] = outcome.winner.as_json()
+        fields["winner"] = outcome.winner.as_json()
     if outcome.known is not None:
-        found["winner"] = {"config": outcome.known.config, "ms": outcome.known.milliseconds}
+        fields["winner"] = {"config": outcome.known.config, "ms": outcome.known.milliseconds}
     if outcome.cost is not None:
         cost = outcome.cost
-        found["cost"] = {"status": cost.status, "launches": cost.launches, "text": cost.text}
-    return found
+        fields["cost"] = {"status": cost.status, "launches": cost.launches, "text": cost.text}
+    return fields
 
 
 def _text(outcomes: Sequence[Outcome], rounds: int) -> str:
@@ -201,7 +201,7 @@ def _text(outcomes: Sequence[Outcome], rounds: int) -> str:
 
 
 def _cost_text(outcome: Outcome, rounds: int) -> list[str]:
-    """What became of measuring fused launches."""
+    """The result of measuring fused launches."""
     cost = outcome.cost
     if cost is None:
         return []
@@ -229,7 +229,7 @@ def _configuration_text(outcome: Outcome) -> list[str]:
 
 
 def _kind_of_reason(reason: str) -> str:
-    """A reason without its numbers, so that alike ones can be counted."""
+    """A reason without its details, so that equal reasons can be counted."""
     return "refused by the compiler" if reason.startswith("compiler") else "that do not run"
 
 

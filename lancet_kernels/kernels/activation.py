@@ -1,4 +1,4 @@
-"""The nonlinearity of the experts on real rows, where it is an op of its own, and its derivative.
+"""The nonlinearity of the experts as a separate op on real rows, and its derivative.
 
     G  groups of rows (rank, expert)      C  capacity: rows of a group's buffer, of which count[g] are real
     F  hidden width                       H  width of the input: F, or 2F for swiglu, [gate | up]
@@ -6,7 +6,7 @@
     activation             a = act(h)             gelu (exact), silu, or swiglu: silu(gate) * up
     activation_backward    dh = act'(h) da
 
-Counts are read where they are, so the host need not know them. Rows that are not real are neither read nor
+Counts are read on the device, so the host need not know them. Rows that are not real are neither read nor
 written. Computed in float32, rounded once.
 """
 

@@ -1,8 +1,8 @@
-"""Compiles specimens in a few worker processes; a future for each.
+"""Compiles many specimens in a few worker processes.
 
-Processes, because LLVM ends the one that it fails in: that must cost one row, not the table. (A
-`ProcessPoolExecutor` gives up all its futures with it, and cannot end a compiler that hangs.) And because
-the caller may interpret its kernels (TRITON_INTERPRET): the workers never do.
+Processes, because an error in LLVM ends the process: it must cost one row, not the whole table. (In a
+`ProcessPoolExecutor` it fails all futures, and a compiler that hangs cannot be ended.) Also, because the
+caller may interpret its kernels (TRITON_INTERPRET), which the workers never do.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Row:
-    """One specimen's fate: what it became, or why it did not (`error`), and what is wrong with it."""
+    """The result for one specimen: the compiled kernel, or the error."""
 
     specimen: Specimen
     compiled: CompiledKernel | None
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def problems(self) -> list[str]:
-        """Empty if all is well."""
+        """The problems of the kernel; empty if there are none."""
         if self.compiled is None:
             return ["does not compile"]
         return problems(self.specimen, self.compiled)
@@ -53,7 +53,7 @@ def compile_all(
     on_done: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
     """Compile them all. -> rows in the order of the specimens. A specimen may take `timeout_s`."""
-    # Linking NVSHMEM takes longest: begin with it, so that no worker ends long after the others.
+    # Linking NVSHMEM takes longest, so it is first: then all workers end at about the same time.
     order = sorted(range(len(specimens)), key=lambda i: not specimens[i].nvshmem)
     with CompilePool(arch, workers, timeout_s) as pool:
         futures = {i: pool.submit(specimens[i]) for i in order}
@@ -63,10 +63,10 @@ def compile_all(
 
 
 class CompilePool:
-    """`workers` processes that compile for sm_`arch` what is submitted, first come, first served.
+    """`workers` processes that compile specimens for sm_`arch`, in the order in which they are submitted.
 
-    A specimen's kernel must be in its module under its own name. Leaving the pool ends its processes, what
-    they have not compiled is cancelled.
+    The kernel of a specimen must be importable by its name. On leaving the pool its processes are ended, and
+    specimens that are not compiled are cancelled.
     """
 
     def __init__(self, arch: int, workers: int = 2, timeout_s: float = TIMEOUT_S) -> None:
@@ -99,7 +99,7 @@ class CompilePool:
 
 
 class _Worker:
-    """A child process that compiles what it is told to, line by line; made anew when it dies."""
+    """A child process that compiles one job per line; it is restarted when it dies."""
 
     def __init__(self, arch: int, timeout_s: float) -> None:
         self._arch, self._timeout_s = arch, timeout_s
@@ -107,7 +107,7 @@ class _Worker:
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (`close`)
 
     def end(self) -> None:
-        """From another thread than the one that compiles, which then gets no answer."""
+        """Kill the process; may be called while another thread waits for its answer."""
         if (process := self._process) is not None:
             process.kill()
 
@@ -136,14 +136,14 @@ class _Worker:
         finally:
             timer.cancel()
         if not answer:
-            return Row(specimen, None, self._obituary(process))
+            return Row(specimen, None, self._reason_of_death(process))
         reply = json.loads(answer)
         compiled = CompiledKernel(**reply["compiled"]) if "compiled" in reply else None
         return Row(specimen, compiled, reply.get("error"))
 
     def _start(self) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        # The worker shall find the modules that this process has found.
+        # The worker must import modules from the same paths as this process.
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         return subprocess.Popen(
             [sys.executable, "-m", "lancet_kernels.kernels.compile_pool"],
@@ -154,7 +154,7 @@ class _Worker:
             env=environment,
         )
 
-    def _obituary(self, process: subprocess.Popen[str]) -> str:
+    def _reason_of_death(self, process: subprocess.Popen[str]) -> str:
         code = process.wait()
         self._process = None
         self._log.seek(0)
@@ -174,8 +174,8 @@ def _from_data(data: dict[str, Any]) -> Specimen:
 
 
 def _serve() -> None:
-    """The worker: a job a line from standard input, an answer a line to standard output."""
-    # Triton prints whole programs when the assembler fails: they go to the log instead.
+    """The worker process: reads one job per line from standard input, writes one reply per line."""
+    # When the assembler fails, Triton prints whole programs; these go to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -193,7 +193,7 @@ def _serve() -> None:
 
 
 def _innermost(error: BaseException) -> str:
-    """What went wrong in the function where it went wrong: Triton wraps it once for each of its callers."""
+    """The original error, which Triton wraps once for each calling function."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"[:4000]

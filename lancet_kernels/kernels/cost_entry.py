@@ -1,12 +1,12 @@
-"""What did fused launches of one kind of layer take on one device? Measured points, and lines between them.
+"""Measured times of fused launches of one kind of layer on one device, as stored in the cache, and linear
+interpolation between them.
 
-A point is a launch that `lancet tune` timed: direction, rows that this rank puts, FLOPs of riders (weight
-gradients of other layers that ride along), milliseconds. Between points:
+A point is a launch that `lancet tune` timed: direction, rows that this rank puts, FLOPs of the riders (weight
+gradients of other layers in the same launch), milliseconds. The time of another launch is interpolated
 
-    in rider FLOPs   at each measured number of rows, a line from point to point. What goes beyond the most
-                     rider FLOPs measured is not known here: `most_rider_flops` says where that begins.
-    in rows          a line between the two neighbouring numbers of rows. Fewer rows than measured take as
-                     long as the fewest. More: the line through the last two goes on, but never falls.
+    1. in rider FLOPs, for each measured number of rows; `most_rider_flops` is the end of the range
+    2. in rows. Fewer rows than measured: the time of the fewest. More: the line through the last two points
+       is extended; if it falls, the time of the last point.
 
 Example, measured ms of a backward:
 
@@ -14,8 +14,8 @@ Example, measured ms of a backward:
     1,000      1.0        1.2
     3,000      2.0        2.0
 
-2,000 rows with 1e9 rider FLOPs: at 1,000 rows 1.1, at 3,000 rows 2.0, so 1.55 ms. 500 rows without riders:
-1.0 ms. 4,000 rows without riders: 2.0 + (2.0 - 1.0) / 2 = 2.5 ms.
+2,000 rows with 1e9 rider FLOPs: 1.1 ms at 1,000 rows and 2.0 ms at 3,000 rows, so (1.1 + 2.0) / 2 = 1.55 ms.
+500 rows without riders: 1.0 ms. 4,000 rows without riders: 2.0 + (2.0 - 1.0) / 2 = 2.5 ms.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from typing import Any
 from lancet_kernels.kernels.tuned_entry import MEASURED, key_of
 
 DIRECTIONS = ("forward", "backward")
-# Numbers of rows that a line needs.
+# The different numbers of rows that interpolation needs.
 FEWEST_SIZES = 2
-# Points, and the "device", of runs that prove and do not measure.
+# The method, and the "device", of points from the interpreter, which are no measurements.
 INTERPRETER = "interpreter"
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What the cost of a layer's launches depends on, but for how much there is to move and to compute.
+    """The properties of a layer that its cost function depends on, without the amount of work.
 
     Attributes: width, hidden: D and F of the experts. dtype: of the rows ("bfloat16"). ranks: in its group.
     """
@@ -50,7 +50,7 @@ class LayerKind:
 
     @property
     def shape(self) -> tuple[int | str, ...]:
-        """As `kernels.tuning` has it for the kind "overlap"."""
+        """The shape for the kind "overlap" of `kernels.tuning`."""
         return self.width, self.hidden, self.activation, 1
 
     def key(self, device: str) -> str:
@@ -62,8 +62,8 @@ class LayerKind:
 class CostPoint:
     """A launch that was timed: `ms` milliseconds for `rows` rows and `rider_flops` FLOPs of riders.
 
-    Raises ValueError for another direction than "forward" or "backward", and numbers that are none, negative,
-    or no time at all.
+    Raises: ValueError for a direction that is neither "forward" nor "backward", numbers that are not finite
+    or negative, and a time of 0.
     """
 
     direction: str
@@ -83,12 +83,12 @@ class CostPoint:
 
 @dataclass(frozen=True)
 class CostEntry:
-    """Everything that was timed for one kind of layer.
+    """All measured points of one kind of layer.
 
     Attributes:
-        device: the GPU's name. how: "measured", or "interpreter" (device and how), which proves only.
-        config: the fields of the configuration that was launched.
-        workload: what was run. points: of both directions. triton: its version. date: ISO.
+        device: the GPU's name. how: "measured"; or "interpreter" for both, which is not a measurement.
+        config: the fields of the configuration.
+        workload: its text form. points: of both directions. triton: its version. date: ISO.
     """
 
     kind: LayerKind
@@ -106,7 +106,8 @@ class CostEntry:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> CostEntry:
-        """Raises ValueError, KeyError, TypeError or AttributeError for what `asdict` did not make."""
+        """The entry from the values of `asdict`. Raises: ValueError, KeyError, TypeError or
+        AttributeError."""
         points = tuple(CostPoint(**point) for point in raw["points"])
         entry = cls(**{**raw, "kind": LayerKind(**raw["kind"]), "points": points})
         if entry.how not in (MEASURED, INTERPRETER) or (entry.how == INTERPRETER) != (
@@ -116,7 +117,7 @@ class CostEntry:
         return entry
 
     def check_enough(self) -> None:
-        """Raise ValueError, saying what is missing, if there are too few points for a line."""
+        """Raise ValueError if there are too few points to interpolate."""
         for direction in DIRECTIONS:
             if (sizes := len(self._by_rows(direction))) < FEWEST_SIZES:
                 raise ValueError(
@@ -124,19 +125,19 @@ class CostEntry:
                 )
 
     def milliseconds(self, direction: str, rows: float, rider_flops: float = 0.0) -> float:
-        """A launch of `rows` rows with these riders, by the lines described above. After `check_enough`."""
-        at_rows = [(n, _on_line(line, rider_flops)) for n, line in self._by_rows(direction)]
+        """The interpolated time of a launch, for an entry that passes `check_enough`."""
+        at_rows = [(n, _interpolate(line, rider_flops)) for n, line in self._by_rows(direction)]
         if rows <= at_rows[-1][0]:
-            return _on_line(at_rows, rows)
+            return _interpolate(at_rows, rows)
         (before, ms_before), (last, ms_last) = at_rows[-2:]
         return ms_last + max(0.0, ms_last - ms_before) * (rows - last) / (last - before)
 
     def most_rider_flops(self, direction: str) -> float:
-        """The most FLOPs of riders that were measured with every number of rows."""
+        """The most FLOPs of riders that were measured at every number of rows."""
         return min(line[-1][0] for _, line in self._by_rows(direction))
 
     def _by_rows(self, direction: str) -> list[tuple[float, list[tuple[float, float]]]]:
-        """(rows, its points as (rider FLOPs, ms)), both ascending."""
+        """For each number of rows its points as (rider FLOPs, ms); both sorted."""
         lines: dict[int, dict[float, float]] = {}
         for point in self.points:
             if point.direction == direction:
@@ -144,8 +145,8 @@ class CostEntry:
         return [(rows, sorted(lines[rows].items())) for rows in sorted(lines)]
 
     def __str__(self) -> str:
-        """Which numbers these are. Example: measured 2026-11-21 on NVIDIA H100 80GB HBM3, 2 ranks, 12
-        launches: 24576 rows take 1.230 ms forward, 2.410 ms backward."""
+        """Source and largest size of the points. Example: measured 2026-11-21 on NVIDIA H100 80GB HBM3, 2
+        ranks, 12 launches: 24576 rows take 1.230 ms forward, 2.410 ms backward."""
         longest = {d: max((p for p in self.points if p.direction == d), key=_size) for d in DIRECTIONS}
         times = ", ".join(f"{point.ms:.3f} ms {direction}" for direction, point in longest.items())
         where = f"on {self.device}, {self.kind.ranks} ranks, {len(self.points)} launches"
@@ -153,12 +154,12 @@ class CostEntry:
 
 
 def _size(point: CostPoint) -> tuple[int, float]:
-    """The most rows, and of these the launch without riders, compare as the largest."""
+    """Sort key: more rows are larger, and of equal rows the launch with fewer riders."""
     return point.rows, -point.rider_flops
 
 
-def _on_line(points: Sequence[tuple[float, float]], x: float) -> float:
-    """y at x on the line from point to point; before the first and after the last one, theirs."""
+def _interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
+    """y at x, interpolated between sorted points (x, y); outside of them, y of the nearest one."""
     i = bisect_left(points, (x,))
     if i == 0 or i == len(points):
         return points[min(i, len(points) - 1)][1]

@@ -1,4 +1,5 @@
-"""How a GEMM is tiled: which shapes are valid on which GPU, a sensible default, and what a tuner may try."""
+"""The tiles of a GEMM: valid configurations for each GPU, a heuristic default, and candidates for the
+tuner."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-# Shared memory that one program may have, in bytes (CUDA programming guide, compute capabilities).
+# Maximal shared memory of one program, in bytes, by architecture (CUDA programming guide, compute
+# capabilities).
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 REGISTERS_OF_A_THREAD = 255
 REGISTERS_OF_AN_SM = 64 << 10
-# Above this many for accumulators a thread has no room for the rest of the epilogue.
+# With more registers for accumulators, a thread has too few for the epilogue.
 MOST_ACCUMULATOR_REGISTERS = 128
 
 
@@ -97,7 +99,7 @@ def default_config(
     return config
 
 
-# (block_m, block_n, block_k, warps, stages) for a tuner, by bytes of an element.
+# Tiles that the tuner times, by bytes of an element: (block_m, block_n, block_k, warps, stages).
 _TILES = {
     2: (
         (128, 256, 64, 8, 3),
@@ -141,13 +143,13 @@ _TILES = {
 def candidates(
     m: int, n: int, k: int, dtype: torch.dtype, arch: int, accumulators: int = 1
 ) -> Iterator[GemmConfig]:
-    """What a tuner times for this product, at most 20, the default first.
+    """The configurations to time for this product, at most 20, the default first.
 
-    Tiles from the one that reads the fewest bytes per FLOP (128x256, and 256x128 for few columns) down to
-    those that keep a GPU busy with few rows or columns (64x64, 64x32); each with the warps that its
-    accumulators leave room for, deep or wide steps along the contraction. Group orders only for the default:
-    they change which operand stays in L2, the same way for every tile. With two accumulators, half the
-    columns.
+    Large tiles (128x256, 256x128) read the fewest bytes per FLOP; small ones (64x64, 64x32) keep all
+    multiprocessors busy when there are few rows or columns. Between them, 4 and 8 warps where the
+    accumulators fit the registers, and different steps and stages along the contraction. Other values of
+    group_m are tried with the default tile only: which operand stays in L2 hardly depends on the tile. Two
+    accumulators halve block_n.
     """
     default = default_config(m, n, k, dtype, arch, accumulators)
     tiles = [
@@ -157,6 +159,6 @@ def candidates(
     grouped = [replace(default, group_m=group_m) for group_m in (4, 16)]
     yield default
     for config in dict.fromkeys([*tiles, *grouped]):
-        wasted = config.block_m > max(64, 2 * m) or config.block_n > max(32, 2 * n)
-        if config != default and not wasted and config.is_valid(dtype, arch, accumulators):
+        too_large = config.block_m > max(64, 2 * m) or config.block_n > max(32, 2 * n)
+        if config != default and not too_large and config.is_valid(dtype, arch, accumulators):
             yield config

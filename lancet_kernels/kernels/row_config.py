@@ -29,9 +29,11 @@ class RowConfig:
 
     @staticmethod
     def candidates(width: int) -> list[RowConfig]:
-        """What a tuner times, the default first: 8 to 32 values a thread, 1 to 4 loads of 16 bytes in bf16.
+        """The configurations to time, the default first: 8 to 32 values per thread (1 to 4 loads of 16 bytes
+        in bf16).
 
-        Fewer leave loads half empty, more leave too few programs to hide the latency of memory.
+        With fewer values, loads are narrower than 16 bytes; with more, too few programs run at the same time
+        to hide the latency of memory.
         """
         widest = triton.next_power_of_2(max(1, width))
         tried = [
@@ -41,5 +43,5 @@ class RowConfig:
             for warps in (4, 8)
             if 8 <= values // (32 * warps) <= 32
         ]
-        found = dict.fromkeys([RowConfig.default(width), *tried])
-        return [config for config in found if config.is_valid()]
+        configs = dict.fromkeys([RowConfig.default(width), *tried])
+        return [config for config in configs if config.is_valid()]

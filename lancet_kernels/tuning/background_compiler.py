@@ -1,4 +1,4 @@
-"""Compiles the next candidates of the tuner while it times those that are compiled."""
+"""Compiles the next candidates of the tuner while it times the compiled ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lancet_kernels.tuning.candidates import Outcome
 
 
 class BackgroundCompiler:
-    """Compiles the specimens of all tasks in their order, in the background, each specimen once.
+    """Compiles the specimens of all tasks in the background, in the order of the tasks, each specimen once.
 
-    Args: workers: processes; 0 compiles nothing. Nor is anything compiled for an architecture whose limits
-    are not known: what does not run there is dropped when it is timed.
+    Args: workers: processes; with 0 nothing is compiled. Nothing is compiled for an architecture with unknown
+    limits either: candidates that do not run there are dropped when they are timed.
     """
 
     def __init__(self, outcomes: Sequence[Outcome], arch: int, workers: int) -> None:
@@ -45,7 +45,8 @@ class BackgroundCompiler:
         self._pool.close()
 
     def judge(self, outcome: Outcome, deadline: float, say: Callable[[str], None]) -> bool:
-        """Give what must not run its reason. -> False if time ran out before all were compiled."""
+        """Set the reason of candidates that have problems. -> False if the deadline passed before all were
+        compiled."""
         for number, candidate in enumerate(outcome.candidates):
             problems: dict[str, None] = {}
             for row in self._rows.get(id(candidate), ()):

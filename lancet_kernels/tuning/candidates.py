@@ -1,4 +1,4 @@
-"""Candidate configurations of a kernel, and the result for each."""
+"""Candidate configurations of a kernel, and the result of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_cost import CostOutcome
 from lancet_kernels.tuning.tune_tasks import Task
 
-# Configurations of a shape that are timed; the lists of the kinds are no longer than that.
+# The most configurations that are timed per shape; the lists of candidates respect it.
 MOST_CANDIDATES = 20
 
 
@@ -23,10 +23,10 @@ class Candidate:
     ms: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"config": config_fields(self.config)}
+        fields: dict[str, Any] = {"config": config_fields(self.config)}
         if self.ms is not None:
-            found["ms"] = self.ms
-        return found | ({"dropped": self.reason} if self.reason else {})
+            fields["ms"] = self.ms
+        return fields | ({"dropped": self.reason} if self.reason else {})
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Outcome:
     """The result of a task.
 
     Attributes:
-        status: "tuned", "known" (the cache has it), "left" (time was up), "failed", "dry-run".
+        status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
         candidates: the default first.
         cost: of the winner's fused launches; None for other kinds, and where there is no winner.
     """
@@ -57,11 +57,11 @@ class Outcome:
 
     @property
     def config(self) -> Any:
-        """The winner's configuration, now or before; in a dry run the default's."""
+        """The winner's configuration, from this run or from the cache; in a dry run the default."""
         if self.known is not None:
             return self.known.configuration()
-        found = self.default if self.status == "dry-run" else self.winner
-        return None if found is None else found.config
+        candidate = self.default if self.status == "dry-run" else self.winner
+        return None if candidate is None else candidate.config
 
 
 def candidates_of(task: Task, place: Place, most: int = MOST_CANDIDATES) -> list[Candidate]:

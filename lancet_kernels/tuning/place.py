@@ -1,4 +1,4 @@
-"""The device that is tuned for: the GPU of this machine, or, for a dry run, an architecture."""
+"""The device to tune for: the GPU of this machine, or for a dry run an architecture."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-# Multiprocessors of the first GPU of an architecture (A100, H100, B200): the grid that a dry run lists.
+# Multiprocessors of the A100, the H100 and the B200, by architecture.
 MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
 
 @dataclass(frozen=True)
 class Place:
-    """The GPU of this machine (`device`), or an architecture whose candidates a dry run lists.
+    """The GPU of this machine (`device`), or an architecture for a dry run (device None).
 
     Attributes: name: of the device in the cache's keys. arch: 90 for sm_90. sms: multiprocessors.
     """

@@ -1,12 +1,11 @@
-"""Time of fused launches by rows and riders: the points of `kernels.cost_entry`.
+"""Measures fused launches by rows and riders, for the planner (`kernels.cost_entry`).
 
-The configuration that won at a shape is timed with T, T/2 and T/4 tokens, all in turn, round after round:
-forward; backward; backward with one rider, and with four. A rider is a weight gradient [D, D] of T tokens of
-another layer; four of them are the projections of an attention. Twelve launches a shape.
+The winning configuration of a shape is timed with T, T/2 and T/4 tokens, in turns: forward, backward, and
+backward with one and with four riders. A rider is a weight gradient [D, D] over T tokens of another layer;
+the projections of an attention layer are four. That makes twelve launches per shape.
 
-A point is a whole pass, including what precedes and follows its launch. Medians; of several ranks the
-slowest. On a CPU (the interpreter) the points only prove that this code runs; they are labelled so, and the
-planner never takes them.
+Each point is the median time of a whole pass, with everything before and after its launch; of several ranks
+the slowest. Points from a CPU (the interpreter) are labelled as such, and the planner never uses them.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class CostOutcome:
     """The result of measuring the launches of a shape.
 
     Attributes:
-        status: "measured", "known" (the cache has it), "left" (time was up), "failed", "dry-run".
-        launches: different ones that are timed. text: what they took, or why not.
+        status: "measured", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
+        launches: the number of different launches. text: a summary, or the reason for the failure.
     """
 
     status: str
@@ -59,13 +58,13 @@ class CostOutcome:
 
 
 def sizes_of(workload: Workload) -> list[Workload]:
-    """The workload with the numbers of tokens that are timed, the most first."""
+    """The workload with each number of tokens to time, the largest first."""
     tokens = dict.fromkeys(max(1, workload.tokens // share) for share in TOKEN_SHARES)
     return [replace(workload, tokens=count) for count in tokens]
 
 
 def launches_of(workload: Workload) -> list[Launch]:
-    """What is timed."""
+    """All launches to time."""
     launches: list[Launch] = []
     for size in sizes_of(workload):
         launches += [("forward", size.tokens, 0), *(("backward", size.tokens, riders) for riders in RIDERS)]
@@ -85,15 +84,15 @@ def cost_of_winner(
     in_time: bool,
     save: bool,
 ) -> CostOutcome:
-    """Measure fused launches with this configuration, unless the cache has them. Collective.
+    """Measure fused launches with this configuration, unless they are in the cache. Collective.
 
-    Args: in_time: False leaves it for the next run.
+    Args: in_time: False: the next run shall do it.
     """
     launches = len(launches_of(task.workload))
     kind = _kind_of(task, ranks.world)
-    known = ranks.from_first(None if force else cache.costs().get(kind.key(_device(place, clock))))
-    if known is not None and (known.config, known.triton) == (config_fields(config), triton.__version__):
-        return CostOutcome("known", len(known.points), _summary(known), known)
+    cached = ranks.from_first(None if force else cache.costs().get(kind.key(_device(place, clock))))
+    if cached is not None and (cached.config, cached.triton) == (config_fields(config), triton.__version__):
+        return CostOutcome("known", len(cached.points), _summary(cached), cached)
     if not ranks.from_first(in_time):
         return CostOutcome("left", launches)
     try:
@@ -126,14 +125,15 @@ def _summary(entry: CostEntry) -> str:
     try:
         entry.check_enough()
     except ValueError as error:
-        return f"too little to plan with: {error}"
+        return f"too few measurements to plan with: {error}"
     return str(entry)
 
 
 def measure_points(
     workload: Workload, dtype: torch.dtype, config: OverlapConfig, clock: Clock, ranks: Ranks, rounds: int
 ) -> list[CostPoint]:
-    """Time the launches above. Collective. Raises CommunicationError if a rank stays away."""
+    """Time all launches of a workload. Collective. Raises: CommunicationError if a rank does not take
+    part."""
 
     def time_it(work: Callable[[], Any]) -> tuple[float, Any]:
         result: list[Any] = []
@@ -141,7 +141,7 @@ def measure_points(
         return clock.once(lambda: result.append(work())), result[0]
 
     launches = launches_of(workload)
-    taken: dict[Launch, list[float]] = {launch: [] for launch in launches}
+    times_of: dict[Launch, list[float]] = {launch: [] for launch in launches}
     with symmetric.create(None, clock.device, TIMEOUT_S) as memory:
         passes = {
             size.tokens: FusedPasses(size, dtype, clock.device, memory, f"{size.tokens} tokens, ")
@@ -152,15 +152,15 @@ def measure_points(
             for tokens in passes:
                 for launch, ms in _one_round(passes[tokens], config, riders, time_it):
                     if number >= WARMUP:
-                        taken[launch].append(ms)
+                        times_of[launch].append(ms)
         if clock.device.type == "cuda":
             torch.cuda.synchronize(clock.device)
         for timed in passes.values():
             for exchange in timed.exchanges(config):
                 exchange.check()
-    # Ranks put different numbers of rows: rank 0 says which.
+    # Ranks put different numbers of rows; the points have those of rank 0.
     rows = ranks.from_first({tokens: int(passes[tokens].routing.count.sum()) for tokens in passes})
-    medians = ranks.slowest([statistics.median(taken[launch]) for launch in launches])
+    medians = ranks.slowest([statistics.median(times_of[launch]) for launch in launches])
     rider_flops = 2.0 * workload.tokens * workload.width**2
     return [
         CostPoint(direction, rows[tokens], count * rider_flops, ms)

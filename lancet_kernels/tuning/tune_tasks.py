@@ -60,7 +60,7 @@ class Tunable:
     """How the kernels of a kind are tuned.
 
     Attributes:
-        shapes: of a workload. candidates: what is timed, the default first; 20 at most.
+        shapes: of a workload. candidates: to time, the default first; at most 20.
         specimens: what must compile. runner: a run on a GPU with a configuration; collective for "overlap".
     """
 
@@ -79,7 +79,7 @@ def make_tasks(
         for kind in kinds:
             for exact in _TUNABLES[kind].shapes(workload, dtype):
                 shape = KINDS[kind].rounded(exact)
-                # Routing runs in float32 whatever the model's dtype.
+                # Routing runs in float32 for every dtype of the model.
                 task_dtype = torch.float32 if kind == "routing" else dtype
                 tasks.setdefault((kind, shape), Task(kind, workload, task_dtype, shape, exact))
     return list(tasks.values())
@@ -152,8 +152,8 @@ def routed(w: Workload, device: torch.device) -> tuple[torch.Tensor, Any]:
 
     score = torch.randn(w.tokens, w.experts, device=device)
     used = torch.zeros(w.experts, dtype=torch.int64, device=device)
-    found = route_scores(score, used, w.choices, w.capacity)
-    return score.softmax(-1).gather(1, found.expert_TK), found
+    slots = route_scores(score, used, w.choices, w.capacity)
+    return score.softmax(-1).gather(1, slots.expert_TK), slots
 
 
 def send_rows_of(routed: Any) -> tuple[torch.Tensor, int]:
@@ -164,8 +164,8 @@ def send_rows_of(routed: Any) -> tuple[torch.Tensor, int]:
 
 def _row_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
     w = task.workload
-    weight, found = routed(w, device)
-    row, num_rows = send_rows_of(found)
+    weight, slots = routed(w, device)
+    row, num_rows = send_rows_of(slots)
     if task.kind == "permute":
         x = torch.randn(w.tokens, w.width, dtype=task.dtype, device=device)
         out = torch.empty(num_rows, w.width, dtype=task.dtype, device=device)
@@ -205,8 +205,8 @@ def _overlap_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
     return [(w.width, w.hidden, w.activation, 1)]
 
 
-# (block_m, block_n, block_k, warps, stages), by bytes of an element. Beside puts and waits a thread has fewer
-# registers left than in a GEMM alone: what spills on an architecture is dropped when it is compiled.
+# Tiles to time, by bytes of an element: (block_m, block_n, block_k, warps, stages). Smaller than those of a
+# GEMM alone, because puts and waits need registers; tiles that spill are dropped after compilation.
 _OVERLAP_TILES = {
     2: (
         (128, 128, 64, 8, 3),
@@ -224,10 +224,10 @@ _OVERLAP_TILES = {
 
 
 def _overlap_candidates(task: Task, place: Place) -> Sequence[Any]:
-    """The default with one thing changed at a time: tile, share of programs that put, size of a put, split.
+    """The default, and changes of one property at a time: programs that put, split, put step, tile.
 
-    A put step has a few KiB in flight per program in each of the sizes, in long rows or in short ones. All
-    combinations would be hundreds, and every one takes minutes to compile.
+    All put steps have 4096 elements, in few long pieces of rows or many short ones. All combinations would be
+    several hundred configurations, which take too long to compile.
     """
     w = task.workload
     default = OverlapConfig.for_gpu(w.width, w.hidden, w.activation, task.dtype, place.arch, place.sms)

@@ -1,15 +1,15 @@
-"""Finds the best configuration of each kernel, shape by shape, by timing, and stores it (`kernels.tuning`).
+"""Finds the best configuration of each kernel and shape by timing, and stores it (`kernels.tuning`).
 
-For a task, in this order:
+For each task:
 
-    1. candidates: a short list for its kind of kernel (20 at most), the heuristic default first
-    2. all are compiled, in the background; what spills or exceeds a limit is dropped untimed
-    3. medians of what is left, in turn, the slowest rank counting; rank 0's choice is everyone's
+    1. list the candidates of its kind of kernel, at most 20, the heuristic default first
+    2. compile them in the background; drop those that spill or exceed a limit
+    3. time the others in turn; the median of the slowest rank counts, and rank 0 chooses for all ranks
 
-With the winner of fused launches, launches of several sizes are timed, too (`tune_cost`): the planner uses
-them. A winner is saved at once, so a run that was killed continues where it stopped.
+For fused launches, the winner is then timed at several sizes, for the planner (`tune_cost`). Each winner is
+saved at once, so a run that was killed continues where it stopped.
 
-Nothing is tuned without a GPU: times of the interpreter say nothing, and nothing else ranks candidates.
+Without a GPU nothing can be tuned, because times of the interpreter mean nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from lancet_kernels.tuning.tune_tasks import Task
 
 
 def check_has_gpu(place: Place) -> None:
-    """Raise UserError where there is nothing to time on."""
+    """Raise UserError if there is no GPU to time on."""
     if place.device is None:
         raise UserError(
             "lancet tune",
@@ -63,11 +63,11 @@ def tune(
     save: bool = True,
     clock: Clock | None = None,
 ) -> list[Outcome]:
-    """Tune what the cache does not have. Collective; all ranks must give the same tasks.
+    """Tune all tasks that are not in the cache. Collective; all ranks must pass the same tasks.
 
     Args:
         most: candidates per task. minutes: None for no limit.
-        force: also shapes that the cache has. on_progress: (tasks done, current task).
+        force: also tune tasks that are in the cache. on_progress: called with (tasks done, current task).
         save: whether this rank writes its cache; one rank per machine should.
         clock: measures times on place.device; None: a `Clock`.
 
@@ -90,13 +90,13 @@ def tune(
     check_has_gpu(place)
     assert place.device is not None
     clock = clock or Clock(place.device)
-    # Nothing to compile: nothing to start for it.
+    # Start no compiler processes if there is nothing to compile.
     workers = workers if todo and ranks.first else 0
     with BackgroundCompiler(todo, place.arch, workers) as compiler:
         for outcome in todo:
             done = sum(o.status != "left" for o in outcomes)
             say(done, outcome.key)
-            # Another process may have been here meanwhile.
+            # Another process may have tuned it meanwhile.
             _mark_known([outcome], cache, force, ranks)
             if outcome.status == "known":
                 continue
@@ -129,7 +129,7 @@ def _mark_known(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks: 
     entries = ranks.from_first({**cache.entries(), **shipped})
     for outcome in outcomes:
         entry = entries.get(outcome.key)
-        # What was tuned with another compiler may not hold.
+        # An entry of another compiler may be outdated.
         if entry is not None and (outcome.key in shipped or entry.triton == triton.__version__):
             outcome.status, outcome.known = "known", entry
 
@@ -156,7 +156,8 @@ def _ms(candidate: Candidate) -> float:
 
 
 def _measure(task: Task, kept: list[Candidate], clock: Clock, ranks: Ranks, rounds: int) -> list[Candidate]:
-    """The candidates that ran, with the median of the slowest rank; the others get a reason."""
+    """Time the candidates. -> those that ran, with the median of the slowest rank; the others get a
+    reason."""
     device = clock.device
     make = task.tunable.runner(task, device)
     runs: dict[int, Callable[[], object]] = {}
@@ -174,8 +175,8 @@ def _measure(task: Task, kept: list[Candidate], clock: Clock, ranks: Ranks, roun
             failures[number] = f"does not run: {str(error).splitlines()[0]}"
     able = ranks.slowest([0.0 if number in runs else math.inf for number in range(len(kept))])
     runs = {number: run for number, run in runs.items() if able[number] == 0.0}
-    taken = clock.rounds(runs, rounds, warmup=2)
-    medians = {number: statistics.median(times) for number, times in taken.items()}
+    times_of = clock.rounds(runs, rounds, warmup=2)
+    medians = {number: statistics.median(times) for number, times in times_of.items()}
     slowest = ranks.slowest([medians.get(number, math.inf) for number in range(len(kept))])
     for number, candidate in enumerate(kept):
         if math.isfinite(slowest[number]):
@@ -198,7 +199,7 @@ def _entry(outcome: Outcome, place: Place) -> Entry:
         config=config_fields(winner.config),
         how=MEASURED,
         milliseconds=winner.ms,
-        # A default that did not run has no time of its own.
+        # A default that does not run has no time.
         default_milliseconds=winner.ms if default.ms is None else default.ms,
         triton=triton.__version__,
         date=date.today().isoformat(),

@@ -98,9 +98,9 @@ def test_corrupt_few_foreign_or_old_measurements_leave_the_formula_and_say_so(ca
 
     entry = cost_entry(kind, slow)
     cache.put([tuned_entry(kind)], [replace(entry, points=entry.points[:3])])
-    formula_is_taken("too little is measured for overlap width=8")
+    formula_is_taken("there are too few measurements for overlap width=8")
     cache.put([tuned_entry(kind, replace(tuned_entry(kind).configuration(), comm_programs=8))], [entry])
-    formula_is_taken("what is measured for overlap width=8")
+    formula_is_taken("the measurements for overlap width=8")
     cache.path.write_text(cache.path.read_text().replace('"ms"', '"seconds"'))
     with pytest.warns(UserWarning, match="measured cost .* is ignored"):
         formula_is_taken("nothing is measured for overlap width=8")

@@ -88,7 +88,7 @@ def test_too_few_points_are_said_to_be_that(cache) -> None:
     cache.put([tuned_entry(KIND)], [replace(entry, points=entry.points[:5])])
     cost, words = measured_cost(KIND, GPU_DEVICE)
     assert cost is None
-    assert words.startswith("too little is measured for overlap width=2048")
+    assert words.startswith("there are too few measurements for overlap width=2048")
     assert "backward launches with 1 numbers of rows, at least 2 are needed" in words
 
 

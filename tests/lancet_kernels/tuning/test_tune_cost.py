@@ -142,7 +142,9 @@ def test_a_cost_that_is_missing_is_measured_although_the_configuration_is_known(
     (outcome,) = tune([task], PLACE, cache, clock=CPU, rounds=1)
     assert (outcome.status, outcome.cost.status) == ("known", "measured")
     assert asked == [SMALL, SMALL]
-    assert outcome.cost.text.startswith("too little to plan with: forward launches with 0 numbers of rows")
+    assert outcome.cost.text.startswith(
+        "too few measurements to plan with: forward launches with 0 numbers of rows"
+    )
     # Another configuration's, or all again.
     monkeypatch.setattr(Outcome, "config", dataclasses.replace(SMALL, comm_programs=2))
     assert tune([task], PLACE, cache, clock=CPU, rounds=1)[0].cost.status == "measured"
