@@ -37,7 +37,7 @@ INTERPRETER = "interpreter"
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The properties of a layer that its cost function depends on, without the amount of work.
+    """The properties of a layer that select its measurements: all but the amount of work.
 
     Attributes: width, hidden: D and F of the experts. dtype: of the rows ("bfloat16"). ranks: in its group.
     """
