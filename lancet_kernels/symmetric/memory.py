@@ -112,7 +112,7 @@ class SymmetricMemory(ABC):
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when every PE is here and what its device was doing is done.
 
-        Raises CommunicationError, naming the PEs that did not come, after `timeout_s` (None: that of the memory).
+        Raises CommunicationError, naming the PEs that did not come, after `timeout_s` (None: as at creation).
         """
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from lancet_kernels.symmetric.memory import SymmetricMemory, disagreement
 
 @dataclass
 class _Heap:
-    """What all PEs share: each request, the PE that made it first, and the copies [world] allocated for it."""
+    """What all PEs share: each request, the PE that made it first, and its copies [world]."""
 
     world: int
     device: torch.device
