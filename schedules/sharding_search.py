@@ -29,7 +29,7 @@ from lancet_kernels.schedules.sharding_bound import lower_bound_ms
 from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, EPSILON, Label, Step, dominates
 from lancet_kernels.schedules.sharding_states import Restriction, Segment, State, StateSpace
 
-MOST_OF_A_STATE = 6
+MOST_OF_A_STATE = 12
 DIGITS = 6
 """Decimals of a millisecond in which labels are compared for being alike."""
 
