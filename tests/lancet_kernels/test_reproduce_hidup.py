@@ -60,7 +60,7 @@ def test_baselines_do_what_they_are_named_after(setting):
 
 
 def test_no_noise_changes_nothing_and_noise_is_bounded(setting):
-    program, cost = setting.program, setting.cost
+    program, cost = setting.whole_batch, setting.cost
     quiet, noisy = NoisyCost(cost), NoisyCost(cost, 0.2, 0.5)
     for instruction, marked in zip(program.instructions, noisy.marked(program).instructions, strict=True):
         right = cost(instruction, program.tensors)
