@@ -39,7 +39,7 @@ def mark_join(join: fx.Node) -> None:
 
 
 def write_in_place(module: fx.GraphModule) -> None:
-    """Let the parts of marked joins be written where the whole lies, and take the joins out."""
+    """Let the parts of marked joins be written where the whole lies, and make the joins views of it."""
     graph = module.graph
     position = {node: i for i, node in enumerate(graph.nodes)}
     for join in list(graph.nodes):
@@ -62,9 +62,7 @@ def write_in_place(module: fx.GraphModule) -> None:
                 writer.target = writer.target.overloadpacket.out
                 writer.kwargs = {**writer.kwargs, "out": out}
                 begin += size
-        join.replace_all_uses_with(whole)
-        whole.name = f"{join.name}_memory"
-        graph.erase_node(join)
+        join.target, join.args = aten.view.default, (whole, list(value.shape))
     graph.lint()
     module.recompile()
 
