@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
@@ -219,6 +220,21 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
         assert len(messages) == len(expected)
         for message, pattern in zip(messages, expected, strict=True):
             assert re.match(pattern, message), message
+
+
+def other_rows_on_rank() -> str:
+    model, x = make_model("opt"), torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
+    parallelize_linears(model, (x,), None, "megatron")
+    try:
+        model(x[: 2 if dist.get_rank() == 1 else 4])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_rows_all_raise(pool: RankPool) -> None:
+    for message in pool.run(other_rows_on_rank, ranks=4):
+        assert re.match(r"PartitionedLinear across ranks .*: got \(\d+, .* on rank 1", message), message
 
 
 def transformers_model(family: str) -> nn.Module:
