@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 from lancet_kernels import UserError
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.slices import Partition, Primitive, replicate, split, square
-from lancet_kernels.parallel_linears import parallelize_linears
+from lancet_kernels.parallel_linears import OPERATORS, parallelize_linears
 from lancet_kernels.partitioned_linear import PartitionedLinear, whole_state_dict
 from tests.grids import few_of
 from tests.ranks import RankPool
@@ -171,8 +171,7 @@ M, N, K, H, ONE, P2 = split("m"), split("n"), split("k"), split("h"), replicate(
 )
 def test_any_partition_of_the_space(pool: RankPool, primitives: tuple[list[Primitive], ...]) -> None:
     """Sums in each phase, replicas, rows that are cut differently on both sides."""
-    operators = ("qkv", "attention", "projection", "fc1", "activation", "fc2")
-    partitions = {name: Partition(tuple(of)) for name, of in zip(operators, primitives, strict=True)}
+    partitions = {name: Partition(tuple(of)) for name, of in zip(OPERATORS, primitives, strict=True)}
     check(pool.run(train_on_rank, "gpt2", "primepar", partitions, ranks=4))
 
 
@@ -199,6 +198,7 @@ def refused_on_rank() -> list[str]:
     for model, strategy, partitions in (
         (nn.Linear(4, 4), "primepar", {}),
         (make_model("opt"), "alpa", {}),
+        (make_model("opt"), "primepar", {"mlp": Partition((M,))}),
         (make_model("opt"), "megatron", {"qkv": Partition((H,))}),
         (make_model("opt"), "megatron", rows_in_halves),
     ):
@@ -213,6 +213,7 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
     expected = (
         r"linear layers of Linear: got no module with",
         r"strategy: got alpa, expected primepar or megatron",
+        r"partitions: got mlp, expected qkv, attention",
         r"partition of qkv of 0.attention: got {H}, expected one over 2 ranks whose slices divide m = 16",
         r"rows and features of an activation: got a tile of \(3, 32\) on rank [01], expected multiples of 2",
     )
