@@ -151,10 +151,10 @@ def _version(package: str) -> str:
 
 
 def _cuda() -> dict[str, object]:
-    found: dict[str, object] = {"torch_built_for": torch.version.cuda, "driver": _driver()}
+    versions: dict[str, object] = {"torch_built_for": torch.version.cuda, "driver": _driver()}
     if torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
 def _driver() -> str | None:

@@ -58,7 +58,7 @@ def _throughput(gate: str, results: Results) -> dict[str, Any]:
 
 
 def _decomposition(results: Results) -> dict[str, Any]:
-    found = [results[s] for s in _grid([claims.ABLATION_GPUS])]
+    measurements = [results[s] for s in _grid([claims.ABLATION_GPUS])]
     baselines = ("none", "tutel")
 
     def less(m: Measured, than: str, lancet: Decomposition) -> float:
@@ -69,7 +69,7 @@ def _decomposition(results: Results) -> dict[str, Any]:
             c: {
                 than: max(
                     less(m, than, m.unpadded if unpadded else m.strategies["lancet"])
-                    for m in found
+                    for m in measurements
                     if m.setting.cluster == c
                 )
                 for than in baselines
@@ -83,7 +83,7 @@ def _decomposition(results: Results) -> dict[str, Any]:
         return _names(m) | {part: {name: getattr(bar, part) for name, bar in bars.items()} for part in parts}
 
     return {
-        "rows": [row(m) for m in found],
+        "rows": [row(m) for m in measurements],
         "most_less_exposed": most(unpadded=False),
         "most_less_exposed_unpadded": most(unpadded=True),
         "paper": {"most_less_exposed": claims.LESS_EXPOSED},
@@ -92,7 +92,7 @@ def _decomposition(results: Results) -> dict[str, Any]:
 
 def _accuracy(results: Results) -> dict[str, Any]:
     """No accuracy: a prediction cannot be checked against itself. What wrong costs would do, instead."""
-    found = [results[s] for s in _grid([claims.ABLATION_GPUS])]
+    measurements = [results[s] for s in _grid([claims.ABLATION_GPUS])]
     return {
         "prediction_error": None,
         "why": "the simulation is the prediction; only a measured iteration can show its error "
@@ -106,7 +106,7 @@ def _accuracy(results: Results) -> dict[str, Any]:
                 "speedup": min(times["none"], times["tutel"]) / times["lancet"],
                 "planned_speedup": m.speedup,
             }
-            for m in found
+            for m in measurements
             for what, times in m.what_if.items()
         ],
         "paper": {"prediction_error": claims.PREDICTION_ERROR},
@@ -114,12 +114,14 @@ def _accuracy(results: Results) -> dict[str, Any]:
 
 
 def _planning(results: Results) -> dict[str, Any]:
-    found = [results[s] for s in _grid(claims.GPUS)]
+    measurements = [results[s] for s in _grid(claims.GPUS)]
     deep = [results[s] for s in _by_layers()]
     ends = deep[0].planning_seconds, deep[-1].planning_seconds
     return {
         "measured_here": True,
-        "rows": [_names(m) | {"seconds": m.planning_seconds, "instructions": m.instructions} for m in found],
+        "rows": [
+            _names(m) | {"seconds": m.planning_seconds, "instructions": m.instructions} for m in measurements
+        ],
         "by_layers": [
             {"layers": n, "seconds": m.planning_seconds, "instructions": m.instructions}
             for n, m in zip(LAYERS, deep, strict=True)

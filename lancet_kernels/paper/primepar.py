@@ -142,8 +142,8 @@ def simulate_setting(setting: Setting) -> Result:
 
 
 def _problem(setting: Setting) -> Problem:
-    sizes, batch, gpus = setting.model.sizes, setting.batch, setting.gpus
-    return problem(setting.cluster, sizes, batch, SEQUENCE, gpus, microbatches=setting.microbatches)
+    sizes, parts = setting.model.sizes, setting.microbatches
+    return problem(setting.cluster, sizes, setting.batch, SEQUENCE, setting.gpus, microbatches=parts)
 
 
 def _rule(p: Problem, gpus: int) -> list[Partition]:

@@ -1,4 +1,4 @@
-"""Which maker serves these ranks on this device? Picks one, and says why (`reason`) or what is missing."""
+"""Which implementation serves these ranks on this device? Chooses one, and says why, or what is missing."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def create(
     group: None means all ranks or, without torch.distributed, the one there is.
     timeout_s: how long any step may wait for a rank.
 
-    | ranks   | device | maker                                                              |
+    | ranks   | device | memory                                                             |
     |---------|--------|--------------------------------------------------------------------|
-    | one     | any    | `VirtualMemory`: nobody to share with                              |
+    | one     | any    | `VirtualMemory`: no peers                                          |
     | several | CPU    | `SharedMemory`: POSIX shared memory, ranks on one machine          |
     | several | CUDA   | `TorchMemory`: torch alone, GPUs of one machine, all over NVLink   |
     | several | CUDA   | `NvshmemMemory`: NVSHMEM, where not all peers are so reachable     |

@@ -149,9 +149,9 @@ class NvshmemMemory(SymmetricMemory):
     def _check_pes(self) -> None:
         if not NvshmemMemory._started:
             raise RuntimeError("NVSHMEM was initialised with a group that this rank is not in")
-        found = (self._core.my_pe(), self._core.n_pes())
-        if found != (self.rank, self.world):
-            raise RuntimeError(f"PE {found[0]} of {found[1]}: NVSHMEM was initialised with another group")
+        own = (self._core.my_pe(), self._core.n_pes())
+        if own != (self.rank, self.world):
+            raise RuntimeError(f"PE {own[0]} of {own[1]}: NVSHMEM was initialised with another group")
 
     def _agree(self, request: str) -> None:
         self._meetings.meet(request)
@@ -215,7 +215,7 @@ def init_module(kernel: Any) -> bool:
         raise UserError(
             "init_module",
             got="a kernel that uses NVSHMEM, which is not initialised",
-            expected="an NvshmemMemory made before",
+            expected="an NvshmemMemory created before",
             do="make it first (lancet_kernels.symmetric.create)",
         )
     # Loads it; Triton does so at the first launch, which is too late.

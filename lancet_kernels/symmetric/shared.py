@@ -81,7 +81,7 @@ class SharedMemory(SymmetricMemory):
                 do="run the ranks as one user, where they share /dev/shm",
             )
         finally:
-            # Everybody has mapped them, or it failed for everybody: a dead rank's name is removed as well.
+            # Every rank has mapped them, or it failed on every rank: a dead rank's name is removed as well.
             for file in files:
                 file.unlink(missing_ok=True)
         self._mapped.append(mapped)

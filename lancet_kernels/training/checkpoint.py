@@ -154,8 +154,8 @@ def load_checkpoint(
 
 def _folders(folder: Path) -> list[Path]:
     """The folders of checkpoints, newest step first; anything else in the folder is ignored."""
-    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_step_of, reverse=True)
+    folders = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=_step_of, reverse=True)
 
 
 def _step_of(checkpoint: Path) -> int:
