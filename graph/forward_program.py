@@ -1,14 +1,15 @@
-"""What does a model compute before its loss? The forward part of its joint graph, as a Program."""
+"""What does a model compute before its loss? The forward of its joint graph, as a Program or as a graph."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch import nn
+from torch import fx, nn
 
 from lancet_kernels.graph.capture import Captured, capture, output_node
-from lancet_kernels.graph.from_fx import program_from_fx, tensor_names
+from lancet_kernels.graph.from_fx import forward_nodes, program_from_fx, tensor_names
 from lancet_kernels.graph.program import Phase, Program
 
 
@@ -38,3 +39,33 @@ def forward_of(captured: Captured, name: str) -> Program:
         outputs=outputs,
         parameters=tuple(t for t in program.parameters if t in needed),
     )
+
+
+def forward_graph(captured: Captured) -> fx.GraphModule:
+    """The graph of which `forward_of` is the Program: the same names, a tuple of the results as output."""
+    results = output_node(captured.joint).args[0][: captured.forward_outputs]
+    nodes = list(captured.joint.graph.nodes)
+    forward = forward_nodes(nodes)
+    needed = {node for node in results if isinstance(node, fx.Node)}
+    for node in reversed(nodes):
+        if node in needed and node in forward:
+            needed.update(node.all_input_nodes)
+    # With every element of a tuple: a cut needs the weight of a mean, though only the backward reads it.
+    needed |= {n for n in nodes if n.target is operator.getitem and n.args[0] in needed and n in forward}
+    graph, copies = fx.Graph(), {}
+    for node in nodes:
+        if node in needed:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].meta = dict(node.meta)
+    graph.output(tuple(copies.get(node) for node in results))
+    return fx.GraphModule(captured.joint, graph)
+
+
+def runs_graph(root: nn.Module, graph: fx.Graph) -> nn.Module:
+    """A module with the parameters, buffers and submodules of `root` that runs the graph, and that can be
+    captured: torch's trace of a GraphModule takes the module's graph for its own."""
+    forward = type(fx.GraphModule(root, graph)).forward
+    module = type("GraphForward", (nn.Module,), {"forward": forward})()
+    module._parameters, module._buffers, module._modules = root._parameters, root._buffers, root._modules
+    module._non_persistent_buffers_set = root._non_persistent_buffers_set
+    return module

@@ -34,6 +34,11 @@ def duplex(program: Program, copies: int = COPIES) -> PartitionRange:
     """
     if not program.positions(Kind.ALL_TO_ALL):
         raise _refuse("a step without all-to-alls", "communication to hide", "use strategy none")
+    return copies_of_batch(program, copies)
+
+
+def copies_of_batch(program: Program, copies: int = COPIES) -> PartitionRange:
+    """The same of any Program, whatever it communicates. Raises: as `duplex`."""
     found = _best([_Forms(program, inputs) for inputs in _batch_inputs(program)])
     if found.run_whole and len(found.inputs) > 1:
         # An input that only happens to be as long as the batch (positions, say) is better left whole.
@@ -41,6 +46,8 @@ def duplex(program: Program, copies: int = COPIES) -> PartitionRange:
         found = _best([found, *(_Forms(program, inputs) for inputs in fewer)])
     if found.refused:
         raise found.refused[0]
+    if not found.cut:
+        raise _refuse("a step in which nothing can be cut along the batch", "ops with rules", "use one copy")
     batch = program.tensors[found.inputs[0]].shape[0]
     if batch < copies:
         raise _refuse(f"a batch of {batch}", f"at least {copies}", "use strategy lancet, or a larger batch")

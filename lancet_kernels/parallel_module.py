@@ -1,0 +1,191 @@
+"""The module that `parallelize` returns: called with the whole batch, with a rank's part of the parameters.
+
+Its state dict has the names of the whole model; what is sharded is a DTensor there, so that
+torch.distributed.checkpoint can write it on so many ranks and read it on others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.forms import Form
+from lancet_kernels.graph.forward_program import runs_graph
+from lancet_kernels.guards import Arguments, PlannedInputs, bind
+from lancet_kernels.ops.groups import group_name, group_of
+from lancet_kernels.ops.shards import shard_of
+from lancet_kernels.ops.waiting import waiting
+from lancet_kernels.optimized_module import OptimizedModule
+from lancet_kernels.schedules.sharding import Strategy
+from lancet_kernels.training.gradients import set_gradient_group
+
+
+def sharded_module(model: nn.Module, graph: fx.Graph, forms: Mapping[str, Form], group: str) -> nn.Module:
+    """A module that runs the graph, with the parameters and buffers of the model under their names: those of
+    the first rank, of sharded ones this rank's slice.
+
+    Args: forms: by name, in which form a rank has a parameter.
+    """
+    root = nn.Module()
+    for name, buffer in model.named_buffers():
+        _set(root, name, buffer, is_parameter=False)
+    for name, parameter in model.named_parameters():
+        form = forms[name]
+        if form.dimension is not None:
+            parameter = _shard(parameter, form.dimension, group)
+        _set(root, name, parameter, is_parameter=True)
+    module = runs_graph(root, graph)
+    for name, form in forms.items():
+        if form.is_cut:
+            owner, _, leaf = name.rpartition(".")
+            # Every rank has another slice: nothing is summed.
+            set_gradient_group(module.get_submodule(owner), None, [leaf])
+    module.train(model.training)
+    return module
+
+
+def _shard(parameter: nn.Parameter, dim: int, group: str) -> nn.Parameter:
+    whole = parameter.detach().clone()
+    if group:
+        process_group = group_of(group)
+        with waiting("broadcast of the parameters to be sharded", process_group):
+            dist.broadcast(whole, src=dist.get_global_rank(process_group, 0), group=process_group)
+    own = shard_of(whole, dim, group).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+
+def _set(root: nn.Module, name: str, tensor: Tensor, is_parameter: bool) -> None:
+    """Register a tensor under a name with dots."""
+    *path, leaf = name.split(".")
+    owner = root
+    for part in path:
+        if part not in owner._modules:
+            owner.add_module(part, nn.Module())
+        owner = owner.get_submodule(part)
+    if is_parameter:
+        assert isinstance(tensor, nn.Parameter)
+        owner.register_parameter(leaf, tensor)
+    else:
+        owner.register_buffer(leaf, tensor)
+
+
+class ParallelModule(nn.Module):
+    """This rank's part of a training step. Call it with the whole batch, like the model on one device; every
+    rank gets the whole result. `backward` gives a rank the gradients of its part: of whole parameters the
+    sum over the ranks, of sharded ones their slice of it.
+
+    Parameters have the names of the model's. A state dict is that of the whole model: what is sharded is a
+    DTensor there, and may be loaded from a DTensor on other ranks or from the whole tensor.
+
+    strategy: in which form everything is. plan: the order in which the step runs. optimized: what runs it.
+    """
+
+    def __init__(
+        self,
+        optimized: OptimizedModule,
+        strategy: Strategy,
+        model: nn.Module,
+        forms: Mapping[str, Form],
+        mesh: DeviceMesh,
+        arguments: Arguments,
+        reads: Sequence[int],
+        structure: pytree.TreeSpec,
+        first_names: Mapping[str, str],
+    ) -> None:
+        """Args: forms: of parameters, by first name. reads: which leaves of the arguments the step reads.
+        structure: of the results. first_names: of parameters and buffers, by each of their names."""
+        super().__init__()
+        for name, child in optimized.module.named_children():
+            self.add_module(name, child)
+        for name, parameter in optimized.module.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        for name, buffer in optimized.module.named_buffers(recurse=False):
+            self.register_buffer(name, buffer)
+        # Not as a submodule: its parameters are these.
+        self.__dict__["optimized"] = optimized
+        self.strategy, self.plan, self.mesh = strategy, optimized.plan, mesh
+        self.forms = dict(forms)
+        self._name = type(model).__name__
+        self._reads, self._structure = list(reads), structure
+        self._signature, self._inputs = inspect.signature(model.forward), PlannedInputs(arguments)
+        self._names = {name: first_names[name] for name in model.state_dict() if name in first_names}
+        self._traced_in_training = model.training
+        self.train(model.training)
+        self.register_state_dict_post_hook(_as_whole)
+        self.register_load_state_dict_pre_hook(_as_own)
+
+    def forward(self, *inputs: object, **by_name: object) -> object:
+        """The model's result for the whole batch. Raises: UserError for shapes other than the example's,
+        or in another mode."""
+        arguments = bind(self._signature, f"the parallelized {self._name}", inputs, by_name)
+        reason = self._inputs.reason(arguments)
+        if self.training != self._traced_in_training:
+            modes = ("evaluation", "training")
+            reason = f"{modes[self.training]} mode, was {modes[self._traced_in_training]} mode"
+        if reason:
+            raise UserError(
+                f"call of the parallelized {self._name}",
+                got=reason,
+                expected="what parallelize() was given: its graph is for these shapes and this mode alone",
+                do="keep to them (drop the last batch), or parallelize() once more for the others",
+            )
+        leaves = pytree.tree_leaves(self._inputs.laid_out(arguments))
+        results = self.optimized(*(leaves[position] for position in self._reads))
+        return pytree.tree_unflatten(list(results), self._structure)
+
+    def explain(self) -> str:
+        """The strategy and the plan, as text."""
+        return f"{self.strategy.explain()}\n{self.plan.explain()}"
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        """What this rank holds of a parameter, its gradient or an optimizer's state of it, as a tensor of the
+        whole model: a DTensor where it is sharded, else itself."""
+        form = self.forms.get(name)
+        if form is None or form.dimension is None or own.dim() == 0:
+            return own
+        return DTensor.from_local(own, self.mesh, [Shard(form.dimension)], run_check=False)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of the whole model, a DTensor or not. Collective for DTensors that are
+        sharded otherwise. Raises: UserError for another shape."""
+        form = self.forms.get(name)
+        if form is None or form.dimension is None or whole.dim() == 0:
+            return whole.full_tensor() if isinstance(whole, DTensor) else whole
+        dim = form.dimension
+        if isinstance(whole, DTensor):
+            if whole.device_mesh == self.mesh and whole.placements == (Shard(dim),):
+                return whole.to_local()
+            whole = whole.full_tensor()
+        size = self.get_parameter(name).shape[dim] * self.mesh.size()
+        if whole.shape[dim] != size:
+            raise UserError(
+                f"{name} of the parallelized {self._name}",
+                got=list(whole.shape),
+                expected=f"the whole tensor, {size} along dimension {dim}",
+                do="give the state dict of the whole model",
+            )
+        return shard_of(whole, dim, group_name(self.mesh.get_group()))
+
+
+def _as_whole(module: ParallelModule, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    """Of the own parameters in a state dict those of the whole model, each under all of its names."""
+    own = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+    for name, first in module._names.items():
+        state[prefix + name] = module.whole(first, own[prefix + first])
+
+
+def _as_own(module: ParallelModule, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """The other way round."""
+    for name, first in module._names.items():
+        if prefix + name in state:
+            whole = state[prefix + name] if name == first else state.pop(prefix + name)
+            state[prefix + first] = module.own(first, whole)

@@ -1,0 +1,86 @@
+"""`parallelize` on ranks: the same numbers as the model on one device, whatever the strategy."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lancet_kernels import parallelize
+from lancet_kernels.graph.clusters import Cluster, load_cluster
+from lancet_kernels.parallel_module import ParallelModule
+from lancet_kernels.schedules.sharding_baselines import BASELINES
+from tests.schedules.test_sharding_signatures import MODELS, tiny
+
+GB_PER_S = (0.1, 1.0, 100.0)
+"""Of the links of three clusters: for each another strategy is the best."""
+
+
+def cluster(gb_per_s: float) -> Cluster:
+    """One GPU a node."""
+    return replace(load_cluster("hidup-v100"), gpus_per_node=1, inter_node_gb_per_s=gb_per_s)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return (found - expected).abs().max().item()
+
+
+def gradient_errors(step: ParallelModule, model: nn.Module) -> dict[str, float]:
+    """By parameter of the model on one device."""
+    errors = {}
+    own = dict(step.named_parameters())
+    for name, parameter in model.named_parameters():
+        found = whole(step.whole(name, own[name].grad))
+        errors[name] = distance(found, parameter.grad)
+    return errors
+
+
+def errors_of(name: str, strategy: str, gb_per_s: float) -> tuple[float, dict[str, float], dict[str, float]]:
+    """Of the loss, of each gradient, and of each parameter after 3 steps of Adam."""
+    model, batch = tiny(name)
+    step = parallelize(copy.deepcopy(model), batch, strategy=strategy, cluster=cluster(gb_per_s))
+    optimizers = [torch.optim.Adam(m.parameters(), 1e-2) for m in (model, step)]
+    loss_error, gradients = 0.0, {}
+    for number in range(3):
+        batch = [t.roll(number, 0) for t in batch]
+        expected, found = model(*batch), step(*batch)
+        expected.backward()
+        found.backward()
+        loss_error = max(loss_error, distance(found, expected))
+        gradients = gradients or gradient_errors(step, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = {n: whole(t) for n, t in step.state_dict().items()}
+    assert state.keys() == model.state_dict().keys()
+    return loss_error, gradients, {n: distance(state[n], t) for n, t in model.state_dict().items()}
+
+
+CASES = [
+    ("bert-sgmoe", "hidup", GB_PER_S[1], 2),
+    ("vit-switch", "expert parallel", GB_PER_S[1], 2),
+    *(
+        pytest.param(name, strategy, gb_per_s, ranks, marks=pytest.mark.long)
+        for name in MODELS
+        for ranks in (2, 4)
+        for strategy, gb_per_s in (*(("hidup", g) for g in GB_PER_S), *((b, 1.0) for b in BASELINES))
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "strategy", "gb_per_s", "ranks"), CASES)
+def test_ranks_train_as_one_device(pool, name, strategy, gb_per_s, ranks):
+    for loss, gradients, parameters in pool.run(
+        errors_of, name, strategy, gb_per_s, ranks=ranks, timeout_s=300
+    ):
+        assert loss < 1e-9
+        assert max(gradients.values()) < 1e-9, gradients
+        assert max(parameters.values()) < 1e-9, parameters
