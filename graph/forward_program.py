@@ -8,9 +8,11 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from lancet_kernels.graph.capture import Captured, capture, output_node
-from lancet_kernels.graph.from_fx import forward_nodes, program_from_fx, tensor_names
+from lancet_kernels.graph.capture import Captured, capture, fake_mode_of, output_node, set_value
+from lancet_kernels.graph.forms import WHOLE, Forms
+from lancet_kernels.graph.from_fx import forward_nodes, op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program import Phase, Program
+from lancet_kernels.graph.rules import RULES
 
 
 def forward_program(module: nn.Module, inputs: Sequence[object], name: str) -> Program:
@@ -59,6 +61,35 @@ def forward_graph(captured: Captured) -> fx.GraphModule:
             copies[node].meta = dict(node.meta)
     graph.output(tuple(copies.get(node) for node in results))
     return fx.GraphModule(captured.joint, graph)
+
+
+def on_part_of_batch(module: fx.GraphModule, forms: Forms, parts: int) -> fx.GraphModule:
+    """A forward graph as it would be captured with the first of `parts` equal parts of the batch.
+
+    Args: forms: of the tensors that have the batch in them, by name.
+    Raises: RuntimeError or ValueError where an op cannot run with fewer rows.
+    """
+    graph, copies, changed = fx.Graph(), {}, set()
+    with fake_mode_of(next(node for node in module.graph.nodes if node.op == "placeholder")):
+        for node in module.graph.nodes:
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            copy.meta = dict(node.meta)
+            form = forms.get(node.name, WHOLE)
+            shape = list(node.meta["val"].shape) if form.dimension is not None else []
+            if form.dimension is not None:
+                shape[form.dimension] //= parts
+            if node.op == "placeholder" and shape:
+                set_value(copy, node.meta["val"].new_empty(shape))
+            elif node.op == "call_function" and not changed.isdisjoint(node.all_input_nodes):
+                position = RULES[op_name(node)].shape_argument if op_name(node) in RULES else None
+                if position is not None and shape:
+                    copy.update_arg(position, shape)
+                given = fx.map_arg((copy.args, copy.kwargs), lambda source: source.meta["val"])
+                set_value(copy, copy.target(*given[0], **given[1]))
+            else:
+                continue
+            changed.add(node)
+    return fx.GraphModule(module, graph)
 
 
 def runs_graph(root: nn.Module, graph: fx.Graph) -> nn.Module:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import Captured, capture, input_position, state_name
+from lancet_kernels.graph.capture import (
+    Captured,
+    capture,
+    input_position,
+    is_tangent,
+    output_node,
+    state_name,
+)
 from lancet_kernels.graph.forms import WHOLE, Form
-from lancet_kernels.graph.forward_program import forward_graph, forward_of, runs_graph
-from lancet_kernels.graph.from_fx import GENERATOR, program_from_fx
-from lancet_kernels.graph.program import Phase, Program
+from lancet_kernels.graph.forward_program import forward_graph, forward_of, on_part_of_batch, runs_graph
+from lancet_kernels.graph.from_fx import GENERATOR, op_name, program_from_fx
+from lancet_kernels.graph.program import Program
 from lancet_kernels.guards import Arguments
 from lancet_kernels.schedules.duplex import copies_of_batch
 from lancet_kernels.schedules.ranges import PartitionRange
@@ -73,36 +81,26 @@ class OneDeviceModel:
         return size, found
 
     @cached_property
-    def microbatch(self) -> Captured:
-        """The model on the first microbatch."""
-        if self.copies == 1:
-            return self.captured
-        structure = pytree.tree_structure(self.arguments)
-        captured = capture(self.model, *pytree.tree_unflatten(self._microbatch_leaves, structure))
-        ops = [[(i.name, i.op) for i in p.instructions] for p in (self.program, forward_of(captured, ""))]
-        if ops[0] != ops[1]:
-            got = "a forward whose ops depend on the size of the batch"
-            raise self._refuse(got, "the same ops for half of it", "use copies=1")
-        return captured
-
-    @cached_property
-    def _microbatch_leaves(self) -> list[object]:
-        size, cut = self.batch
-        leaves = list(self.leaves)
-        for name, position in self._inputs(self.captured.joint):
-            leaf = leaves[position]
-            if cut is not None and name in cut.forms and isinstance(leaf, Tensor):
-                leaves[position] = leaf[: size // self.copies]
-        return leaves
+    def microbatch(self) -> fx.GraphModule:
+        """The forward graph of the first microbatch. Raises: UserError where an op wants the whole batch."""
+        module, (_, cut) = forward_graph(self.captured), self.batch
+        if cut is None:
+            return module
+        try:
+            return on_part_of_batch(module, cut.forms, self.copies)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            got = f"a forward that does not run on half of its batch ({reason})"
+            raise self._refuse(got, "ops along the batch", "use copies=1") from error
 
     def microbatch_program(self, name: str = "") -> Program:
-        """What a strategy is for."""
-        return forward_of(self.microbatch, name or self.name)
+        """What a strategy is for: of the first microbatch."""
+        return program_from_fx(self.microbatch, name or self.name)
 
-    def microbatch_run(self) -> tuple[fx.GraphModule, list[object]]:
-        """The forward graph of a microbatch, and a value for each of its placeholders."""
-        module = forward_graph(self.microbatch)
-        return module, _values(module, self.microbatch, self._microbatch_leaves)
+    @property
+    def microbatch_values(self) -> list[object]:
+        """A value for each placeholder of the microbatch's graph."""
+        return _values(self.microbatch, self.captured, self.leaves)
 
     def _inputs(self, module: fx.GraphModule) -> Iterator[tuple[str, int]]:
         """(placeholder, position among the leaves) of the tensors of the batch."""
@@ -155,10 +153,14 @@ class OneDeviceModel:
 
     def _compare_gradients(self) -> None:
         """Refuse a model whose gradients are not those of its forward ops: those alone are sharded."""
+        if not any(map(_may_change_gradients, self.captured.module.graph.nodes)):
+            return
         forward = forward_graph(self.captured)
         module = runs_graph(nn.Module(), forward.graph)
         again = capture(module, _values(forward, self.captured, self.leaves))
-        if _backward_ops(self.captured) != _backward_ops(again):
+        placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
+        inputs = {n: state_name(node) or input_position(node) for n, node in enumerate(placeholders)}
+        if _gradient_formulas(self.captured, {}) != _gradient_formulas(again, inputs):
             raise self._refuse(
                 "gradients that are not those of its forward's ops (an autograd.Function, no_grad, a hook)",
                 "plain differentiable ops",
@@ -166,23 +168,50 @@ class OneDeviceModel:
             )
 
 
+def _may_change_gradients(node: fx.Node) -> bool:
+    """May a node of the module's trace be anything but an op with torch's own gradient?"""
+    if node.op == "call_method":
+        return node.target in ("detach", "detach_", "requires_grad_", "register_hook")
+    if node.op != "call_function":
+        return node.op == "call_module"
+    home = getattr(node.target, "__module__", None) or ""
+    private = home.startswith(("torch._C", "torch.autograd", "torch._dynamo")) and home != "torch._C._nn"
+    return private or isinstance(node.target, HigherOrderOperator)
+
+
 def _values(module: fx.GraphModule, captured: Captured, leaves: list[object]) -> list[object]:
-    """A value for each placeholder of a forward graph: parameters, buffers, leaves of the arguments."""
+    """A value for each placeholder of a forward graph: parameters, buffers, leaves of the arguments, of a
+    microbatch as many rows as its graph is for."""
     state = dict(captured.module.named_parameters()) | dict(captured.module.named_buffers())
     values: list[object] = []
     for node in module.graph.nodes:
         if node.op == "placeholder":
             name, position = state_name(node), input_position(node)
             assert name is not None or position is not None, f"{node.name} is neither input nor parameter"
-            values.append(leaves[position or 0] if name is None else state[name])
+            value = leaves[position or 0] if name is None else state[name]
+            if isinstance(value, Tensor) and value.shape != node.meta["val"].shape:
+                value = value[: node.meta["val"].shape[0]]
+            values.append(value)
     return values
 
 
-def _backward_ops(captured: Captured) -> Counter[tuple[object, ...]]:
-    """How often each op makes results of which shapes in the backward."""
-    program = program_from_fx(captured.joint)
-    return Counter(
-        (i.op, *(program.tensors[t].shape for t in i.outputs))
-        for i in program.instructions
-        if i.phase is Phase.BACKWARD and i.op not in _MOVES
-    )
+def _gradient_formulas(captured: Captured, inputs: Mapping[int, object]) -> list[str]:
+    """A digest of how each gradient is calculated, moves of elements left out.
+
+    Args: inputs: by position, the parameter that an input of the captured module stands for.
+    """
+    digests: dict[fx.Node, str] = {}
+    for node in captured.joint.graph.nodes:
+        read = [digests[source] for source in node.all_input_nodes]
+        if node.op == "placeholder":
+            position = input_position(node)
+            text = repr((state_name(node) or inputs.get(position, position), is_tangent(node)))
+        elif op_name(node) in _MOVES and len(read) == 1:
+            digests[node] = read[0]
+            continue
+        else:
+            arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda source: digests[source])
+            text = op_name(node) + repr(sorted(read) if op_name(node) == "aten.add" else arguments)
+        digests[node] = hashlib.sha256(text.encode()).hexdigest()
+    results = output_node(captured.joint).args[0]
+    return sorted(digests[node] for node in results if isinstance(node, fx.Node))

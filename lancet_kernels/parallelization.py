@@ -206,7 +206,7 @@ def _strategy(
 
 def _measured(model: OneDeviceModel, groups: Groups, times: str | Path | None) -> tuple[Program, Cost]:
     """The microbatch's Program with times measured on this device, and costs for it. Collective."""
-    module, values = model.microbatch_run()
+    module, values = model.microbatch, model.microbatch_values
     device = next(model.model.parameters()).device
     profiler = Profiler(groups, device, times)
     measured = profiler.program(module, values)
