@@ -54,6 +54,8 @@ class OneDeviceModel:
         if not self.captured.returns_alone:
             got = "a forward that changes its buffers or its inputs (batch norm, say)"
             raise self._refuse(got, "results alone", "use a layer norm, or optimize()")
+        if any(not isinstance(node, fx.Node) for node in output_node(forward_graph(self.captured)).args[0]):
+            raise self._refuse("a result that is no tensor", "tensors alone", "return the loss alone")
         self.program = forward_of(self.captured, self.name)
         for instruction in self.program.instructions:
             if GENERATOR in instruction.mutates:

@@ -146,12 +146,66 @@ class ParallelModule(nn.Module):
         """The strategy and the plan, as text."""
         return f"{self.strategy.explain()}\n{self.plan.explain()}"
 
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of an optimizer of these parameters, by the names of the whole model, DTensors where they
+        are sharded. Collective through the optimizer's step where it has no state yet: that is made, as
+        torch.distributed.checkpoint fills what is there."""
+        _make_state(optimizer)
+        names = self._names_in(optimizer)
+        state = {
+            name: {
+                k: self.whole(name, v) if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()
+            }
+            for name, p in names.items()
+        }
+        by_parameter = {p: name for name, p in names.items()}
+        groups = [
+            {**group, "params": [by_parameter[p] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state_dict` gave, on as many ranks or on others."""
+        _make_state(optimizer)
+        with torch.no_grad():
+            for name, parameter in self._names_in(optimizer).items():
+                for key, value in state["state"][name].items():
+                    mine = optimizer.state[parameter].get(key)
+                    if isinstance(mine, Tensor):
+                        mine.copy_(self.own(name, value))
+                    else:
+                        optimizer.state[parameter][key] = value
+        for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({k: v for k, v in given.items() if k != "params"})
+
+    def _names_in(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+        """The optimizer's parameters by name. Raises: UserError for one that is not this module's."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        strangers = sum(p not in names for p in given)
+        if strangers:
+            raise UserError(
+                f"optimizer of the parallelized {self._name}",
+                got=f"{strangers} parameters that are not of this module",
+                expected="parameters of the parallelized module",
+                do="make the optimizer behind parallelize(), with its parameters()",
+            )
+        return {names[p]: p for p in given}
+
     def whole(self, name: str, own: Tensor) -> Tensor:
         """What this rank holds of a parameter, its gradient or an optimizer's state of it, as a tensor of the
         whole model: a DTensor where it is sharded, else itself."""
         form = self.forms.get(name)
         if form is None or form.dimension is None or own.dim() == 0:
             return own
+        if own.shape != self.get_parameter(name).shape:
+            raise UserError(
+                f"tensor of {name}, which is sharded",
+                got=list(own.shape),
+                expected=f"the shape of this rank's part, {list(self.get_parameter(name).shape)}",
+                do="use an optimizer whose state has the shape of the parameters",
+            )
         return DTensor.from_local(own, self.mesh, [Shard(form.dimension)], run_check=False)
 
     def own(self, name: str, whole: Tensor) -> Tensor:
@@ -174,6 +228,23 @@ class ParallelModule(nn.Module):
                 do="give the state dict of the whole model",
             )
         return shard_of(whole, dim, group_name(self.mesh.get_group()))
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """The state of an optimizer that has not made a step, by one that changes nothing."""
+    if optimizer.state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [(p, p.grad, p.detach().clone()) for p in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, gradient, value in before:
+        parameter.grad = gradient
+        parameter.data.copy_(value)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"] * 0
 
 
 def _as_whole(module: ParallelModule, state: dict[str, Any], prefix: str, _metadata: object) -> None:

@@ -12,21 +12,25 @@ from lancet_kernels.schedules.blocks import Block, BlockSignature
 from lancet_kernels.schedules.sharding import Strategy, search_sharding
 from lancet_kernels.schedules.sharding_search import Restriction
 
+REPLICATED = "replicated"
 
-def data_parallel(program: Program) -> Restriction:
+
+def data_parallel(program: Program, ranks: int) -> Restriction:
     """Every parameter whole on every rank; no collective but the all-reduce of gradients."""
     return Restriction(lambda name, form: not form.is_cut, frozenset())
 
 
-def expert_parallel(program: Program) -> Restriction:
+def expert_parallel(program: Program, ranks: int) -> Restriction:
     """GShard's: experts on their ranks, all else data parallel, all-to-alls between. Parameters with three
-    dimensions [E, ., .] are taken for experts. Raises: UserError where there are none."""
+    dimensions [E, ., .] are taken for experts. Raises: UserError where there are none for each rank."""
     experts = {t for t in program.parameters if len(program.tensors[t].shape) == 3}
-    if not experts:
+    numbers = sorted({program.tensors[t].shape[0] for t in experts})
+    if not experts or any(number % ranks for number in numbers):
+        of = f"{' and '.join(map(str, numbers))} experts" if experts else "no parameter [experts, ., .]"
         raise UserError(
-            f"sharding of {program.name}",
-            got="no parameter of three dimensions [experts, ., .]",
-            expected="a model with experts, for expert parallelism",
+            f"expert parallel sharding of {program.name}",
+            got=of,
+            expected=f"a number of experts that {ranks} ranks divide",
             do="use strategy 'data parallel' or 'hidup'",
         )
 
@@ -40,7 +44,7 @@ def expert_parallel(program: Program) -> Restriction:
     return Restriction(rests, frozenset({"all_to_all"}), reads_own_experts)
 
 
-def replicated(program: Program) -> Restriction:
+def replicated(program: Program, ranks: int) -> Restriction:
     """Everything whole on every rank."""
 
     def is_whole(block: Block, signature: BlockSignature) -> bool:
@@ -49,13 +53,27 @@ def replicated(program: Program) -> Restriction:
     return Restriction(lambda name, form: form == WHOLE, frozenset(), is_whole)
 
 
-BASELINES: dict[str, Callable[[Program], Restriction]] = {
+BASELINES: dict[str, Callable[[Program, int], Restriction]] = {
     "data parallel": data_parallel,
     "expert parallel": expert_parallel,
-    "replicated": replicated,
+    REPLICATED: replicated,
 }
 
 
 def baseline(name: str, program: Program, ranks: int, cost: Cost) -> Strategy:
-    """The fastest strategy of a baseline's space. Raises: UserError where it has none for this program."""
-    return search_sharding(program, ranks, cost, restriction=BASELINES[name](program), name=name)
+    """The fastest strategy of a baseline's space. Raises: UserError where it has none for this program, or
+    none that shares out the work."""
+    restriction = BASELINES[name](program, ranks)
+    strategy = search_sharding(program, ranks, cost, restriction=restriction, name=name)
+    ways = {i: way for stage in strategy.stages for i, way in stage.computation.items()}
+    for instruction in program.instructions:
+        is_shared = any(form.is_cut for form in ways[instruction.name])
+        if instruction.flops and not is_shared and ranks > 1 and name != REPLICATED:
+            sizes = [list(program.tensors[t].shape) for t in instruction.inputs]
+            raise UserError(
+                f"{name} sharding of {program.name}",
+                got=f"{instruction.name}, all of which every rank would compute: operands {sizes}",
+                expected=f"microbatches that {ranks} ranks divide",
+                do="choose another batch, or strategy 'hidup'",
+            )
+    return strategy

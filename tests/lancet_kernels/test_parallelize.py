@@ -7,7 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.tensor import DTensor
 
 from lancet_kernels import parallelize
 from lancet_kernels.graph.clusters import Cluster, load_cluster
@@ -25,7 +28,7 @@ def cluster(gb_per_s: float) -> Cluster:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
@@ -45,7 +48,7 @@ def gradient_errors(step: ParallelModule, model: nn.Module) -> dict[str, float]:
 
 def errors_of(name: str, strategy: str, gb_per_s: float) -> tuple[float, dict[str, float], dict[str, float]]:
     """Of the loss, of each gradient, and of each parameter after 3 steps of Adam."""
-    model, batch = tiny(name)
+    model, batch = tiny(name, batch=8)
     step = parallelize(copy.deepcopy(model), batch, strategy=strategy, cluster=cluster(gb_per_s))
     optimizers = [torch.optim.Adam(m.parameters(), 1e-2) for m in (model, step)]
     loss_error, gradients = 0.0, {}
@@ -84,3 +87,57 @@ def test_ranks_train_as_one_device(pool, name, strategy, gb_per_s, ranks):
         assert loss < 1e-9
         assert max(gradients.values()) < 1e-9, gradients
         assert max(parameters.values()) < 1e-9, parameters
+
+
+def saved(folder: str, name: str) -> None:
+    """A checkpoint of a model that has trained for a step, from all ranks; and what is in it."""
+    model, batch = tiny(name, batch=8)
+    step = parallelize(model, batch, cluster=cluster(1.0))
+    optimizer = torch.optim.Adam(step.parameters(), 1e-2)
+    step(*batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = {"model": step.state_dict(), "optimizer": step.optimizer_state_dict(optimizer)}
+    checkpoint.save(state, checkpoint_id=f"{folder}/checkpoint")
+    gathered = {n: whole(t) for n, t in state["model"].items()}
+    loss = step(*batch)
+    loss.backward()
+    optimizer.step()
+    after = {n: whole(t) for n, t in step.state_dict().items()}
+    if dist.get_rank() == 0:
+        torch.save((gathered, loss.detach(), after), f"{folder}/expected")
+
+
+def loaded(folder: str, name: str, strategy: str) -> tuple[float, float, float, bool]:
+    """Errors of the state, of the next loss, of the parameters behind that step; is anything sharded?"""
+    model, batch = tiny(name, batch=8)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    step = parallelize(model, batch, strategy=strategy, cluster=cluster(1.0))
+    optimizer = torch.optim.Adam(step.parameters(), 1e-2)
+    state = {"model": step.state_dict(), "optimizer": step.optimizer_state_dict(optimizer)}
+    checkpoint.load(state, checkpoint_id=f"{folder}/checkpoint")
+    step.load_state_dict(state["model"])
+    step.load_optimizer_state_dict(optimizer, state["optimizer"])
+    expected, loss, after = torch.load(f"{folder}/expected")
+    found = {n: whole(t) for n, t in step.state_dict().items()}
+    state_error = max(distance(found[n], t) for n, t in expected.items())
+    next_loss = step(*batch)
+    next_loss.backward()
+    optimizer.step()
+    found = {n: whole(t) for n, t in step.state_dict().items()}
+    step_error = max(distance(found[n], t) for n, t in after.items())
+    return state_error, distance(next_loss, loss), step_error, any(f.is_cut for f in step.forms.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [pytest.param(4, "hidup", marks=pytest.mark.long), (2, "replicated")]
+)
+def test_a_checkpoint_loads_on_two_ranks(pool, tmp_path, ranks, strategy):
+    pool.run(saved, str(tmp_path), "bert-sgmoe", ranks=ranks, timeout_s=300)
+    for state, loss, step, is_sharded in pool.run(
+        loaded, str(tmp_path), "bert-sgmoe", strategy, timeout_s=300
+    ):
+        assert state == 0.0
+        assert max(loss, step) < 1e-9
+        assert is_sharded == (strategy == "hidup")
