@@ -17,7 +17,7 @@ REPLICATED = "replicated"
 
 def data_parallel(program: Program, ranks: int) -> Restriction:
     """Every parameter whole on every rank; no collective but the all-reduce of gradients."""
-    return Restriction(lambda name, form: not form.is_cut, frozenset())
+    return Restriction(lambda name, form: not form.is_cut, frozenset(), _is_shared)
 
 
 def expert_parallel(program: Program, ranks: int) -> Restriction:
@@ -39,7 +39,7 @@ def expert_parallel(program: Program, ranks: int) -> Restriction:
 
     def reads_own_experts(block: Block, signature: BlockSignature) -> bool:
         pairs = zip(block.parameters, signature.parameters, strict=True)
-        return all(form == cut(0) for t, form in pairs if t in experts)
+        return _is_shared(block, signature) and all(form == cut(0) for t, form in pairs if t in experts)
 
     return Restriction(rests, frozenset({"all_to_all"}), reads_own_experts)
 
@@ -51,6 +51,15 @@ def replicated(program: Program, ranks: int) -> Restriction:
         return all(form == WHOLE for way in signature.ways for form in way)
 
     return Restriction(lambda name, form: form == WHOLE, frozenset(), is_whole)
+
+
+def _is_shared(block: Block, signature: BlockSignature) -> bool:
+    """Is the work shared out, where it can be? Small models are as fast if every rank computes everything."""
+
+    def cuts(of: BlockSignature) -> bool:
+        return any(form.is_cut for form in (*of.reads, *of.makes))
+
+    return cuts(signature) or not any(map(cuts, block.signatures))
 
 
 BASELINES: dict[str, Callable[[Program, int], Restriction]] = {
