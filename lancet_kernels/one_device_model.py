@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
@@ -71,7 +72,12 @@ class OneDeviceModel:
         """Its size, and how it is cut into microbatches. Raises: UserError where it cannot be."""
         if self.copies == 1:
             return 0, None
-        found = copies_of_batch(self.program, self.copies)
+        try:
+            found = copies_of_batch(self.program, self.copies)
+        except UserError as error:
+            raise self._refuse(
+                str(error.got), str(error.expected), "choose another batch, or copies=1"
+            ) from None
         sizes = {self.program.tensors[t].shape[0] for t in self.program.inputs if t in found.forms}
         size = min(sizes)
         if size % self.copies:
@@ -104,9 +110,9 @@ class OneDeviceModel:
         """A value for each placeholder of the microbatch's graph."""
         return _values(self.microbatch, self.captured, self.leaves)
 
-    def _inputs(self, module: fx.GraphModule) -> Iterator[tuple[str, int]]:
+    def _inputs(self, graph: fx.Graph) -> Iterator[tuple[str, int]]:
         """(placeholder, position among the leaves) of the tensors of the batch."""
-        for node in module.graph.nodes:
+        for node in graph.nodes:
             if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
                 position = input_position(node)
                 if position is not None:
@@ -115,7 +121,7 @@ class OneDeviceModel:
     @cached_property
     def input_positions(self) -> list[int]:
         """Which leaves of the arguments the sharded graph reads, in its order."""
-        return [position for _, position in self._inputs(forward_graph(self.captured))]
+        return [position for _, position in self._inputs(forward_graph(self.captured).graph)]
 
     @cached_property
     def first_names(self) -> dict[str, str]:
@@ -127,31 +133,37 @@ class OneDeviceModel:
         ]
         return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
+    @cached_property
+    def state_names(self) -> dict[str, str]:
+        """By placeholder, the first name of the parameter or buffer that it stands for."""
+        named = ((n.name, state_name(n)) for n in self.captured.joint.graph.nodes if n.op == "placeholder")
+        return {placeholder: self.first_names[name] for placeholder, name in named if name is not None}
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that are neither parameters nor inputs but written in the forward, by attribute."""
+        module = forward_graph(self.captured)
+        targets = [node.target for node in module.graph.nodes if node.op == "get_attr"]
+        return {target: operator.attrgetter(target)(module) for target in targets}
+
     def forms(self, strategy: Strategy) -> dict[str, Form]:
         """By first name, in which form a rank has a parameter. Buffers are whole."""
-        parameters = dict(self.model.named_parameters())
-        found: dict[str, Form] = dict.fromkeys(parameters, WHOLE)
-        for node in self.captured.joint.graph.nodes:
-            name = state_name(node) if node.op == "placeholder" else None
-            if name is not None and self.first_names.get(name) in found and node.name in strategy.parameters:
-                found[self.first_names[name]] = strategy.parameters[node.name]
+        found: dict[str, Form] = {name: WHOLE for name, _ in self.model.named_parameters()}
+        for placeholder, name in self.state_names.items():
+            if name in found and placeholder in strategy.parameters:
+                found[name] = strategy.parameters[placeholder]
         return found
 
     def sharded_graph(self, strategy: Strategy, group: str) -> fx.Graph:
         """The forward of one rank; its attributes go by their first names."""
-        module = forward_graph(self.captured)
-        inputs = {name: f"input_{position}" for name, position in self._inputs(module)}
-        _, cut = self.batch
+        graph = forward_graph(self.captured).graph
+        inputs = {name: f"input_{position}" for name, position in self._inputs(graph)}
         forms = self.forms(strategy)
-        state = {}
-        for node in module.graph.nodes:
-            name = state_name(node) if node.op == "placeholder" else None
-            if name is not None:
-                first = self.first_names[name]
-                state[node.name] = first, forms.get(first, WHOLE)
+        state = {p: (name, forms.get(name, WHOLE)) for p, name in self.state_names.items()}
+        _, cut = self.batch
         if cut is not None:
-            cut_ranges(module.graph, self.program, [cut])
-        return shard_graph(module.graph, strategy, group, self.copies, state, inputs)
+            cut_ranges(graph, self.program, [cut])
+        return shard_graph(graph, strategy, group, self.copies, state, inputs)
 
     def _compare_gradients(self) -> None:
         """Refuse a model whose gradients are not those of its forward ops: those alone are sharded."""

@@ -7,7 +7,8 @@ torch.distributed.checkpoint can write it on so many ranks and read it on others
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.forward_program import runs_graph
-from lancet_kernels.guards import Arguments, PlannedInputs, bind
+from lancet_kernels.guards import PlannedInputs, bind
+from lancet_kernels.one_device_model import OneDeviceModel
 from lancet_kernels.ops.groups import group_name, group_of
 from lancet_kernels.ops.shards import shard_of
 from lancet_kernels.ops.waiting import waiting
@@ -29,26 +31,31 @@ from lancet_kernels.schedules.sharding import Strategy
 from lancet_kernels.training.gradients import set_gradient_group
 
 
-def sharded_module(model: nn.Module, graph: fx.Graph, forms: Mapping[str, Form], group: str) -> nn.Module:
+def sharded_module(
+    model: nn.Module,
+    graph: fx.Graph,
+    forms: Mapping[str, Form],
+    group: str,
+    constants: Mapping[str, Tensor],
+) -> nn.Module:
     """A module that runs the graph, with the parameters and buffers of the model under their names: those of
     the first rank, of sharded ones this rank's slice.
 
-    Args: forms: by name, in which form a rank has a parameter.
+    Args: forms: by name, in which form a rank has a parameter. constants: by attribute of the graph.
     """
-    root = nn.Module()
-    for name, buffer in model.named_buffers():
-        _set(root, name, buffer, is_parameter=False)
+    root, saved = nn.Module(), model.state_dict()
+    for name, buffer in [*model.named_buffers(), *constants.items()]:
+        _owner(root, name).register_buffer(name.rpartition(".")[2], buffer, persistent=name in saved)
     for name, parameter in model.named_parameters():
         form = forms[name]
         if form.dimension is not None:
             parameter = _shard(parameter, form.dimension, group)
-        _set(root, name, parameter, is_parameter=True)
+        _owner(root, name).register_parameter(name.rpartition(".")[2], parameter)
     module = runs_graph(root, graph)
     for name, form in forms.items():
         if form.is_cut:
-            owner, _, leaf = name.rpartition(".")
             # Every rank has another slice: nothing is summed.
-            set_gradient_group(module.get_submodule(owner), None, [leaf])
+            set_gradient_group(_owner(module, name), None, [name.rpartition(".")[2]])
     module.train(model.training)
     return module
 
@@ -63,19 +70,14 @@ def _shard(parameter: nn.Parameter, dim: int, group: str) -> nn.Parameter:
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
 
-def _set(root: nn.Module, name: str, tensor: Tensor, is_parameter: bool) -> None:
-    """Register a tensor under a name with dots."""
-    *path, leaf = name.split(".")
+def _owner(root: nn.Module, name: str) -> nn.Module:
+    """The submodule that a tensor of this name belongs to; it is made where there is none."""
     owner = root
-    for part in path:
+    for part in name.split(".")[:-1]:
         if part not in owner._modules:
             owner.add_module(part, nn.Module())
         owner = owner.get_submodule(part)
-    if is_parameter:
-        assert isinstance(tensor, nn.Parameter)
-        owner.register_parameter(leaf, tensor)
-    else:
-        owner.register_buffer(leaf, tensor)
+    return owner
 
 
 class ParallelModule(nn.Module):
@@ -90,34 +92,26 @@ class ParallelModule(nn.Module):
     """
 
     def __init__(
-        self,
-        optimized: OptimizedModule,
-        strategy: Strategy,
-        model: nn.Module,
-        forms: Mapping[str, Form],
-        mesh: DeviceMesh,
-        arguments: Arguments,
-        reads: Sequence[int],
-        structure: pytree.TreeSpec,
-        first_names: Mapping[str, str],
+        self, optimized: OptimizedModule, strategy: Strategy, source: OneDeviceModel, mesh: DeviceMesh
     ) -> None:
-        """Args: forms: of parameters, by first name. reads: which leaves of the arguments the step reads.
-        structure: of the results. first_names: of parameters and buffers, by each of their names."""
         super().__init__()
         for name, child in optimized.module.named_children():
             self.add_module(name, child)
         for name, parameter in optimized.module.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         for name, buffer in optimized.module.named_buffers(recurse=False):
-            self.register_buffer(name, buffer)
+            persistent = name not in optimized.module._non_persistent_buffers_set
+            self.register_buffer(name, buffer, persistent)
         # Not as a submodule: its parameters are these.
         self.__dict__["optimized"] = optimized
         self.strategy, self.plan, self.mesh = strategy, optimized.plan, mesh
-        self.forms = dict(forms)
-        self._name = type(model).__name__
-        self._reads, self._structure = list(reads), structure
-        self._signature, self._inputs = inspect.signature(model.forward), PlannedInputs(arguments)
-        self._names = {name: first_names[name] for name in model.state_dict() if name in first_names}
+        self.forms = source.forms(strategy)
+        model, self._name = source.model, source.name
+        self._reads, self._structure = source.input_positions, source.captured.result_structure
+        self._signature, self._inputs = inspect.signature(model.forward), PlannedInputs(source.arguments)
+        first = source.first_names
+        self._names = {name: first[name] for name in model.state_dict() if name in first}
+        self._in_strategy = source.state_names
         self._traced_in_training = model.training
         self.train(model.training)
         self.register_state_dict_post_hook(_as_whole)
@@ -143,8 +137,11 @@ class ParallelModule(nn.Module):
         return pytree.tree_unflatten(list(results), self._structure)
 
     def explain(self) -> str:
-        """The strategy and the plan, as text."""
-        return f"{self.strategy.explain()}\n{self.plan.explain()}"
+        """The strategy, with the names of the model's parameters, and the plan, as text."""
+        text = self.strategy.explain()
+        for placeholder, name in self._in_strategy.items():
+            text = re.sub(rf"\b{placeholder}\b", name, text)
+        return f"{text}\n{self.plan.explain()}"
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of an optimizer of these parameters, by the names of the whole model, DTensors where they

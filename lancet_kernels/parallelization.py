@@ -84,11 +84,9 @@ def parallelize(
     device_model = _alike(lambda: OneDeviceModel(model, arguments, copies), groups)
     chosen = _strategy(device_model, strategy, groups, cluster, memory_gb, times)
     graph = device_model.sharded_graph(chosen, groups.expert)
-    forms = device_model.forms(chosen)
-    reads = device_model.input_positions
     optimized = optimize(
-        sharded_module(model, graph, forms, groups.expert),
-        tuple(device_model.leaves[position] for position in reads),
+        sharded_module(model, graph, device_model.forms(chosen), groups.expert, device_model.constants),
+        tuple(device_model.leaves[position] for position in device_model.input_positions),
         strategy=ORDER,
         cluster=cluster,
         times=times,
@@ -97,8 +95,7 @@ def parallelize(
         inner_compile=inner_compile,
         verbose=verbose,
     )
-    structure, names = device_model.captured.result_structure, device_model.first_names
-    return ParallelModule(optimized, chosen, model, forms, mesh, arguments, reads, structure, names)
+    return ParallelModule(optimized, chosen, device_model, mesh)
 
 
 def _group(given: DeviceMesh | dist.ProcessGroup | None, device: str) -> tuple[str, DeviceMesh]:

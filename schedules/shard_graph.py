@@ -56,7 +56,7 @@ def shard_graph(
         state: by placeholder, the parameter or buffer that the new graph reads instead, and the form in which
             the rank has it.
         inputs: by placeholder, the name of the new one. Every rank gets all of the batch.
-    Returns: a graph whose results are whole on every rank.
+    Returns: a graph whose results are whole on every rank. Attributes of the given one are its own, too.
     """
     sharder = _Sharder(graph, strategy, group, state, inputs)
     sharder.run(copies)
@@ -88,6 +88,8 @@ class _Sharder:
         for node in source.nodes:
             if node.name in inputs:
                 self.held[node.name] = {WHOLE: self.graph.placeholder(inputs[node.name])}
+            elif node.op == "get_attr":
+                self.held[node.name] = {WHOLE: self.graph.get_attr(node.target)}
         for name, (attribute, form) in state.items():
             if name in self.nodes:
                 self.held[name] = {form: self.graph.get_attr(attribute)}

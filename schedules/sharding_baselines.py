@@ -72,17 +72,25 @@ BASELINES: dict[str, Callable[[Program, int], Restriction]] = {
 def baseline(name: str, program: Program, ranks: int, cost: Cost) -> Strategy:
     """The fastest strategy of a baseline's space. Raises: UserError where it has none for this program, or
     none that shares out the work."""
+
+    def refusal(got: str) -> UserError:
+        return UserError(
+            f"{name} sharding of {program.name}",
+            got=got,
+            expected=f"microbatches that {ranks} ranks divide",
+            do="choose another batch, or strategy 'hidup'",
+        )
+
     restriction = BASELINES[name](program, ranks)
-    strategy = search_sharding(program, ranks, cost, restriction=restriction, name=name)
+    try:
+        strategy = search_sharding(program, ranks, cost, restriction=restriction, name=name)
+    except UserError:
+        sizes = [list(program.tensors[t].shape) for t in program.inputs if t not in program.parameter_set]
+        raise refusal(f"inputs {', '.join(map(str, sizes))}") from None
     ways = {i: way for stage in strategy.stages for i, way in stage.computation.items()}
     for instruction in program.instructions:
         is_shared = any(form.is_cut for form in ways[instruction.name])
         if instruction.flops and not is_shared and ranks > 1 and name != REPLICATED:
             sizes = [list(program.tensors[t].shape) for t in instruction.inputs]
-            raise UserError(
-                f"{name} sharding of {program.name}",
-                got=f"{instruction.name}, all of which every rank would compute: operands {sizes}",
-                expected=f"microbatches that {ranks} ranks divide",
-                do="choose another batch, or strategy 'hidup'",
-            )
+            raise refusal(f"{instruction.name}, which every rank would compute whole: operands {sizes}")
     return strategy
