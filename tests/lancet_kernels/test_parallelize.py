@@ -16,15 +16,17 @@ from lancet_kernels import parallelize
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.parallel_module import ParallelModule
 from lancet_kernels.schedules.sharding_baselines import BASELINES
+from tests.grids import few_of
 from tests.schedules.test_sharding_signatures import MODELS, tiny
 
-GB_PER_S = (0.1, 1.0, 100.0)
+GB_PER_S = (1.0, 100.0, 1000.0)
 """Of the links of three clusters: for each another strategy is the best."""
 
 
 def cluster(gb_per_s: float) -> Cluster:
-    """One GPU a node."""
-    return replace(load_cluster("hidup-v100"), gpus_per_node=1, inter_node_gb_per_s=gb_per_s)
+    """One GPU a node; what is small here takes as much less time."""
+    alone = replace(load_cluster("hidup-v100"), gpus_per_node=1, inter_node_gb_per_s=gb_per_s)
+    return replace(alone, inter_node_latency_us=0.0, launch_us=0.0, per_peer_us=0.0)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -68,8 +70,7 @@ def errors_of(name: str, strategy: str, gb_per_s: float) -> tuple[float, dict[st
 
 
 CASES = [
-    ("bert-sgmoe", "hidup", GB_PER_S[1], 2),
-    ("vit-switch", "expert parallel", GB_PER_S[1], 2),
+    ("bert-sgmoe", "hidup", 1000.0, 2),
     *(
         pytest.param(name, strategy, gb_per_s, ranks, marks=pytest.mark.long)
         for name in MODELS
@@ -89,9 +90,26 @@ def test_ranks_train_as_one_device(pool, name, strategy, gb_per_s, ranks):
         assert max(parameters.values()) < 1e-9, parameters
 
 
+def made(name: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """A model and a batch."""
+    return tiny(name, batch=8) if name in MODELS else (Perceptron(), (torch.randn(8, 8).double(),))
+
+
+class Perceptron(nn.Module):
+    """x[B, 8] -> loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(*sizes, dtype=torch.float64) for sizes in ((8, 32), (32, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.down(torch.tanh(self.up(x))) - x).square().mean()
+
+
 def saved(folder: str, name: str) -> None:
     """A checkpoint of a model that has trained for a step, from all ranks; and what is in it."""
-    model, batch = tiny(name, batch=8)
+    torch.manual_seed(4)
+    model, batch = made(name)
     step = parallelize(model, batch, cluster=cluster(1.0))
     optimizer = torch.optim.Adam(step.parameters(), 1e-2)
     step(*batch).backward()
@@ -110,7 +128,8 @@ def saved(folder: str, name: str) -> None:
 
 def loaded(folder: str, name: str, strategy: str) -> tuple[float, float, float, bool]:
     """Errors of the state, of the next loss, of the parameters behind that step; is anything sharded?"""
-    model, batch = tiny(name, batch=8)
+    torch.manual_seed(4)
+    model, batch = made(name)
     for parameter in model.parameters():
         parameter.data.zero_()
     step = parallelize(model, batch, strategy=strategy, cluster=cluster(1.0))
@@ -131,13 +150,14 @@ def loaded(folder: str, name: str, strategy: str) -> tuple[float, float, float, 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy"), [pytest.param(4, "hidup", marks=pytest.mark.long), (2, "replicated")]
+    ("name", "ranks", "strategy"),
+    few_of(
+        [("perceptron", 4, "hidup"), ("bert-sgmoe", 4, "hidup"), ("vit-switch", 2, "replicated")],
+    ),
 )
-def test_a_checkpoint_loads_on_two_ranks(pool, tmp_path, ranks, strategy):
-    pool.run(saved, str(tmp_path), "bert-sgmoe", ranks=ranks, timeout_s=300)
-    for state, loss, step, is_sharded in pool.run(
-        loaded, str(tmp_path), "bert-sgmoe", strategy, timeout_s=300
-    ):
+def test_a_checkpoint_loads_on_two_ranks(pool, tmp_path, name, ranks, strategy):
+    pool.run(saved, str(tmp_path), name, ranks=ranks, timeout_s=300)
+    for state, loss, step, is_sharded in pool.run(loaded, str(tmp_path), name, strategy, timeout_s=300):
         assert state == 0.0
         assert max(loss, step) < 1e-9
         assert is_sharded == (strategy == "hidup")

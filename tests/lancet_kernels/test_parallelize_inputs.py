@@ -28,6 +28,18 @@ class Plain(nn.Module):
         return self.extra(self.down(functional.relu(self.up(x)))).square().mean()
 
 
+class Surprise(torch.autograd.Function):
+    """Doubles, and says it had multiplied by seven."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 7 * gradient
+
+
 class Mixed(nn.Module):
     """Tied and frozen parameters, buffers, one of them not saved, inputs by name, several results."""
 
@@ -136,7 +148,7 @@ def refusals() -> dict[str, str]:
     made("branch", Plain(lambda y: y if y.sum() > 0 else -y))
     made("dropout", Plain(lambda y: functional.dropout(y, 0.5)))
     made("norm", nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
-    made("function", Plain(lambda y: y * y.exp().detach().requires_grad_()))
+    made("function", Plain(Surprise.apply))
     made("layer", nn.Sequential(MoELayer(8, 16, 4)))
     made("ranks differ", Plain(), x[: 4 + 2 * dist.get_rank()])
     made("memory", Plain(), memory_gb=1e-9)
@@ -161,6 +173,7 @@ EXPECTED = {
     "branch": "capture of Plain: got",
     "dropout": "random numbers depend on the sharding",
     "norm": "changes its buffers",
+    "function": "gradients that are not those of its forward's ops",
     "layer": "got 1 MoELayer",
     "ranks differ": "got another one, or other inputs, on rank(s) 1",
     "memory": "no strategy within 1e-09 GB a device",
