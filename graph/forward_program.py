@@ -54,7 +54,8 @@ def forward_graph(captured: Captured) -> fx.GraphModule:
             needed.update(node.all_input_nodes)
     # With every element of a tuple: a cut needs the weight of a mean, though only the backward reads it.
     needed |= {n for n in nodes if n.target is operator.getitem and n.args[0] in needed and n in forward}
-    graph, copies = fx.Graph(), {}
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
         if node in needed:
             copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -69,7 +70,9 @@ def on_part_of_batch(module: fx.GraphModule, forms: Forms, parts: int) -> fx.Gra
     Args: forms: of the tensors that have the batch in them, by name.
     Raises: RuntimeError or ValueError where an op cannot run with fewer rows.
     """
-    graph, copies, changed = fx.Graph(), {}, set()
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    changed: set[fx.Node] = set()
     with fake_mode_of(next(node for node in module.graph.nodes if node.op == "placeholder")):
         for node in module.graph.nodes:
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)

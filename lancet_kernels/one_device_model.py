@@ -167,7 +167,9 @@ class OneDeviceModel:
 
     def _compare_gradients(self) -> None:
         """Refuse a model whose gradients are not those of its forward ops: those alone are sharded."""
-        if not any(map(_may_change_gradients, self.captured.module.graph.nodes)):
+        traced = self.captured.module
+        assert isinstance(traced, fx.GraphModule)
+        if not any(map(_may_change_gradients, traced.graph.nodes)):
             return
         forward = forward_graph(self.captured)
         module = runs_graph(nn.Module(), forward.graph)
@@ -219,7 +221,8 @@ def _gradient_formulas(captured: Captured, inputs: Mapping[int, object]) -> list
         read = [digests[source] for source in node.all_input_nodes]
         if node.op == "placeholder":
             position = input_position(node)
-            text = repr((state_name(node) or inputs.get(position, position), is_tangent(node)))
+            given = None if position is None else inputs.get(position, position)
+            text = repr((state_name(node) or given, is_tangent(node)))
         elif op_name(node) in _MOVES and len(read) == 1:
             digests[node] = read[0]
             continue

@@ -91,6 +91,8 @@ class ParallelModule(nn.Module):
     strategy: in which form everything is. plan: the order in which the step runs. optimized: what runs it.
     """
 
+    optimized: OptimizedModule
+
     def __init__(
         self, optimized: OptimizedModule, strategy: Strategy, source: OneDeviceModel, mesh: DeviceMesh
     ) -> None:

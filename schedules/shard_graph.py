@@ -304,10 +304,8 @@ class _Sharder:
         self._made(tensor)
         held = self.held[tensor]
         if WHOLE in held:
-            op, args = lancet.share_gradient.default, (held[WHOLE], self.group)
-        elif PARTIAL in held:
-            op, args = lancet.all_reduce.default, (held[PARTIAL], self.group, True)
-        else:
-            form, shard = next(iter(held.items()))
-            op, args = lancet.all_gather.default, (shard, form.dimension, self.group, True)
-        return self.graph.call_function(op, args)
+            return self.graph.call_function(lancet.share_gradient.default, (held[WHOLE], self.group))
+        if PARTIAL in held:
+            return self.graph.call_function(lancet.all_reduce.default, (held[PARTIAL], self.group, True))
+        form, shard = next(iter(held.items()))
+        return self.graph.call_function(lancet.all_gather.default, (shard, form.dimension, self.group, True))

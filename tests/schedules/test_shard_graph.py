@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import fx
 
+from lancet_kernels.fake_ranks import fake_ranks
 from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.one_device_model import OneDeviceModel
 from lancet_kernels.ops.groups import group_name
@@ -60,6 +63,36 @@ def errors_of(name: str, copies: int, seeds: list[int]) -> tuple[float, float, C
                 wanted = whole.grad.chunk(ranks, dim)[dist.get_rank()]
             gradient_error = max(gradient_error, (gradient - wanted).abs().max().item())
     return loss_error, gradient_error, ops
+
+
+def places(graph: fx.Graph, strategy: Strategy, copy: int) -> list[tuple[list[int], list[int]]]:
+    """Of each stage: where the collectives of a microbatch stand that it begins with, and its products."""
+    place = {node.name: n for n, node in enumerate(graph.nodes)}
+    found, seen = [], set()
+    for stage in strategy.stages:
+        changes = {(c.tensor.partition("."), c.target, c.collective) for c in stage.communication}
+        names = {f"{t}_part{copy}{'_' if dot else ''}{i}_{how}" for (t, dot, i), _, how in changes - seen}
+        seen |= changes
+        products = {f"{name}_part{copy}" for name in stage.computation if "mm" in name}
+        found.append(tuple(sorted(place[n] for n in of if n in place) for of in (names, products)))
+    return found
+
+
+def test_one_microbatch_communicates_in_front_of_the_computation_of_the_other():
+    """Section 4.1: communication of stage n of the first, computation of stage n - 1 of the second, ..."""
+    model, batch = tiny("bert-sgmoe")
+    source = OneDeviceModel(model, (tuple(batch), {}), 2)
+    strategy = random_strategy(source, 2, 0)
+    with fake_ranks(2):
+        graph = source.sharded_graph(strategy, group_name(None))
+    first, second = (places(graph, strategy, copy) for copy in (0, 1))
+    compared = 0
+    for n in range(1, len(strategy.stages)):
+        in_order = [first[n][0], second[n - 1][1], second[n][0], first[n][1]]
+        in_order = [positions for positions in in_order if positions]
+        compared += len(in_order) == 4
+        assert all(a[-1] < b[0] for a, b in pairwise(in_order)), (n, in_order)
+    assert compared
 
 
 @pytest.mark.parametrize(
