@@ -21,6 +21,7 @@ import torch
 
 from lancet_kernels.captured_step import CapturedStep
 from lancet_kernels.graph.capture import copy_of
+from lancet_kernels.graph.part_instruction import whole_name
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.measuring.overlap_bench import slow_link
 from lancet_kernels.schedules.realize import cut_ranges
@@ -49,8 +50,8 @@ def differences(whole: Program, cut: Program) -> dict[str, tuple[int, float, flo
     for instruction in cut.instructions:
         if instruction.kind is not Kind.COMPUTE or instruction.name in names:
             continue
-        origin, marker, part = instruction.name.rpartition("_part")
-        if marker and part.isdigit() and origin in names:
+        origin = whole_name(instruction.name)
+        if origin != instruction.name and origin in names:
             parts[origin] += 1
             row = found.setdefault(instruction.op, [0, 0.0, 0.0])
             if parts[origin] == 1:

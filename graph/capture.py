@@ -1,12 +1,11 @@
-"""Where torch's private interfaces are touched (and in `trace`): from a module to its joint forward and
-backward graph, and back.
+"""Captures the joint forward and backward graph of a module, and turns such a graph into a function again.
 
     captured = capture(module, inputs)
     captured.joint            one fx graph of aten and lancet ops, forward and backward
-    captured.compile(split)   a function of the module's inputs that trains with the graphs of `split`
+    captured.compile(split)   a function of the module's inputs that runs the graphs of `split` under autograd
 
-Nothing is run: tensors are fake while the graph is taken, so a model may
-be larger than this machine.
+Nothing is executed: tensors are fake during capture, so a model may be larger than this machine. This file
+and `trace` are the only ones that use torch's private interfaces.
 """
 
 from __future__ import annotations
@@ -54,24 +53,24 @@ Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
 
 
 class CaptureError(UserError):
-    """The module cannot be captured as one graph. The message says what stands in the way."""
+    """The module cannot be captured as one graph. The message has torch's reason."""
 
 
 @dataclass
 class Captured:
-    """A module's joint graph, and what is needed to run it."""
+    """A module's joint graph, and the state of torch that is needed to run it."""
 
     module: nn.Module
     """The traced copy; shares the parameters of the original."""
     joint: fx.GraphModule
     assumptions: Callable[[], Assumptions]
-    """Gives what the graph takes for constant; some tenths of a second, so not for every capture."""
+    """Computes what the graph assumes to be constant; on demand, as it takes some tenths of a second."""
     _descriptors: Any
     _tracing_context: TracingContext
 
     @property
     def forward_outputs(self) -> int:
-        """How many of the joint graph's outputs belong to the forward; the others are gradients."""
+        """The number of forward outputs of the joint graph; its other outputs are gradients."""
         return sum(isinstance(d, PlainAOTOutput) for d in output_node(self.joint).meta["desc"])
 
     @property
@@ -86,7 +85,7 @@ class Captured:
         return all(isinstance(d, PlainAOTOutput) for d in outputs)
 
     def parameter_of_gradient(self) -> dict[int, str]:
-        """Position among the joint graph's outputs -> name of the parameter whose gradient stands there."""
+        """Position of a gradient among the joint graph's outputs -> name of its parameter."""
         descriptors = output_node(self.joint).meta["desc"]
         return {
             i: d.grad_of.target
@@ -100,8 +99,8 @@ class Captured:
         """A function of the module's inputs that runs the two graphs under autograd. Call it once.
 
         Args:
-            recorder: collects when instructions run, while it is on.
-            inner_compile: a backend of torch.compile for the pieces between communications.
+            recorder: records the start and end of instructions, while it is on.
+            inner_compile: a backend of torch.compile for the pieces between communications; "": none.
         """
         recorder = recorder or Recorder()
 
@@ -124,7 +123,7 @@ class Captured:
         # Saved tensors may be read again (retain_graph=True). At run time torch asks for an empty list, too.
         self._descriptors._aot_state.fw_metadata.bw_donated_idxs = []
         with (
-            # As while tracing, which torch takes for granted here.
+            # The same contexts as during tracing, which torch assumes here.
             tracing(self._tracing_context),
             compiled_autograd._disable(),
             fake_mode,
@@ -134,7 +133,7 @@ class Captured:
             try:
                 call = compile_joint()
             except TensorifyScalarRestartAnalysis:
-                # A number among the inputs: torch has noted that it is constant, and asks to be called again.
+                # A number among the inputs: torch has recorded that it is constant, and must be called again.
                 call = compile_joint()
         names = [*self._descriptors.params_spec, *self._descriptors.buffers_spec]
         module = self.module
@@ -150,17 +149,17 @@ class Captured:
 def capture(
     module: nn.Module, inputs: Sequence[object], by_name: Mapping[str, object] | None = None
 ) -> Captured:
-    """Take the joint graph of `module(*inputs, **by_name)`.
+    """Capture the joint graph of `module(*inputs, **by_name)`.
 
-    Args: inputs: example inputs; their shapes are what the graph is for.
-    Raises: CaptureError, with torch's reason, for a module that is not one graph (a branch on data, say).
+    Args: inputs: example inputs; the graph is valid for their shapes.
+    Raises: CaptureError, with torch's reason, if the module is not one graph (it branches on data, say).
     """
     try:
         traced, assumptions = trace(module, inputs, by_name or {})
         fake_mode = traced.meta["fake_mode"]
         context = TracingContext(fake_mode)
-        # Left to itself, torch gives real inputs symbolic sizes, and marks them for good when the graph
-        # has run: whoever captures with the same tensors again would get a graph with symbols.
+        # By default, torch gives real inputs symbolic sizes, and marks them permanently when the graph has
+        # run: another capture with the same tensors would get a graph with symbols.
         static, static_by_name = pytree.tree_map_only(
             Tensor,
             lambda tensor: fake_mode.from_tensor(tensor, static_shapes=True),
@@ -177,14 +176,14 @@ def capture(
 
 
 def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
-    """The same graph once more, with the names and `meta` of its nodes."""
+    """A copy of the graph module, with the names and `meta` of its nodes."""
     return fx.GraphModule(joint, copy_of_graph(joint))
 
 
 def copy_of_graph(joint: fx.GraphModule) -> fx.Graph:
-    """The same, to be looked at and not to be run."""
+    """A copy of the graph alone, which cannot be run."""
     with warnings.catch_warnings():
-        # torch's own, at the copy of a description of its own: nothing that a user could change.
+        # A warning of torch about copying its own data structures; users cannot avoid it.
         warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
         graph = copy.deepcopy(joint.graph)
     graph.owning_module = joint
@@ -192,41 +191,42 @@ def copy_of_graph(joint: fx.GraphModule) -> fx.Graph:
 
 
 def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
-    """Sizes of inputs are symbols, though each stands for one number; whoever compares sizes wants that.
+    """Replace the symbolic sizes of a graph by the numbers that they stand for, so that sizes can be
+    compared.
 
     Raises: CaptureError for a size that depends on data.
     """
 
-    def plain(value: object) -> object:
+    def with_numbers(value: object) -> object:
         if not isinstance(value, FakeTensor) or all(type(n) is int for n in (*value.shape, *value.stride())):
             return value
         sizes = [int(n) for n in value.shape], [int(n) for n in value.stride()]
         with value.fake_mode:
-            made = torch.empty_strided(*sizes, dtype=value.dtype, device=value.device)
-        return made.requires_grad_(value.requires_grad)
+            static = torch.empty_strided(*sizes, dtype=value.dtype, device=value.device)
+        return static.requires_grad_(value.requires_grad)
 
     for node in joint.graph.nodes:
         value = node.meta.get("val")
         try:
             if isinstance(value, (tuple, list)):
-                node.meta["val"] = type(value)(map(plain, value))
+                node.meta["val"] = type(value)(map(with_numbers, value))
             elif isinstance(value, Tensor):
-                set_value(node, plain(value))
+                set_value(node, with_numbers(value))
             elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-                raise ValueError(f"{node.target} makes a number that depends on data")
+                raise ValueError(f"the result of {node.target} is a number that depends on data")
         except (RuntimeError, ValueError) as error:
             raise _refusal(module, error) from error
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Cut the joint graph into forward and backward, saving what backward reads. Keeps the order of the
-    nodes on each side."""
+    """Split the joint graph into forward and backward; the forward saves the tensors that the backward reads.
+    The order of the nodes on each side is kept."""
     forward = forward_first(joint.graph)
     for node in joint.graph.nodes:
         if node.op == "call_function":
-            # What torch's partitioner goes by: where the last forward node stands.
+            # torch's partitioner reads this tag to find the last forward node.
             node.meta["partitioner_tag"] = "is_forward" if node in forward else "is_backward"
-    # A number among them has no value there.
+    # Inputs that are numbers have no `val`.
     placeholders = [node.meta.get("val") for node in joint.graph.nodes if node.op == "placeholder"]
     halves = default_partition(
         joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
@@ -236,8 +236,8 @@ def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphMo
 
 
 def _drop_repeated(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-    """torch leaves forward ops that may draw random numbers (fused attention) in the backward, though nobody
-    reads them there: each would run twice."""
+    """Erase unused copies of forward ops from the backward: torch leaves ops that may draw random numbers
+    (fused attention) in both graphs, so they would run twice."""
     ran = {node.name for node in forward.graph.nodes if node.op == "call_function"}
     for node in reversed(backward.graph.nodes):
         if node.op == "call_function" and node.name in ran and not node.users:
@@ -252,22 +252,22 @@ def output_node(module: fx.GraphModule) -> fx.Node:
 
 @contextlib.contextmanager
 def fake_mode_of(node: fx.Node) -> Iterator[None]:
-    """In it an op of the node's graph can be called on `meta["val"]`s, to learn its result's shape."""
+    """A context in which ops can be called on the `meta["val"]`s of the node's graph, to get fake results."""
     value = node.meta["val"]
     with (value[0] if isinstance(value, (tuple, list)) else value).fake_mode, expected_sizes():
         yield
 
 
 def is_fake(value: object) -> bool:
-    """Is this a tensor without contents?"""
+    """Is this a fake tensor, which has no contents?"""
     return isinstance(value, FakeTensor)
 
 
 def set_value(node: fx.Node, value: object) -> None:
-    """Say what a new node's result looks like, as tracing would have."""
+    """Set the fake result of a new node, as tracing would have."""
     node.meta["val"] = value
     if isinstance(value, Tensor):
-        # Without it torch's partitioner takes the node for one that makes a tuple.
+        # Without it, torch's partitioner assumes that the result is a tuple.
         node.meta["tensor_meta"] = _extract_tensor_metadata(value)
 
 
@@ -277,13 +277,15 @@ def is_tangent(node: fx.Node) -> bool:
 
 
 def input_position(node: fx.Node) -> int | None:
-    """Which input of the module, counted through dicts and lists, a placeholder stands for."""
+    """Index of the module input that a placeholder stands for, in the flattened inputs; None: not an
+    input."""
     descriptor = node.meta.get("desc")
     return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
 
 
 def state_name(node: fx.Node) -> str | None:
-    """The parameter or buffer that a placeholder of a joint graph stands for; None: an input or a tangent."""
+    """Name of the parameter or buffer that a placeholder of a joint graph stands for; None: an input or
+    tangent."""
     return getattr(node.meta.get("desc"), "target", None)
 
 

@@ -1,4 +1,4 @@
-"""What can a cluster's devices and links do? One TOML file per cluster, read into a `Cluster`."""
+"""Descriptions of clusters: one TOML file per cluster, read into a `Cluster`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TABLES = ("peak_tflops", "compute_efficiency")
 
 @dataclass(frozen=True)
 class Cluster:
-    """Peak numbers as the vendor states them, and beside each the share of it that real code reaches.
+    """Peak numbers from the vendor, each with an efficiency: the fraction of it that real code reaches.
 
     Units: TFLOP/s, 10^9 bytes, 10^9 bytes per second in one direction, microseconds.
     """
@@ -37,7 +37,7 @@ class Cluster:
     memory_gb_per_s: float
     memory_efficiency: float
     launch_us: float
-    """Fixed cost of one kernel: launch, ramp-up and tail. It is what makes over-partitioning lose."""
+    """Fixed cost of one kernel: launch, ramp-up and tail. It limits how finely partitioning pays off."""
     intra_node_gb_per_s: float
     """Per GPU, to the other GPUs of its node together."""
     inter_node_gb_per_s: float
@@ -46,22 +46,23 @@ class Cluster:
     intra_node_latency_us: float
     inter_node_latency_us: float
     per_peer_us: float
-    """What an all-to-all pays for each further rank, however small the message."""
+    """The time that an all-to-all takes for each further rank, independent of the message size."""
 
     def tflops(self, dtype: str) -> float:
-        """What real code reaches in a dtype; one that the file does not name counts as float32."""
+        """The TFLOP/s that real code reaches in a dtype; a dtype that is not in the file counts as
+        float32."""
         named = dtype if dtype in self.peak_tflops else "float32"
         return self.peak_tflops[named] * self.compute_efficiency[named]
 
 
 def cluster_names() -> list[str]:
-    """Names of the clusters that come with the library."""
+    """Names of the clusters that the library includes."""
     folder = resources.files("lancet_kernels.graph") / "clusters"
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
 def load_cluster(name: str | Path) -> Cluster:
-    """A cluster by its name, or from a TOML file of one's own (a path that ends in `.toml`).
+    """A cluster by its name, or from your own TOML file (a path that ends in `.toml`).
 
     Raises:
         UserError: no such cluster or file, a key is missing or unknown, or a number is not positive.

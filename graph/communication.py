@@ -1,8 +1,8 @@
-"""How long does a collective take? Piecewise linear in bytes between measured points (Lancet, section 3).
+"""Times of collectives: piecewise linear in bytes between measured points (Lancet, section 3).
 
-Each collective and group has its own points (1 KB, 2 KB, 4 KB, ...). An irregular all-to-all cut into k
-parts is asked for at C/k: its true sizes are not known when planning, and the paper found the uniform
-approximation good enough for a 3.83 % error of the iteration time.
+Each collective and group has its own points (1 KB, 2 KB, 4 KB, ...). One of k parts of an irregular
+all-to-all is priced at C/k bytes, because its true size is unknown when planning; with this uniform
+approximation, the paper reports a 3.83 % error of the iteration time.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import Cluster
 
 POINT_BYTES = tuple(1024 << n for n in range(22))
-"""Where the model is sampled: 1 KB, 2 KB, ... 2 GB."""
+"""Sizes of the points that are calculated for a cluster: 1 KB, 2 KB, ... 2 GB."""
 
 Points = tuple[tuple[float, float], ...]
 
 
 def interpolated(points: Points, size: float) -> float:
-    """Milliseconds at a size, piecewise linear. Below the first point its time; beyond the last, on with the
-    last slope."""
+    """Milliseconds at a size, piecewise linear: constant below the first point, with the last slope beyond
+    the last point."""
     if len(points) == 1 or size <= points[0][0]:
         return points[0][1]
     right = min(bisect_right(points, size, key=lambda p: p[0]), len(points) - 1)
@@ -45,7 +45,7 @@ class CommunicationModel:
     @classmethod
     def measured(cls, samples: Mapping[tuple[str, str], Iterable[tuple[float, float]]]) -> CommunicationModel:
         """From measured (bytes, milliseconds); several samples of one size are reduced to their median."""
-        return cls({key: _sorted_points(key, found) for key, found in samples.items()})
+        return cls({key: _sorted_points(key, points) for key, points in samples.items()})
 
     @classmethod
     def from_cluster(cls, cluster: Cluster, gpus: int, expert_ranks: int | None = None) -> CommunicationModel:
@@ -66,7 +66,8 @@ class CommunicationModel:
         formulas: dict[tuple[str, str], Callable[[float], float]] = {
             ("all_to_all", "world"): lambda size: _all_to_all_ms(cluster, among, size)
         }
-        # Any two ranks may be neighbours: at the worst every GPU of a node sends to another node at once.
+        # Any two ranks may exchange data: in the worst case every GPU of a node sends to another node at
+        # once.
         leaving = cluster.gpus_per_node if gpus > cluster.gpus_per_node else 0
         formulas["point_to_point", "world"] = lambda size: point_to_point_ms(cluster, size, leaving)
         sums = {"world": lambda size: _all_reduce_ms(cluster, gpus, size)}
@@ -82,18 +83,18 @@ class CommunicationModel:
         )
 
     def milliseconds(self, collective: str, bytes: float, group: str = "world", parts: int = 1) -> float:
-        """Time of one collective over `bytes` per rank, or of one of its `parts` (asked for at C/parts).
+        """Time of one collective over `bytes` per rank, or of one of its `parts` (priced at bytes / parts).
 
-        See `interpolated`: below the first point it is pure latency.
+        Below the first point it is pure latency (`interpolated`).
 
         Raises:
             UserError: no points for this collective and group.
         """
         points = self.points.get((collective, group))
         if points is None:
-            known = ", ".join(f"{c} in {g}" for c, g in self.points) or "nothing"
+            measured = ", ".join(f"{c} in {g}" for c, g in self.points) or "nothing"
             raise UserError(
-                "communication cost", got=f"{collective} in {group}", expected=known, do="measure it first"
+                "communication cost", got=f"{collective} in {group}", expected=measured, do="measure it first"
             )
         return interpolated(points, bytes / parts)
 
@@ -144,8 +145,8 @@ def _sorted_points(key: tuple[str, str], samples: Iterable[tuple[float, float]])
 
 
 def point_to_point_ms(cluster: Cluster, size: float, leaving: int) -> float:
-    """Every GPU sends `size` bytes to another one and receives as many; `leaving` of those of a node send to
-    other nodes, whose network cards they share.
+    """Every GPU sends `size` bytes to another one and receives as many; `leaving` GPUs of each node send to
+    other nodes, and share the node's network cards.
 
     Example: p3dn, 16 MB, 4 leaving: 64 MB at 10 GB/s take 6.4 ms; none leaving: 16 MB at 104 GB/s 0.15 ms.
     """
@@ -160,7 +161,7 @@ def _half_of(formula: Callable[[float], float], size: float) -> float:
 
 
 def _all_to_all_ms(cluster: Cluster, gpus: int, size: float) -> float:
-    """Every rank sends size/gpus to each rank. NVLink and the network card work at once: the slower counts.
+    """Every rank sends size/gpus to each rank. NVLink and network cards work in parallel: the slower counts.
 
     Example: p3dn, 16 GPUs, 16 MB: 8 ranks x 16 MB x 8/16 = 64 MB leave a node at 10 GB/s: 6.4 ms.
     """
@@ -186,10 +187,10 @@ def _all_reduce_ms(cluster: Cluster, gpus: int, size: float) -> float:
 
 
 def _replica_all_reduce_ms(cluster: Cluster, gpus: int, expert_ranks: int, size: float) -> float:
-    """As `_all_reduce_ms`, but only every `expert_ranks`-th rank has the same: the others sum theirs at once.
+    """As `_all_reduce_ms`, within the replica groups (every `expert_ranks`-th rank), all at the same time.
 
-    Example: 16 GPUs, 8 in a node, expert groups of 8: no rank of the own node has the same experts, and 8
-    all-reduces between two nodes share the network cards, each with 2 * 1/2 of its bytes.
+    Example: 16 GPUs, 8 per node, expert groups of 8: no two ranks of a node have the same experts, and 8
+    all-reduces between the two nodes share the network cards, each with 2 * 1/2 of its bytes.
     """
     node = min(gpus, cluster.gpus_per_node)
     local, nodes = max(1, node // expert_ranks), max(1, gpus // max(node, expert_ranks))
@@ -197,8 +198,8 @@ def _replica_all_reduce_ms(cluster: Cluster, gpus: int, expert_ranks: int, size:
 
 
 def grouped_all_reduce_ms(cluster: Cluster, size: float, local: int, nodes: int, at_once: int) -> float:
-    """All-reduces among groups of `local` GPUs on each of `nodes` nodes; `at_once` of the groups share the
-    network cards of a node."""
+    """Simultaneous all-reduces; each group has `local` GPUs on each of `nodes` nodes, and `at_once` groups
+    share the network cards of a node."""
     inside = 2 * size * (local - 1) / local / (cluster.intra_node_gb_per_s * cluster.link_efficiency * 1e9)
     leaving = 2 * at_once * size * (nodes - 1) / nodes
     outside = leaving / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)

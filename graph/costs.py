@@ -1,9 +1,9 @@
-"""How long does an instruction take? Measured where it was measured, otherwise estimated.
+"""The time of an instruction: measured if there is a measurement, otherwise estimated.
 
-`CostModel`, in this order: the time the instruction itself carries, the cache of measured times, the
-communication model (for collectives), the part's share of a whole that was measured, and the roofline:
-whichever of arithmetic and memory traffic is slower, plus the fixed cost of a kernel.
-`MeasuredCosts` prices a step that was measured here, and has no cluster in it.
+`CostModel` uses the first of these that applies: the instruction's own `milliseconds`, the cache of measured
+times, a part's share of the measured whole, the communication model (for collectives), and the roofline,
+which is the slower of arithmetic and memory traffic plus the fixed cost of a kernel. `MeasuredCosts` is for a
+step that was measured on this machine; it needs no description of a cluster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lancet_kernels.graph.program import Instruction, Kind, Program, TensorSpec
 
 Tensors = Mapping[str, TensorSpec]
 Cost = Callable[[Instruction, Tensors], float]
-"""Milliseconds of one instruction, given the specs of the tensors it names."""
+"""Milliseconds of one instruction, from the specs of its tensors."""
 
 
 def roofline_ms(cluster: Cluster, dtype: str, flops: float, bytes: float) -> float:
@@ -61,9 +61,9 @@ class CostModel:
     def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
         if instruction.milliseconds is not None:
             return instruction.milliseconds
-        found = self._measured_ms(instruction, tensors)
-        if found is not None:
-            return found
+        measured_ms = self._measured_ms(instruction, tensors)
+        if measured_ms is not None:
+            return measured_ms
         if "whole_milliseconds" in instruction.attributes:
             return part_of_measured(instruction, self._fixed_ms(instruction))
         if instruction.kind.is_communication:
@@ -76,7 +76,7 @@ class CostModel:
 
     @property
     def source(self) -> str:
-        """Where the costs come from, with a digest of all that they are calculated from."""
+        """Where the costs come from, with a digest of all numbers that they are calculated from."""
         measured = self.measured.items() if self.measured is not None else []
         numbers = asdict(self.cluster), self.communication.to_json(), measured
         digest = hashlib.sha256(json.dumps(numbers, sort_keys=True).encode()).hexdigest()[:12]
@@ -90,7 +90,7 @@ class CostModel:
         return self.measured.get(measurement_key(instruction, tensors, self.cluster.device))
 
     def _fixed_ms(self, instruction: Instruction) -> float:
-        """What even an empty part costs: the message's latency, or the kernel's launch."""
+        """The cost of an empty part: the latency of a message, or the launch of a kernel."""
         if instruction.kind.is_communication:
             group = instruction.attributes.get("group", "world")
             return self.communication.latency(collective_of(instruction), group)
@@ -101,8 +101,9 @@ class CostModel:
 class MeasuredCosts:
     """Times of a step whose instructions were measured on the ranks that run it (`graph.profiler`).
 
-    What a plan adds, parts and joining them, costs what it costs on this device. `source` says where was
-    measured and not what: times vary a little whenever they are taken, and a plan does not go bad by that.
+    What a plan adds, which is parts and their reassembly, has the costs of `device`. `source` says where the
+    times were measured, without the times: these vary a little between runs, which does not invalidate a
+    plan.
     """
 
     device: DeviceCosts
@@ -120,8 +121,8 @@ class MeasuredCosts:
         whole_ms = instruction.attributes.get("whole_milliseconds")
         if whole_ms is None:
             return self.device.copy_ms(instruction.bytes)
-        found = self.device.part_ms(instruction, tensors, whole_ms)
-        return part_of_measured(instruction, self.device.launch_ms) if found is None else found
+        part_ms = self.device.part_ms(instruction, tensors, whole_ms)
+        return part_of_measured(instruction, self.device.launch_ms) if part_ms is None else part_ms
 
     @property
     def source(self) -> str:
@@ -130,14 +131,14 @@ class MeasuredCosts:
 
 
 def part_of_measured(instruction: Instruction, fixed_ms: float) -> float:
-    """Time of a part of a measured whole: the fixed cost again, and 1/k of the rest."""
+    """Time of one of k parts of a measured op: its fixed cost, and 1/k of the rest."""
     whole, parts = instruction.attributes["whole_milliseconds"], instruction.attributes["parts"]
     fixed = min(fixed_ms, whole)
     return fixed + (whole - fixed) / parts
 
 
 def source_of(cost: Cost) -> str:
-    """Where costs come from, in words: a plan that was made with others is another plan."""
+    """Where costs come from, as text. A saved plan is only reused with costs from the same source."""
     return getattr(cost, "source", "given by the caller")
 
 
@@ -147,7 +148,7 @@ def durations(program: Program, cost: Cost) -> list[float]:
 
 
 def collective_of(instruction: Instruction) -> str:
-    """Its name in a communication model: of the kind, or what the attribute `collective` says."""
+    """The collective's name in a communication model: its kind, or its attribute `collective`."""
     if instruction.kind is Kind.OTHER_COMMUNICATION:
         return instruction.attributes.get("collective", "all_to_all")
     return instruction.kind.value

@@ -1,7 +1,7 @@
 """Equations that depend on an op's shapes and attributes: views, reductions, attention, norms, ...
 
-Each function takes the shapes of the inputs (every tensor once), those of the outputs, and the attributes
-of an instruction, and writes its equation (`graph.equations`), or None: then there is no way to cut it.
+Each function takes the shapes of an instruction's inputs (every tensor once) and outputs, and its attributes,
+and returns its equation (`graph.equations`), or None if the instruction cannot be cut.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _view(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str
 
 
 def _squeeze(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """A dimension that is squeezed where its size is one must not become one by being cut."""
+    """A dimension in `dim` stays whole: if a part had size one there, squeeze would remove it."""
     rank = len(inputs[0])
     dims = attributes.get("dim", range(rank))
     named = {d % max(rank, 1) for d in ([dims] if isinstance(dims, int) else dims)}
@@ -33,7 +33,7 @@ def _squeeze(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> 
 
 
 def _unflatten(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """The dimension that is split stays whole: its sizes are an argument."""
+    """The dimension that is split stays whole, because the new sizes are arguments."""
     rank, dim = len(inputs[0]), attributes.get("dim")
     if dim is None:
         return None
@@ -59,12 +59,12 @@ def _permute(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> 
 
 
 def _along(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """Works along `dim`, by default the first."""
+    """An op that works along `dim`, by default the first."""
     return equations.along(inputs, outputs, attributes.get("dim", 0))
 
 
 def _stack(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """Makes the dimension `dim` (by default the first); every other one may be cut."""
+    """An op that adds the dimension `dim` (by default the first); every other one may be cut."""
     rank = len(inputs[0])
     dim = attributes.get("dim", 0) % (rank + 1)
     names = [f"x{n}" for n in range(rank)]
@@ -72,7 +72,7 @@ def _stack(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> st
 
 
 def _gather(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """Source and index: other dimensions than `dim` may be cut where the index has all of them."""
+    """Inputs: source and index. Dimensions other than `dim` may be cut if both have the same size there."""
     if len(inputs) != 2 or "dim" not in attributes or len(inputs[0]) != len(inputs[1]):
         return None
     dim = attributes["dim"] % max(len(inputs[0]), 1)
@@ -82,7 +82,7 @@ def _gather(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> s
 
 
 def _last_two(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """Works on matrices (tril): what stands before the last two dimensions may be cut."""
+    """An op on matrices (tril): all dimensions but the last two may be cut."""
     return "... r! c! -> ... r! c!" if len(inputs) == 1 and len(inputs[0]) >= 2 else None
 
 
@@ -106,7 +106,7 @@ def _pad(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str 
 
 
 def _reduce(mark: str) -> Derivation:
-    """A reduction over `dims` or `dim`; `mark` says what a cut of a reduced dimension means."""
+    """A reduction over `dims` or `dim`; `mark` is the mark of the reduced dimensions in the equation."""
 
     def write(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
         rank, dims = len(inputs[0]), attributes.get("dims", attributes.get("dim"))
@@ -115,16 +115,16 @@ def _reduce(mark: str) -> Derivation:
         dims = [dims] if isinstance(dims, int) else dims or range(rank)
         reduced = {d % max(rank, 1) for d in dims}
         source = [f"x{n}{mark if n in reduced else ''}" for n in range(rank)]
-        kept = len(outputs[0]) == rank
-        target = ["1" if n in reduced else f"x{n}" for n in range(rank) if kept or n not in reduced]
+        keepdim = len(outputs[0]) == rank
+        target = ["1" if n in reduced else f"x{n}" for n in range(rank) if keepdim or n not in reduced]
         return _equation([source], [target] * len(outputs))
 
     return write
 
 
 def _norm(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """Over the last dimensions, those of `normalized_shape` (by default one); weight and bias, as far as
-    there are any, stay whole."""
+    """A norm over the last dimensions, those of `normalized_shape` (by default one). The optional weight and
+    bias stay whole."""
     rank, normalized = len(inputs[0]), len(attributes.get("normalized_shape", "D"))
     free = rank - normalized
     names = [f"x{n}" + ("!" if n >= free else "") for n in range(rank)]
@@ -135,18 +135,18 @@ def _norm(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str
 
 
 def _attention(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """query, key, value and a mask, if any -> result, logsumexp, and what the backward wants besides.
+    """query, key, value, optional mask -> result, logsumexp, and further values for the backward.
 
-    Never with dropout: random numbers must not depend on how the batch is cut. Without it, seeds and
-    the like are worth nothing, and any part's will do.
+    None with dropout, because random numbers must not depend on how the batch is cut. Without dropout, the
+    further values (seeds) are unused, so those of any part will do.
     """
     if len(inputs) not in (3, 4) or any(len(s) != 4 for s in inputs[:3]) or attributes.get("dropout_p"):
         return None
     same_heads = inputs[0][1] == inputs[1][1] == inputs[2][1]
     heads = "h" if same_heads else "h!"
-    kept = ["b", heads, "s!", "d!"]
+    query = ["b", heads, "s!", "d!"]
     shared = ["b", heads if same_heads else "g!"]
-    operands = [kept, [*shared, "t!", "d!"], [*shared, "t!", "e!"]]
+    operands = [query, [*shared, "t!", "d!"], [*shared, "t!", "e!"]]
     if len(inputs) == 4:
         rank = len(inputs[3])
         operands.append(["b", heads, "s!", "t!"][4 - rank :] if 0 < rank <= 4 else [])
@@ -158,10 +158,10 @@ def _attention(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -
 
 
 def _attention_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """Gradient of the result, query, key, value, what the forward left (and a mask) -> their gradients.
+    """Gradient of the result, query, key, value, further results of the forward, optional mask -> gradients.
 
-    Told apart by shape: what has four dimensions has batch and heads in front, as has a logsumexp with three.
-    A mask's gradient is none that parts could have. Never with dropout, as in the forward.
+    Operands are recognized by shape: those with four dimensions start with batch and heads, as does a
+    logsumexp with three. None if the mask needs a gradient, or with dropout, as in the forward.
     """
     whole = [s for s in inputs if len(s) == 4]
     if attributes.get("dropout_p") or len(whole) < 3 or any(len(s) != 4 for s in outputs) or len(outputs) > 3:
@@ -182,9 +182,10 @@ def _attention_backward(inputs: list[Shape], outputs: list[Shape], attributes: M
 
 
 def _norm_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str:
-    """Gradient of the result, input, statistics, weight and bias -> gradients of the input, and of weight and
-    bias, to which every slice of the input adds. Told apart by shape: gradients that nobody asked for are
-    missing. Along the first dimension only: torch takes the statistics to lie without gaps."""
+    """Gradient of the result, input, statistics, weight and bias -> gradients of the input, and (partial
+    sums) of weight and bias. Operands are recognized by shape, because gradients that are not needed are
+    missing. Cut
+    along the first dimension only: torch assumes that the statistics are contiguous."""
     shape, normalized = inputs[0], len(attributes.get("normalized_shape", "D"))
     free = len(shape) - normalized
     names = [f"x{n}" + ("+" if n == 0 < free else "!") for n in range(len(shape))]
@@ -198,8 +199,8 @@ def _norm_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mappin
 
 
 def _nll_loss(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """log p[T, V] (or [B, V, ...]), target[T] (, weight[V]) -> loss, total weight. Losses of parts add up, as
-    do weights; with `reduction` 0 there is a loss for each target and no total weight."""
+    """log p[T, V] (or [B, V, ...]), target[T] (, weight[V]) -> loss, total weight. Losses and weights are
+    sums over parts; with `reduction` 0 there is a loss for each target and no total weight."""
     if len(inputs[0]) < 2:
         return None
     mark = "+" if attributes.get("reduction", 1) else ""
@@ -223,9 +224,9 @@ def _nll_loss_backward(inputs: list[Shape], outputs: list[Shape], attributes: Ma
 
 
 def _embedding_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """gradient[..., D], index[...] -> gradient of the table[V, D]: every index adds to it.
+    """gradient[..., D], index[...] -> gradient of the table[V, D], a sum over all indices.
 
-    Not where gradients are divided by how often an index appears: parts know their own only.
+    None with `scale_grad_by_freq`: a part does not know how often an index appears in the others.
     """
     if attributes.get("scale_grad_by_freq") or len(inputs) != 2:
         return None
@@ -234,7 +235,7 @@ def _embedding_backward(inputs: list[Shape], outputs: list[Shape], attributes: M
 
 
 def _put_back(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
-    """The gradient of a slice, or of one index, of a dimension: among zeros."""
+    """The backward of slice and select along `dim`: the gradient, padded with zeros."""
     rank = len(outputs[0])
     if "dim" not in attributes or len(inputs) != 1:
         return None

@@ -1,7 +1,7 @@
-"""What does a device take for what a plan adds to a step: joining parts, a launch, a part of an op?
+"""Device costs of partitioning: joining parts, a kernel launch, one part of an op.
 
-Measured once per device model (`graph.measure_device`) and kept in a JSON file beside the measured times,
-in which every entry names its source: device model, torch version, "measured".
+Measured once per device model (`graph.measure_device`), and stored in a JSON file beside the measured times;
+each entry has its device model, torch version and source ("measured").
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Of one device model with one version of torch.
+    """The costs on one device model with one version of torch.
 
-    launch_ms: what even an op on one element takes.
-    copies: (bytes read and written, milliseconds) of joining two tensors, sorted by bytes.
-    shares: by `cut_key`, (number of parts, what one of them takes of the time of the whole op).
+    launch_ms: the time of an op on one element.
+    copies: (bytes read and written, milliseconds) of concatenating two tensors, sorted by bytes.
+    shares: by `cut_key`: (number of parts, time of one part as a fraction of the time of the whole op).
     """
 
     device: str
@@ -41,13 +41,13 @@ class DeviceCosts:
         return f"{self.source} on {self.device}, torch {self.torch}"
 
     def copy_ms(self, bytes: float) -> float:
-        """Milliseconds to join parts, with so many bytes read and written; nothing takes nothing."""
+        """Milliseconds to join parts. Args: bytes: read and written; 0 takes no time."""
         return interpolated(self.copies, bytes) if bytes > 0 else 0.0
 
     def part_ms(self, part: Instruction, tensors: Mapping[str, TensorSpec], whole_ms: float) -> float | None:
-        """Milliseconds of a part of an op that takes `whole_ms` as a whole; None if it was not measured.
+        """Milliseconds of one part of an op that takes `whole_ms` uncut; None if it was not measured.
 
-        What all parts take together is piecewise linear between the numbers of parts that were measured.
+        The total time of all parts is interpolated between the measured numbers of parts.
         """
         shares = self.shares.get(cut_key(part, tensors))
         if shares is None:
@@ -61,7 +61,7 @@ _OF_THE_PART = ("part", "parts", "forms", "whole_shapes", "whole_milliseconds")
 
 
 def cut_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
-    """Op, operands and how they are cut: the same whichever part it is, and of how many.
+    """Op, operands and their forms; independent of the number of parts, and equal for all of them.
 
     Args: part: an instruction of `graph.part_instruction`. tensors: with the specs of its operands.
     Example: `aten.mm (8x4:float32 cut 0, 4x6:float32 whole, 8x6:float32 cut 0) []`.
@@ -77,17 +77,17 @@ def cut_key(part: Instruction, tensors: Mapping[str, TensorSpec]) -> str:
 
 
 class DeviceCostsFile:
-    """The measured devices in a file. One that is corrupt or foreign counts as empty, with one warning."""
+    """The file of measured device costs. A file that cannot be read counts as empty, with a warning."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
 
     def get(self, device: str, torch: str) -> DeviceCosts | None:
-        """What was measured on this device model with this torch."""
+        """The costs measured on this device model with this version of torch, or None."""
         return next((c for c in self._read() if (c.device, c.torch) == (device, torch)), None)
 
     def put(self, costs: DeviceCosts) -> None:
-        """Write atomically; other devices, and shares that another process saved, are kept."""
+        """Save, atomically. Other devices, and shares that another process saved, are preserved."""
         with locked(self.path):
             others = []
             for saved in self._read():
@@ -115,13 +115,13 @@ class DeviceCostsFile:
 
 
 def device_costs_from_json(data: Mapping[str, Any]) -> DeviceCosts:
-    """The costs of which `dataclasses.asdict` gave these JSON values. Raises: TypeError, ValueError."""
-    shares = {key: _points(found) for key, found in data["shares"].items()}
+    """The costs from the JSON values of `dataclasses.asdict`. Raises: TypeError, ValueError."""
+    shares = {key: _points(points) for key, points in data["shares"].items()}
     costs = DeviceCosts(**{**data, "copies": _points(data["copies"]), "shares": shares})
-    points = [*costs.copies, *(point for found in shares.values() for point in found)]
+    points = [*costs.copies, *(point for share in shares.values() for point in share)]
     numbers = [costs.launch_ms, *(number for point in points for number in point)]
     if not costs.copies or not all(isinstance(n, int | float) and 0 <= n < float("inf") for n in numbers):
-        raise ValueError(f"{costs.device}: numbers that are no times")
+        raise ValueError(f"{costs.device}: times must be finite numbers >= 0")
     return costs
 
 

@@ -1,17 +1,17 @@
-"""What does `"t d, d f -> t f"` say? Dimension names per operand, and what a cut of each name means.
+"""Equations such as `"t d, d f -> t f"`: the names of each operand's dimensions, and which may be cut.
 
-Grammar, beside einsum's names separated by spaces:
+Grammar, in addition to einsum's names, which are separated by spaces:
 
     ...      any number of leading dimensions, broadcast from the right; they get names of their own
-    1        a dimension of size one: there is nothing to cut
-    name!    must not be cut (the op mixes all of its elements: a softmax, a norm)
-    name+    appears in inputs only; cutting it gives partial results that add up to the whole one
-    (a b)    one dimension that holds a and b, a slowest: a cut of `a` cuts it in contiguous pieces
-    -        a scalar, or an operand without dimensions that matter: always whole
-    *        a result that means nothing beyond its part (a seed that nobody uses): the last part's will do
+    1        a dimension of size one, which cannot be cut
+    name!    must not be cut, because the op mixes all of its elements (a softmax, a norm)
+    name+    appears in inputs only; a cut gives partial results, whose sum is the whole result
+    (a b)    one dimension that is the product of a and b, a the slowest: a cut of `a` gives contiguous pieces
+    -        a scalar, or an operand that is always whole
+    *        a result that is unused outside its part (a seed): the last part's replaces the whole one
 
-A plain name that appears in inputs only is a contraction whose partial sums are not worth having in a
-pipeline; `contractions` still lists it, because tensor-parallel layouts follow from it.
+A plain name that appears in inputs only is a contraction. Pipelines do not cut it, because adding its partial
+sums costs too much; `contractions` lists it for tensor-parallel layouts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Equation:
-    """Parsed: for each operand the name of each dimension, None where nothing can be cut there."""
+    """A parsed equation: for each operand the names of its dimensions; None for one that cannot be cut."""
 
     inputs: tuple[tuple[str | None, ...], ...]
     outputs: tuple[tuple[str | None, ...], ...]
@@ -41,20 +41,20 @@ class Equation:
 
     @property
     def contractions(self) -> frozenset[str]:
-        """Names in inputs that no output has: a cut gives partial sums."""
+        """Names that appear in inputs only: a cut gives partial sums."""
         return _names(self.inputs) - _names(self.outputs) - self.whole
 
     @property
     def cuttable(self) -> list[str]:
-        """Names a part of the op can be taken along: not `!`, and in every output with names (or marked
-        `+`)."""
+        """Names along which a pipeline may cut the op: those in every output that has names, and those marked
+        `+`; without those marked `!`."""
         named = [o for o in self.outputs if any(n is not None for n in o)]
         everywhere = [n for n in sorted(_names(named)) if all(n in o for o in named)]
-        found = [n for n in everywhere if n not in self.whole and n in _names(self.inputs)]
-        return found + sorted(self.summed - self.whole)
+        cut_names = [n for n in everywhere if n not in self.whole and n in _names(self.inputs)]
+        return cut_names + sorted(self.summed - self.whole)
 
     def axis(self, operand: tuple[str | None, ...], name: str) -> int | None:
-        """The dimension of an operand that has this name."""
+        """The dimension of an operand that has this name, or None."""
         return operand.index(name) if name in operand else None
 
 
@@ -125,7 +125,8 @@ def _operand(text: str, operand: str, rank: int, whole: set[str], summed: set[st
 
 
 def elementwise(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
-    """Broadcast from the right; a dimension of size one that is stretched stays whole.
+    """The equation of an elementwise op, broadcast from the right; a broadcast dimension of size one stays
+    whole.
 
     Example: `elementwise([(4, 8), (8,)], [(4, 8)])` is `"b a, a -> b a"`.
     """
@@ -140,9 +141,8 @@ def elementwise(inputs: Sequence[Shape], outputs: Sequence[Shape]) -> str:
 
 
 def view(source: Shape, target: Shape) -> str:
-    """Dimensions that a view keeps, splits or joins, matched from the left by their products.
-
-    Example: `view((4, 8, 6), (32, 6))` is `"(a b) c -> ..."` turned around: `"a b c -> (a b) c"`.
+    """The equation of a view. Dimensions that it keeps, splits or joins are matched from the left by their
+    products. Example: `view((4, 8, 6), (32, 6))` is `"x0 x2! x4 -> x0 x4"`: the 32 is cut where the 4 is.
     """
     left: list[str] = []
     right: list[str] = []
@@ -169,7 +169,7 @@ def view(source: Shape, target: Shape) -> str:
 
 
 def _group(sizes: list[int], first: str, used: int) -> list[str]:
-    """The dimensions of one side of a matched block. Only the slowest one of size > 1 shares a name."""
+    """Names of the dimensions of one side of a matched block. Only the slowest one of size > 1 is shared."""
     names: list[str] = []
     shared = False
     for n, size in enumerate(sizes):
@@ -184,15 +184,16 @@ def _group(sizes: list[int], first: str, used: int) -> list[str]:
 
 
 def permute(rank: int, order: Sequence[int]) -> str:
-    """Dimension n of the result is dimension `order[n]` of the source."""
+    """The equation of a permute: dimension n of the result is dimension `order[n]` of the source."""
     names = [_letter(n) for n in range(rank)]
     return _join([" ".join(names) or "-"], [" ".join(names[d] for d in order) or "-"])
 
 
 def along(inputs: Sequence[Shape], outputs: Sequence[Shape], dim: int) -> str:
-    """An op that works along one dimension (cat, split, slice, softmax, sum): every other one may be cut.
+    """The equation of an op along one dimension (cat, split, slice, softmax, sum): every other one may be
+    cut.
 
-    Outputs may lack the dimension (`keepdim=False`) or have another size there.
+    Outputs may lack the dimension (`keepdim=False`), or have another size there.
     """
     rank = max(len(s) for s in inputs)
     dim %= max(rank, 1)

@@ -1,4 +1,4 @@
-"""What does a model compute before its loss? The forward of its joint graph, as a Program or as a graph."""
+"""The forward of a model, the part of its joint graph that its outputs depend on: as a Program or a graph."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from lancet_kernels.graph.rules import RULES
 
 
 def forward_program(module: nn.Module, inputs: Sequence[object], name: str) -> Program:
-    """The forward of `module(*inputs)`: nothing that only the backward reads. Raises: CaptureError."""
+    """The forward of `module(*inputs)`, without instructions that only the backward needs. Raises:
+    CaptureError."""
     return forward_of(capture(module, inputs), name)
 
 
 def forward_of(captured: Captured, name: str) -> Program:
-    """The same of a captured module."""
+    """The forward of a captured module."""
     program = program_from_fx(captured.joint, name)
     results = output_node(captured.joint).args[0][: captured.forward_outputs]
     outputs = tuple(dict.fromkeys(t for node in results for t in tensor_names(node)))

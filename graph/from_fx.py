@@ -1,11 +1,12 @@
-"""From an fx graph to a `Program`: any graph with functional collectives or our all-to-all in it.
+"""Converts an fx graph into a `Program`: any graph with functional collectives or our all-to-all in it.
 
-Every op node becomes an instruction; a tuple's elements are its outputs. What the graph says of shapes
-(`meta["val"]`) gives bytes and FLOPs, so nothing runs; of rows it says how many there are in an evenly
-spread, dropless batch (`ops.rows.expected_sizes`). The exchange of counts, which blocks, counts as
-computation. `wait_tensor` costs nothing: whoever reads its result waits for the collective. The attribute
-`collective` says what all-gathers and reduce-scatters are. What draws from torch's global random
-generator (`draws_random_numbers`) overwrites its state, so that draws keep their order.
+Every op node becomes an instruction; the elements of a tuple are its outputs. Bytes and FLOPs come from the
+shapes of the fake results (`meta["val"]`), so nothing is executed; the number of rows is that of an evenly
+spread, dropless batch (`ops.rows.expected_sizes`). The exchange of counts blocks the host, so it is
+computation.
+`wait_tensor` is free: the instruction that reads its result waits for the collective. All-gathers and
+reduce-scatters have the attribute `collective`. Ops that draw from torch's global random generator
+(`draws_random_numbers`) overwrite its state, so that they keep their order.
 """
 
 from __future__ import annotations
@@ -50,35 +51,38 @@ _COLLECTIVES = {
     "lancet.all_gather": "all_gather",
     "lancet.reduce_scatter": "reduce_scatter",
 }
-"""The attribute `collective`: what their costs go by."""
+"""Values of the attribute `collective`, by which cost models find these ops."""
 GENERATOR = "state of the random generator"
-"""The tensor that every random op overwrites; an input of Programs that have one."""
+"""The tensor that every random op overwrites; an input of Programs with random ops."""
+WRITTEN_INTO = "written_into"
+"""Key of a node's `meta`: the name of the tensor into whose storage the node writes its result."""
 _WAIT = "_c10d_functional.wait_tensor"
 _UNSAFE_VIEW = "aten._unsafe_view"
-"""A view whose schema does not say so: torch knows that nobody else reads its input."""
+"""A view without alias annotation in its schema, because nothing else reads its input."""
 _HARDLY_READ = {
     "aten.nll_loss_forward": 0,
     "aten.nll_loss_backward": 1,
     "aten.embedding": 0,
     "lancet.row_of_rank": 2,
 }
-"""Argument of which an element or a row for each of the others' elements is read, or its shape alone."""
+"""Argument of which the op reads only single elements or rows, or only the shape: its bytes do not count."""
 
 
 def program_from_fx(module: fx.GraphModule, name: str = "graph") -> Program:
-    """The Program of a module's graph, as of `program_from_graph`."""
+    """The Program of a module's graph (see `program_from_graph`)."""
     return program_from_graph(module.graph, name)
 
 
 def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program | None = None) -> Program:
-    """The Program of an fx graph whose nodes carry `meta["val"]` (as every traced graph's do).
+    """The Program of an fx graph whose nodes have `meta["val"]` (as in every traced graph).
 
-    A placeholder without one is no tensor; an attribute without one has the module's value. A node's meta may
-    also have its "milliseconds", its "group", and "parts": how many there are of a part of an instruction.
+    A placeholder without `val` is not a tensor; an attribute without `val` has the module's value. Optional
+    keys of `meta`: "milliseconds", "group", "parts" (the number of parts, if the node is one of them), and
+    `WRITTEN_INTO`.
 
-    Args: unchanged: the Program of the graph before some of its nodes were replaced by others; instructions
-        that are still there are taken from it, with their times.
-    Instructions are named like their nodes; tensors too, element i of a tuple as `node.i`.
+    Args: unchanged: the Program of the graph before some nodes were replaced; the instructions of all other
+        nodes are copied from it, with their times.
+    Instructions and tensors are named like their nodes; element i of a tuple is named `node.i`.
     """
     nodes = list(graph.nodes)
     forward = forward_nodes(nodes)
@@ -88,7 +92,7 @@ def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program 
         if unchanged is not None and node.name in unchanged.index:
             instruction = unchanged.instructions[unchanged.index[node.name]]
             tensors.update((t, unchanged.tensors[t]) for t in instruction.outputs)
-            # What the last part hands out goes by the part's name.
+            # A result carried from part to part is read from the last part, by that part's name.
             read = tuple(dict.fromkeys(_tensor_names(node.all_input_nodes)))
             same = read == instruction.inputs
             instructions.append(instruction if same else replace(instruction, inputs=read))
@@ -97,13 +101,15 @@ def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program 
             for spec in _specs(node):
                 tensors[spec.name] = spec
                 inputs.append(spec.name)
-                # In a joint graph a parameter says whose it is; the attributes of any other graph are
-                # its own.
+                # In a joint graph, the descriptor tells parameters from inputs; in any other graph,
+                # parameters are attributes.
                 if node.op == "get_attr" or hasattr(node.meta.get("desc"), "target"):
                     parameters.append(spec.name)
         elif is_instruction(node):
             outputs = _specs(node)
-            tensors.update((spec.name, spec) for spec in outputs)
+            owner = node.meta.get(WRITTEN_INTO)
+            owned = outputs if owner is None else [replace(s, alias_of=owner, bytes=0) for s in outputs]
+            tensors.update((spec.name, spec) for spec in owned)
             phase = Phase.FORWARD if node in forward else Phase.BACKWARD
             instructions.append(_instruction(node, outputs, phase))
     if any(GENERATOR in i.mutates for i in instructions):
@@ -115,29 +121,29 @@ def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program 
 
 
 def is_instruction(node: fx.Node) -> bool:
-    """Op nodes are; taking an element of a tuple is not."""
+    """Does the node call an op? Getting an element of a tuple does not count."""
     return node.op in ("call_function", "call_method", "call_module") and node.target is not operator.getitem
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Does the node occupy the link instead of the device?"""
+    """Is the node a collective, which occupies the link instead of the device?"""
     return is_instruction(node) and _kind(op_name(node)).is_communication
 
 
 def draws_random_numbers(node: fx.Node) -> bool:
-    """Does the op take numbers from torch's global generator? Two that do must not change places."""
+    """Does the op draw from torch's global random generator? The order of such ops must not change."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     # Fused attention has the tag, but draws nothing without dropout.
     names = [argument.name for argument in node.target._schema.arguments]
     if "dropout_p" not in names:
         return True
-    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return given.get("dropout_p", 0.0) != 0.0
+    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return arguments.get("dropout_p", 0.0) != 0.0
 
 
 def is_view(node: fx.Node) -> bool:
-    """Does the op return one tensor that shares its input's storage, whatever its strides?"""
+    """Does the op return one tensor that shares its input's storage (with any strides)?"""
     schema = getattr(node.target, "_schema", None)
     if schema is None or len(schema.returns) != 1 or not isinstance(node.meta.get("val"), Tensor):
         return False
@@ -155,9 +161,9 @@ def op_name(node: fx.Node) -> str:
 
 
 def tensor_names(node: fx.Node) -> list[str]:
-    """Names of the tensors a node stands for: its own, its elements', or the element it takes.
+    """Names of the tensors that a node returns; for a getitem node, the name of the element.
 
-    A node that puts the parts of a tensor together goes by that tensor's name (`meta["stands_for"]`).
+    A node that reassembles a tensor from its parts has that tensor's name (`meta["stands_for"]`).
     """
     if "stands_for" in node.meta:
         return [node.meta["stands_for"]]
@@ -171,7 +177,8 @@ def tensor_names(node: fx.Node) -> list[str]:
 
 
 def _value(argument: object) -> Any:
-    """What a node stands for, as far as the graph says; of anything else, itself."""
+    """The fake result of a node, or the module's value for an attribute; any other argument is returned as
+    is."""
     if not isinstance(argument, fx.Node):
         return argument
     if "val" not in argument.meta and argument.op == "get_attr":
@@ -180,7 +187,7 @@ def _value(argument: object) -> Any:
 
 
 def _with_arguments(node: fx.Node) -> list[tuple[Any, object]]:
-    """Pairs of the schema's argument and its value, of those that are given."""
+    """Pairs (argument of the schema, its value) of all arguments that the node passes."""
     arguments = node.target._schema.arguments
     by_name = (
         (argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs
@@ -193,7 +200,7 @@ def _tensor_names(nodes: Iterable[fx.Node]) -> list[str]:
 
 
 def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
-    """Nodes of the forward: those no tangent reaches, of a joint graph; all, of any other graph."""
+    """The forward nodes: in a joint graph those that do not depend on a tangent; in any other graph all."""
     behind: set[fx.Node] = {n for n in nodes if n.op == "placeholder" and n.name.startswith("tangents")}
     for node in nodes:
         if any(source in behind for source in node.all_input_nodes):
@@ -202,8 +209,8 @@ def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def forward_first(graph: fx.Graph) -> set[fx.Node]:
-    """Move nodes that need no tangent in front of the first that does, also what only the backward reads: the
-    transpose of a weight, the slots of a part. -> the nodes of the forward."""
+    """Move forward nodes in front of the first backward node, also those that only the backward reads, such
+    as the transpose of a weight. -> the forward nodes."""
     forward = forward_nodes(list(graph.nodes))
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     first = next((i for i, node in enumerate(nodes) if node not in forward), len(nodes))
@@ -216,7 +223,7 @@ def forward_first(graph: fx.Graph) -> set[fx.Node]:
 def _instruction(node: fx.Node, outputs: list[TensorSpec], phase: Phase) -> Instruction:
     op = op_name(node)
     attributes = _attributes(node)
-    # Collectives of a group have costs of their own (`graph.communication`).
+    # Each group has its own communication costs (`graph.communication`).
     attributes |= {key: node.meta[key] for key in ("group", "parts") if key in node.meta}
     if op in _COLLECTIVES:
         attributes["collective"] = _COLLECTIVES[op]
@@ -259,29 +266,29 @@ def _specs(node: fx.Node) -> list[TensorSpec]:
 
 
 def _aliased(node: fx.Node) -> dict[int, str]:
-    """Output position -> name of the input tensor whose storage it shares."""
+    """Position of an output -> name of the input whose storage it shares."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {}
-    found = {}
+    aliases = {}
     for i, result in enumerate(schema.returns):
         if result.alias_info is None:
             continue
         for argument, value in _with_arguments(node):
-            # `Tensor(a -> *)`: an op that returns a list of views of the argument.
+            # `Tensor(a -> *)` annotates an op that returns a list of views of the argument.
             same = argument.alias_info is not None and (
                 argument.alias_info.before_set & result.alias_info.before_set
                 or "*" in argument.alias_info.after_set
             )
             if same and isinstance(value, fx.Node) and tensor_names(value):
-                found[i] = tensor_names(value)[0]
+                aliases[i] = tensor_names(value)[0]
     if op_name(node) in (_WAIT, _UNSAFE_VIEW) and tensor_names(node.args[0]):
-        found[0] = tensor_names(node.args[0])[0]
+        aliases[0] = tensor_names(node.args[0])[0]
     # A list of views (unbind, split): every element shares the input's storage.
     value = _value(node)
-    if 0 in found and isinstance(value, (tuple, list)):
-        found = dict.fromkeys(range(len(value)), found[0])
-    return found
+    if 0 in aliases and isinstance(value, (tuple, list)):
+        aliases = dict.fromkeys(range(len(value)), aliases[0])
+    return aliases
 
 
 def _mutated(node: fx.Node) -> tuple[str, ...]:
@@ -298,8 +305,8 @@ def _mutated(node: fx.Node) -> tuple[str, ...]:
 
 
 def _attributes(node: fx.Node) -> dict[str, Any]:
-    """The arguments that are no tensors, by name, as far as JSON can hold them; `dims` for what reorders
-    or reduces; of a gate, whether it can decide from part of a batch."""
+    """The arguments that are JSON values, by name; normalized `dims` for transposes and reductions; for a
+    gate, whether it is partitionable."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return {}
@@ -308,9 +315,9 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
         "group",
         "group_name",
         "layer",
-    ):  # names of process groups and exchanges say nothing about the program
+    ):  # names of process groups and exchanges are not part of the structure
         arguments.pop(name, None)
-    if op_name(node) == "lancet.dropout":  # nor does which numbers it draws: layers look alike
+    if op_name(node) == "lancet.dropout":  # nor are seeds: repeated layers have equal attributes
         del arguments["seed"], arguments["site"]
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items() if _is_plain(v)}
     if op_name(node) == "aten.transpose":
@@ -333,7 +340,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _flops(node: fx.Node, op: str) -> float:
-    """Of matrix products and attention; element-wise work is bound by memory and counted in bytes."""
+    """FLOPs of matrix products and attention; other ops are bound by memory, so only their bytes count."""
     values = fx.map_arg(node.args, _value)
     if op in ("lancet.grouped_gemm", "lancet.grouped_gemm_dx"):
         return 2.0 * values[0].shape[0] * values[2][0].numel()
@@ -341,7 +348,7 @@ def _flops(node: fx.Node, op: str) -> float:
         return 2.0 * values[0].shape[0] * _value(node)[0].numel()
     packet = getattr(node.target, "overloadpacket", None)
     if op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention":
-        # torch's registry does not know that fused kernels skip what a causal mask hides.
+        # Fused kernels skip the masked half of causal attention, which torch's registry ignores.
         return _attention_flops(values, "backward" in op) * (0.5 if _is_causal(node) else 1.0)
     if packet in flop_registry:
         by_name = fx.map_arg(node.kwargs, _value)
@@ -354,16 +361,18 @@ def _is_causal(node: fx.Node) -> bool:
 
 
 def _attention_flops(values: list[Any], backward: bool) -> float:
-    """Query x key and probabilities x value, 2 FLOPs each; five products instead of two in the backward."""
+    """Query x key and probabilities x value, 2 FLOPs per multiply-add; the backward has five such
+    products."""
     tensors = [v for v in values if isinstance(v, Tensor) and v.dim() == 4]
-    query, key, value = tensors[1:4] if backward else tensors[:3]  # backward's first is the gradient
+    # The first operand of the backward is the gradient.
+    query, key, value = tensors[1:4] if backward else tensors[:3]
     batch, heads, sequence, width = query.shape
     product = 2.0 * batch * heads * sequence * key.shape[2] * max(width, value.shape[3])
     return product * (5 if backward else 2)
 
 
 def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
-    """Moved through memory: everything read and written, of a view nothing; or over the link."""
+    """Bytes read and written; 0 for a view; for communication the bytes on the link."""
     if outputs and all(spec.alias_of is not None for spec in outputs):
         return 0.0
     unread = node.args[_HARDLY_READ[op]] if op in _HARDLY_READ else None
@@ -372,7 +381,7 @@ def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
     if op == "lancet.all_to_all":
         return float(_content_bytes(_value(node.args[0])))
     if _COLLECTIVES.get(op) == "reduce_scatter":
-        # As of an all-gather, the whole and not the shard: what passes the link.
+        # As for an all-gather, the bytes of the whole, not of the shard.
         return float(sum(_content_bytes(v) for v in values))
     if _kind(op).is_communication:
         return float(sum(spec.content_bytes for spec in outputs))

@@ -1,4 +1,4 @@
-"""Python's cycle collector, off where it finds nothing and takes time."""
+"""Switches off Python's garbage collector where it costs time and frees nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """No search for cycles inside: graphs and Programs are many small objects that stay alive anyway."""
+    """Context without garbage collection: graphs and Programs are many small objects that stay alive
+    anyway."""
     was_on = gc.isenabled()
     gc.disable()
     try:

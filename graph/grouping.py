@@ -1,8 +1,8 @@
-"""What does communication cost that a partition needs, by which devices of which nodes take part?
+"""Times of the communication of a partition, depending on how its groups of devices spread over nodes.
 (PrimePar, slides "Cost Model": an alpha and a beta for each grouping pattern)
 
-Devices fill the nodes of a cluster one after another, so the first bits of a device's number say on which
-node it is. Links inside a node and between nodes are priced apart, and what leaves a node at once shares its
+Devices fill the nodes of a cluster one after another, so the leading bits of a device's number are its node.
+Links inside a node and between nodes have different costs, and simultaneous messages from one node share its
 network cards.
 """
 
@@ -20,7 +20,7 @@ from lancet_kernels.graph.slices import Partition, moves
 
 
 def all_reduce_ms(cluster: Cluster, groups: Sequence[Sequence[int]], size: float) -> float:
-    """All groups sum `size` bytes per device at the same time; no groups: nothing to sum.
+    """Milliseconds of simultaneous all-reduces, one per group, of `size` bytes per device.
 
     Raises: UserError if a group has more devices on one node than on another.
     """
@@ -44,7 +44,7 @@ def all_reduce_ms(cluster: Cluster, groups: Sequence[Sequence[int]], size: float
 
 
 def shift_ms(cluster: Cluster, source_of: Sequence[int], size: float) -> float:
-    """Every device gets `size` bytes from its source; 0 if nothing travels."""
+    """Milliseconds of a shift: every device gets `size` bytes from its source; 0 if nothing moves."""
     if not moves(source_of):
         return 0.0
     node = cluster.gpus_per_node
@@ -53,7 +53,7 @@ def shift_ms(cluster: Cluster, source_of: Sequence[int], size: float) -> float:
 
 
 Boxes = np.ndarray
-"""[devices, dimensions, 2]: where a device's tile begins and ends, as shares of each dimension."""
+"""[devices, dimensions, 2]: begin and end of each device's tile, as fractions of the dimension."""
 
 
 def boxes(partition: Partition, phase: str, dimensions: Sequence[str], t: int) -> Boxes:
@@ -64,11 +64,11 @@ def boxes(partition: Partition, phase: str, dimensions: Sequence[str], t: int) -
 
 
 def redistribution_ms(cluster: Cluster, held: Boxes, needed: Boxes, size: float) -> float:
-    """Every device gets what it needs of a tensor of `size` bytes and does not hold, from its own node if a
-    device there holds it (interCost of the slides). The slower of both links counts.
+    """Milliseconds of a redistribution: every device gets the missing part of its tile of a tensor of `size`
+    bytes, from its own node if a device there holds it (interCost of the slides). The slower link counts.
 
-    Example: 8 GPUs of one p3dn node hold cuts along rows and need cuts along columns of 64 MB: each gets 7/8
-    of 8 MB over 104 GB/s, 0.07 ms, and 0.02 ms of latency.
+    Example: 8 GPUs of one p3dn node hold rows of a tensor of 64 MB and need columns: each gets 7/8 of 8 MB
+    over 104 GB/s, 0.07 ms, plus 0.02 ms of latency.
     """
     inside, outside = travelling_shares(held[None], needed[None], cluster.gpus_per_node)
     return float(redistributions_ms(cluster, inside, outside, size)[0, 0])
@@ -77,14 +77,15 @@ def redistribution_ms(cluster: Cluster, held: Boxes, needed: Boxes, size: float)
 def travelling_shares(
     held: np.ndarray, needed: np.ndarray, gpus_per_node: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What travels from each of several layouts to each of several others, [layouts, devices, dimensions, 2].
+    """The traffic of redistributions between layouts [layouts, devices, dimensions, 2], for all pairs.
 
-    Returns: two [held layouts, needed layouts]: the share of the tensor that a device gets inside its node,
-        and that a node gets from other nodes; of those that get most.
+    Returns: two arrays [held layouts, needed layouts]: the largest fraction of the tensor that a device gets
+    from
+        its own node, and the largest that a node gets from other nodes.
     """
     node = np.arange(held.shape[1]) // gpus_per_node
     same_node = node[:, None] == node[None, :]
-    # Replicas of a tile in one node count once, with the first device that has it.
+    # Replicas of a tile in one node count once, for the first device that holds it.
     alike = (held[:, :, None] == held[:, None, :]).all(axis=(-1, -2)) & same_node
     counted = ~np.tril(alike, -1).any(axis=-1)[:, None, :] & same_node
     inside, outside = np.empty((2, len(held), len(needed)))
@@ -102,7 +103,7 @@ def travelling_shares(
 
 
 def redistributions_ms(cluster: Cluster, inside: np.ndarray, outside: np.ndarray, size: float) -> np.ndarray:
-    """Milliseconds for a tensor of `size` bytes, of what `travelling_shares` says."""
+    """Milliseconds for a tensor of `size` bytes. Args: inside, outside: from `travelling_shares`."""
     link = cluster.link_efficiency * 1e9
     inside_ms = inside * size / (cluster.intra_node_gb_per_s * link) * 1e3
     outside_ms = outside * size / (cluster.inter_node_gb_per_s * link) * 1e3

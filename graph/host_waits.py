@@ -1,7 +1,8 @@
-"""Which instructions of a graph make the host wait for a GPU? With one of them no CUDA graph can capture it.
+"""Which instructions of a graph make the host wait for a GPU? A graph with one cannot be captured as CUDA
+graph.
 
-An irregular collective asks for its sizes, and some of torch's ops have a result whose shape depends on data.
-The ops of this library on a GPU ask for nothing else (`ops.kernel_path`).
+The host needs the sizes of an irregular collective, and the shapes of results that depend on data. Other ops
+of this library do not make the host wait (`ops.kernel_path`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 
 from lancet_kernels.graph.from_fx import is_instruction, op_name
 
-# Without a group there is nobody to ask.
+# Only with a group: without one there are no sizes to exchange.
 _GROUP = {"lancet.exchange_counts": 3, "lancet.all_to_all": 3, "start_all_to_all": 3}
 _ALWAYS = {
     "lancet.merge_parts",
@@ -38,7 +39,7 @@ def _waits(node: fx.Node) -> bool:
         return bool(node.args[_GROUP[name]])
     if name in _WITH_MASKS:
         indices = [index.meta["val"] for index in node.args[1] if isinstance(index, fx.Node)]
-        # index_put with a mask and one number is a masked_fill: it asks for nothing.
+        # index_put with a mask and a single number is a masked_fill, which does not wait.
         single = name != "aten.index" and _numel(node.args[2]) == 1
         return not single and any(index.dtype in (torch.bool, torch.uint8) for index in indices)
     if name == "aten.repeat_interleave":

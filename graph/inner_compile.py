@@ -1,8 +1,7 @@
-"""The computation between communications, compiled piece by piece; the order of the graph stays.
+"""Compiles the pieces of a planned graph between communications; the order of the graph is kept.
 
-A planned graph is a sequence of computations with collectives started, waited for, or fused between them.
-Only what stands between two of those may be rewritten: a compiler that saw the whole graph could move a
-collective, or what hides it. So the graph is cut at every one of them, and each piece compiled alone.
+A compiler that saw the whole graph could move a collective, or the computation that hides it. So the graph is
+split at every start and wait of a collective and at every fused launch, and each piece is compiled alone.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ SMALLEST_PIECE = 3
 def check_compiler(name: str) -> None:
     """Raise UserError unless `torch.compile` knows a backend of this name."""
     if name not in torch._dynamo.list_backends(exclude_tags=()):
-        # Those that torch shows; it has more, for its own tests.
-        known = ", ".join(torch._dynamo.list_backends())
-        raise UserError("inner_compile", got=repr(name), expected=f"one of {known}", do="check the name")
+        # Without the backends that torch has for debugging.
+        backends = ", ".join(torch._dynamo.list_backends())
+        raise UserError("inner_compile", got=repr(name), expected=f"one of {backends}", do="check the name")
 
 
 def compile_between_communications(module: fx.GraphModule, compiler: str) -> fx.GraphModule:
@@ -44,7 +43,7 @@ def compile_between_communications(module: fx.GraphModule, compiler: str) -> fx.
 
 
 def _number(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[int]]:
-    """The piece of every node, in order, and which pieces are long enough to be compiled."""
+    """The number of each node's piece, in order, and the pieces that are long enough to be compiled."""
     number_of: dict[fx.Node, int] = {}
     compiled: list[int] = []
     number, size = 0, 0
@@ -72,10 +71,11 @@ def _number(graph: fx.Graph) -> tuple[dict[fx.Node, int], list[int]]:
 
 
 def stands_alone(node: fx.Node) -> bool:
-    """Communication, its start or its wait, and fused launches: no compiler may look across them.
+    """Must the node stay outside compiled pieces? True for communication, its start and wait, and fused
+    launches.
 
-    Nor at ops on rows, or any other op of this library: a compiler gains nothing by them, and the number of
-    rows is another one in each step.
+    Also for all other ops of this library: compiling them gains nothing, and their number of rows changes in
+    each step.
     """
     if is_collective(node) or op_name(node).startswith("lancet."):
         return True

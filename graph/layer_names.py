@@ -1,6 +1,6 @@
-"""Which MoE layer does a collective of a captured graph belong to? For the message when it fails.
+"""The MoE layer that a collective of a captured graph belongs to, for error messages when it fails.
 
-Tracing notes in which module a node was made, and for a node of the backward in which one its forward was.
+Tracing records the module of each node, and for a backward node the module of its forward.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from lancet_kernels.graph.from_fx import is_collective, is_instruction, op_name
 from lancet_kernels.ops.waiting import enter_layer
 
 _KEYS = ("nn_module_stack", "fwd_nn_module_stack")
-# Collectives of a layer that the Program does not count as such.
+# Collectives of a layer that are not of a communication kind in the Program.
 _OF_A_LAYER = ("lancet.exchange_counts", "lancet.fused_experts", "start_all_to_all")
 
 
 def layer_name(node: fx.Node) -> str:
-    """The name, within the captured module, of the module that a node belongs to; "" if that is unknown.
+    """The path, in the captured module, of the module that a node belongs to; "" if it is unknown.
 
     Example: "model.blocks.3.feed_forward".
     """
@@ -27,14 +27,16 @@ def layer_name(node: fx.Node) -> str:
 
 
 def layer_meta(node: fx.Node) -> dict[str, object]:
-    """What another node of the same layer needs in its `meta`, so that `layer_name` knows it."""
+    """The entries of `meta` to copy to a new node of the same layer, so that `layer_name` works for it."""
     return {key: node.meta[key] for key in _KEYS if key in node.meta}
 
 
 def announce_layers(module: fx.GraphModule, in_pieces: bool) -> None:
-    """Put a call of `enter_layer` before each collective of an MoE layer, wherever the layer changes.
+    """Insert a call of `enter_layer` before each collective of an MoE layer, if the layer changes there.
 
-    Args: in_pieces: the graph is compiled in pieces; an exchange of counts, which is inside one, gets none.
+    Args: in_pieces: the graph is compiled in pieces; no call goes before an exchange of counts, which is
+    inside
+        a piece.
     """
     current = None
     for node in list(module.graph.nodes):

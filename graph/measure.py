@@ -1,9 +1,9 @@
-"""How long do the nodes of a graph, and the collectives of this machine, really take?
+"""Measures the nodes of a graph, and the collectives of this machine.
 
-Nodes are timed one by one while the whole graph runs on real inputs, with the collectives in it, on
-every rank at the same time. Collectives are timed alone over a series of sizes
-(Lancet, section 3: 1 KB, 2 KB, 4 KB, ...). Both are collective calls: every rank makes them, with the
-same graph.
+Nodes are timed one by one while the whole graph, with its collectives, runs on real inputs on all ranks at
+the same time. Collectives are timed alone over a series of sizes (Lancet, section 3: 1 KB, 2 KB, 4 KB, ...).
+Both
+are collective calls: all ranks must make them, with the same graph.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from lancet_kernels.ops.waiting import waiting
 
 SMALLEST_BYTES = 1024
 GPU_SLEEP_CYCLES = 500_000
-"""Some 0.3 ms."""
+"""About 0.3 ms."""
 
 
 @dataclass(frozen=True)
 class NodeTimes:
-    """What a node took on this machine.
+    """The measured time of a node.
 
-    milliseconds: of computation. Of a collective: what it costs the computing thread (packing, copying),
-        not the time on the link.
-    wire_bytes: of an all-to-all, the most that a rank sends to or gets from the others.
+    milliseconds: of computation; for a collective, the time of the computing thread (packing, copying)
+    without
+        the time on the link.
+    wire_bytes: for an all-to-all, the larger of the bytes sent to and received from other ranks, of the rank
+        with most.
     """
 
     milliseconds: float
@@ -53,14 +55,14 @@ def measure_nodes(
 ) -> dict[str, NodeTimes]:
     """Times of every instruction node, by name: medians over runs (without the first), of the slowest rank.
 
-    The others wait for it at the next all-to-all, and experts are not loaded alike: with means over two ranks
-    predictions of `lancet bench overlap` were 7.1 % off, with the slowest 3.2 % (2-core CPU, 2026-11-21).
-    On CPU ranks the time is CPU time of the computing thread: what else the machine does, and waiting for
-    other ranks, is not in it. A collective in the middle of computation counts from when all have come.
-    An emulated link is not paced meanwhile. On a GPU it is the time between two events, without the launch.
-    The random generators are afterwards as they were.
+    The slowest rank counts because the others wait for it at the next all-to-all, and experts have different
+    loads: with means over two ranks, predictions of `lancet bench overlap` were 7.1 % off, with the slowest
+    3.2 % (2-core CPU, 2026-11-21). On CPU ranks this is the CPU time of the computing thread, without other
+    processes and without waiting for other ranks; for computation that blocks on other ranks, the wall time
+    of the rank that arrives last. On a GPU it is the time between two events, without the launch. An emulated
+    link is not paced meanwhile. The states of the random generators are restored.
 
-    Args: inputs: one per placeholder of the graph; they say which device.
+    Args: inputs: one per placeholder of the graph, on the device to measure.
     """
     names = [node.name for node in module.graph.nodes if is_instruction(node)]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
@@ -75,17 +77,17 @@ def measure_nodes(
     measured = torch.tensor(runs[1:], dtype=torch.float64)
     slowest = _over_ranks(measured.median(0).values, group, "max")
     least, most = _over_ranks(measured.amin(0), group, "min"), _over_ranks(measured.amax(0), group, "max")
-    found = {}
+    times = {}
     for i, node in enumerate(node for node in module.graph.nodes if is_instruction(node)):
-        # Of what waits for other ranks, the time of the last one that came, on a good day.
+        # A node that waits for other ranks: the rank that arrives last waits least; the minimum over runs.
         milliseconds = float(least[i, 1]) if _waits_for_ranks(node) else float(slowest[i, 0])
-        found[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
-    return found
+        times[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
+    return times
 
 
 @contextlib.contextmanager
 def unpaced(inputs: Sequence[object]) -> Iterator[None]:
-    """Inside the block an emulated link is not paced; the random generators are afterwards as they were."""
+    """Context in which an emulated link is not paced; restores the states of the random generators."""
     gbps, link.gbps = link.gbps, None
     devices = {value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda}
     try:
@@ -97,14 +99,14 @@ def unpaced(inputs: Sequence[object]) -> Iterator[None]:
 
 
 def _waits_for_ranks(node: fx.Node) -> bool:
-    """Is it computation to the planner, but done when all ranks have come?"""
+    """Does the node block until all ranks reach it, though the planner treats it as computation?"""
     schema = getattr(node.target, "_schema", None)
     takes_group = schema is not None and any(argument.name == "group" for argument in schema.arguments)
     return takes_group and not is_collective(node)
 
 
 class _Timer(fx.Interpreter):
-    """Runs a graph node by node with clocks beside it: milliseconds, and bytes on the wire, by node."""
+    """Runs a graph node by node, and records CPU and wall milliseconds and bytes on the wire by node."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__(module)
@@ -119,7 +121,8 @@ class _Timer(fx.Interpreter):
         return self._timed(node, lambda: getattr(self, node.op)(node.target, args, kwargs))
 
     def _timed(self, node: fx.Node, call: Callable[[], object]) -> object:
-        # What moves the bytes of a collective takes its time from computation if no core is to spare.
+        # Without a spare core, the threads that move the bytes of a collective slow computation down: they
+        # count.
         clock = time.process_time if is_collective(node) and not _spare_cores() else time.thread_time
         link.read()
         begin, cpu = time.perf_counter(), clock()
@@ -133,8 +136,8 @@ class _Timer(fx.Interpreter):
 class _GpuTimer(_Timer):
     """The same on a GPU, by events on its stream.
 
-    The device first sleeps for as long as the host may need to launch the node, so that what is measured is
-    the node and not its launch. A node that makes the host wait is measured with its launch.
+    The device first sleeps while the host launches the node, so that the launch is not measured. For a node
+    that makes the host wait, the launch is included.
     """
 
     def _timed(self, node: fx.Node, call: Callable[[], object]) -> object:
@@ -146,8 +149,8 @@ class _GpuTimer(_Timer):
         end.record()
         torch.cuda.synchronize()
         traffic, elapsed_ms = link.read(), begin.elapsed_time(end)
-        # Of a collective only what it costs computation: packing and unpacking rows. An all-reduce packs
-        # nothing to speak of, and says nothing about its time on the link.
+        # For a collective, only packing and unpacking rows is computation. An all-reduce packs very little,
+        # and does not report its time on the link, so it counts as zero.
         computing_ms = max(0.0, elapsed_ms - traffic.exposed_ms)
         if is_collective(node) and not traffic.count:
             computing_ms = 0.0
@@ -158,7 +161,7 @@ class _GpuTimer(_Timer):
 
 @lru_cache(maxsize=1)
 def _spare_cores() -> bool:
-    """Has this machine more cores than its ranks compute on?"""
+    """Does this machine have more cores than its ranks compute on?"""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     return cores > ranks * torch.get_num_threads()
@@ -170,10 +173,11 @@ def measure_communication(
     """Times of each collective from 1 KB up to its largest size, in steps of two.
 
     Args:
-        largest: bytes per rank (all-gather and reduce-scatter: of the whole), by collective and group:
-        all-to-alls of the expert group, shifts around all ranks and the others of the data group are of
-        group "world", the others of the replica group of "replica".
-        width: of the rows of all-to-all buffers. device: where the step's tensors are.
+        largest: bytes per rank (all-gather and reduce-scatter: of the whole), by collective and group.
+        "world"
+            means the expert group for all-to-alls, all ranks for shifts, and the data group for the rest;
+            "replica" means the replica group.
+        width: of the rows in all-to-all buffers. device: of the step's tensors.
     """
 
     def all_reduce(group: str) -> Callable[[int], object]:
@@ -199,22 +203,22 @@ def measure_communication(
     samples = {}
     for collective, name in largest:
         start = starts[collective, name]
-        found = []
+        points = []
         size = SMALLEST_BYTES
         while True:
-            how = _on_the_link if collective == "all_to_all" else _to_the_end
-            call = how(start, size, device)
-            found.append((float(size), _median_ms(call, groups.world, repeats)))
+            timed = _link_time if collective == "all_to_all" else _total_time
+            call = timed(start, size, device)
+            points.append((float(size), _median_ms(call, groups.world, repeats)))
             if size >= largest[collective, name]:
                 break
             size *= 2
-        samples[collective, name] = found
+        samples[collective, name] = points
     link.read()
     return CommunicationModel.measured(samples)
 
 
-def _on_the_link(start: Callable[[int], Any], size: int, device: torch.device) -> Callable[[], float]:
-    """-> milliseconds that the link is taken; what goes before and after is computation."""
+def _link_time(start: Callable[[int], Any], size: int, device: torch.device) -> Callable[[], float]:
+    """A call that returns the milliseconds on the link; packing and unpacking count as computation."""
 
     def call() -> float:
         link.read()
@@ -224,7 +228,7 @@ def _on_the_link(start: Callable[[int], Any], size: int, device: torch.device) -
     return call
 
 
-def _to_the_end(start: Callable[[int], Any], size: int, device: torch.device) -> Callable[[], float]:
+def _total_time(start: Callable[[int], Any], size: int, device: torch.device) -> Callable[[], float]:
     def call() -> float:
         _finish(device)
         begin = time.perf_counter()
@@ -241,7 +245,7 @@ def _finish(device: torch.device) -> None:
 
 
 def _uniform_all_to_all(size: int, width: int, group: str, device: torch.device) -> object:
-    """`size` bytes of float32 rows on this rank, the same number to every rank."""
+    """Start an all-to-all of `size` bytes of float32 rows per rank, spread evenly over the ranks."""
     ranks = group_size(group)
     rows = max(1, size // (4 * width * ranks))
     count = torch.full((ranks, 1), rows, dtype=torch.int64, device=device)
@@ -251,15 +255,15 @@ def _uniform_all_to_all(size: int, width: int, group: str, device: torch.device)
 def _start_with_shards(
     collective: Callable[..., dist.Work], group: str, device: torch.device, to_shard: bool, size: int
 ) -> dist.Work | PendingAllReduce:
-    """An all-gather or reduce-scatter between `size` bytes of float32 and this rank's shard of them."""
+    """Start an all-gather or reduce-scatter between `size` bytes of float32 and this rank's shard of them."""
     if not group:
         return start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group)
     process_group = group_of(group)
     shard = torch.zeros(max(1, size // (4 * process_group.size())), device=device)
     whole = shard.new_zeros(shard.numel() * process_group.size())
-    result, source = (shard, whole) if to_shard else (whole, shard)
+    result, operand = (shard, whole) if to_shard else (whole, shard)
     with waiting(collective.__name__, process_group):
-        return collective(result, source, group=process_group, async_op=True)
+        return collective(result, operand, group=process_group, async_op=True)
 
 
 def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
@@ -272,13 +276,13 @@ def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
     return float(_over_ranks(torch.tensor([statistics.median(times[1:])]), group, "sum")[0])
 
 
-def _over_ranks(values: Tensor, group: str, how: str) -> Tensor:
+def _over_ranks(values: Tensor, group: str, reduction: str) -> Tensor:
     """The mean ("sum"), "min" or "max" over the ranks."""
     values = values.to(torch.float64, copy=True)
     if group:
         values = values.to(group_device(group))
-        operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[how]
+        operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[reduction]
         with waiting("all_reduce of measured times", group_of(group)):
             dist.all_reduce(values, operation, group=group_of(group))
     values = values.cpu()
-    return values / group_size(group) if how == "sum" else values
+    return values / group_size(group) if reduction == "sum" else values

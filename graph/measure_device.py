@@ -1,12 +1,13 @@
-"""How long does this device take to launch, to join parts, and for parts of the ops that a plan cuts?
+"""Measures the device costs of partitioning: a kernel launch, joining parts, and parts of the ops that plans
+cut.
 
-The same code on every device: on a GPU by events, on a CPU by the time of the computing thread
-(`milliseconds_of`). A part is measured beside its whole on the same operands, and its share of the whole is
-what counts: both then find the same caches warm.
+Timed by events on a GPU, and by the CPU time of the computing thread on a CPU (`milliseconds_of`). A part is
+measured together with its whole op on the same operands, and only the ratio of the two is kept, so that both
+times have equally warm caches.
 
-Why it matters: a layer of gpt2-bench-moe cut into 2, 4, 8 parts takes 3, 13, 29 ms more on a CPU rank. Priced
-by measured shares that is 5, 16, 40 ms; as a launch and 1/k of the whole it was 1 ms each (2-core CPU that
-others used as well, two sequences, 2026-11-22).
+Why it matters: cutting a layer of gpt2-bench-moe into 2, 4, 8 parts adds 3, 13, 29 ms on a CPU rank. Measured
+shares predict 5, 16, 40 ms; a launch plus 1/k of the whole op predicted 1 ms each (2-core CPU under other
+load, two sequences, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MEASURED_OPS = frozenset(
     + [op for op, rule in RULES.items() if rule.derived == "attention"]
     + [f"lancet.{op}" for op in ("grouped_gemm", "grouped_gemm_dx", "grouped_gemm_dw", "dispatch", "combine")]
 )
-"""What a step's time goes into; parts of other ops are estimated."""
+"""The ops that dominate the time of a step; the times of parts of other ops are estimated."""
 _LARGEST_COPY = {"cuda": 1 << 28, "cpu": 1 << 26}
 _SMALLEST_COPY = 1 << 12
 _LAUNCHES = 32
@@ -44,12 +45,12 @@ _REPEATS = 3
 
 
 def milliseconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """The median over a few calls, without the first."""
+    """The median milliseconds of a few calls, without the first."""
     times = []
     for _ in range(_REPEATS + 1):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # The host launches meanwhile: what is measured is the device.
+            # The device sleeps while the host launches, so that the launch is not measured.
             torch.cuda._sleep(GPU_SLEEP_CYCLES)
             begin.record()
             call()
@@ -64,7 +65,7 @@ def milliseconds_of(call: Callable[[], object], device: torch.device) -> float:
 
 
 def measure_launch(device: torch.device) -> float:
-    """Milliseconds that an op on one element takes."""
+    """Milliseconds of an op on one element."""
     x = torch.zeros(1, device=device)
 
     def call() -> None:
@@ -75,10 +76,10 @@ def measure_launch(device: torch.device) -> float:
 
 
 def measure_copies(device: torch.device) -> Points:
-    """(bytes read and written, milliseconds) of joining two halves, in steps of four."""
+    """(bytes read and written, milliseconds) of concatenating two halves; sizes grow by a factor of four."""
     points, size = [], _SMALLEST_COPY
     while size <= _LARGEST_COPY.get(device.type, _LARGEST_COPY["cpu"]):
-        # float32, read and written: eight bytes an element.
+        # float32, read and written: eight bytes per element.
         half = torch.zeros(size // 16, device=device)
         points.append((float(size), milliseconds_of(partial(torch.cat, [half, half]), device)))
         size *= 4
@@ -87,7 +88,8 @@ def measure_copies(device: torch.device) -> Points:
 
 @dataclass(frozen=True)
 class CutToMeasure:
-    """One way to cut an instruction: its node, numbers of parts, the form of each tensor, and its key."""
+    """One way to cut an instruction: its node, the numbers of parts, the form of each tensor, its
+    `cut_key`."""
 
     node: str
     parts: tuple[int, ...]
@@ -96,11 +98,11 @@ class CutToMeasure:
 
 
 def cuts_to_measure(program: Program) -> list[CutToMeasure]:
-    """Every way in which a plan may cut the ops that matter, one of each kind.
+    """All ways in which a plan may cut one of MEASURED_OPS, each `cut_key` once.
 
-    Of the backward only what belongs to the experts is cut.
+    In the backward, plans cut only experts.
     """
-    found: dict[str, CutToMeasure] = {}
+    cuts: dict[str, CutToMeasure] = {}
     for instruction in program.instructions:
         rule = rule_for(instruction) if instruction.op in MEASURED_OPS else None
         if rule is None or not (instruction.phase is Phase.FORWARD or rule.in_experts):
@@ -111,8 +113,8 @@ def cuts_to_measure(program: Program) -> list[CutToMeasure]:
             parts = tuple(k for k in PARTS if all(k <= size for size in sizes))
             if parts:
                 key = cut_key(*part_instruction(instruction, program.tensors, forms, 0, parts[0]))
-                found.setdefault(key, CutToMeasure(instruction.name, parts, forms, key))
-    return list(found.values())
+                cuts.setdefault(key, CutToMeasure(instruction.name, parts, forms, key))
+    return list(cuts.values())
 
 
 def _ways(instruction: Instruction, rule: Rule, tensors: Mapping[str, TensorSpec]) -> list[dict[str, Form]]:
@@ -128,38 +130,38 @@ def _ways(instruction: Instruction, rule: Rule, tensors: Mapping[str, TensorSpec
 def measure_parts(
     module: fx.GraphModule,
     inputs: Sequence[object],
-    wanted: Sequence[CutToMeasure],
+    cuts: Sequence[CutToMeasure],
     device: torch.device,
 ) -> dict[str, Points]:
-    """(number of parts, share of the whole that one takes) of each cut, by key. The graph runs once,
-    collectives and all, so every rank of the step calls it with the same cuts.
+    """By key of a cut: (number of parts, time of one part as a fraction of the whole op). The graph runs
+    once, with its collectives, so all ranks must call this with the same cuts.
 
     Args: inputs: one per placeholder of the graph.
     """
-    timer = _PartTimer(module, wanted, device)
+    timer = _PartTimer(module, cuts, device)
     with torch.no_grad(), unpaced(inputs):
         timer.run(*inputs)
     return timer.shares
 
 
 class _PartTimer(fx.Interpreter):
-    """Runs a graph; nodes with cuts to measure are then run again and again, whole and in part."""
+    """Runs a graph; a node with cuts to measure is also run repeatedly, whole and one part of it."""
 
-    def __init__(self, module: fx.GraphModule, wanted: Sequence[CutToMeasure], device: torch.device) -> None:
+    def __init__(self, module: fx.GraphModule, cuts: Sequence[CutToMeasure], device: torch.device) -> None:
         super().__init__(module)
         self.device = device
         self.shares: dict[str, Points] = {}
-        self.wanted: dict[str, list[CutToMeasure]] = {}
-        for cut in wanted:
-            self.wanted.setdefault(cut.node, []).append(cut)
+        self.cuts_of: dict[str, list[CutToMeasure]] = {}
+        for cut in cuts:
+            self.cuts_of.setdefault(cut.node, []).append(cut)
 
     def run_node(self, node: fx.Node) -> object:
         result = super().run_node(node)
-        if node.name in self.wanted:
+        if node.name in self.cuts_of:
             whole_ms = self._milliseconds(node, *self.fetch_args_kwargs_from_env(node))
-            for cut in self.wanted[node.name]:
+            for cut in self.cuts_of[node.name]:
                 times = [(k, self._milliseconds(node, *self._operands(node, cut, k))) for k in cut.parts]
-                # What takes no time that a clock sees is as if its parts took as much together.
+                # For an op too short to measure, assume that its parts take as long together as the whole.
                 self.shares[cut.key] = tuple(
                     (float(k), ms / whole_ms if whole_ms else 1 / k) for k, ms in times
                 )

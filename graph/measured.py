@@ -1,7 +1,7 @@
-"""Which op times were measured before? A JSON file on disk, keyed by op, shapes, dtypes and device.
+"""The file of measured op times: JSON, keyed by op, shapes, dtypes and device.
 
-Lancet calls this the Caching Op Profiler (section 3): every op is timed once per shape and then reused. This
-file only stores; who measures is another matter.
+Lancet's Caching Op Profiler (section 3): every op is timed once per shape, and then reused. This file only
+stores times; `graph.profiler` measures.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec],
 
 
 class MeasuredTimes:
-    """Milliseconds by `measurement_key`. A file that is corrupt or foreign counts as empty, with one
-    warning."""
+    """Milliseconds by `measurement_key`. A file that cannot be read counts as empty, with one warning."""
 
     def __init__(self, path: str | Path | None = None):
         self.path = Path(path) if path is not None else None
@@ -45,7 +44,7 @@ class MeasuredTimes:
         return len(self._times)
 
     def get(self, key: str) -> float | None:
-        """The measured milliseconds, None if this was never measured."""
+        """The measured milliseconds; None if there is no measurement."""
         return self._times.get(key)
 
     def items(self) -> list[tuple[str, float]]:
@@ -53,7 +52,7 @@ class MeasuredTimes:
         return list(self._times.items())
 
     def put(self, key: str, milliseconds: float) -> None:
-        """Remember one measurement; `save` writes it."""
+        """Add one measurement; `save` writes the file."""
         if not (math.isfinite(milliseconds) and milliseconds >= 0):
             raise UserError(
                 f"time of {key}", got=milliseconds, expected="milliseconds >= 0", do="measure it again"
@@ -61,7 +60,8 @@ class MeasuredTimes:
         self._times[key] = float(milliseconds)
 
     def save(self) -> None:
-        """Write atomically: readers see the old file or the new one. What another process saved is kept."""
+        """Write atomically: readers see the old file or the new one. Entries of other processes are
+        preserved."""
         if self.path is None:
             return
         with locked(self.path):
@@ -76,7 +76,7 @@ class MeasuredTimes:
                 raise ValueError(f"format {data['format']}, version {data['version']}")
             times = data["milliseconds"]
             if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in times.values()):
-                raise ValueError("a time that is no number")
+                raise ValueError("a time that is not a number >= 0")
             return {str(k): float(v) for k, v in times.items()}
         except FileNotFoundError:
             return {}

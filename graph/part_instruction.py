@@ -1,8 +1,8 @@
-"""What is one part of an instruction that is cut into k? Its name, shapes, work and traffic.
+"""One part of an instruction that is cut into k: its name, shapes, FLOPs and bytes.
 
-The overhead of partitioning is real here: each part pays its own launch, and reads whatever is not cut (a
-weight) in full. An irregular part counts as 1/k of the rows (Lancet, section 3): as many as it has if tokens
-are spread evenly.
+This includes the overhead of partitioning: each part has its own launch, and reads operands that are not cut
+(a weight) in full. An irregular part has 1/k of the rows (Lancet, section 3), as if tokens were spread
+evenly.
 """
 
 from __future__ import annotations
@@ -25,18 +25,28 @@ from lancet_kernels.graph.rules import rule_for
 
 
 def part_name(name: str, part: int) -> str:
-    """Name of one part, in Programs and in graphs. Example: `part_name("mm", 0)` is `mm_part0`."""
+    """The name of a part, in Programs and in graphs. Example: `part_name("mm", 0)` is `mm_part0`."""
     return f"{name}_part{part}"
 
 
+def whole_name(name: str) -> str:
+    """The name of the instruction that a part is one of; of any other instruction, its own.
+
+    Example: `whole_name("mm_part0")` is `mm`, and so is `whole_name("mm")`.
+    """
+    whole, marker, part = name.rpartition("_part")
+    return whole if marker and part.isdigit() else name
+
+
 def is_cut(instruction: Instruction, forms: Forms) -> bool:
-    """Does the instruction run part by part? One whose results are whole runs once, on whole operands."""
+    """Does the instruction run part by part? An instruction with whole results runs once, on whole
+    operands."""
     return any_made_in_parts(forms, instruction.outputs)
 
 
 def reads_whole(instruction: Instruction, tensor: str, forms: Forms) -> bool:
-    """Does the instruction read all of a tensor that is made part by part? Sums are read when they are
-    complete."""
+    """Does the instruction read all of a tensor that is computed part by part? A partial tensor is only read
+    as the complete sum."""
     form = forms.get(tensor, WHOLE)
     return form == PARTIAL or (form.is_made_in_parts and not is_cut(instruction, forms))
 
@@ -55,9 +65,10 @@ def part_tensor(
 
 
 def can_be_cut(tensors: Mapping[str, TensorSpec], forms: Forms, parts: int) -> bool:
-    """Do the parts of all tensors line up? Parts are whole units of the shortest dimension that is cut, so
-    it must divide the others. Equal parts line up through views too; uneven ones only where all tensors
-    have the same size along these dimensions. Windows of slots fit any number of rows."""
+    """Do the parts of all tensors cover the same part of the batch? Parts are multiples of a unit of the
+    shortest dimension that is cut, so its size must divide the others. Parts of equal size work with views,
+    too; uneven ones only if all tensors have the same size along the dimensions that are cut. Windows of
+    slots fit any number of rows."""
     sizes = {tensors[t].shape[form.dimension] for t, form in forms.items() if form.dimension is not None}
     if not sizes:
         return True
@@ -70,10 +81,10 @@ def can_be_cut(tensors: Mapping[str, TensorSpec], forms: Forms, parts: int) -> b
 def part_instruction(
     instruction: Instruction, tensors: Mapping[str, TensorSpec], forms: Forms, part: int, parts: int
 ) -> tuple[Instruction, dict[str, TensorSpec]]:
-    """Part `part` (from 0) of an instruction, and the specs of all operands it names.
+    """Part `part` (from 0) of an instruction, and the specs of its operands.
 
-    Attributes for costs to derive the part's: the `forms` of inputs and outputs, their shapes as a whole
-    (`whole_shapes`), and a measured time of the whole (`whole_milliseconds`).
+    Attributes from which cost models derive the time of the part: the `forms` of inputs and outputs, their
+    shapes in the uncut instruction (`whole_shapes`), and its measured time (`whole_milliseconds`).
     """
     rule = rule_for(instruction)
     rows = rule.row_dimensions(instruction, tensors) if rule else {}
@@ -102,7 +113,7 @@ def part_instruction(
     }
     if instruction.milliseconds is not None:
         attributes["whole_milliseconds"] = instruction.milliseconds
-    made = replace(
+    result = replace(
         instruction,
         name=part_name(instruction.name, part),
         inputs=tuple(inputs),
@@ -112,7 +123,7 @@ def part_instruction(
         milliseconds=None,
         attributes=attributes,
     )
-    return made, {spec.name: spec for spec in specs.values()}
+    return result, {spec.name: spec for spec in specs.values()}
 
 
 def _part_bytes(
@@ -121,7 +132,8 @@ def _part_bytes(
     specs: Mapping[str, TensorSpec],
     parts: int,
 ) -> float:
-    """Traffic of a part: proportional to its operands, of which whole ones are read in full each time."""
+    """Bytes read and written by a part, proportional to the sizes of its operands; whole ones count in
+    full."""
     operands = (*instruction.inputs, *instruction.outputs)
     whole = sum(tensors[t].content_bytes for t in operands)
     if instruction.kind is not Kind.COMPUTE or not whole:
@@ -130,7 +142,7 @@ def _part_bytes(
 
 
 def reassembly(spec: TensorSpec, form: Form, parts: int) -> tuple[float, float]:
-    """(flops, bytes) to make the whole tensor again: slices joined, rows merged, or summands added."""
+    """(FLOPs, bytes) of reassembling a tensor: joining slices, merging rows, or adding summands."""
     if form == CARRIED:
         return 0.0, 0.0
     if form == PARTIAL:

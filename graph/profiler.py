@@ -1,9 +1,9 @@
-"""What do a training step's instructions cost on this machine? Measured once per op and shape, then
-remembered; and what does a plan add to them?
+"""Profiles a training step on this machine: times of its instructions, its collectives, and of what plans
+add.
 
-Lancet's caching op profiler and communication cost model (section 3). Times are kept in a JSON file
-(`graph.measured`); rank 0 reads and writes it, and all ranks get what it has. Instructions that look
-alike share one time: the median of all of them.
+Lancet's caching op profiler and communication cost model (section 3): each op and shape is measured once.
+Times are stored in a JSON file (`graph.measured`), which rank 0 reads and writes for all ranks. Instructions
+with the same op, shapes and attributes share one time, the median of all of them.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from lancet_kernels.ops.groups import Groups, Value, from_first_rank, group_rank
 from lancet_kernels.ops.link import link
 
 DEVICE_COSTS = "device_costs.json"
-"""The file of device costs, beside that of the times."""
+"""The file of device costs, in the same folder as that of the measured times."""
 
 
 def default_cache() -> Path:
-    """Where measured times are kept unless said otherwise: the user's cache folder."""
+    """The default file of measured times, in the user's cache folder."""
     return cache_folder() / "times.json"
 
 
 class Profiler:
     """Measured costs on all ranks of `groups`. All methods are collective.
 
-    Args: cache: file of remembered times; None: the user's cache folder.
+    Args: cache: file of measured times; None: the one in the user's cache folder.
     """
 
     def __init__(self, groups: Groups, device: torch.device, cache: str | Path | None = None) -> None:
@@ -60,24 +60,24 @@ class Profiler:
         self._device_costs = DeviceCostsFile(file.with_name(DEVICE_COSTS))
 
     def program(self, module: fx.GraphModule, inputs: Sequence[object]) -> Program:
-        """The Program of a graph, each computation with its measured time, each all-to-all with the bytes
-        that really travel.
+        """The Program of a graph; computations have their measured times, all-to-alls the bytes that are
+        really sent.
 
-        What a collective costs the computing thread is added to the instruction that makes its input and to
-        the one that reads its result.
+        Half of the time that a collective takes on the computing thread is added to the computation before
+        it, half to the one after it.
 
         Args: inputs: one per placeholder of the graph.
         """
         program = program_from_fx(module)
-        # Fused launches say themselves what they take: alone, without peers at work, they cannot be timed.
-        given = {i.name: i.milliseconds for i in program.instructions if i.milliseconds is not None}
-        keys = {i.name: self._key(i, program) for i in program.instructions if i.name not in given}
-        wanted = {*keys.values(), *(_bytes_key(keys[i.name]) for i in _all_to_alls(program))}
-        known = self._from_first({key: self.times.get(key) for key in sorted(wanted)})
-        if any(number is None for number in known.values()):
-            return self._with_times(program, keys, self._measure(module, inputs, program, keys), given)
-        times = {key: number for key, number in known.items() if number is not None}
-        return self._with_times(program, keys, times, given)
+        # Fused launches have predicted times already: they cannot be timed alone, without their peers.
+        preset = {i.name: i.milliseconds for i in program.instructions if i.milliseconds is not None}
+        keys = {i.name: self._key(i, program) for i in program.instructions if i.name not in preset}
+        every_key = {*keys.values(), *(_bytes_key(keys[i.name]) for i in _all_to_alls(program))}
+        cached = self._from_first({key: self.times.get(key) for key in sorted(every_key)})
+        if any(number is None for number in cached.values()):
+            return self._with_times(program, keys, self._measure(module, inputs, program, keys), preset)
+        times = {key: number for key, number in cached.items() if number is not None}
+        return self._with_times(program, keys, times, preset)
 
     def _measure(
         self, module: fx.GraphModule, inputs: Sequence[object], program: Program, keys: dict[str, str]
@@ -89,26 +89,26 @@ class Profiler:
         for instruction in _all_to_alls(program):
             key = _bytes_key(keys[instruction.name])
             by_key.setdefault(key, []).append(measured[instruction.name].wire_bytes)
-        found = {key: statistics.median(numbers) for key, numbers in by_key.items()}
-        self._remember(found)
-        return found
+        times = {key: statistics.median(numbers) for key, numbers in by_key.items()}
+        self._store(times)
+        return times
 
     def _with_times(
-        self, program: Program, keys: dict[str, str], known: dict[str, float], given: dict[str, float]
+        self, program: Program, keys: dict[str, str], times: dict[str, float], preset: dict[str, float]
     ) -> Program:
-        """Costs of a measured program."""
-        # A view stays free: whoever cuts a program makes it again instead of copying.
-        milliseconds = given | {
-            i.name: 0.0 if _is_view(i) else known[keys[i.name]]
+        """The program with measured times. Args: times: by key. preset: by name of an instruction."""
+        # Views are free: in a partitioned program they are repeated, not copied.
+        milliseconds = preset | {
+            i.name: 0.0 if _is_view(i) else times[keys[i.name]]
             for i in program.instructions
-            if i.kind is Kind.COMPUTE and i.name not in given
+            if i.kind is Kind.COMPUTE and i.name not in preset
         }
         ranks = group_size(self.groups.expert)
         instructions = list(program.instructions)
         for position, instruction in enumerate(instructions):
             if instruction.kind is Kind.COMPUTE:
                 continue
-            host_ms = known[keys[instruction.name]]
+            host_ms = times[keys[instruction.name]]
             beside = [
                 name
                 for waits in (program.dependencies, program.dependents)
@@ -117,8 +117,8 @@ class Profiler:
             for name in beside:
                 milliseconds[name] += host_ms / len(beside)
             if instruction.kind is Kind.ALL_TO_ALL:
-                # As if rows were spread evenly: the model's points are of such all-to-alls.
-                size = known[_bytes_key(keys[instruction.name])] * ranks / max(1, ranks - 1)
+                # The bytes of an all-to-all with evenly spread rows, as in the points of the model.
+                size = times[_bytes_key(keys[instruction.name])] * ranks / max(1, ranks - 1)
                 instructions[position] = replace(instruction, bytes=size)
         return replace(
             program,
@@ -129,9 +129,9 @@ class Profiler:
         )
 
     def communication(self, program: Program, width: int) -> CommunicationModel:
-        """Measured times of the collectives of a Program, up to the sizes it has.
+        """Measured times of the collectives of a Program, up to its largest sizes.
 
-        Args: width: of the rows of its all-to-all buffers.
+        Args: width: of the rows in its all-to-all buffers.
         """
         largest = {("all_to_all", "world"): 0, ("all_reduce", "world"): 0}
         for instruction in program.instructions:
@@ -142,17 +142,17 @@ class Profiler:
         wire = "" if link.gbps is None else f", emulated link {link.gbps:g} Gbit/s"
         sizes = ", ".join(f"{' '.join(key)} {size}" for key, size in largest.items())
         prefix = f"communication up to {sizes}, rows of {width}, {self._where}{wire}: "
-        known = self._from_first({key: ms for key, ms in self.times.items() if key.startswith(prefix)})
-        if not known:
+        times = self._from_first({key: ms for key, ms in self.times.items() if key.startswith(prefix)})
+        if not times:
             model = measure_communication(largest, width, self.groups, self.device)
-            known = {
+            times = {
                 f"{prefix}{collective} {group} {size:.0f}": ms
                 for (collective, group), points in model.points.items()
                 for size, ms in points
             }
-            self._remember(known)
+            self._store(times)
         samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
-        for line, ms in known.items():
+        for line, ms in times.items():
             collective, group, size = line.removeprefix(prefix).split()
             samples.setdefault((collective, group), []).append((float(size), ms))
         return CommunicationModel.measured(samples)
@@ -164,39 +164,39 @@ class Profiler:
     def costs(
         self, module: fx.GraphModule, inputs: Sequence[object], program: Program, width: int
     ) -> MeasuredCosts:
-        """What the measured Program of a graph costs, and what a plan adds to it.
+        """The costs of a graph's measured Program, and of what a plan adds to it.
 
-        Args: program: of `program`. width: of the rows of its all-to-all buffers.
+        Args: program: the result of `program`. width: of the rows in its all-to-all buffers.
         """
         communication = self.communication(program, width)
         return MeasuredCosts(self._of_device(module, inputs, program), communication, self._where_with_link)
 
     def _of_device(self, module: fx.GraphModule, inputs: Sequence[object], program: Program) -> DeviceCosts:
-        """As remembered; what is missing is measured."""
-        wanted = cuts_to_measure(program)
-        known = self._from_first(self._device_costs.get(self.device_model, torch.__version__))
-        missing = [cut for cut in wanted if known is None or cut.key not in known.shares]
-        if known is not None and not missing:
-            return known
-        # Every rank runs the graph, for the sake of its collectives; what counts is what rank 0 measured.
-        if known is None:
+        """The device costs from the cache file; missing ones are measured."""
+        cuts = cuts_to_measure(program)
+        costs = self._from_first(self._device_costs.get(self.device_model, torch.__version__))
+        missing = [cut for cut in cuts if costs is None or cut.key not in costs.shares]
+        if costs is not None and not missing:
+            return costs
+        # Every rank runs the graph, because of its collectives; the times of rank 0 count.
+        if costs is None:
             base = measure_launch(self.device), measure_copies(self.device)
-            known = DeviceCosts(self.device_model, torch.__version__, *base)
+            costs = DeviceCosts(self.device_model, torch.__version__, *base)
         shares = measure_parts(module, inputs, missing, self.device)
-        known = self._from_first(replace(known, shares={**known.shares, **shares}))
+        costs = self._from_first(replace(costs, shares={**costs.shares, **shares}))
         if group_rank(self.groups.world) == 0:
-            self._device_costs.put(known)
-        return known
+            self._device_costs.put(costs)
+        return costs
 
     def _key(self, instruction: Instruction, program: Program) -> str:
         attributes = ", ".join(f"{k}={v}" for k, v in sorted(instruction.attributes.items()))
         return f"{measurement_key(instruction, program.tensors, self._where)} [{attributes}]"
 
     def _from_first(self, values: Value) -> Value:
-        """What rank 0 knows, on every rank: all must decide alike whether to measure."""
+        """The value of rank 0, on every rank: all must make the same decision whether to measure."""
         return from_first_rank(values, self.groups.world, "the measured times")
 
-    def _remember(self, times: dict[str, float]) -> None:
+    def _store(self, times: dict[str, float]) -> None:
         for key, milliseconds in times.items():
             self.times.put(key, milliseconds)
         if group_rank(self.groups.world) == 0:
@@ -218,18 +218,21 @@ def _is_view(instruction: Instruction) -> bool:
 
 
 def _nearest_computation(program: Program, position: int, waits: Sequence[Sequence[int]]) -> str | None:
-    """The instruction, views left out, that comes last before a position or first behind it."""
+    """Name of the last computation that a position depends on, or the first that depends on it; not a view.
+
+    Args: waits: `program.dependencies` or `program.dependents`.
+    """
     closest = max if waits is program.dependencies else min
     frontier, seen = set(waits[position]), set()
-    found: set[int] = set()
+    computations: set[int] = set()
     while frontier:
         i = frontier.pop()
         seen.add(i)
         if _is_view(program.instructions[i]):
             frontier |= set(waits[i]) - seen
         elif program.instructions[i].kind is Kind.COMPUTE:
-            found.add(i)
-    return program.instructions[closest(found)].name if found else None
+            computations.add(i)
+    return program.instructions[closest(computations)].name if computations else None
 
 
 def _bytes_key(key: str) -> str:

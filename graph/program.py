@@ -1,8 +1,8 @@
-"""What is one training step as plain data? An ordered, valid sequence of instructions over named tensors.
+"""A training step as plain data: an ordered, valid sequence of instructions over named tensors.
 
 Lancet (section 4) writes an instruction as I_n = (x_n, y_n, f_n): its inputs, outputs and operator. A
-`Program` is such a sequence with the tensors it names. Schedules work on Programs alone, so they run
-without torch, on made-up programs, and for clusters nobody has here.
+`Program` is a sequence of instructions with their tensors. Schedules work on Programs only, so they need no
+torch, can be tested with synthetic programs, and can plan for clusters that are not available.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ ITEM_BYTES = {
 
 
 class Kind(str, Enum):
-    """The resource an instruction occupies: the device's compute, or the link in one of these ways."""
+    """The resource that an instruction occupies: compute, or the link, with the kind of collective."""
 
     COMPUTE = "compute"
     ALL_TO_ALL = "all_to_all"
     ALL_REDUCE = "all_reduce"
     POINT_TO_POINT = "point_to_point"
-    """Every rank sends to one rank and receives from one: a ring shift."""
+    """A shift: every rank sends to one rank and receives from one."""
     OTHER_COMMUNICATION = "other_communication"
 
     @property
@@ -63,10 +63,10 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor: `bytes` is what it adds to memory, by default the size of `shape` in `dtype`.
+    """One tensor. `bytes` is the memory that it allocates, by default the size of `shape` in `dtype`.
 
-    A tensor with `alias_of` shares that tensor's storage (a view, or the result of an in-place update)
-    and adds nothing.
+    A tensor with `alias_of` shares that tensor's storage (a view, or the result of an in-place update) and
+    allocates nothing.
     """
 
     name: str
@@ -89,7 +89,7 @@ class TensorSpec:
 
     @property
     def content_bytes(self) -> int:
-        """Bytes of the values, whether or not the storage is shared."""
+        """Bytes of the values, even if the storage is shared."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -98,8 +98,8 @@ class Instruction:
     """One operator applied to tensors. Costs are in `flops` and in `bytes` moved (to memory, or over the
     link).
 
-    `milliseconds`, where given, is a measured time and goes before every estimate. `mutates` names inputs
-    that are overwritten: readers of the old value stay before this instruction, readers of the new one after.
+    `milliseconds` is a measured time, which replaces every estimate, or None. `mutates` names inputs that are
+    overwritten: readers of the old value stay before this instruction, readers of the new value after it.
     """
 
     name: str
@@ -128,7 +128,8 @@ class Program:
     `parameters` are the inputs that are weights: every part of a partitioned instruction uses all of them.
 
     Raises:
-        UserError: a name is used twice, a tensor is read before it is made, made twice, or not described.
+        UserError: a name is used twice, or a tensor has no spec, two producers, or a reader before its
+        producer.
     """
 
     name: str
@@ -153,17 +154,17 @@ class Program:
 
     @cached_property
     def producer(self) -> dict[str, int]:
-        """Position of the instruction that makes each tensor; program inputs have none."""
+        """Tensor -> position of the instruction that computes it; program inputs have none."""
         return {t: i for i, instruction in enumerate(self.instructions) for t in instruction.outputs}
 
     @cached_property
     def consumers(self) -> dict[str, list[int]]:
         """Positions of the instructions that read each tensor, in order."""
-        found: dict[str, list[int]] = {t: [] for t in self.tensors}
+        readers: dict[str, list[int]] = {t: [] for t in self.tensors}
         for i, instruction in enumerate(self.instructions):
             for t in dict.fromkeys(instruction.inputs):
-                found[t].append(i)
-        return found
+                readers[t].append(i)
+        return readers
 
     @cached_property
     def parameter_set(self) -> frozenset[str]:
@@ -186,11 +187,11 @@ class Program:
 
     @cached_property
     def dependencies(self) -> list[tuple[int, ...]]:
-        """For each instruction, the positions that must come before it: producers, and for storages that
-        are overwritten also the last writer (of a reader) and all readers so far (of a writer).
+        """For each instruction, the positions that must come before it: the producers of its inputs; for a
+        storage that is overwritten also its last writer, and before a writer all readers so far.
 
-        Forward and backward run one after the other: what begins the backward comes behind what ends the
-        forward, whether or not it reads it.
+        Forward and backward run one after the other: the first instructions of the backward depend on the
+        last ones of the forward, even if they do not read their results.
         """
         mutated = {self.storage[t] for i in self.instructions for t in i.mutates}
         readers: dict[str, list[int]] = {s: [] for s in mutated}
@@ -221,7 +222,7 @@ class Program:
 
     @cached_property
     def dependents(self) -> list[tuple[int, ...]]:
-        """For each instruction, the positions that wait for it."""
+        """For each instruction, the positions that depend on it."""
         after: list[list[int]] = [[] for _ in self.instructions]
         for i, before in enumerate(self.dependencies):
             for j in before:
@@ -230,7 +231,7 @@ class Program:
 
     @cached_property
     def reachability(self) -> Reachability:
-        """Which instruction reaches which over directed paths."""
+        """Which instructions are connected by directed paths."""
         return Reachability.of(self.dependencies)
 
     def positions(self, kind: Kind) -> list[int]:
@@ -238,7 +239,7 @@ class Program:
         return [i for i, instruction in enumerate(self.instructions) if instruction.kind is kind]
 
     def reordered(self, order: Sequence[str] | Sequence[int]) -> Program:
-        """The same instructions in another order, given by names or by positions.
+        """The same instructions in another order, as names or as positions.
 
         Raises:
             UserError: `order` is no permutation, or an instruction would come before one it depends on.
@@ -266,28 +267,33 @@ class Program:
         return replace(self, instructions=tuple(self.instructions[p] for p in positions))
 
     def _check(self) -> None:
-        known = set(self.inputs)
+        available = set(self.inputs)
         names: set[str] = set()
         for t, spec in self.tensors.items():
             if spec.name != t or (spec.alias_of is not None and spec.alias_of not in self.tensors):
-                self._refuse(f"{t} described as {spec.name}, alias of {spec.alias_of}", "tensors that exist")
+                self._refuse(
+                    f"{t} with the spec of {spec.name}, alias of {spec.alias_of}",
+                    "its own spec, an existing alias",
+                )
         for instruction in self.instructions:
             if instruction.name in names:
                 self._refuse(f"two instructions named {instruction.name}", "every name once")
             names.add(instruction.name)
             for t in (*instruction.inputs, *instruction.mutates):
-                if t not in known:
-                    self._refuse(f"{instruction.name} reads {t}", "tensors made before they are read")
+                if t not in available:
+                    self._refuse(
+                        f"{instruction.name} reads {t}", "tensors that are computed before they are read"
+                    )
             for t in instruction.outputs:
-                if t in known:
-                    self._refuse(f"{instruction.name} makes {t} again", "every tensor made once")
-                known.add(t)
+                if t in available:
+                    self._refuse(f"{instruction.name} computes {t} again", "one producer for every tensor")
+                available.add(t)
         if not set(self.parameters) <= set(self.inputs):
-            strangers = sorted(set(self.parameters) - set(self.inputs))
-            self._refuse(f"parameters {', '.join(strangers)}", "parameters that are inputs")
-        for t in (*known, *self.outputs):
-            if t not in self.tensors or t not in known:
-                self._refuse(f"tensor {t}", "only tensors that are described and made")
+            others = sorted(set(self.parameters) - set(self.inputs))
+            self._refuse(f"parameters {', '.join(others)}", "parameters that are inputs")
+        for t in (*available, *self.outputs):
+            if t not in self.tensors or t not in available:
+                self._refuse(f"tensor {t}", "tensors with a spec and a producer")
 
     def _refuse(self, got: str, expected: str) -> None:
         raise UserError(f"program {self.name}", got=got, expected=expected, do="correct the instruction list")

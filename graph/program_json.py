@@ -1,4 +1,4 @@
-"""How does a Program become JSON and back, and which Program is it? (`fingerprint`)"""
+"""Programs as JSON, and their fingerprints."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def program_from_json(data: dict[str, Any]) -> Program:
     Raises:
         UserError: not a program of this version, or the program it describes is not valid.
     """
-    found = (data.get("format"), data.get("version")) if isinstance(data, dict) else type(data).__name__
-    if found != (FORMAT, VERSION):
+    version = (data.get("format"), data.get("version")) if isinstance(data, dict) else type(data).__name__
+    if version != (FORMAT, VERSION):
         raise UserError(
-            "program JSON", got=found, expected=(FORMAT, VERSION), do="write it again with program_to_json"
+            "program JSON", got=version, expected=(FORMAT, VERSION), do="write it again with program_to_json"
         )
     try:
         tensors = [
@@ -62,10 +62,8 @@ def program_from_json(data: dict[str, Any]) -> Program:
             Instruction(**{**i, "kind": Kind(i["kind"]), "phase": Phase(i["phase"])})
             for i in data["instructions"]
         )
-        described = {t.name: t for t in tensors}
-        return Program(
-            data["name"], instructions, described, data["inputs"], data["outputs"], data["parameters"]
-        )
+        specs = {t.name: t for t in tensors}
+        return Program(data["name"], instructions, specs, data["inputs"], data["outputs"], data["parameters"])
     except UserError:
         raise
     except (KeyError, TypeError, ValueError) as error:
@@ -77,7 +75,7 @@ def program_from_json(data: dict[str, Any]) -> Program:
 def fingerprint(program: Program) -> str:
     """64 hex digits that depend on the structure (names, ops, shapes, order, attributes), never on costs.
 
-    Two ranks that captured the same model agree on it, whatever each of them measured.
+    Ranks that captured the same model get the same fingerprint, even if they measured different times.
     """
     structure = program_to_json(program)
     for instruction in structure["instructions"]:
@@ -87,13 +85,17 @@ def fingerprint(program: Program) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def check_fingerprint(program: Program, wanted: str, what: str, made: str, do: str) -> None:
-    """Raise UserError unless the program is the one of a fingerprint: the one that `what` was `made` for."""
-    found = fingerprint(program)
-    if found != wanted:
+def check_fingerprint(program: Program, expected: str, what: str, made: str, do: str) -> None:
+    """Raise UserError unless the program has the expected fingerprint.
+
+    Args, for the message: what: the object that belongs to a program, "plan for X". made: the participle in
+    "the program it was planned for". do: the advice.
+    """
+    actual = fingerprint(program)
+    if actual != expected:
         raise UserError(
             what,
-            got=f"program {program.name} ({found[:12]})",
-            expected=f"the program it was {made} for ({wanted[:12]})",
+            got=f"program {program.name} ({actual[:12]})",
+            expected=f"the program it was {made} for ({expected[:12]})",
             do=do,
         )

@@ -1,4 +1,4 @@
-"""Which instruction reaches which over directed paths? Answered with one bitset per instruction.
+"""Reachability over directed paths, with one bitset per instruction.
 
 A bitset is a Python int: 10,000 instructions take about 25 MB and well under a second.
 """

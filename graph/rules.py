@@ -1,16 +1,16 @@
-"""Along which dimensions may an op be cut into parts? One table, einsum-like, for every op we know.
+"""The rule table: along which dimensions each op may be cut into parts, as einsum-like equations.
 
-From a rule follow Lancet's partition constraints (section 5.2): a matrix product `"t d, d f -> t f"` may
+Lancet's partition constraints (section 5.2) follow from the rules: a matrix product `"t d, d f -> t f"` may
 be cut along t (first operand and result) or along f (second operand and result). An op without a rule is
 never partitioned.
 
-MoE ops are cut in a way of their own. A part of the batch sends anything from 0 to C rows to an expert, so
-behind the dispatch each part is *irregular*: it has some of the rows, and the parts' rows add up to the
-whole's. Where a range holds nothing but all-to-alls and experts, the rows `r` are cut instead: each part has
-a window of the slots of every expert (`ops.parts`), not a slice of the tensor.
+MoE ops have further ways to be cut. A part of the batch sends between 0 and C rows to an expert, so after the
+dispatch tensors are *irregular*: each part has some of the rows, and together they have all. In a range that
+has only all-to-alls and experts, the rows `r` are cut instead: each part has a window of the slots of every
+expert (`ops.parts`), which is not a slice of the tensor.
 
-A rule also says what of an op's arguments is another one in a part (shape, sizes, counts, what is carried),
-for the cutter of graphs (`schedules.cut`).
+A rule also says which arguments of an op differ between parts (shape, sizes, counts, carried tensors);
+`schedules.cut` uses this.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ Tensors = Mapping[str, TensorSpec]
 class Rule:
     """How one op may be cut.
 
-    equations: alternatives, told apart by how many operands they have; the first that fits is taken.
-    derived: instead, the name of a function in `DERIVED` that writes the equation from shapes and attributes.
-    irregular: per operand `~` (irregular), `^` (carried), `.` (whole), `+` (partial) or a dimension name,
-    for cuts behind the gate. in_experts: the op belongs to all-to-alls and experts, where rows may be cut.
-    carries: (output, argument): each part hands the output on to the next one, as its argument there.
+    equations: alternatives for different numbers of operands; the first that fits the operands is used.
+    derived: instead, the name of a function in `DERIVED` that gives the equation from shapes and attributes.
+    irregular: for cuts after the gate: per operand `~` (irregular), `^` (carried), `.` (whole), `+` (partial)
+    or a dimension name. in_experts: the op is an all-to-all or part of the experts, where rows may be cut.
+    carries: (output, argument): the output of a part is this argument of the next part.
 
-    Positions of arguments, as the op declares them, that are others in a part:
+    Positions of arguments in the op's schema that differ between parts:
     shape_argument: the shape of the result.
-    count_arguments: counts [W, E_l] of rows, first those of the operands.
-    num_rows_argument: how many rows there are; nobody knows of a part.
-    most_rows_argument: a bound of that; of a part, no more than it has choices.
-    to_experts_argument: do rows travel to the experts, and so lie by expert?
-    is_count: results count rows: those of parts add up.
-    routing: "counts" or "rows": parts have counts and rows of their own, by the slots of theirs alone.
-    reduction_argument: 1 there asks for a mean. Parts are asked for sums (2): the whole is the sum of these,
-    divided by output 1.
-    averages: the result of a part counts by its share of the whole's elements.
+    count_arguments: counts [W, E_l] of rows, those of the operands first.
+    num_rows_argument: the number of rows, which is unknown for a part.
+    most_rows_argument: an upper bound of it; for a part, at most its number of choices.
+    to_experts_argument: true if the rows are sent to the experts, so that the result is sorted by expert.
+    is_count: results are counts of rows: the whole batch's are the sums of the parts'.
+    routing: "counts" or "rows": each part computes its own from its own slots.
+    reduction_argument: 1 means the mean. Parts compute sums (2) instead; the whole result is the total of
+    these, divided by output 1.
+    averages: the results of parts are weighted with their shares of the elements.
     """
 
     equations: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Rule:
     averages: bool = False
 
     def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
-        """The parsed equation of this instruction, None when none of the rule's fits its operands."""
+        """The parsed equation of this instruction; None if no equation of the rule fits its operands."""
         shapes = (
             [tensors[t].shape for t in instruction.inputs],
             [tensors[t].shape for t in instruction.outputs],
@@ -86,19 +86,19 @@ class Rule:
     ) -> list[tuple[Form, ...]]:
         """Every way to cut the instruction: the form of each input and output.
 
-        `only_experts` says that the range holds nothing but all-to-alls and experts; `contractions` that
-        partial sums of contractions are wanted, too.
+        Args: only_experts: the range has only all-to-alls and experts. contractions: also cut contractions,
+            which gives partial sums.
 
         Example: `aten.mm` gives (cut 0, whole, cut 0) and (whole, cut 1, cut 1): rows of the first operand,
         or columns of the second.
         """
         equation = self.equation(instruction, tensors)
-        # What overwrites something (the state of the random generator, say) runs once, on the whole.
+        # An op that overwrites something (the state of the random generator, say) runs once, on the whole.
         if equation is None or instruction.attributes.get("partitionable") is False or instruction.mutates:
             return []
         operands = list(zip(instruction.inputs, equation.inputs, strict=True))
         results = list(zip(instruction.outputs, equation.outputs, strict=True))
-        found: list[tuple[Form, ...]] = []
+        result: list[tuple[Form, ...]] = []
         if self.in_experts and not only_experts:
             names: list[str] = []
         else:
@@ -116,34 +116,34 @@ class Rule:
             for target in (*(output for output, _ in self.carries), *equation.any_part):
                 targets[target] = CARRIED
             if any(form != WHOLE for form in sources) and WHOLE not in targets:
-                found.append((*sources, *targets))
+                result.append((*sources, *targets))
         if not only_experts:
-            found += self._irregular(instruction, equation, tensors)
-        return found
+            result += self._irregular(instruction, equation, tensors)
+        return result
 
     def carried(self, instruction: Instruction, tensors: Tensors) -> list[tuple[int, int]]:
-        """(input, output) positions of what parts hand on: the input has the output's shape and dtype."""
-        found = []
+        """(input, output) positions of carried tensors: the input has the output's shape and dtype."""
+        result = []
         for target, _ in self.carries:
-            wanted = tensors[instruction.outputs[target]]
+            spec = tensors[instruction.outputs[target]]
             for source, name in enumerate(instruction.inputs):
-                if (tensors[name].shape, tensors[name].dtype) == (wanted.shape, wanted.dtype):
-                    found.append((source, target))
+                if (tensors[name].shape, tensors[name].dtype) == (spec.shape, spec.dtype):
+                    result.append((source, target))
                     break
-        return found
+        return result
 
     def _irregular(
         self, instruction: Instruction, equation: Equation, tensors: Tensors
     ) -> list[tuple[Form, ...]]:
         operands = [*zip(instruction.inputs, equation.inputs, strict=True)]
         operands += zip(instruction.outputs, equation.outputs, strict=True)
-        found = []
+        result = []
         for text in self.irregular:
             marks = text.replace("->", ",").split(",")
             if len(marks) == len(operands):
                 codes = {"~": IRREGULAR, ".": WHOLE, "^": CARRIED, "+": PARTIAL}
                 pairs = zip(marks, operands, strict=True)
-                found.append(
+                result.append(
                     tuple(
                         codes[m.strip()]
                         if m.strip() in codes
@@ -151,16 +151,16 @@ class Rule:
                         for m, (t, names) in pairs
                     )
                 )
-        return found
+        return result
 
     def _form(self, shape: Shape, names: tuple[str | None, ...], name: str) -> Form:
-        """A cut where `name` is; a dimension of size one is broadcast and stays whole."""
+        """The form of an operand if `name` is cut; a dimension of size one is broadcast and stays whole."""
         if name not in names or shape[names.index(name)] == 1:
             return WHOLE
         return WINDOW if self.in_experts and name == "r" else cut(names.index(name))
 
     def row_dimensions(self, instruction: Instruction, tensors: Tensors) -> dict[str, int]:
-        """Which dimension of each operand are the rows `r`: what an irregular part has 1/k of on average."""
+        """The dimension of the rows `r` of each operand: an irregular part has 1/k of these on average."""
         equation = self.equation(instruction, tensors)
         if equation is None:
             return {}
@@ -170,7 +170,7 @@ class Rule:
 
 
 def rule_for(instruction: Instruction) -> Rule | None:
-    """The rule of an instruction's op, None when it has none and so is never partitioned."""
+    """The rule of an instruction's op; None if it has none, and is never partitioned."""
     return RULES.get(instruction.op)
 
 
@@ -237,7 +237,7 @@ RULES: dict[str, Rule] = {
     "aten._fused_rms_norm": Rule(derived="norm"),
     "aten.mm": Rule(("t d, d f -> t f",)),
     "aten.mv": Rule(("t d, d -> t",)),
-    # What is added must be added once: no partial sums.
+    # No partial sums: the bias must be added once.
     "aten.addmm": Rule(("f, t d!, d! f -> t f", "t f, t d!, d! f -> t f")),
     "aten.bmm": Rule(("b t d, b d f -> b t f",)),
     "aten.baddbmm": Rule(("b t f, b t d!, b d! f -> b t f",)),
@@ -245,7 +245,7 @@ RULES: dict[str, Rule] = {
     "aten.embedding": Rule(("v! d, ... -> ... d",)),
     # x[..., D], token index[...], feature index[D], step -> y[..., D]
     "lancet.dropout": Rule(("... d, ..., d, - -> ... d",)),
-    # logits[T, E], used[E], key[T], bias[E], as far as the gate has them
+    # logits[T, E], used[E], key[T], bias[E]; which of these depends on the gate
     #   -> expert[T, K], slot[T, K], weight[T, K], used'[E] (capacity passing, section 2.3)
     "lancet.gate": Rule(
         (
@@ -255,11 +255,11 @@ RULES: dict[str, Rule] = {
         ),
         carries=((3, 1),),
     ),
-    # used'[E] -> counts[W, E_l]: behind a gate that is cut, or of a part of what a whole gate decided
+    # used'[E] -> counts[W, E_l]: after a gate that is cut, or for a part of the routing of an uncut gate
     "lancet.kept_counts": Rule(
         ("e! -> w! l!",), irregular=("^ -> ~", ". -> ~"), is_count=True, routing="counts"
     ),
-    # expert[T, K], slot[T, K], counts[W, E_l] -> row[T, K]: of a part, among that part's rows
+    # expert[T, K], slot[T, K], counts[W, E_l] -> row[T, K]: in a part, indices into that part's rows
     "lancet.send_rows": Rule(("t! k!, t! k!, w! e! -> t! k!",), irregular=("t, t, ~ -> t",), routing="rows"),
     # x[T, D], row[T, K] (, weight[T, K]) -> rows[S, D]
     "lancet.dispatch": Rule(

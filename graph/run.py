@@ -1,7 +1,7 @@
-"""How a planned graph runs: as Python code, or node by node with a clock beside it.
+"""Runs a planned graph: as Python code, or node by node while recording times.
 
-`GraphRunner` is what autograd calls for the forward or the backward graph. A `Recorder` collects, for one
-iteration, when every instruction of both graphs computed on this rank.
+autograd calls a `GraphRunner` for the forward and one for the backward graph. A `Recorder` collects, for one
+iteration, the start and end of every instruction of both graphs on this rank.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from lancet_kernels.graph.program import Phase
 
 @dataclass
 class Recorder:
-    """(instruction, phase, start, end) on the monotonic clock, in seconds, while `on`."""
+    """While `on`, collects (instruction, phase, start, end), in seconds of the monotonic clock."""
 
     on: bool = False
     computed: list[tuple[str, Phase, float, float]] = field(default_factory=list)
 
 
 class GraphRunner:
-    """Calls a graph with a list of inputs, which it empties.
+    """Runs a graph with a list of inputs, which it empties.
 
-    inner_compile: what compiles its pieces between communications (`graph.inner_compile`); "": nothing does.
+    inner_compile: the backend that compiles the pieces between communications (`graph.inner_compile`); "":
+    none.
     """
 
-    _boxed_call = True  # how torch knows that it may hand over a list
+    _boxed_call = True  # tells torch to pass a list
 
     def __init__(
         self, module: fx.GraphModule, phase: Phase, recorder: Recorder, inner_compile: str = ""
@@ -49,7 +50,8 @@ class GraphRunner:
             inputs.clear()
             return self.pieces(*arguments)
         if inputs and isinstance(inputs[0], torch.Tensor) and inputs[0].is_cuda:
-            # Frees every saved activation after its last use; a call holds its arguments to the end.
+            # The interpreter frees each saved activation after its last use; a call keeps its arguments
+            # alive.
             return fx.Interpreter(self.module).boxed_run(inputs)
         # On the CPU the interpreter's overhead, some 10 us a node, would be part of every iteration.
         arguments = tuple(inputs)
@@ -65,7 +67,7 @@ class _Clocked(fx.Interpreter):
     def run_node(self, node: fx.Node) -> object:
         begin = time.monotonic()
         result = super().run_node(node)
-        # Standing still until a collective is done is not computing.
+        # Waiting for a collective is not computation.
         if is_instruction(node) and op_name(node) not in ("wait", "enter_layer"):
             self.recorder.computed.append((node.name, self.phase, begin, time.monotonic()))
         return result

@@ -1,4 +1,4 @@
-"""The optimizer's step as instructions of a Program: captured graphs end with the gradients."""
+"""Adds the optimizer's step to a Program, because captured graphs end with the gradients."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec
 
 
 def with_sgd(program: Program, captured: Captured) -> Program:
-    """The program of a captured step, then SGD with momentum: one instruction per parameter that has a
-    gradient, which reads three tensors and writes two."""
+    """The program of a captured step with SGD with momentum: one instruction per parameter with a gradient,
+    which reads three tensors and writes two."""
     gradients = _gradients(captured)
     tensors = dict(program.tensors)
     steps, momenta = [], []
@@ -42,7 +42,7 @@ def with_sgd(program: Program, captured: Captured) -> Program:
 
 
 def _gradients(captured: Captured) -> dict[str, str]:
-    """Tensor of a parameter -> tensor of its gradient, summed over the ranks if the step does that."""
+    """Tensor of a parameter -> tensor of its gradient (after the all-reduce, if the step has one)."""
     graph = captured.joint.graph
     tensor_of = {state_name(n): n.name for n in graph.nodes if n.op == "placeholder" and state_name(n)}
     results = output_node(captured.joint).args[0]

@@ -1,17 +1,18 @@
-"""Which slice of each dimension does a device work on at which step, and what has to travel for that?
-(PrimePar, ASPLOS '24, slides "Tensor Partition Notations" to "Gradient step t = 3")
+"""Spatial-temporal partitions: the slice of each dimension that a device computes at each step, and the
+communication that follows from it. (PrimePar, ASPLOS '24, slides "Tensor Partition Notations" to "Gradient
+step t = 3")
 
 A *dimension slice index* is a formula of the device (row r, column c), the step t and the phase; a
 *primitive* is the set of these formulas for a few bits of the device's number; a `Partition` is a sequence of
-primitives. Nothing about communication is written down: where tiles come from between steps, what has to be
-summed, and how one phase hands a tensor over to the next all follow from comparing slices.
+primitives. Communication is not part of a primitive, but follows from comparing slices: the shifts of tiles
+between steps, the sums of partial results, and the transfers of tensors between phases.
 
     B batch    M rows    N features in, summed over in the forward    K features out
     O[B, M, K] = I[B, M, N] W[N, K]
 
 Example, `square(1)` (2 x 2 devices, 2 steps): in the forward I_N = r + c + t, so device (0, 0) multiplies
-slices 0 and 1 of N one after the other, and gets the second tiles of I and W from (0, 1) and (1, 0), which
-had them before.
+slices 0 and 1 of N one after the other, and gets its second tiles of I and W from (0, 1) and (1, 0), which
+used them first.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ FORWARD, BACKWARD, GRADIENT = "forward", "backward", "gradient"
 PHASES = (FORWARD, BACKWARD, GRADIENT)
 
 Tile = tuple[int, ...]
-"""Slice index of each dimension of a tensor."""
+"""The slice index of each dimension of a tensor."""
 Sources = tuple[int, ...]
-"""For each device the one that its next tile comes from; itself, if the tile is there already."""
+"""For each device, the device that its next tile comes from; itself if it already holds the tile."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +65,12 @@ class SliceIndex:
 
 
 Formulas = Mapping[str, Mapping[str, SliceIndex]]
-"""By phase, then by dimension."""
+"""The formulas by phase, then by dimension."""
 
 
 @dataclass(frozen=True)
 class Primitive:
-    """How the devices of a few bits share an operator; a dimension without a formula is not cut by it."""
+    """How the devices of a few bits divide an operator; a dimension without a formula is not cut."""
 
     name: str
     row_bits: int
@@ -83,7 +84,7 @@ class Primitive:
 
     @property
     def slices(self) -> int:
-        """Into how many slices each of its dimensions is cut."""
+        """The number of slices of each dimension that it cuts."""
         return 1 << self.row_bits
 
     @cached_property
@@ -92,7 +93,8 @@ class Primitive:
         return frozenset(d for formulas in self.formulas.values() for d in formulas)
 
     def slice(self, phase: str, dimension: str, device: int, t: int) -> int:
-        """device: its number by the bits of this primitive alone, row before column."""
+        """The slice of a device at step t. Args: device: its bits for this primitive only, row before
+        column."""
         r, c = device >> self.column_bits, device & ((1 << self.column_bits) - 1)
         return self.formulas[phase][dimension].at(r, c, t, self.slices, self.steps)
 
@@ -101,18 +103,19 @@ class Primitive:
 
 
 def split(dimension: str) -> Primitive:
-    """The classic primitive: one bit of the device's number cuts one dimension in two, in every phase."""
+    """The spatial primitive: one bit of the device's number cuts one dimension into two, in every phase."""
     formulas = {phase: {dimension: SliceIndex(row=1)} for phase in PHASES}
     return Primitive(dimension.upper(), 1, 0, 1, formulas)
 
 
 def replicate() -> Primitive:
-    """One bit cuts nothing: both devices compute the same (what Megatron does between its split layers)."""
+    """The primitive of one bit that cuts nothing: both devices compute the same, as in Megatron between its
+    split layers."""
     return Primitive("1", 1, 0, 1, {phase: {} for phase in PHASES})
 
 
 def square(k: int, rows: str = "m", summed: str = "n", columns: str = "k") -> Primitive:
-    """P(2^k x 2^k): 4^k devices as a square, 2^k steps, no collective and no replica (slide "Novel
+    """P(2^k x 2^k): a square of 4^k devices, 2^k steps, no collectives and no replicas (slide "Novel
     Spatial-temporal Tensor Partition Primitive").
 
     Args: rows, summed, columns: the dimensions M, N, K of the product.
@@ -138,10 +141,11 @@ def square(k: int, rows: str = "m", summed: str = "n", columns: str = "k") -> Pr
 
 @dataclass(frozen=True)
 class Partition:
-    """Primitives, each of which takes the next bits of the device's number, the slowest (node) first.
+    """A sequence of primitives, each for the next bits of the device's number, starting with the slowest
+    (node).
 
-    Steps nest: those of the first primitive are the slowest. A dimension that several primitives cut is cut
-    again and again, by the first one into the largest slices.
+    Steps are nested: those of the first primitive are the outermost loop. A dimension that several primitives
+    cut is cut recursively, by the first one into the largest slices.
     """
 
     primitives: tuple[Primitive, ...] = ()
@@ -156,15 +160,15 @@ class Partition:
 
     @cached_property
     def steps(self) -> int:
-        """Of each phase."""
+        """The number of steps of each phase."""
         return math.prod(p.steps for p in self.primitives)
 
     def slices(self, dimension: str) -> int:
-        """Into how many slices the dimension is cut."""
+        """The number of slices of a dimension."""
         return math.prod(p.slices for p in self.primitives if dimension in p.dimensions)
 
     def slice(self, phase: str, dimension: str, device: int, t: int) -> int:
-        """The slice that a device works on at step t of a phase; negative steps count from the last one."""
+        """The slice that a device computes at step t of a phase; negative steps count from the end."""
         index, bits, steps, t = 0, self.bits, self.steps, t % self.steps
         for primitive in self.primitives:
             bits, steps = bits - primitive.bits, steps // primitive.steps
@@ -178,7 +182,7 @@ class Partition:
         return tuple(self.slice(phase, d, device, t) for d in dimensions)
 
     def tiles(self, phase: str, dimensions: Sequence[str], t: int) -> tuple[Tile, ...]:
-        """Of every device."""
+        """The tiles of all devices."""
         if not dimensions:
             return ((),) * self.devices
         return tuple(zip(*(self._slices_at(phase, d, t % self.steps) for d in dimensions), strict=True))
@@ -188,7 +192,7 @@ class Partition:
         return {}
 
     def _slices_at(self, phase: str, dimension: str, t: int) -> tuple[int, ...]:
-        """Of every device; worked out once."""
+        """The slices of all devices; cached."""
         key = phase, dimension, t
         if key not in self._slice_cache:
             every = (self.slice(phase, dimension, device, t) for device in range(self.devices))
@@ -210,7 +214,8 @@ class Operand:
 
 @dataclass(frozen=True)
 class Product:
-    """What one phase computes: the result is the product of the operands, summed over what it lacks."""
+    """The computation of a phase: the product of the operands, summed over the dimensions that the result
+    does not have."""
 
     phase: str
     result: Operand
@@ -224,7 +229,7 @@ class Product:
 
 
 def products(equation: str, names: Sequence[str] = ("I", "W", "O")) -> dict[str, Product]:
-    """The phases of a product of two tensors, from its equation (`graph.equations`).
+    """The product that each phase computes, from the equation of the forward (`graph.equations`).
 
     Example: `products("b m n, n k -> b m k")` is forward O = I W, backward dI = dO W, gradient dW = I dO.
     Raises: UserError for anything but two operands and one result.
@@ -248,10 +253,10 @@ LINEAR = products("b m n, n k -> b m k")
 
 
 def sources(held: Sequence[Tile], needed: Sequence[Tile]) -> Sources:
-    """For each device the nearest one that holds the tile it needs: itself, else one whose number has the
-    most leading bits in common.
+    """For each device, the nearest device that holds the tile it needs: itself, or the one whose number
+    shares the most leading bits.
 
-    Raises: UserError if nobody holds a tile.
+    Raises: UserError if no device holds a tile.
     """
     holders: dict[Tile, list[int]] = defaultdict(list)
     for device, tile in enumerate(held):
@@ -269,13 +274,13 @@ def sources(held: Sequence[Tile], needed: Sequence[Tile]) -> Sources:
 
 
 def moves(source_of: Sequence[int]) -> bool:
-    """Does any tile travel?"""
+    """Does any tile move to another device?"""
     return any(source != device for device, source in enumerate(source_of))
 
 
 @lru_cache(maxsize=100_000)
 def shifts(partition: Partition, phase: str, tensor: Operand) -> tuple[Sources, ...]:
-    """Where the tiles of a tensor come from, between each step of a phase and the next."""
+    """The sources of a tensor's tiles between each step of a phase and the next."""
     tiles = [partition.tiles(phase, tensor.dimensions, t) for t in range(partition.steps)]
     return tuple(sources(now, then) for now, then in pairwise(tiles))
 
@@ -283,9 +288,9 @@ def shifts(partition: Partition, phase: str, tensor: Operand) -> tuple[Sources, 
 def hand_over(
     partition: Partition, tensor: Operand, before: tuple[str, int], after: tuple[str, int]
 ) -> Sources:
-    """Where the tiles of a tensor come from, from one (phase, step) to another: an *alignment*.
+    """The sources of a tensor's tiles between one (phase, step) and another: an *alignment*.
 
-    Example: W of `square(k)`, from (forward, -1) to (backward, 0): every device has what it needs.
+    Example: W of `square(k)`, from (forward, -1) to (backward, 0): every device already holds its tile.
     """
     (phase, t), (next_phase, next_t) = before, after
     return sources(
@@ -294,15 +299,15 @@ def hand_over(
 
 
 def replicas(partition: Partition, phase: str, tensor: Operand, t: int = 0) -> int:
-    """How many devices hold the same tile of a tensor at a step."""
+    """The number of devices that hold the same tile of a tensor at a step."""
     tiles = partition.tiles(phase, tensor.dimensions, t)
     return len(tiles) // len(set(tiles))
 
 
 def summands(partition: Partition, product: Product) -> list[frozenset[Tile]]:
-    """For each device, which slices of the summed-over dimensions its result holds after the last step.
+    """For each device, the slices of the contracted dimensions that its result contains after the last step.
 
-    What has been summed moves on with the tile of the result that it belongs to.
+    Partial sums move with their tile of the result.
     Raises: UserError if the same slices are added twice.
     """
     arriving: list[frozenset[Tile]] = [frozenset()] * partition.devices
@@ -325,9 +330,9 @@ def summands(partition: Partition, product: Product) -> list[frozenset[Tile]]:
 
 @lru_cache(maxsize=100_000)
 def all_reduces(partition: Partition, product: Product) -> tuple[tuple[int, ...], ...]:
-    """Groups of devices whose results have to be summed after the last step; none where all are complete.
+    """Groups of devices that must all-reduce their results after the last step; none if all are complete.
 
-    Raises: UserError if results overlap without being alike: no sum of them is right.
+    Raises: UserError if results contain some common slices, but not the same ones: then no sum is correct.
     """
     every = math.prod(partition.slices(d) for d in product.summed)
     held = summands(partition, product)

@@ -1,8 +1,8 @@
-"""torch's trace of a module's forward, and what that trace takes for constant.
+"""torch's trace of a module's forward, and the values that the trace assumes to be constant.
 
-A trace holds every number, flag and mode that the forward read as a constant. torch.compile checks before
-each call that none of them has changed; `Assumptions` is that check for a graph that is run without it.
-Besides `capture`, this is the only file that touches torch's private interfaces.
+A trace contains every number, flag and mode that the forward read, as a constant. torch.compile checks before
+each call that none of them has changed; `Assumptions` does that for a graph that runs without torch.compile.
+Besides `capture`, this is the only file that uses torch's private interfaces.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lancet_kernels.ops.rows import expected_sizes
 
 
 class Assumptions:
-    """What the trace of a module read and took for constant: modes, numbers, hooks, dtypes and shapes of
-    parameters, settings in objects that the module holds. Not: its inputs, autocast.
+    """The values that the trace of a module assumes to be constant: modes, numbers, hooks, dtypes and shapes
+    of parameters, attributes of objects in the module. Inputs and autocast are not among them.
     """
 
     def __init__(self, module: nn.Module, captured: CaptureOutput) -> None:
@@ -47,16 +47,16 @@ class Assumptions:
         self._check = manager.guard_manager.check
 
     def hold(self, module: nn.Module) -> bool:
-        """Is everything as it was when the module was traced? Some microseconds a submodule."""
+        """Is everything as it was when the module was traced? Takes some microseconds per submodule."""
         return self._check(self._locals(module))
 
     def broken(self, module: nn.Module) -> str:
-        """The first assumption that does not hold any more, in terms of the module: `dropout.p == 0.1`."""
+        """The first assumption that no longer holds, in terms of the module: `dropout.p == 0.1`."""
         result = self._manager.guard_manager.check_verbose(self._locals(module))
         return self._plain(result.verbose_code_parts[0]) if result.verbose_code_parts else ""
 
     def _locals(self, module: nn.Module) -> dict[str, object]:
-        """The local variables of the module's forward, as far as assumptions speak of them."""
+        """The local variables of the module's forward that assumptions refer to."""
         function = self._function
         is_argument = self._self_expression == f"L['{self._self_name}']"
         by_name: dict[str, object] = {self._self_name: module if is_argument else (module,)}
@@ -65,7 +65,7 @@ class Assumptions:
         return by_name
 
     def _of_module(self, guards: Sequence) -> list[bool]:
-        """Which of the trace's guards are about the module, not about its inputs or all of torch."""
+        """For each of the trace's guards: is it about the module, rather than its inputs or torch's state?"""
         closure = {f"L['{name}']" for name in self._function.__code__.co_freevars}
 
         def kept(guard: Any) -> bool:
@@ -81,7 +81,7 @@ class Assumptions:
 
 
 def _name_of_self(function: Callable[..., object]) -> tuple[str, str]:
-    """The parameter of a forward through which it gets its module, and the expression for the module."""
+    """The parameter of a forward that is its module (`self`), and the guards' expression for the module."""
     code = function.__code__
     if code.co_argcount:
         name = code.co_varnames[0]
@@ -92,7 +92,7 @@ def _name_of_self(function: Callable[..., object]) -> tuple[str, str]:
 
 
 def plain_path(code: str, self_expression: str = "L['self']") -> str:
-    """An expression of torch's guards in the words of a user.
+    """An expression of torch's guards, as a user would write it.
 
     `L['self']._modules['a'].p == 0.1` -> `a.p == 0.1`
     """
@@ -105,9 +105,9 @@ def plain_path(code: str, self_expression: str = "L['self']") -> str:
 
 
 @contextlib.contextmanager
-def _writes(found: list[str]) -> Iterator[None]:
-    """Collect into `found` what a trace inside the block writes outside of its own local variables, unless it
-    writes back what was there before."""
+def _writes(paths: list[str]) -> Iterator[None]:
+    """Append to `paths` what a trace inside the context writes outside its own local variables, without
+    assignments that do not change a value."""
     written: dict[str, list[str] | None] = {}  # by source; None where it has no attributes
     original = SideEffects._get_modified_vars
 
@@ -124,22 +124,22 @@ def _writes(found: list[str]) -> Iterator[None]:
 
     with (
         mock.patch.object(SideEffects, "_get_modified_vars", spy),
-        warnings.catch_warnings(record=True) as said,
+        warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
         yield
-    for warning in said:
+    for warning in caught:
         text = str(warning.message)
         if "side effects happened in the model.forward" not in text:
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
             continue
         for source in re.findall(r"\"(.*?)\"", text[text.index("[") :]):
             attributes = written.get(source)
-            found += [source] if attributes is None else [f"{source}.{name}" for name in attributes]
+            paths += [source] if attributes is None else [f"{source}.{name}" for name in attributes]
 
 
 def _as_before(variable: Any, name: str, value: VariableTracker) -> bool:
-    """Is what a trace leaves in an attribute the constant that the object has there?"""
+    """Is the value that a trace assigns to an attribute the constant that it already has?"""
     if not value.is_python_constant() or not hasattr(getattr(variable, "value", None), name):
         return False
     before, after = getattr(variable.value, name), value.as_python_constant()
@@ -149,10 +149,10 @@ def _as_before(variable: Any, name: str, value: VariableTracker) -> bool:
 def trace(
     module: nn.Module, inputs: Sequence[object], by_name: Mapping[str, object]
 ) -> tuple[fx.GraphModule, Callable[[], Assumptions]]:
-    """The forward of a module as one graph, and a function that says what it takes for constant.
+    """The forward of a module as one graph, and a function that gives its `Assumptions`.
 
-    Raises: UserError for a forward that writes what would be lost (an attribute, a list outside); torch's
-    errors for one that is not one graph.
+    Raises: UserError for a forward with side effects (it writes an attribute, or a list outside), which the
+    graph would not repeat; torch's errors for a forward that is not one graph.
     """
     captures: list[CaptureOutput] = []
     original = functional_export.fullgraph_capture
@@ -162,7 +162,7 @@ def trace(
         return captures[-1]
 
     writes: list[str] = []
-    # Sizes are numbers, also when this class of module was captured with others before.
+    # Sizes are numbers, even if this class of module was captured with other sizes before.
     static = torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True)
     with static, expected_sizes():
         with mock.patch.object(functional_export, "fullgraph_capture", spy), _writes(writes):

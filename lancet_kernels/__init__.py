@@ -8,7 +8,7 @@ from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.losses import MoELosses, RoutingSums
 from lancet_kernels.training.gradients import set_gradient_group
 
-# They bring the solver and torch's tracer: imported when first asked for.
+# Imported on first use, because they import the solver and torch's tracer.
 _HOMES = {
     "CaptureError": "lancet_kernels.graph.capture",
     "CausalLMStep": "lancet_kernels.conversion.causal_lm",

@@ -57,16 +57,16 @@ class CostedGraph(NamedTuple):
 
     @property
     def cutter(self) -> GraphCutter:
-        """Gives its Program with ranges cut."""
+        """Gives the Program with ranges cut."""
         return GraphCutter(self.module, self.program, self.cost)
 
     def planner(self, options: PlanningOptions | None = None) -> Planner:
-        """Plans for it."""
+        """The planner for this graph."""
         return Planner(self.program, self.cost, options, self.cutter)
 
 
 class CapturedStep:
-    """One training step of a model on this rank: captures it, and measures or estimates its ops."""
+    """One training step of a model on this rank: captures it, and measures or estimates its instructions."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class CapturedStep:
         self.groups = groups_of(model, groups)
         self.profiler = Profiler(self.groups, self.device, times)
         self.fused: tuple[FusedGroup, ...] = ()
-        self._numbers: dict[str, int] = {}
+        self._layer_numbers: dict[str, int] = {}
         self._values: Values = {}
         over = gradient_groups(model, self.groups)
         named = model.named_parameters(remove_duplicate=False)
@@ -91,7 +91,7 @@ class CapturedStep:
 
     @cached_property
     def captured(self) -> Captured:
-        """The captured step with its all-reduces, statistics out of the way."""
+        """The captured step, with gradient all-reduces, and with statistics moved (`schedules.sink`)."""
         captured = capture(self.model, self.inputs, self.by_name)
         if self.reduces_gradients:
             replica = self.groups.replica if self.groups.replica != self.groups.data else ""
@@ -102,7 +102,7 @@ class CapturedStep:
         return captured
 
     def graph(self) -> fx.GraphModule:
-        """The joint graph, its chosen layers fused."""
+        """The joint graph, in which the layers to fuse are fused launches."""
         joint = self.captured.joint
         if any(group.fused for group in self.fused):
             joint = copy_of(joint)
@@ -110,23 +110,23 @@ class CapturedStep:
         return joint
 
     def _register(self, layer: MatchedLayer) -> int:
-        """The number of a fused layer's exchange, the same however often the layer is fused."""
-        if layer.name not in self._numbers:
-            self._numbers[layer.name] = register_layer(_exchange_of(layer))
-        return self._numbers[layer.name]
+        """The number of a fused layer's exchange; a layer is registered only once."""
+        if layer.name not in self._layer_numbers:
+            self._layer_numbers[layer.name] = register_layer(_exchange_of(layer))
+        return self._layer_numbers[layer.name]
 
     @property
     def layer_numbers(self) -> list[int]:
-        """Of the fused layers."""
-        return list(self._numbers.values())
+        """The numbers of the exchanges of the fused layers."""
+        return list(self._layer_numbers.values())
 
     def forget_fused_layers(self) -> None:
-        """Of layers that are not fused after all."""
-        self._numbers.clear()
+        """Drop all registered layers, because no layer is fused after all."""
+        self._layer_numbers.clear()
 
     def graph_inputs(self) -> list[object]:
-        """A value for each placeholder of the joint graph: parameters, buffers, the inputs, ones as
-        tangents."""
+        """A value for each placeholder of the joint graph: parameters, buffers, the example inputs, and ones
+        as tangents."""
         traced = self.captured.module
         state = dict(traced.named_parameters()) | dict(traced.named_buffers())
         flat = pytree.tree_leaves((self.inputs, self.by_name))
@@ -148,7 +148,8 @@ class CapturedStep:
     def costed(
         self, module: fx.GraphModule, inputs: list[object], cluster: str | Path | Cluster | None
     ) -> CostedGraph:
-        """A graph of the step with what its instructions cost: measured here, or estimated for a cluster."""
+        """A graph of the step with the costs of its instructions: measured here, or estimated for a
+        cluster."""
         if cluster is not None:
             cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
@@ -162,12 +163,13 @@ class CapturedStep:
     def planned(
         self, graph: CostedGraph, plans: Sequence[Plan], measured: bool
     ) -> list[tuple[Plan, Timeline]]:
-        """Each plan with its prediction, and the step simulated in its order; in the best one if it has none.
+        """Each plan with its prediction, and the timeline of the simulated step. A plan without an order gets
+        the best one.
 
-        Args: measured: with times of the cut graph's very instructions, else with estimates of parts.
+        Args: measured: measure the instructions of the partitioned graph; otherwise estimate the parts.
         """
         programs: dict[tuple[object, ...], Program] = {}
-        found = []
+        result = []
         for plan in plans:
             key = range_names(plan.ranges)
             if key not in programs:
@@ -175,13 +177,14 @@ class CapturedStep:
             program = programs[key]
             if plan.order:
                 timeline = simulate(program.reordered(plan.order), graph.cost, blocking=plan.blocking)
-                found.append((replace(plan, predicted=Prediction.of(timeline)), timeline))
+                result.append((replace(plan, predicted=Prediction.of(timeline)), timeline))
             else:
-                found.append(ordered(plan, program, graph.cost))
-        return found
+                result.append(ordered(plan, program, graph.cost))
+        return result
 
     def _measured(self, graph: CostedGraph, plan: Plan) -> Program:
-        """The Program of the graph with the plan's ranges cut, each instruction with its measured time."""
+        """The Program of the graph with the plan's ranges cut, with the measured times of its
+        instructions."""
         module = copy_of(graph.module)
         cut_ranges(module.graph, graph.program, plan.ranges, self._values)
         return self.profiler.program(module, graph.inputs)

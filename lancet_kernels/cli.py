@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="lancet: %(message)s")
     argv = list(sys.argv[1:] if argv is None else argv)
     if under_launcher():
-        # A rank: whatever goes wrong must be told to the launcher, with this rank's number.
+        # A rank of a job: every error must be reported to the launcher, with this rank's number.
         return report_errors(lambda: _run(argv))
     try:
         return _run(argv)

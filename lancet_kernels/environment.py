@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ def backends() -> dict[str, Availability]:
         "torch, GPUs (NCCL)": _torch_on_gpus(),
         "fused, Triton's interpreter on the CPU": _fused_interpreted(),
         "fused, one GPU": _fused_on_gpu(),
-        "fused, several GPUs (NVSHMEM)": _fused_between_gpus(),
+        "fused, several GPUs": _fused_between_gpus(),
     }
 
 
@@ -110,14 +110,17 @@ def _fused_between_gpus() -> Availability:
     one = _fused_on_gpu()
     if not one.works:
         return one
-    # Here, not above: it brings the kernels' modules.
-    from lancet_kernels.symmetric.nvshmem import missing
-
-    if lack := missing(torch.device("cuda", 0)):
-        return Availability(False, lack)
     if torch.cuda.device_count() < 2:
         return Availability(False, "one GPU on this machine; several ranks need a GPU each")
-    return Availability(True, "NVSHMEM is installed; whether peers are reachable shows when ranks start")
+    # Imported here, because they import the kernels' modules.
+    from lancet_kernels.symmetric import nvshmem, torch_memory
+
+    device = torch.device("cuda", 0)
+    by_maker = {"torch": torch_memory.missing(device), "NVSHMEM": nvshmem.missing(device)}
+    usable = [maker for maker, lack in by_maker.items() if not lack]
+    if not usable:
+        return Availability(False, "; ".join(by_maker.values()))
+    return Availability(True, f"by {' or '.join(usable)}; whether peers are reachable shows when ranks start")
 
 
 def _no_gpu() -> str:
@@ -148,10 +151,10 @@ def _version(package: str) -> str:
 
 
 def _cuda() -> dict[str, object]:
-    found: dict[str, object] = {"torch_built_for": torch.version.cuda, "driver": _driver()}
+    versions: dict[str, object] = {"torch_built_for": torch.version.cuda, "driver": _driver()}
     if torch.cuda.is_available() and dist.is_available() and dist.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
 def _driver() -> str | None:
@@ -196,14 +199,13 @@ def _nvlink() -> str:
 
 
 def _nvlink_pairs(count: int) -> int | None:
-    """Ordered pairs with NVLink between them, by torch's own query of NVML; None if it cannot tell."""
-    try:
-        device_type = import_module("torch._C._autograd").DeviceType.CUDA
-        detect = import_module("torch._C._distributed_c10d")._detect_dma_connectivity
-        matrix = detect(device_type, "nvlink").matrix
-    except (ImportError, RuntimeError, AttributeError):
+    """Ordered pairs with NVLink between them; None if torch cannot tell."""
+    from lancet_kernels.symmetric.gpus import nvlinks
+
+    links = nvlinks()
+    if links is None:
         return None
-    return sum(matrix[a][b] > 0 for a in range(count) for b in range(count) if a != b)
+    return sum(links[a][b] > 0 for a in range(count) for b in range(count) if a != b)
 
 
 def _symmetric_memory() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Experts in checkpoints: each under its global id, whatever ranks had it and whatever ranks load it.
+"""Experts in checkpoints: each is stored under its global id, independent of the ranks that save and load it.
 
 parameters of a rank        w1 [L, D, F]            L experts, stacked for the grouped GEMM
 state_dict                  experts.7.w1 [D, F]     a view of one of them

@@ -30,7 +30,7 @@ def fake_ranks(ranks: int) -> Iterator[None]:
     if ranks == 1:
         yield
         return
-    # Here, not above: importing it registers the backend.
+    # Imported here, because importing it registers the backend.
     from torch._C._distributed_c10d import FakeProcessGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

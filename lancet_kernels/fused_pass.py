@@ -1,4 +1,4 @@
-"""Passes through the fused kernels alone, without gate and parameters: for timing them."""
+"""Runs only the fused kernels of a layer, without gate and parameters, to time them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from lancet_kernels.kernels.routing import route_scores
 from lancet_kernels.symmetric import SymmetricMemory
 from lancet_kernels.tuning.workloads import Workload
 
-# A pass that a peer leaves alone shall not hold up tuning for long.
+# Short, so that a peer that fails does not delay tuning for long.
 TIMEOUT_S = 20.0
 
 
 class FusedPasses:
-    """Random rows, routing and experts of a workload on this rank. Collective to make, and each pass too.
+    """Random rows, routing and experts of a workload on this rank. The constructor and each pass are
+    collective.
 
-    Args: memory: None makes one over all ranks; name: for passes of several workloads in one memory.
+    Args: memory: symmetric memory; None: a new one over all ranks. name: to tell several workloads in one
+    memory
+        apart.
     """
 
     def __init__(
@@ -51,10 +54,10 @@ class FusedPasses:
         )
         score = make(workload.tokens, workload.experts).float()
         used = torch.zeros(workload.experts, dtype=torch.int64, device=device)
-        found = route_scores(score, used, workload.choices, workload.capacity)
-        weight = score.softmax(-1).gather(1, found.expert_TK).contiguous()
-        tables = found.token_of_slot_EC, found.choice_of_slot_EC
-        self.routing = Routing(found.expert_TK, found.slot_TK, weight, *tables, found.kept_E)
+        routed = route_scores(score, used, workload.choices, workload.capacity)
+        weight = score.softmax(-1).gather(1, routed.expert_TK).contiguous()
+        tables = routed.token_of_slot_EC, routed.choice_of_slot_EC
+        self.routing = Routing(routed.expert_TK, routed.slot_TK, weight, *tables, routed.kept_E)
         self._exchanges: dict[int, tuple[Exchange, Exchange]] = {}
 
     def exchanges(self, config: OverlapConfig) -> tuple[Exchange, Exchange]:
@@ -76,7 +79,7 @@ class FusedPasses:
         return self._exchanges[rows]
 
     def forward(self, config: OverlapConfig) -> torch.Tensor:
-        """One forward pass without a backward. Raises CommunicationError, at the latest one pass later."""
+        """One forward pass without a backward. Raises: CommunicationError, in this or in the next pass."""
         exchange, _ = self.exchanges(config)
         out, saved = self.begin(config)
         exchange.release(saved.use)
@@ -84,7 +87,7 @@ class FusedPasses:
         return out
 
     def begin(self, config: OverlapConfig) -> tuple[torch.Tensor, SavedPass]:
-        """A forward pass that its backward must follow."""
+        """A forward pass; `backward` must follow."""
         exchange, _ = self.exchanges(config)
         return moe_forward(exchange, self.x, self.routing, self.experts, config)
 
@@ -96,7 +99,7 @@ class FusedPasses:
     def backward(
         self, config: OverlapConfig, saved: SavedPass, dense: Sequence[DenseGemm] = ()
     ) -> ExpertGradients:
-        """The backward of a pass that `begin` has saved. Args: dense: what rides along."""
+        """The backward of a pass of `begin`. Args: dense: GEMMs to compute as fillers."""
         forward, backward = self.exchanges(config)
         gradients = moe_backward(
             forward, saved, backward, self.dy, self.routing, self.experts, config, dense=dense

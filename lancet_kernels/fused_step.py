@@ -1,4 +1,4 @@
-"""For `optimize(backend="fused")`: which layers of a captured step are fused."""
+"""Chooses the layers of a captured step that are fused, for `optimize(backend="fused")`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.realize import GraphCutter
 from lancet_kernels.schedules.strategies import AUTO, Planner, PlanningOptions
 
-# Those that decide for themselves what hides what; the others are there for comparison, as they are.
+# Strategies that may use fused launches; the others reproduce other systems for comparison.
 FUSED_STRATEGIES = (AUTO, "lancet", "lancet-dw")
 
 
 @dataclass
 class FusedChoice:
-    """How the layers to fuse are chosen.
+    """Chooses the layers to fuse.
 
-    stored: a plan file whose choice is taken over, if it has one. device: where the model is.
-    here: are the costs to plan with those of this machine? Else nothing that was measured on it is taken.
-    Raises UserError for a strategy or a device that knows no fused launches.
+    stored: a plan file, whose choice is used if it has one for this program. device: of the model.
+    here: are the costs those of this machine? Otherwise its measurements of fused launches are not used.
+    Raises: UserError for a strategy or a device without fused launches.
     """
 
     strategy: str
@@ -44,7 +44,7 @@ class FusedChoice:
     _streams_ms: float = field(default=math.inf, init=False)
 
     def __post_init__(self) -> None:
-        # Only here: the kernels need Triton, which not every machine has.
+        # Imported here, because the kernels need Triton, which is not installed everywhere.
         from lancet_kernels.kernels.runtime import check_runs_on
 
         check_runs_on("model with backend='fused'", self.device)
@@ -60,20 +60,20 @@ class FusedChoice:
 
     @property
     def interpreted(self) -> bool:
-        """Do kernels run in the interpreter? It proves, and times of it say nothing."""
+        """Do kernels run in the interpreter? Its times say nothing about a GPU."""
         from lancet_kernels.kernels.runtime import INTERPRETED
 
         return INTERPRETED
 
     def groups(self, module: fx.GraphModule, program: Program, cost: Cost) -> tuple[FusedGroup, ...]:
-        """The decision for every MoE layer: that of the stored plan, or the one predicted faster."""
+        """The decision for every MoE layer: from the stored plan, or the one that is predicted faster."""
         if self.stored is not None:
-            found = _stored_groups(self.stored, program)
-            if found:
-                return found
+            stored_groups = _stored_groups(self.stored, program)
+            if stored_groups:
+                return stored_groups
         lowering = "fused" if self.lowering == "auto" and self.interpreted else self.lowering
         planner = Planner(program, cost, self.options, GraphCutter(module, program, cost))
-        # A layer is fused as a whole: what it replaces is looked up where no copies of the step are.
+        # Layers are fused whole, so the plan to compare with has no copies of the step (`auto` may have).
         timeline = planner.timeline(planner.plan("lancet" if self.strategy == AUTO else self.strategy))
         if lowering == "auto":
             self._streams_ms = planner.plan(self.strategy).predicted.iteration_ms
@@ -82,14 +82,15 @@ class FusedChoice:
         )
 
     def confirmed(self, groups: tuple[FusedGroup, ...], fused: CostedGraph) -> tuple[FusedGroup, ...]:
-        """The same, or all on streams if the step is predicted slower with fused layers than without any.
+        """The same decisions, or all on streams if the whole step is predicted slower with fused layers.
 
-        Layers are chosen one by one, but an all-to-all that is gone leaves computation nothing to hide.
+        `groups` decides layer by layer, without the effect on the rest of the step: a fused layer has no
+        all-to-alls that other computation could overlap.
 
-        Args: fused: the step with its fused layers. After `groups`.
+        Args: groups: from `groups`. fused: the step with these layers fused.
         """
         if self._streams_ms == math.inf:
-            return groups  # nobody asked which is faster
+            return groups  # lowering is not "auto"
         fused_ms = fused.planner(self.options).plan(self.strategy).predicted.iteration_ms
         if fused_ms <= self._streams_ms:
             return groups
@@ -111,7 +112,7 @@ def _stored_groups(file: str | Path, program: Program) -> tuple[FusedGroup, ...]
     try:
         groups = Plan.load(file).fused
     except UserError:
-        return ()  # whoever reads the plan itself says what is wrong with it
+        return ()  # the error is reported when the plan itself is loaded
     names = {name for group in groups for name in (group.layer, *group.fillers)}
     return groups if names <= set(program.index) else ()
 
@@ -119,7 +120,7 @@ def _stored_groups(file: str | Path, program: Program) -> tuple[FusedGroup, ...]
 def fuse_layers(
     step: CapturedStep, choice: FusedChoice, cluster: str | Path | Cluster | None, graph: CostedGraph
 ) -> CostedGraph:
-    """The step with those layers fused that rank 0 chooses; as it was given, if it chooses none.
+    """The step with the layers fused that rank 0 chooses; `graph` itself if it chooses none.
 
     Collective over all ranks. Args: cluster: as in `CapturedStep.costed`.
     """

@@ -1,9 +1,10 @@
-"""The assumptions of a module's plan, and whether they hold when the module is called.
+"""Checks at each call of an optimized module that the assumptions of its plan still hold.
 
-    a temporary change (a mode, a shape, autocast)                     the module runs without its plan
-    a permanent change (parameters, wrappers around the module)        refused: no result would be right
+    a temporary change (a mode, a shape, autocast)                     the module runs without its plan a
+    permanent change (parameters, wrappers around the module)        an error, because results would be wrong
 
-What is checked: the assumptions of the trace (`graph.trace`), and here those that no trace contains.
+The assumptions are those of the trace (`graph.trace`), and further ones in this file that a trace does not
+have.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def bind(
 
 
 def example_arguments(model: nn.Module, example_inputs: Sequence[object] | Mapping[str, object]) -> Arguments:
-    """Example inputs, a tuple by position or a dict by name, as a graph can be taken with them.
+    """Example inputs, a tuple by position or a dict by name, as arguments for a capture.
 
     Raises: UserError if they do not fit the signature of the forward.
     """
@@ -56,10 +57,11 @@ def example_arguments(model: nn.Module, example_inputs: Sequence[object] | Mappi
 
 
 def _to_trace(arguments: Arguments) -> Arguments:
-    """The same values in tensors that a graph can be taken with.
+    """The same values in tensors for a capture.
 
-    Dense, because a graph has strides in it, and a slice has others than a tensor of its shape. Each one by
-    itself, because a graph of the same tensor given twice reads one of the two.
+    They are dense, because a graph contains strides, and those of a slice differ from those of a new tensor.
+    They are distinct, because in the graph of a module that gets the same tensor twice only one of the two is
+    read.
     """
     seen: set[int] = set()
 
@@ -79,13 +81,13 @@ def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
 def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     if tensor.stride() == strides:
         return tensor
-    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return made.copy_(tensor)
+    strided = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return strided.copy_(tensor)
 
 
 class PlannedInputs:
-    """Which inputs the plan is for: their structure, the numbers among them, and of every tensor its shape,
-    dtype, device, strides and whether it wants a gradient."""
+    """The inputs that the plan is valid for: their structure, the values of numbers, and for each tensor its
+    shape, dtype, device, strides and requires_grad."""
 
     def __init__(self, arguments: Arguments) -> None:
         leaves, self._structure = pytree.tree_flatten(arguments)
@@ -93,15 +95,15 @@ class PlannedInputs:
         self._strides = [leaf.stride() if isinstance(leaf, Tensor) else None for leaf in leaves]
 
     def reason(self, arguments: Arguments) -> str:
-        """Why the plan is not for these; "" if it is."""
+        """Why the plan is not valid for these arguments; "" if it is."""
         leaves, structure = pytree.tree_flatten(arguments)
         if [_description(leaf) for leaf in leaves] == self._leaves and structure == self._structure:
             return ""
         if structure != self._structure:
-            return "inputs of another structure"
+            return "inputs with another structure"
         for leaf, planned in zip(leaves, self._leaves, strict=True):
             if isinstance(leaf, Tensor) != isinstance(planned[0], torch.Size):
-                return "inputs of another structure"
+                return "inputs with another structure"
             if not isinstance(leaf, Tensor) and _description(leaf) != planned:
                 return "another number among the inputs"
         what = ("shape", "dtype", "device", "requires_grad")
@@ -115,7 +117,7 @@ class PlannedInputs:
         return f"inputs of another {other}"
 
     def laid_out(self, arguments: Arguments) -> Arguments:
-        """The same values with the strides that the plan is for."""
+        """The same values, with the strides that the plan is valid for."""
         leaves, structure = pytree.tree_flatten(arguments)
         laid = [
             leaf if strides is None else _with_strides(leaf, strides)
@@ -135,7 +137,7 @@ def _description(leaf: object) -> tuple:
 
 
 class Guards:
-    """Everything that the plan of `module` rests on.
+    """The assumptions of the plan of `module`.
 
     Args:
         arguments: the example inputs.
@@ -155,17 +157,17 @@ class Guards:
             for name, parameter in module.named_parameters(remove_duplicate=False)
         }
         modules = list(module.modules())
-        self._places: list[tuple[Mapping[str, object], str, object]] = [
+        self._attributes: list[tuple[Mapping[str, object], str, object]] = [
             (m._parameters, n, p) for m in modules for n, p in m._parameters.items()
         ]
-        self._places += [(m._modules, n, child) for m in modules for n, child in m._modules.items()]
+        self._attributes += [(m._modules, n, child) for m in modules for n, child in m._modules.items()]
         self._trainable = [(p, p.requires_grad) for p in module.parameters()]
 
     def reason(self, arguments: Arguments) -> str:
-        """Why this call must run without the plan; "" if it can run with it.
+        """Why this call must run without the plan; "" if it can use the plan.
 
-        Raises: UserError where the module is another one than was planned, or is wrapped in what makes its
-        gradients wrong.
+        Raises: UserError if the module's parameters have changed, or a wrapper would make its gradients
+        wrong.
         """
         self.refuse_wrappers()
         self.refuse_other_parameters()
@@ -178,10 +180,10 @@ class Guards:
         module = self._module
         if module.training != self._training:
             return f"the module is in {'training' if module.training else 'evaluation'} mode"
-        if found := self.inputs.reason(arguments):
-            return found
+        if reason := self.inputs.reason(arguments):
+            return reason
         if (now := _autocast(module)) != self._autocast:
-            return f"autocast is {_in_words(now)}, was {_in_words(self._autocast)}"
+            return f"autocast is {_autocast_text(now)}, was {_autocast_text(self._autocast)}"
         if torch.get_default_dtype() is not self._dtype:
             return f"the default dtype is {torch.get_default_dtype()}, was {self._dtype}"
         if _own_calls(module) != self._own:
@@ -191,24 +193,25 @@ class Guards:
         return f"no longer so: {self._assumptions.broken(module) or 'an assumption of the trace'}"
 
     def refuse_wrappers(self) -> None:
-        """Raise UserError inside a DistributedDataParallel that would add to the plan's sums, or sum what
-        differs between ranks."""
+        """Raise UserError inside a DistributedDataParallel that would sum gradients a second time, or sum the
+        gradients of different experts."""
         wrapper = DistributedDataParallel._active_ddp_module
         if wrapper is None:
             return
         if self._sums_gradients:
             raise UserError(
                 f"DistributedDataParallel around the optimized {type(self._module).__name__}",
-                got="two that sum its gradients over the ranks",
-                expected="one",
+                got="gradients that are summed over the ranks twice",
+                expected="one sum",
                 do="leave DistributedDataParallel out, or optimize(..., reduce_gradients=False)",
             )
         for layer in moe_layers(self._module):
             check_data_parallel(layer)
 
     def refuse_other_parameters(self) -> None:
-        """Raise UserError if the module has got other parameters, or other ones are trained."""
-        for owner, name, value in self._places:
+        """Raise UserError if parameters were replaced, added or removed, or their requires_grad has
+        changed."""
+        for owner, name, value in self._attributes:
             if owner.get(name) is not value:
                 self._compare_parameters()
                 break
@@ -232,7 +235,7 @@ class Guards:
                 raise self._changed(f"{name} with requires_grad={parameter.requires_grad}", trained)
 
     def refuse_other_kinds(self) -> None:
-        """Raise UserError if a parameter has another dtype, device or shape than was planned for."""
+        """Raise UserError if a parameter's dtype, device, shape or strides have changed."""
         for name, (parameter, _, planned) in self._state.items():
             for mine, theirs in zip(_kind(parameter), planned, strict=True):
                 if mine != theirs:
@@ -252,7 +255,7 @@ def _kind(parameter: Tensor) -> tuple[object, ...]:
 
 
 def _own_calls(module: nn.Module) -> tuple[object, ...]:
-    """What happens around the forward of the module itself, and what its forward is: no trace looks there."""
+    """The hooks and the forward of the module itself, which are not part of the trace."""
     everywhere = nn.modules.module
     hooks = (
         module._forward_hooks,
@@ -268,7 +271,7 @@ def _own_calls(module: nn.Module) -> tuple[object, ...]:
 
 
 def _autocast(module: nn.Module) -> tuple[tuple[str, torch.dtype], ...]:
-    """The device types for which autocast is on, and to what dtype."""
+    """The device types for which autocast is on, with its dtype."""
     kinds = {"cpu", next(module.parameters()).device.type}
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds) if _autocasts(kind))
 
@@ -277,12 +280,12 @@ def _autocasts(kind: str) -> bool:
     return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-def _in_words(autocast: tuple[tuple[str, torch.dtype], ...]) -> str:
+def _autocast_text(autocast: tuple[tuple[str, torch.dtype], ...]) -> str:
     return ", ".join(f"{dtype} on {kind}" for kind, dtype in autocast) or "off"
 
 
 def refuse_sharded(module: nn.Module) -> None:
-    """Raise UserError, before anything runs, for parameters that are spread over ranks by other means."""
+    """Raise UserError for parameters that FSDP, DistributedDataParallel or DTensor distribute over ranks."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 

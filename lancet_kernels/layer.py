@@ -50,7 +50,7 @@ class MoELayer(ExpertsByGlobalId):
             first backward. Every pass of a fused layer is collective.
         shared_expert_d_ff: hidden width of a shared expert, which processes every token; None: without one.
         group: the expert-parallel process group, or all groups of the job as `Groups`; None: all ranks.
-        device, dtype: of the parameters. The router is computed in float32 or wider, whatever the dtype.
+        device, dtype: of the parameters. The router is computed in float32 or wider, for every dtype.
 
     Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
     Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
@@ -180,7 +180,7 @@ class MoELayer(ExpertsByGlobalId):
         return_sums: bool = False,
         logits_TE: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, RoutingSums]:
-        """x [..., D] -> [..., D], and the layer's RoutingSums if asked for.
+        """x [..., D] -> [..., D], and optionally the layer's RoutingSums.
 
         Args:
             x: any number of tokens, which may differ between ranks.

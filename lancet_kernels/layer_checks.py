@@ -1,4 +1,4 @@
-"""What does an `MoELayer` refuse? Sizes when it is made; tensors, and what wraps it, when it is called."""
+"""Argument checks of `MoELayer`: sizes in its constructor; tensors, and wrappers around it, in its calls."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""`optimize`: a module that trains with a plan in which all-to-alls hide behind computation.
+"""`optimize`: returns a module that trains with a plan, in which all-to-alls overlap computation.
 
-    capture -> Program -> costs (measured here, or of a cluster) -> Plan of rank 0 -> the same on every
-    rank -> run
+    capture -> Program -> costs (measured here, or of a cluster) -> Plan of rank 0, sent to all ranks -> run
 
-The mathematics is that of the module: the same routing, the same drops, the same gradients but for the
-rounding of sums that parts add up.
+The result is mathematically the same: the same routing, the same drops, and the same gradients up to the
+rounding of sums over parts.
 """
 
 from __future__ import annotations
@@ -64,38 +63,44 @@ def optimize(
 ) -> OptimizedModule:
     """Plan a training step of `model` and return a module that trains with the plan.
 
-    Collective: every rank calls it with the same model and shapes. Rank 0 plans; ranks compare what they
-    have before the first step and refuse to start on a mismatch.
+    Collective: every rank calls it with the same model and shapes. Rank 0 plans. Before the first step, ranks
+    compare their graphs and plans, and raise an error if these differ.
 
     Args:
-        example_inputs: real inputs of one step, a tuple by position or a dict by name; they are run a few
-            times to measure the ops.
-        strategy: one of `STRATEGIES`: "auto", the best prediction of all others within the memory limit;
-            "none" (blocks), "tutel", "lancet-dw", "lancet-partition", "lancet", "duplex", "lancet+duplex".
-        cluster: plan for a cluster (a name, a TOML file) instead of measuring this machine.
-        cache: a plan file; read if it is for this model, strategy and options, and was planned with costs
-            from the same source (cluster, or device, torch, ranks and link); else written. None: plan anew.
-        times: file of measured op times (default: in the user's cache folder); they are not measured again.
-            What a plan adds to a step is measured once per device model and kept beside it, in
-            device_costs.json.
-        options: a memory limit, hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
-        plan: a file that `Plan.save` wrote, to be used instead of planning; of this model and strategy
-            ("auto": any).
+        example_inputs: real inputs of one step, a tuple by position or a dict by name; the step runs on them
+        a
+            few times to measure the ops.
+        strategy: one of `STRATEGIES`: "none" (all-to-alls block), "tutel", "lancet-dw", "lancet-partition",
+            "lancet", "duplex", "lancet+duplex"; or "auto", the one of these that is predicted fastest within
+            the memory limit.
+        cluster: plan for a cluster (a name, or a TOML file) instead of measuring this machine.
+        cache: a plan file. It is used if it is for this model, strategy and options, and was planned with
+        costs
+            from the same source (cluster; or device, torch, ranks and link); otherwise it is overwritten with
+            the new plan. None: always plan.
+        times: file of measured op times, which are not measured again (default: in the user's cache folder).
+            The costs of partitioning, measured once per device model, are in device_costs.json beside it.
+        options: memory limit and hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
+        plan: a file from `Plan.save` to use instead of planning; it must be for this model, and for this
+            strategy unless that is "auto".
         reduce_gradients: sum gradients over the ranks that hold the same parameters, as part of the plan;
-            before that, give all of them the parameters and buffers of the first. Divide the loss by the
-            number of ranks for an average; use no DistributedDataParallel around it.
-        groups: which ranks share experts, and which sum which gradients (default: what the MoE layers were
-            given, else all ranks of the job see different tokens).
+        these
+            ranks start with the parameters and buffers of the first of them. Divide the loss by the number of
+            ranks for an average, and do not wrap the model in DistributedDataParallel.
+        groups: the ranks that share experts, and the ranks over which gradients are summed (default: the
+        groups
+            of the MoE layers, or one group of all ranks).
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
-            which puts and GEMM tiles overlap. None: "fused" if the model's MoE layers are.
-        lowering: with "fused", "auto" fuses the layers where that is predicted faster, "fused" all that can
-            be, "streams" none. In the interpreter (CPU), where nothing is fast, "auto" means "fused".
+            which puts and GEMM tiles overlap. None: the backend of the model's MoE layers.
+        lowering: for backend "fused": "auto" fuses layers where that is predicted faster, "fused" all layers
+            that can be fused, "streams" none. In the interpreter (CPU), times mean nothing, so "auto" means
+            "fused".
         inner_compile: a backend of torch.compile ("inductor") for the computation between communications,
-            compiled in the first step; the plan's order stays. "": run the ops as they are.
-        verbose: show on standard error of the first rank what is being done and how long it took. (The logger
-            `lancet_kernels.stages` has the same, level INFO.)
-    Raises: CaptureError (no single graph, with torch's reason), UserError (strategy, ranks that disagree, a
-    plan that is for something else).
+            compiled in the first step; the order of the plan is kept. "": run the ops uncompiled.
+        verbose: show progress and times on standard error of the first rank. (The logger
+            `lancet_kernels.stages` has the same at level INFO.)
+    Raises: CaptureError (the model is not a single graph; with torch's reason), UserError (an unknown
+    strategy, ranks that disagree, a plan for another model).
     """
     _check_choices(strategy, backend, inner_compile)
     if backend == "fused":
@@ -110,7 +115,7 @@ def optimize(
     world, measured = step.groups.world, cluster is None
     module, inputs = capture_alike(step)
     if step.reduces_gradients:
-        # As DistributedDataParallel does, whose work this is here: what is alike then stays alike.
+        # As DistributedDataParallel does, which this replaces: equal parameters then stay equal.
         broadcast_replicated(model, step.groups)
     stages.begin("measuring ops")
     graph = step.costed(module, inputs, cluster)
@@ -121,9 +126,9 @@ def optimize(
         measured = measured and not choice.interpreted
     stages.begin("planning")
     if plan is not None:
-        plans = plans_of_first_rank(world, lambda: [_given_plan(plan, graph, strategy)])
+        plans = plans_of_first_rank(world, lambda: [_plan_of_file(plan, graph, strategy)])
     else:
-        # What cannot be measured need not be compared.
+        # Several plans are only compared if they can be measured.
         most = 4 if measured else 1
         plans = plans_of_first_rank(
             world, lambda: _plans(graph, strategy, _on_device(options, step.device), cache, most)
@@ -131,7 +136,7 @@ def optimize(
     planned = step.planned(graph, plans, measured)
     chosen, timeline = planned[fastest_that_fits([plan for plan, _ in planned])]
     if chosen.chosen:
-        # Of those that were tried, what the graph that runs is predicted to take.
+        # The predictions of the compared plans, updated with measurements of their partitioned graphs.
         tried = {plan.chosen: plan.predicted for plan, _ in planned}
         chosen = replace(chosen, compared={**chosen.compared, **tried})
     chosen = replace(chosen, fused=step.fused)
@@ -144,7 +149,7 @@ def optimize(
 
 
 def _check_choices(strategy: str, backend: str | None, inner_compile: str) -> None:
-    """Raise UserError for a name that nothing has, before the model is looked at."""
+    """Raise UserError for an unknown strategy, backend or compiler."""
     if strategy not in STRATEGIES:
         raise UserError(
             "strategy", got=repr(strategy), expected=f"one of {', '.join(STRATEGIES)}", do="check the name"
@@ -165,11 +170,11 @@ def _module_with(
     arguments: Arguments,
     inner_compile: str,
 ) -> OptimizedModule:
-    """The module that trains with the plan, into which the captured step's own graph is turned."""
+    """The module that trains with the plan. Changes the graph of the captured step."""
     recorder, captured = Recorder(), step.captured
     captured.joint.graph = graph.module.graph
     realize(captured.joint, graph.program, plan)
-    waits = host_waits(captured.joint.graph)
+    host_wait_names = host_waits(captured.joint.graph)
     run = captured.compile(
         lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder, inner_compile
     )
@@ -181,13 +186,13 @@ def _module_with(
         Guards(step.model, captured.assumptions(), arguments, step.reduces_gradients),
         recorder,
         step.groups if step.reduces_gradients else None,
-        waits,
+        host_wait_names,
         step.layer_numbers,
     )
 
 
 def _on_device(options: PlanningOptions | None, device: torch.device) -> PlanningOptions:
-    """The options, with what a CUDA device has free: also what torch holds and does not use."""
+    """The options, with the free memory of a CUDA device, including torch's unused cache."""
     options = options or PlanningOptions.from_environment()
     if device.type != "cuda":
         return options
@@ -203,8 +208,8 @@ def _plans(
     cache: str | Path | None,
     most: int,
 ) -> list[Plan]:
-    """The plan in `cache` if it is for this program, strategy and options, and made with costs from the same
-    source; else at most so many to choose from, best guess first."""
+    """The plan in `cache`, if it is for this program, strategy and options, with costs from the same source;
+    otherwise at most `most` candidates, best prediction first."""
     options = options or PlanningOptions.from_environment()
     if cache is not None and not Path(cache).parent.is_dir():
         raise UserError(
@@ -221,18 +226,18 @@ def _plans(
         except UserError as error:
             _log.warning("planning anew: %s", error)
     plans = graph.planner(options).candidates(strategy, most)
-    # Once parts are measured, another order may be the best.
+    # With measured parts, another order may be the best.
     return plans if most == 1 else [replace(plan, order=()) for plan in plans]
 
 
 def _loaded(path: str | Path, graph: CostedGraph) -> Plan:
-    """The plan in a file. Raises: UserError unless it can be put into this graph."""
+    """The plan in a file. Raises: UserError unless it can be applied to this graph."""
     plan = Plan.load(path, graph.program)
     realize(copy_of(graph.module), graph.program, plan)
     return plan
 
 
-def _given_plan(path: str | Path, graph: CostedGraph, strategy: str) -> Plan:
+def _plan_of_file(path: str | Path, graph: CostedGraph, strategy: str) -> Plan:
     """The plan in a file. Raises: UserError unless it is for this graph, and of this strategy (auto: any)."""
     plan = _loaded(path, graph)
     if strategy not in (AUTO, plan.strategy):

@@ -1,7 +1,7 @@
-"""A training step of the user, planned for simulated ranks: `FILE.py:make_step`.
+"""Plans a user's training step for simulated ranks: `FILE.py:make_step`.
 
-`make_step()` returns the module and the example inputs that `optimize` would get. It runs as rank 0 of a fake
-job, and its tensors have no contents.
+`make_step()` returns the module and the example inputs for `optimize`. It runs as rank 0 of a fake job, with
+fake tensors, which have no contents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _RETURNS = "(module, example inputs), the inputs a tuple by position or a dict b
 
 
 class PricedStep(NamedTuple):
-    """A training step as the planner wants it; `program` may have more in it than the graph."""
+    """A training step for a planner; `program` may have more instructions than the graph (the
+    optimizer's)."""
 
     module: fx.GraphModule
     program: Program
@@ -46,7 +47,7 @@ class PricedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class OwnStep:
-    """The simulated setting: the step that a function of a file returns, on `gpus` ranks of a cluster.
+    """A simulated setting: the step that a function in a file returns, on `gpus` ranks of a cluster.
 
     module: `FILE.py:function`. cluster: a name, or the path of a TOML file.
     """
@@ -55,7 +56,7 @@ class OwnStep:
     cluster: str
     gpus: int
 
-    assumptions = ("the optimizer's step is not in it, as it is not in what optimize() plans",)
+    assumptions = ("without the optimizer's step, which optimize() does not plan either",)
 
     @cached_property
     def hardware(self) -> Cluster:
@@ -63,24 +64,24 @@ class OwnStep:
 
     @cached_property
     def priced(self) -> PricedStep:
-        """The program that `optimize` would plan on these ranks, and what it costs there.
+        """The program that `optimize` would plan on these ranks, with its costs there.
 
         Raises: UserError for GPUs that are not whole nodes, and for errors in the file, the function or the
         module; CaptureError for a module that is not one graph.
         """
-        # First: GPUs that are not whole nodes are a clearer complaint than what follows from them.
+        # Checked first, because a number of GPUs that does not fill nodes gives the clearer error.
         CostModel.for_cluster(self.hardware, self.gpus)
         make_step = load_function(self.module)
         with fake_ranks(self.gpus):
-            model, inputs = self._made_by(make_step)
+            model, inputs = self._call(make_step)
             step = capture_step(model, inputs)
             graph = step.costed(step.captured.joint, [], self.hardware)
             return PricedStep(graph.module, graph.program, graph.cost)
 
-    def _made_by(self, make_step: Callable[[], object]) -> tuple[nn.Module, Sequence | Mapping[str, object]]:
+    def _call(self, make_step: Callable[[], object]) -> tuple[nn.Module, Sequence | Mapping[str, object]]:
         try:
             with without_contents():
-                made = make_step()
+                step = make_step()
         except UserError:
             raise
         except Exception as error:
@@ -88,18 +89,18 @@ class OwnStep:
             raise UserError(
                 self.module,
                 got=_reason(error, Path(self.module.rpartition(":")[0])),
-                expected="a step that reads no values of tensors, which have none while planning"
+                expected="a step that does not read values of tensors, which have none while planning"
                 if reads
                 else _RETURNS,
-                do="leave out what reads values; shapes are all that counts here"
+                do="remove the code that reads values; only shapes matter here"
                 if reads
-                else f"correct it; {make_step.__name__}() is called on rank 0 of a job that is there already",
+                else f"correct it; {make_step.__name__}() runs on rank 0 of an initialized job",
             ) from error
-        if not (isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        if not (isinstance(step, (tuple, list)) and len(step) == 2 and isinstance(step[0], nn.Module)):
             raise UserError(
-                self.module, got=_kinds(made), expected=_RETURNS, do="return what optimize() would get"
+                self.module, got=_kinds(step), expected=_RETURNS, do="return what optimize() would get"
             )
-        model, inputs = made
+        model, inputs = step
         if isinstance(inputs, Tensor) or not isinstance(inputs, (tuple, list, Mapping)):
             got = f"{type(model).__name__} with {type(inputs).__name__} as inputs"
             raise UserError(self.module, got=got, expected=_RETURNS, do="write (x,) for one input")
@@ -122,7 +123,7 @@ class OwnStep:
 
 
 def capture_step(model: nn.Module, inputs: Sequence | Mapping[str, object]) -> CapturedStep:
-    """The step of a model on the ranks of this process, as `optimize` would plan it.
+    """The captured step of a model, as `optimize` would plan it.
 
     Raises: UserError, CaptureError.
     """
@@ -131,27 +132,27 @@ def capture_step(model: nn.Module, inputs: Sequence | Mapping[str, object]) -> C
 
 
 def load_function(spec: str) -> Callable[[], object]:
-    """The function that `FILE.py:name` stands for; the file is run as a module.
+    """The function `FILE.py:name`; the file is executed as a module.
 
-    Raises: UserError for a spec without function, a missing file, a file that fails, a missing function.
+    Raises: UserError for a spec without function, a missing file, a file that fails, or a missing function.
     """
     path, colon, name = spec.rpartition(":")
     if not colon or not path or not name.isidentifier():
         raise UserError(
-            "module", got=spec, expected="FILE.py:function", do="name the function too, step.py:make_step say"
+            "module", got=spec, expected="FILE.py:function", do="add the function, as in step.py:make_step"
         )
     file = Path(path)
     if not file.is_file():
         raise UserError(
-            "module", got=f"{path}, which is no file", expected="a Python file", do="check the path"
+            "module", got=f"{path}, which does not exist", expected="a Python file", do="check the path"
         )
-    found = getattr(_run_file(file), name, None)
-    if not callable(found):
-        what = f"no {name}" if found is None else f"a {name} that is no function"
+    function = getattr(_run_file(file), name, None)
+    if not callable(function):
+        what = f"no {name}" if function is None else f"a {name} that is not a function"
         raise UserError(
             "module", got=f"{what} in {path}", expected=f"a function {name}()", do="define it there"
         )
-    return found
+    return function
 
 
 def _run_file(file: Path) -> ModuleType:
@@ -160,7 +161,7 @@ def _run_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise UserError("module", got=str(file), expected="a Python file (.py)", do="check the path")
     module = importlib.util.module_from_spec(spec)
-    # As for `python FILE.py`: what lies beside it can be imported, and its classes know their module.
+    # As for `python FILE.py`: it can import modules from its folder, and its classes can be pickled.
     folder = str(file.resolve().parent)
     if folder not in sys.path:
         sys.path.append(folder)
@@ -185,8 +186,8 @@ def _reason(error: Exception, file: Path) -> str:
     return f"{type(error).__name__}: {text}" + (f" ({file.name}, line {lines[-1]})" if lines else "")
 
 
-def _kinds(made: object) -> str:
+def _kinds(result: object) -> str:
     """`(Linear, Tensor, Tensor)` of a tuple of these, `None`, `Linear`."""
-    if isinstance(made, (tuple, list)):
-        return f"({', '.join(type(one).__name__ for one in made)})"
-    return "None" if made is None else f"a {type(made).__name__}"
+    if isinstance(result, (tuple, list)):
+        return f"({', '.join(type(one).__name__ for one in result)})"
+    return "None" if result is None else f"a {type(result).__name__}"

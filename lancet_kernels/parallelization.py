@@ -28,7 +28,7 @@ from lancet_kernels.one_device_model import OneDeviceModel
 from lancet_kernels.ops.groups import Groups, group_name, group_size
 from lancet_kernels.optimization import optimize
 from lancet_kernels.parallel_module import ParallelModule, sharded_module
-from lancet_kernels.rank_agreement import made_by_first_rank, values_of_ranks
+from lancet_kernels.rank_agreement import result_of_first_rank, values_of_ranks
 from lancet_kernels.schedules.conversions import MESSAGE_KINDS
 from lancet_kernels.schedules.duplex import COPIES
 from lancet_kernels.schedules.sharding import Strategy, search_sharding
@@ -197,7 +197,7 @@ def _strategy(
         given.check(model.microbatch_program(given.program))
         return given
 
-    (data,) = made_by_first_rank(groups.world, lambda: [make().to_json()])
+    (data,) = result_of_first_rank(groups.world, lambda: [make().to_json()])
     return Strategy.from_json(data)
 
 

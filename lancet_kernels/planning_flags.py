@@ -35,7 +35,7 @@ class PlanningFlags:
 
     def partition(self) -> PartitionOptions:
         """Raises: UserError for an environment variable that is used and is not a valid number."""
-        # Here, not above: it brings the solver.
+        # Imported here, because it imports the solver.
         from lancet_kernels.schedules.partition_range import PartitionOptions
 
         return PartitionOptions.from_environment(self.most_parts, self.group_ms, self.longest_range_ms)

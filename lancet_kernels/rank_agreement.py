@@ -1,6 +1,6 @@
-"""Do all ranks have the same graph and the same plan before the first step?
+"""Makes sure that all ranks have the same graph and the same plan before the first step.
 
-Rank 0 decides, and its decision or its error is sent to every rank. A rank that differs is named.
+Rank 0 plans, and sends its plan, or its error, to all ranks. If graphs differ, the error names the ranks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def capture_alike(step: CapturedStep) -> tuple[fx.GraphModule, list[object]]:
     """The joint graph and example values of its inputs. Compares the graphs of all ranks before anything
     runs.
 
-    Raises: CaptureError (this rank's), UserError naming the ranks with another graph or without one.
+    Raises: CaptureError of this rank; UserError that names the ranks with another graph, or without one.
     """
     digest, refusal = "", None
     try:
         module, inputs = step.graph(), step.graph_inputs()
         tensors = [*step.model.named_parameters(), *step.model.named_buffers()]
         state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
-        # Each rank gets this of every rank, so a digest of it.
+        # A digest, because all ranks gather it from all ranks.
         digest = fingerprint(program_from_fx(module)) + hashlib.sha256(repr(state).encode()).hexdigest()
     except UserError as error:
         refusal = error
@@ -54,9 +54,9 @@ def capture_alike(step: CapturedStep) -> tuple[fx.GraphModule, list[object]]:
 
 
 def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:
-    """The plans of rank 0 on every rank. Raises: UserError on all ranks if rank 0 has none."""
+    """The plans of rank 0, on every rank. Raises: UserError on all ranks if rank 0 failed."""
     plans = [
-        Plan.from_json(data) for data in made_by_first_rank(group, lambda: [p.to_json() for p in make()])
+        Plan.from_json(data) for data in result_of_first_rank(group, lambda: [p.to_json() for p in make()])
     ]
     if len(set(values_of_ranks(group, tuple(plan.fingerprint for plan in plans)))) != 1:
         raise UserError(
@@ -71,32 +71,32 @@ def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan
 def fused_groups_of_first_rank(
     group: str, choose: Callable[[], tuple[FusedGroup, ...]]
 ) -> tuple[FusedGroup, ...]:
-    """Which layers rank 0 fuses, on every rank. Raises: as `made_by_first_rank`."""
-    chosen = made_by_first_rank(group, lambda: [asdict(group) for group in choose()])
+    """The groups that rank 0 chose, on every rank. Raises: as `result_of_first_rank`."""
+    chosen = result_of_first_rank(group, lambda: [asdict(group) for group in choose()])
     return tuple(FusedGroup(**{**data, "fillers": tuple(data["fillers"])}) for data in chosen)
 
 
-def made_by_first_rank(group: str, make: Callable[[], list]) -> list:
-    """The result of `make` on rank 0, on every rank. Raises: its error on rank 0, UserError with it on the
-    others."""
-    made: list | str = []
+def result_of_first_rank(group: str, make: Callable[[], list]) -> list:
+    """The result of `make` on rank 0, on every rank. Raises: the error of `make` on rank 0, and a UserError
+    with its text on the others."""
+    result: list | str = []
     failure: Exception | None = None
     if group_rank(group) == 0:
         try:
-            made = make()
+            result = make()
         except Exception as error:
-            failure, made = error, f"{type(error).__name__}: {error}"
-    # Also when it failed: the others wait for it.
-    made = from_first_rank(made, group, "what rank 0 planned")
+            failure, result = error, f"{type(error).__name__}: {error}"
+    # Also after an error, because the other ranks wait.
+    result = from_first_rank(result, group, "what rank 0 planned")
     if failure is not None:
         raise failure
-    if isinstance(made, str):
-        raise UserError("plan of rank 0", got=made, expected="a plan", do="see what rank 0 says")
-    return made
+    if isinstance(result, str):
+        raise UserError("plan of rank 0", got=result, expected="a plan", do="see the error of rank 0")
+    return result
 
 
 def values_of_ranks(group: str, value: object) -> list:
-    """The value of every rank of the group; only that of this process without a group."""
+    """The values of all ranks of the group; without a group, only that of this process."""
     if not group:
         return [value]
     values: list = [None] * group_size(group)

@@ -1,10 +1,10 @@
-"""The checks of `lancet selftest`, which every rank of a small job runs: results against references.
+"""The checks of `lancet selftest`, which all ranks of a small job run: they compare results with references.
 
 W  ranks      T  tokens on each      E  experts, L = E / W on each      K  experts per token
 D  width      F  hidden width of an expert
 
-A check communicates first and compares afterwards: a difference is then reported by all ranks together,
-and whatever else goes wrong ends the job with the rank and its error in one line.
+A check first communicates and then compares, so that all ranks take part in reporting a difference. Any other
+error ends the job, with one line that names the rank and the error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Result:
     seconds: float = 0.0
 
     def line(self) -> str:
-        """For people."""
+        """The result as text for people."""
         time_s = f"{self.seconds:5.1f} s" if self.status in ("ok", "failed") else " " * 7
         return (
             f"{self.status:<7}  {time_s}  {self.device}: {self.name}{': ' * bool(self.detail)}{self.detail}"
@@ -48,7 +48,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of a result from its reference, relative to the largest value. tolerance 0: bitwise."""
+    """The difference of a result from its reference, relative to the largest value. tolerance 0: bitwise."""
 
     value: float
     tolerance: float
@@ -74,13 +74,13 @@ def run_checks(rank: Rank, results_file: Path, show: Callable[[str], None]) -> N
         else:
             write()
             start = time.perf_counter()
-            found = check(rank)
-            value = _largest(found.value, rank)
-            result.status = "ok" if value <= found.tolerance else "failed"
+            outcome = check(rank)
+            value = _largest(outcome.value, rank)
+            result.status = "ok" if value <= outcome.tolerance else "failed"
             result.detail = (
-                f"{found.detail}, difference {value:.1e}"
-                if found.tolerance
-                else f"{found.detail}, {'bitwise equal' if value == 0 else f'{value:.0f} values are wrong'}"
+                f"{outcome.detail}, difference {value:.1e}"
+                if outcome.tolerance
+                else f"{outcome.detail}, {'bitwise equal' if value == 0 else f'{value:.0f} values are wrong'}"
             )
             result.seconds = time.perf_counter() - start
         write()
@@ -96,7 +96,7 @@ def _checks(rank: Rank) -> Iterator[tuple[str, Callable[[Rank], Difference] | No
         where = "in Triton's interpreter"
     else:
         kernels, where = usable["fused, one GPU"], "on the GPU"
-        fused = kernels if rank.world == 1 else usable["fused, several GPUs (NVSHMEM)"]
+        fused = kernels if rank.world == 1 else usable["fused, several GPUs"]
     alone = f"{rank.world} rank{'s' * (rank.world != 1)}"
     if rank.world > 1:
         yield f"all-to-all between {alone}", _all_to_all, ""
@@ -129,7 +129,8 @@ def _tolerance(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def _all_to_all(rank: Rank) -> Difference:
-    """Rank s sends 1 + (s + e) % 3 rows to expert e; the value of a row says who sent which row to whom."""
+    """Rank s sends 1 + (s + e) % 3 rows to expert e; the value of a row encodes source, expert and row
+    number."""
     W = rank.world
     E = W * LOCAL_EXPERTS
 
@@ -151,7 +152,7 @@ def _all_to_all(rank: Rank) -> Difference:
 
 
 class _Weights:
-    """Those of all experts and the router, and the tokens of all ranks: the same numbers on every rank."""
+    """The weights of all experts and of the router, and the tokens of all ranks: the same on every rank."""
 
     def __init__(self, rank: Rank, dtype: torch.dtype) -> None:
         E = rank.world * LOCAL_EXPERTS
@@ -195,7 +196,7 @@ def _layer(rank: Rank, backend: str) -> Difference:
     (y_TD * weights.dy_WTD[rank.rank]).sum().backward()
     got = {name: parameter.grad for name, parameter in layer.named_parameters()}
     if rank.world > 1:
-        # Every rank has the router, and the gradient of its own tokens.
+        # Each rank has the router's gradient for its own tokens only.
         dist.all_reduce(got["router"])
     expected_WTD, gradients = weights.reference()
     pairs = [(y_TD.detach(), expected_WTD[rank.rank]), (got["router"], gradients["router"])]
@@ -219,8 +220,9 @@ class _Step(nn.Module):
 
 
 def _plan(rank: Rank) -> Difference:
-    """A step planned for a slow wire, so that something is cut: loss and gradients of the plain module."""
-    # Here, not above: these bring the solver and torch's tracer.
+    """A step planned for a slow link, so that ranges are cut: the same loss and gradients as the plain
+    module."""
+    # Imported here, because these import the solver and torch's tracer.
     from lancet_kernels.graph.clusters import load_cluster
     from lancet_kernels.model_layers import expert_parameters
     from lancet_kernels.optimization import optimize
@@ -252,8 +254,8 @@ def _plan(rank: Rank) -> Difference:
 
 
 def _kernel(rank: Rank) -> Difference:
-    """Rows of three experts, one of them without any."""
-    # Here, not above: it brings Triton.
+    """The grouped GEMM kernel with three experts, one of them without rows."""
+    # Imported here, because it imports Triton.
     from lancet_kernels.kernels.grouped_gemm_kernel import grouped_gemm_forward
     from lancet_kernels.ops.grouped_gemm import naive_grouped_gemm
 

@@ -1,7 +1,7 @@
-"""How long would a training step take with each strategy on a cluster? One setting, simulated.
+"""Simulates a training step with each strategy on a cluster.
 
-A setting is a model, cluster, number of GPUs, gate and batch. Its training step is captured on rank 0 of a
-fake job with tensors without contents; costs come from the cluster file, times from simulating the plans.
+A setting is a model, a cluster, a number of GPUs, a gate and a batch. Its step is captured on rank 0 of a
+fake job with fake tensors; costs come from the cluster file, times from simulating the plans.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAPER_BATCH = {
 """Sequences per GPU in the paper's experiments, by cluster and model."""
 
 LIKE = {"dgx-h100": "p4de"}
-"""Clusters the paper did not use, and the one of its clusters with as much memory per GPU."""
+"""Cluster that the paper does not have -> its cluster with the same memory per GPU."""
 
 ASSUMPTIONS = (
     "times come from the cluster file: a roofline of peak numbers times an efficiency factor, plus a fixed "
@@ -60,9 +60,10 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True)
 class Setting:
-    """What is simulated.
+    """A model on a cluster, to simulate.
 
-    cluster: a name, or the path of a TOML file. batch: None for the paper's, by cluster and model.
+    cluster: a name, or the path of a TOML file. batch: sequences per GPU; None: the paper's for this cluster
+    and model.
     """
 
     model: str
@@ -75,9 +76,9 @@ class Setting:
     capacity_factor: float | None = 1.25
     dtype: str = "float32"
     padded: bool = False
-    """Do all-to-alls and experts work on the full capacity (the paper's cost model), or on real rows?"""
+    """Do all-to-alls and experts process the full capacity (the paper's cost model), or only real rows?"""
     layers: int | None = None
-    """Instead of the model's own number."""
+    """Number of layers; None: the model's own."""
 
     assumptions = ("no dropout; SGD with momentum",)
 
@@ -90,12 +91,12 @@ class Setting:
         """The batch per GPU."""
         if self.batch is not None:
             return self.batch
-        known = LIKE.get(self.hardware.name, self.hardware.name), self.model
-        return PAPER_BATCH.get(known, 8)
+        key = LIKE.get(self.hardware.name, self.hardware.name), self.model
+        return PAPER_BATCH.get(key, 8)
 
     @property
     def config(self) -> ModelConfig:
-        """Raises: UserError for an unknown model or gate."""
+        """The model's configuration. Raises: UserError for an unknown model or gate."""
         config = model_config(
             self.model,
             num_experts=self.experts_per_gpu * self.gpus,
@@ -107,21 +108,21 @@ class Setting:
 
     @cached_property
     def priced(self) -> PricedStep:
-        """One rank's training step, SGD with momentum included, and what it costs. Raises: UserError."""
-        # The links first: GPUs that are not whole nodes are a clearer complaint than what follows from them.
+        """The training step of a rank, with SGD with momentum, and its costs. Raises: UserError."""
+        # The cost model first, because a number of GPUs that does not fill nodes gives the clearer error.
         cost = CostModel.for_cluster(self.hardware, self.gpus)
         dtype = getattr(torch, self._checked_dtype())
         captured = captured_program(self.config, self.gpus, self.sequences, dtype=dtype, padded=self.padded)
         return PricedStep(*captured, cost)
 
     def _checked_dtype(self) -> str:
-        known = self.hardware.peak_tflops
-        if self.dtype not in known:
+        dtypes = self.hardware.peak_tflops
+        if self.dtype not in dtypes:
             raise UserError(
                 "dtype",
                 got=self.dtype,
-                expected=f"one of {', '.join(known)}",
-                do="the cluster file names these",
+                expected=f"one of {', '.join(dtypes)}",
+                do="use a dtype of the cluster file",
             )
         return self.dtype
 
@@ -144,16 +145,16 @@ class Setting:
         )
 
 
-@lru_cache(maxsize=8)  # a capture takes seconds, and the step of another cluster may be the same
+@lru_cache(maxsize=8)  # a capture takes seconds, and several clusters may share a step
 def captured_program(
     config: ModelConfig, gpus: int, batch: int, *, dtype: torch.dtype = torch.float32, padded: bool = False
 ) -> tuple[fx.GraphModule, Program]:
-    """One rank's training step with `batch` sequences: forward, backward, all-reduces, SGD with momentum.
+    """The training step of a rank with `batch` sequences: forward, backward, all-reduces, SGD with momentum.
 
-    The last is in the Program only, not in the graph.
+    SGD is only in the Program, not in the graph.
 
-    Args: padded: all-to-alls and experts work on the full capacity (the paper's cost model).
-    Raises: UserError, for a gate or sizes that no layer can have.
+    Args: padded: all-to-alls and experts process the full capacity (the paper's cost model).
+    Raises: UserError for an invalid gate or invalid sizes.
     """
     with fake_ranks(gpus):
         with without_contents():
@@ -168,7 +169,7 @@ def captured_program(
 
 
 class _PaddedLayer(MoELayer):
-    """Rows up to the capacity are sent and computed, full or not: how the paper prices its all-to-alls."""
+    """A layer that sends and computes rows up to the capacity, as the paper's cost model assumes."""
 
     def _most_rows(self, num_choices: int, capacity: int) -> int:
         return self.num_experts * capacity
@@ -186,10 +187,10 @@ class Simulated:
     timelines: Mapping[str, Timeline]
     """The simulated iteration of each plan."""
     seconds: Mapping[str, float]
-    """Wall time of making each plan, with those it builds on (`lancet` is made first)."""
+    """Wall time of planning each strategy, with the strategies that it needs (`lancet` is planned first)."""
     cpu_seconds: Mapping[str, float]
     impossible: Mapping[str, UserError]
-    """Strategies that the step cannot have, and why."""
+    """Strategies that are impossible for the step, and why."""
 
 
 def simulate_setting(
@@ -198,11 +199,11 @@ def simulate_setting(
     partition: PartitionOptions | None = None,
     strategies: Sequence[str] = STRATEGIES,
 ) -> Simulated:
-    """Plans of all strategies that are possible.
+    """Simulate a setting with all possible strategies.
 
     Args:
-        memory_limit_gb: no plan needs more, unless the original order does (None: the GPU's memory).
-        partition: hyper-parameters (None: those of the environment).
+        memory_limit_gb: limit for plans, unless the original order exceeds it (None: the GPU's memory).
+        partition: hyper-parameters (None: from environment variables).
     Raises: UserError for an invalid setting.
     """
     start = time.perf_counter()
@@ -213,10 +214,10 @@ def simulate_setting(
     planner = _TimedPlanner(step.program, step.cost, options, step.cutter)
     wall, cpu = time.perf_counter(), time.process_time()
     with without_garbage_collection():
-        # lancet builds on its halves: made first, its time holds all that it needs.
+        # Planned first, so that its time includes the strategies that it needs.
         planner.plan("lancet")
         plans = planner.plans(strategies)
-    # It looks at all others.
+    # `auto` needs all other strategies.
     planner.seconds[AUTO], planner.cpu_seconds[AUTO] = time.perf_counter() - wall, time.process_time() - cpu
     timelines = {name: planner.timeline(plan) for name, plan in plans.items()}
     return Simulated(
@@ -233,7 +234,7 @@ def simulate_setting(
 
 
 class _TimedPlanner(Planner):
-    """A planner that knows how long each plan took, those made on the way included."""
+    """A planner that records the time of each plan, with the plans that it needs."""
 
     def __init__(self, program: Program, cost: Cost, options: PlanningOptions, cut: GraphCutter) -> None:
         super().__init__(program, cost, options, cut)

@@ -1,10 +1,10 @@
-"""A linear layer of which each of 4^k ranks holds 1 / 4^k: of weight, bias, gradients, input and output.
+"""A linear layer whose weight, bias, gradients, input and output are divided over 4^k ranks.
 
     q  ranks along a side, 2^k      m, n, k  rows, features in and features out of a tile
 
-Rank r * q + c has tile (r, c) of input and output, so that layers follow each other, with element-wise
-functions in between. Nothing is replicated and no collective is called; tiles travel from rank to rank behind
-the GEMMs (PrimePar, ASPLOS '24; `ops.square_linear`, `graph.slices`).
+Rank r * q + c has tile (r, c) of the input and of the output, so that several layers, with element-wise
+functions between them, can follow each other. Nothing is replicated and there are no collectives; tiles are
+shifted between ranks while GEMMs run (PrimePar, ASPLOS '24; `ops.square_linear`, `graph.slices`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class SquareLinear(nn.Module):
-    """y = x W^T + b, of whole tensors what `nn.Linear` computes, on the ranks of a group.
+    """y = x W^T + b, as `nn.Linear`, divided over the ranks of a group.
 
         layer = SquareLinear(1024, 4096)
         tile = layer.scatter(x)                 # [..., 1024] on every rank -> [rows, 1024 / q]
         y = layer.gather(layer(tile), x.shape[:-1])
 
-    Sizes that the ranks do not divide are filled up with zeros, which stay zero. From the forward to the
-    backward a rank keeps the last tile of the weight that it multiplied.
+    Sizes that the ranks do not divide are padded with zeros, which stay zero. From the forward to the
+    backward, a rank keeps the last tile of the weight that it multiplied.
 
     Args:
         in_features, out_features: of the whole layer.
@@ -58,8 +58,8 @@ class SquareLinear(nn.Module):
         bias: as of `nn.Linear`.
     Raises: UserError for another number of ranks.
 
-    Its parameters start as those of an `nn.Linear` made at the same state of torch's random generator, which
-    has to be alike on all ranks; the whole weight exists for a moment.
+    Its initial parameters are those of an `nn.Linear` created with the same state of torch's random
+    generator, which must be the same on all ranks; each rank holds the whole weight temporarily.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class SquareLinear(nn.Module):
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def scatter(self, x: Tensor) -> Tensor:
-        """[..., in_features], alike on every rank -> this rank's tile [rows, in_features / q].
+        """[..., in_features], the same on every rank -> this rank's tile [rows, in_features / q].
 
         Differentiable: every rank gets the whole gradient.
         Raises: UserError for another number of features.
@@ -150,7 +150,7 @@ class SquareLinear(nn.Module):
         return whole[:rows].view(*leading, self.out_features)
 
     def extra_repr(self) -> str:
-        """Sizes of the whole layer, and on how many ranks it lies."""
+        """Sizes of the whole layer, and the number of ranks."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, ranks={self._side**2}"
 
@@ -180,7 +180,7 @@ class SquareLinear(nn.Module):
         set_gradient_group(self, None)
 
     def _pieces(self) -> Pieces:
-        """Of the weight tile of slices (N, K) it is piece N of slice K."""
+        """This rank's piece of the bias: for the weight tile of slices (N, K), piece N of slice K."""
         k, p, device = *self._tile_sizes(), self.weight.device
         piece_of_step_S = self._own_slices(FORWARD, "n")
         step_of_piece_S = piece_of_step_S.argsort()
@@ -236,7 +236,8 @@ class SquareLinear(nn.Module):
             self._compare(x)
 
     def _compare(self, x: Tensor) -> None:
-        """Let all ranks raise if one of them has another layer or number of rows; once for each number."""
+        """Raise UserError on all ranks if layers or numbers of rows differ; checked once per number of
+        rows."""
         rows = x.numel() // max(x.shape[-1], 1)
         if not self._group or (rows, x.dtype) in self._seen:
             return
@@ -259,7 +260,7 @@ class SquareLinear(nn.Module):
 
 @cache
 def derived_movements(exponent: int) -> Movements:
-    """Who sends what to whom on 4^exponent ranks, by their dimension slice indices."""
+    """The shifts between 4^exponent ranks, derived from their dimension slice indices."""
     partition = Partition((square(exponent),))
     (x, weight), (dy, _) = LINEAR[FORWARD].operands, LINEAR[BACKWARD].operands
     dweight, dx = LINEAR[GRADIENT].result, LINEAR[BACKWARD].result
@@ -292,7 +293,7 @@ def derived_movements(exponent: int) -> Movements:
 
 
 def _tile_numbers(partition: Partition, dimensions: tuple[str, str]) -> list[int]:
-    """Of every rank the number (row by row) of its tile of a matrix, where the forward begins."""
+    """For each rank, the number (row by row) of its tile of a matrix at the start of the forward."""
     tiles = partition.tiles(FORWARD, dimensions, 0)
     return [row * partition.slices(dimensions[0]) + column for row, column in tiles]
 

@@ -1,4 +1,4 @@
-"""What is `optimize` doing, and for how long? A log record per stage, and a progress line if asked for."""
+"""The stages of `optimize`: a log record with the time of each, and optionally a progress line."""
 
 from __future__ import annotations
 

@@ -2,12 +2,12 @@
 
     W  ranks, L experts on each      R  rows      D  width
 
-`exchange_counts` is phase one and runs once per layer: afterwards both sides know both directions, so
-the combine and both backward passes need no second exchange. `all_to_all` is phase two. On the way to the
-experts, rows lie by rank before it and by local expert behind it; on the way back it is the other way
-round (`ops.rows`). It is its own adjoint with the counts swapped and the other direction.
+`exchange_counts` is phase one and runs once per layer: it gives the counts of both directions, so the combine
+and both backward passes need no second exchange. `all_to_all` is phase two. On the way to the experts, rows
+are sorted by rank before it and by local expert after it; on the way back it is the reverse (`ops.rows`). Its
+adjoint is itself, with the counts swapped and the direction reversed.
 
-`start_all_to_all` gives the same in two halves, so that computation can run in between.
+`start_all_to_all` and `wait` do the same in two steps, so that computation can run in between.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lancet_kernels.ops.rows import expert_major, rank_major, traced_rows
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 
 _HEADER = 4
-# Messages come in multiples of this: ranks with different numbers of experts must still understand each
-# other, and gloo ends the process when two ranks expect messages of different sizes.
+# Message sizes are multiples of this: ranks with different numbers of experts must be able to detect that,
+# but gloo ends the process if two ranks expect messages of different sizes.
 _MESSAGE = 64
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -38,8 +38,8 @@ _runs_a_plan = False
 
 @contextlib.contextmanager
 def running_a_plan() -> Iterator[None]:
-    """Mark exchanges of counts in the block as those of a plan. Its collectives differ from the module's,
-    so no rank may run the plan while its peers run the module."""
+    """Context that marks exchanges of counts as those of a plan. The collectives of a plan differ from those
+    of the module, so that it is an error if a rank runs the plan while another runs the module."""
     global _runs_a_plan
     before, _runs_a_plan = _runs_a_plan, True
     try:
@@ -82,7 +82,7 @@ def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:
             "optimized module across ranks",
             got=f"rank(s) {without} running without the plan, others with it",
             expected="the same on every rank",
-            do="see the warning there: it names the mode, setting or shape that is another one",
+            do="see the warning there, which names the mode, setting or shape that differs",
         )
     for peer, header in enumerate(headers):
         if header != own:
@@ -125,12 +125,12 @@ class PendingAllToAll:
 
 @dataclass
 class NothingToWaitFor:
-    """An all-to-all among one rank."""
+    """The all-to-all of a single rank."""
 
     rows_RD: Tensor
 
     def wait(self) -> Tensor:
-        """-> the rows that were sent, themselves: one rank's order is the same on both sides."""
+        """-> the rows that were sent: with one rank, both sides have the same order."""
         return self.rows_RD
 
 
@@ -151,7 +151,7 @@ def start_all_to_all(
     process_group = group_of(group)
     rank = process_group.rank()
     send_rows, receive_rows = send_count_WL.sum(1).tolist(), receive_count_WL.sum(1).tolist()
-    # A device that did not know how many rows there are has made too many.
+    # On a device that did not know the number of rows, the tensor may have more rows than needed.
     sent_SD = (rows_SD if to_experts else rank_major(rows_SD, send_count_WL))[: sum(send_rows)].contiguous()
     received_RD = sent_SD.new_empty(sum(receive_rows), sent_SD.shape[1])
     row_bytes = sent_SD.shape[1] * sent_SD.element_size()
@@ -182,10 +182,10 @@ def all_to_all(
     """Exchange rows and wait.
 
     Args:
-        send_count_WL, receive_count_WL: int64, rows of each (rank, expert) that leave and that come.
+        send_count_WL, receive_count_WL: int64, rows of each (rank, expert) to send and to receive.
         group: a name from `group_name`.
-        to_experts: rows [S, D] by rank and expert become [R, D] by local expert and rank; else the way back.
-        num_rows: how many rows come, if the caller knows it.
+        to_experts: True: rows [S, D] by rank and expert become [R, D] by local expert and rank. False: back.
+        num_rows: the number of received rows, if the caller knows it.
     """
     pending = start_all_to_all(rows_SD, send_count_WL, receive_count_WL, group, to_experts)
     rows_RD = pending.wait()

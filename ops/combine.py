@@ -3,8 +3,8 @@
     T  tokens on this rank      S  rows that were sent, and came back (`ops.rows`)
     K  choices per token        D  model width
 
-Dropped choices contribute zero. The sum over K is taken in a fixed order and in at least float32, then
-rounded once to the dtype of the rows. No tensor of T * K rows is made on the way.
+Dropped choices contribute zero. The sum over K is computed in a fixed order and in at least float32, then
+rounded once to the dtype of the rows, without an intermediate tensor of T * K rows.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ def naive_combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> 
 
 
 def _choices(rows_SD: Tensor, row_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """k, the rows [T, D] of everybody's choice k, and which of them were dropped [T, 1] (None: none)."""
+    """For each k: k, the rows [T, D] of all tokens' choice k, and a mask of the dropped ones [T, 1] (None:
+    none)."""
     dropped_TK = row_TK < 0
     any_dropped = bool(dropped_TK.any())
     for k in range(row_TK.shape[1]):

@@ -1,4 +1,4 @@
-"""Dispatch: copy each token's row to where its experts' rows lie.
+"""Dispatch: copies each token's row to the rows of its experts.
 
     T  tokens on this rank      S  rows to send (`ops.rows`)
     K  choices per token        D  model width
@@ -37,9 +37,9 @@ def dispatch(
 
     Args:
         row_TK: int64, from `send_rows`. weight_TK: None means 1.
-        most_rows: S is no more than that; how many rows are made where the host does not know S.
+        most_rows: an upper bound of S; the number of rows of the result if the host does not know S.
         num_rows: S, if the caller knows it.
-    Returns: [S, D] in the dtype of x; products are taken in at least float32.
+    Returns: [S, D] in the dtype of x; products are computed in at least float32.
     """
     if runs_in_kernels(x_TD):
         from lancet_kernels.kernels.permute import permute
@@ -53,7 +53,7 @@ def dispatch(
     if weight_TK is None:
         return rows_SD
     weight_S1 = weight_TK.reshape(-1)[choice_S].unsqueeze(1)
-    # The rows are a copy of ours: no need for another one, unless the weights are wider.
+    # The rows are already a copy, so multiply in place, unless the weights have a wider dtype.
     wide = torch.promote_types(rows_SD.dtype, weight_S1.dtype) != rows_SD.dtype
     return (rows_SD * weight_S1).to(x_TD.dtype) if wide else rows_SD.mul_(weight_S1)
 

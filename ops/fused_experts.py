@@ -48,7 +48,7 @@ ALONE_TIMEOUT_S = 60.0
 class FusedMemory:
     """Symmetric memory of one process group on one device, and what its layers share. Collective to make."""
 
-    # By process group itself, not by its name: a group made later may have the name of one that is gone.
+    # The key is the process group itself, because a new group may have the name of a destroyed one.
     _of_group: ClassVar[WeakKeyDictionary[object, dict[torch.device, FusedMemory]]] = WeakKeyDictionary()
 
     def __init__(self, memory: SymmetricMemory) -> None:
@@ -58,7 +58,7 @@ class FusedMemory:
 
     @classmethod
     def of(cls, group: str, device: torch.device, timeout_s: float) -> FusedMemory:
-        """The one of this group; made by the first layer that asks, at the same point on every rank."""
+        """The memory of a group, created on first use, which must be at the same point on every rank."""
         process_group = group_of(group) if group else None
         of_device = cls._of_group.setdefault(process_group or ALONE, {})
         if device not in of_device:
@@ -67,7 +67,7 @@ class FusedMemory:
 
     @classmethod
     def forget(cls) -> None:
-        """Free what is shared where there is no torch.distributed; layers that run again make theirs anew."""
+        """Free the memory for use without torch.distributed; layers that run again allocate new memory."""
         for shared in cls._of_group.pop(ALONE, {}).values():
             shared.memory.close()
 
@@ -81,14 +81,14 @@ class FusedMemory:
 
 
 class LayerExchange:
-    """The exchanges of one layer, made when a pass first needs them (collective, like the pass itself).
+    """The exchanges of one layer, created when a pass first needs them (collective, like the pass itself).
 
     Args:
-        group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
-        banks: forward passes that may wait for their backward at once.
-        timeout_s: how long a wait for a peer may last before CommunicationError; None: as for the group's
-            collectives.
-        config: how launches are cut; None: a default for the device.
+        group: name of the process group. local_experts, width, hidden: L, D, F.
+        banks: how many forward passes may be waiting for their backward at the same time.
+        timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
+        collectives.
+        config: tiles and grid of the launches; None: a default for the device.
     """
 
     def __init__(
@@ -108,18 +108,18 @@ class LayerExchange:
         if timeout_s is None:
             timeout_s = group_timeout_s(group_of(group)) if group else ALONE_TIMEOUT_S
         self.timeout_s = timeout_s
-        self._made: dict[tuple, tuple[FusedMemory, Exchange, Exchange, OverlapConfig]] = {}
+        self._exchanges: dict[tuple, tuple[FusedMemory, Exchange, Exchange, OverlapConfig]] = {}
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share the layer's experts; None: this one alone."""
+        """The ranks that share the layer's experts; None: only this rank."""
         return group_of(self.group) if self.group else None
 
     def of(self, capacity: int, like: Tensor) -> tuple[Exchange, Exchange, OverlapConfig]:
         """Forward and backward exchange and configuration for rows like `like` [T, D]."""
         memory = FusedMemory.of(self.group, like.device, self.timeout_s)
         key = capacity, like.dtype, like.device
-        if key not in self._made or self._made[key][0] is not memory:
+        if key not in self._exchanges or self._exchanges[key][0] is not memory:
             config = self.config or default_overlap_config(
                 self.width, self.hidden, self.activation, like.dtype, like.device
             )
@@ -133,17 +133,17 @@ class LayerExchange:
             }
             memory.layers += 1
             forward = Exchange(memory.memory, f"layer{memory.layers}", banks=self.banks, **sizes)
-            self._made[key] = memory, forward, memory.backward(**sizes), config
-        return self._made[key][1:]
+            self._exchanges[key] = memory, forward, memory.backward(**sizes), config
+        return self._exchanges[key][1:]
 
     def watch(self) -> None:
-        """Raise CommunicationError for a wait of these exchanges that ran out of time, without waiting."""
-        for _, *exchanges, _ in self._made.values():
+        """Raise CommunicationError if a wait in these exchanges has timed out; does not wait itself."""
+        for _, *exchanges, _ in self._exchanges.values():
             for exchange in exchanges:
                 exchange.watch()
 
     def __deepcopy__(self, memo: dict) -> LayerExchange:
-        # A copied layer is another layer: it makes exchanges of its own when it first runs.
+        # A copied layer creates its own exchanges when it first runs.
         return LayerExchange(
             self.group, self.local_experts, self.width, self.hidden, self.activation,
             banks=self.banks, timeout_s=self.timeout_s, config=self.config,
@@ -168,9 +168,11 @@ def fused_experts(
 ) -> Tensor:
     """-> [T, D]; differentiable in x, the weights of the choices, and the experts' parameters.
 
-    Args: as the ops of the reference take them; count_WL: `kept_counts`. forward_dense, backward_dense:
-        independent GEMMs that ride along.
-    Raises: UserError for input the kernels do not take, CommunicationError if a peer stayed away.
+    Args: as for the ops of the reference; count_WL: from `kept_counts`. forward_dense, backward_dense:
+    independent
+        GEMMs that the launches compute as fillers.
+    Raises: UserError for input that the kernels do not support, CommunicationError if a peer did not take
+    part.
     """
     if x_TD.dtype not in DTYPES:
         raise UserError(
@@ -200,7 +202,8 @@ def forward_pass(
     layer: LayerExchange,
     dense: Sequence[DenseGemm],
 ) -> tuple[Tensor, tuple[Exchange, Exchange], SavedPass, Routing, Experts, OverlapConfig]:
-    """One pass forward. -> out [T, D] and all that the backward takes; its use of the exchange is open."""
+    """A forward pass. -> out [T, D], and what the backward needs; the exchange's bank must still be
+    released."""
     with waiting("fused_experts", layer.process_group, current_layer()):
         forward, backward, config = layer.of(capacity, x)
         token, choice = inverse_tables(expert, slot, count_WL.numel(), capacity)
@@ -223,7 +226,7 @@ class _FusedExperts(torch.autograd.Function):
             x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense
         )
         if any(ctx.needs_input_grad):
-            # The pass as an attribute: if the graph is dropped, so is it, and its bank is free again.
+            # The pass is an attribute of the graph: if the graph is deleted, its bank is free again.
             ctx.saved, ctx.exchanges, ctx.rest, ctx.dense = saved, exchanges, rest, backward_dense
             ctx.weight_dtype = weight.dtype
             ctx.group, ctx.layer = layer.process_group, current_layer()

@@ -1,9 +1,10 @@
 """The fused experts as two graph instructions: one for the forward pass, one for the backward.
 
-A planned graph calls them in place of the ops of an MoE layer (`schedules.fused` puts them there). The
-forward returns its result and a ticket; the backward finds with it what the forward left in the layer's
-exchange, so nothing but one number is saved between the two. A pass whose ticket is dropped (a forward
-without a backward) gives its bank back. Weight gradients of other layers ride along.
+A planned graph calls them instead of the ops of an MoE layer (`schedules.fused` inserts them). The forward
+returns its result and a ticket, a number by which the backward finds the tensors that the forward keeps in
+the layer's exchange; nothing else is saved between the two. If the ticket is deleted (a forward without a
+backward), the bank is free again. The backward launch can also compute weight gradients of other layers, as
+fillers.
 
     T  tokens     K  choices per token     W  ranks, L experts on each     D, F, H  widths
 """
@@ -47,7 +48,7 @@ _tickets = itertools.count(1)
 
 
 def register_layer(layer: LayerExchange) -> int:
-    """The number by which graph instructions name a `LayerExchange`."""
+    """Register a `LayerExchange`. -> the number by which graph instructions refer to it."""
     _layers[len(_layers)] = layer
     return len(_layers) - 1
 
@@ -58,11 +59,11 @@ def watch_layers(numbers: Iterable[int]) -> None:
         _layers[number].watch()
 
 
-def _ticket_of(made: _Pass) -> Tensor:
-    """int64 [1]: the number of the pass, which is kept for as long as anything shares the tensor's memory."""
+def _ticket_of(forward_pass: _Pass) -> Tensor:
+    """int64 [1]: the number of the pass, which is kept alive as long as the memory of this tensor."""
     number = next(_tickets)
-    _passes[number] = made
-    # Autograd may keep another tensor than this one, but not other memory; and memory of numpy's tells us.
+    _passes[number] = forward_pass
+    # Autograd may keep another tensor with the same memory; numpy's memory has a finalizer.
     memory = np.array([number])
     weakref.finalize(memory, _passes.pop, number, None).atexit = False
     return torch.from_numpy(memory)
@@ -109,9 +110,9 @@ def fused_experts_backward_op(
     dense_b: Sequence[Tensor],
     layer: int,
 ) -> list[Tensor]:
-    """The backward of a ticket, each once. -> [dx, dweight, dw1, dw2, (db1, db2,) *dense].
+    """The backward of a ticket, once per ticket. -> [dx, dweight, dw1, dw2, (db1, db2,) *dense].
 
-    dense_a [N, A] and dense_b [N, B], pairs: a^T b rides along in the same launch. -> [A, B] each.
+    Args: dense_a [N, A], dense_b [N, B]: pairs; the same launch computes a^T b, [A, B], as fillers.
     """
     from lancet_kernels.kernels.overlap import moe_backward
     from lancet_kernels.kernels.overlap_data import DenseGemm
@@ -124,20 +125,20 @@ def fused_experts_backward_op(
             expected="one per forward",
             do="run forward again",
         )
-    taken = _passes.pop(number)
-    forward, backward = taken.exchanges
+    forward_pass = _passes.pop(number)
+    forward, backward = forward_pass.exchanges
     pairs = [(a.contiguous(), b.contiguous()) for a, b in zip(dense_a, dense_b, strict=True)]
     dense = [DenseGemm("tn", a, b, a.new_empty(a.shape[1], b.shape[1])) for a, b in pairs]
     with waiting("fused_experts_backward", _layers[layer].process_group, current_layer()):
-        found = moe_backward(
-            forward, taken.saved, backward, dy_TD.contiguous(), taken.routing, taken.experts, taken.config,
-            dense=dense,
+        gradients = moe_backward(
+            forward, forward_pass.saved, backward, dy_TD.contiguous(), forward_pass.routing,
+            forward_pass.experts, forward_pass.config, dense=dense,
         )  # fmt: skip
-        forward.release(taken.saved.use)
+        forward.release(forward_pass.saved.use)
         backward.watch()
-    biases = [db for db in (found.db1, found.db2) if db is not None]
-    dweight = found.dweight.to(weight_TK.dtype)
-    return [found.dx, dweight, found.dw1, found.dw2, *biases, *(gemm.c for gemm in dense)]
+    biases = [db for db in (gradients.db1, gradients.db2) if db is not None]
+    dweight = gradients.dweight.to(weight_TK.dtype)
+    return [gradients.dx, dweight, gradients.dw1, gradients.dw2, *biases, *(gemm.c for gemm in dense)]
 
 
 @fused_experts_backward_op.register_fake

@@ -3,8 +3,9 @@
     T  tokens on this rank      E  experts in all
     K  choices per token        C  capacity
 
-One op for all gates; `spec` says which (see ops/gates). Integers and weights come out of the same op because
-the planner moves and cuts a gate as a whole: to call it part by part, hand `used` on.
+One op for all gates; `spec` names the gate and its options (see ops/gates). Experts, slots and weights are
+results of one op, because the planner moves and cuts a gate as a whole. To route part by part, pass the
+result `used'` of a part as `used` of the next.
 """
 
 from collections.abc import Sequence
@@ -30,9 +31,9 @@ def gate(
     """Route T tokens.
 
     Args:
-        logits_TE: router output, float32 or float64; None for gates that learn nothing.
-        used_E: int64, assignments that earlier parts of this batch made (zeros for a whole batch).
-        key_T: int64, token ids or global token indices, for gates that are keyed; else None.
+        logits_TE: router output, float32 or float64; None for gates without a router.
+        used_E: int64, slots of each expert used by earlier parts of this batch (zeros for a whole batch).
+        key_T: int64, token ids or global token indices, for keyed gates; else None.
         bias_E: selection bias, for the sigmoid gate; else None.
         spec: the gate with its options. capacity: C, in slots per expert.
     Returns:
@@ -42,11 +43,11 @@ def gate(
     chosen = parse_gate(spec)
     if logits_TE is not None:
         _check_finite(logits_TE)
-    found = route_in_kernels(chosen, logits_TE, used_E, key_T, bias_E, top_k, capacity)
-    if found is None:
+    routing = route_in_kernels(chosen, logits_TE, used_E, key_T, bias_E, top_k, capacity)
+    if routing is None:
         expert_TK = chosen.select(logits_TE, key_T, bias_E, used_E.numel(), top_k)
-        found = expert_TK, *chosen.assign_slots(logits_TE, expert_TK, used_E, capacity)
-    expert_TK, slot_TK, used_out_E = found
+        routing = expert_TK, *chosen.assign_slots(logits_TE, expert_TK, used_E, capacity)
+    expert_TK, slot_TK, used_out_E = routing
     weight_TK = chosen.weights(logits_TE, expert_TK, torch.float32)
     return expert_TK, slot_TK, weight_TK, used_out_E
 
@@ -67,9 +68,9 @@ def _check_finite(logits_TE: Tensor) -> None:
 
 @gate.register_fake
 def _(logits_TE, used_E, key_T, bias_E, spec, top_k, capacity):
-    given = logits_TE if logits_TE is not None else key_T
+    tokens = logits_TE if logits_TE is not None else key_T
     num_choices = parse_gate(spec).num_choices(used_E.shape[0], top_k)
-    expert_TK = used_E.new_empty(given.shape[0], num_choices)
+    expert_TK = used_E.new_empty(tokens.shape[0], num_choices)
     dtype = torch.float32 if logits_TE is None else logits_TE.dtype
     weight_TK = torch.empty_like(expert_TK, dtype=dtype)
     return expert_TK, torch.empty_like(expert_TK), weight_TK, torch.empty_like(used_E)

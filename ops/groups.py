@@ -59,19 +59,19 @@ class Groups:
         own = dist.get_process_group_ranks(group_of(expert)) if expert else [dist.get_rank()]
         expert_groups = _distinct(_all_gather(own))
         ranks = sorted(rank for group in expert_groups for rank in group)
-        everybody = list(range(dist.get_world_size()))
-        if len({len(group) for group in expert_groups}) != 1 or ranks != everybody:
+        all_ranks = list(range(dist.get_world_size()))
+        if len({len(group) for group in expert_groups}) != 1 or ranks != all_ranks:
             raise UserError(
                 "expert groups",
                 got=", ".join(map(str, expert_groups)),
-                expected=f"groups of one size that hold each of the {len(everybody)} ranks once",
+                expected=f"groups of one size that hold each of the {len(all_ranks)} ranks once",
                 do="make the groups alike, or use Groups.from_mesh",
             )
         remembered = _AROUND.setdefault(_world(), {})
         if expert not in remembered:
             place = own.index(dist.get_rank())
             replicas = [group[place] for group in expert_groups]
-            remembered[expert] = cls._with_communicators(expert, replicas, everybody, everybody)
+            remembered[expert] = cls._with_communicators(expert, replicas, all_ranks, all_ranks)
         return remembered[expert]
 
     @classmethod
@@ -120,8 +120,8 @@ class Groups:
         data_name = _new_group(data)
         # With one rank per expert group, experts are replicated like everything else.
         replica_name = data_name if sorted(replica) == sorted(data) else _new_group(replica)
-        everybody = len(world) == dist.get_world_size()
-        return cls(expert, replica_name, data_name, group_name(None) if everybody else _new_group(world))
+        all_ranks = len(world) == dist.get_world_size()
+        return cls(expert, replica_name, data_name, group_name(None) if all_ranks else _new_group(world))
 
 
 Value = TypeVar("Value")

@@ -1,10 +1,9 @@
 """The link that collectives use: bytes sent, time taken, and how long computation waited for it.
 
-By default it only measures all-to-alls and shifts. With a bandwidth set (`emulate_link`) it also paces them
-and gradient all-reduces: none is complete before a wire of that bandwidth would have carried its bytes (of an
-all-reduce a share, see `GPUS_PER_NODE`). The wait is a deadline, not work, so computation that runs meanwhile
-hides it as it would hide a real transfer. Times measured this way are emulated, and everything that prints
-them says so.
+By default it only measures all-to-alls and shifts. With a bandwidth (`emulate_link`) it also paces them and
+gradient all-reduces: none completes before a link of that bandwidth would have transferred its bytes (for an
+all-reduce a part of them, see `GPUS_PER_NODE`). The wait is a deadline, not work, so computation hides it
+like a real transfer. Times measured this way are emulated, and all output labels them so.
 
 The emulated wire of a rank is full duplex and carries one collective at a time, without interrupting it, by
 the rule that plans are simulated with (`schedules.clock`): the one that could start first, from when the
@@ -30,16 +29,17 @@ from lancet_kernels.ops.waiting import waiting
 
 
 class Waitable(Protocol):
-    """What is under way: torch's Work, or several as one."""
+    """A started collective: torch's Work, or several as one."""
 
     def wait(self) -> object: ...
 
 
 _INSTANT_S = 1e-4
-"""A wait this short found its message there."""
+"""A wait shorter than this counts as no wait: the message had already arrived."""
 GPUS_PER_NODE = 8
-"""Each rank stands for a GPU of a node whose GPUs share its network card, as in p3dn and p4de: all of them
-send rows of their own over it, but gradients summed inside the node once (`graph.communication`)."""
+"""Each rank stands for a GPU of a node with this many GPUs and shared network cards, as in p3dn and p4de:
+each GPU sends its own rows over them, but gradients are summed inside the node and sent once
+(`graph.communication`)."""
 
 
 @dataclass
@@ -49,11 +49,12 @@ class Traffic:
     all_to_all_ms: float = 0.0
     """Time during which an all-to-all, or a shift, was in flight."""
     exposed_ms: float = 0.0
-    """Of that, the time for which the computing thread (CUDA: the compute stream) waited."""
+    """The part of it for which the computing thread (CUDA: the compute stream) waited."""
     bytes_sent: int = 0
-    """Bytes of rows that left this rank for another one; padding and own rows do not travel."""
+    """Bytes of rows sent to other ranks; padding and rows that stay on this rank do not count."""
     bytes_on_wire: int = 0
-    """Of each all-to-all the larger of what was sent and what was received: the wire is full duplex."""
+    """Sum over all-to-alls of the larger of bytes sent and bytes received, because the link is full
+    duplex."""
     count: int = 0
 
 
@@ -102,7 +103,7 @@ class Link:
         return self._listeners[device]
 
     def start(self, group: dist.ProcessGroup, sent: int, received: int, cuda: bool) -> Transfer:
-        """A transfer begins. sent, received: bytes to and from other ranks."""
+        """Record the start of a transfer. Args: sent, received: bytes to and from other ranks."""
         self._traffic.bytes_sent += sent
         self._traffic.bytes_on_wire += max(sent, received)
         self._traffic.count += 1

@@ -35,7 +35,7 @@ def part_rows(expert_TK: Tensor, slot_TK: Tensor, num_experts: int, capacity: in
     Returns: row_TK (DROPPED as in the whole batch), counts_E; int64.
     """
     kept_TK = slot_TK < capacity
-    # Dropped choices go to an expert that does not exist, so that they take nobody's place.
+    # Dropped choices are assigned to an expert that does not exist, so that they use no row.
     target_TK = torch.where(kept_TK, expert_TK, num_experts)
     local_TK, count_E1 = slots_in_token_order(target_TK, expert_TK.new_zeros(num_experts + 1))
     row_TK = send_rows(target_TK, local_TK, count_E1)
@@ -49,9 +49,9 @@ def _(expert_TK, slot_TK, num_experts, capacity):
 
 @torch.library.custom_op("lancet::merge_parts", mutates_args=())
 def merge_parts(rows: list[Tensor], counts: list[Tensor], by_expert: bool) -> Tensor:
-    """The whole batch's rows: of each (rank, expert) those of part 0, then of part 1, ...
+    """The whole batch's rows: for each (rank, expert) those of part 0, then of part 1, ...
 
-    Args: rows: P of [R_p, D]; counts: P of [W, L]. by_expert: rows received, else rows to send.
+    Args: rows: P tensors [R_p, D]; counts: P tensors [W, L]. by_expert: received rows, else rows to send.
     """
     pieces = [
         part.split([*lengths, part.shape[0] - sum(lengths)])[:-1]
@@ -68,9 +68,9 @@ def _(rows, counts, by_expert):
 
 @torch.library.custom_op("lancet::merge_rows", mutates_args=())
 def merge_rows(experts: list[Tensor], rows: list[Tensor], counts: list[Tensor]) -> Tensor:
-    """Where the row of each choice is among the merged rows to send; [T, K] of the whole batch.
+    """The index of each choice's row in the merged rows to send; [T, K] of the whole batch.
 
-    Args: experts, rows: P of [T_p, K], rows of `part_rows`; counts: P of [E].
+    Args: experts, rows: P tensors [T_p, K], rows from `part_rows`; counts: P tensors [E].
     """
     count_PE = torch.stack([count.reshape(-1) for count in counts])
     total_E = count_PE.sum(0)
@@ -94,13 +94,13 @@ Number = TypeVar("Number", int, Tensor)
 
 
 def _window(n: Number, part: int, parts: int) -> tuple[Number, Number]:
-    """First and behind-the-last slot of a part."""
+    """First slot of a part, and the end (exclusive)."""
     return n * part // parts, n * (part + 1) // parts
 
 
 @torch.library.custom_op("lancet::window_counts", mutates_args=())
 def window_counts(count_WL: Tensor, part: int, parts: int) -> Tensor:
-    """-> [W, L]: how many rows lie in a part's window of slots. Example: 5 rows in 2 parts: 2 and 3."""
+    """-> [W, L]: the number of rows in a part's window of slots. Example: 5 rows in 2 parts: 2 and 3."""
     first_WL, behind_WL = _window(count_WL, part, parts)
     return behind_WL - first_WL
 
@@ -112,9 +112,9 @@ def _(count_WL, part, parts):
 
 @torch.library.custom_op("lancet::window_rows", mutates_args=())
 def window_rows(rows_RD: Tensor, count_WL: Tensor, part: int, parts: int, by_expert: bool) -> Tensor:
-    """The rows of a part's window of slots, in the order in which they lie.
+    """The rows in a part's window of slots, in their order in `rows_RD`.
 
-    Args: count_WL: of all rows. by_expert: rows received, else rows to send.
+    Args: count_WL: of all rows. by_expert: received rows, else rows to send.
     """
     pieces, begin = [], 0
     for n in segments(count_WL, by_expert):

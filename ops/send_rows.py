@@ -1,4 +1,4 @@
-"""At which row does each kept choice lie among the rows to send?
+"""The index of each kept choice's row in the rows to send.
 
     T  tokens on this rank      W  ranks, L experts on each, e = w * L + l
     K  choices per token
@@ -26,9 +26,9 @@ def naive_send_rows(expert_TK: Tensor, slot_TK: Tensor, count_WL: Tensor) -> Ten
 
 @torch.library.custom_op("lancet::send_rows", mutates_args=())
 def send_rows(expert_TK: Tensor, slot_TK: Tensor, count_WL: Tensor) -> Tensor:
-    """-> [T, K] int64: rows by expert, then slot; DROPPED for a slot that is not among the counts.
+    """-> [T, K] int64: row indices, sorted by expert, then slot; DROPPED for a slot >= the expert's count.
 
-    Args: expert_TK, slot_TK: int64, from the gate; slots of one expert start at zero and leave none out.
+    Args: expert_TK, slot_TK: int64, from the gate; the slots of an expert are 0, 1, 2, ... without gaps.
     Example: counts = [[1], [2]], expert = [[1, 0], [1, 0]], slot = [[0, 0], [1, 1]] -> [[1, 0], [2, -1]].
     """
     count_E = count_WL.reshape(-1)
@@ -42,7 +42,7 @@ def _(expert_TK, slot_TK, count_WL):
 
 
 def choice_of_rows(row_TK: Tensor) -> Tensor:
-    """-> [S] int64: the choice t * K + k that lies at each row. Asks the device how many rows there are.
+    """-> [S] int64: the choice t * K + k of each row. Makes the host wait for the number of rows.
 
     Example: row = [[1, 0], [2, -1]] -> [1, 0, 2].
     """

@@ -3,7 +3,7 @@
     source_of[w]   the place in the group from which the rank in place w gets tiles: a permutation, alike on
                    all ranks
 
-Point to point (`batch_isend_irecv`), so nobody waits for a third rank. `start_shift` gives it in two halves;
+Point to point (`batch_isend_irecv`), so no rank waits for a third one. `start_shift` gives it in two halves;
 tiles have the same shapes on all ranks. A shift is its own adjoint, the other way round.
 """
 

@@ -43,7 +43,7 @@ class Movements(NamedTuple):
     """Gradient of the input, from the last step of the backward to the place of the input."""
     dy_to_gradient: Sources
     dy_directly: Sources
-    """The same from the output's place: where nobody wants the gradient of the input."""
+    """The same from the output's place, if the gradient of the input is not needed."""
     x_to_gradient: Sources
     gradient_x: tuple[Sources, ...]
     gradient_dy: tuple[Sources, ...]

@@ -1,5 +1,5 @@
-"""Pure functions from a Program and its costs to a Plan: what moves where, what is cut into how many
-parts."""
+"""Planning: pure functions from a Program and its costs to a Plan, which says how instructions are ordered
+and partitioned."""
 
 STRATEGY_NAMES = (
     "none",
@@ -11,4 +11,4 @@ STRATEGY_NAMES = (
     "lancet+duplex",
     "auto",
 )
-"""What `strategies` can plan; here so that a command line can list them without importing the solver."""
+"""The strategies of `schedules.strategies`; here so that a command line can list them without that import."""

@@ -1,13 +1,12 @@
-"""A planned order, put into an fx graph.
+"""Applies a planned order to an fx graph.
 
-    reorder(graph, order)       nodes in the order of the plan, or an error
-    start_early_wait_late(gm)   each collective in two halves: issued at its place, waited for by its
-                                first reader
+    reorder(graph, order)       puts the nodes into the order of the plan
+    start_early_wait_late(gm)   splits each collective: it starts at its place, and its first reader waits
 
-Contract: afterwards the graph runs its instructions in exactly the order that was asked for; if that is
-no valid order of this graph, nothing has been changed and UserError says which node would read what does
-not exist yet, or draw another one's random numbers. Every rank issues its collectives in the order of the
-plan, so that no two ranks can wait for each other crosswise.
+Contract: afterwards the graph runs its instructions in exactly the requested order. If that order is invalid
+for the graph, the graph is unchanged and UserError names the node that would read a tensor too early, or draw
+the random numbers of another one. All ranks issue their collectives in the order of the plan, so no two ranks
+can deadlock.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _STARTS: dict[str, Callable] = {
 
 
 def wait(pending: Any) -> object:
-    """Wait for what a start function returned. -> its result."""
+    """Wait for a started collective. Args: pending: what the start function returned. -> its result."""
     return pending.wait()
 
 
@@ -55,8 +54,8 @@ def instruction_order(graph: fx.Graph) -> list[str]:
 def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
     """Put the instruction nodes of a graph into `order`; elements of tuples follow their producer.
 
-    Raises: UserError if `order` is not each instruction once, reads a result before it is made, or goes back
-    from the backward to the forward.
+    Raises: UserError if `order` is not a permutation of the instructions, has an instruction before one of
+    its inputs, or a forward instruction after a backward one.
     """
     nodes = {node.name: node for node in graph.nodes}
     present = instruction_order(graph)
@@ -68,8 +67,8 @@ def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
             expected=f"each of the graph's {len(present)} instructions once",
             do="plan again for this graph",
         )
-    wanted: list[fx.Node] = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
-    made = set(wanted)
+    reordered: list[fx.Node] = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    available = set(reordered)
     forward = forward_nodes(list(graph.nodes))
     backward = ""
     for name in order:
@@ -83,7 +82,7 @@ def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
                 expected=f"{name} first: it belongs to the forward, {backward} to the backward",
                 do="plan again for this graph",
             )
-        missing = [source.name for source in node.all_input_nodes if source not in made]
+        missing = [source.name for source in node.all_input_nodes if source not in available]
         if missing:
             raise UserError(
                 "order of a plan",
@@ -92,19 +91,19 @@ def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
                 do="plan again for this graph",
             )
         elements = _with_elements(node)
-        wanted += elements
-        made.update(elements)
-    _check_draws(graph, wanted)
-    _place(graph, wanted)
+        reordered += elements
+        available.update(elements)
+    _check_draws(graph, reordered)
+    _place(graph, reordered)
     graph.lint()
     assert instruction_order(graph) == list(order)
 
 
-def _check_draws(graph: fx.Graph, wanted: Sequence[fx.Node]) -> None:
-    """Raise UserError if ops that draw from the random generator would change places: no edge joins them."""
+def _check_draws(graph: fx.Graph, reordered: Sequence[fx.Node]) -> None:
+    """Raise UserError if the order of ops that draw random numbers changes; no edge of the graph keeps it."""
     present = [node.name for node in graph.nodes if draws_random_numbers(node)]
-    asked = [node.name for node in wanted if draws_random_numbers(node)]
-    for first, early in zip(present, asked, strict=True):
+    planned = [node.name for node in reordered if draws_random_numbers(node)]
+    for first, early in zip(present, planned, strict=True):
         if first != early:
             raise UserError(
                 "order of a plan",
@@ -115,18 +114,18 @@ def _check_draws(graph: fx.Graph, wanted: Sequence[fx.Node]) -> None:
 
 
 def _with_elements(node: fx.Node) -> list[fx.Node]:
-    """The node and everything that only takes elements out of its tuple."""
-    found = [node]
+    """The node and the getitem nodes of its elements, also of nested tuples."""
+    nodes = [node]
     for user in node.users:
         if user.target is operator.getitem:
-            found += _with_elements(user)
-    return found
+            nodes += _with_elements(user)
+    return nodes
 
 
-def _place(graph: fx.Graph, wanted: list[fx.Node]) -> None:
-    """Move nodes to the front of the graph, in the given order."""
+def _place(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Move nodes to the front of the graph, in this order."""
     cursor = graph._root
-    for node in wanted:
+    for node in nodes:
         cursor.append(node)
         cursor = node
 
@@ -134,7 +133,7 @@ def _place(graph: fx.Graph, wanted: list[fx.Node]) -> None:
 def start_early_wait_late(module: fx.GraphModule, blocking: Collection[str] = ()) -> None:
     """Split each all-to-all, all-reduce and shift: its start stays, its wait goes before its first reader.
 
-    Args: blocking: names of collectives that are left in one piece.
+    Args: blocking: names of collectives that are not split.
     """
     graph = module.graph
     for node in list(graph.nodes):
@@ -164,11 +163,11 @@ def start_early_wait_late(module: fx.GraphModule, blocking: Collection[str] = ()
 
 
 def _readers(node: fx.Node) -> list[fx.Node]:
-    """Who needs the result: users, or for a tuple the users of its elements."""
-    found = []
+    """The nodes that read a result; for a tuple, those that read its elements."""
+    readers = []
     for user in node.users:
-        found += _readers(user) if user.target is operator.getitem else [user]
-    return found
+        readers += _readers(user) if user.target is operator.getitem else [user]
+    return readers
 
 
 def _position(graph: fx.Graph) -> dict[fx.Node, int]:

@@ -1,10 +1,11 @@
-"""In which form does each part of a range have a tensor, along which axis is it cut? (Lancet, section 5.2)
+"""Axis inference: the form, and the axis of the cut, of every tensor in a partitioned range (Lancet, section
+5.2)
 
-A constraint satisfaction problem over the rule table: one variable per tensor (so the same tensor has one
-form wherever it is used), one table constraint per instruction. Solved by CP-SAT; among the solutions
-the one that cuts most instructions is taken, and of those the one with the leading axes.
+A constraint satisfaction problem over the rule table: one variable per tensor, so that a tensor has the same
+form wherever it is used, and one table constraint per instruction. CP-SAT chooses the solution that cuts most
+instructions; among equals, the one with the leading axes.
 
-Ranges that look alike (the layers of a model) share one solution.
+Ranges of the same structure (the layers of a model) share one solution.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.graph.rules import rule_for
 
 PREFER_CUT = 1000
-"""Weight of a cut instruction against the position of an axis."""
+"""Objective weight of a cut instruction; the index of an axis weighs 1."""
 _NUMBERS = {WHOLE: -1, IRREGULAR: -2, PARTIAL: -3, CARRIED: -4, WINDOW: -5}
-"""Forms in the solver's model; a cut is the number of its dimension. Leading axes are preferred."""
+"""Encoding of forms in the solver's model; a cut is encoded as its dimension. Leading axes are preferred."""
 
 
 class AxisInference:
-    """Axes for ranges of one Program. `solved` counts the problems that went to the solver."""
+    """Infers axes for ranges of one Program. `solved` counts the calls of the solver."""
 
     def __init__(self, program: Program):
         self.program = program
@@ -29,10 +30,10 @@ class AxisInference:
         self._by_range: dict[tuple[int, int], dict[str, Form] | None] = {}
 
     def forms(self, first: int, last: int) -> Forms | None:
-        """The form of every tensor in positions first..last (both included) that is not whole, or None.
+        """The forms of all tensors in positions first..last (both included) that are not whole, or None.
 
-        None: the range holds no all-to-all, or one of its all-to-alls cannot be cut; an op without a
-        rule or a gate that needs the whole batch stands in the way.
+        None: the range has no all-to-all, or one of its all-to-alls cannot be cut because of an op without a
+        rule or a gate that needs the whole batch.
         """
         key = first, last
         if key not in self._by_range:
@@ -50,17 +51,17 @@ class AxisInference:
         tables = self._tables(first, last)
         if tables is None:
             return None
-        # Here, not above: strategies that cut nothing run where there is no solver.
+        # Imported here, so that strategies without partitioning work where the solver is not installed.
         from ortools.sat.python import cp_model
 
         self.solved += 1
-        made = {t for i in range(first, last + 1) for t in self.program.instructions[i].outputs}
+        inside = {t for i in range(first, last + 1) for t in self.program.instructions[i].outputs}
         model = cp_model.CpModel()
         variable = {}
         for t in tensors:
-            numbers = [_number(form) for form in self._possible(t, t in made)]
+            numbers = [_number(form) for form in self._possible(t, t in inside)]
             variable[t] = model.new_int_var_from_domain(cp_model.Domain.from_values(numbers), t)
-        wishes = []
+        objective = []
         for i, table in tables.items():
             instruction = self.program.instructions[i]
             operands = (*instruction.inputs, *instruction.outputs)
@@ -69,8 +70,8 @@ class AxisInference:
             if instruction.kind is not Kind.ALL_TO_ALL:
                 rows.append((0, *[_number(WHOLE)] * len(operands)))
             model.add_allowed_assignments([is_cut, *(variable[t] for t in operands)], rows)
-            wishes.append(PREFER_CUT * is_cut)
-        model.maximize(sum(wishes) - sum(variable.values()))
+            objective.append(PREFER_CUT * is_cut)
+        model.maximize(sum(objective) - sum(variable.values()))
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
@@ -82,16 +83,16 @@ class AxisInference:
         return tuple(forms[t] if t in useful else WHOLE for t in tensors)
 
     def _possible(self, tensor: str, is_inside: bool) -> list[Form]:
-        """Forms that a tensor can have: parameters are whole; what comes from outside can only be cut."""
+        """The possible forms of a tensor: parameters are whole; tensors from before the range are whole or
+        cut."""
         if tensor in self.program.parameter_set:
             return [WHOLE]
         cuts = [WHOLE, WINDOW, *map(cut, range(len(self.program.tensors[tensor].shape)))]
         return [*cuts, IRREGULAR, PARTIAL, CARRIED] if is_inside else cuts
 
     def _with_an_all_to_all(self, first: int, last: int, forms: Forms) -> set[str]:
-        """The cut tensors that hang together with an all-to-all: to cut others would gain nothing.
-
-        Example: the transpose of a weight that is read behind the range could be cut, but what for.
+        """The cut tensors that are connected to an all-to-all through other cut tensors; cutting the rest
+        would not help overlap. Example: the transpose of a weight that is read only after the range.
         """
         leader = {t: t for t, form in forms.items() if form != WHOLE}
 
@@ -112,7 +113,7 @@ class AxisInference:
         return {t for t in leader if find(t) in roots}
 
     def _tables(self, first: int, last: int) -> dict[int, list[tuple[Form, ...]]] | None:
-        """The ways to cut each instruction; None where it is plain that an all-to-all cannot be cut."""
+        """The ways to cut each instruction; None if an all-to-all has none."""
         program = self.program
         instructions = program.instructions[first : last + 1]
         if not any(i.kind is Kind.ALL_TO_ALL for i in instructions):
@@ -137,10 +138,10 @@ def _form(number: int) -> Form:
 
 
 def range_signature(program: Program, first: int, last: int) -> tuple[tuple, list[str]]:
-    """What a range looks like whatever its names are, and its tensors in order of appearance.
+    """The structure of a range without names, and its tensors in order of appearance.
 
-    Two ranges with one signature have the same ops, shapes, attributes, costs and wiring, and the same of
-    their tensors are needed outside.
+    Ranges with equal signatures have the same ops, shapes, attributes, costs and data flow, and the same
+    tensors are read after them.
     """
     number: dict[str, int] = {}
     rows = []
@@ -160,6 +161,6 @@ def range_signature(program: Program, first: int, last: int) -> tuple[tuple, lis
 
 
 def _needed_by(program: Program, tensor: str, last: int) -> bool:
-    """Does anything behind the range read the tensor?"""
+    """Is the tensor read after the range, or an output of the program?"""
     readers = program.consumers[tensor]
     return bool(readers and readers[-1] > last) or tensor in program.output_set

@@ -1,7 +1,7 @@
-"""Which order of a Program is the fastest that keeps to a memory limit? All methods are simulated, the best
-one wins.
+"""The fastest order of a Program within a memory limit: all scheduling methods are simulated, the best one
+wins.
 
-The result is never predicted worse than the better of Algorithm 1 and the original order.
+The result is never predicted to be slower than Algorithm 1 or than the original order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from lancet_kernels.schedules.weight_gradients import greedy_order, order_by_slo
 
 @dataclass(frozen=True)
 class Ordered:
-    """An order: positions, the method that gave it, what it is predicted to take; and what the fastest order
-    takes that keeps to no memory limit."""
+    """An order: its positions, the scheduling method, the simulated times, and the iteration of the fastest
+    order without a memory limit."""
 
     program: Program
     order: list[int]
@@ -41,7 +41,7 @@ class Ordered:
 def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Ordered:
     """The fastest of the original order, early communication, Algorithm 1, and the list schedules.
 
-    Within the memory limit where the original order is; where it is not, the limit is the original's peak.
+    If even the original order exceeds the memory limit, the limit is the peak of the original order.
     """
     ms = durations(program, cost)
 

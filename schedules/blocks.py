@@ -1,10 +1,10 @@
-"""What is decided as one? The forward of a Program in blocks, each with the forms it may run in.
+"""Groups the forward of a Program into blocks without communication inside; sharding is decided per block.
 
-Within a block nothing is communicated. Views, and ops that only prepare weights (a transpose, a broadcast),
-belong to whoever reads them: they cost nothing, so each reader has its own. A light op (no arithmetic on a
-matrix unit) whose other operands all come from one block joins it: communication in front of it moves as many
-bytes as behind it. A block's signatures are all combinations of its instructions' that fit together, of those
-with the same forms outside the fastest.
+Views, and ops that only prepare weights (a transpose, a broadcast), are free, so every block that reads their
+result has its own copy of them. A light op (no matrix product) whose activations all come from one block
+joins that block, because communication before it would move as many bytes as after it. The signatures of a
+block are all consistent combinations of those of its instructions; among combinations with the same forms at
+the block's inputs and outputs only the fastest is kept.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from lancet_kernels.schedules.signatures import Signature, signatures
 class BlockSignature:
     """Forms of a block's `reads`, `parameters` and `makes`, by position.
 
-    ways: of each instruction, the forms of its inputs and outputs. ms: on each rank, one forward.
-    bytes: of what the block makes, and backward may read.
+    ways: for each instruction, the forms of its inputs and outputs. ms: of one forward on each rank.
+    bytes: of all results in the block, which the backward may read.
     """
 
     reads: tuple[Form, ...]
@@ -41,7 +41,8 @@ class BlockSignature:
 class Block:
     """Instructions that run without communication between them.
 
-    reads: tensors of other blocks and of the batch. parameters: weights. makes: what others read.
+    reads: activations from other blocks, and inputs. parameters: weights. makes: results that other blocks
+    read.
     """
 
     instructions: tuple[str, ...]
@@ -52,8 +53,8 @@ class Block:
 
 
 def blocks_of(program: Program, ranks: int, cost: Cost, *, grouped: bool = True) -> list[Block]:
-    """The blocks of a forward Program, in an order that runs. `grouped` False: one for each instruction
-    that reads an activation. Raises: UserError for a Program with a backward, or with collectives in it."""
+    """The blocks of a forward Program, in a valid order. `grouped` False: one block per instruction that
+    reads an activation. Raises: UserError for a Program with a backward, or with collectives in it."""
     wrong = [i for i in program.instructions if i.phase is not Phase.FORWARD or i.kind.is_communication]
     if wrong:
         raise UserError(
@@ -75,7 +76,7 @@ def blocks_of(program: Program, ranks: int, cost: Cost, *, grouped: bool = True)
         place = min(sources, default=-1)
         joins = grouped and len(sources) == 1 and place >= 0 and not instruction.flops
         if joins:
-            # Behind a product that may come out as summands they are added up first.
+            # Partial results of a product must be summed before the op, so it starts a new block.
             read = read_by_instruction[instruction.name]
             joins = not _may_be_partial(members[place], read, program, ranks, cost)
         if joins:
@@ -95,7 +96,8 @@ def blocks_of(program: Program, ranks: int, cost: Cost, *, grouped: bool = True)
 
 
 def _preparations(program: Program) -> dict[str, Instruction]:
-    """Tensors that depend on weights and constants alone, and views; and what makes each."""
+    """Tensors that are views, or depend only on weights and constants -> the instruction that computes
+    them."""
     prepares: dict[str, Instruction] = {}
     constant = set(program.parameter_set)
     for i in program.instructions:
@@ -110,7 +112,7 @@ def _preparations(program: Program) -> dict[str, Instruction]:
 def _activations_read(
     instruction: Instruction, prepares: dict[str, Instruction], parameters: frozenset[str]
 ) -> list[str]:
-    """Tensors of blocks and of the batch that an instruction reads, also through views."""
+    """Activations and inputs that an instruction reads, directly or through views."""
     read: list[str] = []
     waiting = list(reversed(instruction.inputs))
     while waiting:
@@ -131,7 +133,7 @@ def _is_view(instruction: Instruction, program: Program) -> bool:
 def _may_be_partial(
     members: list[Instruction], read: Iterable[str], program: Program, ranks: int, cost: Cost
 ) -> bool:
-    """Can what an instruction reads come out of these as summands?"""
+    """Can these instructions give one of the tensors `read` in form partial?"""
     partial: set[str] = set()
     for i in members:
         for signature in signatures(i, program, ranks, cost):
@@ -144,18 +146,18 @@ def _may_be_partial(
 def _in_order(
     members: list[list[Instruction]], home: dict[str, int], reads: dict[str, list[str]]
 ) -> list[int]:
-    """Blocks behind the blocks they read. A block takes in ops that come later only if they read nothing
-    else, so there is such an order."""
+    """A topological order of the blocks. It exists, because an op joins an earlier block only if it reads no
+    other one."""
     before = [
         {home[t] for i in block for t in reads[i.name] if t in home} - {n} for n, block in enumerate(members)
     ]
-    done: list[int] = []
-    left = list(range(len(members)))
-    while left:
-        n = next(n for n in left if before[n] <= set(done))
-        done.append(n)
-        left.remove(n)
-    return done
+    order: list[int] = []
+    remaining = list(range(len(members)))
+    while remaining:
+        n = next(n for n in remaining if before[n] <= set(order))
+        order.append(n)
+        remaining.remove(n)
+    return order
 
 
 def _block(
@@ -168,9 +170,9 @@ def _block(
     cache: dict[tuple, tuple[BlockSignature, ...]],
 ) -> Block:
     instructions = _with_preparations(members, prepares, program)
-    made = {t for i in instructions for t in i.outputs}
+    inside = {t for i in instructions for t in i.outputs}
     names = {i.name for i in members}
-    read = list(dict.fromkeys(t for i in instructions for t in i.inputs if t not in made))
+    read = list(dict.fromkeys(t for i in instructions for t in i.inputs if t not in inside))
     makes = [t for i in members for t in i.outputs if t in program.output_set or readers[t] - names]
     reads = tuple(t for t in read if t not in program.parameter_set)
     parameters = tuple(t for t in read if t in program.parameter_set)
@@ -201,7 +203,7 @@ def _structure(
     makes: tuple[str, ...],
     program: Program,
 ) -> tuple:
-    """Equal for blocks of repeated layers: all but the names."""
+    """The structure of a block without names: equal for the blocks of repeated layers."""
     number: dict[str, int] = {}
     for i in instructions:
         for t in (*i.inputs, *i.outputs):
@@ -231,7 +233,7 @@ def _combined(
     ranks: int,
     cost: Cost,
 ) -> tuple[BlockSignature, ...]:
-    """All combinations, instruction by instruction. What nobody reads later is forgotten on the way."""
+    """All combinations, instruction by instruction. The form of a tensor is dropped after its last reader."""
     outside = {*reads, *parameters}
     last = {t: n for n, i in enumerate(instructions) for t in i.inputs}
     keep = {*outside, *makes}
@@ -244,7 +246,7 @@ def _combined(
                 continue
             joined = forms | dict(zip(instruction.inputs, choice.inputs, strict=True))
             joined |= dict(zip(instruction.outputs, choice.outputs, strict=True))
-            made = sum(
+            new_bytes = sum(
                 held_bytes(program.tensors[t], f, ranks)
                 for t, f in zip(instruction.outputs, choice.outputs, strict=True)
                 if program.tensors[t].alias_of is None
@@ -253,7 +255,7 @@ def _combined(
             key = frozenset(alive.items())
             if key not in following or ms + choice.ms < following[key][2]:
                 way = (*choice.inputs, *choice.outputs)
-                following[key] = alive, (*ways, way), ms + choice.ms, size + made
+                following[key] = alive, (*ways, way), ms + choice.ms, size + new_bytes
         partial = following
     return tuple(
         BlockSignature(
@@ -269,16 +271,16 @@ def _combined(
 
 
 def _choices(instruction: Instruction, program: Program, ranks: int, cost: Cost) -> list[Signature]:
-    found = signatures(instruction, program, ranks, cost)
+    choices = signatures(instruction, program, ranks, cost)
     if instruction.inputs or len(instruction.outputs) != 1:
-        return found
-    # A constant that every rank makes: a slice of it is there as well.
+        return choices
+    # Every rank computes a constant itself, so it can have any slice of it.
     spec = program.tensors[instruction.outputs[0]]
-    return [Signature((), (form,), found[0].ms) for form in forms_of(spec, ranks)]
+    return [Signature((), (form,), choices[0].ms) for form in forms_of(spec, ranks)]
 
 
 def _fits(instruction: Instruction, choice: Signature, forms: dict[str, Form], outside: set[str]) -> bool:
-    """Has every input the form already, or comes it from outside, where any form can be asked for?"""
+    """Does every input have the required form, or come from outside the block, where any form is possible?"""
     return all(
         forms[t] == form if t in forms else t in outside
         for t, form in zip(instruction.inputs, choice.inputs, strict=True)

@@ -1,7 +1,7 @@
-"""Gradient all-reduces as instructions of the graph, several gradients to a bucket.
+"""Inserts gradient all-reduces into a joint graph, in buckets of several gradients.
 
-Buckets follow the order in which the backward makes the gradients, so each is complete early; a weight
-gradient that is scheduled later takes its bucket along.
+Buckets follow the order in which the backward computes the gradients, so each is complete early; if a weight
+gradient is scheduled later, its bucket is, too.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def insert_all_reduces(
 
     Args:
         parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
-        group_of_parameter: over which ranks its gradient is summed; "": over none.
-        replica_group: the one of these whose collectives are priced apart, as group "replica".
-        bucket_bytes: a bucket closes when it has that many.
+        group_of_parameter: parameter -> the group over which its gradient is summed; "": it is not summed.
+        replica_group: the replica group, whose collectives have costs of their own (group "replica").
+        bucket_bytes: a bucket is closed once it has this many bytes.
     Returns: names of the new instructions.
     """
     graph, output = module.graph, output_node(module)
@@ -68,7 +68,7 @@ def insert_all_reduces(
 def _insert(
     graph: fx.Graph, group: str, bucket: list[int], results: list[fx.Node], place: Mapping[fx.Node, int]
 ) -> fx.Node:
-    """The all-reduce of a bucket, whose results take the place of the gradients among the outputs."""
+    """Insert the all-reduce of a bucket; its results replace the gradients among the outputs."""
     gradients = [results[i] for i in bucket]
     last = max(gradients, key=place.__getitem__)
     with graph.inserting_after(last):

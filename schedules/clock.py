@@ -1,10 +1,10 @@
-"""What occupies compute and the links at what time? The one clock that all predictions come from.
+"""Discrete-event simulation of one compute resource and of links. All predictions use this clock.
 
-Compute runs what it is given, in that order. A message goes onto a link when it was issued (the computation
-in front of it is done), what it needs is there, and the link is free. Nothing that travels is interrupted.
-When a link falls free, the message of the highest priority that could go is next; within a priority they
-keep the order in which they were issued. Gradient all-reduces have the lowest: they wait for all others, but
-one that is under way delays whoever comes meanwhile until its bucket is through.
+Compute runs instructions in the order in which they are passed to it. A message starts on its link once it is
+issued (the computation before it is done), its inputs are ready, and the link is idle. A message in flight is
+never interrupted. When a link becomes idle, the ready message with the highest priority is next; messages of
+equal priority keep their order of issue. Gradient all-reduces have the lowest priority: they wait for all
+other messages, but one in flight delays messages that become ready meanwhile.
 
 Example, one link: R (all-reduce, 5 ms) issued at 1, X (all-to-all, 2 ms) at 3: R 1-6, X 6-8. With S
 (all-reduce) issued at 2, too: X goes before S.
@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from lancet_kernels.graph.program import Instruction
 
 COMPUTE, LINK = "compute", "communication"
-"""Resources; LINK is the link of messages that name none in their attribute `link`."""
+"""Names of resources; LINK is the default link of messages without the attribute `link`."""
 
 INFINITY = float("inf")
 
@@ -34,11 +34,11 @@ def link_of(instruction: Instruction) -> str:
 
 @dataclass
 class _Link(Generic[Key]):
-    """Messages that wait (urgent, others); the one under way and when it is through; when it was last
-    free."""
+    """Waiting messages (urgent, others); the message in flight, and when it arrives; when the link last
+    became idle."""
 
     waiting: tuple[deque[Key], deque[Key]] = field(default_factory=lambda: (deque(), deque()))
-    under_way: Key | None = None
+    in_flight: Key | None = None
     until: float = INFINITY
     free_at: float = 0.0
 
@@ -51,14 +51,14 @@ class _Message(Generic[Key]):
 
 
 class Clock(Generic[Key]):
-    """Time passes by `compute`, `wait` and `finish`; messages are handed over by `send`.
+    """`compute`, `wait` and `finish` advance the time; `send` issues messages.
 
-    Instructions and messages go by a key of the caller's.
+    The caller identifies instructions and messages by keys.
 
     Attributes:
-        now: milliseconds, when compute is free.
-        start, end: of what has begun and what is over, in milliseconds, by key.
-        sent: messages in the order in which they were through.
+        now: milliseconds; when compute becomes idle.
+        start, end: milliseconds by key, of everything that has started, and that has ended.
+        sent: the messages that have arrived, in order of arrival.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Clock(Generic[Key]):
         self._links: dict[str, _Link[Key]] = {}
 
     def compute(self, key: Key, ms: float, after: Iterable[Key]) -> None:
-        """Run an instruction, as soon as what it needs is there."""
+        """Run an instruction as soon as everything in `after` has ended."""
         for k in after:
             self.finish(k)
         self.start[key] = self.now
@@ -87,19 +87,19 @@ class Clock(Generic[Key]):
         is_urgent: bool = True,
         issued_at: float | None = None,
     ) -> None:
-        """Hand a message to a link (issued now, unless it says when)."""
+        """Issue a message on a link, at `issued_at` (None: now)."""
         self._messages[key] = _Message(ms, tuple(after), self.now if issued_at is None else issued_at)
         self._links.setdefault(link, _Link()).waiting[not is_urgent].append(key)
 
     def finish(self, key: Key) -> None:
-        """Wait until an instruction is over or a message is through."""
+        """Wait until an instruction has ended or a message has arrived."""
         while key not in self.end:
             moved = self._step(INFINITY)
-            assert moved, "a valid order waits for nothing that was not issued"
+            assert moved, "in a valid order, everything that is waited for has been issued"
         self.now = max(self.now, self.end[key])
 
     def wait(self) -> None:
-        """Until the next message is through. There must be one."""
+        """Wait until the next message arrives. There must be one."""
         before = len(self.sent)
         while len(self.sent) == before:
             moved = self._step(INFINITY)
@@ -107,26 +107,26 @@ class Clock(Generic[Key]):
         self.now = max(self.now, self.end[self.sent[-1]])
 
     def catch_up(self, moment: float | None = None) -> None:
-        """Let the links do what they do until a moment (None: now)."""
+        """Advance the links to a moment (None: now)."""
         while self._step(self.now if moment is None else moment):
             pass
 
     @property
     def busy_until(self) -> float:
-        """When the next message under way is through; infinite if nothing is under way."""
+        """When the next message in flight arrives; infinite if none is in flight."""
         return min((link.until for link in self._links.values()), default=INFINITY)
 
     @property
     def is_idle(self) -> bool:
-        """Is no message under way or waiting?"""
+        """Is no message in flight or waiting?"""
         return len(self.sent) == len(self._messages)
 
     def _step(self, until: float) -> bool:
-        """The next thing that happens on a link: a message is through (at `until` or before), or one starts
-        (before). -> was there one?"""
+        """Process the next event of any link: a message arrives (at `until` or before), or starts (before
+        `until`). -> was there an event?"""
         first, first_link, first_queue = INFINITY, None, None
         for link in self._links.values():
-            if link.under_way is not None:
+            if link.in_flight is not None:
                 if link.until <= until and link.until <= first:
                     first, first_link, first_queue = link.until, link, None
                 continue
@@ -142,17 +142,17 @@ class Clock(Generic[Key]):
         else:
             key = first_queue.popleft()
             self.start[key] = first
-            first_link.under_way, first_link.until = key, first + self._messages[key].ms
+            first_link.in_flight, first_link.until = key, first + self._messages[key].ms
         return True
 
     def _arrive(self, link: _Link[Key]) -> None:
-        assert link.under_way is not None
-        self.end[link.under_way] = link.free_at = link.until
-        self.sent.append(link.under_way)
-        link.under_way, link.until = None, INFINITY
+        assert link.in_flight is not None
+        self.end[link.in_flight] = link.free_at = link.until
+        self.sent.append(link.in_flight)
+        link.in_flight, link.until = None, INFINITY
 
     def _ready_at(self, key: Key) -> float:
-        """When a message could go, were its link free; infinite while one that it needs is not through."""
+        """When a message can start if its link is idle; infinite while one of its inputs has not ended."""
         message = self._messages[key]
         ready = message.issued_at
         for k in message.after:

@@ -1,8 +1,8 @@
-"""Which collective takes a tensor from one form to another, and what does its gradient do on the way back?
+"""The collective that converts a tensor from one form to another, and its adjoint in the backward.
 
-HiDup, section 4.1. The gradient of a tensor has the dual of its form: of a slice a slice, of a summand the
-whole, and of a whole tensor a summand, because every rank knows what its own readers add to it. So backward
-needs no signatures of its own, and every collective has one adjoint:
+HiDup, section 4.1. The gradient of a tensor has the dual form: of a slice a slice, of a partial tensor the
+whole, and of a whole tensor a partial one, because each rank computes the gradient from its own readers only.
+So the backward needs no signatures of its own, and every collective has one adjoint:
 
     from      to        forward           backward
     whole     cut i     slice (local)     zeros around the slice (local)
@@ -37,7 +37,7 @@ MESSAGE_KINDS = {
 
 
 def collective(source: Form, target: Form) -> str | None:
-    """What takes a tensor from one form to another; None where nothing does."""
+    """The collective that converts a tensor from one form to another; None if there is none."""
     if source == WHOLE and target.is_cut:
         return SLICE
     if source.is_cut and target == WHOLE:
@@ -57,20 +57,20 @@ def forms_of(spec: TensorSpec, ranks: int) -> list[Form]:
 
 
 def held_bytes(spec: TensorSpec, form: Form, ranks: int) -> float:
-    """Bytes of the values that one rank holds."""
+    """Bytes of a tensor's values on one rank."""
     return spec.content_bytes / (ranks if form.is_cut else 1)
 
 
 @dataclass(frozen=True)
 class CollectiveCosts:
-    """Milliseconds of collectives among `ranks` ranks, by any `Cost` that prices communication."""
+    """Milliseconds of collectives among `ranks` ranks, from a `Cost` that covers communication."""
 
     cost: Cost
     ranks: int
 
     def milliseconds(self, name: str, spec: TensorSpec) -> float:
-        """Of one collective for a tensor, `spec` being the whole of it. An all-to-all moves a rank's slice;
-        all others are priced by the whole."""
+        """The time of one collective on a tensor. Args: spec: of the whole tensor; the cost of an all-to-all
+        depends on the bytes of a rank's slice, that of all others on the bytes of the whole."""
         if name == SLICE or self.ranks == 1:
             return 0.0
         size = spec.content_bytes / (self.ranks if name == "all_to_all" else 1)
@@ -84,7 +84,7 @@ class CollectiveCosts:
         return self.cost(message, {})
 
     def both_ways(self, source: Form, target: Form, spec: TensorSpec) -> tuple[float, float] | None:
-        """(forward, backward) milliseconds of a conversion; None where there is none."""
+        """(forward, backward) milliseconds of a conversion; None if there is no such collective."""
         name = collective(source, target)
         if name is None:
             return None

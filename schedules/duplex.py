@@ -1,11 +1,12 @@
-"""The step twice, on halves of its batch: computation of one copy beside communication of the other.
+"""Duplex: two copies of the step on halves of the batch; one computes while the other communicates.
 
-HiDup, section 3. A Duplex is a `PartitionRange` over the whole Program, forward and backward. The inputs are
-cut along the batch; which form each other tensor has then follows from the rule table, from the first
-instruction to the last. What copies add up (weight gradients, sums of losses) is added once, in front of what
-reads it. Gates are told how many slots the copy before took, so routing and drops are the whole batch's.
+HiDup, section 3. A duplex is a `PartitionRange` over the whole Program, forward and backward. The inputs are
+cut along the batch; the rule table then gives the form of every other tensor, from the first instruction to
+the last. Partial results (weight gradients, sums of losses) are added once, before their first reader.
+Capacity passing (`used` of the gate) goes from copy to copy, so routing and drops are those of the whole
+batch.
 
-What no rule can cut runs once, on whole operands.
+Instructions that no rule can cut run once, on whole operands.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from lancet_kernels.graph.rules import Rule, rule_for
 from lancet_kernels.schedules.ranges import PartitionRange
 
 COPIES = 2
-"""As many as the paper has."""
+"""The number of copies in the paper."""
 STRATEGY = "strategy duplex"
 
 
 def duplex(program: Program, copies: int = COPIES) -> PartitionRange:
-    """The Program of a training step as `copies` of it, each on a part of the batch. Parts of a batch that
-    `copies` does not divide differ by one.
+    """A training step as `copies` copies, each on a part of the batch. If `copies` does not divide the batch,
+    the sizes of the parts differ by one.
 
-    Raises: UserError where that cannot be: no all-to-all, a batch that is too small, a gate that needs the
-    whole batch, random numbers that depend on the cut, an all-to-all that no rule can cut.
+    Raises: UserError if the step has no all-to-all, too small a batch, a gate that needs the whole batch,
+    random numbers that depend on the cut, or an all-to-all that no rule can cut.
     """
     if not program.positions(Kind.ALL_TO_ALL):
         raise _refuse("a step without all-to-alls", "communication to hide", "use strategy none")
@@ -38,48 +39,50 @@ def duplex(program: Program, copies: int = COPIES) -> PartitionRange:
 
 
 def copies_of_batch(program: Program, copies: int = COPIES) -> PartitionRange:
-    """The same of any Program, whatever it communicates. Raises: as `duplex`."""
-    found = _best([_Forms(program, inputs) for inputs in _batch_inputs(program)])
-    if found.run_whole and len(found.inputs) > 1:
-        # An input that only happens to be as long as the batch (positions, say) is better left whole.
-        fewer = ([t for t in found.inputs if t != left_out] for left_out in found.inputs)
-        found = _best([found, *(_Forms(program, inputs) for inputs in fewer)])
-    if found.refused:
-        raise found.refused[0]
-    if not found.cut:
+    """The same for any Program, whatever it communicates. Raises: as `duplex`."""
+    best = _best([_Forms(program, inputs) for inputs in _batch_inputs(program)])
+    if best.run_whole and len(best.inputs) > 1:
+        # An input that is as long as the batch by chance (positions, say) is better left whole.
+        fewer = ([t for t in best.inputs if t != left_out] for left_out in best.inputs)
+        best = _best([best, *(_Forms(program, inputs) for inputs in fewer)])
+    if best.refused:
+        raise best.refused[0]
+    if not best.cut:
         raise _refuse("a step in which nothing can be cut along the batch", "ops with rules", "use one copy")
-    batch = program.tensors[found.inputs[0]].shape[0]
+    batch = program.tensors[best.inputs[0]].shape[0]
     if batch < copies:
         raise _refuse(f"a batch of {batch}", f"at least {copies}", "use strategy lancet, or a larger batch")
-    first, last = (program.instructions[found.cut[n]].name for n in (0, -1))
-    return PartitionRange(first, last, copies, found.forms)
+    first, last = (program.instructions[best.cut[n]].name for n in (0, -1))
+    return PartitionRange(first, last, copies, best.forms)
 
 
 def _batch_inputs(program: Program) -> list[list[str]]:
-    """Inputs that may have the batch in front, those of each length together: no parameters, no tangents, no
-    states of the random generator and the optimizer."""
-    found: dict[int, list[str]] = {}
+    """Inputs whose first dimension may be the batch, grouped by its size: all but parameters, tangents, and
+    the states of the random generator and the optimizer."""
+    by_size: dict[int, list[str]] = {}
     for t in program.inputs:
         readers = (program.instructions[i].phase for i in program.consumers[t])
         is_state = t in program.parameter_set or t == GENERATOR or set(readers) == {Phase.OPTIMIZER}
         if program.tensors[t].shape and not is_state and not t.startswith("tangents"):
-            found.setdefault(program.tensors[t].shape[0], []).append(t)
-    if not found:
+            by_size.setdefault(program.tensors[t].shape[0], []).append(t)
+    if not by_size:
         raise _refuse("a step without inputs", "a batch to cut", "give the batch as an input of the module")
-    return list(found.values())
+    return list(by_size.values())
 
 
-def _best(tries: list[_Forms]) -> _Forms:
-    """The one that puts together least, and of these the one that cuts most."""
-    return max(tries, key=lambda forms: (not forms.refused, -len(forms.run_whole), len(forms.cut)))
+def _best(candidates: list[_Forms]) -> _Forms:
+    """The assignment with the fewest instructions that read reassembled tensors; among equals, the one that
+    cuts most instructions."""
+    return max(candidates, key=lambda forms: (not forms.refused, -len(forms.run_whole), len(forms.cut)))
 
 
 @dataclass
 class _Forms:
-    """The form of every tensor, by the rules, when these inputs are cut along their first dimension.
+    """The forms of all tensors that follow from the rules if these inputs are cut along their first
+    dimension.
 
-    cut: positions that run in parts. run_whole: positions that no rule can cut, though they read parts.
-    refused: why there is no duplex.
+    cut: positions that run part by part. run_whole: positions that read cut tensors, but have no rule to cut
+    them. refused: reasons why the step cannot be duplexed.
     """
 
     program: Program
@@ -96,13 +99,13 @@ class _Forms:
         self._read: set[str] = set()
         self.forms = {t: cut(0) for t in self.inputs}
         for i, instruction in enumerate(program.instructions):
-            # A gate that looks at no activation (random) decides in parts all the same.
+            # A gate that reads no activation (the random gate) also routes part by part.
             if any(map(self._in_parts, instruction.inputs)) or _is_gate(instruction):
                 self._visit(i, instruction)
         uncut = set(program.positions(Kind.ALL_TO_ALL)) - set(self.cut)
         if uncut and not self.refused:
             self._refuse_all_to_all(program.instructions[min(uncut)])
-        # What no part reads is not cut.
+        # Inputs that no part reads stay whole.
         outside = [t for t in self.forms if t not in program.producer and t not in self._read]
         for t in outside:
             del self.forms[t]
@@ -120,8 +123,8 @@ class _Forms:
         self.cut.append(i)
         for t, form in zip(instruction.inputs, way, strict=False):
             if form.is_cut and not self._in_parts(t):
-                is_made = t in self.program.producer
-                self.forms[t] = sliced(form.dimension or 0) if is_made else form
+                is_computed = t in self.program.producer
+                self.forms[t] = sliced(form.dimension or 0) if is_computed else form
             elif form == WHOLE:
                 self._read_whole.add(t)
             self._read.add(t)
@@ -129,7 +132,8 @@ class _Forms:
             self.forms[t] = form
 
     def _best_way(self, instruction: Instruction, rule: Rule) -> tuple[Form, ...] | None:
-        """Of the ways to cut the instruction that fit its operands, the one that slices fewest whole ones."""
+        """Among the ways to cut the instruction that fit the forms of its operands, the one that slices the
+        fewest whole operands."""
         tensors = self.program.tensors
         ways = rule.assignments(instruction, tensors, only_experts=False, contractions=True)
         fitting = [way for way in ways if self._fits(instruction, way)]
@@ -151,23 +155,23 @@ class _Forms:
         )
         return lines_up and all(map(self._accepts, instruction.inputs, way))
 
-    def _accepts(self, tensor: str, wanted: Form) -> bool:
-        """Can a part have a tensor in the form that a rule wants?"""
+    def _accepts(self, tensor: str, required: Form) -> bool:
+        """Can a part read the tensor in the form that a rule requires?"""
         form = self.forms.get(tensor, WHOLE)
         if tensor in self.program.parameter_set or form == PARTIAL:
-            return wanted == WHOLE
-        if form == CARRIED and wanted == WHOLE:
+            return required == WHOLE
+        if form == CARRIED and required == WHOLE:
             return self._is_any_part(tensor)
         if form.is_made_in_parts and tensor in self.program.producer:
-            return wanted == form
+            return required == form
         if tensor in self.inputs:
-            return wanted == form
-        if form.is_cut:  # whole, and sliced for a reader before
-            return wanted == form.of_reader
-        return wanted == WHOLE or (wanted.is_cut and tensor not in self._read_whole)
+            return required == form
+        if form.is_cut:  # whole, and already sliced for an earlier reader
+            return required == form.of_reader
+        return required == WHOLE or (required.is_cut and tensor not in self._read_whole)
 
     def _is_any_part(self, tensor: str) -> bool:
-        """Does it mean nothing beyond its part (a seed that nobody uses), rather than being handed on?"""
+        """Is it without meaning outside its part (an unused seed), rather than passed from part to part?"""
         rule = rule_for(self.program.instructions[self.program.producer[tensor]])
         return rule is not None and not rule.carries
 
@@ -178,7 +182,7 @@ class _Forms:
             got = f"{instruction.name}, gate {spec!r}, which needs the whole batch"
             self.refused.append(
                 _refuse(
-                    got, "gates that decide from part of a batch", "use strategy lancet: it cuts behind gates"
+                    got, "gates that can route part of a batch", "use strategy lancet: it cuts after the gate"
                 )
             )
         elif GENERATOR in instruction.mutates:

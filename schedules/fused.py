@@ -1,13 +1,14 @@
-"""Which overlap groups of a plan become one launch of the overlap kernel, and which stay on streams?
+"""Which MoE layers of a plan run as fused launches of the overlap kernel, and which on streams?
 
-An overlap group is an MoE layer: its all-to-alls and what hides them, its own expert GEMMs (forward, dX, dW)
-and, in the backward launch, weight gradients of other layers. On streams a collective runs beside GEMM
-kernels, and what does not fit is exposed; fused, GEMM tiles and puts share a launch, whose time comes from
-the tuner's measurements or from a model (`schedules.fused_prediction`). Each layer takes what is predicted
-faster; `explain` of the plan says which, and by which numbers.
+An overlap group is an MoE layer: its all-to-alls and the computation that hides them, which is its own expert
+GEMMs (forward, dgrad, wgrad) and, in the backward launch, weight gradients of other layers. On streams, a
+collective runs beside GEMM kernels, and is exposed where it is longer than these. Fused, GEMM tiles and puts
+share one launch, whose time comes from the tuner's measurements or from a model
+(`schedules.fused_prediction`). Each layer runs in the way that is predicted faster; `Plan.explain` says
+which, with the numbers.
 
-A weight gradient rides along if most of it is hidden in the launch, the longest first: best fit, like the
-paper's Algorithm 1, which does the same for collectives on a stream.
+A weight gradient becomes a filler of the launch if most of its time is hidden there. The longest is tried
+first: best fit, as in the paper's Algorithm 1, which does this for collectives on streams.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture import fake_mode_of, set_value
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.layer_names import layer_meta
+from lancet_kernels.graph.part_instruction import whole_name
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.kernels.measured_cost import MeasuredCost
 from lancet_kernels.ops import fused_graph
@@ -40,7 +42,7 @@ from lancet_kernels.schedules.fused_prediction import (
 from lancet_kernels.schedules.plan import FusedGroup
 from lancet_kernels.schedules.simulate import Timeline
 
-# A weight gradient rides along if at least this share of its time on a stream is saved.
+# A weight gradient becomes a filler if the launch hides at least this share of its time on a stream.
 LEAST_HIDDEN = 0.5
 CHOICES = ("auto", "fused", "streams")
 
@@ -54,12 +56,12 @@ def choose_groups(
     lowering: str = "auto",
     measured_of: MeasuredOf = nothing_measured,
 ) -> tuple[FusedGroup, ...]:
-    """A decision for every MoE layer of a joint graph.
+    """Decide for every MoE layer of a joint graph: fused, or on streams.
 
     Args:
         program: of the graph. timeline: of the best plan on streams, which fused launches must beat.
-        lowering: "auto", or "fused" or "streams" for every layer that allows it.
-        measured_of: what the tuner measured for a kind of layer on the device that will run it.
+        lowering: "auto"; or "fused" or "streams" for all layers that can run so.
+        measured_of: the tuner's measurements for a kind of layer, on the device that will run it.
     """
     if lowering not in CHOICES:
         raise UserError("lowering", got=repr(lowering), expected=f"one of {CHOICES}", do="name one of these")
@@ -67,22 +69,28 @@ def choose_groups(
     ms = {i.name: cost(i, program.tensors) for i in program.instructions}
     exposed, busy = _exposed_and_busy(timeline)
     groups = [FusedGroup(name, False, (), 0.0, 0.0, 0.0, f"streams: {why}") for name, why in refused.items()]
-    taken: set[str] = set()
+    fillers: set[str] = set()
     for layer in layers:
-        found, words = measured_of(kind_of(layer))
+        measured, measurement = measured_of(kind_of(layer))
         riders = [_rider(n, program, ms) for n in independent_gradients(module.graph, layer)]
         group = _predict(
-            layer, program, ms, exposed, busy, found, [rider for rider in riders if rider.name not in taken]
+            layer,
+            program,
+            ms,
+            exposed,
+            busy,
+            measured,
+            [rider for rider in riders if rider.name not in fillers],
         )
         if lowering == "auto":
             fused = group.fused_ms < group.streams_ms
             verdict = f"{'fused' if fused else 'streams'}: predicted faster"
         else:
-            fused, verdict = lowering == "fused", f"{lowering}: asked for"
-        source = words if found else f"modelled at efficiency {MODELLED_EFFICIENCY:g}: {words}"
+            fused, verdict = lowering == "fused", f"{lowering}: requested"
+        source = measurement if measured else f"modelled at efficiency {MODELLED_EFFICIENCY:g}: {measurement}"
         group = replace(group, fused=fused, why=f"{verdict} ({group.why}; {source})")
         groups.append(group if fused else replace(group, fillers=()))
-        taken |= set(groups[-1].fillers)
+        fillers |= set(groups[-1].fillers)
     return tuple(sorted(groups, key=lambda group: program.index[group.layer]))
 
 
@@ -121,7 +129,7 @@ def _rider(node: fx.Node, program: Program, ms: Mapping[str, float]) -> Rider:
 
 
 def _best_fit(candidates: Sequence[Rider], launch: Launch) -> list[Rider]:
-    """Those of which the launch hides most, the longest first, until it hides no more."""
+    """The fillers of which the launch hides at least LEAST_HIDDEN, chosen longest first."""
     chosen: list[Rider] = []
     now = launch.milliseconds()
     for rider in sorted(candidates, key=lambda rider: rider.ms, reverse=True):
@@ -133,12 +141,12 @@ def _best_fit(candidates: Sequence[Rider], launch: Launch) -> list[Rider]:
 
 
 def _exposed_and_busy(timeline: Timeline) -> tuple[dict[str, float], dict[str, float]]:
-    """By instruction of the uncut program: link time in which compute idles; compute time, parts added."""
+    """By instruction of the uncut program, summed over parts: exposed link time; compute time."""
     computing = sorted((e.start_ms, e.end_ms) for e in timeline.events if e.resource == COMPUTE)
     exposed: dict[str, float] = {}
     busy: dict[str, float] = {}
     for event in timeline.events:
-        name = event.name.partition("[")[0]
+        name = whole_name(event.name)
         length = event.end_ms - event.start_ms
         if event.resource == LINK:
             covered = sum(
@@ -153,9 +161,9 @@ def _exposed_and_busy(timeline: Timeline) -> tuple[dict[str, float], dict[str, f
 def lower(
     module: fx.GraphModule, groups: Sequence[FusedGroup], register: Callable[[MatchedLayer], int]
 ) -> None:
-    """Replace the ops of every fused group of a joint graph by its two fused instructions, in place.
+    """Replace the ops of every fused group of a joint graph by two fused instructions, in place.
 
-    Args: register: gives the number of the exchange of a layer (`ops.fused_graph.register_layer`).
+    Args: register: registers a layer and returns its number (`ops.fused_graph.register_layer`).
     Raises: UserError if a group is not in this graph.
     """
     layers = {layer.name: layer for layer in match_layers(module.graph)[0]}
@@ -167,7 +175,7 @@ def lower(
         if group.layer not in layers or missing:
             raise UserError(
                 "fused group of a plan",
-                got=f"{group.layer}, which this graph has not ({', '.join(missing) or 'no fusable layer'})",
+                got=f"{group.layer}, which this graph does not have ({', '.join(missing) or 'not fusable'})",
                 expected="a layer of the captured graph",
                 do="plan again",
             )
@@ -225,7 +233,7 @@ def _element(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Put every node behind its inputs again, keeping the order where that leaves a choice."""
+    """Stable topological sort: move nodes behind their inputs, and keep the order otherwise."""
     placed: set[fx.Node] = set()
     anchor = None
 

@@ -1,13 +1,13 @@
-"""Where in a joint graph are MoE layers that one fused launch per direction can run?
+"""Finds the MoE layers of a joint graph that can run as one fused launch per direction.
 
-Forward of a layer, and backward, as capture shows them (biases and the gradient of the weights may lack):
+The ops of a layer in a captured graph (biases and the gradient of the gate weights are optional):
 
     dispatch -> all_to_all -> grouped_gemm -> expert_activation -> grouped_gemm -> all_to_all -> combine
 
     dispatch(dy, weight) -> all_to_all -> grouped_gemm_dx -> expert_activation_backward -> grouped_gemm_dx
-        -> all_to_all -> combine, beside them grouped_gemm_dw, grouped_gemm_dbias (two each), combine_dweight
+        -> all_to_all -> combine; and two grouped_gemm_dw, two grouped_gemm_dbias, combine_dweight
 
-A layer is matched as a whole or not at all, and `Refused` says why not.
+A layer matches completely or not at all; `Refused` gives the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FUSABLE_DTYPES = ("torch.float32", "torch.float16", "torch.bfloat16")
 
 @dataclass(frozen=True)
 class MatchedLayer:
-    """The nodes of one layer; what is None is not in the graph.
+    """The nodes of one layer; None if the graph has no such node.
 
     forward, backward: all nodes that the fused instructions replace, in graph order.
     """
@@ -59,14 +59,14 @@ class MatchedLayer:
 
 
 class Refused(Exception):
-    """Why a layer is not one that can be fused."""
+    """A layer cannot be fused. The message is the reason."""
 
 
 def match_layers(graph: fx.Graph) -> tuple[list[MatchedLayer], dict[str, str]]:
-    """-> the layers that can be fused, in order, and the reason for each other one by its dispatch's name."""
+    """-> the layers that can be fused, in order; for the others, the reason by name of the dispatch."""
     matched, refused = [], {}
     for node in graph.nodes:
-        # Forward dispatches carry no weight; a backward one is the adjoint of a weighted combine.
+        # A forward dispatch has no weight; the backward one does, as the adjoint of a weighted combine.
         if node.op == "call_function" and op_name(node) == "lancet.dispatch" and node.args[2] is None:
             try:
                 matched.append(_match(node))
@@ -77,10 +77,10 @@ def match_layers(graph: fx.Graph) -> tuple[list[MatchedLayer], dict[str, str]]:
 
 def _match(dispatch: fx.Node) -> MatchedLayer:
     if str(dispatch.meta["val"].dtype) not in FUSABLE_DTYPES:
-        raise Refused(f"rows of {str(dispatch.meta['val'].dtype).removeprefix('torch.')}")
+        raise Refused(f"its rows are {str(dispatch.meta['val'].dtype).removeprefix('torch.')}")
     x, row = dispatch.args[:2]
     if op_name(row) != "lancet.send_rows" or op_name(row.args[2]) != "lancet.kept_counts":
-        raise Refused("its rows are not those of a whole batch")
+        raise Refused("its dispatch is partitioned")
     expert, slot, count = row.args
     sent = _reader(dispatch, "lancet.all_to_all")
     first = _reader(sent, "lancet.grouped_gemm")
@@ -92,7 +92,7 @@ def _match(dispatch: fx.Node) -> MatchedLayer:
         raise Refused("its combine reads another routing")
     weight = combine.args[2]
 
-    # From here on every reader is of the backward pass.
+    # All readers from here on belong to the backward pass.
     dw2 = _reader(activation, "lancet.grouped_gemm_dw")
     dy_sent = dw2.args[1]
     dy_dispatch = dy_sent.args[0]
@@ -108,7 +108,7 @@ def _match(dispatch: fx.Node) -> MatchedLayer:
     db1 = _reader(dpre, "lancet.grouped_gemm_dbias") if b1 is not None else None
     db2 = _reader(dy_sent, "lancet.grouped_gemm_dbias") if b2 is not None else None
     if (b1 is None) != (b2 is None):
-        raise Refused("one of its GEMMs has a bias, the other none")
+        raise Refused("only one of its GEMMs has a bias")
     dweight = _maybe_reader(back, "lancet.combine_dweight")
     forward = (dispatch, sent, first, activation, second, back, combine)
     backward = (dy_dispatch, dy_sent, dhidden, dw2, db2, dpre, drows, dw1, db1, dx_back, dx, dweight)
@@ -118,7 +118,7 @@ def _match(dispatch: fx.Node) -> MatchedLayer:
     for node in inside - results:
         others = [user.name for user in node.users if user not in inside]
         if others:
-            raise Refused(f"{others[0]} reads {node.name}, which fused kernels keep to themselves")
+            raise Refused(f"{others[0]} reads {node.name}, which fused kernels do not return")
     return MatchedLayer(
         dispatch, combine, x, expert, slot, weight, count, first.args[2], b1, second.args[2], b2,
         activation.args[2], sent.args[3], count.args[1], dy_dispatch.args[0], dx, dweight, dw1, dw2, db1, db2,
@@ -127,36 +127,38 @@ def _match(dispatch: fx.Node) -> MatchedLayer:
 
 
 def _maybe_reader(node: fx.Node, op: str) -> fx.Node | None:
-    found = [user for user in node.users if user.op == "call_function" and op_name(user) == op]
-    return found[0] if len(found) == 1 else None
+    readers = [user for user in node.users if user.op == "call_function" and op_name(user) == op]
+    return readers[0] if len(readers) == 1 else None
 
 
 def _reader(node: fx.Node, op: str) -> fx.Node:
-    """The one user of `node` with this op."""
-    found = _maybe_reader(node, op)
-    if found is None:
-        raise Refused(f"{node.name} is not read by one {op}")
-    return found
+    """The only user of `node` with this op. Raises: Refused if there is none, or several."""
+    reader = _maybe_reader(node, op)
+    if reader is None:
+        raise Refused(f"{node.name} is not read by exactly one {op}")
+    return reader
 
 
 def independent_gradients(graph: fx.Graph, layer: MatchedLayer) -> list[fx.Node]:
-    """Weight gradients `mm(t(dy), x)` of other layers that may ride along in the layer's backward launch.
+    """Weight gradients `mm(t(dy), x)` of other layers that the layer's backward launch can compute as
+    fillers.
 
-    Their operands are there before it, nothing it needs depends on them, and their type is the rows'.
+    Their operands are computed before the launch, the launch does not depend on them, and they have the dtype
+    of the rows.
     """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     begin = min(position[node] for node in layer.backward)
     needed = _ancestors([n for node in layer.backward for n in node.all_input_nodes])
     dtype = layer.dispatch.meta["val"].dtype
-    found = []
+    gradients = []
     for node in nodes[:begin]:
         if node.op != "call_function" or op_name(node) != "aten.mm" or node in needed:
             continue
         left = node.args[0]
         if left.op == "call_function" and op_name(left) == "aten.t" and node.meta["val"].dtype == dtype:
-            found.append(node)
-    return found
+            gradients.append(node)
+    return gradients
 
 
 def _ancestors(nodes: list[fx.Node]) -> set[fx.Node]:

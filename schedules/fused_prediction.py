@@ -1,6 +1,7 @@
-"""How long would the fused launches of a layer take? By measured cost functions, or the times of its ops.
+"""Predicted times of the fused launches of a layer: from measured cost functions, or from the times of its
+ops.
 
-measured    `kernels.fused_cost`, fitted to what the tuner timed on this device: bytes, FLOPs, programs
+measured    `kernels.fused_cost`, fitted to the tuner's times on this device: bytes, FLOPs, programs
 modelled    max(communication, GEMMs) / MODELLED_EFFICIENCY + LAUNCH_MS, of the ops' times on streams
 """
 
@@ -21,12 +22,13 @@ MODELLED_EFFICIENCY = 0.9
 LAUNCH_MS = 0.02
 
 MeasuredOf = Callable[[LayerKind], tuple[MeasuredCost | None, str]]
-"""What is measured for a kind of layer, or None; and words: which numbers, or why none."""
+"""The measurements for a kind of layer, or None; and a text: their source, or why there are none."""
 
 
 @dataclass(frozen=True)
 class Rider:
-    """A weight gradient of another layer that may ride along: its ms on a stream, its FLOPs."""
+    """A weight gradient of another layer that a launch may compute as filler: its ms on a stream, its
+    FLOPs."""
 
     name: str
     ms: float
@@ -37,12 +39,12 @@ class Launch(Protocol):
     """One direction of a layer as a fused launch."""
 
     def milliseconds(self, riders: Sequence[Rider] = ()) -> float:
-        """Of the launch with these riders in it."""
+        """The time of the launch with these fillers in it."""
 
 
 @dataclass(frozen=True)
 class ModelledLaunch:
-    """From the milliseconds that its all-to-alls and its computations take as ops of their own."""
+    """Modelled from the milliseconds of its all-to-alls and of its computations as separate ops."""
 
     communication_ms: float
     gemm_ms: float
@@ -54,7 +56,7 @@ class ModelledLaunch:
 
 @dataclass(frozen=True)
 class MeasuredLaunch:
-    """From its bytes and FLOPs, by the function that was fitted for its direction."""
+    """From its bytes and FLOPs, by the cost function fitted for its direction."""
 
     function: FusedCost
     work: LaunchWork
@@ -65,14 +67,14 @@ class MeasuredLaunch:
 
 
 def kind_of(layer: MatchedLayer) -> LayerKind:
-    """What of a layer decides which measurements are of its launches."""
+    """The properties of a layer that select its measurements."""
     _, hidden, width = layer.w2.meta["val"].shape
     dtype = str(layer.dispatch.meta["val"].dtype).removeprefix("torch.")
     return LayerKind(width, hidden, layer.activation, dtype, group_size(layer.group))
 
 
 def measured_launch(layer: MatchedLayer, cost: MeasuredCost, direction: str) -> MeasuredLaunch:
-    """Of a step in which every choice of a token is a row, as far as there are slots for it."""
+    """The launch of a step with the most rows: no choice is dropped while its expert has a free slot."""
     rows = layer.dispatch.meta["val"]
     work = cost.work(direction, rows.shape[0], rows.element_size())
     return MeasuredLaunch(cost.functions[direction], work)

@@ -1,15 +1,16 @@
-"""Can a schedule that moves any ready work beat Algorithm 1? List scheduling by critical path, dW as filler.
+"""List scheduling by critical path, with weight gradients as filler. Goes beyond the paper's Algorithm 1,
+which moves weight gradients only.
 
-Beyond the paper. Whenever compute is free, the ready instruction with the longest path behind it runs.
-What no all-to-all waits for (weight gradients, optimizer steps, the reassembly of activations for the
-backward pass) is filler: it runs when nothing else is ready, which is exactly while an all-to-all is
-exposed, and the one that fits the gap best goes first. Messages go when the link is about to fall free, the
-one with the longest path behind it first; sums of gradients when no other is ready.
+Whenever compute is idle, the ready instruction with the longest path to the end of the program runs.
+Instructions that no all-to-all depends on (weight gradients, optimizer steps, the reassembly of activations
+for the backward pass) are fillers: they run when nothing else is ready, which is exactly while an all-to-all
+is exposed; the filler that fits the gap best goes first. A message is sent when the link is about to become
+idle, the one with the longest path first; gradient all-reduces only when no other message is ready.
 
-Under a memory limit every instruction has to be admitted by a `MemoryBudget`: whatever is issued, what is
-left can go on in the Program's own order without exceeding the limit. Messages that need nothing but
-parameters (all-gathers) then wait until they are nearly due: what is gathered early takes memory from what
-could be deferred.
+Under a memory limit a `MemoryBudget` must admit each instruction: after any instruction that it admits, the
+remaining ones can run in the Program's own order within the limit. Messages that read only parameters
+(all-gathers) are then sent shortly before they are needed, because gathering early takes memory that deferred
+instructions could use.
 """
 
 from __future__ import annotations
@@ -33,14 +34,13 @@ class Policy:
     """How a list schedule decides.
 
     Attributes:
-        oldest_first: fillers in the program's order instead of by best fit. Best fit hides more; oldest first
-            completes the buckets of gradient all-reduces earlier, which counts where those are long.
-        refuse_beyond: a filler longer than this many times the gap is kept for a later one, if there is one.
-        ahead: how long before its latest start a message may go that could go at any time, in durations of
-            the longest message.
-        reserve: bytes that only messages may use, in sizes of the largest message.
-        in_order: what is no filler in the program's order instead of by the longest path behind it. Copies of
-            a step have paths as long as each other, and would go side by side instead of in turns.
+        oldest_first: fillers run in program order instead of by best fit. Best fit hides more; oldest first
+            completes the buckets of gradient all-reduces earlier, which matters if all-reduces are long.
+        refuse_beyond: a filler longer than this many times the gap is saved for a later gap, if there is one.
+        ahead: how early a message may be sent before its latest start, in durations of the longest message.
+        reserve: memory that only messages may use, in sizes of the largest message.
+        in_order: instructions other than fillers run in program order instead of by longest path. The copies
+            of a duplexed step have equally long paths, and would otherwise not alternate.
     """
 
     oldest_first: bool = False
@@ -60,15 +60,15 @@ class Policy:
 
 
 FREE = [Policy(oldest, refuse) for oldest in (False, True) for refuse in (2.0, 1.0, INFINITY)]
-"""Without a memory limit."""
+"""The policies that are tried without a memory limit."""
 FREE += [Policy(ahead=2.0), Policy(ahead=8.0)]
 FREE += [Policy(oldest, refuse, in_order=True) for oldest in (False, True) for refuse in (2.0, INFINITY)]
 LIMITED = [Policy(ahead=ahead, reserve=reserve) for ahead in (2.0, 8.0) for reserve in (0.0, 2.0)]
 
 
 class Work:
-    """What all list schedules of a program share: critical paths, what is urgent, what is filler, what is due
-    when."""
+    """What all list schedules of a program share: critical paths, and which instructions are urgent messages,
+    fillers, or due by a certain time."""
 
     def __init__(self, program: Program, ms: Sequence[float]):
         self.program, self.ms = program, ms
@@ -85,23 +85,23 @@ class Work:
             x.kind is Kind.COMPUTE and not ms[i] and not self.storages.born[i]
             for i, x in enumerate(instructions)
         ]
-        """Views and waits: taking neither time nor memory."""
+        """Views and waits, which take neither time nor memory."""
         messages = [i for i, x in enumerate(instructions) if x.kind.is_communication]
         self.links = {link_of(instructions[i]) for i in messages}
         self.longest_message = max((ms[i] for i in messages), default=0.0)
-        self.largest_message = max((self._bytes_made(i) for i in messages), default=0)
+        self.largest_message = max((self._allocated_bytes(i) for i in messages), default=0)
         self.latest_start = self._latest_starts()
 
-    def _bytes_made(self, i: int) -> int:
+    def _allocated_bytes(self, i: int) -> int:
         return sum(self.storages.bytes[s] for s in self.storages.born[i])
 
     def is_main(self, i: int) -> bool:
-        """Computation that is no filler: by it we tell how far a schedule is."""
+        """Is it computation other than filler? The time of these measures the progress of a schedule."""
         return self.program.instructions[i].kind is Kind.COMPUTE and not self.is_filler[i]
 
     def _latest_starts(self) -> list[float]:
-        """By position of each urgent message: the milliseconds of main computation after which it has to be
-        on the link, so that it and all later ones arrive before their first readers' turn."""
+        """By position of each urgent message: after how many milliseconds of main computation it must be sent
+        at the latest, so that it and all later messages arrive before their first readers run."""
         passed, elapsed = [], 0.0
         for i, ms in enumerate(self.ms):
             passed.append(elapsed)
@@ -119,10 +119,10 @@ class Work:
 
 
 class ListScheduler:
-    """Plays compute and links forward in time and fixes, step by step, what goes next."""
+    """Simulates compute and links forward in time, and chooses the next instruction at each step."""
 
     MOST_TRIES = 8
-    """How many candidates are offered to the memory budget before something else is done."""
+    """How many candidates are offered to the memory budget before the scheduler does something else."""
 
     def __init__(self, work: Work, policy: Policy, limit: float | None):
         self.work, self.policy = work, policy
@@ -143,7 +143,7 @@ class ListScheduler:
         self.arrived = 0
         self.main_ms = 0.0
         self.loaded_until: dict[str, float] = {}
-        """By link, when all that was sent is through."""
+        """By link, when all messages sent so far will have arrived."""
 
     def schedule(self) -> list[int]:
         for start in self.dependencies.at_first:
@@ -152,7 +152,7 @@ class ListScheduler:
             self._receive()
             i = self._next_compute()
             if self._send_before(self.clock.now + (0.0 if i is None else self.ms[i])):
-                # What was sent took memory, or made something ready.
+                # Sending took memory, or made other instructions ready: choose again.
                 self._put_back(i)
             elif i is not None:
                 self._compute(i)
@@ -163,7 +163,7 @@ class ListScheduler:
         return self.order
 
     def _receive(self) -> None:
-        """Take note of the messages that are through by now."""
+        """Mark the messages that have arrived by now as done."""
         self.clock.catch_up()
         for i in self.clock.sent[self.arrived :]:
             self._done(i)
@@ -211,32 +211,32 @@ class ListScheduler:
         self.loaded_until[link] = max(self.loaded_until.get(link, 0.0), self.clock.now) + self.ms[i]
 
     def _send_before(self, moment: float) -> bool:
-        """Give work to every link that would be without before `moment`. -> was there any?"""
+        """Send messages on every link that would be idle before `moment`. -> was any sent?"""
         sent = False
         while True:
-            found = self._next_message(moment)
-            if found is None:
+            message = self._next_message(moment)
+            if message is None:
                 return sent
-            self._send(found)
+            self._send(message)
             sent = True
 
     def _next_message(self, moment: float) -> int | None:
-        """The most urgent message that may go; if there is none, a sum of gradients."""
+        """The most urgent message that may be sent; without one, a gradient all-reduce."""
         if all(self.loaded_until.get(link, 0.0) > moment for link in self.work.links):
             return None
         aside: list[tuple[float, int]] = []
-        found = None
-        while self.messages and found is None and len(aside) < self.MOST_TRIES:
+        message = None
+        while self.messages and message is None and len(aside) < self.MOST_TRIES:
             entry = heapq.heappop(self.messages)
             if self._may_go(entry[1], moment):
-                found = entry[1]
+                message = entry[1]
             else:
                 aside.append(entry)
         for entry in aside:
             heapq.heappush(self.messages, entry)
-        if found is None and self.sums and self._may_go(self.sums[0], moment):
-            found = self.sums.popleft()
-        return found
+        if message is None and self.sums and self._may_go(self.sums[0], moment):
+            message = self.sums.popleft()
+        return message
 
     def _may_go(self, i: int, moment: float) -> bool:
         if self.loaded_until.get(link_of(self.program.instructions[i]), 0.0) > moment:
@@ -247,9 +247,10 @@ class ListScheduler:
         return self.budget is None or self.budget.admits(i)
 
     def _issue_first(self) -> None:
-        """Nothing is under way and nothing is wanted: go on with the program's own order."""
+        """No message is in flight and no candidate was chosen: issue the next instruction in program
+        order."""
         i = self._first()
-        assert self.dependencies.is_ready(i), "the first instruction that is left waits for nothing"
+        assert self.dependencies.is_ready(i), "the first remaining instruction depends only on earlier ones"
         self._take(i)
         if self.program.instructions[i].kind.is_communication:
             self._send(i)
@@ -262,7 +263,7 @@ class ListScheduler:
         return self.is_issued.index(False)
 
     def _take(self, i: int) -> int:
-        """Remove an instruction from wherever it waits."""
+        """Remove an instruction from the queue that it waits in, and return it."""
         self.fillers.discard(i)
         if i in self.sums:
             self.sums.remove(i)
@@ -276,26 +277,26 @@ class ListScheduler:
         if self.free:
             return self.free.popleft()
         if self.ready:
-            found = self._most_urgent()
-            return self._make_room() if found is None else found
+            urgent = self._most_urgent()
+            return self._make_room() if urgent is None else urgent
         return self._filler_for_gap()
 
     def _most_urgent(self) -> int | None:
-        """The admitted instruction with the longest path behind it."""
+        """The instruction with the longest path among those that the memory budget admits."""
         aside: list[tuple[float, int]] = []
-        found = None
-        while self.ready and found is None and len(aside) < self.MOST_TRIES:
+        urgent = None
+        while self.ready and urgent is None and len(aside) < self.MOST_TRIES:
             entry = heapq.heappop(self.ready)
             if self.budget is None or self.budget.admits(entry[1], self.reserve):
-                found = entry[1]
+                urgent = entry[1]
             else:
                 aside.append(entry)
         for entry in aside:
             heapq.heappush(self.ready, entry)
-        return found
+        return urgent
 
     def _make_room(self) -> int | None:
-        """What frees memory, or the first instruction that is left; None: there is only waiting."""
+        """A filler that frees memory, or the first remaining instruction; None: wait for a message."""
         assert self.budget is not None  # without one, the most urgent is always admitted
         budget = self.budget
         freeing = [i for i in self.fillers if budget.frees(i) > 0]
@@ -308,7 +309,7 @@ class ListScheduler:
         return None
 
     def _filler_for_gap(self) -> int | None:
-        """The filler that fits best what is left until the next message is through."""
+        """The filler that best fits the time until the next message arrives."""
         until = self.clock.busy_until
         if until == INFINITY:
             chosen = heapq.nlargest(self.MOST_TRIES, self.fillers, key=lambda i: (self.priority[i], -i))
@@ -324,14 +325,14 @@ class ListScheduler:
         return None
 
     def _later(self, filler: int) -> bool:
-        """Will another message come that this filler could overlap?"""
+        """Is there an unsent message that this filler could overlap instead?"""
         if self.work.needed_by_none[filler]:
             return bool(self.unsent)
         return bool(self.unsent & ~self.program.reachability.descendants[filler])
 
 
 def _waits_for_backward(program: Program, i: int) -> bool:
-    """A forward computation whose results only the backward pass reads."""
+    """Is it a forward computation whose results only the backward pass reads?"""
     instruction = program.instructions[i]
     if instruction.phase is not Phase.FORWARD or instruction.kind is not Kind.COMPUTE:
         return False

@@ -1,7 +1,8 @@
-"""How short could an iteration be at best? What no order of a Program can beat.
+"""A lower bound for the iteration time of any order of a Program.
 
-All of compute runs on one resource, all messages of a link on another, and every path of dependencies one
-after the other: the longest of these is a lower bound of the iteration, whether or not any order reaches it.
+Compute is one resource and each link another, and the instructions on a path of dependencies run one after
+the
+other: the longest of these times is a lower bound, even if no order reaches it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from lancet_kernels.schedules.clock import COMPUTE, link_of
 def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
     """For each instruction, the longest path from its start to the end of the program, in milliseconds.
 
-    All-reduces count too; the optimizer behind them is what they delay.
+    All-reduces count too, because the optimizer waits for them.
     """
     length = [0.0] * len(program)
     for i in reversed(range(len(program))):

@@ -1,4 +1,4 @@
-"""Which orders of a Program are valid? The one place where instructions become ready, one after another."""
+"""Topological orders of a Program: which instructions are ready, and the valid order by a given key."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lancet_kernels.graph.program import Program
 
 
 class Ready:
-    """Which instructions have all that they depend on?
+    """Tracks which instructions are ready, as others are done.
 
-    Args: chains: sequences of positions that keep their order, whatever the dependencies say.
+    Args: chains: sequences of positions that keep their order, in addition to the dependencies.
     """
 
     def __init__(self, program: Program, chains: Iterable[Sequence[int]] = ()) -> None:
@@ -27,11 +27,11 @@ class Ready:
         self.at_first = [i for i, missing in enumerate(self._missing) if not missing]
 
     def is_ready(self, i: int) -> bool:
-        """Is everything there that the instruction at position i depends on?"""
+        """Is everything done that the instruction at position i depends on?"""
         return not self._missing[i]
 
     def done(self, i: int) -> Iterator[int]:
-        """The positions that become ready because i is done."""
+        """Mark i as done. -> the positions that become ready by that."""
         for j in (*self._dependents[i], *self._next.get(i, ())):
             self._missing[j] -= 1
             if not self._missing[j]:
@@ -39,10 +39,10 @@ class Ready:
 
 
 def ordered(program: Program, key: Callable[[int], Any], chains: Iterable[Sequence[int]] = ()) -> list[int]:
-    """The valid order in which, of all instructions that are ready, the one with the least key comes next.
+    """The valid order in which the next instruction is always the ready one with the smallest key.
 
     Args:
-        key: of a position. chains: as of `Ready`; together with the dependencies they must not be circular.
+        key: of a position. chains: as in `Ready`; together with the dependencies they must be acyclic.
     """
     ready = Ready(program, chains)
     heap = [(key(i), i) for i in ready.at_first]
@@ -53,5 +53,5 @@ def ordered(program: Program, key: Callable[[int], Any], chains: Iterable[Sequen
         order.append(i)
         for j in ready.done(i):
             heapq.heappush(heap, (key(j), j))
-    assert len(order) == len(program), "chains that keep a valid order are not circular"
+    assert len(order) == len(program), "chains and dependencies must be acyclic"
     return order

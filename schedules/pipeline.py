@@ -1,8 +1,8 @@
-"""How long do partitioned instructions take as a pipeline? P(i, n, k) of Lancet, section 5.3.
+"""How long does a partitioned range take as a pipeline? P(i, n, k) of Lancet, section 5.3.
 
-By the clock (`schedules.clock`): each part of an instruction starts when everything it depends on has ended
-and the instruction before it on the same resource has ended, in stage order. What is needed outside is then
-put together again; that time counts, as does the launch of every part.
+Simulated by `schedules.clock`: a part of an instruction starts when its inputs are ready and the preceding
+instruction on the same resource has ended, in stage order. The time includes a launch for every part, and
+the reassembly of the tensors that are read after the range.
 
 Example: compute 4, all-to-all 4, compute 4, no overhead, two parts of 2 each: compute 0-2, 2-4; link 2-4,
 4-6; compute 4-6, 6-8. P = 8 instead of 12.
@@ -25,8 +25,8 @@ IMPOSSIBLE = float("inf")
 
 @dataclass(frozen=True)
 class PartTime:
-    """One part of an instruction (part None: it runs once), in milliseconds from the start of the
-    pipeline."""
+    """Start and end of one part of an instruction (part None: it is not cut), in milliseconds from the start
+    of the pipeline."""
 
     position: int
     part: int | None
@@ -36,7 +36,7 @@ class PartTime:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Exact times of a partitioned range. `end_ms` is P(i, n, k): reassembly included."""
+    """The simulated times of a partitioned range. `end_ms` is P(i, n, k), with reassembly."""
 
     times: tuple[PartTime, ...]
     end_ms: float
@@ -59,17 +59,17 @@ def simulate_pipeline(
         if program.instructions[i].kind is Kind.COMPUTE:
             clock.compute((i, part), part_ms[i], after)
         else:
-            # Issued right behind what it needs (`schedules.issue`), not behind its whole stage.
+            # Issued as soon as its inputs are ready (`schedules.issue`), not after its whole stage.
             link = link_of(program.instructions[i])
             clock.send((i, part), part_ms[i], after, link=link, issued_at=0.0)
     clock.catch_up(INFINITY)
     times = [PartTime(i, part, clock.start[i, part], clock.end[i, part]) for i, part in order]
     finished = max(t.end_ms for t in times)
-    joined = sum(
+    reassembly_ms = sum(
         cost(reassembly_instruction(program, t, forms[t], parts), program.tensors)
         for t in outgoing(program, first, last, forms).reassembled
     )
-    return Pipeline(tuple(times), finished + joined)
+    return Pipeline(tuple(times), finished + reassembly_ms)
 
 
 def _part_ms(program: Program, i: int, forms: Forms, parts: int, cost: Cost) -> float:
@@ -80,7 +80,7 @@ def _part_ms(program: Program, i: int, forms: Forms, parts: int, cost: Cost) -> 
 
 
 class PipelineCosts:
-    """P(i, n, k) for ranges of one Program; ranges that look alike are simulated once."""
+    """P(i, n, k) for ranges of one Program; ranges of the same structure are simulated once."""
 
     def __init__(self, program: Program, cost: Cost):
         self.program, self.cost = program, cost
@@ -88,14 +88,14 @@ class PipelineCosts:
         self.simulated = 0
         self._signatures: dict[tuple[int, int], int] = {}
         self._numbers: dict[tuple, int] = {}
-        self._known: dict[tuple[int, int], float] = {}
+        self._simulated_ms: dict[tuple[int, int], float] = {}
 
     def milliseconds(self, first: int, last: int, parts: int) -> float:
-        """P(first, last, parts); infinite where the range cannot be cut so. With one part, nothing is cut."""
+        """P(first, last, parts); infinite if the range cannot be cut into that many parts. parts=1: uncut."""
         key = self._signature(first, last), parts
-        if key not in self._known:
-            self._known[key] = self._simulate(first, last, parts)
-        return self._known[key]
+        if key not in self._simulated_ms:
+            self._simulated_ms[key] = self._simulate(first, last, parts)
+        return self._simulated_ms[key]
 
     def forms(self, first: int, last: int) -> Forms | None:
         return self.inference.forms(first, last)

@@ -1,6 +1,6 @@
-"""What was decided for a Program? A Plan: data that can be saved, read, explained, compared, and applied.
+"""A Plan: how to run a Program, as data that can be saved, loaded, explained, compared and applied.
 
-A plan carries the fingerprint of its Program and refuses any other one. All ranks must run the same plan:
+A plan contains the fingerprint of its Program, and applies to no other. All ranks must run the same plan:
 they compare `Plan.fingerprint` before the first step.
 """
 
@@ -32,14 +32,14 @@ _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the simulation expects of one iteration."""
+    """The simulated iteration of a plan."""
 
     iteration_ms: float
     exposed_ms: float
     """Communication time during which compute idles."""
     peak_memory_gb: float
     lower_bound_ms: float = 0.0
-    """What no order of this Program can beat: compute, the link, or the critical path."""
+    """A bound for every order of this Program: the compute time, the link time, or the critical path."""
 
     @classmethod
     def of(cls, timeline: Timeline) -> Prediction:
@@ -51,13 +51,14 @@ class Prediction:
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """What was decided for one overlap group, an MoE layer (`schedules.fused`).
+    """How one overlap group, an MoE layer, runs (`schedules.fused`).
 
     Attributes:
-        layer: its first instruction. fused: one launch per direction; else streams.
-        fillers: weight gradients of other layers that ride along in its backward.
-        forward_ms, backward_ms: predicted time of the fused launches. streams_ms: of both on streams.
-        why: the reason in words.
+        layer: its first instruction. fused: one launch per direction; otherwise on streams.
+        fillers: weight gradients of other layers that are computed in its backward launch.
+        forward_ms, backward_ms: predicted times of the fused launches. streams_ms: of both directions on
+        streams.
+        why: the reason, as text.
     """
 
     layer: str
@@ -78,17 +79,18 @@ class FusedGroup:
 class Plan:
     """One way to run a Program.
 
-    order: names of all instructions of the graph with its ranges cut, as they are issued.
-    ranges: what is cut, into how many parts, in which forms.
-    blocking: communication that compute waits for (empty for Lancet's own plans).
-    method: who found the order.
-    without_rule: ops that are never partitioned because the rule table does not know them.
+    order: names of all instructions of the partitioned graph, in the order of issue.
+    ranges: the partitioned ranges: instructions, number of parts, forms.
+    blocking: collectives that computation waits for (empty for Lancet's own plans).
+    method: the scheduling method that gave the order.
+    without_rule: ops that are never partitioned because the rule table has no rule for them.
     compared: predictions of other strategies for the same Program and costs.
-    options: the `PlanningOptions` it was planned with, as JSON values.
-    fused: for each MoE layer, whether it runs in fused launches; its program is the one with those in it.
-    costs: where the costs that it was planned with come from (`graph.costs.source_of`).
-    chosen: of strategy auto, the one whose plan it is. impossible: strategies that cannot be, and why.
-    memory_limit_gb: what was kept to when planning, and without_limit_ms: the iteration predicted without it.
+    options: the `PlanningOptions` of the planner, as JSON values.
+    fused: for each MoE layer, whether it runs in fused launches; the plan's program contains these launches.
+    costs: the source of the costs (`graph.costs.source_of`).
+    chosen: for strategy auto, the strategy whose plan this is. impossible: impossible strategies and why.
+    memory_limit_gb: the memory limit of the planner. without_limit_ms: the predicted iteration without a
+    limit.
     """
 
     program: str
@@ -111,8 +113,8 @@ class Plan:
 
     @property
     def fingerprint(self) -> str:
-        """64 hex digits that depend on what is done, not on how it was found or what is predicted: equal on
-        ranks that agree."""
+        """64 hex digits that depend on what runs, not on predictions or on how the plan was chosen: ranks
+        that run the same plan have the same."""
         data = self.to_json()
         not_done = ("predicted", "compared", "method", "options", "costs", "chosen", "impossible")
         for other in (*not_done, "memory_limit_gb", "without_limit_ms"):
@@ -121,12 +123,12 @@ class Plan:
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
     def check(self, program: Program) -> None:
-        """Raise UserError unless the plan was made for this program."""
+        """Raise UserError unless the plan belongs to this program."""
         what = f"plan for {self.program}"
         check_fingerprint(program, self.program_fingerprint, what, "made", "plan again")
 
     def with_comparison(self, compared: Mapping[str, Prediction]) -> Plan:
-        """The same plan beside the predictions of other strategies."""
+        """The same plan, with the predictions of other strategies in `compared`."""
         return replace(self, compared=dict(compared))
 
     def to_json(self) -> dict[str, Any]:
@@ -158,13 +160,13 @@ class Plan:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, atomically. Raises: UserError if that cannot be."""
+        """Write the plan as JSON, atomically. Raises: UserError if the file cannot be written."""
         with file_errors(path):
             write_json_atomically(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path, program: Program | None = None) -> Plan:
-        """Read a plan; with `program`, refuse one that was made for another.
+        """Read a plan; with `program`, refuse a plan that belongs to another program.
 
         Raises:
             UserError: the file is not readable as a plan, or belongs to another program.
@@ -175,7 +177,8 @@ class Plan:
         return plan
 
     def explain(self) -> str:
-        """What the plan does, and what it is expected to bring, as text."""
+        """The plan and its predictions as text for people: what is moved, cut and fused, and what that
+        saves."""
         lines = [f"Plan `{self.strategy}` for {self.program} (program {self.program_fingerprint[:12]})", ""]
         header = f"{'predicted':<20}{'iteration ms':>14}{'at least ms':>13}{'exposed ms':>12}"
         lines.append(f"{header}{'peak GB':>9}{'speedup':>9}")
@@ -203,26 +206,30 @@ class Plan:
                 riding = f", with {', '.join(group.fillers)}" if group.fillers else ""
                 lines.append(f"  {group.layer}: {group.why}{riding}")
         if self.without_rule:
-            lines.append(f"Never partitioned, because no rule is known: {', '.join(self.without_rule)}")
+            lines.append(f"Never partitioned, because they have no rule: {', '.join(self.without_rule)}")
         if _TORCH_DROPOUT & set(self.without_rule):
-            lines.append("  lancet_kernels.Dropout can be partitioned: its numbers do not depend on the cut")
+            lines.append(
+                "  Use lancet_kernels.Dropout, which can be partitioned: its numbers do not depend on the cut"
+            )
         return "\n".join(lines)
 
     def _choice_text(self) -> str:
-        """Why `auto` took this strategy."""
+        """Why `auto` chose this strategy."""
         limit, peak = self.memory_limit_gb, self.predicted.peak_memory_gb
         if limit is not None and peak > limit:
-            return f"Chosen: {self.chosen}, which needs least memory; no strategy keeps to the limit."
+            return (
+                f"Chosen: {self.chosen}, which needs least memory; every strategy exceeds the memory limit."
+            )
         faster = [
             name
             for name, p in self.compared.items()
             if p.iteration_ms < self.predicted.iteration_ms and name != self.chosen
         ]
-        why = f"; {' and '.join(faster)} would be faster, but beyond the memory limit" if faster else ""
-        return f"Chosen: {self.chosen}, the fastest prediction of all that keep to the memory limit{why}."
+        why = f"; {' and '.join(faster)} would be faster, but exceed the memory limit" if faster else ""
+        return f"Chosen: {self.chosen}, predicted fastest within the memory limit{why}."
 
     def _memory_text(self) -> str:
-        """What the memory limit costs."""
+        """How much slower the plan is because of the memory limit."""
         limit = f"Memory limit: {self.memory_limit_gb:.3g} GB"
         if self.without_limit_ms is None or self.without_limit_ms >= self.predicted.iteration_ms:
             return f"{limit}; it costs nothing."
@@ -243,6 +250,6 @@ def _range_from_json(data: Mapping[str, Any]) -> PartitionRange:
 
 
 def _forms_text(planned: PartitionRange) -> str:
-    """How many tensors have which form. Example: `cut 0: 31, irregular: 7`."""
+    """The number of tensors in each form. Example: `cut 0: 31, irregular: 7`."""
     counts = Counter(str(form) for form in planned.forms.values())
     return "tensors by form: " + ", ".join(f"{form}: {count}" for form, count in sorted(counts.items()))

@@ -1,6 +1,6 @@
-"""A range of a Program, cut into parts: in which order do they run, and what is whole again behind it?
+"""A partitioned range of a Program: in which order do its parts run, and which tensors are reassembled?
 
-Parts run in pipeline order (Lancet, section 5.3). Cutting itself is done on the graph (`schedules.cut`).
+Parts run in pipeline order (Lancet, section 5.3). `schedules.cut` does the partitioning, on the graph.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lancet_kernels.graph.program import Instruction, Program
 
 @dataclass(frozen=True)
 class PartitionRange:
-    """Instructions first..last (names, both included) cut into `parts`; `forms` of the tensors that are
-    not whole in a part."""
+    """Instructions first..last (names, both included), cut into `parts`; `forms` has the form of every tensor
+    that is not whole in a part."""
 
     first: str
     last: str
@@ -27,10 +27,10 @@ class PartitionRange:
 
 @dataclass
 class Stage:
-    """Consecutive computation, or consecutive communication, that parts take in turns.
+    """Consecutive computation, or consecutive communication. Parts run stage by stage.
 
-    in_parts: positions that run once per part, and what they read besides. behind: positions that run once,
-    behind all parts of the stage: they read what the stage makes in parts.
+    in_parts: positions that run once per part, and uncut ones that these read. behind: positions that run
+    once, after all parts of the stage, because they read its results as a whole.
     """
 
     in_parts: list[int]
@@ -38,42 +38,42 @@ class Stage:
 
 
 def range_names(ranges: Sequence[PartitionRange]) -> tuple[tuple[str, str, int], ...]:
-    """What tells ranges of one Program apart."""
+    """What identifies ranges within one Program: first and last name, number of parts."""
     return tuple((r.first, r.last, r.parts) for r in ranges)
 
 
 def stages(program: Program, first: int, last: int, forms: Forms) -> list[Stage]:
     """The stages of positions first..last.
 
-    Example: compute, compute, all-to-all, compute give three stages of 2, 1 and 1 instructions. Where parts
-    read something whole of the same stage (the sum over a batch), another stage begins.
+    Example: compute, compute, all-to-all, compute give three stages of 2, 1 and 1 instructions. A new stage
+    begins where a part reads a whole result of the current stage (a sum over the batch).
     """
-    found = [Stage([], [])]
+    result = [Stage([], [])]
     sends: bool | None = None
-    """Of the stage so far: communication? None: nothing that is cut."""
+    """Is the current stage communication? None: it has no cut instruction so far."""
     partial: set[str] = set()
-    """What the stage makes in parts."""
+    """Tensors that the current stage computes part by part."""
     late: set[str] = set()
-    """What runs behind the parts of the stage makes."""
+    """Results of the instructions that run after all parts of the current stage."""
     for i in range(first, last + 1):
         instruction = program.instructions[i]
         inputs = instruction.inputs
         if not is_cut(instruction, forms):
             if late.intersection(inputs) or partial.intersection(inputs):
-                found[-1].behind.append(i)
+                result[-1].behind.append(i)
                 late.update(instruction.outputs)
             else:
-                found[-1].in_parts.append(i)
+                result[-1].in_parts.append(i)
             continue
         needs_whole = any(t in late or (t in partial and reads_whole(instruction, t, forms)) for t in inputs)
         kind = instruction.kind.is_communication
         if needs_whole or (sends is not None and sends != kind):
-            found.append(Stage([], []))
+            result.append(Stage([], []))
             partial, late = set(), set()
         sends = kind
-        found[-1].in_parts.append(i)
+        result[-1].in_parts.append(i)
         partial.update(instruction.outputs)
-    return found
+    return result
 
 
 def pipeline_order(
@@ -81,8 +81,8 @@ def pipeline_order(
 ) -> Iterator[tuple[int, int | None]]:
     """(position, part) in the order of Fig. 9: stage by stage, in each stage part by part.
 
-    The part is None for an instruction with nothing to cut; it runs once, with the first part, or behind all
-    parts of what it reads.
+    The part is None for an instruction that is not cut; it runs once, with the first part, or after all parts
+    of the instructions that it reads.
     """
     for stage in stages(program, first, last, forms):
         for part in range(parts):
@@ -97,10 +97,10 @@ def pipeline_order(
 
 @dataclass(frozen=True)
 class Outgoing:
-    """How a range hands on what is needed whole, outside or within.
+    """The tensors of a range that are needed whole, after the range or inside it.
 
-    reassembled: cut tensors that are put together again.
-    viewed: positions of views that run once more, on the whole tensor, because that costs nothing.
+    reassembled: cut tensors whose parts are joined.
+    viewed: positions of views that are repeated on the whole tensor, which is free.
     """
 
     reassembled: tuple[str, ...]
@@ -108,24 +108,24 @@ class Outgoing:
 
 
 def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
-    """What must be whole again. A view of a tensor is made again from the whole tensor."""
-    made = {
+    """The tensors of a range that are needed whole. A view is repeated instead of joined."""
+    in_parts = {
         t
         for i in range(first, last + 1)
         for t in program.instructions[i].outputs
         if forms.get(t, WHOLE).is_made_in_parts
     }
-    wanted = [t for t in made if program.consumers[t][-1:] > [last] or t in program.output_set]
-    wanted += [
+    pending = [t for t in in_parts if program.consumers[t][-1:] > [last] or t in program.output_set]
+    pending += [
         t
         for i in range(first, last + 1)
         for t in program.instructions[i].inputs
-        if t in made and reads_whole(program.instructions[i], t, forms)
+        if t in in_parts and reads_whole(program.instructions[i], t, forms)
     ]
     reassembled: set[str] = set()
     viewed: set[int] = set()
-    while wanted:
-        t = wanted.pop()
+    while pending:
+        t = pending.pop()
         if t in reassembled:
             continue
         i = program.producer[t]
@@ -134,7 +134,7 @@ def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
         elif i not in viewed:
             viewed.add(i)
             inputs = program.instructions[i].inputs
-            wanted += [s for s in inputs if s in made]
+            pending += [s for s in inputs if s in in_parts]
     in_order = sorted(
         reassembled, key=lambda t: (_first_reader_outside(program, t, last), program.producer[t])
     )
@@ -142,7 +142,7 @@ def outgoing(program: Program, first: int, last: int, forms: Forms) -> Outgoing:
 
 
 def reassembly_instruction(program: Program, tensor: str, form: Form, parts: int) -> Instruction:
-    """The instruction that makes a tensor whole again from its parts."""
+    """The instruction that joins the parts of a tensor."""
     flops, traffic = reassembly(program.tensors[tensor], form, parts)
     first = parts - 1 if form == CARRIED else 0
     return Instruction(
@@ -171,7 +171,7 @@ def positions(program: Program, planned: PartitionRange) -> tuple[int, int]:
 
 
 def _is_view(instruction: Instruction) -> bool:
-    """Does it cost nothing? Then making it again on the whole tensor is cheaper than joining its parts."""
+    """Is it free? Then repeating it on the whole tensor is cheaper than joining its parts."""
     return instruction.flops == 0 and instruction.bytes == 0 and not instruction.milliseconds
 
 

@@ -1,8 +1,9 @@
-"""From a Plan to graphs that run: ranges cut, everything in the planned order, collectives started early.
+"""Applies a Plan to a graph: partitions its ranges, reorders the instructions, starts collectives early.
 
-What a Planner simulates and orders is the Program of the cut graph (`GraphCutter`): slices, counts and rows
-of parts, and whole tensors again, are instructions in it like all others. A plan is followed to the letter,
-or refused: when it is put into a graph, and again when torch has split forward from backward.
+A Planner simulates and orders the Program of the partitioned graph (`GraphCutter`), in which the slices,
+counts and rows of parts and the reassembly are instructions like all others. The order is checked twice: when
+the plan is applied, and after torch has split forward from backward. A graph that cannot follow the plan is
+an error.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from lancet_kernels.graph.part_instruction import is_cut, part_instruction, part
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import instruction_order, reorder, start_early_wait_late
 from lancet_kernels.schedules.cut import Cut, Values, cut_range
+from lancet_kernels.schedules.in_place import write_in_place
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.ranges import PartitionRange, pipeline_order, positions
 
@@ -32,9 +34,9 @@ def cut_ranges(
     ranges: Sequence[PartitionRange],
     values: Values | None = None,
 ) -> None:
-    """Cut ranges of a joint graph, of which `program` is the Program, into parts in pipeline order.
+    """Partition ranges of a joint graph, in pipeline order.
 
-    Args: values: as of `cut_range`.
+    Args: program: the Program of the graph. values: as in `cut_range`.
     Raises: UserError (a range is not in the program), CutError.
     """
     for planned in ranges:
@@ -50,10 +52,10 @@ def cut_ranges(
 
 
 class GraphCutter:
-    """Gives the Program of a joint graph with ranges cut, priced; the graph stays as it is.
+    """Gives the Program of a joint graph with ranges cut, and with the times of its parts. The graph itself
+    is not changed.
 
-    Instructions that stay whole keep their times. A part costs what the cost model says of it
-    (`graph.part_instruction`); the graph shows what else cutting adds.
+    Uncut instructions keep their times; the cost model gives those of parts (`graph.part_instruction`).
     """
 
     def __init__(self, module: fx.GraphModule, program: Program, cost: Cost) -> None:
@@ -63,7 +65,7 @@ class GraphCutter:
         self._behind = tuple(i for i in program.instructions if i.name not in in_graph)
 
     def __call__(self, ranges: Sequence[PartitionRange]) -> Program:
-        """The Program with these ranges cut; what is no part of the graph (the optimizer's step) comes last.
+        """The Program with these ranges cut. Instructions outside the graph (the optimizer's step) come last.
 
         Raises: as `cut_ranges`.
         """
@@ -85,21 +87,21 @@ class GraphCutter:
         )
 
     def _priced(self, planned: PartitionRange) -> dict[str, tuple[float, int]]:
-        """By name, what the parts of a range take in milliseconds, and how many they are."""
+        """By name of a part: its milliseconds, and the number of parts."""
         first, last = positions(self.program, planned)
-        found: dict[str, tuple[float, int]] = {}
+        times: dict[str, tuple[float, int]] = {}
         for instruction in self.program.instructions[first : last + 1]:
             if is_cut(instruction, planned.forms):
                 tensors, forms, parts = self.program.tensors, planned.forms, planned.parts
                 ms = self.cost(*part_instruction(instruction, tensors, forms, 0, parts))
-                found.update((part_name(instruction.name, part), (ms, parts)) for part in range(parts))
-        return found
+                times.update((part_name(instruction.name, part), (ms, parts)) for part in range(parts))
+        return times
 
 
 def realize(module: fx.GraphModule, program: Program, plan: Plan) -> None:
-    """Put a plan into a joint graph, of which `program` is the Program.
+    """Apply a plan to a joint graph, in place. Args: program: the Program of the graph.
 
-    Raises: UserError (the plan is for another program, or its order is not that of this graph), CutError.
+    Raises: UserError (the plan is for another program, or its order is invalid for this graph), CutError.
     """
     plan.check(program)
     cut_ranges(module.graph, program, plan.ranges)
@@ -110,21 +112,22 @@ def realize(module: fx.GraphModule, program: Program, plan: Plan) -> None:
 def split_as_planned(
     joint: fx.GraphModule, forward_outputs: int, plan: Plan
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward of a realized joint graph, with collectives under way while others compute.
+    """Forward and backward graph of a joint graph to which a plan was applied; collectives are started early.
 
-    Raises: UserError if a half does not run its instructions in the order of the plan.
+    Raises: UserError if one of them does not run its instructions in the order of the plan.
     """
     halves = split_joint(joint, forward_outputs)
     check_halves(instruction_order(joint.graph), [instruction_order(half.graph) for half in halves])
     for half in halves:
         start_early_wait_late(half, plan.blocking)
+        write_in_place(half)
     return halves
 
 
 def check_halves(planned: Sequence[str], halves: Sequence[Sequence[str]]) -> None:
-    """Raise UserError unless forward, then backward run what was planned in the planned order.
+    """Raise UserError unless forward, then backward run the planned instructions in the planned order.
 
-    What nobody reads may be missing: torch drops it.
+    Instructions whose results nothing reads may be missing: torch drops them.
     """
     ran = [name for half in halves for name in half]
     place = {name: i for i, name in enumerate(planned)}

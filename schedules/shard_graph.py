@@ -21,12 +21,12 @@ from torch import fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import PARTIAL, WHOLE, Form
-from lancet_kernels.graph.from_fx import program_from_graph, tensor_names
+from lancet_kernels.graph.from_fx import WRITTEN_INTO, program_from_graph, tensor_names
 from lancet_kernels.graph.program import Instruction
 from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.ops.groups import group_size
 from lancet_kernels.schedules.conversions import SLICE, collective
-from lancet_kernels.schedules.cut import MEAN, SUM
+from lancet_kernels.schedules.cut_parts import MEAN, SUM
 from lancet_kernels.schedules.sharding import Stage, Strategy
 from lancet_kernels.schedules.signatures import signatures
 
@@ -75,6 +75,9 @@ class _Sharder:
         inputs: Mapping[str, str],
     ) -> None:
         self.strategy, self.group, self.ranks = strategy, group, group_size(group)
+        for node in source.nodes:
+            # Parts of the graph that comes out are other tensors.
+            node.meta.pop(WRITTEN_INTO, None)
         self.program = program_from_graph(source)
         self.nodes = {node.name: node for node in source.nodes}
         self.graph = fx.Graph()

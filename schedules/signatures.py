@@ -1,8 +1,9 @@
-"""In which forms may an instruction run on every rank at once, and how long does it take there?
+"""Signatures: the forms in which an instruction can run on all ranks, and its time in each of them.
 
-HiDup, section 4.1: a signature is a form for each input and output. They follow from the rule table: a cut of
-a dimension name cuts every operand that has it, and a cut of a contraction gives partial results. Beyond
-the table, everything may run whole on every rank, and ops that only move elements take summands.
+HiDup, section 4.1: a signature is a form for each input and output. Signatures follow from the rule table: a
+cut along a dimension name cuts every operand that has it, and a cut along a contraction gives partial
+results. In addition, every op can run whole on every rank, and ops that only move elements can run on partial
+tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _MOVES_ELEMENTS = ("view", "permute", "squeeze", "unflatten")
 
 @dataclass(frozen=True)
 class Signature:
-    """Forms by position, as the instruction names its operands, and milliseconds on each rank."""
+    """The form of each input and output, in the instruction's order, and the milliseconds on each rank."""
 
     inputs: tuple[Form, ...]
     outputs: tuple[Form, ...]
@@ -28,7 +29,7 @@ class Signature:
 
 
 def signatures(instruction: Instruction, program: Program, ranks: int, cost: Cost) -> list[Signature]:
-    """Every way to run an instruction on `ranks` ranks, whole first. Slices are of equal size."""
+    """All signatures of an instruction on `ranks` ranks, whole first. Slices have equal sizes."""
     operands = (*instruction.inputs, *instruction.outputs)
     ways = [(WHOLE,) * len(operands)]
     rule = rule_for(instruction)

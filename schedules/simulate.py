@@ -1,7 +1,7 @@
-"""When does each instruction of an ordered Program start and end? By the clock: `schedules.clock`.
+"""Simulates an ordered Program with `schedules.clock`: when does each instruction start and end?
 
 Compute runs in program order; each instruction starts when the one before it and its inputs are done. A
-message is issued at its place in the order, and travels beside what follows.
+message is issued at its place in the order, and overlaps the computation that follows.
 
 Example: A (compute 2) feeds X (all-to-all 3); B (compute 1) is independent; C (compute 1) needs X. In the
 order A X B C: A 0-2, X 2-5, B 2-3, C 5-6. The iteration takes 6 ms, of which 2 (3 to 5) are exposed.
@@ -21,7 +21,7 @@ from lancet_kernels.schedules.peak_memory import peak_memory
 
 @dataclass(frozen=True)
 class Event:
-    """The time in which an instruction occupied a resource, in milliseconds from the start."""
+    """The interval in which an instruction occupies a resource, in milliseconds from the start."""
 
     name: str
     resource: str
@@ -33,8 +33,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Times:
-    """Start and end by position in the Program; the order that was simulated, and in it compute and messages
-    (these in the order in which they travelled)."""
+    """Start and end by position in the Program; the simulated order; its computations, in order; its
+    messages, in the order in which they arrived."""
 
     start: list[float]
     end: list[float]
@@ -74,7 +74,7 @@ class Timeline:
 
     @cached_property
     def events(self) -> list[Event]:
-        """All instructions on their resource, without those that take no time (views)."""
+        """One event per instruction, without those that take no time (views)."""
         instructions, start, end = self.program.instructions, self.times.start, self.times.end
         places = [(i, COMPUTE) for i in self.times.compute]
         places += [(i, link_of(instructions[i])) for i in self.times.messages]
@@ -88,7 +88,7 @@ class Timeline:
 
 
 def simulate(program: Program, cost: Cost, *, blocking: Collection[str] = ()) -> Timeline:
-    """Exact times of a Program in its order. `blocking` names communication that nothing overlaps: it starts
+    """Simulate a Program in its own order. `blocking` names communication that nothing overlaps: it starts
     when all compute before it is done, and compute behind it waits for its end."""
     times = run(program, durations(program, cost), range(len(program)), blocking=blocking)
     return Timeline(program, times)
@@ -97,7 +97,7 @@ def simulate(program: Program, cost: Cost, *, blocking: Collection[str] = ()) ->
 def run(
     program: Program, ms: Sequence[float], order: Sequence[int], *, blocking: Collection[str] = ()
 ) -> Times:
-    """The same for another valid order of the Program's positions; `ms` are durations by position."""
+    """Simulate another valid order of the Program's positions. Args: ms: durations by position."""
     clock: Clock[int] = Clock()
     for i in order:
         instruction = program.instructions[i]
@@ -111,14 +111,14 @@ def run(
             clock.finish(i)
     clock.catch_up(INFINITY)
     start, end = ([moments[i] for i in range(len(program))] for moments in (clock.start, clock.end))
-    compute = [i for i in order if program.instructions[i].kind is Kind.COMPUTE]
-    return Times(start, end, list(order), compute, clock.sent)
+    computations = [i for i in order if program.instructions[i].kind is Kind.COMPUTE]
+    return Times(start, end, list(order), computations, clock.sent)
 
 
-def _joined(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The same time without overlaps, sorted: links work side by side."""
+def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of intervals (those of different links may overlap), as sorted disjoint intervals."""
     joined: list[tuple[float, float]] = []
-    for start, end in sorted(stretches):
+    for start, end in sorted(intervals):
         if joined and start <= joined[-1][1]:
             joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
@@ -127,7 +127,7 @@ def _joined(stretches: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _uncovered(busy: list[tuple[float, float]], cover: list[tuple[float, float]]) -> float:
-    """Total length of `busy` outside `cover`; both are sorted and without overlaps."""
+    """Total length of `busy` outside `cover`; both are sorted and disjoint."""
     total, k = 0.0, 0
     for start, end in busy:
         total += end - start

@@ -1,14 +1,13 @@
-"""Statistics and constants do not stand in the middle of the forward pass.
+"""Moves statistics to the end of the forward pass and constants to its start, so that ranges can be cut.
 
-Statistics are what no later all-to-all needs: they go behind everything that does not read them. The sums
-of the router losses read what the gate says of the whole batch. Where they stand they would keep the
-planner from cutting around them; at the end of the forward pass they are in nobody's way.
+Statistics are instructions that no later all-to-all depends on, such as the sums of the router losses, which
+read the gate's results for the whole batch. In their original place they would break a range into two.
 
-Constants are vectors made from nothing (the positions that a keyed gate or dropout goes by): they go to the
-front, because a part needs its slice of one, which has to exist before the range that is cut.
+Constants are vectors computed from scalars alone (the positions for a keyed gate or dropout). A part reads
+its slice of them, so they must be computed before the range.
 
-Behind the last all-to-all the same holds for what does not follow from it: a range can then go on from
-there, to the model's head. The order of everything else stays.
+Behind the last all-to-all, instructions that do not depend on it move too, right before their first reader:
+so a range can continue up to the model's head. The order of all other instructions is unchanged.
 """
 
 from __future__ import annotations
@@ -36,19 +35,20 @@ def sink_statistics(program: Program) -> list[str]:
     sinks = [i for i in range(last + 1) if not needed[i] and i not in front]
     tail = [i for i in range(last + 1, end) if i not in front]
     behind = _main_path_first(program, last, [*sinks, *tail])
-    # What needs no gradient but is read by the backward alone (the transpose of a weight) belongs to the
-    # forward, wherever it stood.
+    # Forward instructions that only the backward reads (the transpose of a weight) may be in the backward
+    # part of the order; they move to the forward.
     rest = sorted(range(end, len(program)), key=lambda i: instructions[i].phase is not Phase.FORWARD)
     return [instructions[i].name for i in (*sorted(front), *before, *behind, *rest)]
 
 
 def _main_path_first(program: Program, last: int, positions: list[int]) -> list[int]:
-    """What follows from the last all-to-all in its order; all else right before what reads it."""
+    """Instructions that depend on the last all-to-all keep their order; each other one goes right before its
+    first reader among them."""
     follows = {last}
     for i in positions:
         if not follows.isdisjoint(program.dependencies[i]):
             follows.add(i)
-    # Of what does not follow, the first of its readers that does, directly or through others.
+    # For an instruction that does not depend on it: its first direct or indirect reader that does.
     place = {i: i for i in follows}
     for i in reversed(positions):
         if i not in follows:
@@ -57,16 +57,17 @@ def _main_path_first(program: Program, last: int, positions: list[int]) -> list[
 
 
 def _constants(program: Program, end: int) -> set[int]:
-    """Before position `end`: made from scalars and other constants alone, and at most a vector."""
+    """Positions before `end` of constants: vectors or scalars that are computed from scalars and
+    constants."""
     inputs = set(program.inputs)
-    found: set[int] = set()
+    constants: set[int] = set()
     for i, instruction in enumerate(program.instructions[:end]):
         if instruction.phase is not Phase.FORWARD or instruction.mutates or instruction.kind.is_communication:
             continue
-        is_known = all(
-            program.producer[t] in found if t not in inputs else not program.tensors[t].shape
+        is_constant = all(
+            program.producer[t] in constants if t not in inputs else not program.tensors[t].shape
             for t in instruction.inputs
         )
-        if is_known and all(len(program.tensors[t].shape) <= 1 for t in instruction.outputs):
-            found.add(i)
-    return found
+        if is_constant and all(len(program.tensors[t].shape) <= 1 for t in instruction.outputs):
+            constants.add(i)
+    return constants

@@ -1,14 +1,14 @@
-"""What would each system do with this Program? Strategies as functions from Program and costs to a Plan.
+"""Strategies: how each system would run a Program. Each gives a Plan for the Program and its costs.
 
 none              nothing overlaps an all-to-all (DeepSpeed, RAF without Lancet)
 tutel             all-to-alls and experts pipelined along the capacity in the best of 1, 2, 4, 8 parts,
                   forward and backward
 lancet-dw         weight gradients (and other ready work) behind all-to-alls (section 4)
 lancet-partition  ranges of the forward pass cut and pipelined (section 5), the order otherwise as it was
-lancet            both; where backward all-to-alls stay exposed, their experts are pipelined too
-duplex            the step as two copies on halves of the batch, stage by stage in turns (HiDup, section 3)
-lancet+duplex     the same in the best order, weight gradients filling what is left; two copies or three
-auto              the best of all these within the memory limit
+lancet            both; backward experts are pipelined too if that hides more of their all-to-alls
+duplex            the step as two copies on halves of the batch that alternate by stages (HiDup, section 3)
+lancet+duplex     two or three such copies in the best order, with weight gradients as filler
+auto              the fastest of all these within the memory limit
 """
 
 from __future__ import annotations
@@ -50,23 +50,25 @@ MORE_COPIES = 3
 DUPLEX = ("duplex", "lancet+duplex")
 AUTO = "auto"
 ORIGINAL_ORDER = "original order"
-"""The method of plans that keep it."""
+"""The method of plans that do not change the order."""
 MORE_MEMORY = 1.1
-"""Times the peak of the original order: the limit where none is given and no device says what it has."""
+"""The default memory limit, in peaks of the original order, if neither a limit nor a device is known."""
 
 
 @dataclass(frozen=True)
 class PlanningOptions:
-    """partition: the paper's hyper-parameters. memory_limit_gb: no plan is predicted to need more, unless the
-    program in its original order already does. Without one, plans need at most what the program's inputs and
-    free_memory_gb (of the device, where it is known) hold, or else 1.1 times the original peak."""
+    """partition: the paper's hyper-parameters.
+    memory_limit_gb: the limit on a plan's predicted peak memory; a program whose original order already
+    exceeds it gets plans with at most the original peak. None: the program's inputs plus `free_memory_gb`, or
+    1.1 times the original peak if that is None too.
+    free_memory_gb: the free memory of the device."""
 
     partition: PartitionOptions = field(default_factory=PartitionOptions)
     memory_limit_gb: float | None = None
     free_memory_gb: float | None = None
 
     def limit_gb(self, program: Program) -> float:
-        """The most that a plan for a program may need."""
+        """The memory limit for plans of a program."""
         if self.memory_limit_gb is not None:
             return self.memory_limit_gb
         if self.free_memory_gb is not None:
@@ -74,19 +76,20 @@ class PlanningOptions:
         return MORE_MEMORY * peak_memory(program) / 1e9
 
     def to_json(self) -> dict[str, Any]:
-        """What was asked for, as JSON values: not what a device happens to have free."""
+        """The options as JSON values, without the device's free memory, which varies."""
         return {"partition": asdict(self.partition), "memory_limit_gb": self.memory_limit_gb}
 
     @classmethod
     def from_environment(cls) -> PlanningOptions:
-        """The hyper-parameters that environment variables say. Raises: UserError."""
+        """The hyper-parameters from environment variables. Raises: UserError."""
         return cls(PartitionOptions.from_environment())
 
 
 def ordered(plan: Plan, program: Program, cost: Cost) -> tuple[Plan, Timeline]:
-    """The plan with the order, and the prediction, of the program in which its ranges are cut.
+    """The plan with its order and prediction, from the program in which the plan's ranges are cut.
 
-    A plan in the original order keeps that, with collectives started early; any other gets the best order.
+    A plan with the method "original order" keeps that order, but starts collectives early; any other plan
+    gets the best order.
     """
     if plan.method.startswith(ORIGINAL_ORDER):
         if plan.ranges:
@@ -104,7 +107,8 @@ def ordered(plan: Plan, program: Program, cost: Cost) -> tuple[Plan, Timeline]:
 
 
 def fastest_that_fits(plans: Sequence[Plan]) -> int:
-    """Which plan is predicted fastest within its memory limit; where none keeps to it, which needs least."""
+    """Index of the plan with the fastest prediction within its memory limit; if all exceed their limits, of
+    the one that needs least memory."""
 
     def rank(i: int) -> tuple[float, float]:
         predicted, limit = plans[i].predicted, plans[i].memory_limit_gb
@@ -115,9 +119,9 @@ def fastest_that_fits(plans: Sequence[Plan]) -> int:
 
 
 class Planner:
-    """Plans for one Program and its costs; what several strategies need is worked out once.
+    """Plans for one Program and its costs; work that several strategies share is done once.
 
-    Args: cut: the Program with ranges cut (`realize.GraphCutter`). None: nothing is cut.
+    Args: cut: gives the Program with ranges cut (`realize.GraphCutter`). None: strategies cannot cut ranges.
     """
 
     def __init__(
@@ -134,7 +138,7 @@ class Planner:
         self._plans: dict[str, Plan] = {}
         self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
         self._ordered: dict[tuple[object, ...], Plan] = {}
-        self._wholes: dict[int, PartitionRange | None] = {}
+        self._whole_ranges: dict[int, PartitionRange | None] = {}
         self._programs: dict[tuple[tuple[str, str, int], ...], Program] = {(): program}
         self._strategies: dict[str, Callable[[], Plan]] = {
             "none": self._none,
@@ -152,7 +156,7 @@ class Planner:
         """The plan of one strategy.
 
         Raises:
-            UserError: no such strategy, or none that this program can have (see `impossible`).
+            UserError: no such strategy, or one that is impossible for this program (see `impossible`).
         """
         if strategy not in self._strategies:
             raise UserError(
@@ -163,8 +167,7 @@ class Planner:
         return self._plans[strategy]
 
     def plans(self, strategies: Sequence[str] = STRATEGIES) -> dict[str, Plan]:
-        """The plans of those strategies that are possible, each with the predictions of the others in
-        `compared`."""
+        """The plans of the possible strategies; `compared` of each has the predictions of the others."""
         plans = {name: self.plan(name) for name in strategies if name not in self.impossible}
         predicted = {name: plan.predicted for name, plan in plans.items()}
         return {
@@ -174,7 +177,7 @@ class Planner:
 
     @cached_property
     def impossible(self) -> dict[str, UserError]:
-        """Strategies that this program cannot have, and why."""
+        """The strategies that are impossible for this program, with the reasons."""
         try:
             self._with_cut((self._copies,))
         except UserError as error:
@@ -182,9 +185,10 @@ class Planner:
         return {}
 
     def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
-        """The plan of a strategy and its nearest rivals, at most `most`, best prediction first.
+        """At most `most` plans: that of the strategy and those predicted nearly as fast, best prediction
+        first.
 
-        For who can try them out: a part of an op is estimated until it is measured. most=1: just the plan.
+        For a caller that measures them, because the times of parts are estimates. most=1: only the plan.
         """
         plans = [self.plan(strategy)]
         if most == 1:
@@ -192,7 +196,7 @@ class Planner:
         if strategy == "tutel":
             plans += self._tutel_degrees()
         elif strategy == AUTO:
-            plans += map(self._chosen, self._single)
+            plans += map(self._chosen, self._strategy_plans)
         elif strategy == "lancet+duplex":
             plans.append(self.plan("duplex"))
         elif strategy in self._cutting:
@@ -202,7 +206,7 @@ class Planner:
         return sorted(distinct.values(), key=lambda p: p.predicted.iteration_ms)[:most]
 
     def _none(self) -> Plan:
-        """The original order; computation waits for each all-to-all."""
+        """The original order; computation waits for every all-to-all."""
         return self._in_order((), blocking=self._waited_for(()))
 
     def _tutel(self) -> Plan:
@@ -210,7 +214,7 @@ class Planner:
         return self._best(self._tutel_degrees())
 
     def _tutel_degrees(self) -> list[Plan]:
-        """A plan per degree; computation waits for the all-to-alls outside the pipelines."""
+        """One plan per degree; computation waits for the all-to-alls outside the pipelines."""
         plans = []
         for degree in TUTEL_DEGREES:
             ranges = self._cut(self.expert_ranges, degree)
@@ -247,47 +251,46 @@ class Planner:
 
     @cached_property
     def _copies(self) -> PartitionRange:
-        """The whole step as two copies. Raises: UserError where it cannot be."""
+        """The whole step as two copies. Raises: UserError if that is impossible."""
         if self._cut_program is None:
             raise UserError(DUPLEX[0], got="a Program alone", expected="its graph", do="capture the step")
         return duplex(self.program)
 
     def _duplex(self) -> Plan:
-        """The paper's alternation: stage by stage, in each the computation of one copy beside the
-        communication of the other."""
+        """The paper's schedule: in each stage, one copy computes while the other communicates."""
         return replace(
             self._in_order((self._copies,)), method=f"{ORIGINAL_ORDER} of copies in turns, stage by stage"
         )
 
     def _lancet_duplex(self) -> Plan:
-        """The best order of two copies, or of three. Never predicted slower than `duplex`."""
+        """The best order of two copies, or of three. Never predicted to be slower than `duplex`."""
         ranges = [self._copies]
         with contextlib.suppress(UserError):  # a batch of two
             ranges.append(duplex(self.program, MORE_COPIES))
         return self._best([self.plan("duplex"), *(self._scheduled((r,)) for r in ranges)])
 
     @cached_property
-    def _single(self) -> list[Plan]:
-        """The plan of every other strategy than `auto`."""
+    def _strategy_plans(self) -> list[Plan]:
+        """The plans of all strategies but `auto`."""
         return [self.plan(name) for name in STRATEGIES if name != AUTO and name not in self.impossible]
 
     def _auto(self) -> Plan:
         """The best of all strategies."""
-        return self._chosen(self._best(self._single))
+        return self._chosen(self._best(self._strategy_plans))
 
     def _chosen(self, plan: Plan) -> Plan:
-        """The plan of a strategy as one of `auto`."""
-        compared = {other.strategy: other.predicted for other in self._single}
+        """The plan of another strategy, as the plan of `auto`."""
+        compared = {other.strategy: other.predicted for other in self._strategy_plans}
         impossible = {name: str(error) for name, error in self.impossible.items()}
         return replace(plan, chosen=plan.strategy, compared=compared, impossible=impossible)
 
     def _within_memory(self, plans_of: Callable[[int], list[Plan]]) -> list[Plan]:
-        """Plans with at most rho parts, and with fewer as long as none of them fits into memory."""
+        """Plans with at most rho parts; while none of them fits into memory, also plans with fewer parts."""
         plans = []
         for most_parts in self._part_limits():
-            found = plans_of(most_parts)
-            plans += found
-            if any(self._fits(plan) for plan in found):
+            candidates = plans_of(most_parts)
+            plans += candidates
+            if any(self._fits(plan) for plan in candidates):
                 break
         return plans
 
@@ -296,24 +299,24 @@ class Planner:
 
     @cached_property
     def expert_ranges(self) -> list[tuple[int, int]]:
-        """(first, last) from an all-to-all to the next one, with nothing but experts in between: what Tutel
+        """(first, last) from an all-to-all to the next one, with only experts in between: what Tutel
         pipelines."""
-        found: list[tuple[int, int]] = []
+        ranges: list[tuple[int, int]] = []
         positions = self.program.positions(Kind.ALL_TO_ALL)
         for first, last in pairwise(positions):
-            taken = bool(found) and found[-1][1] == first
+            overlaps = bool(ranges) and ranges[-1][1] == first
             rules = [rule_for(i) for i in self.program.instructions[first : last + 1]]
             only_experts = all(rule is not None and rule.in_experts for rule in rules)
-            if only_experts and not taken and self.inference.forms(first, last) is not None:
-                found.append((first, last))
-        return found
+            if only_experts and not overlaps and self.inference.forms(first, last) is not None:
+                ranges.append((first, last))
+        return ranges
 
     @cached_property
     def _fingerprint(self) -> str:
         return fingerprint(self.program)
 
     def _cut(self, pairs: Sequence[tuple[int, int]], parts: int) -> tuple[PartitionRange, ...]:
-        """The ranges cut along the capacity, those that can be."""
+        """The ranges cut along the capacity, without those that cannot be cut."""
         if parts == 1 or self._cut_program is None:
             return ()
         names = [i.name for i in self.program.instructions]
@@ -325,9 +328,9 @@ class Planner:
         )
 
     def _part_limits(self) -> list[int]:
-        """rho, then, for when that does not fit into memory, 4 and 2 (section 7, hyper parameters)."""
-        most = self.options.partition.most_parts
-        return [most, *(p for p in (4, 2) if p < most)]
+        """The maximal numbers of parts to try: rho, then 4 and 2 if memory is short (section 7)."""
+        most_parts = self.options.partition.most_parts
+        return [most_parts, *(p for p in (4, 2) if p < most_parts)]
 
     def _partition(self, most_parts: int) -> tuple[PartitionRange, ...]:
         if most_parts not in self._partitions:
@@ -336,13 +339,13 @@ class Planner:
         return self._partitions[most_parts]
 
     def _partitions_of(self, most_parts: int) -> list[tuple[PartitionRange, ...]]:
-        """The partition of the dynamic program, and one range over all layers where there is one."""
+        """The partition that the dynamic program chose, and one range over all layers if that is possible."""
         if self._cut_program is None:
             return []
-        if most_parts not in self._wholes:
+        if most_parts not in self._whole_ranges:
             longest_ms = self.options.partition.longest_range_ms
-            self._wholes[most_parts] = whole_forward(self._pipeline_costs, most_parts, longest_ms)
-        whole = self._wholes[most_parts]
+            self._whole_ranges[most_parts] = whole_forward(self._pipeline_costs, most_parts, longest_ms)
+        whole = self._whole_ranges[most_parts]
         return [self._partition(most_parts), *([(whole,)] if whole else [])]
 
     @cached_property
@@ -350,7 +353,7 @@ class Planner:
         return PipelineCosts(self.program, self.cost)
 
     def _waited_for(self, ranges: Sequence[PartitionRange]) -> tuple[str, ...]:
-        """All-to-alls outside the ranges, and other communication that is not a gradient all-reduce."""
+        """The collectives outside the ranges, gradient all-reduces excepted: computation waits for these."""
         index = self.program.index
         inside = {i for r in ranges for i in range(index[r.first], index[r.last] + 1)}
         return tuple(
@@ -360,7 +363,7 @@ class Planner:
         )
 
     def _with_cut(self, ranges: tuple[PartitionRange, ...]) -> Program:
-        """The program with ranges cut, each way once."""
+        """The program with these ranges cut; cached."""
         key = range_names(ranges)
         if key not in self._programs:
             assert self._cut_program is not None, "ranges without a graph to cut"
@@ -368,7 +371,7 @@ class Planner:
         return self._programs[key]
 
     def _in_order(self, ranges: tuple[PartitionRange, ...], blocking: tuple[str, ...] = ()) -> Plan:
-        """Pipelines where the ranges are; everything else in its original order."""
+        """The ranges as pipelines; everything else in its original order."""
         return self._plan(ranges, ORIGINAL_ORDER, blocking)
 
     def _scheduled(self, ranges: tuple[PartitionRange, ...]) -> Plan:
@@ -406,7 +409,7 @@ class Planner:
         return plan.predicted.peak_memory_gb <= self.limit_gb
 
     def _best(self, plans: Sequence[Plan]) -> Plan:
-        """The fastest plan that fits into memory; where none does, the one that needs least."""
+        """The fastest plan that fits into memory; if none does, the one that needs least."""
         best = plans[fastest_that_fits(plans)]
         free = min(
             p.predicted.iteration_ms if p.without_limit_ms is None else p.without_limit_ms for p in plans

@@ -1,4 +1,4 @@
-"""What does an iteration look like? A Chrome/Perfetto trace, and a picture with a row per resource."""
+"""Timelines of an iteration: a Chrome/Perfetto trace, and a picture with a row per resource."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.part_instruction import whole_name
 from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.schedules.clock import COMPUTE, LINK
 from lancet_kernels.schedules.simulate import Event
@@ -32,10 +33,10 @@ _KIND_LABELS = {
 
 
 def label(event: Event, weight_gradients: frozenset[str] = frozenset()) -> str:
-    """What an event is coloured by: its kind on the link, its phase on compute, dW apart."""
+    """The legend entry of an event: on the link its kind; on compute its phase, or "weight gradient"."""
     if event.kind is not Kind.COMPUTE:
         return _KIND_LABELS[event.kind]
-    if event.phase is Phase.BACKWARD and event.name.split("[")[0] in weight_gradients:
+    if event.phase is Phase.BACKWARD and whole_name(event.name) in weight_gradients:
         return "weight gradient"
     return event.phase.value
 
@@ -84,8 +85,8 @@ def save_trace(
     ranks: int = 1,
     weight_gradients: Sequence[str] = (),
 ) -> None:
-    """Write the trace of `ranks` ranks from `rank` on that are all alike; open it at ui.perfetto.dev or
-    chrome://tracing."""
+    """Write a trace in which ranks `rank` to `rank + ranks - 1` have the same events; open it at
+    ui.perfetto.dev or chrome://tracing."""
     trace = perfetto_trace({rank + i: events for i in range(ranks)}, weight_gradients)
     Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
@@ -100,7 +101,7 @@ def save_picture(
     """Draw timelines below each other on one time axis, each with a compute and a communication row.
 
     Args:
-        rows: name (a strategy, "measured") to its events. Gaps in compute while the link is busy are shaded.
+        rows: name (a strategy, "measured") -> its events.
         weight_gradients: names of the instructions that are drawn as dW.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -1,8 +1,8 @@
-"""A transformer block as a graph for `schedules.segments`, and the partitions others give it.
+"""A transformer block as a graph for `schedules.segments`, and Megatron's partitions of it.
 
     0 add  1 norm  2 qkv  3 attention  4 projection  5 add  6 norm  7 fc1  8 activation  9 fc2  10 add
 
-Operator 0 is the last one of the block before. Attention is one operator, cut along batch and heads alone.
+Operator 0 is the last one of the preceding block. Attention is one operator, cut along batch and heads only.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MLP = ("fc1", "activation", "fc2")
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Of a block. gated: the activation multiplies two halves (SwiGLU). key_value_width: of keys, and of
-    values, where it is another one (grouped queries)."""
+    """Sizes of a block. gated: the activation multiplies two halves (SwiGLU). key_value_width: the width of
+    the keys, and of the values, if it differs from `width` (grouped-query attention)."""
 
     width: int
     heads: int
@@ -33,7 +33,7 @@ class BlockSizes:
 
     @property
     def parameters(self) -> int:
-        """Of the four linear layers."""
+        """The number of weights in the four linear layers."""
         return (
             self.width * (self.width + 2 * (self.key_value_width or self.width))
             + self.width**2
@@ -42,7 +42,7 @@ class BlockSizes:
 
 
 def block(sizes: BlockSizes, batch: int, sequence: int) -> tuple[Operator, ...]:
-    """Its operators, for a batch of sequences."""
+    """The operators of a block, for a batch of sequences."""
     b, m, d, f = batch, sequence, sizes.width, sizes.hidden
     qkv = d + 2 * (sizes.key_value_width or d)
     # Causal: half of query x key and of probabilities x value.
@@ -65,14 +65,13 @@ def block(sizes: BlockSizes, batch: int, sequence: int) -> tuple[Operator, ...]:
 def problem(
     cluster: Cluster, sizes: BlockSizes, batch: int, sequence: int, devices: int, *, squares: bool = True
 ) -> Problem:
-    """Every partition of a block over so many devices; without squares, the purely spatial ones."""
+    """All partitions of a block over `devices`; `squares` False: only the purely spatial ones."""
     return Problem.over(cluster, block(sizes, batch, sequence), EDGES, devices, squares=squares)
 
 
 def megatron(operators: Sequence[Operator], data_bits: int, tensor_bits: int) -> list[Partition]:
-    """Megatron's partition of each operator: the batch over the first bits, then columns of qkv and fc1,
-    heads, and rows of the projection and fc2; what stands between is replicated. Without tensor bits: data
-    parallel.
+    """Megatron's partition of each operator: data parallel over the first bits; over the others columns of
+    qkv and fc1, heads, and rows of the projection and fc2, with the operators between them replicated.
 
     Raises: UserError if the batch is smaller than its slices.
     """
@@ -94,7 +93,7 @@ def megatron(operators: Sequence[Operator], data_bits: int, tensor_bits: int) ->
 
 
 def fixed(problem: Problem, partitions: Sequence[Partition], layers: int = 1) -> Solution:
-    """What one given partition of every operator costs in so many layers."""
+    """The cost of `layers` layers with a fixed partition of each operator."""
     only = problem.restricted({o.name: (p,) for o, p in zip(problem.operators, partitions, strict=True)})
     return solution_of(only, [0] * (1 + layers * (len(partitions) - 1)))
 
@@ -102,8 +101,8 @@ def fixed(problem: Problem, partitions: Sequence[Partition], layers: int = 1) ->
 def best_megatron(
     problem: Problem, devices: int, layers: int = 1, memory_limit: float | None = None
 ) -> Solution:
-    """The fastest split of the devices into data and tensor parallel ones that fits; if none does, the one
-    that needs least memory."""
+    """Megatron's fastest split of the devices into data and tensor parallelism that fits into memory; if none
+    does, the one that needs least."""
     bits, batch = devices.bit_length() - 1, problem.operators[0].sizes["b"]
     every = [
         fixed(problem, megatron(problem.operators, data, bits - data), layers)

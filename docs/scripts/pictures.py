@@ -21,7 +21,7 @@ COLOURS = ("#4c78a8", "#f2b25c", "#54a24b", "#e45756")
 
 
 def timeline(path: Path) -> None:
-    """Blocking training and a Lancet plan, simulated: two rows of what `lancet plan --timeline` draws."""
+    """Blocking training and the plan that `auto` chooses: two rows of what `lancet plan --timeline` draws."""
     from lancet_kernels.schedules.timeline import save_picture
     from lancet_kernels.schedules.weight_gradients import weight_gradients
     from lancet_kernels.simulation import Setting, simulate_setting
@@ -29,7 +29,7 @@ def timeline(path: Path) -> None:
     found = simulate_setting(Setting(model="gpt2-s-moe", cluster="p4de", gpus=16))
     program = found.program
     save_picture(
-        {name: found.timeline(name).events for name in ("none", "lancet")},
+        {name: found.timelines[name].events for name in ("none", "auto")},
         path,
         weight_gradients=[program.instructions[i].name for i in weight_gradients(program)],
         title=f"Simulated: {found.setting.describe()}",

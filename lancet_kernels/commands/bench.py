@@ -101,7 +101,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--output", metavar="FILE", help="also write the figures as JSON to this file")
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
-    # For ourselves: a wire must have its speed before the ranks that use it start.
+    # Internal: the speed of a real link must be set before the ranks that use it start.
     command.add_argument("--only-choose-link", action="store_true", help=argparse.SUPPRESS)
     command.set_defaults(run=run)
 
@@ -127,7 +127,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 
 def _chosen_speed(argv: Sequence[str], options: OverlapOptions) -> float:
-    """Gbit/s at which all-to-all takes the wanted share: computed from a few blocking iterations."""
+    """Gbit/s at which all-to-all takes the requested share, computed from a few blocking iterations."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "speed.json")
         command = ["-m", "lancet_kernels.cli", *argv, "--link", "emulated", "--output", str(file)]
@@ -136,7 +136,7 @@ def _chosen_speed(argv: Sequence[str], options: OverlapOptions) -> float:
 
 
 def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int:
-    # Here, not above: it brings the solver and torch's tracer.
+    # Imported here, because it imports the solver and torch's tracer.
     from lancet_kernels.measuring import overlap_bench as overlap
     from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
 
@@ -149,7 +149,7 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
         return 0
     emulate_link(gbps if options.link == "emulated" else None)
     _say(rank, f"{options.link} link of {gbps:.3g} Gbit/s; planning")
-    # Measured anew: what was remembered may come from a busier or quieter hour.
+    # A new file of times, because old ones may be from a time with other load on the machine.
     times = Path(tempfile.gettempdir(), f"lancet-times-{os.environ.get(LAUNCHER_PID, os.getpid())}.json")
     planning = PlanningOptions(options.partition())
     optimized = overlap.prepare(step, inputs, STRATEGY_NAMES, times, planning)
@@ -157,7 +157,7 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
         times.unlink()
     _say(rank, f"measuring {options.rounds} rounds of {len(optimized)} strategies")
     measured = overlap.measure(optimized, inputs, options.rounds, options.warmup)
-    found = (
+    figures = (
         overlap.report(measured, AUTO, options.link)
         | {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in optimized.items()}}
         | _conditions(options, rank, config)
@@ -166,8 +166,8 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
         overlap.save_timeline(optimized[AUTO], inputs, arguments.timeline, rank.rank == 0)
     if rank.rank == 0:
         if arguments.output:
-            write_json_atomically(Path(arguments.output), found)
-        print(json_text(found) if arguments.json else overlap.table(found), flush=True)
+            write_json_atomically(Path(arguments.output), figures)
+        print(json_text(figures) if arguments.json else overlap.table(figures), flush=True)
     return 0
 
 
@@ -176,7 +176,7 @@ def _step(
 ) -> tuple[TrainingStep, ModelConfig, tuple[torch.Tensor, torch.Tensor]]:
     """The training step, its model's shape, and one batch of this rank."""
     corpus = load_corpus()
-    # Bytes as tokens; the model that is made for this has a head of its own size.
+    # Tokens are bytes; the benchmark's own model has a larger vocabulary.
     vocab = MODELS[BENCH_MODEL].vocab if options.model == BENCH_MODEL else corpus.vocab_size
     config = build_config(options.for_training(), rank.world, vocab)
     torch.manual_seed(options.seed)
@@ -194,7 +194,7 @@ def _step(
 
 
 def _plan(module: OptimizedModule) -> dict[str, object]:
-    """What was decided, in short."""
+    """A summary of the plan."""
     plan = module.plan
     ranges = [{"first": r.first, "last": r.last, "parts": r.parts} for r in plan.ranges]
     return {"chosen": plan.chosen or plan.strategy, "method": plan.method, "ranges": ranges}

@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Print the facts. -> exit code."""
-    # Here, not above: it brings torch.distributed and, for the caches, Triton.
+    # Imported here, because it imports torch.distributed and, for the caches, Triton.
     from lancet_kernels.environment import as_text, environment
 
     facts = environment()

@@ -1,4 +1,5 @@
-"""`lancet kernels`: every kernel compiled for a GPU that need not be here, and what it became."""
+"""`lancet kernels`: compiles every kernel for a GPU architecture, and shows registers, spills and
+instructions."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Compile and print. -> 1 if a kernel has a problem, else 0."""
-    # Here, not above: it brings Triton, which not every platform has.
+    # Imported here, because it needs Triton, which is not available on every platform.
     from lancet_kernels.kernels import compile, compile_pool, nvshmem_bitcode
 
     arch = int(arguments.arch.removeprefix("sm_"))
@@ -83,8 +84,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         print(f"{_name(row)}: {'; '.join(row.problems)}{_error(row)}", file=sys.stderr)
     if skipped:
         print(
-            f"{len(skipped)} kernels with NVSHMEM were left out, because its device bitcode is not here; "
-            f"pip install --no-deps {nvshmem_bitcode.PACKAGE} brings it",
+            f"{len(skipped)} kernels with NVSHMEM were skipped, because its device bitcode is not installed; "
+            f"install it with pip install --no-deps {nvshmem_bitcode.PACKAGE}",
             file=sys.stderr,
         )
     if arguments.json:
@@ -105,7 +106,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 
 def _first(specimens: Iterable[tuple[ModuleType, Specimen]]) -> list[tuple[ModuleType, Specimen]]:
-    """The first of each kernel, and the first of all with NVSHMEM."""
+    """The first specimen of each kernel, and the first of all with NVSHMEM."""
     first: dict[str, tuple[ModuleType, Specimen]] = {}
     for module, specimen in specimens:
         first.setdefault(
@@ -128,10 +129,10 @@ def _versions() -> dict[str, str | None]:
 
 
 def _as_json(row: Row) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": row.specimen.name, "config": row.specimen.config}
+    fields: dict[str, Any] = {"name": row.specimen.name, "config": row.specimen.config}
     if row.compiled is not None:
-        found |= dataclasses.asdict(row.compiled)
-    return found | {"nvshmem": row.specimen.nvshmem, "problems": row.problems, "error": row.error}
+        fields |= dataclasses.asdict(row.compiled)
+    return fields | {"nvshmem": row.specimen.nvshmem, "problems": row.problems, "error": row.error}
 
 
 def _table(rows: Sequence[Row], arch: str) -> str:

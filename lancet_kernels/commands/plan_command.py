@@ -1,4 +1,4 @@
-"""`lancet plan`: what each strategy would need on a cluster, and the plan of one; runs nothing."""
+"""`lancet plan`: simulates all strategies on a cluster, and explains the plan of one; runs no step."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ class PlanOptions(PlanningFlags):
     strategy: str = option("auto", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
 
     def setting(self) -> Setting | OwnStep:
-        """What is simulated. Raises: UserError for options that say nothing of a step of one's own."""
+        """The setting to simulate. Raises: UserError for options that do not apply to a user's own step."""
         from lancet_kernels.own_step import OwnStep
         from lancet_kernels.simulation import Setting
 
         if self.module is not None:
-            given = [name for name in _OF_MODELS if getattr(self, name) != getattr(type(self), name)]
-            if given:
+            conflicting = [name for name in _OF_MODELS if getattr(self, name) != getattr(type(self), name)]
+            if conflicting:
                 raise UserError(
                     "options",
-                    got=f"--module and --{given[0].replace('_', '-')}",
-                    expected="only one of them: your function decides about its model",
+                    got=f"--module and --{conflicting[0].replace('_', '-')}",
+                    expected="only one of them, because your function defines its model",
                     do="set it in your function",
                 )
             return OwnStep(self.module, self.cluster, self.gpus)
@@ -116,30 +116,30 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
-    """Plan, and write what was asked for. -> exit code."""
-    # Here, not above: it brings the solver.
+    """Plan, print the result, and write the requested files. -> exit code."""
+    # Imported here, because it imports the solver.
     from lancet_kernels.simulation import simulate_setting
 
     options: PlanOptions = to_options(PlanOptions, arguments)
     start = time.perf_counter()
-    found = simulate_setting(options.setting(), options.memory_gb, options.partition())
-    if options.strategy in found.impossible:
-        raise found.impossible[options.strategy]
-    total = time.perf_counter() - start - found.capture_seconds
-    written = _write_files(found, options.strategy, arguments)
+    simulated = simulate_setting(options.setting(), options.memory_gb, options.partition())
+    if options.strategy in simulated.impossible:
+        raise simulated.impossible[options.strategy]
+    total = time.perf_counter() - start - simulated.capture_seconds
+    written = _write_files(simulated, options.strategy, arguments)
     if arguments.json:
-        figures = report(found, options.strategy, options.memory_gb)
+        figures = report(simulated, options.strategy, options.memory_gb)
         print(json_text(figures | {"total_planning_seconds": total, "files": written}))
     else:
-        print(_text(found, options, written))
+        print(_text(simulated, options, written))
     return 0
 
 
-def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> dict[str, object]:
+def report(simulated: Simulated, strategy: str, memory_gb: float | None = None) -> dict[str, object]:
     """The figures as JSON values; times are simulated, planning seconds are measured here."""
     from lancet_kernels.simulation import ASSUMPTIONS
 
-    setting, plans = found.setting, found.plans
+    setting, plans = simulated.setting, simulated.plans
     limit = setting.hardware.memory_gb if memory_gb is None else memory_gb
     predicted = {name: plan.predicted for name, plan in plans.items()}
     baseline = min(predicted[name].iteration_ms for name in ("none", "tutel"))
@@ -147,9 +147,9 @@ def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> d
         "simulated": True,
         **setting.facts(),
         "memory_limit_gb": limit,
-        "instructions": len(found.program),
-        "capture_seconds": found.capture_seconds,
-        "planning_seconds": dict(found.seconds),
+        "instructions": len(simulated.program),
+        "capture_seconds": simulated.capture_seconds,
+        "planning_seconds": dict(simulated.seconds),
         "iteration_ms": {name: p.iteration_ms for name, p in predicted.items()},
         "lower_bound_ms": {name: p.lower_bound_ms for name, p in predicted.items()},
         "exposed_ms": {name: p.exposed_ms for name, p in predicted.items()},
@@ -157,7 +157,7 @@ def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> d
         "fits_memory": {name: p.peak_memory_gb <= limit for name, p in predicted.items()},
         "speedup_vs_best_baseline": baseline / predicted[strategy].iteration_ms,
         "chosen": plans[strategy].chosen or strategy,
-        "impossible": {name: str(error) for name, error in found.impossible.items()},
+        "impossible": {name: str(error) for name, error in simulated.impossible.items()},
         "strategy": strategy,
         "plan_fingerprint": plans[strategy].fingerprint,
         "planning_options": dict(plans[strategy].options),
@@ -165,60 +165,60 @@ def report(found: Simulated, strategy: str, memory_gb: float | None = None) -> d
     }
 
 
-def _text(found: Simulated, options: PlanOptions, written: dict[str, str]) -> str:
-    plan = found.plans[options.strategy]
-    limit = found.setting.hardware.memory_gb if options.memory_gb is None else options.memory_gb
-    lines = [f"Simulated, nothing was run: {found.setting.describe()}", "", plan.explain(), ""]
+def _text(simulated: Simulated, options: PlanOptions, written: dict[str, str]) -> str:
+    plan = simulated.plans[options.strategy]
+    limit = simulated.setting.hardware.memory_gb if options.memory_gb is None else options.memory_gb
+    lines = [f"Simulated, nothing was run: {simulated.setting.describe()}", "", plan.explain(), ""]
     if plan.predicted.peak_memory_gb > limit:
         lines.append(f"Does not fit: {plan.predicted.peak_memory_gb:.1f} GB of {limit:.1f} GB.")
-    planned = found.seconds[options.strategy]
-    lines.append(f"Captured in {found.capture_seconds:.2f} s, planned in {planned:.2f} s.")
+    planned = simulated.seconds[options.strategy]
+    lines.append(f"Captured in {simulated.capture_seconds:.2f} s, planned in {planned:.2f} s.")
     lines += [f"{what} written to {path}" for what, path in written.items()]
     return "\n".join(lines)
 
 
-def _write_files(found: Simulated, strategy: str, arguments: argparse.Namespace) -> dict[str, str]:
-    """Every file that was asked for. -> what it is: where it is."""
+def _write_files(simulated: Simulated, strategy: str, arguments: argparse.Namespace) -> dict[str, str]:
+    """Write every requested file. -> kind of file -> path."""
     written: dict[str, str] = {}
     if arguments.save:
         with _writing(arguments.save):
-            found.plans[strategy].save(arguments.save)
+            simulated.plans[strategy].save(arguments.save)
         written["plan"] = arguments.save
     if arguments.trace:
         from lancet_kernels.schedules.timeline import save_trace
 
         with _writing(arguments.trace):
             save_trace(
-                found.timelines[strategy].events,
+                simulated.timelines[strategy].events,
                 arguments.trace,
-                ranks=found.setting.gpus,
-                weight_gradients=_weight_gradients(found),
+                ranks=simulated.setting.gpus,
+                weight_gradients=_weight_gradients(simulated),
             )
         written["trace"] = arguments.trace
     if arguments.timeline:
         from lancet_kernels.schedules.timeline import save_picture
 
-        rows = {name: timeline.events for name, timeline in found.timelines.items()}
+        rows = {name: timeline.events for name, timeline in simulated.timelines.items()}
         with _writing(arguments.timeline):
             save_picture(
                 rows,
                 arguments.timeline,
-                weight_gradients=_weight_gradients(found),
-                title=f"Simulated: {found.setting.describe()}",
+                weight_gradients=_weight_gradients(simulated),
+                title=f"Simulated: {simulated.setting.describe()}",
             )
         written["timeline"] = arguments.timeline
     return written
 
 
-def _weight_gradients(found: Simulated) -> list[str]:
+def _weight_gradients(simulated: Simulated) -> list[str]:
     from lancet_kernels.schedules.weight_gradients import weight_gradients
 
-    return [found.program.instructions[i].name for i in weight_gradients(found.program)]
+    return [simulated.program.instructions[i].name for i in weight_gradients(simulated.program)]
 
 
 @contextlib.contextmanager
 def _writing(path: str) -> Iterator[None]:
-    """A file that cannot be written, or has an ending that no picture has, is the user's mistake."""
+    """Turn the error of a file that cannot be written, or of an unknown picture format, into a UserError."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""`lancet reproduce`: a paper's evaluation by simulation, beside the paper's numbers."""
+"""`lancet reproduce`: simulates a paper's evaluation, and shows it beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if arguments.paper == "hidup":
         return _hidup(arguments)
     arguments.figures = _of_paper(arguments.figures, ALL, "lancet")
-    # Here, not above: it brings the solver.
+    # Imported here, because it imports the solver.
     from lancet_kernels.paper import pictures, tables
     from lancet_kernels.paper.figures import run_figures
 
-    # Before the work: minutes of simulation should not end at a folder that cannot be made.
+    # Created before the simulation, which takes minutes, so that an error comes early.
     folder = _folder(arguments.output_folder)
     with tqdm(desc="simulating", unit="setting", disable=not sys.stderr.isatty(), leave=False) as bar:
 
@@ -116,19 +116,19 @@ def _primepar(arguments: argparse.Namespace) -> int:
 def _figures(text: str) -> tuple[str, ...]:
     """Example: `13,11` -> ("11", "13")."""
     names = {part.strip() for part in text.split(",")}
-    known = {*ALL, *HIDUP}
-    if not names or not names <= known:
-        expected = ",".join(sorted(known, key=int))
+    numbers = {*ALL, *HIDUP}
+    if not names or not names <= numbers:
+        expected = ",".join(sorted(numbers, key=int))
         raise argparse.ArgumentTypeError(f"got {text}, expected some of {expected}")
     return tuple(sorted(names, key=int))
 
 
 def _of_paper(chosen: tuple[str, ...], figures: tuple[str, ...], paper: str) -> tuple[str, ...]:
-    strangers = [number for number in chosen if number not in figures]
-    if strangers:
+    others = [number for number in chosen if number not in figures]
+    if others:
         raise UserError(
             f"figures of paper {paper}",
-            got=",".join(strangers),
+            got=",".join(others),
             expected=f"some of {','.join(figures)}",
             do="name others, or another --paper",
         )
@@ -136,7 +136,7 @@ def _of_paper(chosen: tuple[str, ...], figures: tuple[str, ...], paper: str) -> 
 
 
 def _hidup(arguments: argparse.Namespace) -> int:
-    # Here, not above: it brings the models.
+    # Imported here, because it imports the models.
     from lancet_kernels.paper import hidup
 
     layers = arguments.layers

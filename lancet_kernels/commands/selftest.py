@@ -56,7 +56,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
             expected="a call that starts its own ranks",
             do="call it without torchrun",
         )
-    # Here, not above: these bring torch.
+    # Imported here, because these import torch.
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

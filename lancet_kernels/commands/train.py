@@ -51,8 +51,8 @@ def _with_options_of(
 ) -> argparse.Namespace:
     """Parse again, with the resumed run's options as defaults."""
     saved = read_config(resolve_run(arguments.runs, arguments.resume))
-    known = {name: saved[name] for name in TrainOptions.__dataclass_fields__ if name in saved}
-    arguments.command.set_defaults(**(known | {"runs": arguments.runs}))
+    options = {name: saved[name] for name in TrainOptions.__dataclass_fields__ if name in saved}
+    arguments.command.set_defaults(**(options | {"runs": arguments.runs}))
     return parser.parse_args(argv)
 
 
@@ -66,7 +66,7 @@ def _train_here(options: TrainOptions, arguments: argparse.Namespace) -> int:
 
 
 def _report(options: TrainOptions, summary: dict) -> str:
-    """The summary for people."""
+    """The summary as text for people."""
     emulated = " (emulated link)" if options.link_gbps is not None else ""
     get = summary.__getitem__
     return "\n".join(
@@ -85,15 +85,14 @@ def _report(options: TrainOptions, summary: dict) -> str:
     )
 
 
-def _comparison(found: dict) -> list[str]:
-    """Blocking against planned iterations, for people."""
-    rows = [f"  compared on an emulated link of {found['link_gbps']:.3g} Gbit/s:"]
-    for name, iteration_ms in found["iteration_ms"].items():
-        rows.append(
-            f"    {name:<18} {iteration_ms:.1f} ms per iteration, {found['exposed_ms'][name]:.1f} ms exposed"
-        )
-    low, middle, high = found["speedup_quartiles"]
+def _comparison(figures: dict) -> list[str]:
+    """The comparison of blocking and planned iterations, as text for people."""
+    rows = [f"  compared on an emulated link of {figures['link_gbps']:.3g} Gbit/s:"]
+    for name, iteration_ms in figures["iteration_ms"].items():
+        exposed_ms = figures["exposed_ms"][name]
+        rows.append(f"    {name:<18} {iteration_ms:.1f} ms per iteration, {exposed_ms:.1f} ms exposed")
+    low, middle, high = figures["speedup_quartiles"]
     rows.append(
-        f"    {middle:.2f}x as fast, in half of the {found['iterations']} rounds {low:.2f}x to {high:.2f}x"
+        f"    {middle:.2f}x as fast, in half of the {figures['iterations']} rounds {low:.2f}x to {high:.2f}x"
     )
-    return [*rows, f"    timeline in {found['timeline']}"]
+    return [*rows, f"    timeline in {figures['timeline']}"]

@@ -94,7 +94,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Tune. -> 1 if a task has no candidate that works."""
     workloads = [parse_workload(text) for text in arguments.workload or WORKLOADS]
-    # Here, not above: these bring Triton, which not every platform has.
+    # Imported here, because these need Triton, which is not available on every platform.
     import torch
     from tqdm import tqdm
 
@@ -180,7 +180,7 @@ def _as_json(outcomes: Sequence[Outcome], place: Place, cache: Any) -> dict[str,
 
 
 def _task(outcome: Outcome) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "key": outcome.key,
         "workload": str(outcome.task.workload),
         "status": outcome.status,
@@ -188,13 +188,13 @@ def _task(outcome: Outcome) -> dict[str, Any]:
         "pruned": [candidate.as_json() for candidate in outcome.candidates if candidate.reason],
     }
     if outcome.winner is not None:
-        found["winner"] = outcome.winner.as_json()
+        fields["winner"] = outcome.winner.as_json()
     if outcome.known is not None:
-        found["winner"] = {"config": outcome.known.config, "how": outcome.known.how}
+        fields["winner"] = {"config": outcome.known.config, "how": outcome.known.how}
     if outcome.cost is not None:
         cost = outcome.cost
-        found["cost"] = {"status": cost.status, "launches": cost.launches, "text": cost.text}
-    return found
+        fields["cost"] = {"status": cost.status, "launches": cost.launches, "text": cost.text}
+    return fields
 
 
 def _text(outcomes: Sequence[Outcome], place: Place, rounds: int) -> str:
@@ -210,7 +210,7 @@ def _text(outcomes: Sequence[Outcome], place: Place, rounds: int) -> str:
 
 
 def _cost_text(outcome: Outcome, place: Place, rounds: int) -> list[str]:
-    """What became of the cost function of fused launches."""
+    """The result of measuring the cost function of fused launches."""
     cost = outcome.cost
     if cost is None:
         return []
@@ -218,7 +218,7 @@ def _cost_text(outcome: Outcome, place: Place, rounds: int) -> list[str]:
     text = {
         "dry-run": f"{what}, would be timed"
         + (" on a GPU; there is none here" if place.device is None else ""),
-        "no GPU": f"{what}, are to be timed on a GPU; there is none here, so nothing is measured",
+        "no GPU": f"{what}, not timed, because there is no GPU here",
         "left": f"{what}, are left for the next run",
     }.get(cost.status, cost.text)
     return [f"    cost of launches: {text}"]
@@ -250,7 +250,7 @@ def _configuration_text(outcome: Outcome, place: Place) -> list[str]:
 
 
 def _kind_of_reason(reason: str) -> str:
-    """A reason without its numbers, so that alike ones can be counted."""
+    """A reason without its numbers, so that equal reasons can be counted."""
     who, what = reason.split(": ", 1)
     if "times the best" in what:
         return "clearly slower by the model"

@@ -65,8 +65,8 @@ def convert(
     for parent, attribute, name, block in _moe_blocks(model):
         family = BY_BLOCK.get(type(block).__name__)
         if family is None:
-            known = ", ".join(family.name for family in FAMILIES)
-            report.left_alone[name] = f"{type(block).__name__} is not a block of {known}"
+            supported = ", ".join(family.name for family in FAMILIES)
+            report.left_alone[name] = f"{type(block).__name__} is not a block of {supported}"
             continue
         _refuse_sharded(name, block)
         try:

@@ -54,6 +54,6 @@ class DeepseekV2(Deepseek):
         if method == "greedy":
             return TopK(scale=scale)
         if method != "group_limited_greedy":
-            raise Unsupported(f"topk_method={method!r} (known: 'greedy', 'group_limited_greedy')")
+            raise Unsupported(f"topk_method={method!r} (supported: 'greedy', 'group_limited_greedy')")
         groups, top_groups = int(setting(block, "num_group")), int(setting(block, "topk_group"))
         return TopK(groups=groups, top_groups=top_groups, scale=scale)

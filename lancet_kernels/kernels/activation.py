@@ -1,4 +1,4 @@
-"""The nonlinearity of the experts on real rows, where it is an op of its own, and its derivative.
+"""The nonlinearity of the experts as a separate op on real rows, and its derivative.
 
     G  groups of rows (rank, expert)      C  capacity: rows of a group's buffer, of which count[g] are real
     F  hidden width                       H  width of the input: F, or 2F for swiglu, [gate | up]
@@ -6,7 +6,7 @@
     activation             a = act(h)             gelu (exact), silu, or swiglu: silu(gate) * up
     activation_backward    dh = act'(h) da
 
-Counts are read where they are, so the host need not know them. Rows that are not real are neither read nor
+Counts are read on the device, so the host need not know them. Rows that are not real are neither read nor
 written. Computed in float32, rounded once.
 """
 
@@ -21,6 +21,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.gemm_tile import activate, dgelu, dsilu, silu
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.runtime import needs_upcast
 from lancet_kernels.kernels.specimen import Specimen
@@ -108,7 +109,8 @@ def activation(h_GCH: Tensor, count_G: Tensor, kind: str) -> Tensor:
     a_GCF = torch.empty(*h_GCH.shape[:2], hidden, dtype=h_GCH.dtype, device=h_GCH.device)
     if a_GCF.numel():
         grid, tile = _grid(a_GCF)
-        _activation_kernel[grid](
+        launch(
+            _activation_kernel, grid,
             h_GCH, count_G, a_GCF, a_GCF.shape[1], hidden,
             KIND=kind, EMULATE_BF16=needs_upcast(h_GCH.dtype), **tile,
         )  # fmt: skip
@@ -126,7 +128,8 @@ def activation_backward(da_GCF: Tensor, h_GCH: Tensor, count_G: Tensor, kind: st
     dh_GCH = torch.empty_like(h_GCH)
     if da_GCF.numel():
         grid, tile = _grid(da_GCF)
-        _activation_backward_kernel[grid](
+        launch(
+            _activation_backward_kernel, grid,
             da_GCF, h_GCH, count_G, dh_GCH, da_GCF.shape[1], hidden,
             KIND=kind, EMULATE_BF16=needs_upcast(h_GCH.dtype), **tile,
         )  # fmt: skip

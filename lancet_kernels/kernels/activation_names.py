@@ -1,17 +1,18 @@
-"""Which activations do experts have? Their names; Triton is not needed to know them."""
+"""The names of the experts' activations; this file does not need Triton."""
 
 from lancet_kernels.errors import UserError
 
 ACTIVATIONS = ("gelu", "silu", "swiglu")
-"""What the kernels compute."""
+"""The activations that the kernels compute."""
 ALL_ACTIVATIONS = (*ACTIVATIONS, "clamped-swiglu")
-"""What layers with backend "torch" compute: "clamped-swiglu" (GPT-OSS) in plain torch ops."""
+"""The activations of layers with backend "torch"; "clamped-swiglu" (GPT-OSS) is computed by plain torch
+ops."""
 GATED = ("swiglu", "clamped-swiglu")
-"""Those whose input is [gate | up], twice as wide as their output."""
+"""The activations whose input is [gate | up], twice as wide as the output."""
 
 
-def check_activation(kind: str, what: str = "activation", known: tuple[str, ...] = ACTIVATIONS) -> None:
-    """Raise UserError unless `kind` is one of `known`."""
-    if kind not in known:
+def check_activation(kind: str, what: str = "activation", supported: tuple[str, ...] = ACTIVATIONS) -> None:
+    """Raise UserError unless `kind` is one of `supported`."""
+    if kind not in supported:
         do = 'use backend="torch"' if kind in ALL_ACTIVATIONS else "check the name"
-        raise UserError(what, got=repr(kind), expected=f"one of {', '.join(known)}", do=do)
+        raise UserError(what, got=repr(kind), expected=f"one of {', '.join(supported)}", do=do)

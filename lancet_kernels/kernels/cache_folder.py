@@ -1,4 +1,4 @@
-"""Where does this library remember things for this user?"""
+"""The user's cache folder, for measured times and tuned configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every launcher asks of a tensor before a kernel reads it through a bare pointer."""
+"""Argument checks of launchers, before a kernel reads a tensor through its pointer."""
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ def check_tensor(
     dtype: torch.dtype | tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Raise UserError unless the tensor has this shape (None: any size), one of these dtypes, and no gaps.
+    """Raise UserError unless the tensor is contiguous, with this shape (None: any size) and one of these
+    dtypes.
 
-    Args: device: where the other tensors of the launch are; None: anywhere a kernel can run.
+    Args: device: of the other tensors of the launch; None: any device on which kernels can run.
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     if tensor.dtype not in dtypes:

@@ -1,10 +1,11 @@
-"""Where does the row of a token's choice lie, what does it add to a sum, what is its dot product?
+"""The rows of a token's choices: their place, their weighted sum, and their dot products.
 
     t  tokens [BT], m_t which of them exist    K  choices per token    D  width of a row
 
-Compact rows [S, D]: choice k of token t lies at row[t, k]; a negative row was dropped. Padded buffers
-[E, C, D], those of fused launches: at expert[t, k], slot[t, k]; a slot >= C was dropped. The row of a dropped
-choice is never read, and it counts as zero. K may be a constexpr or an argument.
+Compact rows [S, D]: choice k of token t is at row[t, k]; a negative row means dropped. Padded buffers [E, C,
+D], for
+fused launches: at expert[t, k], slot[t, k]; a slot >= C means dropped. The row of a dropped choice is never
+read, and counts as zero. K may be a constexpr or an argument.
 """
 
 import triton

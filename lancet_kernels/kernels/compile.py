@@ -1,8 +1,8 @@
-"""What does a kernel become on a GPU that is not here: registers, spills, shared memory, instructions?
+"""Compiles kernels for a GPU architecture without a GPU: registers, spills, shared memory, instructions.
 
-Triton compiles for any NVIDIA architecture without one, and its wheel carries NVIDIA's assembler and
-disassembler. So every kernel x configuration can be checked on a machine without a GPU, before anyone waits
-for one: `lancet kernels`, and the tests.
+Triton compiles for any NVIDIA architecture, and its wheel contains NVIDIA's assembler and disassembler. So
+every kernel and configuration can be checked on a machine without a GPU: by `lancet kernels`, and by the
+tests.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import nvshmem_bitcode, runtime
 from lancet_kernels.kernels.specimen import Specimen
 
-# Architecture -> shared memory that one thread block may have, in bytes (CUDA programming guide, 227 KB on
-# Hopper and Blackwell, 163 KB on Ampere).
+# Architecture -> maximal shared memory of a thread block, in bytes (CUDA programming guide, 227 KB on Hopper
+# and Blackwell, 163 KB on Ampere).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 REGISTER_LIMIT = 255  # of one thread
 REGISTER_FILE = 65536  # of one multiprocessor, so of one block at most
-# The first word of an instruction in machine code that shows what a kernel is made of.
+# The first word of the machine instructions for matrix products and TMA.
 WGMMA = re.compile(r"\b[HIQ]GMMA\b")
 TCGEN05 = re.compile(r"\bUTC\w*MMA\b")
 TMA = re.compile(r"\bUTMA(LDG|STG|REDG)\b")
@@ -42,16 +42,16 @@ TMA = re.compile(r"\bUTMA(LDG|STG|REDG)\b")
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What a specimen has become.
+    """The compiled machine code of a specimen.
 
     Attributes:
-        name, config: of the specimen; arch: "sm_90".
-        registers: of one thread; threads: of one program.
-        spills: bytes of one thread that are written to or read from local memory for want of registers.
-        stack: bytes of local memory of one thread for whatever reason.
+        name, config: of the specimen. arch: "sm_90".
+        registers: of one thread. threads: of one program.
+        spills: bytes of one thread that are spilled to local memory.
+        stack: all bytes of local memory of one thread.
         shared_bytes: of one program.
-        wgmma, tma, tcgen05: are these instructions in the machine code?
-        seconds: that compiling took; next to none if Triton's cache had it.
+        wgmma, tma, tcgen05: does the machine code have these instructions?
+        seconds: compile time; near zero if the kernel was in Triton's cache.
     """
 
     name: str
@@ -69,17 +69,17 @@ class CompiledKernel:
 
 
 def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
-    """Compile for sm_`arch` and look at the machine code.
+    """Compile for sm_`arch` and inspect the machine code.
 
-    Raises UserError where kernels are interpreted, for an unknown architecture, and if NVSHMEM's bitcode is
-    needed and missing or not readable; and whatever Triton raises if the kernel does not compile.
+    Raises: UserError if kernels are interpreted, for an unknown architecture, and if NVSHMEM's bitcode is
+    needed but missing or not readable; Triton's error if the kernel does not compile.
     """
     if runtime.INTERPRETED:
         raise UserError(
             "compiling kernels",
             got="TRITON_INTERPRET set",
             expected="kernels that are not interpreted",
-            do="unset it, or call lancet kernels, which compiles in processes of its own",
+            do="unset it, or call lancet kernels, which compiles in other processes",
         )
     check_arch(arch)
     start = time.perf_counter()
@@ -91,7 +91,7 @@ def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
         config=specimen.config,
         arch=f"sm_{arch}",
         registers=registers,
-        # What spills has a stack, so only then is the assembler asked a second time.
+        # A kernel that spills has a stack, so only then the assembler runs a second time.
         spills=_spills(compiled.asm["ptx"], options, arch) if stack else 0,
         stack=stack,
         shared_bytes=compiled.metadata.shared,
@@ -104,37 +104,37 @@ def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
 
 
 def problems(specimen: Specimen, compiled: CompiledKernel) -> list[str]:
-    """Why this kernel must not be shipped for this architecture; empty if it may."""
+    """The reasons why this kernel must not be released for this architecture; empty if there are none."""
     arch = int(compiled.arch.removeprefix("sm_"))
-    found = []
+    reasons = []
     if compiled.spills:
-        found.append(f"spills {compiled.spills} bytes")
+        reasons.append(f"spills {compiled.spills} bytes")
     if compiled.registers > REGISTER_LIMIT:
-        found.append(f"{compiled.registers} registers, more than {REGISTER_LIMIT}")
-    # Registers are handed out to warps in units of 8 for each thread.
+        reasons.append(f"{compiled.registers} registers, more than {REGISTER_LIMIT}")
+    # Registers are allocated to warps in units of 8 per thread.
     in_block = -(-compiled.registers // 8) * 8 * compiled.threads
     if in_block > REGISTER_FILE:
-        found.append(f"{in_block} registers in a program, more than {REGISTER_FILE}")
+        reasons.append(f"{in_block} registers in a program, more than {REGISTER_FILE}")
     if compiled.shared_bytes > SHARED_LIMIT[arch]:
-        found.append(f"{compiled.shared_bytes} bytes of shared memory, more than {SHARED_LIMIT[arch]}")
+        reasons.append(f"{compiled.shared_bytes} bytes of shared memory, more than {SHARED_LIMIT[arch]}")
     if arch == 90 and specimen.wgmma and not compiled.wgmma:
-        found.append("no wgmma")
+        reasons.append("no wgmma")
     if arch == 90 and specimen.tma and not compiled.tma:
-        found.append("no TMA")
-    return found
+        reasons.append("no TMA")
+    return reasons
 
 
 def check_arch(arch: int) -> None:
-    """Raise UserError for an architecture whose limits are not known."""
+    """Raise UserError for an architecture that is not in SHARED_LIMIT."""
     if arch not in SHARED_LIMIT:
-        known = ", ".join(f"sm_{a}" for a in SHARED_LIMIT)
+        supported = ", ".join(f"sm_{a}" for a in SHARED_LIMIT)
         raise UserError(
-            "architecture", got=f"sm_{arch}", expected=f"one of {known}", do="choose one of these"
+            "architecture", got=f"sm_{arch}", expected=f"one of {supported}", do="choose one of these"
         )
 
 
 def kernel_modules() -> list[ModuleType]:
-    """Every module of this folder that offers specimens."""
+    """Every module of this folder that has a function `specimens`."""
     folder = lancet_kernels.kernels
     names = [f"{folder.__name__}.{module.name}" for module in pkgutil.iter_modules(folder.__path__)]
     return [module for module in map(importlib.import_module, names) if hasattr(module, "specimens")]
@@ -143,9 +143,9 @@ def kernel_modules() -> list[ModuleType]:
 def all_specimens(
     arch: int, modules: Sequence[ModuleType] | None = None
 ) -> Iterator[tuple[ModuleType, Specimen]]:
-    """(module, specimen) of every kernel x configuration, or of those of `modules`.
+    """(module, specimen) of every kernel and configuration, or only of those of `modules`.
 
-    Raises UserError if two of one module have the same name and config: no row could be told from another.
+    Raises: UserError if two specimens of a module have the same name and config.
     """
     check_arch(arch)
     for module in kernel_modules() if modules is None else modules:
@@ -157,7 +157,7 @@ def all_specimens(
                     f"specimens of {module.__name__}",
                     got=f"{' '.join(key)!r} twice",
                     expected="every name and config once",
-                    do="say in config what tells them apart",
+                    do="add to config what differs",
                 )
             seen.add(key)
             yield module, specimen
@@ -165,7 +165,8 @@ def all_specimens(
 
 def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
     names = specimen.kernel.arg_names
-    # What a kernel has no argument for is left out: several kernels may share what they are described by.
+    # Constexprs without an argument of the kernel are ignored, so that several kernels can share a
+    # description.
     constexprs = {n: value for n, value in specimen.constexprs.items() if n in names}
     missing = [n for n in names if n not in specimen.signature and n not in constexprs]
     if missing:
@@ -178,7 +179,7 @@ def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
     aligned = [n for n in names if n in specimen.aligned and n not in constexprs]
     source = ASTSource(
         specimen.kernel,
-        # in the order of the arguments, which is what Triton goes by
+        # in the order of the arguments, as Triton requires
         {n: "constexpr" if n in constexprs else specimen.signature[n] for n in names},
         constexprs=constexprs,
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
@@ -204,7 +205,7 @@ def _target(arch: int) -> GPUTarget:
 
 
 def _tool(option: str, cubin: bytes) -> str:
-    """What `cuobjdump` of Triton's wheel says about a kernel's machine code."""
+    """The output of `cuobjdump`, from Triton's wheel, for a kernel's machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -216,14 +217,14 @@ def _resources(compiled: Any) -> tuple[int, int]:
     """(registers, bytes of stack) of one thread."""
     text = _tool("-res-usage", compiled.asm["cubin"])
     name = re.escape(compiled.metadata.name)
-    found = re.search(rf"Function {name}:\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
-    assert found, text
-    registers, stack, local = map(int, found.groups())
+    match = re.search(rf"Function {name}:\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    assert match, text
+    registers, stack, local = map(int, match.groups())
     return registers, stack + local
 
 
 def _spills(ptx: str, options: dict[str, Any], arch: int) -> int:
-    """Bytes that the assembler says it spills, assembling once more with exactly the options of Triton."""
+    """Spilled bytes that the assembler reports, when it runs again with the same options as in Triton."""
     backend = make_backend(_target(arch))
     log = io.StringIO()
     with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(log):

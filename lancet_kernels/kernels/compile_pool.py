@@ -1,7 +1,7 @@
-"""Compiles many specimens, each in one of a few worker processes.
+"""Compiles many specimens in a few worker processes.
 
-Processes, because LLVM ends the one that it fails in: that must cost one row, not the table. And because
-the caller may interpret its kernels (TRITON_INTERPRET): the workers never do.
+Processes, because an error in LLVM ends the process: it must cost one row, not the whole table. Also, because
+the caller may interpret its kernels (TRITON_INTERPRET), which the workers never do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lancet_kernels.kernels.specimen import Specimen
 
 @dataclass(frozen=True)
 class Row:
-    """One specimen's fate: what it became, or why it did not (`error`), and what is wrong with it."""
+    """The result for one specimen: the compiled kernel, or the error."""
 
     specimen: Specimen
     compiled: CompiledKernel | None
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def problems(self) -> list[str]:
-        """Empty if all is well."""
+        """The problems of the kernel; empty if there are none."""
         if self.compiled is None:
             return ["does not compile"]
         return problems(self.specimen, self.compiled)
@@ -49,12 +49,12 @@ def compile_all(
     timeout_s: float = 600.0,
     on_done: Callable[[Row], None] | None = None,
 ) -> list[Row]:
-    """Compile what `all_specimens` gave, in its order. A specimen may take `timeout_s`.
+    """Compile specimens of `all_specimens`. -> one row each, in their order. Each may take `timeout_s`.
 
-    A specimen of no module's list (module None) must be of a kernel that a module has under its own name.
+    For module None, the specimen is not in a module's list; its kernel must be importable by its name.
     """
     jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
-    # Linking NVSHMEM takes longest: begin with it, so that no worker ends long after the others.
+    # Linking NVSHMEM takes longest, so it is first: then all workers end at about the same time.
     for i in sorted(range(len(chosen)), key=lambda i: not chosen[i][1].nvshmem):
         jobs.put(i)
     rows: dict[int, Row] = {}
@@ -84,7 +84,7 @@ def compile_all(
 
 
 class _Worker:
-    """A child process that compiles what it is told to, line by line; made anew when it dies."""
+    """A child process that compiles one job per line; it is restarted when it dies."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
@@ -123,14 +123,14 @@ class _Worker:
         finally:
             timer.cancel()
         if not answer:
-            return Row(specimen, None, self._obituary(process, timeout_s))
+            return Row(specimen, None, self._reason_of_death(process, timeout_s))
         reply = json.loads(answer)
         compiled = CompiledKernel(**reply["compiled"]) if "compiled" in reply else None
         return Row(specimen, compiled, reply.get("error"))
 
     def _start(self) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        # The worker shall find the modules that this process has found.
+        # The worker must import modules from the same paths as this process.
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         return subprocess.Popen(
             [sys.executable, "-m", "lancet_kernels.kernels.compile_pool"],
@@ -141,7 +141,7 @@ class _Worker:
             env=environment,
         )
 
-    def _obituary(self, process: subprocess.Popen[str], timeout_s: float) -> str:
+    def _reason_of_death(self, process: subprocess.Popen[str], timeout_s: float) -> str:
         code = process.wait()
         self._process = None
         self._log.seek(0)
@@ -168,8 +168,8 @@ def _specimen_of(job: dict[str, Any]) -> Specimen:
 
 
 def _serve() -> None:
-    """The worker: a job a line from standard input, an answer a line to standard output."""
-    # Triton prints whole programs when the assembler fails: they go to the log instead.
+    """The worker process: reads one job per line from standard input, writes one reply per line."""
+    # When the assembler fails, Triton prints whole programs; these go to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -186,7 +186,7 @@ def _serve() -> None:
 
 
 def _innermost(error: BaseException) -> str:
-    """What went wrong in the function where it went wrong: Triton wraps it once for each of its callers."""
+    """The original error, which Triton wraps once for each calling function."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"[:4000]

@@ -1,6 +1,6 @@
-"""What fused launches of one shape took on one device: the measured points, as the cache keeps them.
+"""Measured times of fused launches of one shape on one device, as stored in the cache.
 
-The points themselves, so that a better function can be fitted to them one day (`kernels.fit_cost`).
+The points themselves are stored, so that the cost function (`kernels.fit_cost`) can be improved later.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from lancet_kernels.kernels.fit_cost import fit_cost
 from lancet_kernels.kernels.fused_cost import DIRECTIONS, CostPoint, FusedCost, LaunchWork
 from lancet_kernels.kernels.tuned_entry import MEASURED, key_of
 
-# Points, and the "device", of runs that prove and do not measure.
+# The method, and the "device", of points from the interpreter, which are no measurements.
 INTERPRETER = "interpreter"
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What the cost of a layer's launches depends on, but for how much there is to move and to compute.
+    """The properties of a layer that its cost function depends on, without the amount of work.
 
     Attributes: width, hidden: D and F of the experts. dtype: of the rows ("bfloat16"). ranks: in its group.
     """
@@ -31,7 +31,7 @@ class LayerKind:
 
     @property
     def shape(self) -> tuple[int | str, ...]:
-        """As `kernels.tuning` has it for the kind "overlap"."""
+        """The shape for the kind "overlap" of `kernels.tuning`."""
         return self.width, self.hidden, self.activation, 1
 
     def key(self, device: str) -> str:
@@ -41,12 +41,12 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class CostEntry:
-    """Everything that was timed for one kind of layer.
+    """All measured points of one kind of layer.
 
     Attributes:
-        device: the GPU's name. how: "measured", or "interpreter" (device and how), which proves only.
-        config: the fields of the configuration; a point may have other programs (its own say how many).
-        workload: what was run. points: of both directions. triton: its version. date: ISO.
+        device: the GPU's name. how: "measured"; or "interpreter" for both, which is not a measurement.
+        config: the fields of the configuration; the numbers of programs are those of each point.
+        workload: its text form. points: of both directions. triton: its version. date: ISO.
     """
 
     kind: LayerKind
@@ -64,7 +64,8 @@ class CostEntry:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> CostEntry:
-        """Raises ValueError, KeyError, TypeError or AttributeError for what `asdict` did not make."""
+        """The entry from the values of `asdict`. Raises: ValueError, KeyError, TypeError or
+        AttributeError."""
         kind = LayerKind(**raw["kind"])
         points = tuple(CostPoint(**{**p, "work": LaunchWork(**p["work"])}) for p in raw["points"])
         entry = cls(**{**raw, "kind": kind, "points": points})
@@ -75,11 +76,11 @@ class CostEntry:
         return entry
 
     def fit(self) -> dict[str, FusedCost]:
-        """The cost function of each direction. Raises ValueError, saying why there is none."""
-        found = {}
+        """The cost function of each direction. Raises: ValueError with the reason if none fits."""
+        functions = {}
         for direction in DIRECTIONS:
             try:
-                found[direction] = fit_cost([p for p in self.points if p.direction == direction])
+                functions[direction] = fit_cost([p for p in self.points if p.direction == direction])
             except ValueError as error:
                 raise ValueError(f"{direction}: {error}") from error
-        return found
+        return functions

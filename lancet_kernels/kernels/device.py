@@ -12,7 +12,7 @@ Two transports compile from the same kernels. Pure Triton (NVSHMEM=False) stores
 serves CPU processes in the interpreter, several PEs on one GPU, and NVLink. With NVSHMEM=True a peer whose
 table entry is 0 (no pointer reaches it) is served by NVSHMEM's device functions (`nvshmem_device.py`).
 
-Signals are words that only grow: `epoch << 32 | value`. A wait is for "at least", so nobody resets a flag.
+Signals are words that only grow: `epoch << 32 | value`. A wait is for "at least", so flags are never reset.
 
 Memory order. A put is plain stores by all threads of the program; `put_signal` first joins the threads
 (barrier), then one of them writes the word with release at system scope, which by cumulativity publishes
@@ -41,8 +41,9 @@ INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 def remote_pointer(region_ptr, peers_ptr, peer):
     """Base of `peer`'s copy of the region, typed like `region_ptr`. 0 if no pointer reaches it.
 
-    Of an address out of a table the compiler knows nothing and would store element by element; bases are
-    multiples of 16 bytes (`memory.ALIGNMENT`). The hint must stand where the pointer is made.
+    The compiler knows nothing about the alignment of an address from a table, and would store element by
+    element; bases are multiples of 16 bytes (`memory.ALIGNMENT`). The hint must be where the pointer is
+    created.
     """
     return tl.multiple_of(tl.load(peers_ptr + peer).to(region_ptr.dtype), 16)
 
@@ -98,7 +99,7 @@ def put_rows(
 
 @triton.jit
 def fence(NVSHMEM: tl.constexpr):
-    """Everything this program has put is ordered before what it puts or signals next."""
+    """Order all earlier puts of this program before its later puts and signals."""
     tl.debug_barrier()
     if NVSHMEM:
         nvshmem_device.fence()
@@ -142,10 +143,10 @@ def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr
 
 @triton.jit
 def failed(report_ptr):
-    """Has any wait of this PE run out of time? Then whatever is computed is not to be trusted.
+    """Has any wait of this PE timed out? Then results are invalid.
 
-    An atomic, because one thread does it and hands the answer to all: threads that loaded for themselves
-    could see different answers while another program reports, and part ways before a barrier.
+    An atomic is executed by one thread, which broadcasts the value: with loads, threads could see different
+    values while another program reports, and diverge before a barrier.
     """
     free = tl.full((), 0, tl.int64)
     return tl.atomic_add(report_ptr, free, sem="relaxed", scope="gpu") != 0
@@ -165,7 +166,7 @@ def _report(report_ptr, rank, peer, op, index, expected, seen):
 
 @triton.jit
 def _look(signal_ptr, at_least, wire_ptr, due_ptr):
-    """The word; one below `at_least` as long as what it speaks of is on an emulated wire."""
+    """The signal word; a value below `at_least` while the data that it announces is on an emulated link."""
     seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
     if wire_ptr is not None:
         if seen >= at_least:
@@ -247,7 +248,7 @@ def wait_all(
         address = tl.max(tl.where(mask & (seen >= at_least), signal_ptrs.to(tl.int64), 0), 0)
         if address != 0:
             nvshmem_device.acquire(address, at_least)
-    # Each thread acquired its own words; the barrier hands what they published to all threads.
+    # Each thread has acquired its own words; the barrier makes the published data visible to all threads.
     tl.debug_barrier()
 
 

@@ -1,12 +1,12 @@
-"""Which cost function fits what was measured of fused launches? (`kernels.fused_cost` says what it is.)
+"""Fits the cost functions of fused launches (`kernels.fused_cost`) to measured points.
 
-One kind of launch after the other, by linear least squares of relative errors, no parameter below 0:
+Linear least squares of relative errors with parameters >= 0, for one kind of launch after the other:
 
     puts alone     T = a + B / R(p)         for several B and p: the link, the rate of a program
     GEMMs alone    T = g + G / (p r)        for several G and p: r; latency = max(0, a - g)
     fused          T = launch + M / eta     M = max(T_comm, T_gemm) of the above
 
-Puts and GEMMs alone are timed with several sizes of the grid, so that rates are those of a program.
+Puts and GEMMs alone are timed with several sizes of the grid, which gives the rate per program.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import numpy as np
 
 from lancet_kernels.kernels.fused_cost import MS_OF_GB_PER_S, MS_OF_TFLOPS, CostPoint, FusedCost
 
-# Sizes that a line needs. More points make it better, fewer make it a guess.
+# The number of different sizes that a linear fit needs.
 FEWEST_SIZES = 2
-# A function that misses its own points by more than this on average says nothing about others.
+# A function with a larger mean relative error at its own points is rejected.
 LARGEST_ERROR = 0.3
 
 
 def fit_cost(points: Sequence[CostPoint]) -> FusedCost:
-    """The function of one direction from its measured points.
+    """The cost function of one direction, from its measured points.
 
-    Raises ValueError, saying why, if there are too few or they do not follow such a function at all.
+    Raises: ValueError with the reason, if there are too few points or no such function fits them.
     """
     by_kind = {kind: [p for p in points if p.kind == kind] for kind in ("put", "gemm", "fused")}
-    for kind, found in by_kind.items():
-        sizes = {(p.work.bytes, p.work.expert_flops) for p in found}
+    for kind, of_kind in by_kind.items():
+        sizes = {(p.work.bytes, p.work.expert_flops) for p in of_kind}
         if len(sizes) < FEWEST_SIZES:
             names = {"put": "puts alone", "gemm": "GEMMs alone", "fused": "fused launches"}
             raise ValueError(f"{names[kind]} of {len(sizes)} sizes, at least {FEWEST_SIZES} are needed")
@@ -61,9 +61,9 @@ def fit_cost(points: Sequence[CostPoint]) -> FusedCost:
 def _fit_puts(points: Sequence[CostPoint]) -> tuple[float, float, float]:
     """(a in ms, GB/s of a program, GB/s of the link) of T = a + B / min(link, p * rate of a program).
 
-    Which of the two holds a point back is not known before: with growing p first the programs, then the
-    link, so every place of the change is tried. Where only one of them ever does, the other is only known
-    to be no slower than what was seen.
+    For small p the programs limit the rate, for large p the link. The p at which this changes is unknown, so
+    all are tried. If only one of the two ever is the limit, the rate of the other is set to the largest
+    observed one.
     """
     counts = sorted({p.work.programs for p in points})
     best: tuple[float, float, float, float] | None = None
@@ -72,12 +72,12 @@ def _fit_puts(points: Sequence[CostPoint]) -> tuple[float, float, float]:
         by_program = [p.work.bytes / p.work.programs * s for p, s in zip(points, slow, strict=True)]
         by_link = [p.work.bytes * (not s) for p, s in zip(points, slow, strict=True)]
         columns = [_ones(points), *(column for column in (by_program, by_link) if any(column))]
-        found, error = _lines(columns, points)
-        if all(slope > 0 for slope in found[1:]) and (best is None or error < best[0] * (1 - 1e-6)):
-            rates = [MS_OF_GB_PER_S / slope for slope in found[1:]]
+        factors, error = _lines(columns, points)
+        if all(slope > 0 for slope in factors[1:]) and (best is None or error < best[0] * (1 - 1e-6)):
+            rates = [MS_OF_GB_PER_S / slope for slope in factors[1:]]
             program = rates[0] if bound else rates[0] / counts[0]
             link = rates[-1] if bound < len(counts) else rates[0] * counts[-1]
-            best = error, found[0], program, link
+            best = error, factors[0], program, link
     if best is None:
         raise _does_not_grow("puts alone")
     return best[1:]
@@ -88,24 +88,23 @@ def _ones(points: Sequence[CostPoint]) -> list[float]:
 
 
 def _lines(columns: Sequence[Sequence[float]], points: Sequence[CostPoint]) -> tuple[list[float], float]:
-    """Factors >= 0 of the columns whose sum is nearest to the points' ms, by relative errors. -> those, and
-    the squared error.
+    """Non-negative least squares: factors >= 0 of the columns whose weighted sum is closest to the points'
+    ms, by relative errors. -> the factors, and the squared error.
 
-    Of few columns the best such sum is the best one of a part of them, all parts tried (Lawson and Hanson
-    find it faster where there are many).
+    Tries all subsets of the columns, of which there are few (for many, Lawson and Hanson's method is faster).
     """
     ms = np.array([p.ms for p in points])
     table = np.array(columns, dtype=float).T / ms[:, None]
-    # Columns of one size: bytes are 1e9 times the 1 of an intercept.
+    # Scale the columns to similar sizes: bytes are around 1e9 times the 1 of an intercept.
     scale = np.abs(table).max(axis=0)
     best, least = [0.0] * len(columns), float(len(points))
     for size in range(1, len(columns) + 1):
         for part in map(list, combinations(range(len(columns)), size)):
-            found = np.linalg.lstsq(table[:, part] / scale[part], np.ones(len(points)), rcond=None)[0]
-            error = float(((table[:, part] / scale[part] @ found - 1) ** 2).sum())
-            if (found >= 0).all() and error < least:
+            factors = np.linalg.lstsq(table[:, part] / scale[part], np.ones(len(points)), rcond=None)[0]
+            error = float(((table[:, part] / scale[part] @ factors - 1) ** 2).sum())
+            if (factors >= 0).all() and error < least:
                 best, least = [0.0] * len(columns), error
-                for place, factor in zip(part, found / scale[part], strict=True):
+                for place, factor in zip(part, factors / scale[part], strict=True):
                     best[place] = float(factor)
     return best, least
 

@@ -1,22 +1,23 @@
-"""How long does a fused launch take, given bytes that travel, tile work, and programs that put?
+"""The time of a fused launch as a function of the bytes put, the tile work, and the programs that put.
 
     B  bytes of the rows that this rank puts     G  FLOPs of the experts' GEMMs     n  programs of the launch
-    c  programs that put while others have tiles that need not wait (SMs given to communication)
-    I  FLOPs of independent GEMMs (weight gradients of other layers) that ride along
-    E  of G, the tiles whose rows are here while others are still put: on W ranks (W - 1) / W of the tiles
+    c  programs that put while others compute tiles that need not wait (SMs for communication)
+    I  FLOPs of independent GEMMs (fillers: weight gradients of other layers)
+    E  the part of G whose rows have arrived while others are still being put: (W - 1) / W of the tiles
 
     rate of p programs that put    R(p) = min(link, p * rate of a program)
-    tiles that need not wait last  t = (E + I) / ((n - c) * r)   r: FLOP/s of a program; c put meanwhile
-    of the bytes, there travel     B_c = min(B, t * R(c))        then n programs put the rest, B_n = B - B_c
+    time of tiles without a wait   t = (E + I) / ((n - c) * r)   r: FLOP/s of a program; c programs put
+    bytes put during that time     B_c = min(B, t * R(c))        then n programs put the rest, B_n = B - B_c
     T_put  = latency + B_c / R(c) + B_n / R(n)
-    T_comm = T_put + B / R(n)                                    the same rows come back
+    T_comm = T_put + B / R(n)                                    the same rows return
     T_gemm = (G + I) / (n r) + (c / n) B_c / R(c) + B_n / R(n)   a program that puts does not compute
     T      = launch + max(T_comm, T_gemm) / eta
 
-Why T_gemm has the time of the puts in it: the task list mixes puts with tiles as long as there are some that
-need not wait; then the whole grid puts what is left. Results travel back under the second GEMM. E: own rows
-are here at once, those of rank-1 when the puts to rank+2 begin, and so on; those of the last rank come last.
-eta is what is left over: how much of max(T_comm, T_gemm) the launch really achieves.
+T_gemm includes the time of the puts, because the task list mixes puts with tiles as long as there are tiles
+that need not wait; then the whole grid puts the rest. Results return during the second GEMM. E: a rank's own
+rows are available at once, those of rank-1 when the puts to rank+2 begin, and so on; those of the last rank
+arrive last.
+eta is the efficiency: max(T_comm, T_gemm) divided by the time that the launch really takes.
 
 Example, 2 ranks. n 132, c 16; link 400 GB/s, 10 GB/s and 5 TFLOP/s a program, latency 0.01 ms, launch 0.03
 ms, eta 0.9. B 200 MB, G 1e12, E 0.5e12: R(16) = 160 GB/s, t = 0.862 ms, B_c = 138 MB, T_put = 1.027, T_comm

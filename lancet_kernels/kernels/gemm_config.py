@@ -1,4 +1,5 @@
-"""How a GEMM is tiled: which shapes are valid on which GPU, a sensible default, and what a tuner may try."""
+"""The tiles of a GEMM: valid configurations for each GPU, a heuristic default, and candidates for the
+tuner."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ from itertools import product
 
 import torch
 
-# Shared memory that one program may have, in bytes (CUDA programming guide, compute capabilities).
+# Maximal shared memory of one program, in bytes, by architecture (CUDA programming guide, compute
+# capabilities).
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 REGISTERS_OF_A_THREAD = 255
 REGISTERS_OF_AN_SM = 64 << 10
-# Above this many for accumulators a thread has no room for the rest of the epilogue.
+# With more registers for accumulators, a thread has too few for the epilogue.
 MOST_ACCUMULATOR_REGISTERS = 128
 
 

@@ -1,8 +1,7 @@
-"""Are the operands of a grouped GEMM what its kernels take, and how is such a kernel launched on them?"""
+"""Checks the operands of a grouped GEMM, and determines the launch of its kernel."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from lancet_kernels.kernels.tuning import tuned
 
 EPILOGUES = ("none", *ACTIVATIONS)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-# A small grid in the interpreter: enough to see that programs share the tiles.
+# A small grid in the interpreter, with more than one program so that tiles are shared.
 INTERPRETED_PROGRAMS = 2
 
 
@@ -40,7 +39,7 @@ class GroupLayout:
         return self.C // max(self.L, 1) if self.compact else self.C
 
     def most_tiles(self, config: GemmConfig, n: int) -> int:
-        """An upper bound that is known without the counts."""
+        """An upper bound that does not depend on the counts."""
         row_tiles = triton.cdiv(self.C, config.block_m)
         row_tiles = row_tiles + self.L if self.compact else row_tiles * self.W * self.L
         return row_tiles * triton.cdiv(n, config.block_n)
@@ -109,11 +108,6 @@ def can_use_tma(arch: int, *matrices: Tensor) -> bool:
     )
 
 
-def on_device(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
 @dataclass(frozen=True)
 class Launch:
     """A valid configuration on a device, and which way the operands are loaded."""
@@ -155,7 +149,8 @@ class Launch:
         return Launch(config, dtype, device, tma, accumulators)
 
     def grid(self, most_tiles: int, num_programs: int | None) -> tuple[int]:
-        """As many programs as are resident, or as asked for, but no more than tiles; at least one."""
+        """The number of resident programs, or the configured number, but at most the number of tiles; at
+        least 1."""
         if num_programs is None and INTERPRETED:
             num_programs = INTERPRETED_PROGRAMS
         elif num_programs is None:

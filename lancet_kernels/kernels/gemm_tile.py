@@ -5,15 +5,15 @@
 
 Pointers already point at the group's first row and at the expert's weight; matrices are row-major and
 `ld*` is the distance of two rows in elements. Accumulation is in float32; there is one rounding, at the
-store. Rows from `rows` on are neither read into a result nor written, whatever they hold (NaN, say).
+store. Rows from `rows` on do not affect a result and are not written, even if they contain NaN.
 
-Loads take one of two ways. TMA=True (sm_90 and newer) builds tensor descriptors here, on the device, whose
-extent is the real rows, so that the hardware fills with zeros what lies beyond. It asks for base addresses
-and row distances that are multiples of 16 bytes, and for `runtime.provide_scratch()` before the launch.
-TMA=False loads through masks and runs everywhere. Stores are always plain, so that an output on another PE
-is covered by the release of the signal that follows (`device.put_signal`).
+There are two ways to load. TMA=True (sm_90 and newer) creates tensor descriptors on the device, whose extent
+is the real rows, so that the hardware fills the rest of a tile with zeros. It requires base addresses and row
+distances that are multiples of 16 bytes, and `runtime.provide_scratch()` before the launch. TMA=False loads
+with masks and runs everywhere. Stores are always plain, so that an output on another PE is covered by the
+release of the signal that follows (`device.put_signal`).
 
-The caller has waited for the rows before it calls, and has called `device.fence_tma` if they came from afar.
+The caller must have waited for the rows, and have called `device.fence_tma` if they came from another PE.
 """
 
 import triton
@@ -126,7 +126,7 @@ def _rows_times_weight(
 ):  # fmt: skip
     """-> float32 [BM, BN] of x @ w; with PAIR of x @ w[:, :N] and x @ w[:, N:], x read once for both.
 
-    Without PAIR the second result means nothing, and costs nothing.
+    Without PAIR the second result is unused, and costs nothing.
     """
     ldw = 2 * N if PAIR else N
     x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, ldx, m0, 0, BM, BK, TMA)

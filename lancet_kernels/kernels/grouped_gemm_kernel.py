@@ -1,17 +1,17 @@
 """Grouped GEMM over the real rows: every expert's rows times its weight, dX and dW, each in one launch.
 
     W  ranks, L experts here, C capacity      A  input width, B  output width of the weights [L, A, B]
-    group  the rows that one rank sent to one expert: the unit with rows next to one another
+    group  the rows that one rank sent to one expert, which are contiguous
 
-Rows lie in one of two layouts. Buffers [W, L, C, ..] with `count` [W, L]: group (w, l) starts at row
-(w * L + l) * C and has count[w, l] real rows. Compact rows [R, ..] with offsets [L + 1]: expert l has the
-rows offsets[l] to offsets[l + 1]. Counts and offsets stay on the device: no launch here waits for the host
-to know them, and a CUDA graph can hold it.
+There are two layouts of rows. Buffers [W, L, C, ..] with `count` [W, L]: group (w, l) starts at row (w * L +
+l) * C and has count[w, l] real rows. Compact rows [R, ..] with offsets [L + 1]: expert l has the rows
+offsets[l] to offsets[l + 1]. Counts and offsets stay on the device, so the host need not know them, and
+launches can be captured in CUDA graphs.
 
-One program per SM (or a few) walks over the tiles: program p takes tiles p, p + P, p + 2P, ... of the real
-rows; empty groups have no tiles. `grouped_tiles` says in which order.
+A persistent kernel with one or a few programs per SM: program p computes tiles p, p + P, p + 2P, ... of the
+real rows; empty groups have no tiles. `grouped_tiles` has the order of the tiles.
 
-Rows beyond the counts are never written, and what they hold never matters.
+Rows beyond the counts are never written, and their contents do not affect results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from lancet_kernels.kernels.gemm_operands import (
     Launch,
     check_operand,
     group_layout,
-    on_device,
 )
 from lancet_kernels.kernels.gemm_tile import (
     add_column_sums,
@@ -44,6 +43,7 @@ from lancet_kernels.kernels.gemm_tile import (
     wgrad_tile,
 )
 from lancet_kernels.kernels.grouped_tiles import groups, in_bands, locate
+from lancet_kernels.kernels.kernel_launch import on_device
 from lancet_kernels.kernels.specimen import Specimen, pointers
 
 
@@ -182,7 +182,7 @@ def grouped_gemm_forward(
         activation: "none", "gelu" (exact), "silu" or "swiglu".
         save_pre: also store the value before the activation (giving `pre` asks for it too); else None.
         out, pre: where to write, shaped like x with B (pre of swiglu: 2B) columns. New ones are not zeroed:
-            rows beyond the counts stay what they are.
+            rows beyond the counts are not changed.
         config: default_config if None. Its block_n is the width of each of swiglu's two accumulators.
         num_programs: how many walk over the tiles; None fills the GPU.
 

@@ -1,13 +1,14 @@
-"""Which tile of a grouped GEMM is number n? The order in which programs take them, found on the device.
+"""The order of the tiles of a grouped GEMM, computed on the device: which tile has number n?
 
-    W  ranks, L experts here, C capacity      group  the rows of one rank for one expert, next to one another
+    W  ranks, L experts here, C capacity      group  the contiguous rows of one rank for one expert
 
-The order is for L2: expert by expert, and within an expert in bands of GROUP_M row tiles (of all its groups),
-column by column. So the programs at work at one time share columns of one weight, and the weight comes from
-HBM about once per band. Empty groups have no tiles, so that skipping them costs nothing per tile.
+The order is chosen for L2: expert by expert, and within an expert in bands of GROUP_M row tiles (of all its
+groups), column by column. So programs that run at the same time share columns of one weight, and the weight
+is read from HBM about once per band. Empty groups have no tiles.
 
-Everything about the groups is in vectors of GROUPS elements, a power of two >= W * L, in registers. Compiled
-for sm_90 (Triton 3.6 and 3.9), no kernel spills for it at 512 groups; at 2048 some do, 44 moves at most.
+The data of all groups is in vectors of GROUPS elements, a power of two >= W * L, in registers. Compiled for
+sm_90 (Triton 3.6 and 3.9), no kernel spills because of them at 512 groups; at 2048 some do, with at most 44
+moves.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""What does each stage of a fused pass take alone? Launches held back, to be done stage by stage, for timing.
+"""Times the stages of a fused pass: its launches are held back, and then run stage by stage.
 
     with held_back() as launches:
         out, saved = moe_forward(...)           # prepares everything, launches nothing
@@ -7,16 +7,15 @@
             launch(stages)
 
     stage    what it does
-    put      rows (backward: weighted dy) to peers
+    put      puts of rows (backward: of weighted dy) to peers
     in       first GEMM of the rows
-    out      second GEMM, stored at the peer
+    out      second GEMM, with results stored at the peer
     wgrad    dW2, dW1
     dense    independent GEMMs
-    reduce   weighted sum of what came back
+    reduce   weighted sum of the returned rows
     dweight  gradient of the combine weights
 
-Every stage of a pass must be launched, on every PE, in this order; one that waits for a stage to come would
-wait in vain.
+Every stage of a pass must be launched on every PE, in this order, because stages wait for earlier ones.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""How long would a launch take? Waves of tiles, operand traffic, and what one multiprocessor holds at once.
+"""A model of the time of a launch: waves of tiles, operand traffic, and programs resident on a
+multiprocessor.
 
-A model for choosing among configurations before any is timed, and where nothing can be timed. What it says
-about two configurations means something, its milliseconds by themselves do not: no figure of it may be called
-a measurement.
+It ranks configurations before they are timed, or where nothing can be timed. Only the comparison of two
+configurations is meaningful, not the milliseconds themselves, which must never be presented as measurements.
 
     GEMM   programs resident on an SM: by shared memory, registers and threads
            a step along k takes the longest of   tensor cores: 2 BM BN BK FLOPs
@@ -65,7 +65,8 @@ HARDWARE = (
 
 
 def hardware_of(arch: int, name: str = "") -> Hardware:
-    """The one that is named, or the first of this architecture, or the newest that is not newer."""
+    """The GPU with this name, or the first of this architecture, or the newest one of an older
+    architecture."""
     for hardware in HARDWARE:
         if hardware.arch == arch and hardware.name in name:
             return hardware
@@ -75,7 +76,7 @@ def hardware_of(arch: int, name: str = "") -> Hardware:
 
 @dataclass(frozen=True)
 class Facts:
-    """What the compiler made of a kernel: registers of a thread, shared memory and threads of a program."""
+    """The resources of a compiled kernel: registers of a thread, shared memory of a program."""
 
     registers: int
     shared_bytes: int
@@ -115,7 +116,7 @@ def resident_programs(
     launched = config.programs_per_sm(gemms.dtype, hardware.arch, gemms.accumulators)
     if facts is None:
         return launched
-    # Registers are handed out to warps in units of 8 for each thread.
+    # Registers are allocated to warps in units of 8 per thread.
     registers = -(-facts.registers // 8) * 8 * 32 * config.num_warps
     by_registers = REGISTERS_OF_AN_SM // max(1, registers)
     by_memory = shared_memory(hardware.arch) // max(1, facts.shared_bytes)
@@ -137,7 +138,7 @@ def gemm_ms(config: GemmConfig, gemms: Gemms, hardware: Hardware, facts: Facts |
 
 
 def _tile_us(config: GemmConfig, gemms: Gemms, hardware: Hardware, programs: int) -> float:
-    """A tile of each of `programs` on one SM, together."""
+    """Microseconds of one tile of each of `programs` programs that share an SM."""
     columns = config.block_n * gemms.accumulators
     size = gemms.dtype.itemsize
     flops_per_us = hardware.tflops(gemms.dtype) * 1e6 / hardware.sms
@@ -169,7 +170,7 @@ def _shared_reads(config: GemmConfig, columns: int, arch: int) -> float:
 
 
 def _hbm_bytes(config: GemmConfig, gemms: Gemms, hardware: Hardware) -> float:
-    """Traffic with HBM if L2 keeps what a band of tiles shares, and nothing longer."""
+    """HBM traffic if L2 keeps the operands that are shared within a band of tiles, but not beyond it."""
     size = gemms.dtype.itemsize
     columns = gemms.n * gemms.accumulators
     row_tiles = -(-gemms.m // config.block_m)
@@ -208,10 +209,10 @@ def rows_ms(
     in_flight = programs * elements * itemsize * max(copies)
     needed = hardware.memory_gb_per_s * 1e3 / hardware.sms * MEMORY_LATENCY_US
     bandwidth = hardware.memory_gb_per_s * 1e3 / hardware.sms * min(1.0, in_flight / needed)
-    # Indices come first, then the rows they name: two latencies a wave.
+    # First the indices are loaded, then the rows: two latencies per wave.
     return (waves * (programs * tile_bytes / bandwidth + 2 * MEMORY_LATENCY_US) + LAUNCH_US) * 1e-3
 
 
 def roofline_ms(flops: float, moved_bytes: float, dtype: torch.dtype, hardware: Hardware) -> float:
-    """The least that this work can take: arithmetic at peak, or every byte moved once."""
+    """A lower bound for the time of this work: arithmetic at peak, or every byte moved once."""
     return max(flops / hardware.tflops(dtype) * 1e-9, moved_bytes / hardware.memory_gb_per_s * 1e-6)

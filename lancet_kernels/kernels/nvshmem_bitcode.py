@@ -30,15 +30,15 @@ def find_bitcode(arch: int) -> Path | None:
 
 def bitcode(arch: int) -> Path:
     """As `find_bitcode`. Raises UserError if there is none."""
-    found = find_bitcode(arch)
-    if found is None:
+    file = find_bitcode(arch)
+    if file is None:
         raise UserError(
             "NVSHMEM's device bitcode",
             got=f"none for sm_{arch} in {' or '.join(map(str, _folders())) or 'any folder'}",
             expected="libnvshmem_device*.bc",
             do=f"pip install --no-deps {PACKAGE}, or set NVSHMEM_HOME",
         )
-    return found
+    return file
 
 
 def extern_libs(arch: int) -> tuple[tuple[str, str], ...]:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from lancet_kernels.kernels import nvshmem_bitcode
+from lancet_kernels.kernels.kernel_launch import device_of, on_device
+from lancet_kernels.kernels.kernel_launch import launch as launch_on_device
 from lancet_kernels.symmetric.nvshmem import init_module
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options); with NVSHMEM=True in the options, also all that NVSHMEM needs.
+    """`launch.launch`; with NVSHMEM=True in the options, also all that NVSHMEM needs.
 
     Triton may compile a variant for these very arguments (their alignment, say), so each launch asks for
     its variant and introduces it if it is new; nothing of that waits for the device.
@@ -24,9 +26,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     Example: launch(release_kernel, (world,), use.words, ..., NVSHMEM=exchange.nvshmem, num_warps=1)
     """
     if options.get("NVSHMEM"):
-        options |= {"extern_libs": _libraries(torch.cuda.current_device())}
-        init_module(kernel.warmup(*args, grid=grid, **options))
-    kernel[grid](*args, **options)
+        device = device_of(args)
+        with on_device(device):
+            options |= {"extern_libs": _libraries(device)}
+            init_module(kernel.warmup(*args, grid=grid, **options))
+    launch_on_device(kernel, grid, *args, **options)
 
 
 def small_kernel(nvshmem: bool) -> dict[str, int]:
@@ -38,7 +42,7 @@ def small_kernel(nvshmem: bool) -> dict[str, int]:
 
 
 @functools.cache
-def _libraries(device: int) -> tuple[tuple[str, str], ...]:
+def _libraries(device: torch.device) -> tuple[tuple[str, str], ...]:
     """The bitcode for this GPU: looked for once, in files."""
     major, minor = torch.cuda.get_device_capability(device)
     return nvshmem_bitcode.extern_libs(10 * major + minor)

@@ -1,4 +1,4 @@
-"""Rows of tokens to where their experts' rows lie, and back: permute, combine, and their gradients.
+"""Copies tokens to the rows of their experts, and back: permute, combine, and their gradients.
 
     T  tokens      K  choices per token      D  model width      S  rows, one per kept choice
 
@@ -6,13 +6,13 @@
     combine            out[t] = sum_k rows[row[t, k]] * weight[t, k]            backward of permute
     combine_dweight    dweight[t, k] = x[t] . rows[row[t, k]]                   weight gradient of both
 
-where a choice with a negative row is dropped: it is never written, and it contributes zero. Arithmetic is in
+A choice with a negative row is dropped: it is never written, and it contributes zero. Arithmetic is in
 float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`rounding.UNFUSED`).
 
-permute is bit for bit `ops.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; of float32 rows on
-a CPU the op fuses products into sums, so that the two differ in the last bits there. combine_dweight sums
-over D in an order of its own that depends on D and the configuration alone: parts of a batch get the very
-bits of the whole.
+permute is bitwise equal to `ops.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for float32
+rows on a CPU the op fuses products into sums, so the last bits differ. combine_dweight sums over D in an
+order that depends only on D and on the configuration, so parts of a batch get bitwise the same results as the
+whole batch.
 """
 
 from collections.abc import Iterator
@@ -26,6 +26,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.choices import add_row, dot_row, place_row
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.row_config import RowConfig
 from lancet_kernels.kernels.runtime import needs_upcast
@@ -164,7 +165,9 @@ def _move_rows(
     """Launch the permute or the combine kernel."""
     (num_tokens, top_k), width = row_TK.shape, source.shape[1]
     grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
-    kernel[(grid,)](
+    launch(
+        kernel,
+        (grid,),
         source,
         row_TK,
         row_TK if weight_TK is None else weight_TK,
@@ -196,7 +199,7 @@ def permute(
         x_TD: float32, bfloat16, float16 or float64; row_TK: int64, negative where dropped, no two alike, all
             below num_rows; weight_TK: float32 (or float64 for float64 rows), None means 1.
         num_rows: how many rows to make. out: [num_rows, D] to write into; None: a new one.
-    Returns: [num_rows, D]; rows that nobody takes are not written.
+    Returns: [num_rows, D]; rows without a choice are not written.
     Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
     check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
@@ -248,7 +251,9 @@ def combine_dweight(
     dweight_TK = torch.empty(row_TK.shape, dtype=dtype, device=x_TD.device)
     if dweight_TK.numel():
         top_k = row_TK.shape[1]
-        _combine_dweight_kernel[(triton.cdiv(num_tokens, config.block_tokens) * top_k,)](
+        launch(
+            _combine_dweight_kernel,
+            (triton.cdiv(num_tokens, config.block_tokens) * top_k,),
             x_TD,
             rows_SD,
             row_TK,

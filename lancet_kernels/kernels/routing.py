@@ -1,21 +1,21 @@
-"""Routing: from scores to experts, slots under capacity, and who sits in each slot.
+"""Routing: from scores to experts, to slots within the capacity, and to the token of each slot.
 
     T  tokens on this rank      E  experts in all      B  blocks of tokens
     K  choices per token        C  capacity
 
-Three launches, whatever the gate:
+Three launches for every gate:
 
-    1. choose    K best experts of each token, counted per block      topk.py
-    2. prefix    counts of the blocks before, used', rows kept        slots.py
-    3. slots     the slot of each choice, and the inverse tables      slots.py
+    1. choose    the K best experts of each token, counted per block  topk_kernel.py
+    2. prefix    counts of earlier blocks, used', number of rows      slots_kernel.py
+    3. slots     the slot of each choice, and the inverse tables      slots_kernel.py
 
-Everything here is integers, and bit for bit what `lancet_kernels.ops.gates` computes. Weights are no part of
-it: exp in Triton and in torch need not agree in the last bit, and then a rank that uses kernels would route
-otherwise than one that does not. So softmax and sigmoid stay torch ops, before (the scores that the sigmoid
-gate selects by) and after (`Gate.weights` of the experts chosen here).
+All results are integers, and bitwise equal to those of `lancet_kernels.ops.gates`. Weights are not computed
+here: exp in Triton and in torch may differ in the last bit, and then ranks with and without kernels would
+route differently. So softmax and sigmoid stay torch ops, before these kernels (the scores of the sigmoid
+gate) and after them (`Gate.weights` of the chosen experts).
 
-`used` goes in and `used'` comes out, dropped choices included: a batch that is routed part by part gets the
-slots, and so the drops, of one that is routed at once (Lancet, section 2.3).
+`used` is an input and `used'` a result, with dropped choices: a batch that is routed part by part gets the
+same slots, and so the same drops, as one that is routed at once (Lancet, section 2.3).
 """
 
 from __future__ import annotations

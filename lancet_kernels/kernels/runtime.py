@@ -1,7 +1,8 @@
-"""Where do kernels run here: compiled on a GPU, or in Triton's interpreter on the CPU?
+"""Whether kernels run compiled on a GPU, or in Triton's interpreter on the CPU.
 
-The interpreter is chosen once, by TRITON_INTERPRET=1 in the environment before anything imports Triton. It
-is for proof, not for speed: it runs the very same kernels, program after program, on CPU tensors.
+TRITON_INTERPRET=1 in the environment, before Triton is imported, selects the interpreter. It is for tests,
+not for
+speed: it runs the same kernels, one program after another, on CPU tensors.
 """
 
 import time

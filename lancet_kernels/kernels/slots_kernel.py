@@ -1,14 +1,14 @@
-"""Which slot does each choice take, and which token sits in each slot?
+"""Assigns a slot to each choice, and inverts that: the token in each slot.
 
     T  tokens      K  choices per token, N = T * K choices      B  blocks of choices
     E  experts     C  capacity: slots per expert
 
     1. histogram   choices of each expert in each block of tokens            count [B, E]
-                   (`topk.py` counts while it chooses; `count_choices` counts given choices)
-    2. prefix      how many in the blocks before; used' and the rows kept    before [B, E], in place
+                   (`topk_kernel` counts while it chooses; `count_choices` counts existing choices)
+    2. prefix      the counts of earlier blocks; used'; the number of rows   before [B, E], in place
     3. slots       used + before + rank inside the block; the inverse tables
 
-No atomics: a slot depends on the order of the tokens alone, never on which program ran first.
+No atomics: a slot depends only on the order of the tokens, not on the order of the programs.
 """
 
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.kernels.checks import check_number, check_tensor
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED
 from lancet_kernels.kernels.specimen import Specimen, pointers
 from lancet_kernels.kernels.topk_kernel import RoutingConfig
@@ -130,7 +131,7 @@ def _inverse_tables_kernel(
     expert_ptr, slot_ptr, token_of_slot_ptr, choice_of_slot_ptr, N, C,
     K: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """For each slot that a choice took below C: its token, and which of the token's choices it is.
+    """For each slot below C with a choice: its token, and which of the token's choices it is.
 
     Grid: (ceil(N / BN),). Each program owns BN choices, in any order: no two kept ones share a slot.
     Shapes: expert, slot [T, K] int64 (N = T * K); token_of_slot, choice_of_slot [E, C] int32.
@@ -167,7 +168,9 @@ def count_choices(expert_TK: Tensor, num_experts: int, config: RoutingConfig) ->
     blocks = triton.cdiv(num_tokens, config.block_tokens)
     count_BE = torch.empty(blocks, num_experts, dtype=torch.int32, device=expert_TK.device)
     if blocks:
-        _count_choices_kernel[(blocks,)](
+        launch(
+            _count_choices_kernel,
+            (blocks,),
             expert_TK,
             count_BE,
             expert_TK.numel(),
@@ -192,7 +195,9 @@ def prefix(count_BE: Tensor, used_E: Tensor, capacity: int) -> tuple[Tensor, Ten
     blocks, num_experts = count_BE.shape
     check_tensor("used_E", used_E, shape=(num_experts,), dtype=torch.int64, device=count_BE.device)
     used_out_E, kept_E = torch.empty_like(used_E), torch.empty_like(used_E)
-    _prefix_kernel[(triton.cdiv(num_experts, PREFIX_EXPERTS),)](
+    launch(
+        _prefix_kernel,
+        (triton.cdiv(num_experts, PREFIX_EXPERTS),),
         count_BE,
         used_E,
         used_out_E,
@@ -211,7 +216,7 @@ def prefix(count_BE: Tensor, used_E: Tensor, capacity: int) -> tuple[Tensor, Ten
 def slots(
     expert_TK: Tensor, before_BE: Tensor, used_E: Tensor, capacity: int, config: RoutingConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> slot_TK int64, token_of_slot_EC and choice_of_slot_EC int32 (undefined where nobody sits).
+    """-> slot_TK int64, token_of_slot_EC and choice_of_slot_EC int32 (undefined for empty slots).
 
     Args: before_BE: from `prefix`, counted with the same `config`.
     Raises: UserError for wrong dtypes, shapes, layouts or sizes.
@@ -226,7 +231,9 @@ def slots(
         "before_BE", before_BE, shape=(blocks, num_experts), dtype=torch.int32, device=expert_TK.device
     )
     if blocks:
-        _slots_kernel[(blocks,)](
+        launch(
+            _slots_kernel,
+            (blocks,),
             expert_TK,
             before_BE,
             used_E,
@@ -258,10 +265,10 @@ def _empty_tables(num_experts: int, capacity: int, device: torch.device) -> tupl
 def inverse_tables(
     expert_TK: Tensor, slot_TK: Tensor, num_experts: int, capacity: int
 ) -> tuple[Tensor, Tensor]:
-    """Who sits in each slot, for any gate's slots. -> token_of_slot_EC, choice_of_slot_EC, int32.
+    """The token in each slot, for the slots of any gate. -> token_of_slot_EC, choice_of_slot_EC, int32.
 
     Args: expert_TK, slot_TK int64, from the gate; a slot >= capacity is dropped; no two kept ones share one.
-    Returns: entries where nobody sits are undefined.
+    Returns: the entries of empty slots are undefined.
     Raises: UserError for wrong dtypes, shapes, layouts or sizes.
     """
     check_tensor("expert_TK", expert_TK, shape=(None, None), dtype=torch.int64)
@@ -269,7 +276,9 @@ def inverse_tables(
     check_number("number of tokens", expert_TK.shape[0], 0, 2**31 - 1)
     token_of_slot_EC, choice_of_slot_EC = _empty_tables(num_experts, capacity, expert_TK.device)
     if expert_TK.numel():
-        _inverse_tables_kernel[(triton.cdiv(expert_TK.numel(), INVERSE_CHOICES),)](
+        launch(
+            _inverse_tables_kernel,
+            (triton.cdiv(expert_TK.numel(), INVERSE_CHOICES),),
             expert_TK,
             slot_TK,
             token_of_slot_EC,

@@ -1,6 +1,6 @@
-"""A kernel with one configuration, as data: what is needed to compile it for a GPU that is not there.
+"""A kernel with one configuration, as data: all that is needed to compile it without a GPU.
 
-Every kernel module offers ``specimens(arch)``; `lancet kernels` and the tests compile them all.
+Every kernel module has a function ``specimens(arch)``; `lancet kernels` and the tests compile all of them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Which K experts does a token choose? By score (switch, top-k, sigmoid) or by key (hash, random).
+"""Chooses the K experts of each token: by score (switch, top-k, sigmoid) or by key (hash, random).
 
     T  tokens      K  choices per token      B  blocks of tokens
     E  experts     G  groups of S = E / G experts
 
-Besides the choices, both kernels count them per block and expert, [B, E]: the first pass of the slots
-(`slots.py`), which costs nothing here, where the one-hot of the choices is in registers anyway.
+Both kernels also count the choices per block and expert, [B, E]: the first step of assigning slots
+(`slots_kernel`), which is nearly free here, because the one-hot of the choices is in registers.
 
-Comparisons are on integers, so that they are those of `top_k_stable` bit for bit: NaN is above all, -0 and 0
-are equal, and of equal scores the lower index wins.
+Scores are compared as integers, so that results are bitwise those of `top_k_stable`: NaN is the largest, -0
+and 0 are equal, and of equal scores the lower index wins.
 """
 
 from collections.abc import Iterator
@@ -20,28 +20,29 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.checks import check_number, check_tensor
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED
 from lancet_kernels.kernels.specimen import Specimen
 
 MAX_EXPERTS = 4096
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
-# "Nobody": above every expert index.
-NOBODY = tl.constexpr(1 << 30)
+# No expert: larger than every expert index.
+NO_EXPERT = tl.constexpr(1 << 30)
 
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """How many tokens a program of the routing kernels takes.
+    """The tile of the routing kernels.
 
-    Attributes: block_tokens: a power of two, the same for the kernels that count and the one that hands out
-    slots, which meet in the [B, E] table.
+    Attributes: block_tokens: tokens per program, a power of two; the kernels that count and the one that
+    assigns slots must use the same, because they share the [B, E] table.
     """
 
     block_tokens: int
     num_warps: int = 4
 
     def is_valid(self, num_experts: int, top_k: int) -> bool:
-        """At most 64 keys of a tile per thread, and pairs of choices that can be compared in one block."""
+        """At most 64 keys per thread, and few enough choices to compare all pairs within a block."""
         block, keys = self.block_tokens, self.block_tokens * lanes(num_experts)
         power_of_two = block > 0 and block & (block - 1) == 0 and self.num_warps in (1, 2, 4, 8)
         # One token is always allowed: there is no smaller block.
@@ -57,7 +58,7 @@ class RoutingConfig:
 
     @staticmethod
     def candidates(num_experts: int, top_k: int) -> list["RoutingConfig"]:
-        """All valid ones that are worth measuring."""
+        """The valid configurations that are worth measuring."""
         tried = [RoutingConfig(block, warps) for block in (1, 4, 8, 16, 32, 64, 128) for warps in (2, 4, 8)]
         return [config for config in tried if config.is_valid(num_experts, top_k)]
 
@@ -69,9 +70,9 @@ def lanes(num_experts: int, groups: int = 1) -> int:
 
 @triton.jit
 def _order_key(b_x):
-    """Integers that order as `top_k_stable` orders floats. float32 -> int32, float64 -> int64.
+    """Integer keys with the order that `top_k_stable` has for floats. float32 -> int32, float64 -> int64.
 
-    The magnitude with the sign as a number: -0 becomes 0, -inf the smallest; NaN becomes the largest.
+    Sign and magnitude as an integer: -0 becomes 0, -inf the smallest key, NaN the largest.
     """
     if b_x.dtype == tl.float64:
         bits = b_x.to(tl.int64, bitcast=True)
@@ -96,11 +97,11 @@ def _key_value(key):
 
 @triton.jit
 def _best(key, i_e, free, AXIS: tl.constexpr):
-    """The largest free key along the last axis, and the lowest index that has it (NOBODY if none is free)."""
+    """The largest free key along AXIS, and the lowest index that has it (NO_EXPERT if none is free)."""
     smallest: tl.constexpr = -0x8000000000000000 if key.dtype == tl.int64 else -0x80000000
     top = tl.max(tl.where(free, key, smallest), AXIS)
-    found = free & (key == tl.expand_dims(top, AXIS))
-    return top, tl.min(tl.where(found, i_e, NOBODY), AXIS)
+    is_best = free & (key == tl.expand_dims(top, AXIS))
+    return top, tl.min(tl.where(is_best, i_e, NO_EXPERT), AXIS)
 
 
 @triton.jit
@@ -252,7 +253,9 @@ def choose_by_score(
     check_number("top_groups", top_groups, triton.cdiv(top_k, size), groups)
     limited = top_groups < groups
     if num_tokens:
-        _choose_by_score_kernel[(count_BE.shape[0],)](
+        launch(
+            _choose_by_score_kernel,
+            (count_BE.shape[0],),
             score_TE,
             expert_TK,
             count_BE,
@@ -285,7 +288,9 @@ def choose_by_key(
     expert_TK, count_BE = _outputs(num_tokens, num_experts, top_k, config, key_T.device)
     salt = (seed * GOLDEN.value) % (1 << 64)
     if num_tokens:
-        _choose_by_key_kernel[(count_BE.shape[0],)](
+        launch(
+            _choose_by_key_kernel,
+            (count_BE.shape[0],),
             key_T,
             expert_TK,
             count_BE,

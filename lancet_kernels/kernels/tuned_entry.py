@@ -1,4 +1,4 @@
-"""One tuned configuration: of which kind of kernel, for which shape and device, and how it was found."""
+"""One tuned configuration of a kind of kernel, for a shape and a device, with its source."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Shape = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of kernel: the names of what its shape is made of, and which of these is a number of rows."""
+    """A kind of kernel: the names of the components of its shape, and which one is the number of rows."""
 
     names: tuple[str, ...]
     rows: int | None = None
 
     def rounded(self, shape: Shape) -> Shape:
-        """The shape with its number of rows up to a power of two: batches differ a little, tiles do not.
+        """The shape with its number of rows rounded up to a power of two, so that similar batches share an
+        entry.
 
         Example: grouped_gemm_forward (1300, 768, 3072, 1) -> (2048, 768, 3072, 1).
         """
@@ -44,7 +45,7 @@ KINDS = {
 
 
 def key_of(kind: str, shape: Shape, dtype: str, device: str) -> str:
-    """One readable line; the shape as `Kind.rounded` gives it.
+    """The key of an entry, as one readable line. Args: shape: from `Kind.rounded`.
 
     Example: `grouped_gemm_dx m=2048 n=768 k=3072 accumulators=1 bfloat16 on NVIDIA H100 80GB HBM3`.
     """
@@ -57,7 +58,7 @@ class Entry:
     """One tuned configuration.
 
     Attributes:
-        kind, shape, dtype, device: what it is for; `device` is a GPU's name, or "sm_90" if modelled.
+        kind, shape, dtype, device: where it applies; `device` is a GPU's name, or "sm_90" if modelled.
         config: the fields of the configuration (`config_fields`).
         how: "measured" or "modelled".
         milliseconds, default_milliseconds: of this configuration and of the heuristic default, measured or
@@ -81,13 +82,13 @@ class Entry:
         return key_of(self.kind, self.shape, self.dtype, self.device)
 
     def configuration(self) -> Any:
-        """As the kind's dataclass. Raises ValueError for fields that it does not have."""
+        """The configuration as a dataclass. Raises: ValueError for unknown fields."""
         return config_from(self.kind, self.config)
 
 
 def config_class(kind: str) -> type:
     """The dataclass that configures kernels of this kind."""
-    # Here, not above: kernels need Triton, which not every machine has.
+    # Imported here, because kernels need Triton, which is not available on every machine.
     if kind.startswith("grouped_gemm"):
         from lancet_kernels.kernels.gemm_config import GemmConfig
 
@@ -111,11 +112,11 @@ def config_fields(config: Any) -> dict[str, Any]:
 
 
 def config_from(kind: str, fields: dict[str, Any]) -> Any:
-    """The other way. Raises ValueError for fields it does not have, or of a wrong type."""
-    made = _dataclass_from(config_class(kind), fields)
-    if config_fields(made) != fields:
+    """The configuration from JSON values. Raises: ValueError for unknown fields, or wrong types."""
+    config = _dataclass_from(config_class(kind), fields)
+    if config_fields(config) != fields:
         raise ValueError(f"fields {sorted(fields)}")
-    return made
+    return config
 
 
 def _dataclass_from(kind: type, fields: dict[str, Any]) -> Any:

@@ -1,17 +1,17 @@
-"""Which configuration was tuned for this kernel, shape and device? The package's table, the user's file.
+"""Looks up tuned configurations of kernels, in the package's table and in the user's cache.
 
-`tuned(kind, shape, dtype, device)` answers, in this order:
+`tuned(kind, shape, dtype, device)` uses the first of these that it finds:
 
     1. the package's table (`tuned.json` beside this file, once it is measured; measured entries only)
     2. the user's cache, an entry that was measured on a device of this name
     3. the user's cache, an entry that was modelled for this architecture ("sm_90")
-    4. None: the launcher takes its heuristic default
+    4. None: the launcher uses its heuristic default
 
-An entry that is unreadable, foreign, filed under the wrong key, or not valid on the device is as good as
-absent, and a warning says so. `lancet tune` writes the cache. Ranks of one job must find the same entries
-(they have the same file, or the files that one collective `lancet tune` wrote).
+An entry that is unreadable, has the wrong key, or is not valid on the device is ignored with a warning.
+`lancet tune` writes the cache. All ranks of a job must have the same entries: the same file, or files written
+by the same collective `lancet tune`.
 
-Beside the entries the file may have "costs": what fused launches took (`kernels.cost_entry`).
+The file may also have "costs": measured times of fused launches (`kernels.cost_entry`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from lancet_kernels.kernels.tuned_entry import (
 FORMAT = "lancet-tuned-configurations"
 VERSION = 1
 PACKAGE_TABLE = Path(__file__).with_name("tuned.json")
-# The user's cache somewhere else.
+# Environment variable with another path of the user's cache.
 CACHE_VARIABLE = "LANCET_TUNED"
 
 
@@ -56,37 +56,37 @@ def default_cache() -> Path:
 
 
 class TunedCache:
-    """Entries in a JSON file. Other processes may write it too: nobody's entries are lost."""
+    """Entries in a JSON file. Several processes may write it; no entry is lost."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._warned: set[str] = set()
 
     def entries(self) -> dict[str, Entry]:
-        """All sound entries by key, as the file is now."""
+        """All valid entries by key, from the current file."""
         raw = self._section("entries")
         return {key: entry for key in raw if (entry := self._entry(key, raw[key])) is not None}
 
     def costs(self) -> dict[str, CostEntry]:
-        """All sound measurements of fused launches by key, as the file is now."""
+        """All valid measurements of fused launches by key, from the current file."""
         raw = self._section("costs")
         return {key: cost for key in raw if (cost := self._cost(key, raw[key])) is not None}
 
     def check_writable(self) -> None:
-        """Raise UserError if the file cannot be written: before hours of tuning, not after them."""
+        """Raise UserError if the file cannot be written; called before hours of tuning."""
         with locked(self.path):
             pass
 
     def put(self, new: Iterable[Entry], costs: Iterable[CostEntry] = ()) -> None:
-        """Add or replace. What was measured stays, if the new entry of that key is only modelled.
+        """Add or replace entries. A modelled entry does not replace a measured one.
 
-        Raises UserError if the file cannot be written.
+        Raises: UserError if the file cannot be written.
         """
         with locked(self.path):
             entries = self.entries()
             for entry in new:
-                known = entries.get(entry.key)
-                if known is None or known.how == MODELLED or entry.how == MEASURED:
+                old = entries.get(entry.key)
+                if old is None or old.how == MODELLED or entry.how == MEASURED:
                     entries[entry.key] = entry
             data = {"format": FORMAT, "version": VERSION, "entries": _as_json(entries)}
             if all_costs := self.costs() | {cost.key: cost for cost in costs}:
@@ -95,7 +95,7 @@ class TunedCache:
         forget()
 
     def _section(self, name: str) -> dict[str, Any]:
-        """A part of the file, its records unchecked; empty if there is none, or it cannot be read."""
+        """A section of the file, with unchecked records; empty if it is missing or cannot be read."""
         what = "tuned configurations"
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
@@ -120,7 +120,7 @@ class TunedCache:
             if entry.how not in (MEASURED, MODELLED):
                 raise ValueError(f"how is {entry.how!r}")
             if not all(math.isfinite(t) and t >= 0 for t in (entry.milliseconds, entry.default_milliseconds)):
-                raise ValueError("a time that is no number")
+                raise ValueError("a time that is not a number >= 0")
             entry.configuration()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             self._warn(f"tuned configuration {key!r} in {self.path} is ignored: {error}")
@@ -150,9 +150,9 @@ def _as_json(records: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=4096)
 def tuned(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Any | None:
-    """The tuned configuration, None if there is none; always None on a CPU, where kernels are for proof only.
+    """The tuned configuration, or None; always None on a CPU, where kernels only run for tests.
 
-    Args: kind, shape: see KINDS. Files are read once per process (`forget` makes it look again).
+    Args: kind, shape: see KINDS. Files are read once per process, or again after `forget`.
     """
     if device.type != "cuda":
         return None
@@ -176,9 +176,9 @@ def tuned(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> 
 
 
 def forget() -> None:
-    """Look into the files again at the next lookup."""
-    for remembered in (tuned, _package_table, _user_cache):
-        remembered.cache_clear()
+    """Read the files again at the next lookup."""
+    for cached in (tuned, _package_table, _user_cache):
+        cached.cache_clear()
 
 
 @functools.cache

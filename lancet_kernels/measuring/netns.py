@@ -19,7 +19,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.training.launch import CPU_RANK, run_ranks, stop_signals
 
 RANKS = 2
-PORT = 29500  # in a namespace of our own, where nobody else listens
+PORT = 29500  # always free, because the namespace is new
 _ADDRESS = "10.213.0.{}"
 # Waits for the end of its input, which is the end of this process, however it ends.
 _KEEPER = 'cat > /dev/null; for name in "$@"; do ip netns delete "$name"; done'

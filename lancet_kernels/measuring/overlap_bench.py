@@ -1,4 +1,4 @@
-"""How much all-to-all time do the strategies hide? Measured on ranks of this machine, in one run.
+"""Measures how much all-to-all time each strategy hides, on ranks of this machine, in one run.
 
 The same model, seeds and data for every strategy; rounds interleave them, so that other load of the machine
 affects all of them equally; medians over rounds, without warm-up rounds. The link is slow enough that
@@ -40,7 +40,7 @@ class Measured:
     predicted_ms: float
     predicted_exposed_ms: float
     rounds_ms: tuple[float, ...]
-    """The iteration of each round, for ratios of what ran side by side."""
+    """The iteration time of each round, for ratios of iterations of the same round."""
 
 
 def prepare(
@@ -50,13 +50,13 @@ def prepare(
     times: str | Path | None = None,
     options: PlanningOptions | None = None,
 ) -> dict[str, OptimizedModule]:
-    """The step under each strategy that it can have. Collective.
+    """The step optimized with each strategy, without those that are impossible. Collective.
 
-    Args: times: file of measured op times. options: of plans.
+    Args: times: file of measured op times. options: of the planner.
     """
     names = list(strategies)
     optimized: dict[str, OptimizedModule] = {}
-    # First the one that knows which others cannot be.
+    # `auto` first, because its plan lists the impossible strategies.
     for name in sorted(names, key=lambda name: name != AUTO):
         if not any(name in module.plan.impossible for module in optimized.values()):
             optimized[name] = optimize(step, inputs, strategy=name, times=times, options=options)
@@ -67,19 +67,19 @@ def measure(
     optimized: dict[str, OptimizedModule], inputs: Sequence[object], rounds: int, warmup: int = 2
 ) -> dict[str, Measured]:
     """Run all strategies in turn, `rounds` times after `warmup` rounds. Collective."""
-    taken: dict[str, list[Iteration]] = {name: [] for name in optimized}
+    iterations: dict[str, list[Iteration]] = {name: [] for name in optimized}
     for round_number in range(warmup + rounds):
         for name, module in optimized.items():
             one = iteration(module, inputs)
             if round_number >= warmup:
-                taken[name].append(one)
-    found = {}
+                iterations[name].append(one)
+    result = {}
     for name, module in optimized.items():
-        medians = [statistics.median(column) for column in zip(*taken[name], strict=True)][:4]
+        medians = [statistics.median(column) for column in zip(*iterations[name], strict=True)][:4]
         iteration_ms, exposed_ms, all_to_all_ms, cpu_ms = _mean_over_ranks(medians)
         predicted = module.plan.predicted
-        rounds_ms = tuple(_mean_over_ranks([one.iteration_ms for one in taken[name]]))
-        found[name] = Measured(
+        rounds_ms = tuple(_mean_over_ranks([one.iteration_ms for one in iterations[name]]))
+        result[name] = Measured(
             iteration_ms,
             exposed_ms,
             all_to_all_ms,
@@ -88,7 +88,7 @@ def measure(
             predicted.exposed_ms,
             rounds_ms,
         )
-    return found
+    return result
 
 
 class Iteration(NamedTuple):
@@ -98,12 +98,12 @@ class Iteration(NamedTuple):
     exposed_ms: float
     all_to_all_ms: float
     cpu_ms: float
-    """CPU time of the computing thread: what an iteration takes where nothing is waited for."""
+    """CPU time of the computing thread, which is the iteration time without waiting."""
     bytes_on_wire: int
 
 
 def iteration(module: nn.Module, inputs: Sequence[object]) -> Iteration:
-    """Run one; the first output of the module is differentiated. Collective."""
+    """Run one forward and backward; the backward starts at the module's first output. Collective."""
     module.zero_grad(set_to_none=True)
     if dist.is_initialized():
         with waiting("barrier before an iteration"):
@@ -118,14 +118,16 @@ def iteration(module: nn.Module, inputs: Sequence[object]) -> Iteration:
 
 
 def slow_link(step: nn.Module, inputs: Sequence[object], share: float = 0.4, rounds: int = 5) -> float:
-    """Gbit/s of an emulated link on which all-to-all takes `share` of the blocking iteration. Collective.
+    """Emulate a link on which all-to-all takes `share` of the blocking iteration. -> its Gbit/s. Collective.
 
-    Sets that link. The blocking iteration is the plain step, whose all-to-alls block.
+    The blocking iteration is the plain step, whose all-to-alls block.
     """
     emulate_link(None)
-    taken = [iteration(step, inputs) for _ in range(rounds + 1)][1:]
-    # CPU time: what else the machine does is no computation of ours that a link could take a share of.
-    compute_ms, size = _mean_over_ranks([statistics.median(t.cpu_ms for t in taken), taken[-1].bytes_on_wire])
+    iterations = [iteration(step, inputs) for _ in range(rounds + 1)][1:]
+    # CPU time, because other load of the machine does not belong to the iteration.
+    compute_ms, size = _mean_over_ranks(
+        [statistics.median(t.cpu_ms for t in iterations), iterations[-1].bytes_on_wire]
+    )
     target_ms = compute_ms * share / (1 - share)
     gbps = size * 8 / (target_ms * 1e-3) / 1e9
     emulate_link(gbps)
@@ -133,11 +135,11 @@ def slow_link(step: nn.Module, inputs: Sequence[object], share: float = 0.4, rou
 
 
 def report(measured: dict[str, Measured], best: str, link_name: str) -> dict[str, object]:
-    """The figures of strategy `best` against the baselines that were run."""
+    """The figures of strategy `best`, compared with the measured baselines."""
     own = measured[best]
     baselines = {name: measured[name] for name in BASELINES if name in measured}
     errors = {name: abs(m.predicted_ms / m.iteration_ms - 1) for name, m in measured.items()}
-    found: dict[str, object] = {
+    figures: dict[str, object] = {
         "link": link_name,
         "best": best,
         "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
@@ -151,15 +153,15 @@ def report(measured: dict[str, Measured], best: str, link_name: str) -> dict[str
         "speedup_vs_best_baseline": min(m.iteration_ms for m in baselines.values()) / own.iteration_ms,
     }
     for name, m in baselines.items():
-        found[f"exposed_reduction_vs_{name}"] = 1 - own.exposed_ms / m.exposed_ms if m.exposed_ms else 0.0
-    return found
+        figures[f"exposed_reduction_vs_{name}"] = 1 - own.exposed_ms / m.exposed_ms if m.exposed_ms else 0.0
+    return figures
 
 
 def speedups(baseline: Measured, planned: Measured) -> tuple[float, float, float]:
-    """How many times as fast as the baseline, over rounds: lower quartile, median, upper quartile.
+    """Speedup over the baseline: lower quartile, median, upper quartile over rounds.
 
-    Each round compares two iterations that ran within seconds of each other, so a machine that becomes slower
-    or faster meanwhile affects both.
+    Each round compares two iterations that ran within seconds of each other, so that a change of the
+    machine's load affects both.
     """
     ratios = [a / b for a, b in zip(baseline.rounds_ms, planned.rounds_ms, strict=True)]
     if len(ratios) == 1:
@@ -178,29 +180,28 @@ def _mean_over_ranks(values: Sequence[float]) -> list[float]:
 
 
 def save_timeline(module: OptimizedModule, inputs: Sequence[object], path: str | Path, write: bool) -> None:
-    """A picture of one iteration, predicted and as it ran on this rank. Collective; `write` on one rank
-    only."""
+    """Draw one iteration, predicted and measured on this rank. Collective; `write` on one rank only."""
     with module.recorded() as events:
         iteration(module, inputs)
     if write:
         save_picture({"predicted": module.timeline.events, "measured": events}, path)
 
 
-def table(found: dict) -> str:
-    """The figures of `report` for people."""
+def table(figures: dict) -> str:
+    """The figures of `report` as a table for people."""
     rows = [f"{'strategy':<18}{'iteration ms':>14}{'exposed ms':>12}{'predicted ms':>14}{'error':>8}"]
-    for name, iteration_ms in found["iteration_ms"].items():
+    for name, iteration_ms in figures["iteration_ms"].items():
         rows.append(
-            f"{name:<18}{iteration_ms:>14.1f}{found['exposed_ms'][name]:>12.1f}"
-            f"{found['predicted_ms'][name]:>14.1f}{found['prediction_errors'][name]:>8.1%}"
+            f"{name:<18}{iteration_ms:>14.1f}{figures['exposed_ms'][name]:>12.1f}"
+            f"{figures['predicted_ms'][name]:>14.1f}{figures['prediction_errors'][name]:>8.1%}"
         )
-    speedup = found["speedup_vs_best_baseline"]
+    speedup = figures["speedup_vs_best_baseline"]
     rows.append(
-        f"link {found['link']}; {found['best']} against the better baseline {speedup:.2f}x, "
+        f"link {figures['link']}; {figures['best']} against the better baseline {speedup:.2f}x, "
         + ", ".join(
-            f"exposed {-found[f'exposed_reduction_vs_{name}']:+.0%} against {name}"
+            f"exposed {-figures[f'exposed_reduction_vs_{name}']:+.0%} against {name}"
             for name in BASELINES
-            if f"exposed_reduction_vs_{name}" in found
+            if f"exposed_reduction_vs_{name}" in figures
         )
     )
     return "\n".join(rows)

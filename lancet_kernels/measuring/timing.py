@@ -1,8 +1,8 @@
-"""Time of a launch on the device: events around it, with a cold L2 cache, without the time of the host.
+"""Times launches on the device with events: with a cold L2 cache, and without the time of the host.
 
-A sample: the device first sleeps as long as the host needs to launch everything, so that launch overhead is
-not measured; then the L2 cache is overwritten; then event, work, event. Candidates take turns, so that
-clock rates and heat affect all of them equally, and they can be compared round by round.
+For each sample, the device first sleeps as long as the host needs to launch everything, so that launch
+overhead is not measured; then the L2 cache is overwritten; then event, work, event. Candidates are timed in
+turn, so that clock rates and heat affect all of them equally, and they can be compared round by round.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 Name = TypeVar("Name", bound=Hashable)
-# Cycles per ms: at least the clock of any GPU, so the device sleeps at least as long as it is told.
+# Cycles per ms: at least the clock of any GPU, so the device sleeps at least as long as requested.
 CYCLES_PER_MS = 2_000_000
 
 
@@ -50,7 +50,7 @@ class Clock:
         if self._start is None:
             self._start, self._launched = event, now
             return 0.0
-        # Of the latest calls the longest, but a hiccup is forgotten.
+        # A decaying maximum over the latest calls, so that one slow call has no lasting effect.
         self._host_ms = min(50.0, max((now - self._launched) * 1e3, 0.8 * self._host_ms))
         torch.cuda.synchronize(self.device)
         start, self._start = self._start, None
@@ -66,11 +66,11 @@ class Clock:
     def rounds(
         self, contenders: Mapping[Name, Callable[[], object]], rounds: int, warmup: int
     ) -> dict[Name, list[float]]:
-        """All contenders in turn, `rounds` times after `warmup` rounds. -> milliseconds by name."""
-        taken: dict[Name, list[float]] = {name: [] for name in contenders}
+        """Time all contenders in turn, `rounds` times after `warmup` rounds. -> milliseconds by name."""
+        times: dict[Name, list[float]] = {name: [] for name in contenders}
         for number in range(warmup + rounds):
             for name, work in contenders.items():
                 elapsed_ms = self.once(work)
                 if number >= warmup:
-                    taken[name].append(elapsed_ms)
-        return taken
+                    times[name].append(elapsed_ms)
+        return times

@@ -1,5 +1,4 @@
-"""Which settings does each figure need, and what does it show of them? Data only; tables and pictures are
-drawn from it."""
+"""The figures of the Lancet paper: the settings that each needs, and its data; not tables and pictures."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from lancet_kernels.simulation import Setting
 
 CLUSTERS = tuple(claims.DEVICE)
 LAYERS = (12, 24, 48)
-"""Depths at which figure 15 shows how planning grows."""
+"""Numbers of layers for which figure 15 shows the planning time."""
 UNPADDED = "lancet, unpadded"
 """The plan of `lancet` with all-to-alls that send only real rows."""
 
@@ -35,13 +34,13 @@ def _grid(gpus: Iterable[int], gate: str = "switch") -> list[Setting]:
 
 
 def _by_layers() -> list[Setting]:
-    # A batch with which all depths fit into memory: a plan that does not is tried again with fewer parts.
+    # A batch for which all depths fit into memory; otherwise planning would also try fewer parts.
     return [replace(_setting("p4de", "gpt2-l-moe", 16), layers=n, batch=8) for n in LAYERS]
 
 
 def _throughput(gate: str, results: Results) -> dict[str, Any]:
-    found = [results[s] for s in _grid(claims.GPUS, gate)]
-    speedups = {c: [m.speedup for m in found if m.setting.cluster == c] for c in CLUSTERS}
+    measured = [results[s] for s in _grid(claims.GPUS, gate)]
+    speedups = {c: [m.speedup for m in measured if m.setting.cluster == c] for c in CLUSTERS}
     return {
         "gate": gate,
         "rows": [
@@ -51,7 +50,7 @@ def _throughput(gate: str, results: Results) -> dict[str, Any]:
                 "out_of_memory": [s for s in STRATEGIES if not m.fits(s)],
                 "speedup": m.speedup,
             }
-            for m in found
+            for m in measured
         ],
         "speedup": {c: {"mean": fmean(v), "most": max(v)} for c, v in speedups.items()},
         "paper": {"speedup": {c: claims.SPEEDUP[gate, c] for c in CLUSTERS}},
@@ -59,7 +58,7 @@ def _throughput(gate: str, results: Results) -> dict[str, Any]:
 
 
 def _decomposition(results: Results) -> dict[str, Any]:
-    found = [results[s] for s in _grid([claims.ABLATION_GPUS])]
+    measurements = [results[s] for s in _grid([claims.ABLATION_GPUS])]
     baselines = ("none", "tutel")
 
     def less(m: Measured, than: str, lancet: Decomposition) -> float:
@@ -70,7 +69,7 @@ def _decomposition(results: Results) -> dict[str, Any]:
             c: {
                 than: max(
                     less(m, than, m.unpadded if unpadded else m.strategies["lancet"])
-                    for m in found
+                    for m in measurements
                     if m.setting.cluster == c
                 )
                 for than in baselines
@@ -84,7 +83,7 @@ def _decomposition(results: Results) -> dict[str, Any]:
         return _names(m) | {part: {name: getattr(bar, part) for name, bar in bars.items()} for part in parts}
 
     return {
-        "rows": [row(m) for m in found],
+        "rows": [row(m) for m in measurements],
         "most_less_exposed": most(unpadded=False),
         "most_less_exposed_unpadded": most(unpadded=True),
         "paper": {"most_less_exposed": claims.LESS_EXPOSED},
@@ -93,7 +92,7 @@ def _decomposition(results: Results) -> dict[str, Any]:
 
 def _accuracy(results: Results) -> dict[str, Any]:
     """No accuracy: a prediction cannot be checked against itself. What wrong costs would do, instead."""
-    found = [results[s] for s in _grid([claims.ABLATION_GPUS])]
+    measurements = [results[s] for s in _grid([claims.ABLATION_GPUS])]
     return {
         "prediction_error": None,
         "why": "the simulation is the prediction; only a measured iteration can show its error "
@@ -107,7 +106,7 @@ def _accuracy(results: Results) -> dict[str, Any]:
                 "speedup": min(times["none"], times["tutel"]) / times["lancet"],
                 "planned_speedup": m.speedup,
             }
-            for m in found
+            for m in measurements
             for what, times in m.what_if.items()
         ],
         "paper": {"prediction_error": claims.PREDICTION_ERROR},
@@ -115,12 +114,14 @@ def _accuracy(results: Results) -> dict[str, Any]:
 
 
 def _planning(results: Results) -> dict[str, Any]:
-    found = [results[s] for s in _grid(claims.GPUS)]
+    measurements = [results[s] for s in _grid(claims.GPUS)]
     deep = [results[s] for s in _by_layers()]
     ends = deep[0].planning_seconds, deep[-1].planning_seconds
     return {
         "measured_here": True,
-        "rows": [_names(m) | {"seconds": m.planning_seconds, "instructions": m.instructions} for m in found],
+        "rows": [
+            _names(m) | {"seconds": m.planning_seconds, "instructions": m.instructions} for m in measurements
+        ],
         "by_layers": [
             {"layers": n, "seconds": m.planning_seconds, "instructions": m.instructions}
             for n, m in zip(LAYERS, deep, strict=True)
@@ -131,9 +132,11 @@ def _planning(results: Results) -> dict[str, Any]:
 
 
 def _ablation(results: Results) -> dict[str, Any]:
-    found = [results[s] for s in _grid([claims.ABLATION_GPUS])]
+    measured = [results[s] for s in _grid([claims.ABLATION_GPUS])]
     halves = ("lancet-dw", "lancet-partition", "lancet")
-    rows = [_names(m) | {"speedup": {s: m.iteration("none") / m.iteration(s) for s in halves}} for m in found]
+    rows = [
+        _names(m) | {"speedup": {s: m.iteration("none") / m.iteration(s) for s in halves}} for m in measured
+    ]
     return {
         "rows": rows,
         "each_half_helps": all(min(r["speedup"].values()) > 1.0 for r in rows),
@@ -146,7 +149,7 @@ def _ablation(results: Results) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the paper: what it shows, the settings it needs, its data from their results."""
+    """A figure of the paper: its title, its settings, and its data as a function of their results."""
 
     title: str
     settings: Callable[[], list[Setting]]
@@ -155,7 +158,7 @@ class Figure:
     how: str = "simulated"
 
     def of(self, results: Results) -> dict[str, Any]:
-        """Title, how it came about, and data."""
+        """Title, method ("simulated"), and data, as JSON values."""
         return {"title": self.title, "how": self.how, **self.data(results)}
 
 
@@ -187,22 +190,23 @@ FIGURES = {
 def run_figures(
     numbers: Sequence[str], progress: Callable[[int, int], None] = lambda done, of: None
 ) -> dict[str, dict[str, Any]]:
-    """The data of the figures, each setting simulated once, on all cores. `progress` hears (done, of)."""
-    wanted: dict[Setting, bool] = {}
+    """The data of the figures; each setting is simulated once, on all cores. Args: progress: called with
+    (number of settings done, of all)."""
+    what_if_of: dict[Setting, bool] = {}
     for number in numbers:
         for setting in FIGURES[number].settings():
-            wanted[setting] = wanted.get(setting, False) or FIGURES[number].what_if
-    results = _measure_all(wanted, progress)
+            what_if_of[setting] = what_if_of.get(setting, False) or FIGURES[number].what_if
+    results = _measure_all(what_if_of, progress)
     return {number: FIGURES[number].of(results) for number in numbers}
 
 
-def _measure_all(wanted: Mapping[Setting, bool], progress: Callable[[int, int], None]) -> Results:
-    # Deep models first: the last ones to finish should be short.
-    order = sorted(wanted, key=lambda s: -(s.layers or (24 if "-l-" in s.model else 12)))
+def _measure_all(what_if_of: Mapping[Setting, bool], progress: Callable[[int, int], None]) -> Results:
+    # Deep models first, so that the last simulations are short.
+    order = sorted(what_if_of, key=lambda s: -(s.layers or (24 if "-l-" in s.model else 12)))
     results: dict[Setting, Measured] = {}
     # Spawned, not forked: torch's threads do not survive a fork.
     with ProcessPoolExecutor(_cores(), mp_context=get_context("spawn")) as pool:
-        jobs = {pool.submit(measure, setting, wanted[setting]): setting for setting in order}
+        jobs = {pool.submit(measure, setting, what_if_of[setting]): setting for setting in order}
         progress(0, len(jobs))
         for job in as_completed(jobs):
             results[jobs[job]] = job.result()

@@ -1,4 +1,4 @@
-"""One setting of the paper, simulated, as numbers that travel between processes."""
+"""Simulates one setting of the paper; the result is a few numbers, which can be sent between processes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Factor = Callable[[Instruction], float]
 
 BASELINES = ("none", "tutel")
 STRATEGIES = (*BASELINES, "lancet-dw", "lancet-partition", "lancet")
-"""What the paper compares."""
+"""The strategies that the paper compares."""
 
 
 def _noise(instruction: Instruction) -> float:
-    """Log-normal, 10 %, the same for an instruction in every run."""
+    """A log-normal factor of 10 %, the same for an instruction in every run."""
     return math.exp(random.Random(instruction.name).gauss(0.0, 0.1))
 
 
@@ -31,12 +31,12 @@ WHAT_IF: dict[str, Factor] = {
     "computation 20 % faster": lambda i: 1.0 if i.kind.is_communication else 1 / 1.2,
     "every time off by 10 %": _noise,
 }
-"""What if the cluster is not what its file says? Factors on the times that the plans were made with."""
+"""Factors on the times that plans assume, to simulate a cluster that differs from its file."""
 
 
 @dataclass(frozen=True)
 class Decomposition:
-    """Where an iteration goes, in milliseconds (figure 13)."""
+    """The parts of an iteration, in milliseconds (figure 13)."""
 
     iteration_ms: float
     computation_ms: float
@@ -62,7 +62,7 @@ class Decomposition:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one setting came to, per strategy."""
+    """The simulated results of one setting, by strategy."""
 
     setting: Setting
     batch: int
@@ -70,9 +70,9 @@ class Measured:
     instructions: int
     strategies: Mapping[str, Decomposition]
     unpadded: Decomposition
-    """The plan `lancet` when its all-to-alls send only real rows, as Lancet's irregular ones do."""
+    """The plan `lancet` with all-to-alls that send only real rows, as Lancet's irregular ones do."""
     planning_seconds: float
-    """CPU time of the plan `lancet`."""
+    """CPU time of planning `lancet`."""
     what_if: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Iteration time of the unchanged plans under each of `WHAT_IF`."""
 
@@ -84,40 +84,40 @@ class Measured:
 
     @property
     def speedup(self) -> float:
-        """Of lancet over the better baseline."""
+        """The speedup of `lancet` over the better baseline."""
         return min(map(self.iteration, BASELINES)) / self.iteration("lancet")
 
 
 def measure(setting: Setting, what_if: bool = False) -> Measured:
-    """Plan and simulate one setting. `what_if`: also with costs that differ from the planned ones."""
-    found = simulate_setting(setting, strategies=STRATEGIES)
+    """Plan and simulate one setting. Args: what_if: also simulate the plans with the costs of WHAT_IF."""
+    simulated = simulate_setting(setting, strategies=STRATEGIES)
     return Measured(
-        replace(setting),  # without the graph, which should not travel
+        replace(setting),  # without the cached graph, which should not be sent
         setting.sequences,
         setting.hardware.memory_gb,
-        len(found.program),
-        {name: Decomposition.of(timeline) for name, timeline in found.timelines.items()},
-        Decomposition.of(_again(found, "lancet", _only_real_rows(setting))),
-        found.cpu_seconds["lancet"],
-        {name: _under(found, factor) for name, factor in WHAT_IF.items()} if what_if else {},
+        len(simulated.program),
+        {name: Decomposition.of(timeline) for name, timeline in simulated.timelines.items()},
+        Decomposition.of(_simulate_with(simulated, "lancet", _only_real_rows(setting))),
+        simulated.cpu_seconds["lancet"],
+        {name: _iteration_ms_with(simulated, factor) for name, factor in WHAT_IF.items()} if what_if else {},
     )
 
 
 def _only_real_rows(setting: Setting) -> Factor:
-    """Capacity is room for more rows than there are; unpadded all-to-alls take that much less time."""
+    """Unpadded all-to-alls send only the real rows, which are 1 / capacity factor of the padded ones."""
     share = 1.0 / max(1.0, setting.capacity_factor or 1.0) if setting.padded else 1.0
     return lambda i: share if i.kind is Kind.ALL_TO_ALL else 1.0
 
 
-def _under(found: Simulated, factor: Factor) -> dict[str, float]:
-    return {name: _again(found, name, factor).iteration_ms for name in (*BASELINES, "lancet")}
+def _iteration_ms_with(simulated: Simulated, factor: Factor) -> dict[str, float]:
+    return {name: _simulate_with(simulated, name, factor).iteration_ms for name in (*BASELINES, "lancet")}
 
 
-def _again(found: Simulated, strategy: str, factor: Factor) -> Timeline:
+def _simulate_with(simulated: Simulated, strategy: str, factor: Factor) -> Timeline:
     """The same plan with other costs."""
-    program, blocking = found.timelines[strategy].program, found.plans[strategy].blocking
+    program, blocking = simulated.timelines[strategy].program, simulated.plans[strategy].blocking
     return simulate(
-        program.reordered(found.plans[strategy].order), _scaled(found.cost, factor), blocking=blocking
+        program.reordered(simulated.plans[strategy].order), _scaled(simulated.cost, factor), blocking=blocking
     )
 
 

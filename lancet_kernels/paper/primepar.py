@@ -53,7 +53,7 @@ PAPER_3D = {"OPT 175B": 1.46, "Llama2 70B": 1.27, "Bloom 176B": 1.40}
 ASSUMPTIONS = (
     "clusters of 8 x V100 32 GB a node (p3dn.toml: NVLink 130 GB/s, one 100 Gbps network card a node, 80 % "
     "of both reached; GEMMs at 45 % of float16's peak); the slides name neither links nor efficiency",
-    f"a batch of {BATCH} sequences of {SEQUENCE} tokens, whatever the number of GPUs, one forward and "
+    f"a batch of {BATCH} sequences of {SEQUENCE} tokens for every number of GPUs, one forward and "
     "backward, float16 with Adam (16 bytes a parameter); the slides name none of it",
     "every block at its real size, as many as the model has; only linear layers, attention, activations, "
     "norms and additions, no embedding, no head",

@@ -22,7 +22,7 @@ FURTHER_ASSUMPTIONS = (
 
 
 def text(figures: Mapping[str, Mapping[str, Any]]) -> str:
-    """All figures, and what they assume."""
+    """All figures and their assumptions, as text."""
     lines = [
         "Figures of the Lancet paper (MLSys 2024) by simulation: nothing here was run on a GPU.",
         "",
@@ -47,11 +47,11 @@ def _throughput(data: Mapping[str, Any]) -> list[str]:
     lines = table((*_WHERE, *(f"{s} ms" for s in strategies), "speedup"), rows)
     if any(r["out_of_memory"] for r in data["rows"]):
         lines.append("  ! does not fit into the GPU's memory")
-    for cluster, found in data["speedup"].items():
+    for cluster, simulated in data["speedup"].items():
         paper = data["paper"]["speedup"][cluster]
         lines.append(
             f"  speedup over the better of none and tutel, {claims.DEVICE[cluster]}: "
-            f"{found['mean']:.2f}x mean, {found['most']:.2f}x most, simulated; "
+            f"{simulated['mean']:.2f}x mean, {simulated['most']:.2f}x most, simulated; "
             f"paper {paper['mean']:.2f}x mean, {paper['most']:.2f}x most"
         )
     return lines
@@ -72,20 +72,21 @@ def _decomposition(data: Mapping[str, Any]) -> list[str]:
     header = (*_WHERE, "strategy", "computation ms", "overlapped ms", "exposed communication ms")
     lines = table(header, rows)
     for cluster, paper in data["paper"]["most_less_exposed"].items():
-        found, unpadded = data["most_less_exposed"][cluster], data["most_less_exposed_unpadded"][cluster]
+        simulated, unpadded = data["most_less_exposed"][cluster], data["most_less_exposed_unpadded"][cluster]
         for than, name in (("none", "RAF (none)"), ("tutel", "Tutel")):
             lines.append(
                 f"  exposed communication against {name}, {claims.DEVICE[cluster]}: up to "
-                f"{found[than]:.0%} less ({unpadded[than]:.0%} unpadded), simulated; paper {paper[than]:.0%}"
+                f"{simulated[than]:.0%} less ({unpadded[than]:.0%} unpadded), simulated; "
+                f"paper {paper[than]:.0%}"
             )
     return lines
 
 
 def _accuracy(data: Mapping[str, Any]) -> list[str]:
     lines = [
-        f"  The paper measures an error of {data['paper']['prediction_error']:.2%}. No number stands here:",
+        f"  The paper measures an error of {data['paper']['prediction_error']:.2%}. There is no number here:",
         *(f"  {sentence}." for sentence in data["why"].split("; ")),
-        "  What can be simulated: the same plans where times are not those they were made with.",
+        "  Instead: the same plans, simulated with times that differ from those that they assume.",
     ]
     rows = [
         (

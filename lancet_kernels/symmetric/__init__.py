@@ -4,6 +4,7 @@ from lancet_kernels.symmetric.create import create
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 from lancet_kernels.symmetric.nvshmem import NvshmemMemory, init_module
 from lancet_kernels.symmetric.shared import SharedMemory
+from lancet_kernels.symmetric.torch_memory import TorchMemory
 from lancet_kernels.symmetric.virtual import VirtualMemory, virtual_memories
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Region",
     "SharedMemory",
     "SymmetricMemory",
+    "TorchMemory",
     "VirtualMemory",
     "create",
     "init_module",

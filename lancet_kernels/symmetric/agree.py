@@ -42,7 +42,7 @@ class Meetings:
             self.rank, self.world = 0, 1
             self._store = dist.HashStore()
         # Which memory of this group it is: the same number on every rank that makes them in the same order.
-        number = self._store.add(f"symmetric/made/{self.rank}", 1)
+        number = self._store.add(f"symmetric/count/{self.rank}", 1)
         self._prefix = f"symmetric/{number}"
         self._number = 0
         self._broken = ""

@@ -1,4 +1,4 @@
-"""Which maker serves these ranks on this device? Picks one, and says why (`reason`) or what is missing."""
+"""Which implementation serves these ranks on this device? Chooses one, and says why, or what is missing."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.symmetric.memory import SymmetricMemory
 from lancet_kernels.symmetric.nvshmem import NvshmemMemory
 from lancet_kernels.symmetric.shared import SharedMemory
+from lancet_kernels.symmetric.torch_memory import TorchMemory, unreachable
 from lancet_kernels.symmetric.virtual import virtual_memories
 
 
@@ -20,11 +21,12 @@ def create(
     group: None means all ranks or, without torch.distributed, the one there is.
     timeout_s: how long any step may wait for a rank.
 
-    | ranks   | device | maker                                                              |
+    | ranks   | device | memory                                                             |
     |---------|--------|--------------------------------------------------------------------|
-    | one     | any    | `VirtualMemory`: nobody to share with                              |
+    | one     | any    | `VirtualMemory`: no peers                                          |
     | several | CPU    | `SharedMemory`: POSIX shared memory, ranks on one machine          |
-    | several | CUDA   | `NvshmemMemory`: NVSHMEM, a GPU for each rank                      |
+    | several | CUDA   | `TorchMemory`: torch alone, GPUs of one machine, all over NVLink   |
+    | several | CUDA   | `NvshmemMemory`: NVSHMEM, where not all peers are so reachable     |
 
     Raises UserError, on every rank, saying what is missing and what works instead; CommunicationError if a
     rank stays away.
@@ -37,7 +39,27 @@ def create(
     if device.type == "cpu":
         return SharedMemory(group, timeout_s)
     if device.type == "cuda":
-        return NvshmemMemory(group, device, timeout_s)
+        lack = unreachable(group, device, timeout_s)
+        return (
+            _over_nvshmem(group, device, timeout_s, lack) if lack else TorchMemory(group, device, timeout_s)
+        )
     raise UserError(
         "symmetric memory", got=f"device {device}", expected="cpu or cuda", do="choose one of them"
     )
+
+
+def _over_nvshmem(
+    group: dist.ProcessGroup | None, device: torch.device, timeout_s: float, not_torch: str
+) -> NvshmemMemory:
+    """Args: not_torch: why torch's symmetric memory does not serve."""
+    try:
+        memory = NvshmemMemory(group, device, timeout_s)
+    except UserError as error:
+        raise UserError(
+            "symmetric memory between GPUs",
+            got=not_torch if not_torch == error.got else f"{not_torch}; {error.got}",
+            expected=f"GPUs of one machine with NVLink, or {error.expected}",
+            do=error.do,
+        ) from error
+    memory.reason += f" (not torch: {not_torch})"
+    return memory

@@ -42,7 +42,7 @@ class Region:
     peers: Tensor = field(repr=False)
 
     def __getattr__(self, attribute: str) -> Tensor:
-        # Only what is not there arrives here: the two that `_forget` has taken away.
+        # Python calls this only for attributes that do not exist: the two that `_forget` deletes.
         if attribute in ("local", "peers"):
             raise _closed(f"region {self.name!r}")
         raise AttributeError(attribute)
@@ -52,13 +52,13 @@ class Region:
 
 
 class SymmetricMemory(ABC):
-    """The regions of one PE among `world`; made by `create`, or by one of the makers.
+    """The regions of one PE among `world`; created by `create`, or by one of the implementations.
 
     Attributes:
         rank, world: this PE's number, and how many there are.
         device: where the regions are.
-        reason: why this maker, in words.
-        far: has any PE a peer that no pointer reaches? The same on every PE; known with the first region.
+        reason: why this implementation, in words.
+        far: has any PE a peer that no pointer reaches? The same on every PE; set by the first region.
     """
 
     def __init__(self, rank: int, world: int, device: torch.device, reason: str):
@@ -71,7 +71,8 @@ class SymmetricMemory(ABC):
         """A region of this shape on every PE, filled with zeros. Collective: returns when every PE can put.
 
         Raises UserError, on every PE and naming who asked for what, if PEs ask for different regions or in a
-        different order; also if the name is taken or there is no room. CommunicationError if a PE stays away.
+        different order; also if the name exists already or there is no room. CommunicationError if a PE stays
+        away.
         """
         self._check_open()
         # An error of this PE alone, before it has met the others, would leave them waiting.
@@ -81,7 +82,7 @@ class SymmetricMemory(ABC):
         if name in self._regions:
             raise UserError(
                 f"symmetric memory: {request}",
-                got="a name that is taken",
+                got="a name that exists already",
                 expected="a new name for each region",
                 do="keep the region of the first call, or choose another name",
             )
@@ -111,7 +112,7 @@ class SymmetricMemory(ABC):
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when every PE is here and what its device was doing is done.
 
-        Raises CommunicationError, naming the PEs that did not come, after `timeout_s` (None: the maker's).
+        Raises CommunicationError, naming the PEs that did not come, after `timeout_s` (None: as at creation).
         """
 
     def close(self) -> None:
@@ -122,7 +123,7 @@ class SymmetricMemory(ABC):
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        # On the way out of an error there is nobody to meet: the others may be anywhere.
+        # After an error there is no rendezvous: the other ranks may be anywhere.
         self._close(together=error_type is None)
 
     def _close(self, together: bool) -> None:

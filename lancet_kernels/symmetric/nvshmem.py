@@ -27,6 +27,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.symmetric.agree import Meetings
+from lancet_kernels.symmetric.gpus import gpu_id, signals_reach
 from lancet_kernels.symmetric.memory import SymmetricMemory, by_rank
 
 INSTALL = "pip install 'lancet-kernels[cuda]'"
@@ -93,7 +94,7 @@ class NvshmemMemory(SymmetricMemory):
         self._core = importlib.import_module("nvshmem.core")
         self._bindings = importlib.import_module("nvshmem.bindings")
         super().__init__(meetings.rank, meetings.world, device, "")
-        mine = json.dumps([_gpu(device), NvshmemMemory._started])
+        mine = json.dumps([gpu_id(device), NvshmemMemory._started])
         gpus, started = zip(*map(json.loads, meetings.meet("nvshmem: GPUs", mine)), strict=True)
         if len(set(gpus)) < self.world:
             raise UserError(
@@ -108,7 +109,7 @@ class NvshmemMemory(SymmetricMemory):
             self._start(meetings)
         meetings.together("nvshmem: PEs", self._check_pes, do="use that group for every NVSHMEM memory")
         NvshmemMemory._unsettled += 1
-        self._pointer_ok = [_native_atomics(device, gpu) for gpu in gpus]
+        self._pointer_ok = [signals_reach(device, gpu) for gpu in gpus]
         self._raw: list[Tensor] = []
         near = self._core.team_n_pes(self._core.Teams.TEAM_SHARED)
         version = self._core.get_version().libnvshmem_version
@@ -148,9 +149,9 @@ class NvshmemMemory(SymmetricMemory):
     def _check_pes(self) -> None:
         if not NvshmemMemory._started:
             raise RuntimeError("NVSHMEM was initialised with a group that this rank is not in")
-        found = (self._core.my_pe(), self._core.n_pes())
-        if found != (self.rank, self.world):
-            raise RuntimeError(f"PE {found[0]} of {found[1]}: NVSHMEM was initialised with another group")
+        own = (self._core.my_pe(), self._core.n_pes())
+        if own != (self.rank, self.world):
+            raise RuntimeError(f"PE {own[0]} of {own[1]}: NVSHMEM was initialised with another group")
 
     def _agree(self, request: str) -> None:
         self._meetings.meet(request)
@@ -214,7 +215,7 @@ def init_module(kernel: Any) -> bool:
         raise UserError(
             "init_module",
             got="a kernel that uses NVSHMEM, which is not initialised",
-            expected="an NvshmemMemory made before",
+            expected="an NvshmemMemory created before",
             do="make it first (lancet_kernels.symmetric.create)",
         )
     # Loads it; Triton does so at the first launch, which is too late.
@@ -234,23 +235,3 @@ def init_module(kernel: Any) -> bool:
 def _distributions(prefix: str) -> list[str]:
     names = (distribution.metadata["Name"] or "" for distribution in metadata.distributions())
     return [name for name in names if name.startswith(prefix)]
-
-
-def _gpu(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _native_atomics(device: torch.device, gpu: str) -> bool:
-    """Can signals go to that GPU through a pointer? Over PCIe stores arrive but atomics do not.
-
-    A GPU that this process does not see (other processes' only, or another node of an NVLink domain) has a
-    pointer over NVLink or none at all.
-    """
-    seen = [index for index in range(torch.cuda.device_count()) if _gpu(torch.device("cuda", index)) == gpu]
-    if not seen or seen[0] == device.index:
-        return True
-    from cuda.bindings import runtime
-
-    attribute = runtime.cudaDeviceP2PAttr.cudaDevP2PAttrNativeAtomicSupported
-    _, native = runtime.cudaDeviceGetP2PAttribute(attribute, device.index, seen[0])
-    return bool(native)

@@ -42,7 +42,10 @@ class SharedMemory(SymmetricMemory):
             f"shared: {self._meetings.world} CPU processes of one machine, over POSIX shared memory",
         )
         prefix = f"lancet-{os.getpid()}-{secrets.token_hex(4)}"
-        said = [json.loads(text) for text in self._meetings.meet("shared", json.dumps([prefix, _machine()]))]
+        said = [
+            json.loads(text)
+            for text in self._meetings.meet("regions on the CPU", json.dumps([prefix, _machine()]))
+        ]
         machines = {rank: machine for rank, (_, machine) in enumerate(said)}
         others = [rank for rank, machine in machines.items() if machine != machines[0]]
         if others:
@@ -78,7 +81,7 @@ class SharedMemory(SymmetricMemory):
                 do="run the ranks as one user, where they share /dev/shm",
             )
         finally:
-            # Everybody has mapped them, or it failed for everybody: a dead rank's name is removed as well.
+            # Every rank has mapped them, or it failed on every rank: a dead rank's name is removed as well.
             for file in files:
                 file.unlink(missing_ok=True)
         self._mapped.append(mapped)

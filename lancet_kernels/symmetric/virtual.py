@@ -16,7 +16,7 @@ from lancet_kernels.symmetric.memory import SymmetricMemory, disagreement
 
 @dataclass
 class _Heap:
-    """What all PEs have: the requests of the first PE to make each, and the copies [world] made for it."""
+    """What all PEs share: each request, the PE that made it first, and its copies [world]."""
 
     world: int
     device: torch.device
@@ -35,7 +35,7 @@ class VirtualMemory(SymmetricMemory):
     """PE `rank` of those that `virtual_memories` makes."""
 
     def __init__(self, heap: _Heap, rank: int):
-        what = "one PE: nobody to share with" if heap.world == 1 else f"{heap.world} PEs in one process"
+        what = "one PE: no peers" if heap.world == 1 else f"{heap.world} PEs in one process"
         super().__init__(rank, heap.world, heap.device, f"virtual: {what}, on {heap.device}")
         self._heap = heap
         self._count = 0

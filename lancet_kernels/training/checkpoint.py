@@ -114,15 +114,15 @@ def find_checkpoint(folder: Path) -> Path | None:
 
     Decided on rank 0 for all ranks (collective).
     """
-    found: Path | None = None
+    newest: Path | None = None
     if _is_first():
         for candidate in _folders(folder):
             damage = _damage(candidate)
             if damage is None:
-                found = candidate
+                newest = candidate
                 break
             _log.warning("passing over damaged checkpoint %s: %s", candidate, damage)
-    return from_first_rank(found, group_name(None), "the choice of a checkpoint")
+    return from_first_rank(newest, group_name(None), "the choice of a checkpoint")
 
 
 def load_checkpoint(
@@ -153,9 +153,9 @@ def load_checkpoint(
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Checkpoints by falling step; whatever else lies there is not ours."""
-    found = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=_step_of, reverse=True)
+    """The folders of checkpoints, newest step first; anything else in the folder is ignored."""
+    folders = [path for path in folder.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=_step_of, reverse=True)
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -195,7 +195,7 @@ def _damage(checkpoint: Path) -> str | None:
 
 @contextlib.contextmanager
 def _one_rank_is_enough() -> Iterator[None]:
-    """Without the warning that there is no torch.distributed, which is what a user of one rank wants."""
+    """Suppress the warning that torch.distributed is not initialized, which is normal for a single rank."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -212,7 +212,7 @@ def _barrier() -> None:
 
 
 def _dcp():
-    # Here, not above: it takes half a second to import, in every rank, and most runs keep no checkpoints.
+    # Imported here, because it takes half a second, and most runs keep no checkpoints.
     import torch.distributed.checkpoint as dcp
 
     return dcp

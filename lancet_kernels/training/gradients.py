@@ -53,7 +53,7 @@ def set_gradient_group(
             raise UserError(
                 f"parameter of {type(module).__name__}",
                 got=repr(name),
-                expected=f"one of {', '.join(own) or 'none, it has none of its own'}",
+                expected=f"one of {', '.join(own) or 'none, because it has no parameters of its own'}",
                 do="name a parameter of the module itself, not of a submodule",
             )
     marks = dict(getattr(module, _MARK, {}))
@@ -87,11 +87,11 @@ def groups_of(model: nn.Module, groups: Groups | None = None) -> Groups:
 def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
     """For every parameter, trained or frozen, the group that holds the same values and sums its gradient."""
     experts = set(expert_parameters(model))
-    found = {p: groups.replica if p in experts else groups.data for p in model.parameters()}
+    group_of = {p: groups.replica if p in experts else groups.data for p in model.parameters()}
     for module in model.modules():
         marks: Mapping[str, str] = getattr(module, _MARK, {})
-        found |= {p: marks[name] for name, p in module.named_parameters(recurse=False) if name in marks}
-    return found
+        group_of |= {p: marks[name] for name, p in module.named_parameters(recurse=False) if name in marks}
+    return group_of
 
 
 def cut_into_buckets(
@@ -137,7 +137,8 @@ class GradientBuckets:
             # What is under way was copied from the first backward: the second gradient would be lost.
             raise RuntimeError("second backward before GradientBuckets.finish; call finish after each one")
         bucket.missing -= 1
-        # In bucket order on every rank, whatever order backward finished them in: collectives must match.
+        # In bucket order on every rank, independent of the order in which backward finished them, because the
+        # collectives of all ranks must match.
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
             self._start(self._buckets[self._next])
             self._next += 1

@@ -81,7 +81,7 @@ def launch(
     """
     if ranks < 1:
         raise UserError("ranks", got=ranks, expected="at least 1", do="choose a number of ranks")
-    # Here, not above: the ranks import this module too, and need none of it.
+    # Imported here, because the ranks also import this module, but do not need these.
     from torch.distributed import TCPStore
 
     # With the launcher and not with rank 0, which may be the one that fails.

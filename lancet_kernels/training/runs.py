@@ -51,7 +51,7 @@ class RunFolder:
             if not is_new and not _is_unstarted(root / name):
                 raise _taken(root, name)
             run = cls(root / name)
-            # Again, now that nobody else writes there.
+            # Checked again, now that no other process can write there.
             if not is_new and not _is_unstarted(root / name):
                 run.close()
                 raise _taken(root, name)

@@ -1,5 +1,5 @@
-"""The loop that `lancet train` runs on every rank: from the start or a checkpoint to the last step, and what
-the run came to."""
+"""The training loop of `lancet train` on every rank, from the start or a checkpoint to the last step, and the
+run's summary."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
             run.discard()
         raise
     if run is not None:
-        # The run has the plan in its own folder from here on.
+        # From here on the plan is in the run's own folder.
         run.write_config(asdict(replace(options, experts=trainer.model.config.num_experts, plan=None)))
         run.truncate_metrics(first - 1)
         run.point_latest()
@@ -70,12 +70,12 @@ def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[
 
 
 def _open_run(options: TrainOptions, rank: Rank, resume: str | None) -> tuple[RunFolder | None, Path]:
-    """The run's folder, held by rank 0 alone, and its path on every rank."""
+    """The run's folder, which only rank 0 opens, and its path on every rank."""
     run: RunFolder | None = None
     path = ""
     if rank.rank == 0:
         if resume:
-            # The ranks of a launcher that was just killed need a moment to notice.
+            # The ranks of a launcher that was just killed take a moment to end.
             run = RunFolder.open(resolve_run(options.runs, resume), wait_s=5.0)
         else:
             run = RunFolder.create(options.runs, options.name)
@@ -85,15 +85,15 @@ def _open_run(options: TrainOptions, rank: Rank, resume: str | None) -> tuple[Ru
 
 def _restore(trainer: Trainer, run: Path, steps: int) -> int:
     """Load the newest whole checkpoint of a run. -> the step it was saved after."""
-    found = checkpoint.find_checkpoint(run / _CHECKPOINTS)
-    if found is None:
+    newest = checkpoint.find_checkpoint(run / _CHECKPOINTS)
+    if newest is None:
         raise UserError(
             "resume",
-            got=f"{run.name}, which has no whole checkpoint",
+            got=f"{run.name}, which has no complete checkpoint",
             expected="a run with one",
-            do="train with --checkpoint-every, or start anew",
+            do="train with --checkpoint-every, or start a new run",
         )
-    step = checkpoint.load_checkpoint(found, trainer.model, trainer.optimizer, trainer.about)
+    step = checkpoint.load_checkpoint(newest, trainer.model, trainer.optimizer, trainer.about)
     if step >= steps:
         raise UserError(
             "steps",
@@ -112,7 +112,7 @@ def _progress(first: int, last: int, rank: Rank) -> tqdm:
 
 def _tensorboard(run: Path) -> Callable[[Mapping[str, float]], None]:
     """Write a step's metrics to `run/tensorboard`."""
-    # Here, not above: tensorboard need not be installed.
+    # Imported here, because tensorboard is optional.
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(run / "tensorboard"))
@@ -127,9 +127,9 @@ def _tensorboard(run: Path) -> Callable[[Mapping[str, float]], None]:
 
 
 def _summary(run: RunFolder, trainer: Trainer, validation_loss: float) -> dict[str, object]:
-    """What the run came to. Times and rates are medians over the steps, without the first (warm-up)."""
+    """The summary of the run. Times and rates are medians over the steps, without the first (warm-up)."""
     options, config = trainer.options, trainer.model.config
-    # JSON has no word for NaN, which a diverged run has.
+    # NaN, in the metrics of a diverged run, is null in JSON.
     metrics = [{k: math.nan if v is None else v for k, v in m.items()} for m in run.read_metrics()]
     steady = metrics[1:] or metrics
 

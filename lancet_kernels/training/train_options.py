@@ -121,7 +121,7 @@ class TrainOptions(PlanningFlags):
 
 
 def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
-    """The model's shape. Raises: UserError for whatever does not fit together, before any rank starts."""
+    """The model's configuration. Raises: UserError for options that do not fit together."""
     sharing = options.expert_ranks or ranks
     if ranks % sharing:
         raise UserError(

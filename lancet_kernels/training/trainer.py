@@ -60,12 +60,12 @@ class Trainer:
         emulate_link(options.link_gbps if rank.world > 1 else None)
 
     def plan(self, cache: Path) -> None:
-        """Train with the plan of the chosen strategy from here on; "none" trains as the module stands.
+        """Train with the plan of the chosen strategy from now on; "none" trains without a plan.
 
-        Args: cache: where the plan is kept, so that a resumed run adds its numbers in the same order.
+        Args: cache: the plan file, so that a resumed run has the same plan, and sums in the same order.
         """
         if self.options.strategy != "none":
-            # Here, not above: the solver and torch's tracer take a second to import.
+            # Imported here, because the solver and torch's tracer take a second to import.
             from lancet_kernels.optimization import optimize
             from lancet_kernels.schedules.strategies import PlanningOptions
 
@@ -141,11 +141,12 @@ class Trainer:
         return (numbers / self.rank.world).tolist()
 
     def compare(self, picture: Path) -> dict[str, object]:
-        """Blocking iterations against planned ones on an emulated link, interleaved; see `overlap`.
+        """Measure blocking and planned iterations, interleaved, on an emulated link
+        (`measuring.overlap_bench`).
 
-        The link is the one of the run, or one on which all-to-all takes 40 % of a blocking iteration.
+        The link is that of the run, or one on which all-to-all takes 40 % of a blocking iteration.
         """
-        # Here, not above: the solver and torch's tracer take a second to import.
+        # Imported here, because the solver and torch's tracer take a second to import.
         from lancet_kernels.measuring import overlap_bench as overlap
         from lancet_kernels.schedules.strategies import PlanningOptions
 
@@ -195,7 +196,7 @@ def build_groups(rank: Rank, expert_ranks: int | None) -> Groups:
 
 
 def build_optimizer(options: TrainOptions, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW, or SGD with momentum; the rate is set anew in every step."""
+    """AdamW, or SGD with momentum; every step sets the learning rate."""
     if options.optimizer == "sgd":
         return torch.optim.SGD(
             model.parameters(), lr=0.0, momentum=options.momentum, weight_decay=options.weight_decay

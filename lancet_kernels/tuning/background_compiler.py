@@ -32,7 +32,7 @@ class BackgroundCompiler:
         self._changed = threading.Condition()
         self._stopped = False
         self._failure: BaseException | None = None
-        # Where nothing is known about an architecture's limits nothing is compiled for it.
+        # Nothing is compiled for an architecture with unknown limits.
         self._works = workers > 0 and arch in SHARED_LIMIT
         self._workers = workers
         self._thread = threading.Thread(target=self._work, daemon=True)

@@ -12,13 +12,13 @@ from lancet_kernels.kernels.tuned_entry import Entry, config_fields
 from lancet_kernels.tuning.tune_cost import CostOutcome
 from lancet_kernels.tuning.tune_tasks import Task
 
-# The model is trusted to tell twice the time from once, not 5 % from 10 %.
+# The model is accurate enough for factors of two, not for 5 %.
 PRUNE_ABOVE = 1.5
 
 
 @dataclass
 class Candidate:
-    """A configuration, its time by the model, and the reason if it was pruned."""
+    """A configuration, its modelled time, and the reason if it was pruned."""
 
     config: Any
     model_ms: float
@@ -27,12 +27,12 @@ class Candidate:
     ms: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"config": config_fields(self.config), "model_ms": self.model_ms}
+        fields: dict[str, Any] = {"config": config_fields(self.config), "model_ms": self.model_ms}
         if self.facts is not None:
-            found |= {"registers": self.facts.registers, "shared_bytes": self.facts.shared_bytes}
+            fields |= {"registers": self.facts.registers, "shared_bytes": self.facts.shared_bytes}
         if self.ms is not None:
-            found["ms"] = self.ms
-        return found | ({"pruned": self.reason} if self.reason else {})
+            fields["ms"] = self.ms
+        return fields | ({"pruned": self.reason} if self.reason else {})
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Outcome:
     """The result of a task.
 
     Attributes:
-        status: "tuned", "known" (the cache has it), "left" (time was up), "failed", "dry-run".
-        cost: of the winner's fused launches; None for other kinds, and where there is no winner.
+        status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
+        cost: the cost of the winner's fused launches; None for other kinds, or without a winner.
     """
 
     task: Task
@@ -62,30 +62,29 @@ class Outcome:
 
     @property
     def config(self) -> Any:
-        """The winner's configuration, now or before; in a dry run the default's."""
+        """The winner's configuration, from this run or from the cache; in a dry run the default."""
         if self.known is not None:
             return self.known.configuration()
-        found = self.default if self.status == "dry-run" else self.winner
-        return None if found is None else found.config
+        candidate = self.default if self.status == "dry-run" else self.winner
+        return None if candidate is None else candidate.config
 
 
 def rank_candidates(task: Task, hardware: Hardware, keep: int) -> list[Candidate]:
-    """All candidates with their time by the model, the default first; all but the best `keep` are pruned.
+    """All candidates with their modelled times, the default first; all but the best `keep` are pruned.
 
-    The default is never pruned here. Of candidates that differ only in the group order, one is kept. Each
-    kind of tile gets only a few places, because a model that is wrong about one tile is wrong about all of
-    its kind.
+    The default is never pruned here. Of candidates that differ only in the group order, one is kept. Only a
+    few candidates with the same tile are kept, because the model errs alike for all of them.
     """
     tunable = task.tunable
-    found = [
+    candidates = [
         Candidate(c, tunable.model_ms(task, c, hardware, None)) for c in tunable.candidates(task, hardware)
     ]
-    default, best = found[0], min(c.model_ms for c in found)
+    default, best = candidates[0], min(c.model_ms for c in candidates)
     seen, places = {_twin(default.config): default}, keep - 1
     families = Counter([_family(default.config)])
     few = max(2, keep // 4)
     usual = getattr(default.config, "group_m", None)
-    by_time = sorted(found[1:], key=lambda c: (c.model_ms, getattr(c.config, "group_m", None) != usual))
+    by_time = sorted(candidates[1:], key=lambda c: (c.model_ms, getattr(c.config, "group_m", None) != usual))
     for candidate in by_time:
         twin = seen.setdefault(_twin(candidate.config), candidate)
         if candidate.model_ms > PRUNE_ABOVE * best:
@@ -99,7 +98,7 @@ def rank_candidates(task: Task, hardware: Hardware, keep: int) -> list[Candidate
         else:
             places -= 1
             families[_family(candidate.config)] += 1
-    return found
+    return candidates
 
 
 def _twin(config: Any) -> str:

@@ -2,13 +2,13 @@
 
 The configuration that won at a shape is timed with T, T/2 and T/4 tokens, all in turn, round after round:
 
-    fused        forward; backward; backward with a rider (a weight gradient [D, D] of another layer); each
+    fused        forward; backward; backward with a filler (a weight gradient [D, D] of another layer); each
                  for several numbers of programs that put
-    puts alone   by grids of as many programs, and by the whole grid
-    GEMMs alone  by the programs that are left, and by the whole grid
+    puts alone   with as many programs, and with the whole grid
+    GEMMs alone  with the remaining programs, and with the whole grid
 
-A fused point is a whole pass, including what precedes and follows its launch; puts and GEMMs are single
-launches. Medians; of several ranks the slowest. On a CPU (the interpreter) the points only prove that this
+A fused point is a whole pass, including the kernels before and after its launch; puts and GEMMs are single
+launches. Times are medians, of the slowest rank. On a CPU (the interpreter) the points only prove that this
 code runs; they are labelled so, and `kernels.measured_cost` never uses them.
 """
 
@@ -45,7 +45,7 @@ COMM_SHARES = (16, 8, 4)  # one of this many programs puts
 WARMUP = 2
 
 Launch = tuple[str, LaunchWork]
-"""A direction, and what is launched in it."""
+"""A direction, and the work of a launch."""
 TimeIt = Callable[[Callable[[], object]], float]
 
 
@@ -54,8 +54,10 @@ class CostOutcome:
     """The result of measuring the cost function of a shape.
 
     Attributes:
-        status: "measured", "known" (the cache has it), "left" (time was up), "failed", "dry-run", or "no
-            GPU": nothing is timed. launches: different ones that are timed. text: how good, or why not.
+        status: "measured", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run", or
+        "no
+            GPU" (nothing is timed). launches: the number of different launches. text: the quality of the fit,
+            or the reason for the failure.
     """
 
     status: str
@@ -79,12 +81,14 @@ class CostSize:
 
     def launches(self) -> list[Launch]:
         """Each once."""
-        found = [(direction, self.fused(direction, mix)) for mix in self.mixes() for direction in DIRECTIONS]
-        found += [("backward", self.fused("backward", mix, riding=True)) for mix in self.mixes()]
+        launches = [
+            (direction, self.fused(direction, mix)) for mix in self.mixes() for direction in DIRECTIONS
+        ]
+        launches += [("backward", self.fused("backward", mix, riding=True)) for mix in self.mixes()]
         for putting, computing in self.grids():
             for direction in DIRECTIONS:
-                found += [(direction, self.puts(putting)), (direction, self.gemms(direction, computing))]
-        return list(dict.fromkeys(found))
+                launches += [(direction, self.puts(putting)), (direction, self.gemms(direction, computing))]
+        return list(dict.fromkeys(launches))
 
     def mixes(self) -> list[OverlapConfig]:
         """The configuration with several numbers of programs that put."""
@@ -145,15 +149,15 @@ def cost_of_winner(
 ) -> CostOutcome:
     """Measure the cost of fused launches with this configuration, unless the cache has it. Collective.
 
-    Args: clock: None without a device to time on. in_time: False leaves it for the next run.
+    Args: clock: None without a device to measure on. in_time: False: the next run shall do it.
     """
     launches = planned_launches(task, config, ranks.world)
     if clock is None:
         return CostOutcome("no GPU", launches)
     kind = _kind_of(task, ranks.world)
-    known = ranks.from_first(None if force else cache.costs().get(kind.key(_device(place, clock))))
-    if known is not None and (known.config, known.triton) == (config_fields(config), triton.__version__):
-        return CostOutcome("known", len(known.points), _how_good(known), known)
+    cached = ranks.from_first(None if force else cache.costs().get(kind.key(_device(place, clock))))
+    if cached is not None and (cached.config, cached.triton) == (config_fields(config), triton.__version__):
+        return CostOutcome("known", len(cached.points), _how_good(cached), cached)
     if not ranks.from_first(in_time):
         return CostOutcome("left", launches)
     try:
@@ -192,7 +196,8 @@ def _how_good(entry: CostEntry) -> str:
 def measure_points(
     workload: Workload, dtype: torch.dtype, config: OverlapConfig, clock: Clock, ranks: Ranks, rounds: int
 ) -> list[CostPoint]:
-    """Time the launches above. Collective. Raises CommunicationError if a rank stays away."""
+    """Time all launches of a workload. Collective. Raises: CommunicationError if a rank does not take
+    part."""
 
     def time_it(work: Callable[[], object]) -> float:
         ranks.meet(clock.device)
@@ -204,20 +209,20 @@ def measure_points(
             passes = FusedPasses(size, dtype, clock.device, memory, f"{size.tokens} tokens, ")
             rows = int(passes.routing.count.sum())
             timed.append((passes, CostSize(size, dtype.itemsize, config, rows, ranks.world)))
-        taken: dict[Launch, list[float]] = {}
+        times_of: dict[Launch, list[float]] = {}
         for number in range(WARMUP + rounds):
             for passes, cost_size in timed:
                 for launch, ms in _one_round(passes, cost_size, time_it):
                     if number >= WARMUP:
-                        taken.setdefault(launch, []).append(ms)
+                        times_of.setdefault(launch, []).append(ms)
         if clock.device.type == "cuda":
             torch.cuda.synchronize(clock.device)
         for passes, _ in timed:
             for exchange in passes.exchanges(config):
                 exchange.check()
-    # Ranks put different numbers of rows: rank 0 says which.
-    launches = ranks.from_first(list(taken))
-    medians = ranks.slowest([statistics.median(times) for times in taken.values()])
+    # Ranks put different numbers of rows; the points have those of rank 0.
+    launches = ranks.from_first(list(times_of))
+    medians = ranks.slowest([statistics.median(times) for times in times_of.values()])
     return [CostPoint(direction, work, ms) for (direction, work), ms in zip(launches, medians, strict=True)]
 
 
@@ -244,12 +249,12 @@ def _fused(
 def _apart(
     passes: FusedPasses, size: CostSize, putting: int, computing: int, time_it: TimeIt
 ) -> Iterator[tuple[Launch, float]]:
-    """A pass whose puts and whose GEMMs are launches of their own, with grids of these sizes."""
+    """A pass whose puts and GEMMs are separate launches, with grids of these sizes."""
     with held_back() as launches:
         _, saved = passes.begin(size.config)
     yield from _stages("forward", launches, size, putting, computing, time_it)
-    # This releases banks before the launches that read them. Nobody puts into them until the next pass, and
-    # before that every launch of this one is done: ranks meet with idle devices.
+    # This releases banks before the launches that read them. It is safe, because no rank puts into them
+    # before the next pass, and ranks meet with idle devices before that.
     with held_back() as launches:
         passes.backward(size.config, saved)
     yield from _stages("backward", launches, size, putting, computing, time_it)

@@ -82,7 +82,7 @@ def make_tasks(
         for kind in kinds:
             for exact in _TUNABLES[kind].shapes(workload, dtype):
                 shape = KINDS[kind].rounded(exact)
-                # Routing runs in float32 whatever the model's dtype.
+                # Routing runs in float32 for every dtype of the model.
                 task_dtype = torch.float32 if kind == "routing" else dtype
                 tasks.setdefault((kind, shape), Task(kind, workload, task_dtype, shape, exact))
     return list(tasks.values())
@@ -171,8 +171,8 @@ def routed(w: Workload, device: torch.device) -> tuple[torch.Tensor, Any]:
 
     score = torch.randn(w.tokens, w.experts, device=device)
     used = torch.zeros(w.experts, dtype=torch.int64, device=device)
-    found = route_scores(score, used, w.choices, w.capacity)
-    return score.softmax(-1).gather(1, found.expert_TK), found
+    slots = route_scores(score, used, w.choices, w.capacity)
+    return score.softmax(-1).gather(1, slots.expert_TK), slots
 
 
 def send_rows_of(routed: Any) -> tuple[torch.Tensor, int]:
@@ -183,8 +183,8 @@ def send_rows_of(routed: Any) -> tuple[torch.Tensor, int]:
 
 def _row_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
     w = task.workload
-    weight, found = routed(w, device)
-    row, num_rows = send_rows_of(found)
+    weight, slots = routed(w, device)
+    row, num_rows = send_rows_of(slots)
     if task.kind == "permute":
         x = torch.randn(w.tokens, w.width, dtype=task.dtype, device=device)
         out = torch.empty(num_rows, w.width, dtype=task.dtype, device=device)

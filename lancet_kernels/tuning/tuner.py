@@ -1,18 +1,18 @@
-"""Finds the best configuration of each kernel, shape by shape, and stores it (`kernels.tuning`).
+"""Finds the best configuration of each kernel and shape, and stores it (`kernels.tuning`).
 
-For a task, in this order:
+For each task:
 
-    1. candidates, the heuristic default first
-    2. the launch model sorts them; what is clearly slower, or a twin, is pruned before anything is compiled
-    3. what is left is compiled for the architecture; what spills or exceeds a limit is pruned untimed
-    4. on a GPU: medians of what is left, in turn, the slowest rank counting; rank 0's choice is everyone's
-       without one: the launch model again, now with the registers and shared memory that the compiler found
+    1. list the candidates, the heuristic default first
+    2. sort them by the launch model; prune those that are clearly slower, or nearly equal to another one
+    3. compile the others for the architecture; prune those that spill or exceed a limit
+    4. on a GPU: time them in turn; the median of the slowest rank counts, and rank 0 chooses for all ranks
+       without one: use the launch model again, with the registers and shared memory of the compiled kernels
 
 For the winner of fused launches the cost function is measured, too (`tune_cost`), on a GPU only.
 
-Without a GPU nothing is timed, because times of the interpreter say nothing. Such entries are labelled
-"modelled"; a measured one is always preferred. A winner is saved at once, so a run that was killed continues
-where it stopped.
+Without a GPU nothing is timed, because times of the interpreter mean nothing. Such entries are labelled
+"modelled"; a measured one is always preferred. Each winner is saved at once, so a run that was killed
+continues where it stopped.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from lancet_kernels.tuning.tune_cost import CostOutcome, cost_of_winner, planned
 from lancet_kernels.tuning.tune_ranks import Ranks
 from lancet_kernels.tuning.tune_tasks import Task
 
-# The model is trusted to tell twice the time from once, not 5 % from 10 %: so a modelled winner replaces the
-# default only if the model sees this much less time.
+# The model is accurate enough for factors of two, not for 5 %: a modelled winner replaces the default only if
+# its modelled time is smaller by this fraction.
 MODELLED_GAIN = 0.25
 
 
@@ -58,11 +58,11 @@ def tune(
     save: bool = True,
     clock: Clock | None = None,
 ) -> list[Outcome]:
-    """Tune what the cache does not have. Collective; all ranks must give the same tasks.
+    """Tune all tasks that are not in the cache. Collective; all ranks must pass the same tasks.
 
     Args:
         keep: candidates per task that are compiled. minutes: None for no limit.
-        force: also shapes that the cache has. on_progress: (tasks done, current task).
+        force: also tune tasks that are in the cache. on_progress: called with (tasks done, current task).
         save: whether this rank writes its cache; one rank per machine should.
         clock: measures times on place.device; None: a `Clock`.
     """
@@ -81,14 +81,14 @@ def tune(
             outcome.cost = CostOutcome("dry-run", planned_launches(outcome.task, outcome.config, ranks.world))
         return outcomes
     clock = None if place.device is None else clock or Clock(place.device)
-    # Nothing to compile: nothing to start for it.
+    # Start no compiler processes if there is nothing to compile.
     workers = workers if todo and ranks.first else 0
     with BackgroundCompiler(todo, place.hardware.arch, workers) as compiler:
         for outcome in todo:
             done = sum(o.status != "left" for o in outcomes)
             say(done, outcome.key)
             if not force:
-                # Another process may have been here meanwhile.
+                # Another process may have tuned it meanwhile.
                 _mark_known([outcome], place, cache, force, ranks)
             if outcome.status == "known":
                 continue
@@ -123,7 +123,7 @@ def _mark_known(outcomes: list[Outcome], place: Place, cache: TunedCache, force:
         entry = entries.get(outcome.key)
         if entry is None:
             continue
-        # A modelled one does not spare the measurement; one of another compiler may not hold.
+        # A modelled entry does not replace a measurement; an entry of another compiler may be outdated.
         enough = entry.how == MEASURED or place.how == MODELLED
         if outcome.key in shipped or (enough and entry.triton == triton.__version__):
             outcome.status, outcome.known = "known", entry
@@ -131,8 +131,8 @@ def _mark_known(outcomes: list[Outcome], place: Place, cache: TunedCache, force:
 
 def _agree_on_facts(outcome: Outcome, ranks: Ranks) -> None:
     if ranks.together:
-        found = ranks.from_first([(c.reason, c.facts) for c in outcome.candidates])
-        for candidate, (reason, facts) in zip(outcome.candidates, found, strict=True):
+        facts_of_first = ranks.from_first([(c.reason, c.facts) for c in outcome.candidates])
+        for candidate, (reason, facts) in zip(outcome.candidates, facts_of_first, strict=True):
             candidate.reason, candidate.facts = reason, facts
 
 
@@ -157,7 +157,8 @@ def _choose(outcome: Outcome, place: Place, clock: Clock | None, ranks: Ranks, r
 
 
 def _measure(task: Task, kept: list[Candidate], clock: Clock, ranks: Ranks, rounds: int) -> list[Candidate]:
-    """The candidates that ran, with the median of the slowest rank; the others get a reason."""
+    """Time the candidates. -> those that ran, with the median of the slowest rank; the others get a
+    reason."""
     device = clock.device
     make = task.tunable.runner(task, device)
     runs: dict[int, Callable[[], object]] = {}
@@ -175,8 +176,8 @@ def _measure(task: Task, kept: list[Candidate], clock: Clock, ranks: Ranks, roun
             failures[number] = f"does not run: {str(error).splitlines()[0]}"
     able = ranks.slowest([0.0 if number in runs else math.inf for number in range(len(kept))])
     runs = {number: run for number, run in runs.items() if able[number] == 0.0}
-    taken = clock.rounds(runs, rounds, warmup=2)
-    medians = {number: statistics.median(times) for number, times in taken.items()}
+    times_of = clock.rounds(runs, rounds, warmup=2)
+    medians = {number: statistics.median(times) for number, times in times_of.items()}
     slowest = ranks.slowest([medians.get(number, math.inf) for number in range(len(kept))])
     for number, candidate in enumerate(kept):
         if math.isfinite(slowest[number]):
@@ -190,7 +191,7 @@ def _entry(outcome: Outcome, place: Place) -> Entry:
     task, winner, default = outcome.task, outcome.winner, outcome.default
     assert winner is not None  # "tuned"
     cost = (lambda c: c.model_ms) if place.device is None else (lambda c: c.ms)
-    # A default that did not run has no time of its own.
+    # A default that does not run has no time.
     of_default = cost(default) if cost(default) is not None else cost(winner)
     return Entry(
         kind=task.kind,

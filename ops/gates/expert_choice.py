@@ -1,8 +1,8 @@
 """Expert choice (Zhou et al. 2022): every expert takes the C tokens that score highest with it.
 
-A token may be taken by any number of experts, so K = E: ``expert[t, e] = e`` for all, and the slot says
-whether the expert took the token (slot < C) or not (slot = C, that is: dropped). An expert compares all
-tokens: not partitionable.
+A token may be chosen by any number of experts, so K = E: ``expert[t, e] = e`` for all, and the slot is < C if
+the expert chose the token, and C (dropped) otherwise. An expert compares all tokens, so the gate is not
+partitionable.
 """
 
 from dataclasses import dataclass
@@ -39,12 +39,12 @@ class ExpertChoice(Gate):
 
     def assign_slots(self, logits_TE, expert_TK, used_E, capacity: int) -> tuple[Tensor, Tensor]:
         num_tokens = logits_TE.shape[0]
-        taken = min(capacity, num_tokens)
+        chosen = min(capacity, num_tokens)
         order_TE = torch.sort(torch.softmax(logits_TE, -1), dim=0, descending=True, stable=True).indices
         slot_TE = torch.full_like(expert_TK, capacity)
-        rank_C1 = torch.arange(taken, device=logits_TE.device)[:, None]
-        slot_TE.scatter_(0, order_TE[:taken], rank_C1.expand(taken, used_E.numel()))
-        return slot_TE, used_E + taken
+        rank_C1 = torch.arange(chosen, device=logits_TE.device)[:, None]
+        slot_TE.scatter_(0, order_TE[:chosen], rank_C1.expand(chosen, used_E.numel()))
+        return slot_TE, used_E + chosen
 
 
 def naive_expert_choice(logits_TE: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

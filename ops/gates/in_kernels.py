@@ -1,4 +1,4 @@
-"""Gates in the routing kernels: bit for bit what the gates themselves compute (`kernels.routing`).
+"""Gates in the routing kernels (`kernels.routing`): bitwise the same results as the gates in torch ops.
 
 T  tokens on this rank      E  experts in all      N  choices
 K  choices per token        C  capacity
@@ -27,10 +27,10 @@ def route_in_kernels(
     top_k: int,
     capacity: int,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """-> expert_TK, slot_TK, used'_E; None for a gate that these kernels do not know, or other devices.
+    """-> expert_TK, slot_TK, used'_E; None for a gate, or a device, without these kernels.
 
-    Gates that need the whole batch select and number their choices in kernels, too, but in steps of their
-    own (`slots.top_k_stable`, `slots.slots_in_order`).
+    Gates that need the whole batch also use kernels, but in separate steps (`slots.top_k_stable`,
+    `slots.slots_in_order`).
     """
     if not runs_in_kernels(used_E, (torch.int64,)):
         return None
@@ -38,18 +38,18 @@ def route_in_kernels(
 
     if isinstance(gate, Hash | Random):
         assert key_T is not None
-        found = route_keys(key_T.contiguous(), used_E, top_k, capacity, seed=gate.seed)
+        routed = route_keys(key_T.contiguous(), used_E, top_k, capacity, seed=gate.seed)
     elif logits_TE is None or logits_TE.dtype not in SCORES:
         return None
     elif isinstance(gate, TopK) and gate.top_groups < gate.groups:
         return None  # these kernels rate a group by its two best experts
     elif isinstance(gate, Switch | TopK):
-        found = route_scores(logits_TE.contiguous(), used_E, top_k, capacity)
+        routed = route_scores(logits_TE.contiguous(), used_E, top_k, capacity)
     elif isinstance(gate, Sigmoid):
         score_TE = gate.biased_scores(logits_TE, bias_E).contiguous()
-        found = route_scores(
+        routed = route_scores(
             score_TE, used_E, top_k, capacity, groups=gate.groups, top_groups=gate.top_groups
         )
     else:
         return None
-    return found.expert_TK, found.slot_TK, found.used_E
+    return routed.expert_TK, routed.slot_TK, routed.used_E

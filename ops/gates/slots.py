@@ -1,4 +1,4 @@
-"""Which slot does each choice take? First come, first served, in a given order of priority.
+"""Assigns a slot to each choice, in a given order of priority.
 
 T tokens, K choices per token, N = T * K choices, E experts
 """
@@ -20,7 +20,7 @@ def slots_in_order(expert_N: Tensor, used_E: Tensor) -> tuple[Tensor, Tensor]:
     if runs_in_kernels(expert_N, (torch.int64,)):
         from lancet_kernels.kernels.routing import route_choices
 
-        # No capacity: nobody asks here who sits in which slot.
+        # Capacity 0, because the tables of the tokens in each slot are not needed here.
         routed = route_choices(expert_N[:, None].contiguous(), used_E, 0)
         return routed.slot_TK[:, 0], routed.used_E
     count_E = torch.bincount(expert_N, minlength=used_E.numel())

@@ -8,7 +8,7 @@
 Normalized weights are computed as the softmax of the chosen log-scores, which is the same and has no
 zero to divide by where all scores of a token underflow. The log-score of the softmax is the logit itself
 (up to a constant that cancels), so "softmax after selection" is the normalized case.
-Gates that learn nothing have w = 1 / K.
+Gates without a router have w = 1 / K.
 The gradients are written out, because the gate is one op to autograd and to the planner.
 """
 
@@ -17,10 +17,11 @@ from torch import Tensor
 
 
 def sigmoid(logits: Tensor) -> Tensor:
-    """1 / (1 + exp(-logits)), the same bits for the same logit wherever it stands in the tensor.
+    """1 / (1 + exp(-logits)), bitwise the same for equal logits at any position in the tensor.
 
-    torch.sigmoid on CPU is not: the end of a tensor that does not fill a vector register goes through
-    another exp, an ulp apart. A part of a batch would then route otherwise than the whole.
+    torch.sigmoid on a CPU is not: it uses another exp, which differs by an ulp, for the end of a tensor that
+    does not fill a vector register. The routing of a part of a batch would then differ from that of the
+    whole.
     """
     return 1 / (1 + torch.exp(-logits))
 

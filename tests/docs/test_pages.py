@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -101,6 +102,16 @@ def test_every_environment_variable_is_in_the_reference() -> None:
         for source in (ROOT / folder).rglob("*.py"):
             for name in re.findall(r'"(LANCET_[A-Z_]+[A-Z])"', source.read_text()):
                 assert f"`{name}`" in text, f"{name} in {source.name}"
+
+
+PICTURES = ["rows", "fused", pytest.param("timeline", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("picture", PICTURES)
+def test_pictures_are_drawn(picture: str, tmp_path: Path) -> None:
+    pictures = runpy.run_path(str(ROOT / "docs/scripts/pictures.py"))["PICTURES"]
+    pictures[picture](tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.mark.long

@@ -81,11 +81,11 @@ def test_reordered_refuses_what_is_not_valid():
         (lambda p: {"instructions": (*p.instructions, p.instructions[0])}, "two instructions named a"),
         (
             lambda p: {"instructions": (*p.instructions, replace(p.instructions[0], name="d"))},
-            "d makes y again",
+            "d computes y again",
         ),
         (lambda p: {"outputs": ("nothing",)}, "tensor nothing"),
         (lambda p: {"parameters": ("y",)}, "parameters y"),
-        (lambda p: {"tensors": {**p.tensors, "x": TensorSpec("q", (1,))}}, "x described as q"),
+        (lambda p: {"tensors": {**p.tensors, "x": TensorSpec("q", (1,))}}, "x with the spec of q"),
     ],
 )
 def test_invalid_programs_are_refused(change, message):

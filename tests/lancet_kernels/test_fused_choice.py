@@ -88,7 +88,7 @@ def test_the_prediction_is_the_function_at_the_rows_of_the_layer(cache, kind, st
     # 48 tokens, 4 experts, capacity factor 0.75: 9 slots each.
     work = LaunchWork.of_pass("forward", 36, 8, 32, "gelu", 4, 1, programs=132, comm_programs=16)
     assert group.forward_ms == pytest.approx(FAST.milliseconds(work), rel=1e-2)
-    assert group.why.startswith("fused: asked for (")
+    assert group.why.startswith("fused: requested (")
 
 
 def test_corrupt_few_foreign_or_old_measurements_leave_the_model_and_say_so(cache, kind, step) -> None:
@@ -102,9 +102,9 @@ def test_corrupt_few_foreign_or_old_measurements_leave_the_model_and_say_so(cach
 
     entry = cost_entry(kind, SLOW)
     cache.put([tuned_entry(kind)], [replace(entry, points=entry.points[:3])])
-    model_is_taken("no function fits what is measured for overlap width=8")
+    model_is_taken("no function fits the measurements for overlap width=8")
     cache.put([tuned_entry(kind, replace(tuned_entry(kind).configuration(), comm_programs=8))], [entry])
-    model_is_taken("what is measured for overlap width=8")
+    model_is_taken("the measurements for overlap width=8")
     cache.path.write_text(cache.path.read_text().replace('"ms"', '"seconds"'))
     with pytest.warns(UserWarning, match="measured cost .* is ignored"):
         model_is_taken("nothing is measured for overlap width=8")

@@ -98,10 +98,10 @@ def branch(): return Branch(), (x(),)
 """
 
 WRONG = {
-    "no file": ("nowhere.py:make_step", "module: got nowhere.py, which is no file, expected a Python file"),
+    "no file": ("nowhere.py:make_step", "module: got nowhere.py, which does not exist, expected"),
     "no function named": ("bad.py", "module: got bad.py, expected FILE.py:function"),
     "no such function": ("bad.py:make_step", "module: got no make_step in bad.py, expected a function"),
-    "no function": ("bad.py:number", "module: got a number that is no function in bad.py"),
+    "no function": ("bad.py:number", "module: got a number that is not a function in bad.py"),
     "text": ("notes.txt:f", "module: got notes.txt, expected a Python file (.py)"),
     "syntax": ("syntax.py:f", "file syntax.py: got SyntaxError: '(' was never closed"),
     "missing import": (
@@ -114,7 +114,7 @@ WRONG = {
         "bad.py:bare_input",
         "got Branch with FakeTensor as inputs, expected (module, example inputs)",
     ),
-    "values": ("bad.py:reads", "(bad.py, line 19), expected a step that reads no values of tensors"),
+    "values": ("bad.py:reads", "(bad.py, line 19), expected a step that does not read values"),
     "an error": ("bad.py:fails", "got RuntimeError: no weights here (bad.py, line 20), expected (module"),
     "arguments": ("bad.py:needs", "needs() missing 1 required positional argument: 'size'"),
     "no parameters": (

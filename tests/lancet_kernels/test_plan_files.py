@@ -164,7 +164,7 @@ def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
     made.save(path)
     write_plan_file(path, kind)
     with contextlib.nullcontext() if kind == "fitting" else pytest.raises(UserError):
-        assert library._given_plan(path, small_step.costed(), "lancet").fingerprint == made.fingerprint
+        assert library._plan_of_file(path, small_step.costed(), "lancet").fingerprint == made.fingerprint
 
 
 @pytest.mark.long

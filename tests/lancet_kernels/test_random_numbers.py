@@ -17,7 +17,7 @@ from lancet_kernels.graph.program_json import program_from_json, program_to_json
 from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.schedules.apply import reorder
 from lancet_kernels.schedules.sink import sink_statistics
-from lancet_kernels.schedules.strategies import STRATEGIES
+from lancet_kernels.schedules.strategies import DUPLEX, STRATEGIES
 from tests.grids import few_of
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import Outcome, SmallStep, StepCase, build_step, gradients, sum_over_ranks
@@ -96,7 +96,7 @@ def part_of_the_batch(case: StepCase) -> dict[str, Tensor]:
     module = whole_model(case)
     inputs = tuple(value.chunk(ranks)[rank] for value in global_batch(case))
     ready = optimized(module, inputs)
-    assert any(i.startswith("dropout") and "[" in i for i in ready.plan.order), "a dropout is cut"
+    assert any(i.startswith("dropout") and "_part" in i for i in ready.plan.order), "a dropout is cut"
     ready(*inputs)[0].backward()
     return gradients(module)
 
@@ -187,8 +187,12 @@ def torch_dropouts(strategies: tuple[str, ...], folder: str) -> dict[str, object
     return found | {"measuring leaves the generator alone": torch.equal(before, torch.get_rng_state())}
 
 
+# Copies of a step would draw other numbers than the whole: duplex refuses.
+ONE_COPY = tuple(strategy for strategy in STRATEGIES if strategy not in DUPLEX)
+
+
 @pytest.mark.parametrize(
-    "strategies", [("lancet",), pytest.param(STRATEGIES, marks=pytest.mark.long)], ids=["lancet", "all"]
+    "strategies", [("lancet",), pytest.param(ONE_COPY, marks=pytest.mark.long)], ids=["lancet", "all"]
 )
 def test_torch_dropouts_draw_what_they_draw_in_the_module(pool, tmp_path, strategies):
     for found in pool.run(torch_dropouts, strategies, str(tmp_path), ranks=2, timeout_s=180):
@@ -197,7 +201,7 @@ def test_torch_dropouts_draw_what_they_draw_in_the_module(pool, tmp_path, strate
             assert same_masks
             assert distance < BOUND
             assert order == list(DRAWS)
-            assert "lancet_kernels.Dropout can be partitioned" in explained
+            assert "lancet_kernels.Dropout, which can be partitioned" in explained
 
 
 def test_random_ops_depend_on_each_other_and_are_never_cut():

@@ -168,6 +168,8 @@ def test_the_command_prints_json_and_draws(monkeypatch, capsys, tmp_path):
 
 
 def test_the_command_prints_tables(monkeypatch, capsys, tmp_path):
+    simulated = measure(Setting("gpt2-tiny-moe", "p3dn", 16, padded=True))
+    monkeypatch.setattr(f"{__name__}.measure", lambda setting, _: replace(simulated, setting=setting))
     assert run_small(monkeypatch, "13", tmp_path) == 0
     out = capsys.readouterr().out
     assert "Figure 13: Decomposition of the iteration (simulated)" in out

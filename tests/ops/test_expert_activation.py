@@ -112,7 +112,7 @@ def test_opcheck(kind: str, relayout) -> None:
 
 def test_names() -> None:
     for kind in ALL_ACTIVATIONS:
-        check_activation(kind, known=ALL_ACTIVATIONS)
+        check_activation(kind, supported=ALL_ACTIVATIONS)
         assert activate(torch.zeros(2, input_width(kind, 6)), kind).shape == (2, 6)
     with pytest.raises(UserError, match="got 'relu', expected one of gelu, silu, swiglu"):
         check_activation("relu")

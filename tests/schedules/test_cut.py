@@ -85,7 +85,7 @@ def test_dimensions_that_do_not_line_up(step):
 def test_a_dispatch_without_its_all_to_all(step):
     names, forms = first_layer(step)
     cut = tuple(n for n in names if not n.startswith("all_to_all"))
-    refuses(step, Cut(cut, 2, forms), "made outside, irregular")
+    refuses(step, Cut(cut, 2, forms), "outside the range")
 
 
 def test_an_order_that_is_not_every_part_once(step):
@@ -97,7 +97,7 @@ def test_an_order_that_is_not_every_part_once(step):
 def test_an_order_that_reads_a_part_before_it_is_made(step):
     names, forms = first_layer(step)
     order = [(n, p) for n in names for p in range(2) if n not in ("kept_counts", "send_rows")]
-    refuses(step, Cut(names, 2, forms), "read before it is made", order[::-1])
+    refuses(step, Cut(names, 2, forms), "read before it is computed", order[::-1])
 
 
 def test_a_combine_without_its_dispatch(step):
@@ -105,7 +105,7 @@ def test_a_combine_without_its_dispatch(step):
     instructions = step.program.instructions
     at = step.program.index[names[-1]]
     assert instructions[at].op == "lancet.combine"
-    refuses(step, Cut((names[-1],), 2, {**forms}), "a combine without its dispatch|made outside, irregular")
+    refuses(step, Cut((names[-1],), 2, {**forms}), "a combine without its dispatch|outside the range")
 
 
 def test_only_what_hangs_together_with_an_all_to_all_is_cut(step):
@@ -180,11 +180,11 @@ def test_sinking_keeps_the_program_valid(step):
 
 
 def test_axes_that_no_rule_allows_leave_the_graph_as_it_was(step):
-    """Found out at different depths: while parts are made, and while they are put together."""
+    """Refused at different stages: while parts are inserted, and while they are reassembled."""
     names, forms = first_layer(step)
     expert = next(n for n in step.joint.graph.nodes if n.name == "dispatch").args[1].args[0]
     refuses(step, Cut(names, 2, {**forms, tensor_names(expert)[0]: WHOLE}), "range to cut")
-    refuses(step, Cut(names, 2, {**forms, "grouped_gemm": WHOLE}), "grouped_gemm as a whole")
+    refuses(step, Cut(names, 2, {**forms, "grouped_gemm": WHOLE}), "reads all of grouped_gemm")
 
     (first, last), program = forward_ranges(step)[0], step.program
     forms = AxisInference(program).forms(first, last)

@@ -51,6 +51,12 @@ def test_labels(events):
     }
 
 
+def test_a_part_has_the_label_of_the_whole():
+    part = Event("mm_1_part0", COMPUTE, 0, 2, Kind.COMPUTE, Phase.BACKWARD)
+    assert label(part, frozenset({"mm_1"})) == "weight gradient"
+    assert label(part, frozenset({"mm"})) == "backward"
+
+
 def test_picture_is_drawn(events, tmp_path):
     path = tmp_path / "timeline.png"
     save_picture({"predicted": events, "measured": events, "empty": []}, path, title="made up")

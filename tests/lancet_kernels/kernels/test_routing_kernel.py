@@ -249,7 +249,10 @@ def test_more_blocks_than_the_prefix_takes_at_a_time(device: torch.device) -> No
     assert torch.equal(kept_E.cpu(), total_E.clamp(max=50) - used_E)
 
 
-@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (40, 3)])
+@pytest.mark.parametrize(
+    ("experts", "top_k"),
+    [(12, 3), *(pytest.param(*sizes, marks=pytest.mark.long) for sizes in ((8, 2), (40, 3)))],
+)
 def test_every_configuration_gives_the_same_bits(experts: int, top_k: int, device: torch.device) -> None:
     score_TE, used_E = make_logits("ties", 37, experts).to(device), torch.zeros(experts, dtype=torch.int64)
     tried = [RoutingConfig(block) for block in (1, 4, 16, 64)]

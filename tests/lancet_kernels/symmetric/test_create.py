@@ -40,7 +40,7 @@ def test_cpu_ranks_share_memory(pool):
         assert said[0] == (rank, 3, reason.format(3), 3, [0, 0])
     assert results[0][1] == (0, 2, reason.format(2), 2, [0, 0])
     assert results[2][1] == (1, 2, reason.format(2), 2, [0, 0])
-    assert results[1][1] == (0, 1, "virtual: one PE: nobody to share with, on cpu", 1, [0, 0])
+    assert results[1][1] == (0, 1, "virtual: one PE: no peers, on cpu", 1, [0, 0])
 
 
 def create_on_different_devices() -> str:
@@ -51,7 +51,7 @@ def create_on_different_devices() -> str:
 
 def test_ranks_on_different_devices(pool):
     for message in pool.run(create_on_different_devices):
-        assert "got shared (rank 0), nvshmem (rank 1)" in message
+        assert "got regions on the CPU (rank 0), regions on GPUs (rank 1)" in message
 
 
 # ---- the store that torchrun's ranks have: kept by a process that can die

@@ -158,8 +158,8 @@ def on_the_stand_in(gpus: list[str], far: list[int]) -> dict:
     core = stand_in(patch, rank, world)
     for name, value in (
         ("missing", lambda device: ""),
-        ("_gpu", lambda device: gpus[rank]),
-        ("_native_atomics", lambda device, gpu: gpus.index(gpu) not in far),
+        ("gpu_id", lambda device: gpus[rank]),
+        ("signals_reach", lambda device, gpu: gpus.index(gpu) not in far),
     ):
         patch.setitem(vars(nvshmem), name, value)
     patch.setitem(vars(torch.cuda), "synchronize", lambda device: core.calls.append("synchronize"))

@@ -148,7 +148,7 @@ def test_bad_requests(pool):
     for errors in pool.run(bad_requests_on_rank):
         assert [kind for kind, _ in errors] == ["UserError"] * 5
         taken, negative, fraction, dtype, room = (message for _, message in errors)
-        assert "'x' [4] float32: got a name that is taken" in taken
+        assert "'x' [4] float32: got a name that exists already" in taken
         assert "allocate 'y' [-1] float32" in negative
         assert "allocate 'y' [2.0] float32" in fraction
         assert "a torch dtype" in dtype

@@ -62,7 +62,7 @@ def test_mismatch_is_named():
 def test_a_name_is_taken_once():
     (memory,) = virtual_memories(1)
     memory.allocate("x", (4,), torch.float32)
-    with pytest.raises(UserError, match="a name that is taken"):
+    with pytest.raises(UserError, match="a name that exists already"):
         memory.allocate("x", (4,), torch.float32)
 
 
@@ -82,5 +82,5 @@ def test_close():
 def test_one_rank_is_a_virtual_pe():
     with create() as memory:
         assert (memory.rank, memory.world) == (0, 1)
-        assert memory.reason == "virtual: one PE: nobody to share with, on cpu"
+        assert memory.reason == "virtual: one PE: no peers, on cpu"
         assert memory.allocate("x", (4,), torch.float32).peers.shape == (1,)

@@ -204,4 +204,4 @@ def test_without_a_gpu_nothing_is_measured_and_it_says_so(capsys, cache, monkeyp
     from lancet_kernels.commands.tune import _text
 
     said = _text([outcome], Place.modelled(90), 15)
-    assert "each 15 times, are to be timed on a GPU; there is none here, so nothing is measured" in said
+    assert "each 15 times, not timed, because there is no GPU here" in said
