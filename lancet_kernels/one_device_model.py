@@ -57,12 +57,27 @@ class OneDeviceModel:
             raise self._refuse(got, "results alone", "use a layer norm, or optimize()")
         if any(not isinstance(node, fx.Node) for node in output_node(forward_graph(self.captured)).args[0]):
             raise self._refuse("a result that is no tensor", "tensors alone", "return the loss alone")
+        self._leave_ranks()
         self.program = forward_of(self.captured, self.name)
         for instruction in self.program.instructions:
             if GENERATOR in instruction.mutates:
                 got = f"{instruction.name} ({instruction.op}), whose random numbers depend on the sharding"
                 raise self._refuse(got, "none", "use lancet_kernels.Dropout, or set its probability to 0")
         self._compare_gradients()
+
+    def _leave_ranks(self) -> None:
+        """Let tokens have the numbers that they have on one device. Raises: UserError for any other op of a
+        group of ranks."""
+        for node in self.captured.joint.graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            for n, argument in enumerate(schema.arguments if schema is not None else ()):
+                given = node.args[n] if n < len(node.args) else node.kwargs.get(argument.name)
+                if argument.name not in ("group", "group_name") or not given:
+                    continue
+                if op_name(node) != "lancet.token_index":
+                    got = f"{node.name} ({op_name(node)}), an op of several ranks"
+                    raise self._refuse(got, "a model for one device", "use optimize()")
+                node.update_arg(n, "")
 
     def _refuse(self, got: str, expected: str, do: str) -> UserError:
         return UserError(f"model {self.name} to parallelize", got=got, expected=expected, do=do)

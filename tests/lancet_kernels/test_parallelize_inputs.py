@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lancet_kernels import MoELayer, UserError, parallelize
+from lancet_kernels import Dropout, MoELayer, UserError, parallelize, set_routing_step
+from lancet_kernels.ops.groups import group_name
 from tests.lancet_kernels.test_parallelize import cluster, distance, gradient_errors
 
 
@@ -97,6 +98,29 @@ def test_tied_and_frozen_parameters_buffers_and_several_results(pool):
         assert max(errors) < 1e-12
 
 
+def dropout_errors() -> list[float]:
+    """Of the loss and the gradients, in two training steps."""
+    torch.manual_seed(1)
+    model, x = Plain(Dropout(0.4, site=1)).double(), torch.randn(8, 8, dtype=torch.float64)
+    step = parallelize(sharded := copy.deepcopy(model), (x,), strategy="data parallel", cluster=cluster(1.0))
+    model.extra._group = ""  # as on one device
+    errors = []
+    for number in range(2):
+        for module in (model, sharded):
+            set_routing_step(module, number)
+        expected, found = model(x), step(x)
+        expected.backward()
+        found.backward()
+        errors += [distance(found, expected), *gradient_errors(step, model).values()]
+        step.zero_grad(), model.zero_grad()
+    return errors
+
+
+def test_dropout_keyed_by_token_drops_what_it_drops_on_one_device(pool):
+    for errors in pool.run(dropout_errors, timeout_s=120):
+        assert max(errors) < 1e-12
+
+
 def saved_and_measured(folder: str) -> tuple[list[float], str]:
     """A strategy for costs measured here, saved and used again; and with one microbatch."""
     torch.manual_seed(1)
@@ -143,12 +167,14 @@ def refusals() -> dict[str, str]:
     made("small batch", Plain(), x[:2], strategy="data parallel")
     made("no experts", Plain(), strategy="expert parallel")
     made("name", Plain(), strategy="zero")
-    made("ranks", Plain(), strategy=replace(wrong.strategy, ranks=4))
+    made("other ranks", Plain(), strategy=replace(wrong.strategy, ranks=4))
     made("another batch", Plain(), x[:4], strategy=wrong.strategy)
     made("branch", Plain(lambda y: y if y.sum() > 0 else -y))
     made("dropout", Plain(lambda y: functional.dropout(y, 0.5)))
     made("norm", nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
     made("function", Plain(Surprise.apply))
+    group = group_name(None)
+    made("ranks", Plain(lambda y: torch.ops.lancet.all_reduce(y, group)))
     made("layer", nn.Sequential(MoELayer(8, 16, 4)))
     made("ranks differ", Plain(), x[: 4 + 2 * dist.get_rank()])
     made("memory", Plain(), memory_gb=1e-9)
@@ -168,7 +194,8 @@ EXPECTED = {
     "small batch": "expected microbatches that 2 ranks divide",
     "no experts": "got no parameter [experts, ., .]",
     "name": "expected one of hidup, data parallel, expert parallel, replicated, a Strategy",
-    "ranks": "got one for 4 ranks, expected one for 2",
+    "other ranks": "got one for 4 ranks, expected one for 2",
+    "ranks": "(lancet.all_reduce), an op of several ranks",
     "another batch": "expected the program it was searched for",
     "branch": "capture of Plain: got",
     "dropout": "random numbers depend on the sharding",
