@@ -1,19 +1,25 @@
-"""Is the ring of a SquareLinear hidden, and what does a rank hold? Two layers and a GELU on 4 CPU ranks.
+"""Is the ring of a SquareLinear hidden, and what does a rank need? Some MLP blocks on 4 CPU ranks.
 
     torchrun --nproc-per-node 4 bench/square_ring.py             a table: a minute
     torchrun --nproc-per-node 4 bench/square_ring.py --json > square-ring.json
 
-The link is emulated (`--link-gbps`), one thread computes on each rank; the least of some rounds counts,
-because a rank also waits for one that is late. The same shifts are also done without computation, one after
-another, and waited for. What a rank holds at the end of the forward (parameters with gradients and Adam's
-moments, and what the backward needs) stands beside Megatron's split of the same layers: columns of the
-first and rows of the second on each rank, and the whole input.
+The link is emulated (`--link-gbps`), one thread computes on each rank. *Exposed* is the time for which a rank
+waited for the wire although the sender was there; waits for a rank that is late, because ranks share cores,
+are counted apart. The same shifts are also done without computation, one after another: *waited for*. The
+least of some rounds counts.
+
+Peak memory of a rank is what torch has allocated at most during a forward and backward (its profiler says),
+with input, parameters, gradients and Adam's moments. Beside it stands Megatron's split of the same layers on
+as many ranks: columns of the first and rows of the second on each rank, the whole input, the whole output,
+which is all-reduced in place.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -32,53 +38,58 @@ ROUNDS = 5
 def main() -> int:
     """Measure, and print on rank 0. -> exit code."""
     parser = argparse.ArgumentParser(description="How far the ring of a SquareLinear is hidden.")
-    parser.add_argument("--rows", type=int, default=2048, help="of the input (default: %(default)s)")
-    parser.add_argument("--width", type=int, default=2048, help="features in and out (default: %(default)s)")
+    parser.add_argument("--rows", type=int, default=8192, help="of the input (default: %(default)s)")
+    parser.add_argument("--width", type=int, default=512, help="features in and out (default: %(default)s)")
     parser.add_argument("--hidden", type=int, default=2048, help="features between (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="MLP blocks (default: %(default)s)")
     parser.add_argument("--link-gbps", type=float, default=2.0, help="emulated (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     arguments = parser.parse_args()
     rank = start_ranks("cpu", 300.0)
     torch.set_num_threads(1)
-    block = nn.Sequential(
-        SquareLinear(arguments.width, arguments.hidden),
-        nn.GELU(),
-        SquareLinear(arguments.hidden, arguments.width),
-    )
+    sizes = arguments.width, arguments.hidden
+    block = mlps(SquareLinear, arguments.layers, *sizes)
     x = torch.randn(arguments.rows // 2, arguments.width // 2, requires_grad=True)
-    block(x).sum().backward()
+    dy = torch.randn(arguments.rows // 2, arguments.width // 2)
+    block(x).backward(dy)  # the first call compares shapes
     emulate_link(arguments.link_gbps)
-    exposed = min(exposed_ms(lambda: block(x).sum().backward()) for _ in range(ROUNDS))
-    waited = min(
-        exposed_ms(lambda: [shift_alone(layer, len(x)) for layer in (block[0], block[2])])
-        for _ in range(ROUNDS)
-    )
+    linears = [layer for layer in block if isinstance(layer, SquareLinear)]
+    beside, alone = [], []
+    for _ in range(ROUNDS):
+        beside.append(waits(lambda: block(x).backward(dy)))
+        alone.append(waits(lambda: [shift_alone(layer, len(x)) for layer in linears]))
     emulate_link(None)
-    figures = torch.tensor([exposed, waited], dtype=torch.float64)
+    # Of each the least of the rounds, then the slowest rank.
+    figures = torch.tensor([beside, alone], dtype=torch.float64).amin(dim=1)
     dist.all_reduce(figures, dist.ReduceOp.MAX)
+    (exposed, late), (waited, _) = figures.tolist()
+    peak = torch.tensor(float(peak_bytes(block, x, dy)))
+    dist.all_reduce(peak, dist.ReduceOp.MAX)
     if rank.rank == 0:
+        megatron = megatron_peak_bytes(arguments.rows, arguments.layers, *sizes)
         report = {
             "link": f"emulated, {arguments.link_gbps:g} Gbit/s",
-            "rows, width, hidden": [arguments.rows, arguments.width, arguments.hidden],
-            "exposed_ms": figures[0].item(),
-            "waited_for_ms": figures[1].item(),
-            "exposed_share": (figures[0] / figures[1]).item(),
-            "held_mb": held_bytes(block, x) / 1e6,
-            "megatron_held_mb": megatron_bytes(arguments.rows, arguments.width, arguments.hidden) / 1e6,
+            "rows, width, hidden, layers": [arguments.rows, *sizes, arguments.layers],
+            "exposed_ms": exposed,
+            "waited_for_ms": waited,
+            "exposed_share": exposed / waited,
+            "late_ranks_ms": late,
+            "peak_mb": peak.item() / 1e6,
+            "megatron_peak_mb": megatron / 1e6,
+            "peak_share": peak.item() / megatron,
         }
         print(json.dumps(report, indent=1) if arguments.json else _text(report))
-    else:
-        held_bytes(block, x)
     dist.destroy_process_group()
     return 0
 
 
-def exposed_ms(call) -> float:
-    """Milliseconds for which computation waited for the link during a call."""
+def waits(call: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds for which a call waited for the wire, and for ranks that were late."""
     dist.barrier()
     link.read()
     call()
-    return link.read().exposed_ms
+    traffic = link.read()
+    return traffic.wire_exposed_ms, traffic.exposed_ms - traffic.wire_exposed_ms
 
 
 def shift_alone(layer: SquareLinear, rows: int) -> None:
@@ -100,27 +111,29 @@ def shift_alone(layer: SquareLinear, rows: int) -> None:
                     ).wait()
 
 
-def held_bytes(block: nn.Module, x: Tensor) -> int:
-    """Of a rank, between forward and backward."""
-    saved: dict[int, int] = {}
-    own = {p.data_ptr() for p in block.parameters()}
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in own:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-        y = block(x)
-    held = sum(saved.values())
-    del y
-    return held + 4 * sum(p.nbytes for p in block.parameters())
+def peak_bytes(block: nn.Module, x: Tensor, dy: Tensor) -> int:
+    """The most that a rank has allocated during a forward and backward with Adam's moments there."""
+    block.zero_grad()
+    x.grad = None
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        block(x).backward(dy)
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    before = x.nbytes + dy.nbytes + 3 * sum(p.nbytes for p in block.parameters())
+    return before + max(accumulate(size for _, size in changes))
 
 
-def megatron_bytes(rows: int, width: int, hidden: int) -> int:
-    """The same of Megatron's split: it needs no ranks to be counted."""
-    part = nn.Sequential(nn.Linear(width, hidden // 4), nn.GELU(), nn.Linear(hidden // 4, width))
-    return held_bytes(part, torch.zeros(rows, width, requires_grad=True))
+def mlps(linear: type[nn.Module], layers: int, width: int, hidden: int) -> nn.Sequential:
+    """So many MLP blocks, one behind the other."""
+    blocks = ((linear(width, hidden), nn.GELU(), linear(hidden, width)) for _ in range(layers))
+    return nn.Sequential(*chain.from_iterable(blocks))
+
+
+def megatron_peak_bytes(rows: int, layers: int, width: int, hidden: int) -> int:
+    """The same of Megatron's split: its all-reduces need no memory, so one rank can do without them."""
+    part = mlps(nn.Linear, layers, width, hidden // 4)
+    return peak_bytes(part, torch.zeros(rows, width, requires_grad=True), torch.zeros(rows, width))
 
 
 def _text(report: dict) -> str:
@@ -128,8 +141,9 @@ def _text(report: dict) -> str:
         [
             f"ring exposed {report['exposed_ms']:.1f} ms, the same shifts waited for "
             f"{report['waited_for_ms']:.1f} ms: {report['exposed_share']:.0%} ({report['link']})",
-            f"held between forward and backward: {report['held_mb']:.1f} MB a rank, Megatron's split "
-            f"{report['megatron_held_mb']:.1f} MB",
+            f"besides, ranks waited {report['late_ranks_ms']:.1f} ms for others that were late",
+            f"peak memory {report['peak_mb']:.1f} MB a rank, Megatron's split "
+            f"{report['megatron_peak_mb']:.1f} MB: {report['peak_share']:.0%}",
         ]
     )
 

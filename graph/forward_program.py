@@ -22,7 +22,8 @@ def forward_program(module: nn.Module, inputs: Sequence[object], name: str) -> P
 
 
 def forward_of(captured: Captured, name: str) -> Program:
-    """The forward of a captured module."""
+    """The forward of a captured module. Attribute `saved` of an instruction: positions of the outputs that
+    the backward reads."""
     program = program_from_fx(captured.joint, name)
     results = output_node(captured.joint).args[0][: captured.forward_outputs]
     outputs = tuple(dict.fromkeys(t for node in results for t in tensor_names(node)))
@@ -31,6 +32,16 @@ def forward_of(captured: Captured, name: str) -> Program:
         if instruction.phase is Phase.FORWARD and not needed.isdisjoint(instruction.outputs):
             needed |= {*instruction.inputs, *instruction.mutates}
             instructions.append(instruction)
+    saved = {
+        _storage_of(t, program)
+        for i in program.instructions
+        if i.phase is not Phase.FORWARD
+        for t in i.inputs
+    }
+    instructions = [
+        replace(i, attributes={**i.attributes, "saved": [p for p, t in enumerate(i.outputs) if t in saved]})
+        for i in instructions
+    ]
     inputs = tuple(t for t in program.inputs if t in needed)
     named = needed | {t for i in instructions for t in i.outputs}
     tensors = {t: program.tensors[t] for t in program.tensors if t in named}
@@ -104,3 +115,9 @@ def runs_graph(root: nn.Module, graph: fx.Graph) -> nn.Module:
     module._parameters, module._buffers, module._modules = root._parameters, root._buffers, root._modules
     module._non_persistent_buffers_set = root._non_persistent_buffers_set
     return module
+
+
+def _storage_of(tensor: str, program: Program) -> str:
+    """The tensor whose storage a view shares."""
+    base = program.tensors[tensor].alias_of
+    return tensor if base is None else _storage_of(base, program)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 import torch.utils._pytree as pytree
@@ -118,7 +119,15 @@ class OneDeviceModel:
 
     def microbatch_program(self, name: str = "") -> Program:
         """What a strategy is for: of the first microbatch."""
-        return program_from_fx(self.microbatch, name or self.name)
+        return self.as_forward(program_from_fx(self.microbatch), name)
+
+    def as_forward(self, program: Program, name: str = "") -> Program:
+        """The Program of the microbatch's graph, with what the backward reads (`forward_of`)."""
+        whole = {i.name: i.attributes["saved"] for i in self.program.instructions}
+        instructions = tuple(
+            replace(i, attributes={**i.attributes, "saved": whole[i.name]}) for i in program.instructions
+        )
+        return replace(program, name=name or self.name, instructions=instructions)
 
     @property
     def microbatch_values(self) -> list[object]:

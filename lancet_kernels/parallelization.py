@@ -214,4 +214,4 @@ def _measured(model: OneDeviceModel, groups: Groups, times: str | Path | None) -
     ]
     with_messages = replace(measured, instructions=(*measured.instructions, *messages))
     cost = profiler.costs(module, values, with_messages, 1)
-    return replace(measured, name=model.name), cost
+    return model.as_forward(measured), cost

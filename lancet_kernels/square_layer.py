@@ -20,25 +20,24 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.slices import (
-    BACKWARD,
-    FORWARD,
-    GRADIENT,
-    LINEAR,
-    Partition,
-    Sources,
-    hand_over,
-    shifts,
-    sources,
-    square,
-)
+from lancet_kernels.graph.slices import FORWARD, GRADIENT, Partition, square
+from lancet_kernels.graph.tile_layouts import movements
 from lancet_kernels.ops.groups import group_name, group_rank, group_size
 from lancet_kernels.ops.shift import start_shift
-from lancet_kernels.ops.square_linear import Movements, Padding, Pieces, square_linear
+from lancet_kernels.ops.square_fused import FusedPhases
+from lancet_kernels.ops.square_linear import (
+    Movements,
+    Padding,
+    Phases,
+    Pieces,
+    ShiftedPhases,
+    square_linear,
+)
 from lancet_kernels.ops.tiles import gather_tiles, row_of_rank, scatter_tiles
 from lancet_kernels.training.gradients import set_gradient_group
 
 _SLICES_NEEDED = ((FORWARD, "n"), (FORWARD, "k"), (GRADIENT, "n"))
+BACKENDS = ("torch", "fused")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -56,6 +55,9 @@ class SquareLinear(nn.Module):
         in_features, out_features: of the whole layer.
         group: 4^k ranks (1, 4, 16, ...) that share it; None: all ranks.
         bias: as of `nn.Linear`.
+        backend: "torch": a shift and a GEMM for each step. "fused": one persistent Triton launch for each
+            phase, in which tiles of a step are multiplied while those of the next one are put (ranks that
+            reach each other by pointers; in the interpreter for proof, not speed).
     Raises: UserError for another number of ranks.
 
     Its initial parameters are those of an `nn.Linear` created with the same state of torch's random
@@ -69,19 +71,22 @@ class SquareLinear(nn.Module):
         group: dist.ProcessGroup | None = None,
         bias: bool = True,
         *,
+        backend: str = "torch",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._initialize(linear, group)
+        self._initialize(linear, group, backend)
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, group: dist.ProcessGroup | None = None) -> SquareLinear:
+    def from_linear(
+        cls, linear: nn.Linear, group: dist.ProcessGroup | None = None, backend: str = "torch"
+    ) -> SquareLinear:
         """The layer with the weights of a linear layer that every rank has."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._initialize(linear, group)
+        layer._initialize(linear, group, backend)
         return layer
 
     def to_linear(self) -> nn.Linear:
@@ -110,7 +115,7 @@ class SquareLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         pieces = self._pieces() if self.bias is not None else None
         padding = self._padding() if self._is_padded else None
-        y = square_linear(rows, self.weight, self.bias, pieces, padding, self._movements, self._group)
+        y = square_linear(rows, self.weight, self.bias, pieces, padding, self._movements, self._phases)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def scatter(self, x: Tensor) -> Tensor:
@@ -152,9 +157,10 @@ class SquareLinear(nn.Module):
     def extra_repr(self) -> str:
         """Sizes of the whole layer, and the number of ranks."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}, ranks={self._side**2}"
+        more = ', backend="fused"' if self.backend == "fused" else ""
+        return f"{sizes}, bias={self.bias is not None}, ranks={self._side**2}{more}"
 
-    def _initialize(self, linear: nn.Linear, group: dist.ProcessGroup | None) -> None:
+    def _initialize(self, linear: nn.Linear, group: dist.ProcessGroup | None, backend: str) -> None:
         self._group = group_name(group)
         ranks = group_size(self._group)
         exponent = (ranks.bit_length() - 1) // 2
@@ -165,6 +171,17 @@ class SquareLinear(nn.Module):
                 expected="1, 4, 16, 64, ...",
                 do="give a group of so many ranks, or use nn.Linear",
             )
+        if backend not in BACKENDS:
+            raise UserError(
+                "backend of SquareLinear",
+                got=repr(backend),
+                expected=" or ".join(BACKENDS),
+                do="check the name",
+            )
+        self.backend = backend
+        is_fused = backend == "fused" and ranks > 1
+        phases = FusedPhases if is_fused else ShiftedPhases
+        self._phases: Phases = phases(self._group)
         self._side, self._movements = 1 << exponent, derived_movements(exponent)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._seen: set[tuple[int, torch.dtype]] = set()
@@ -234,6 +251,13 @@ class SquareLinear(nn.Module):
             )
         if not torch.compiler.is_compiling():
             self._compare(x)
+        elif isinstance(self._phases, FusedPhases):
+            raise UserError(
+                "captured SquareLinear",
+                got='backend="fused"',
+                expected='backend="torch", whose shifts a plan can move',
+                do="do not optimize() it, or make it without a backend",
+            )
 
     def _compare(self, x: Tensor) -> None:
         """Raise UserError on all ranks if layers or numbers of rows differ; checked once per number of
@@ -262,34 +286,8 @@ class SquareLinear(nn.Module):
 def derived_movements(exponent: int) -> Movements:
     """The shifts between 4^exponent ranks, derived from their dimension slice indices."""
     partition = Partition((square(exponent),))
-    (x, weight), (dy, _) = LINEAR[FORWARD].operands, LINEAR[BACKWARD].operands
-    dweight, dx = LINEAR[GRADIENT].result, LINEAR[BACKWARD].result
-
-    def between(phase, tensor) -> tuple[Sources, ...]:
-        return shifts(partition, phase, tensor)
-
-    def align(tensor, before: tuple[str, int], after: tuple[str, int]) -> Sources:
-        return hand_over(partition, tensor, before, after)
-
     # Layers follow each other: an input has the place of an output.
-    place = partition.tiles(FORWARD, ("b", "m", "k"), -1)
-    return Movements(
-        enter=sources(place, partition.tiles(FORWARD, x.dimensions, 0)),
-        forward_x=between(FORWARD, x),
-        forward_weight=between(FORWARD, weight),
-        weight_to_backward=align(weight, (FORWARD, -1), (BACKWARD, 0)),
-        dy_to_backward=sources(place, partition.tiles(BACKWARD, dy.dimensions, 0)),
-        backward_dy=between(BACKWARD, dy),
-        backward_weight=between(BACKWARD, weight),
-        leave=sources(partition.tiles(BACKWARD, dx.dimensions, -1), place),
-        dy_to_gradient=align(dy, (BACKWARD, -1), (GRADIENT, 0)),
-        dy_directly=sources(place, partition.tiles(GRADIENT, dy.dimensions, 0)),
-        x_to_gradient=align(x, (FORWARD, -1), (GRADIENT, 0)),
-        gradient_x=between(GRADIENT, x),
-        gradient_dy=between(GRADIENT, dy),
-        gradient_dweight=between(GRADIENT, dweight),
-        dweight_to_weight=align(dweight, (GRADIENT, -1), (FORWARD, 0)),
-    )
+    return movements(partition, partition.tiles(FORWARD, ("b", "m", "k"), -1))
 
 
 def _tile_numbers(partition: Partition, dimensions: tuple[str, str]) -> list[int]:

@@ -129,6 +129,7 @@ Value = TypeVar("Value")
 _AROUND: WeakKeyDictionary[dist.ProcessGroup, dict[str, Groups]] = WeakKeyDictionary()
 """Of the group of all ranks: by name of the expert group."""
 _COUNTS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
 
 
 def _all_gather(ranks: list[int]) -> list[list[int]]:
@@ -158,6 +159,23 @@ def _new_group(ranks: Sequence[int]) -> str:
             if group == sorted(ranks):
                 own = process_group.group_name
     return own
+
+
+def subgroup(places: Sequence[int], group: str) -> str:
+    """The communicator of some places of a group, this rank's among them; a second call gives the same one.
+
+    Collective over these ranks alone, all of which ask for their subgroups in the same order.
+    """
+    whole = group_of(group)
+    known = _SUBGROUPS.setdefault(whole, {})
+    if tuple(places) not in known:
+        ranks = [dist.get_global_rank(whole, place) for place in places]
+        with waiting("making of a process group", whole, peers=[p for p in places if p != whole.rank()]):
+            process_group = dist.new_group(
+                ranks, timeout=timedelta(seconds=group_timeout_s(whole)), use_local_synchronization=True
+            )
+        known[tuple(places)] = process_group.group_name
+    return known[tuple(places)]
 
 
 def counts_group(name: str) -> str:

@@ -50,6 +50,9 @@ class Traffic:
     """Time during which an all-to-all, or a shift, was in flight."""
     exposed_ms: float = 0.0
     """The part of it for which the computing thread (CUDA: the compute stream) waited."""
+    wire_exposed_ms: float = 0.0
+    """The part of `exposed_ms` in which sender and receiver were both there and an emulated link still
+    carried the bytes; the rest is waiting for a rank that came late."""
     bytes_sent: int = 0
     """Bytes of rows sent to other ranks; padding and rows that stay on this rank do not count."""
     bytes_on_wire: int = 0
@@ -255,7 +258,9 @@ class Transfer:
             # gloo does not say when a message came: before this rank asked.
             done = self.started if self._starts is not None else before
         if self._starts is not None:
-            done = max(done, self.pace())
+            wire_end, entered = self.pace(), self.entered_at()
+            done = max(done, wire_end)
+            link._traffic.wire_exposed_ms += 1e3 * max(0.0, wire_end - max(before, entered or before))
         now = time.monotonic()
         if done > before:
             # Who stands still for a transfer has it when it wakes up, and not before.

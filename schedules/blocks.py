@@ -26,7 +26,7 @@ class BlockSignature:
     """Forms of a block's `reads`, `parameters` and `makes`, by position.
 
     ways: for each instruction, the forms of its inputs and outputs. ms: of one forward on each rank.
-    bytes: of all results in the block, which the backward may read.
+    bytes: of the results in the block that the backward reads.
     """
 
     reads: tuple[Form, ...]
@@ -246,10 +246,11 @@ def _combined(
                 continue
             joined = forms | dict(zip(instruction.inputs, choice.inputs, strict=True))
             joined |= dict(zip(instruction.outputs, choice.outputs, strict=True))
+            saved = set(saved_outputs(instruction))
             new_bytes = sum(
                 held_bytes(program.tensors[t], f, ranks)
                 for t, f in zip(instruction.outputs, choice.outputs, strict=True)
-                if program.tensors[t].alias_of is None
+                if t in saved and program.tensors[t].alias_of is None
             )
             alive = {t: f for t, f in joined.items() if t in keep or last.get(t, -1) > n}
             key = frozenset(alive.items())
@@ -268,6 +269,12 @@ def _combined(
         )
         for forms, ways, ms, size in partial.values()
     )
+
+
+def saved_outputs(instruction: Instruction) -> list[str]:
+    """Outputs that stay until the backward; all, where the Program does not say which (`forward_of`)."""
+    saved = instruction.attributes.get("saved", range(len(instruction.outputs)))
+    return [instruction.outputs[position] for position in saved]
 
 
 def _choices(instruction: Instruction, program: Program, ranks: int, cost: Cost) -> list[Signature]:

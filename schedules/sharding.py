@@ -1,8 +1,8 @@
 """How should a model for one device run on many? A `Strategy`: forms, stages, and what overlaps what.
 
 HiDup, section 4. `search_sharding` finds one for the forward Program of a microbatch; it can be saved, read,
-explained, and compared with what people choose by hand (`BASELINES`). All costs are of one microbatch; the
-two run in turns (`duplexed`), and the predicted time is that of both, forward and backward.
+explained, and compared with what people choose by hand (`schedules.sharding_baselines`). All costs are of one
+microbatch; the two run in turns (`duplexed`), and the predicted time is that of both, forward and backward.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from lancet_kernels.atomic import file_errors, write_json_atomically
@@ -19,9 +20,11 @@ from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.graph.program_json import check_fingerprint, fingerprint
 from lancet_kernels.graph.saved_json import read_json, versioned_fields
-from lancet_kernels.schedules.conversions import collective
-from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, Conversion, steps_of
-from lancet_kernels.schedules.sharding_search import Restriction, Search, Searched
+from lancet_kernels.schedules.conversions import ADJOINT, CollectiveCosts, collective
+from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, Conversion, psi_of
+from lancet_kernels.schedules.sharding_search import Search, Searched
+from lancet_kernels.schedules.sharding_states import Restriction
+from lancet_kernels.schedules.signatures import signature_ms
 
 FORMAT = "lancet-sharding"
 VERSION = 1
@@ -29,6 +32,7 @@ MOST_LABELS = 200
 """Strategies kept behind each cut of a large graph; those of small graphs are all kept."""
 TOLERANCE = 0.01
 LEAST_SLICED_BYTES = 1 << 16
+WIDTH = 118
 SMALL = 8
 """Instructions of a graph that is searched without any of these."""
 
@@ -173,28 +177,37 @@ class Strategy:
 
     def explain(self) -> str:
         """Which tensor in which form, the stages, and what overlaps what, as text."""
+        exposed = self.predicted_ms - self.computation_ms
         lines = [
             f"Sharding `{self.name}` of {self.program} on {self.ranks} ranks",
-            f"  predicted {self.predicted_ms:.2f} ms for two microbatches, forward and backward "
-            f"(computation {self.computation_ms:.2f}, communication {self.communication_ms:.2f}, "
-            f"{self.overlapped:.0%} of the shorter one overlapped)",
-            f"  no strategy of this space is faster than {self.lower_bound_ms:.2f} ms (gap {self.gap:.1%}); "
-            f"{self.strategies_looked_at} looked at over {self.cuts} cuts",
-            f"  memory {self.memory_bytes / 1e9:.3g} GB a device; costs: {self.costs}",
+            f"  predicted {self.predicted_ms:.2f} ms for two microbatches, forward and backward: computation "
+            f"{self.computation_ms:.2f} ms, and {exposed:.2f} ms in which it waits for communication",
+            f"  communication {self.communication_ms:.2f} ms; {self.overlapped:.0%} of the shorter of both "
+            f"is overlapped; without any overlap {self.serial_ms:.2f} ms",
+            f"  no strategy is faster than {self.lower_bound_ms:.2f} ms (this one: {self.gap:.1%} more); "
+            f"{self.strategies_looked_at} looked at over {self.cuts} cuts of the graph",
+            f"  memory {self.memory_bytes / 1e9:.3g} GB a device: weights, gradients, Adam's moments, "
+            "and what the backward reads",
+            f"  costs: {self.costs}",
             f"Parameters at rest: {_counted(self.parameters)}",
+            *_by_form(self.parameters, self.shapes),
+            f"Stages: {len(self.stages)}. While one microbatch communicates for a stage, the other computes.",
         ]
-        lines += [f"  {t}: {form}" for t, form in self.parameters.items()]
-        lines.append(f"Stages: {len(self.stages)}")
         for n, stage in enumerate(self.stages):
-            lines.append(f"  {n}: {_beside(self.stages, n)}")
-            lines += [
-                f"      {c.collective} {c.tensor}: {c.source} -> {c.target}, {c.ms:.3f} ms, "
-                f"backward {c.backward_ms:.3f} ms"
-                for c in stage.communication
-            ]
-            lines += [
-                f"      {name} ({', '.join(map(str, forms))})" for name, forms in stage.computation.items()
-            ]
+            lines += [f"Stage {n}", *_overlaps(self.stages, n)]
+            lines += [f"    {_message(c)}" for c in stage.communication]
+            lines.append(
+                f"  computes {len(stage.computation)} instructions (forms of inputs and outputs), "
+                f"{stage.comp_ms:.3f} ms, backward {stage.comp_backward_ms:.3f} ms"
+            )
+            operands = [f"{name} ({', '.join(map(str, forms))})" for name, forms in stage.computation.items()]
+            lines += wrap(
+                "; ".join(operands),
+                WIDTH,
+                initial_indent=" " * 4,
+                subsequent_indent=" " * 4,
+                break_long_words=False,
+            )
         return "\n".join(lines)
 
 
@@ -208,19 +221,59 @@ def _stage_from_json(data: Mapping[str, Any]) -> Stage:
 
 
 def _counted(forms: Mapping[str, Form]) -> str:
-    """Example: `31 whole, 8 in slices`."""
+    """Example: `31 whole on every rank, 8 in slices`."""
     sliced = sum(form.is_cut for form in forms.values())
-    return f"{len(forms) - sliced} whole, {sliced} in slices"
+    return f"{len(forms) - sliced} whole on every rank, {sliced} in slices"
 
 
-def _beside(stages: Sequence[Stage], n: int) -> str:
-    """What runs beside a stage's two steps."""
+def _by_form(forms: Mapping[str, Form], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Names and shapes by form, on lines of readable width."""
+    names: dict[str, list[str]] = {}
+    for t, form in forms.items():
+        names.setdefault(str(form), []).append(f"{t} [{'x'.join(map(str, shapes.get(t, ())))}]")
+    return [
+        line
+        for form, of in names.items()
+        for line in wrap(
+            f"{form}: {', '.join(of)}",
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent=" " * 4,
+            break_long_words=False,
+        )
+    ]
+
+
+def _message(c: Communication) -> str:
+    """Example: `all_to_all of x: cut 0 -> cut 1, 0.310 ms, backward all_to_all 0.310 ms`."""
+    if c.source == c.target:
+        return f"all_reduce of the gradient of {c.tensor}, backward {c.backward_ms:.3f} ms"
+    backward = f", backward {ADJOINT[c.collective]} {c.backward_ms:.3f} ms" if c.backward_ms else ""
+    return f"{c.collective} of {c.tensor}: {c.source} -> {c.target}, {c.ms:.3f} ms{backward}"
+
+
+def _overlaps(stages: Sequence[Stage], n: int) -> list[str]:
+    """What runs beside a stage's messages, and how much of them stays exposed, of both microbatches."""
     stage = stages[n]
-    before = f"computation of stage {n - 1} ({stages[n - 1].comp_ms:.3f} ms)" if n else "nothing"
-    return (
-        f"communication {stage.comm_ms:.3f} ms beside {before}, then beside its own computation "
-        f"({stage.comp_ms:.3f} ms); backward {stage.comm_backward_ms:.3f} and {stage.comp_backward_ms:.3f} ms"
-    )
+    if not stage.communication:
+        return ["  communicates nothing"]
+    lines = []
+    for direction, comm, before, own in (
+        ("forward", stage.comm_ms, stages[n - 1].comp_ms if n else 0.0, stage.comp_ms),
+        (
+            "backward",
+            stage.comm_backward_ms,
+            stages[n - 1].comp_backward_ms if n else 0.0,
+            stage.comp_backward_ms,
+        ),
+    ):
+        exposed = max(0.0, comm - before) + max(0.0, comm - own)
+        beside = f"computation of stage {n - 1} ({before:.3f} ms)" if n else "nothing"
+        lines.append(
+            f"  {direction}: {comm:.3f} ms of messages, once beside {beside}, once beside computation of "
+            f"stage {n} ({own:.3f} ms): {exposed:.3f} ms exposed"
+        )
+    return lines
 
 
 def search_sharding(
@@ -232,6 +285,7 @@ def search_sharding(
     restriction: Restriction | None = None,
     name: str = "hidup",
     most_labels: int | None = None,
+    overlaps_backward: bool = True,
 ) -> Strategy:
     """The fastest strategy for the forward Program of a microbatch (section 4.2).
 
@@ -241,6 +295,7 @@ def search_sharding(
         memory_gb: of a device; strategies that need more are dropped. It is looked at only where the
             fastest strategy of all needs more.
         most_labels: strategies kept behind each cut; None for all of a small graph, `MOST_LABELS` of others.
+        overlaps_backward: see `Search`.
     Raises: UserError: a Program with collectives or a backward; no strategy within the memory.
     """
 
@@ -256,6 +311,7 @@ def search_sharding(
             most_labels=most_labels or (None if is_small else MOST_LABELS),
             tolerance=0.0 if is_small else TOLERANCE,
             least_sliced_bytes=0 if is_small else LEAST_SLICED_BYTES,
+            overlaps_backward=overlaps_backward,
         )
         return search.run()
 
@@ -269,7 +325,7 @@ def search_sharding(
 def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: str) -> Strategy:
     stages: list[list] = []
     parameters: dict[str, Form] = {}
-    for step in steps_of(result.best):
+    for step in result.steps:
         if step.new_stage or not stages:
             stages.append([])
         stages[-1].append(step)
@@ -314,6 +370,38 @@ def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: 
 
 def _collective(conversion: Conversion) -> str:
     return collective(conversion.source, conversion.target) or "all_reduce"
+
+
+def repriced(strategy: Strategy, program: Program, cost: Cost) -> Strategy:
+    """The same strategy at other costs: what one found with estimates takes in truth (section 6.11). Its
+    bound is not known there: it is zero."""
+    costs = CollectiveCosts(cost, strategy.ranks)
+
+    def message(c: Communication) -> Communication:
+        # What concerns a parameter is done once for both microbatches: half of it counts for each.
+        share = COPIES if c.tensor in strategy.parameters else 1
+        spec = program.tensors[c.tensor]
+        sums_gradients = c.source == c.target
+        ms = 0.0 if sums_gradients else costs.milliseconds(c.collective, spec) / share
+        adjoint = c.collective if sums_gradients else ADJOINT[c.collective]
+        has_gradient = c.backward_ms > 0
+        backward = costs.milliseconds(adjoint, spec) / share if has_gradient else 0.0
+        return replace(c, ms=ms, backward_ms=backward)
+
+    stages = []
+    for stage in strategy.stages:
+        communication = tuple(map(message, stage.communication))
+        computation = sum(
+            signature_ms(program.instructions[program.index[name]], program, way, strategy.ranks, cost)
+            for name, way in stage.computation.items()
+        )
+        comm, comm_b = (sum(c.ms for c in communication), sum(c.backward_ms for c in communication))
+        stages.append(Stage(communication, stage.computation, comm, comm_b, computation))
+    psi = psi_of([(s.comm_ms, s.comp_ms) for s in stages])
+    psi += psi_of([(s.comm_backward_ms, s.comp_backward_ms) for s in stages])
+    return replace(
+        strategy, stages=tuple(stages), predicted_ms=psi, lower_bound_ms=0.0, costs=source_of(cost)
+    )
 
 
 def duplexed(strategy: Strategy) -> Program:

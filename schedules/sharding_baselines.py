@@ -1,8 +1,13 @@
-"""The strategies that people choose by hand, as restrictions of the search."""
+"""What do people choose by hand? Shardings that a search is compared with.
+
+replicated        every rank computes everything
+data parallel     every weight whole on every rank, each its own part of the batch, gradients summed
+expert parallel   GShard's: experts on their ranks between two all-to-alls, all else data parallel
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
@@ -10,47 +15,89 @@ from lancet_kernels.graph.forms import WHOLE, Form, cut
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.blocks import Block, BlockSignature
 from lancet_kernels.schedules.sharding import Strategy, search_sharding
-from lancet_kernels.schedules.sharding_search import Restriction
+from lancet_kernels.schedules.sharding_states import Restriction
 
 REPLICATED = "replicated"
+BASELINES = (REPLICATED, "data parallel", "expert parallel")
+EXPERT_DIMENSIONS = 3
+"""Of an expert weight: experts, then a matrix."""
 
 
-def data_parallel(program: Program, ranks: int) -> Restriction:
-    """Every parameter whole on every rank; no collective but the all-reduce of gradients."""
-    return Restriction(lambda name, form: not form.is_cut, frozenset(), _is_shared)
+def baseline(
+    name: str, program: Program, ranks: int, cost: Cost, experts: Collection[str] | None = None
+) -> Strategy:
+    """The best strategy of that kind, both microbatches in turns.
 
-
-def expert_parallel(program: Program, ranks: int) -> Restriction:
-    """GShard's: experts on their ranks, all else data parallel, all-to-alls between. Parameters with three
-    dimensions [E, ., .] are taken for experts. Raises: UserError where there are none for each rank."""
-    experts = {t for t in program.parameters if len(program.tensors[t].shape) == 3}
-    numbers = sorted({program.tensors[t].shape[0] for t in experts})
-    if not experts or any(number % ranks for number in numbers):
-        of = f"{' and '.join(map(str, numbers))} experts" if experts else "no parameter [experts, ., .]"
+    Args: experts: names of expert weights, whose first dimension is the expert (default: all parameters with
+        three dimensions). Raises: UserError: unknown name; the program cannot run so, or the work cannot be
+        shared out.
+    """
+    if name not in BASELINES:
         raise UserError(
-            f"expert parallel sharding of {program.name}",
-            got=of,
+            "baseline", got=name, expected=f"one of {', '.join(BASELINES)}", do="name one of these"
+        )
+    if experts is None:
+        experts = [t for t in program.parameters if len(program.tensors[t].shape) == EXPERT_DIMENSIONS]
+    restriction = {
+        REPLICATED: Restriction(_rests_whole, frozenset(), _computes_everything),
+        "data parallel": Restriction(_rests_whole, frozenset(), _is_shared),
+        "expert parallel": _expert_parallel(frozenset(experts)),
+    }[name]
+    numbers = sorted({program.tensors[t].shape[0] for t in experts})
+    if name == "expert parallel" and (not experts or any(number % ranks for number in numbers)):
+        raise UserError(
+            f"{name} sharding of {program.name}",
+            got=f"{' and '.join(map(str, numbers))} experts" if experts else "no parameter [experts, ., .]",
             expected=f"a number of experts that {ranks} ranks divide",
             do="use strategy 'data parallel' or 'hidup'",
         )
+    try:
+        strategy = search_sharding(program, ranks, cost, restriction=restriction, name=name)
+    except UserError:
+        sizes = [list(program.tensors[t].shape) for t in program.inputs if t not in program.parameter_set]
+        raise _not_shared(name, program, ranks, f"inputs {', '.join(map(str, sizes))}") from None
+    ways = {i: way for stage in strategy.stages for i, way in stage.computation.items()}
+    for instruction in program.instructions:
+        is_shared = any(form.is_cut for form in ways[instruction.name])
+        if instruction.flops and not is_shared and ranks > 1 and name != REPLICATED:
+            sizes = [list(program.tensors[t].shape) for t in instruction.inputs]
+            got = f"{instruction.name}, which every rank would compute whole: operands {sizes}"
+            raise _not_shared(name, program, ranks, got)
+    return strategy
 
-    def rests(name: str, form: Form) -> bool:
-        return form == cut(0) if name in experts else not form.is_cut
 
-    def reads_own_experts(block: Block, signature: BlockSignature) -> bool:
-        pairs = zip(block.parameters, signature.parameters, strict=True)
-        return _is_shared(block, signature) and all(form == cut(0) for t, form in pairs if t in experts)
+def _not_shared(name: str, program: Program, ranks: int, got: str) -> UserError:
+    return UserError(
+        f"{name} sharding of {program.name}",
+        got=got,
+        expected=f"microbatches that {ranks} ranks divide",
+        do="choose another batch, or strategy 'hidup'",
+    )
 
-    return Restriction(rests, frozenset({"all_to_all"}), reads_own_experts)
+
+def compared(strategy: Strategy, program: Program, cost: Cost) -> str:
+    """A strategy beside the baselines that can run, as text."""
+    rows = [strategy]
+    for name in BASELINES:
+        try:
+            rows.append(baseline(name, program, strategy.ranks, cost))
+        except UserError:
+            continue
+    lines = [f"{'sharding':<18}{'ms':>10}{'computation':>13}{'communication':>15}{'GB a device':>13}"]
+    lines += [
+        f"{s.name:<18}{s.predicted_ms:>10.2f}{s.computation_ms:>13.2f}{s.communication_ms:>15.2f}"
+        f"{s.memory_bytes / 1e9:>13.3g}"
+        for s in rows
+    ]
+    return "\n".join(lines)
 
 
-def replicated(program: Program, ranks: int) -> Restriction:
-    """Everything whole on every rank."""
+def _rests_whole(name: str, form: Form) -> bool:
+    return not form.is_cut
 
-    def is_whole(block: Block, signature: BlockSignature) -> bool:
-        return all(form == WHOLE for way in signature.ways for form in way)
 
-    return Restriction(lambda name, form: form == WHOLE, frozenset(), is_whole)
+def _computes_everything(block: Block, signature: BlockSignature) -> bool:
+    return all(form == WHOLE for way in signature.ways for form in way)
 
 
 def _is_shared(block: Block, signature: BlockSignature) -> bool:
@@ -62,35 +109,12 @@ def _is_shared(block: Block, signature: BlockSignature) -> bool:
     return cuts(signature) or not any(map(cuts, block.signatures))
 
 
-BASELINES: dict[str, Callable[[Program, int], Restriction]] = {
-    "data parallel": data_parallel,
-    "expert parallel": expert_parallel,
-    REPLICATED: replicated,
-}
+def _expert_parallel(experts: frozenset[str]) -> Restriction:
+    def rests(name: str, form: Form) -> bool:
+        return form == cut(0) if name in experts else not form.is_cut
 
+    def reads_its_experts(block: Block, signature: BlockSignature) -> bool:
+        pairs = zip(block.parameters, signature.parameters, strict=True)
+        return _is_shared(block, signature) and all(form == cut(0) for t, form in pairs if t in experts)
 
-def baseline(name: str, program: Program, ranks: int, cost: Cost) -> Strategy:
-    """The fastest strategy of a baseline's space. Raises: UserError where it has none for this program, or
-    none that shares out the work."""
-
-    def refusal(got: str) -> UserError:
-        return UserError(
-            f"{name} sharding of {program.name}",
-            got=got,
-            expected=f"microbatches that {ranks} ranks divide",
-            do="choose another batch, or strategy 'hidup'",
-        )
-
-    restriction = BASELINES[name](program, ranks)
-    try:
-        strategy = search_sharding(program, ranks, cost, restriction=restriction, name=name)
-    except UserError:
-        sizes = [list(program.tensors[t].shape) for t in program.inputs if t not in program.parameter_set]
-        raise refusal(f"inputs {', '.join(map(str, sizes))}") from None
-    ways = {i: way for stage in strategy.stages for i, way in stage.computation.items()}
-    for instruction in program.instructions:
-        is_shared = any(form.is_cut for form in ways[instruction.name])
-        if instruction.flops and not is_shared and ranks > 1 and name != REPLICATED:
-            sizes = [list(program.tensors[t].shape) for t in instruction.inputs]
-            raise refusal(f"{instruction.name}, which every rank would compute whole: operands {sizes}")
-    return strategy
+    return Restriction(rests, frozenset({"all_to_all"}), reads_its_experts)

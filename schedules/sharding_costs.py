@@ -11,7 +11,7 @@ the computation. Both are added up as one.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lancet_kernels.graph.forms import Form
 from lancet_kernels.schedules.blocks import BlockSignature
@@ -63,7 +63,8 @@ class Label(NamedTuple):
     comp: float
     bytes: float
     before: Label | None
-    step: Step | None
+    step: Any
+    """A `Step`; or what a search that passes many blocks at once puts here."""
 
     @property
     def psi(self) -> float:
@@ -87,11 +88,14 @@ class Label(NamedTuple):
             comp=0.0,
         )
 
-    def grown(self, comm: float, comm_b: float, comp: float, more_bytes: float, step: Step) -> Label:
-        """The open stage with one more block."""
+    def grown(
+        self, comm: float, comm_b: float, comp: float, more_bytes: float, step: Step, exposed: float = 0.0
+    ) -> Label:
+        """The open stage with one more block. exposed: communication of both microbatches that nothing
+        hides."""
         late, late_b = max(0.0, comm - self.slack), max(0.0, comm_b - self.slack_b)
         return Label(
-            self.front + late + late_b,
+            self.front + late + late_b + exposed,
             max(0.0, self.slack - comm),
             max(0.0, self.slack_b - comm_b),
             self.comm + comm,
@@ -134,13 +138,3 @@ def psi_of(stages: list[tuple[float, float]]) -> float:
         total += max(last, comm) + max(comm, comp)
         last = comp
     return total + last
-
-
-def steps_of(label: Label) -> list[Step]:
-    """How a strategy got to a label, from the first step on."""
-    steps: list[Step] = []
-    current: Label | None = label
-    while current is not None and current.step is not None:
-        steps.append(current.step)
-        current = current.before
-    return steps[::-1]

@@ -9,73 +9,74 @@ closed in front of any block. A tensor made in the open stage cannot be communic
 Of strategies in the same state the dominated ones are dropped (theorem 1). What each can still lose
 against the other is bounded: max is 1-Lipschitz, so a strategy also goes when it is ahead in overlap by
 less than it is behind in time.
+
+What follows from a set of labels depends on their differences alone, so it is worked out once for each
+structure of a segment and set of differences. In a row of equal layers the differences soon repeat: from then
+on a layer costs a look-up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
-from lancet_kernels.graph.forms import WHOLE, Form
 from lancet_kernels.graph.program import Program
-from lancet_kernels.schedules.blocks import Block, BlockSignature, blocks_of
-from lancet_kernels.schedules.conversions import CollectiveCosts, collective, forms_of, held_bytes
-from lancet_kernels.schedules.sharding_costs import (
-    BACKWARD,
-    COPIES,
-    EPSILON,
-    STATE_COPIES,
-    Conversion,
-    Label,
-    Step,
-    dominates,
-)
+from lancet_kernels.schedules.blocks import Block
+from lancet_kernels.schedules.sharding_bound import lower_bound_ms
+from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, EPSILON, Label, Step, dominates
+from lancet_kernels.schedules.sharding_states import Restriction, Segment, State, StateSpace
 
 MOST_OF_A_STATE = 6
+DIGITS = 6
+"""Decimals of a millisecond in which labels are compared for being alike."""
+
+States = dict[State, list[Label]]
 
 
-class Held(NamedTuple):
-    """A tensor that crosses a cut: the forms there are of it, and whether the open stage made it."""
+class Entry(NamedTuple):
+    """The step of a label that enters a segment: which of those it is."""
 
-    tensor: int
-    forms: tuple[Form, ...]
-    is_new: bool
+    number: int
 
 
-State = tuple[Held, ...]
-"""Sorted by tensor."""
+class Passage(NamedTuple):
+    """A segment passed as `pattern` passes the segment `like`, of the same structure."""
+
+    pattern: Label
+    like: Segment
+    segment: Segment
 
 
 @dataclass(frozen=True)
-class Restriction:
-    """A smaller space, for baselines: what may rest how, and which collectives may be used.
+class Passed:
+    """What leaves a segment: labels by state (tensors by position, see `_by_position`), and beside each the
+    label that entered."""
 
-    parameter: (name, form at rest) -> allowed? collectives: of activations. signature: may a block run so?
-    """
-
-    parameter: Callable[[str, Form], bool] = lambda name, form: True
-    collectives: frozenset[str] = frozenset(("all_gather", "all_to_all", "all_reduce", "reduce_scatter"))
-    signature: Callable[[Block, BlockSignature], bool] = lambda block, signature: True
+    like: Segment
+    states: dict[State, list[tuple[Label, Label]]]
 
 
 @dataclass
 class Searched:
-    """The best label, and how the search went.
+    """The best strategy, and how the search went.
 
     is_exact: nothing but strategies dominated (within the tolerance) was dropped. bound_ms: no strategy is
-    faster. labels: strategies looked at. cuts: of the graph.
-    kept: the labels of every closed state, by the blocks behind its cut (only if asked for).
+    faster. labels: strategies looked at. cuts: of the graph. passed: segments that were passed as an earlier
+    one of the same structure. kept: the labels of every closed state, by the blocks behind its cut (only if
+    asked for).
     """
 
     best: Label
+    steps: list[Step]
     blocks: list[Block]
     is_exact: bool
     bound_ms: float
     labels: int
     cuts: int
+    passed: int
     kept: dict[tuple[int, State], list[Label]] = field(default_factory=dict)
 
 
@@ -87,9 +88,12 @@ class Search:
         most_labels: kept behind each cut, the fastest so far (None: all, and the result is the optimum).
         most_cuts: with more, only those along the Program's order are looked at.
         memory_bytes: what a device has.
+        keep_states: keep the labels of all closed states; every segment is then searched.
         tolerance: share of the computation by which the result may be slower than the optimum: strategies
             are also dropped that are ahead by less than their part of it.
         least_sliced_bytes: parameters that are smaller rest whole, unless they are read in slices.
+        overlaps_backward: False counts computation and communication of the backward one after the other,
+            as the searcher does that the paper's authors published.
     """
 
     def __init__(
@@ -106,33 +110,27 @@ class Search:
         keep_states: bool = False,
         tolerance: float = 0.0,
         least_sliced_bytes: int = 0,
+        overlaps_backward: bool = True,
     ) -> None:
-        self.program, self.ranks, self.restriction = program, ranks, restriction or Restriction()
-        self.costs = CollectiveCosts(cost, ranks)
-        self.blocks = blocks_of(program, ranks, cost, grouped=grouped)
+        self.space = StateSpace(
+            program,
+            ranks,
+            cost,
+            restriction=restriction,
+            grouped=grouped,
+            least_sliced_bytes=least_sliced_bytes,
+        )
+        self.blocks = self.space.blocks
         self.most_labels, self.most_cuts, self.keep_states = most_labels, most_cuts, keep_states
         self.memory_bytes = memory_bytes
         self.with_memory = memory_bytes is not None
-        self.least_sliced_bytes = least_sliced_bytes
+        self.overlaps_backward = overlaps_backward
         # A strategy is compared at most twice for each block: when it grows, and when it is closed.
         self.tolerance_ms = tolerance * self.computation_ms / (2 * len(self.blocks) or 1)
-        self._number: dict[str, int] = {}
-        for block in self.blocks:
-            for t in (*block.reads, *block.parameters, *block.makes):
-                self._number.setdefault(t, len(self._number))
-        self._name = {n: t for t, n in self._number.items()}
-        self._home = {t: b for b, block in enumerate(self.blocks) for t in block.makes}
-        self._readers: dict[str, int] = {}
-        for b, block in enumerate(self.blocks):
-            for t in (*block.reads, *block.parameters):
-                self._readers[t] = self._readers.get(t, 0) | 1 << b
-        self._before = [
-            sum(1 << self._home[t] for t in set(block.reads) if t in self._home) for block in self.blocks
-        ]
-        self._trained = self._with_gradients()
-        self._options: dict[tuple[int, int], list[_Option]] = {}
-        self._converted: dict[tuple[str, Form, Form], tuple[float, float] | None] = {}
-        self._labels = 0
+        self._labels = self._passed = 0
+        self._is_exact = True
+        self._patterns: dict[tuple, Passed] = {}
+        self._kept: dict[tuple[int, State], list[Label]] = {}
 
     @property
     def computation_ms(self) -> float:
@@ -143,86 +141,146 @@ class Search:
 
     def run(self) -> Searched:
         """The best complete strategy. Raises: UserError where none keeps to the memory limit."""
+        program = self.space.program
         if not self.blocks:
             raise UserError(
                 "program for a search of shardings", got="no instruction", expected="a model", do="give one"
             )
-        levels = self._cuts()
-        is_exact = levels is not None
-        if levels is None:
-            done = 0
-            levels = [[0]]
-            for b in range(len(self.blocks)):
-                done |= 1 << b
-                levels.append([done])
-        allowed = {cut for level in levels for cut in level}
-        first = Label(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None)
-        frontier: dict[int, dict[State, list[Label]]] = {0: {(): [first]}}
-        kept: dict[tuple[int, State], list[Label]] = {}
-        for _ in self.blocks:
-            following: dict[int, dict[State, list[Label]]] = {}
-            for done, states in frontier.items():
-                is_exact &= not self._prune(states)
-                closed = self._closed(states)
-                if self.keep_states:
-                    kept |= {(done, state): labels for state, labels in closed.items()}
-                for b in range(len(self.blocks)):
-                    after = done | 1 << b
-                    if done >> b & 1 or self._before[b] & ~done or after not in allowed:
-                        continue
-                    target = following.setdefault(after, {})
-                    for new_stage, of in ((False, states), (True, closed)):
-                        for state, labels in of.items():
-                            for new_state, label in self._grow(after, state, labels, b, new_stage):
-                                self._insert(target, new_state, label)
-            frontier = following
-        complete = [label for states in frontier.values() for labels in states.values() for label in labels]
+        levels = self.space.cuts(self.most_cuts)
+        self._is_exact = levels is not None
+        levels = levels or self.space.cuts_in_order()
+        segments = self.space.segments(levels)
+        states: States = {(): [Label(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None)]}
+        for segment in segments:
+            # Memory is a limit on the sum, not on differences.
+            as_before = not self.keep_states and not self.with_memory
+            states = self._pass(segment, states) if as_before else self._explore(segment, states)
+        complete = [label for labels in states.values() for label in labels]
         if not complete:
             raise UserError(
-                f"sharding of {self.program.name} on {self.ranks} ranks",
+                f"sharding of {program.name} on {self.space.ranks} ranks",
                 got=f"no strategy within {(self.memory_bytes or 0) / 1e9:.3g} GB a device",
                 expected="memory for the smallest one",
                 do="use more devices, or a smaller batch",
             )
         best = min(complete, key=lambda label: label.psi)
-        bound = max(self.computation_ms, best.psi - 2 * len(self.blocks) * self.tolerance_ms)
-        if not is_exact:
-            bound = self.computation_ms
-        return Searched(best, self.blocks, is_exact, bound, self._labels, sum(map(len, levels)), kept)
+        bound = lower_bound_ms(self.space, segments, overlaps_backward=self.overlaps_backward)
+        if self._is_exact:
+            bound = max(bound, best.psi - 2 * len(self.blocks) * self.tolerance_ms)
+        return Searched(
+            best,
+            self._steps(best),
+            self.blocks,
+            self._is_exact,
+            min(bound, best.psi),
+            self._labels,
+            sum(map(len, levels)),
+            self._passed,
+            self._kept,
+        )
 
-    def _cuts(self) -> list[list[int]] | None:
-        """All cuts, by how many blocks are done (breadth-first, section 4.2); None: too many."""
-        levels, total = [[0]], 1
-        for _ in self.blocks:
-            level = {
-                done | 1 << b
-                for done in levels[-1]
-                for b, before in enumerate(self._before)
-                if not done >> b & 1 and not before & ~done
-            }
-            total += len(level)
-            if total > self.most_cuts:
-                return None
-            levels.append(sorted(level))
-        return levels
+    def _pass(self, segment: Segment, states: States) -> States:
+        """The states behind a segment; searched only if the differences are new."""
+        through = self._through(segment, states)
+        by_position = [(self._by_position(s, segment, through), s) for s in states]
+        by_position.sort(key=lambda pair: _state_key(pair[0]))
+        low = min(label.front for labels in states.values() for label in labels)
+        ordered = [(state, sorted(states[state], key=lambda label: label[:6])) for _, state in by_position]
+        entering = [label for _, labels in ordered for label in labels]
+        differences = tuple(
+            (position, tuple([_rounded(label, low) for label in labels]))
+            for (position, _), (_, labels) in zip(by_position, ordered, strict=True)
+        )
+        key = segment.structure, differences
+        if key in self._patterns:
+            self._passed += 1
+        else:
+            behind = self._explore(segment, _relative(ordered, low))
+            self._patterns[key] = Passed(
+                segment,
+                {
+                    self._by_position(state, segment, through): [(label, _entry(label)) for label in labels]
+                    for state, labels in behind.items()
+                },
+            )
+        passed = self._patterns[key]
+        names = dict(enumerate((*segment.tensors, *through)))
+        result: States = {}
+        for position, pairs in passed.states.items():
+            state = tuple(sorted(item._replace(tensor=names[item.tensor]) for item in position))
+            result[state] = [
+                Label(
+                    label.front + low,
+                    *label[1:6],
+                    label.bytes - entry.bytes + entering[entry.step.number].bytes,
+                    entering[entry.step.number],
+                    Passage(label, passed.like, segment),
+                )
+                for label, entry in pairs
+            ]
+        return result
 
-    def _prune(self, states: dict[State, list[Label]]) -> bool:
+    def _through(self, segment: Segment, states: States) -> list[int]:
+        """Tensors that cross a segment and are not named in it; all states of a cut hold the same."""
+        state = next(iter(states))
+        return [item.tensor for item in state if item.tensor not in segment.position]
+
+    def _by_position(self, state: State, segment: Segment, through: list[int]) -> State:
+        """The state with the position of each tensor in the segment; behind these, the others."""
+        position = segment.position
+        after = {n: len(position) + p for p, n in enumerate(through)}
+        numbered = (
+            item._replace(tensor=position[item.tensor] if item.tensor in position else after[item.tensor])
+            for item in state
+        )
+        return tuple(sorted(numbered))
+
+    def _explore(self, segment: Segment, states: States) -> States:
+        """The states behind a segment, by figure 4."""
+        frontier: dict[int, States] = {segment.cuts[0][0]: states}
+        for level in segment.cuts[1:]:
+            allowed = set(level)
+            following: dict[int, States] = {}
+            for done, current in frontier.items():
+                self._is_exact &= not self._prune(current)
+                closed = self._closed(current)
+                if self.keep_states:
+                    self._kept |= {(done, state): labels for state, labels in closed.items()}
+                for b in segment.blocks:
+                    after = done | 1 << b
+                    if done >> b & 1 or self.space.before[b] & ~done or after not in allowed:
+                        continue
+                    target = following.setdefault(after, {})
+                    for new_stage, of in ((False, current), (True, closed)):
+                        for state, labels in of.items():
+                            self._grow(target, done, state, labels, b, new_stage)
+            frontier = following
+        return frontier.get(segment.cuts[-1][0], {})
+
+    def _prune(self, states: States) -> bool:
         """Keep the `most_labels` fastest of a cut, of each state at most `MOST_OF_A_STATE`: otherwise the
-        many ways to hide the same messages crowd out other forms. -> was any dropped?"""
-        count = sum(map(len, states.values()))
-        if self.most_labels is None or count <= self.most_labels:
+        many ways to hide the same messages crowd out other forms. With a memory limit the smallest of each
+        state stays as well, so that the smallest strategy of all is never lost. -> was any dropped?"""
+        total = sum(map(len, states.values()))
+        if self.most_labels is None or total <= self.most_labels:
             return False
-        for state, labels in states.items():
-            states[state] = sorted(labels, key=lambda label: label.psi)[:MOST_OF_A_STATE]
-        ranked = sorted(label.psi for labels in states.values() for label in labels)
-        limit = ranked[min(self.most_labels, len(ranked)) - 1]
+        ranked: dict[State, list[Label]] = {
+            state: sorted(labels, key=lambda label: label.psi)[:MOST_OF_A_STATE]
+            for state, labels in states.items()
+        }
+        times = sorted(label.psi for labels in ranked.values() for label in labels)
+        limit = times[min(self.most_labels, len(times)) - 1]
         for state in list(states):
-            states[state] = [label for label in states[state] if label.psi <= limit]
-            if not states[state]:
+            kept = [label for label in ranked[state] if label.psi <= limit]
+            if self.with_memory:
+                smallest = min(states[state], key=lambda label: label.bytes)
+                kept += [smallest] if smallest not in kept else []
+            states[state] = kept
+            if not kept:
                 del states[state]
         return True
 
-    def _insert(self, states: dict[State, list[Label]], state: State, label: Label) -> None:
+    def _insert(self, states: States, state: State, label: Label) -> None:
         self._labels += 1
         if self.memory_bytes is not None and label.bytes > self.memory_bytes:
             return
@@ -233,9 +291,9 @@ class Search:
         labels[:] = [other for other in labels if not dominates(label, other, self.with_memory)]
         labels.append(label)
 
-    def _closed(self, states: dict[State, list[Label]]) -> dict[State, list[Label]]:
+    def _closed(self, states: States) -> States:
         """The same strategies with their last stage closed: the P of figure 4, without dominated ones."""
-        closed: dict[State, list[Label]] = {}
+        closed: States = {}
         for state, labels in states.items():
             old = tuple(item._replace(is_new=False) for item in state)
             for label in labels:
@@ -244,132 +302,71 @@ class Search:
         return closed
 
     def _grow(
-        self, after: int, state: State, labels: list[Label], b: int, new_stage: bool
-    ) -> Iterator[tuple[State, Label]]:
-        """Every label behind block b, in the open stage or as the first block of a new one."""
-        held = {item.tensor: item for item in state}
-        for s, signature in enumerate(self.blocks[b].signatures):
-            if not self.restriction.signature(self.blocks[b], signature):
-                continue
-            for option in self._options_of(b, s):
-                grown = self._state_behind(after, held, b, signature, option)
-                if grown is None:
-                    continue
-                new_state, conversions, more_bytes = grown
-                conversions += option.conversions
-                comm = sum(c.ms for c in conversions)
-                comm_b = sum(c.backward_ms for c in conversions)
-                step = Step(new_stage, b, signature, option.rests, conversions)
-                for label in labels:
-                    yield new_state, label.grown(comm, comm_b, signature.ms, more_bytes, step)
+        self, target: States, done: int, state: State, labels: list[Label], b: int, new_stage: bool
+    ) -> None:
+        """Insert every label behind block b, in the open stage or as the first block of a new one."""
+        for t in self.space.transitions(done, state, b):
+            step = Step(new_stage, b, t.signature, t.rests, t.conversions)
+            comm_b, exposed = t.comm_backward_ms, 0.0
+            if not self.overlaps_backward:
+                comm_b, exposed = 0.0, COPIES * comm_b
+            for label in labels:
+                grown = label.grown(t.comm_ms, comm_b, t.signature.ms, t.bytes, step, exposed)
+                self._insert(target, t.state, grown)
 
-    def _state_behind(
-        self,
-        after: int,
-        held: dict[int, Held],
-        b: int,
-        signature: BlockSignature,
-        option: _Option,
-    ) -> tuple[State, tuple[Conversion, ...], float] | None:
-        """The state behind a block, what is communicated for it, and the bytes that come in addition."""
-        block = self.blocks[b]
-        following = dict(held)
-        conversions: list[Conversion] = []
-        more_bytes = COPIES * signature.bytes
-        for t, wanted in zip(block.reads, signature.reads, strict=True):
-            item = following.get(self._number[t])
-            if item is None:  # of the batch: whole, and a slice costs nothing
-                if wanted not in forms_of(self.program.tensors[t], self.ranks):
-                    return None
-                continue
-            if wanted in item.forms or (wanted.is_cut and WHOLE in item.forms):
-                continue
-            if item.is_new:
-                return None
-            best = self._cheapest(t, item.forms, wanted)
-            if best is None:
-                return None
-            conversions.append(best)
-            more_bytes += COPIES * held_bytes(self.program.tensors[t], wanted, self.ranks)
-            forms = (WHOLE,) if wanted == WHOLE else tuple(sorted({*item.forms, wanted}, key=str))
-            following[item.tensor] = item._replace(forms=forms)
-        for t, form in option.rests:
-            n = self._number[t]
-            rest = following.get(n)
-            if rest is not None and rest.forms != (form,):
-                return None
-            if rest is None:
-                more_bytes += STATE_COPIES * held_bytes(self.program.tensors[t], form, self.ranks)
-            following[n] = Held(n, (form,), False)
-        for t, form in zip(block.makes, signature.makes, strict=True):
-            following[self._number[t]] = Held(self._number[t], (form,), True)
-        alive = (item for n, item in following.items() if self._readers.get(self._name[n], 0) & ~after)
-        return tuple(sorted(alive)), tuple(conversions), more_bytes
+    def _steps(self, label: Label | None) -> list[Step]:
+        """How a strategy got to a label, from the first step on."""
+        steps: list[Step] = []
+        while label is not None and label.step is not None:
+            if isinstance(label.step, Passage):
+                steps += reversed(self._steps_of(label.step))
+            elif isinstance(label.step, Entry):
+                break
+            else:
+                steps.append(label.step)
+            label = label.before
+        return steps[::-1]
 
-    def _cheapest(self, tensor: str, forms: tuple[Form, ...], wanted: Form) -> Conversion | None:
-        found: list[Conversion] = []
-        for source in forms:
-            key = tensor, source, wanted
-            if key not in self._converted:
-                name = collective(source, wanted)
-                allowed = name in self.restriction.collectives
-                spec = self.program.tensors[tensor]
-                self._converted[key] = self.costs.both_ways(source, wanted, spec) if allowed else None
-            times = self._converted[key]
-            if times is not None:
-                backward = times[1] if tensor in self._trained else 0.0
-                found.append(Conversion(tensor, source, wanted, times[0], backward))
-        return min(found, key=lambda c: c.ms + c.backward_ms, default=None)
-
-    def _options_of(self, b: int, s: int) -> list[_Option]:
-        if (b, s) not in self._options:
-            block, signature = self.blocks[b], self.blocks[b].signatures[s]
-            self._options[b, s] = [
-                option
-                for option in self._parameter_options(block, signature)
-                if all(self.restriction.parameter(t, form) for t, form in option.rests)
-            ]
-        return self._options[b, s]
-
-    def _parameter_options(self, block: Block, signature: BlockSignature) -> list[_Option]:
-        """How a block's parameters may rest. Those it reads whole rest all whole (their gradients are summed
-        by an all-reduce), or as many as possible in slices (all-gather; reduce-scatter of the gradient). That
-        is done once for both microbatches: half of it counts for each."""
-        choices: list[_Option] = []
-        for sliced_at_rest in (False, True):
-            rests: list[tuple[str, Form]] = []
-            conversions: list[Conversion] = []
-            for t, form in zip(block.parameters, signature.parameters, strict=True):
-                spec = self.program.tensors[t]
-                rest = form
-                slices = forms_of(spec, self.ranks)[1:]
-                is_large = spec.content_bytes >= self.least_sliced_bytes
-                if form == WHOLE and sliced_at_rest and slices and is_large:
-                    rest = slices[0]
-                    gather = self.costs.milliseconds("all_gather", spec) / COPIES
-                    scatter = self.costs.milliseconds("reduce_scatter", spec) / COPIES
-                    conversions.append(
-                        Conversion(t, rest, WHOLE, gather, scatter if t in self._trained else 0.0)
-                    )
-                elif form == WHOLE and t in self._trained and self.ranks > 1:
-                    total = self.costs.milliseconds("all_reduce", spec) / COPIES
-                    conversions.append(Conversion(t, WHOLE, WHOLE, 0.0, total))
-                rests.append((t, rest))
-            choices.append(_Option(tuple(rests), tuple(conversions)))
-        return list(dict.fromkeys(choices))
-
-    def _with_gradients(self) -> set[str]:
-        """Float parameters, and everything that depends on one and is float."""
-        tensors = self.program.tensors
-        trained = {t for t in self.program.parameters if "float" in tensors[t].dtype}
-        for i in self.program.instructions:
-            if not trained.isdisjoint(i.inputs):
-                trained |= {t for t in i.outputs if "float" in tensors[t].dtype}
-        return trained
+    def _steps_of(self, passage: Passage) -> list[Step]:
+        """The steps through a segment, with its own names."""
+        like, segment = passage.like, passage.segment
+        name = self.space.name
+        own = {name[a]: name[b] for a, b in zip(like.tensors, segment.tensors, strict=True)}
+        block = dict(zip(like.blocks, segment.blocks, strict=True))
+        return [
+            step._replace(
+                block=block[step.block],
+                rests=tuple((own[t], form) for t, form in step.rests),
+                conversions=tuple(c._replace(tensor=own[c.tensor]) for c in step.conversions),
+            )
+            for step in self._steps(passage.pattern)
+        ]
 
 
-class _Option(NamedTuple):
-    """How a block's parameters rest, and what is communicated for them."""
+def _entry(label: Label) -> Label:
+    """The label that entered the segment."""
+    while not isinstance(label.step, Entry):
+        assert label.before is not None
+        label = label.before
+    return label
 
-    rests: tuple[tuple[str, Form], ...]
-    conversions: tuple[Conversion, ...]
+
+def _relative(ordered: list[tuple[State, list[Label]]], low: float) -> States:
+    """The labels as a segment is entered with: times as differences, and numbered."""
+    number = count()
+    return {
+        state: [
+            label._replace(front=label.front - low, before=None, step=Entry(next(number))) for label in labels
+        ]
+        for state, labels in ordered
+    }
+
+
+def _rounded(label: Label, low: float) -> tuple[float, ...]:
+    """The costs that decide what follows, the time as a difference."""
+    front, *others = label[:6]
+    return tuple(round(ms, DIGITS) for ms in (front - low, *others))
+
+
+def _state_key(state: State) -> list[tuple[int, str, bool]]:
+    return [(item.tensor, " ".join(map(str, item.forms)), item.is_new) for item in state]

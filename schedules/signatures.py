@@ -39,7 +39,7 @@ def signatures(instruction: Instruction, program: Program, ranks: int, cost: Cos
         ways += [(PARTIAL, PARTIAL)] if is_move else []
     split = len(instruction.inputs)
     return [
-        Signature(way[:split], way[split:], _milliseconds(instruction, program, way, ranks, cost))
+        Signature(way[:split], way[split:], signature_ms(instruction, program, way, ranks, cost))
         for way in dict.fromkeys(ways)
         if _is_even(instruction, program, way, ranks)
     ]
@@ -55,9 +55,13 @@ def _is_even(instruction: Instruction, program: Program, way: tuple[Form, ...], 
     return True
 
 
-def _milliseconds(
+def signature_ms(
     instruction: Instruction, program: Program, way: tuple[Form, ...], ranks: int, cost: Cost
 ) -> float:
+    """Milliseconds on each rank. way: the forms of inputs and outputs, by position. A constant is made whole
+    on every rank, whatever slice of it is read."""
+    if not instruction.inputs:
+        return cost(instruction, program.tensors)
     forms = dict(zip((*instruction.inputs, *instruction.outputs), way, strict=True))
     if not any(form.is_cut for form in way):
         return cost(instruction, program.tensors)

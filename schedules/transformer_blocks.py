@@ -8,7 +8,7 @@ Operator 0 is the last one of the preceding block. Attention is one operator, cu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import Cluster
@@ -63,10 +63,21 @@ def block(sizes: BlockSizes, batch: int, sequence: int) -> tuple[Operator, ...]:
 
 
 def problem(
-    cluster: Cluster, sizes: BlockSizes, batch: int, sequence: int, devices: int, *, squares: bool = True
+    cluster: Cluster,
+    sizes: BlockSizes,
+    batch: int,
+    sequence: int,
+    devices: int,
+    *,
+    squares: bool = True,
+    microbatches: int = 1,
 ) -> Problem:
-    """All partitions of a block over `devices`; `squares` False: only the purely spatial ones."""
-    return Problem.over(cluster, block(sizes, batch, sequence), EDGES, devices, squares=squares)
+    """All partitions of a block over `devices`; `squares` False: only the purely spatial ones.
+
+    Args: batch: of a microbatch. microbatches: of an iteration, at whose end weight gradients are summed.
+    """
+    operators = [replace(o, accumulated=microbatches) for o in block(sizes, batch, sequence)]
+    return Problem.over(cluster, operators, EDGES, devices, squares=squares)
 
 
 def megatron(operators: Sequence[Operator], data_bits: int, tensor_bits: int) -> list[Partition]:

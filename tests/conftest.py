@@ -117,3 +117,11 @@ def pool() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def pool_of_16() -> Iterator[RankPool]:
+    """Sixteen of them, for the tests of one file."""
+    pool = RankPool(16)
+    yield pool
+    pool.close()

@@ -143,6 +143,25 @@ def test_torchtitan_style_with_fsdp_trains_as_with_a_plan(pool: RankPool, tmp_pa
     assert len(list((tmp_path / "saved").glob("*.distcp"))) == 2
 
 
+def square_and_one_rank() -> tuple[list[float], list[float], float]:
+    """The example, the same training with `nn.Linear`, and the share of its bytes that a rank holds."""
+    module, got = example("square_linear"), losses_of("square_linear")
+    torch.manual_seed(0)
+    model = module.Mlp()
+    torch.manual_seed(0)
+    width = module.WIDTH
+    whole = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+    expected, held = module.train(whole)
+    return got, expected, module.train(model)[1] / held
+
+
+def test_square_linear_trains_like_linear(pool: RankPool) -> None:
+    for got, expected, share in pool.run(square_and_one_rank, ranks=4):
+        assert expected[-1] < 0.6 * expected[0]
+        assert differs(got, expected) < BOUND
+        assert share == 1 / 4
+
+
 @pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.parametrize(

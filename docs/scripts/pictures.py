@@ -113,7 +113,14 @@ def fused(path: Path) -> None:
     plt.close(figure)
 
 
-PICTURES = {"timeline": timeline, "rows": rows, "fused": fused}
+def square(path: Path) -> None:
+    """The MLP block of OPT 6.7B under Megatron's partition and PrimePar's, simulated."""
+    from lancet_kernels.paper.primepar_report import save_timelines
+
+    save_timelines(path)
+
+
+PICTURES = {"timeline": timeline, "rows": rows, "fused": fused, "square": square}
 
 
 def main(names: list[str]) -> None:

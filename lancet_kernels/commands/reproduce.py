@@ -13,7 +13,7 @@ from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import UserError
 
 ALL = ("11", "12", "13", "14", "15", "16")
-HIDUP = ("6", "7", "8", "11", "12", "14")
+HIDUP = ("6", "7", "8", "11", "12", "14", "table 4", "table 5")
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -32,7 +32,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=_figures,
         default=(),
         metavar="LIST",
-        help="figures of Lancet's or HiDup's to simulate, as in 11,13 (default: all)",
+        help="figures of Lancet's or HiDup's to simulate, as in 11,13, and HiDup's 'table 4', 'table 5' "
+        "(default: all)",
     )
     command.add_argument("--layers", type=int, metavar="N", help="of HiDup's models, even (default: 8)")
     command.add_argument(
@@ -116,11 +117,10 @@ def _primepar(arguments: argparse.Namespace) -> int:
 def _figures(text: str) -> tuple[str, ...]:
     """Example: `13,11` -> ("11", "13")."""
     names = {part.strip() for part in text.split(",")}
-    numbers = {*ALL, *HIDUP}
-    if not names or not names <= numbers:
-        expected = ",".join(sorted(numbers, key=int))
-        raise argparse.ArgumentTypeError(f"got {text}, expected some of {expected}")
-    return tuple(sorted(names, key=int))
+    known = [*sorted({*ALL, *HIDUP[:-2]}, key=int), *HIDUP[-2:]]
+    if not names or not names <= set(known):
+        raise argparse.ArgumentTypeError(f"got {text}, expected some of {','.join(known)}")
+    return tuple(name for name in known if name in names)
 
 
 def _of_paper(chosen: tuple[str, ...], figures: tuple[str, ...], paper: str) -> tuple[str, ...]:
@@ -137,20 +137,28 @@ def _of_paper(chosen: tuple[str, ...], figures: tuple[str, ...], paper: str) -> 
 
 def _hidup(arguments: argparse.Namespace) -> int:
     # Imported here, because it imports the models.
-    from lancet_kernels.paper import hidup
+    from lancet_kernels.paper import hidup, hidup_report
 
     layers = arguments.layers
     if layers is not None and (layers < 2 or layers % 2):
         raise UserError("--layers", got=layers, expected="an even number", do="every other layer has experts")
     numbers = _of_paper(arguments.figures, HIDUP, "hidup")
+    folder = _folder(arguments.output_folder)
     figures = {}
     for number in tqdm(numbers, desc="figures", disable=not sys.stderr.isatty(), leave=False):
         figures[number] = hidup.FIGURES[number](layers)
+    try:
+        files = hidup_report.save_pictures(figures, folder)
+    except OSError as error:
+        raise _not_writable(str(folder), error) from error
     if arguments.json:
         data = {"simulated": True, "paper": "hidup", "assumptions": list(hidup.ASSUMPTIONS)}
-        print(json_text({**data, "figures": figures, "claims": hidup.claims(figures)}))
+        claims = hidup_report.claims(figures)
+        print(json_text({**data, "figures": figures, "claims": claims, "pictures": files}))
     else:
-        print(hidup.text(figures))
+        print(hidup_report.text(figures))
+        if files:
+            print(f"\nPictures: {', '.join(files.values())}")
     return 0
 
 

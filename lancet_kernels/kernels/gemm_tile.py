@@ -119,7 +119,7 @@ def _add_bias(acc, bias_ptr, n0, N, BN: tl.constexpr):
 
 
 @triton.jit
-def _rows_times_weight(
+def rows_times_weight(
     x_ptr, w_ptr, rows, m0, n0, K, N, ldx,
     PAIR: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -186,7 +186,7 @@ def forward_tile(
     [3, 4]] -> out[0:3] = [[1, 2], [3, 4], [8, 12]]; out[3:16] is not touched.
     """
     PAIR: tl.constexpr = ACT == "swiglu"
-    acc, acc_up = _rows_times_weight(
+    acc, acc_up = rows_times_weight(
         x_ptr, w_ptr, rows, m0, n0, K, N, ldx, PAIR, UPCAST, TMA, BM, BN, BK
     )  # fmt: skip
     quarter = _quarters(acc, BM, BN)
@@ -196,6 +196,25 @@ def forward_tile(
             quarter[q], quarter_up[q], bias_ptr, pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ld_out,
             ACT, HAS_BIAS, SAVE_PRE, BM, BN // 4,
         )  # fmt: skip
+
+
+@triton.jit
+def rows_times_transposed(
+    x_ptr, w_ptr, rows, m0, n0, K, N, ldx,
+    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """-> float32 [BM, BN] of x @ w^T; x [rows, K], w [N, K]."""
+    x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, ldx, m0, 0, BM, BK, TMA)
+    w_desc, p_w, i_n, _ = _block(w_ptr, N, K, K, n0, 0, BN, BK, TMA)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        m_k = i_k < K - k
+        b_x = _load(x_desc, p_x, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
+        b_w = _load(w_desc, p_w, (i_n < N)[:, None] & m_k[None, :], n0, k, TMA)
+        acc = _dot(b_x, b_w.T, acc, UPCAST)
+        p_x += BK
+        p_w += BK
+    return acc
 
 
 @triton.jit
@@ -240,16 +259,7 @@ def dgrad_tile(
 
     Example: dy = [[1, 2]], w = [[1, 0], [0, 1], [1, 1]], ACT "none" -> out = [[1, 2, 3]].
     """
-    dy_desc, p_dy, i_m, i_k = _block(dy_ptr, rows, K, ld_dy, m0, 0, BM, BK, TMA)
-    w_desc, p_w, i_n, _ = _block(w_ptr, N, K, K, n0, 0, BN, BK, TMA)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        m_k = i_k < K - k
-        b_dy = _load(dy_desc, p_dy, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
-        b_w = _load(w_desc, p_w, (i_n < N)[:, None] & m_k[None, :], n0, k, TMA)
-        acc = _dot(b_dy, b_w.T, acc, UPCAST)
-        p_dy += BK
-        p_w += BK
+    acc = rows_times_transposed(dy_ptr, w_ptr, rows, m0, n0, K, N, ld_dy, UPCAST, TMA, BM, BN, BK)
     quarter = _quarters(acc, BM, BN)
     for q in tl.static_range(4):
         _finish_dgrad(
@@ -298,6 +308,18 @@ def store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM: tl.constexpr, BN: tl.co
     quarter = _quarters(acc, BM, BN)
     for q in tl.static_range(4):
         _store(dw_ptr, quarter[q], m0, n0 + q * (BN // 4), A, B, B, BM, BN // 4)
+
+
+@triton.jit
+def store_added(
+    out_ptr, acc, before_ptr, adds, m0, n0, rows, N, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """out[m0:m0+BM, n0:n0+BN] = acc, plus before (float32) there if `adds`; all are [rows, N]."""
+    quarter = _quarters(acc, BM, BN)
+    for q in tl.static_range(4):
+        n = n0 + q * (BN // 4)
+        b_before = _load_pre(before_ptr, m0, n, tl.where(adds, rows, 0), N, N, BM, BN // 4)
+        _store(out_ptr, quarter[q] + b_before, m0, n, rows, N, N, BM, BN // 4)
 
 
 @triton.jit

@@ -20,6 +20,13 @@ MLP_PARTS = {
 }
 
 
+PIPELINES = {
+    "megatron": "best Megatron",
+    "primepar": "primepar",
+    "computation": "best Megatron's computation",
+}
+
+
 def text(data: Mapping[str, Any]) -> str:
     """All tables, what the slides claim beside it, and the assumptions."""
     lines = ["PrimePar (ASPLOS '24, slides) by simulation: nothing here was run on a GPU.", ""]
@@ -34,6 +41,8 @@ def text(data: Mapping[str, Any]) -> str:
     lines += ["", "Claims of the slides"]
     rows = [(c["name"], c["paper"], c["ours"], "yes" if c["holds"] else "no") for c in data["claims"]]
     lines += table(("claim", "paper", "simulated", "holds"), rows)
+    lines += ["", "Why the others do not hold"]
+    lines += [f"  - {c['name']}: {c['why']}" for c in data["claims"] if not c["holds"]] or ["  all hold"]
     return "\n".join([*lines, "", "Assumptions", *(f"  - {a}" for a in ASSUMPTIONS)])
 
 
@@ -97,7 +106,7 @@ def _pipelines(models: Mapping[str, Any]) -> list[str]:
     return table(
         ("model", "tensors", *(f"{s} stages" for s in stages)),
         [
-            (model, "best Megatron" if name == "megatron" else name, *(f"{ms[s]:.0f}" for s in stages))
+            (model, PIPELINES[name], *(f"{ms[s]:.0f}" for s in stages))
             for model, iteration in models.items()
             for name, ms in iteration.items()
         ],
@@ -109,14 +118,19 @@ def save_pictures(data: Mapping[str, Any], folder: Path) -> dict[str, str]:
     files = {name: str(folder / f"primepar-{name}.png") for name in ("throughput", "mlp", "timelines")}
     _save_throughput(data["rows"], files["throughput"])
     _save_mlp_blocks(data["rows"], files["mlp"])
+    save_timelines(files["timelines"])
+    return files
+
+
+def save_timelines(path: str | Path) -> None:
+    """The slides' MLP block under Megatron's partition, and under PrimePar's."""
     events = {name: timeline.events for name, timeline in timelines().items()}
     save_picture(
         events,
-        files["timelines"],
+        path,
         weight_gradients=[e.name for e in chain(*events.values()) if " gradient" in e.name],
         title="MLP block of OPT 6.7B on 2 nodes of 4 V100s, forward and backward (simulated)",
     )
-    return files
 
 
 def _figure(rows: int, columns: int, title: str):

@@ -169,14 +169,14 @@ def call_with_summed_gradients(
     """
     over = gradient_groups(module, groups)
     summed = {
-        name: _SumOverRanks.apply(parameter, over[parameter])
+        name: SumOverRanks.apply(parameter, over[parameter])
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and over[parameter]
     }
     return torch.func.functional_call(module, summed, tuple(inputs), dict(by_name or {}))
 
 
-class _SumOverRanks(torch.autograd.Function):
+class SumOverRanks(torch.autograd.Function):
     """The tensor itself; the sum over the ranks for its gradient."""
 
     @staticmethod

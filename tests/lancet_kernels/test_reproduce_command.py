@@ -180,7 +180,7 @@ def test_the_command_prints_tables(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--figures", "17"], "got 17, expected some of 6,7,8,11,12,13,14,15,16"),
+        (["--figures", "17"], "got 17, expected some of 6,7,8,11,12,13,14,15,16,table 4,table 5"),
         (["--figures", ""], "got , expected some of"),
         (["--figures", "6"], "figures of paper lancet: got 6, expected some of 11,12,13,14,15,16"),
         (["--paper", "hidup", "--figures", "13"], "figures of paper hidup: got 13, expected some of 6,7,8"),

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,13 +17,6 @@ from tests.grids import few_of
 from tests.ranks import RankPool
 
 STEPS = 3
-
-
-@pytest.fixture(scope="module")
-def pool_of_16() -> Iterator[RankPool]:
-    pool = RankPool(16)
-    yield pool
-    pool.close()
 
 
 class Block(nn.Module):
@@ -229,6 +221,8 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
         layer(torch.randn(2, 4, dtype=torch.float64))
     with pytest.raises(UserError, match=r"SquareLinear.scatter: got \(2, 6\)"):
         layer.scatter(torch.randn(2, 6))
+    with pytest.raises(UserError, match="backend of SquareLinear: got 'triton', expected torch or fused"):
+        SquareLinear(4, 6, backend="triton")
     with pytest.raises(UserError, match="leading dimensions"):
         layer.gather(torch.randn(2, 6), (3,))
 
@@ -240,3 +234,58 @@ def test_of_five_alignments_only_the_input_travels() -> None:
     assert not any(moves(getattr(movements, name)) for name in still)
     assert moves(movements.enter)
     assert moves(movements.leave)
+
+
+def train_fused_on_rank(rows: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> dict[str, float]:
+    """Two steps of the same block with backend "torch" and "fused", beside a float64 one on one rank."""
+    whole = make_block(*sizes, True, torch.float64)
+    blocks = {}
+    for backend in ("torch", "fused"):
+        source = make_block(*sizes, True, torch.float64).to(dtype)
+        layers = (SquareLinear.from_linear(linear, None, backend) for linear in source.children())
+        blocks[backend] = Block(*layers)
+    n, _, k = sizes
+    errors = {}
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x, dy = (torch.randn(rows, f, dtype=torch.float64, generator=generator) for f in (n, k))
+        whole.zero_grad()
+        x_whole = x.clone().requires_grad_()
+        y_whole = whole(x_whole)
+        y_whole.backward(dy)
+        for backend, block in blocks.items():
+            block.zero_grad()
+            x_own = x.to(dtype).requires_grad_()
+            y = block.second.gather(block(block.first.scatter(x_own)), (rows,))
+            y.backward(dy.to(dtype))
+            compared = {"y": (y, y_whole), "dx": (x_own.grad, x_whole.grad)}
+            for name, layer in block.named_children():
+                with torch.no_grad():
+                    for parameter in layer.parameters():
+                        parameter.copy_(parameter.grad)
+                gradients = layer.to_linear()
+                reference = getattr(whole, name)
+                compared[f"d{name}"] = gradients.weight, reference.weight.grad
+                compared[f"d{name} bias"] = gradients.bias, reference.bias.grad
+            for what, (own, right) in compared.items():
+                error = difference(own.double(), right) / right.abs().max().item()
+                key = f"{backend} {what}"
+                errors[key] = max(errors.get(key, 0.0), error)
+            source = make_block(*sizes, True, torch.float64).to(dtype)
+            for layer, linear in zip(block.children(), source.children(), strict=True):
+                layer.load_state_dict(SquareLinear.from_linear(linear).state_dict())
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "dtype"),
+    few_of([(6, (10, 12, 7), torch.float32), (40, (64, 80, 64), torch.bfloat16)]),
+)
+def test_fused_launches_compute_the_same(
+    pool: RankPool, rows: int, sizes: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """As near to float64 as the other backend is, in the interpreter; bits differ in the order of sums."""
+    for errors in pool.run(train_fused_on_rank, rows, sizes, dtype, ranks=4, timeout_s=180):
+        least = 8 * torch.finfo(dtype).eps
+        for what in [key for key in errors if key.startswith("fused")]:
+            assert errors[what] < max(2 * errors[what.replace("fused", "torch")], least), errors

@@ -93,3 +93,24 @@ def test_a_strategy_for_a_model_takes_what_is_simulated(name):
     assert simulate(duplexed(strategy), milliseconds).iteration_ms == pytest.approx(strategy.predicted_ms)
     assert strategy.lower_bound_ms <= strategy.predicted_ms <= strategy.serial_ms + 1e-9
     assert strategy.predicted_ms < search_sharding(program, 1, milliseconds).predicted_ms
+
+
+@pytest.mark.parametrize("name", few_of(MODELS))
+def test_memory_is_weights_and_what_autograd_saves(name):
+    model, batch = tiny(name)
+    strategy = search_sharding(forward_of(capture(model, batch), name), 1, milliseconds)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(*batch)
+    inputs = {t.untyped_storage().data_ptr() for t in batch}
+    activations = sum(storage.nbytes() for at, storage in saved.items() if at not in own | inputs)
+    assert loss.requires_grad
+    # Weight, gradient and Adam's two moments; activations of two microbatches.
+    assert strategy.memory_bytes == pytest.approx(4 * weights + 2 * activations, rel=0.05)

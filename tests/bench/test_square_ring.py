@@ -1,0 +1,35 @@
+"""The benchmark of SquareLinear's ring: what it prints, and a rank needs less memory than with Megatron's
+split."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench" / "square_ring.py"
+TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 4".split()
+
+
+@pytest.mark.long
+def test_the_ring_needs_less_memory_than_megatrons_split() -> None:
+    sizes = "--rows 2048 --width 128 --hidden 512 --layers 4 --json".split()
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, str(BENCH), *sizes],
+        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    u = 2048 * 128 * 4  # bytes of the whole input
+    parameters = 4 * (2 * 128 * 512 + 512 + 128)
+    # Megatron's split keeps three of these for each layer (the input, and quarters of both wide activations),
+    # a fourth of the parameters four times; in the backward two gradients come with it.
+    megatron = 4 * 3 * u + 4 * 4 * parameters // 4
+    assert megatron < 1e6 * report["megatron_peak_mb"] < megatron + 5 * u
+    # Each layer's own share: a quarter of the input, and of both wide activations, which are 4 times as wide.
+    least = 4 * 2.25 * u + 4 * 4 * parameters // 4
+    assert least < 1e6 * report["peak_mb"] < 1e6 * report["megatron_peak_mb"]
+    assert report["exposed_ms"] >= 0
+    assert report["waited_for_ms"] > 0
