@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from lancet_kernels import UserError
+from lancet_kernels import UserError, parallelize
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.slices import Partition, Primitive, replicate, split, square
 from lancet_kernels.parallel_linears import OPERATORS, parallelize_linears
@@ -107,7 +107,10 @@ def train_on_rank(family: str, strategy: str, partitions: dict | None) -> dict:
     """
     whole, parted = make_model(family), make_model(family)
     x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
-    parallelize_linears(parted, (x,), None, strategy, cluster=slow_cluster(), partitions=partitions)
+    if partitions is None:
+        assert parallelize(parted, (x,), strategy=strategy, cluster=slow_cluster()) is parted
+    else:
+        parallelize_linears(parted, (x,), None, strategy, cluster=slow_cluster(), partitions=partitions)
     optimizers = [torch.optim.Adam(m.parameters(), 1e-2, eps=1e-3) for m in (whole, parted)]
     errors = {"output": 0.0, "input gradient": 0.0, "parameter": 0.0}
     for step in range(2):
