@@ -73,6 +73,17 @@ class Captured:
         """The number of forward outputs of the joint graph; its other outputs are gradients."""
         return sum(isinstance(d, PlainAOTOutput) for d in output_node(self.joint).meta["desc"])
 
+    @property
+    def result_structure(self) -> pytree.TreeSpec:
+        """How the forward's outputs stand in what the module returns."""
+        return self._descriptors.out_spec
+
+    @property
+    def returns_alone(self) -> bool:
+        """Does the forward return its results and change nothing: no buffer, no input?"""
+        outputs = output_node(self.joint).meta["desc"][: self.forward_outputs]
+        return all(isinstance(d, PlainAOTOutput) for d in outputs)
+
     def parameter_of_gradient(self) -> dict[int, str]:
         """Position of a gradient among the joint graph's outputs -> name of its parameter."""
         descriptors = output_node(self.joint).meta["desc"]

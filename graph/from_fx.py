@@ -29,6 +29,10 @@ _KINDS = {
     "lancet.all_reduce_bucket": Kind.ALL_REDUCE,
     "lancet.shift": Kind.POINT_TO_POINT,
     "lancet.gather_tiles": Kind.OTHER_COMMUNICATION,
+    "lancet.all_gather": Kind.OTHER_COMMUNICATION,
+    "lancet.reduce_scatter": Kind.OTHER_COMMUNICATION,
+    "lancet.exchange_shards": Kind.ALL_TO_ALL,
+    "lancet.all_reduce": Kind.ALL_REDUCE,
     "_c10d_functional.all_to_all_single": Kind.ALL_TO_ALL,
     "_c10d_functional.all_reduce": Kind.ALL_REDUCE,
     "_c10d_functional.all_reduce_": Kind.ALL_REDUCE,
@@ -42,7 +46,11 @@ _COLLECTIVES = {
         ("reduce_scatter_tensor", "reduce_scatter"),
     )
     for variant in ("", "_coalesced", "_out")
-} | {"lancet.gather_tiles": "all_gather"}
+} | {
+    "lancet.gather_tiles": "all_gather",
+    "lancet.all_gather": "all_gather",
+    "lancet.reduce_scatter": "reduce_scatter",
+}
 """Values of the attribute `collective`, by which cost models find these ops."""
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs with random ops."""

@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,10 +23,11 @@ from torch import Tensor, fx
 
 from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.from_fx import is_collective, is_instruction
-from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
+from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
 from lancet_kernels.ops.groups import Groups, group_device, group_of, group_size
 from lancet_kernels.ops.link import link
+from lancet_kernels.ops.shards import start_all_gather, start_reduce_scatter
 from lancet_kernels.ops.shift import start_shift
 from lancet_kernels.ops.waiting import waiting
 
@@ -183,6 +184,18 @@ def measure_communication(
     def all_reduce(group: str) -> Callable[[int], object]:
         return lambda size: start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group)
 
+    def all_gather(group: str) -> Callable[[int], object]:
+        ranks = group_size(group)
+        return lambda size: start_all_gather(
+            torch.zeros(max(1, size // (4 * ranks)), device=device), 0, group
+        )
+
+    def reduce_scatter(group: str) -> Callable[[int], object]:
+        ranks = group_size(group)
+        return lambda size: start_reduce_scatter(
+            torch.zeros(ranks * max(1, size // (4 * ranks)), device=device), 0, group
+        )
+
     def shift_around(size: int) -> object:
         ranks = group_size(groups.world)
         around = [(place + 1) % ranks for place in range(ranks)]
@@ -194,12 +207,8 @@ def measure_communication(
     }
     for name, group in (("world", groups.data), ("replica", groups.replica)):
         starts["all_reduce", name] = all_reduce(group)
-        starts["all_gather", name] = partial(
-            _start_with_shards, dist.all_gather_into_tensor, group, device, False
-        )
-        starts["reduce_scatter", name] = partial(
-            _start_with_shards, dist.reduce_scatter_tensor, group, device, True
-        )
+        starts["all_gather", name] = all_gather(group)
+        starts["reduce_scatter", name] = reduce_scatter(group)
     samples = {}
     for collective, name in largest:
         start = starts[collective, name]
@@ -250,20 +259,6 @@ def _uniform_all_to_all(size: int, width: int, group: str, device: torch.device)
     rows = max(1, size // (4 * width * ranks))
     count = torch.full((ranks, 1), rows, dtype=torch.int64, device=device)
     return start_all_to_all(torch.zeros(ranks * rows, width, device=device), count, count, group, True)
-
-
-def _start_with_shards(
-    collective: Callable[..., dist.Work], group: str, device: torch.device, to_shard: bool, size: int
-) -> dist.Work | PendingAllReduce:
-    """Start an all-gather or reduce-scatter between `size` bytes of float32 and this rank's shard of them."""
-    if not group:
-        return start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group)
-    process_group = group_of(group)
-    shard = torch.zeros(max(1, size // (4 * process_group.size())), device=device)
-    whole = shard.new_zeros(shard.numel() * process_group.size())
-    result, operand = (shard, whole) if to_shard else (whole, shard)
-    with waiting(collective.__name__, process_group):
-        return collective(result, operand, group=process_group, async_op=True)
 
 
 def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:

@@ -21,6 +21,15 @@ from lancet_kernels.ops.kept_counts import kept_counts
 from lancet_kernels.ops.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
 from lancet_kernels.ops.parts import merge_parts, merge_rows, part_rows, window_counts, window_rows
 from lancet_kernels.ops.send_rows import send_rows
+from lancet_kernels.ops.shards import (
+    all_gather,
+    all_reduce,
+    exchange_shards,
+    place_shard,
+    reduce_scatter,
+    share_gradient,
+    take_shard,
+)
 from lancet_kernels.ops.shift import shift, start_shift
 from lancet_kernels.ops.square_linear import square_linear
 from lancet_kernels.ops.tiles import gather_tiles, scatter_tiles
@@ -29,6 +38,8 @@ from lancet_kernels.ops.token_index import token_index
 __all__ = [
     "MoELosses",
     "RoutingSums",
+    "all_gather",
+    "all_reduce",
     "all_reduce_bucket",
     "all_to_all",
     "combine",
@@ -36,6 +47,7 @@ __all__ = [
     "dispatch",
     "dropout",
     "exchange_counts",
+    "exchange_shards",
     "expert_activation",
     "expert_activation_backward",
     "gate",
@@ -50,15 +62,19 @@ __all__ = [
     "merge_rows",
     "moe_losses",
     "part_rows",
+    "place_shard",
+    "reduce_scatter",
     "routing_sums",
     "scatter_tiles",
     "send_rows",
+    "share_gradient",
     "shift",
     "square_linear",
     "start_all_reduce",
     "start_all_to_all",
     "start_shift",
     "sum_over_ranks",
+    "take_shard",
     "token_index",
     "window_counts",
     "window_rows",

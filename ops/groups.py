@@ -100,6 +100,14 @@ class Groups:
         return cls._with_communicators(expert_name, replicas, data, mesh.mesh.flatten().tolist())
 
     @classmethod
+    def of_ranks(cls, group: str) -> Groups:
+        """For ranks of which each holds other slices of one model (`parallelize`): the group for its
+        collectives, one of the same ranks for gradients, and no replicas. Collective over all ranks of the
+        job."""
+        ranks = dist.get_process_group_ranks(group_of(group)) if group else [dist.get_rank()]
+        return cls._with_communicators(group, [dist.get_rank()], ranks, ranks)
+
+    @classmethod
     def _with_communicators(
         cls, expert: str, replica: list[int], data: list[int], world: list[int]
     ) -> Groups:

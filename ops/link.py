@@ -13,6 +13,7 @@ ranks of one machine can share it (they compare one monotonic clock).
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import tempfile
@@ -230,7 +231,9 @@ class Transfer:
         """
         if self._events is None:
             assert isinstance(work, dist.Work)
-            work.get_future().add_done_callback(lambda _: self._done.append(time.monotonic()))
+            # gloo's reduce-scatter does not say when it is complete: that counts from when it is waited for.
+            with contextlib.suppress(RuntimeError):
+                work.get_future().add_done_callback(lambda _: self._done.append(time.monotonic()))
             return
         # A stream that does nothing but wait for it, because the compute stream may wait later. NCCL keeps
         # the buffer that it sends alive until the first wait; after that, this object has to.

@@ -22,12 +22,22 @@ from lancet_kernels.graph.from_fx import draws_random_numbers, forward_nodes, is
 from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.all_to_all import start_all_to_all
+from lancet_kernels.ops.shards import (
+    start_all_gather,
+    start_all_reduce_summands,
+    start_exchange_shards,
+    start_reduce_scatter,
+)
 from lancet_kernels.ops.shift import start_shift
 
 _STARTS: dict[str, Callable] = {
     "lancet.all_to_all": start_all_to_all,
     "lancet.all_reduce_bucket": start_all_reduce,
     "lancet.shift": start_shift,
+    "lancet.all_gather": start_all_gather,
+    "lancet.reduce_scatter": start_reduce_scatter,
+    "lancet.exchange_shards": start_exchange_shards,
+    "lancet.all_reduce": start_all_reduce_summands,
 }
 
 

@@ -28,7 +28,12 @@ ADJOINT = {
     "all_to_all": "all_to_all",
     "all_reduce": "all_reduce",
 }
-_KINDS = {"all_to_all": Kind.ALL_TO_ALL, "all_reduce": Kind.ALL_REDUCE}
+MESSAGE_KINDS = {
+    "all_to_all": Kind.ALL_TO_ALL,
+    "all_reduce": Kind.ALL_REDUCE,
+    "all_gather": Kind.OTHER_COMMUNICATION,
+    "reduce_scatter": Kind.OTHER_COMMUNICATION,
+}
 
 
 def collective(source: Form, target: Form) -> str | None:
@@ -72,7 +77,7 @@ class CollectiveCosts:
         message = Instruction(
             f"{name} of {spec.name}",
             f"sharding.{name}",
-            kind=_KINDS.get(name, Kind.OTHER_COMMUNICATION),
+            kind=MESSAGE_KINDS[name],
             bytes=size,
             attributes={"collective": name},
         )

@@ -35,6 +35,11 @@ def duplex(program: Program, copies: int = COPIES) -> PartitionRange:
     """
     if not program.positions(Kind.ALL_TO_ALL):
         raise _refuse("a step without all-to-alls", "communication to hide", "use strategy none")
+    return copies_of_batch(program, copies)
+
+
+def copies_of_batch(program: Program, copies: int = COPIES) -> PartitionRange:
+    """The same for any Program, whatever it communicates. Raises: as `duplex`."""
     best = _best([_Forms(program, inputs) for inputs in _batch_inputs(program)])
     if best.run_whole and len(best.inputs) > 1:
         # An input that is as long as the batch by chance (positions, say) is better left whole.
@@ -42,6 +47,8 @@ def duplex(program: Program, copies: int = COPIES) -> PartitionRange:
         best = _best([best, *(_Forms(program, inputs) for inputs in fewer)])
     if best.refused:
         raise best.refused[0]
+    if not best.cut:
+        raise _refuse("a step in which nothing can be cut along the batch", "ops with rules", "use one copy")
     batch = program.tensors[best.inputs[0]].shape[0]
     if batch < copies:
         raise _refuse(f"a batch of {batch}", f"at least {copies}", "use strategy lancet, or a larger batch")

@@ -17,7 +17,8 @@ from lancet_kernels.schedules.blocks import Block, BlockSignature
 from lancet_kernels.schedules.sharding import Strategy, search_sharding
 from lancet_kernels.schedules.sharding_states import Restriction
 
-BASELINES = ("replicated", "data parallel", "expert parallel")
+REPLICATED = "replicated"
+BASELINES = (REPLICATED, "data parallel", "expert parallel")
 EXPERT_DIMENSIONS = 3
 """Of an expert weight: experts, then a matrix."""
 
@@ -28,7 +29,8 @@ def baseline(
     """The best strategy of that kind, both microbatches in turns.
 
     Args: experts: names of expert weights, whose first dimension is the expert (default: all parameters with
-        three dimensions). Raises: UserError: unknown name; the program cannot run so.
+        three dimensions). Raises: UserError: unknown name; the program cannot run so, or the work cannot be
+        shared out.
     """
     if name not in BASELINES:
         raise UserError(
@@ -37,11 +39,40 @@ def baseline(
     if experts is None:
         experts = [t for t in program.parameters if len(program.tensors[t].shape) == EXPERT_DIMENSIONS]
     restriction = {
-        "replicated": Restriction(_rests_whole, frozenset(), _computes_everything),
-        "data parallel": Restriction(_rests_whole, frozenset()),
+        REPLICATED: Restriction(_rests_whole, frozenset(), _computes_everything),
+        "data parallel": Restriction(_rests_whole, frozenset(), _is_shared),
         "expert parallel": _expert_parallel(frozenset(experts)),
     }[name]
-    return search_sharding(program, ranks, cost, restriction=restriction, name=name)
+    numbers = sorted({program.tensors[t].shape[0] for t in experts})
+    if name == "expert parallel" and (not experts or any(number % ranks for number in numbers)):
+        raise UserError(
+            f"{name} sharding of {program.name}",
+            got=f"{' and '.join(map(str, numbers))} experts" if experts else "no parameter [experts, ., .]",
+            expected=f"a number of experts that {ranks} ranks divide",
+            do="use strategy 'data parallel' or 'hidup'",
+        )
+    try:
+        strategy = search_sharding(program, ranks, cost, restriction=restriction, name=name)
+    except UserError:
+        sizes = [list(program.tensors[t].shape) for t in program.inputs if t not in program.parameter_set]
+        raise _not_shared(name, program, ranks, f"inputs {', '.join(map(str, sizes))}") from None
+    ways = {i: way for stage in strategy.stages for i, way in stage.computation.items()}
+    for instruction in program.instructions:
+        is_shared = any(form.is_cut for form in ways[instruction.name])
+        if instruction.flops and not is_shared and ranks > 1 and name != REPLICATED:
+            sizes = [list(program.tensors[t].shape) for t in instruction.inputs]
+            got = f"{instruction.name}, which every rank would compute whole: operands {sizes}"
+            raise _not_shared(name, program, ranks, got)
+    return strategy
+
+
+def _not_shared(name: str, program: Program, ranks: int, got: str) -> UserError:
+    return UserError(
+        f"{name} sharding of {program.name}",
+        got=got,
+        expected=f"microbatches that {ranks} ranks divide",
+        do="choose another batch, or strategy 'hidup'",
+    )
 
 
 def compared(strategy: Strategy, program: Program, cost: Cost) -> str:
@@ -69,12 +100,21 @@ def _computes_everything(block: Block, signature: BlockSignature) -> bool:
     return all(form == WHOLE for way in signature.ways for form in way)
 
 
+def _is_shared(block: Block, signature: BlockSignature) -> bool:
+    """Is the work shared out, where it can be? Small models are as fast if every rank computes everything."""
+
+    def cuts(of: BlockSignature) -> bool:
+        return any(form.is_cut for form in (*of.reads, *of.makes))
+
+    return cuts(signature) or not any(map(cuts, block.signatures))
+
+
 def _expert_parallel(experts: frozenset[str]) -> Restriction:
     def rests(name: str, form: Form) -> bool:
         return form == cut(0) if name in experts else not form.is_cut
 
     def reads_its_experts(block: Block, signature: BlockSignature) -> bool:
         pairs = zip(block.parameters, signature.parameters, strict=True)
-        return all(form == cut(0) for t, form in pairs if t in experts)
+        return _is_shared(block, signature) and all(form == cut(0) for t, form in pairs if t in experts)
 
     return Restriction(rests, frozenset({"all_to_all"}), reads_its_experts)

@@ -182,3 +182,30 @@ def test_under_torchrun(command: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     first, last = done.stdout.splitlines()[-1].split(",")[0].removeprefix("loss ").split(" -> ")
     assert float(last) < 0.8 * float(first)
+
+
+def losses_on_one_device() -> list[float]:
+    """The example's loop without `parallelize`."""
+    module = example("shard_model")
+    torch.manual_seed(0)
+    first = torch.arange(module.SEQUENCE)
+    torch.randint(module.VOCABULARY, (module.BATCH, 1))
+    model = module.Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(module.STEPS):
+        loss = model((first + torch.randint(module.VOCABULARY, (module.BATCH, 1))) % module.VOCABULARY)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["hidup", "data parallel"])
+def test_a_sharded_model_trains_as_on_one_device(pool: RankPool, strategy: str) -> None:
+    expected = losses_on_one_device()
+    assert expected[-1] < 0.5 * expected[0]
+    for got in pool.run(losses_of, "shard_model", strategy, "p3dn", timeout_s=180):
+        assert differs(got, expected) < BOUND

@@ -22,17 +22,17 @@ MODELS = ("bert-sgmoe", "bert-switch", "vit-sgmoe", "vit-switch")
 RANKS = 2
 
 
-def tiny(name: str) -> tuple[HiDupModel, tuple[torch.Tensor, torch.Tensor]]:
+def tiny(name: str, batch: int = 4) -> tuple[HiDupModel, tuple[torch.Tensor, torch.Tensor]]:
     """Two layers of small sizes, in fp64, with a random batch."""
     config = replace(
         hidup_config(name, 2, 2), width=16, heads=4, hidden=32, sequence=8, patch=6, vocab=24, experts=4
     )
     torch.manual_seed(3)
     model = HiDupModel(config).double()
-    target = torch.randint(config.vocab, (4,) if config.is_image else (4, 8))
+    target = torch.randint(config.vocab, (batch,) if config.is_image else (batch, 8))
     if config.is_image:
-        return model, (torch.randn(4, 8, 6, dtype=torch.float64), target)
-    return model, (torch.randint(config.vocab, (4, 8)), target)
+        return model, (torch.randn(batch, 8, 6, dtype=torch.float64), target)
+    return model, (torch.randint(config.vocab, (batch, 8)), target)
 
 
 def milliseconds(instruction, tensors) -> float:
