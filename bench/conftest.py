@@ -20,8 +20,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 # Helper modules that several benchmarks share.
 sys.path.insert(0, str(Path(__file__).parent))
+from roofline import hardware_of, roofline_ms
 
-from lancet_kernels.kernels.launch_model import hardware_of, roofline_ms
 from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
@@ -106,7 +106,7 @@ def device_name() -> str:
 
 
 def roofline(flops: float, moved_bytes: float, dtype: torch.dtype, median_ms: float) -> dict[str, object]:
-    """What `extra_info` says about the bound; peaks are the vendor's (`kernels.launch_model.HARDWARE`)."""
+    """What `extra_info` says about the bound; peaks are the vendor's (`roofline.HARDWARE`)."""
     major, minor = torch.cuda.get_device_capability()
     hardware = hardware_of(10 * major + minor, torch.cuda.get_device_name())
     least_ms = roofline_ms(flops, moved_bytes, dtype, hardware)

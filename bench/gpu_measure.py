@@ -200,9 +200,9 @@ def compile_all(wanted: list[Part], report) -> None:
     import torch
     from gpu_gemm import JITTED as GEMMS
     from gpu_wire import JITTED as ALL_TO_ALLS
+    from virtual_pes import rehearsal
 
     from lancet_kernels.kernels.runtime import INTERPRETED
-    from lancet_kernels.kernels.virtual_pes import rehearsal
 
     if INTERPRETED:
         return

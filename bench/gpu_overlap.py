@@ -28,14 +28,14 @@ from functools import partial
 import torch
 from gpu_clock import Clock, Times, each_round, spread
 from gpu_sizes import Sizes, choices_of_tokens, normal
+from held_back import HeldLaunch, held_back
 from torch import Tensor
+from virtual_pes import VirtualPes
 
 from lancet_kernels.kernels.exchange import Exchange
-from lancet_kernels.kernels.held_back import HeldLaunch, held_back
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import ExpertGradients, Experts, Routing
 from lancet_kernels.kernels.routing import route_choices
-from lancet_kernels.kernels.virtual_pes import VirtualPes
 from lancet_kernels.kernels.wire import Wire
 
 CAPACITY_FACTOR = 1.25

@@ -20,8 +20,7 @@ from gpu_overlap import FusedLayer
 from gpu_sizes import Sizes
 from gpu_wire import JITTED, WAYS, Pe, Traffic, on_the_way, pace, played, rate_for
 from torch import Tensor
-
-from lancet_kernels.kernels.virtual_pes import VirtualPes
+from virtual_pes import VirtualPes
 
 HIDDEN_GOAL, OVER_STREAMS_GOAL = 0.8, 1.0
 FAST = math.inf

@@ -33,10 +33,10 @@ from gpu_paced import FAST, Taken, figure
 from gpu_sizes import Sizes, normal
 from gpu_wire import JITTED, WAYS, Pe, Traffic, on_the_way, pace, played, rate_for
 from torch import Tensor, nn
+from virtual_pes import VirtualPes, rehearsal
 
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients
-from lancet_kernels.kernels.virtual_pes import VirtualPes, rehearsal
 from lancet_kernels.training.models import Block, ModelConfig
 
 # Of the vocabulary, so that rows of logits are aligned.

@@ -24,12 +24,12 @@ import torch
 import triton
 import triton.language as tl
 from gpu_overlap import FusedLayer
+from held_back import HeldLaunch, staged
 from torch import Tensor
+from virtual_pes import VirtualPes
 
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels import device, runtime, wire
-from lancet_kernels.kernels.held_back import HeldLaunch, staged
-from lancet_kernels.kernels.virtual_pes import VirtualPes
 from lancet_kernels.kernels.wire import Wire
 
 WAYS = ("none", "streams", "fused")

@@ -3,7 +3,7 @@
 An overlap group is an MoE layer: its all-to-alls and the computation that hides them, which is its own expert
 GEMMs (forward, dgrad, wgrad) and, in the backward launch, weight gradients of other layers. On streams, a
 collective runs beside GEMM kernels, and is exposed where it is longer than these. Fused, GEMM tiles and puts
-share one launch, whose time comes from the tuner's measurements or from a model
+share one launch, whose time comes from the tuner's measurements or from a formula
 (`schedules.fused_prediction`). Each layer runs in the way that is predicted faster; `Plan.explain` says
 which, with the numbers.
 
@@ -25,15 +25,15 @@ from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.graph.part_instruction import whole_name
 from lancet_kernels.graph.program import Kind, Program
-from lancet_kernels.kernels.measured_cost import MeasuredCost
+from lancet_kernels.kernels.cost_entry import CostEntry
 from lancet_kernels.ops import fused_graph
 from lancet_kernels.schedules.clock import COMPUTE, LINK
 from lancet_kernels.schedules.fused_layers import MatchedLayer, independent_gradients, match_layers
 from lancet_kernels.schedules.fused_prediction import (
-    MODELLED_EFFICIENCY,
+    EFFICIENCY,
+    FormulaLaunch,
     Launch,
     MeasuredOf,
-    ModelledLaunch,
     Rider,
     kind_of,
     measured_launch,
@@ -87,7 +87,7 @@ def choose_groups(
             verdict = f"{'fused' if fused else 'streams'}: predicted faster"
         else:
             fused, verdict = lowering == "fused", f"{lowering}: requested"
-        source = measurement if measured else f"modelled at efficiency {MODELLED_EFFICIENCY:g}: {measurement}"
+        source = measurement if measured else f"by formula at efficiency {EFFICIENCY:g}: {measurement}"
         group = replace(group, fused=fused, why=f"{verdict} ({group.why}; {source})")
         groups.append(group if fused else replace(group, fillers=()))
         fillers |= set(groups[-1].fillers)
@@ -100,7 +100,7 @@ def _predict(
     ms: Mapping[str, float],
     exposed: Mapping[str, float],
     busy: Mapping[str, float],
-    measured: MeasuredCost | None,
+    measured: CostEntry | None,
     candidates: Sequence[Rider],
 ) -> FusedGroup:
     fused_ms, streams_ms = {}, 0.0
@@ -110,7 +110,7 @@ def _predict(
         moved = [n for n in names if program.instructions[program.index[n]].kind is not Kind.COMPUTE]
         if measured is None:
             communication = sum(ms[n] for n in moved)
-            launch: Launch = ModelledLaunch(communication, sum(ms[n] for n in names) - communication)
+            launch: Launch = FormulaLaunch(communication, sum(ms[n] for n in names) - communication)
         else:
             launch = measured_launch(layer, measured, direction)
         if direction == "backward":

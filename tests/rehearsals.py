@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "bench"
 
 
 def rehearse(script: Path, cache: Path, *first_on_path: Path, timeout_s: float = 300) -> dict[str, Any]:
     """What the script prints last, as JSON. cache: an empty folder, so that everything is compiled anew."""
-    paths = [*map(str, first_on_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [*map(str, first_on_path), str(ROOT), str(BENCH), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": str(cache)}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(

@@ -73,12 +73,9 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if nvshmem_bitcode.find_bitcode(arch) is None:
         skipped = [specimen for _, specimen in chosen if specimen.nvshmem]
         chosen = [(module, specimen) for module, specimen in chosen if not specimen.nvshmem]
-    rows = compile_pool.compile_all(
-        chosen,
-        arch,
-        workers=arguments.workers,
-        on_done=_progress(len(chosen)) if sys.stderr.isatty() else None,
-    )
+    progress = {"on_done": _progress(len(chosen))} if sys.stderr.isatty() else {}
+    specimens = [specimen for _, specimen in chosen]
+    rows = compile_pool.compile_all(specimens, arch, workers=arguments.workers, **progress)
     failed = [row for row in rows if row.problems]
     for row in failed:
         print(f"{_name(row)}: {'; '.join(row.problems)}{_error(row)}", file=sys.stderr)

@@ -1,9 +1,10 @@
-"""`lancet tune`: find the best configuration of each kernel, by timing, or without a GPU by a model."""
+"""`lancet tune`: find the best configuration of each kernel, by timing it on the GPU of this machine."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -36,12 +37,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "tune",
         help="find the best configuration of each kernel",
         description="Find the best configuration (tile, warps, stages, group order, programs that put, rows "
-        "per put) of each kernel and shape, and store it for later runs. On a GPU candidates are timed; "
-        "without one they are compiled for --arch and ranked by a model, and the results are labelled "
-        "'modelled'. For fused launches a GPU also measures the time by bytes, tile work and number of "
-        "programs that put; "
-        "`optimize` uses these times. Under torchrun all ranks tune together. An interrupted run continues "
-        "where it stopped.",
+        "per put) of each kernel and shape, and store it for later runs. At most 20 candidates per kernel "
+        "and shape are compiled and timed; what spills or does not fit is dropped. Fused launches of a few "
+        "sizes are timed with the winner, with and without weight gradients that ride along: `optimize` "
+        "uses these times. Needs a GPU; without one, --dry-run lists what would be timed. Under torchrun all "
+        "ranks tune together. An interrupted run continues where it stopped.",
     )
     add_arguments(command)
     command.set_defaults(run=run)
@@ -64,7 +64,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90",
-        help="architecture to compile for without a GPU (default: sm_90)",
+        help="architecture whose candidates --dry-run lists without a GPU (default: sm_90)",
     )  # fmt: skip
     command.add_argument(
         "--minutes",
@@ -72,10 +72,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="stop after this many minutes (default: when everything is tuned)",
     )
     command.add_argument(
-        "--keep",
+        "--candidates",
         type=positive_int,
-        default=8,
-        help="candidates per kernel and shape that are compiled (default: 8)",
+        default=20,
+        help="time only the first so many candidates per kernel and shape (default: 20, which is all)",
     )
     command.add_argument(
         "--rounds", type=positive_int, default=15, help="timings per candidate (default: 15)"
@@ -87,7 +87,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--cache", metavar="FILE", help="file to store the results in (default: in the user's cache folder)"
     )
     command.add_argument("--force", action="store_true", help="tune again what is in the file already")
-    command.add_argument("--dry-run", action="store_true", help="only show what would be tuned, and how")
+    command.add_argument("--dry-run", action="store_true", help="only list what would be timed")
     command.add_argument("--json", action="store_true", help="print the outcome as JSON")
 
 
@@ -102,7 +102,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     from lancet_kernels.training.launch import start_ranks, under_launcher
     from lancet_kernels.tuning.place import Place
     from lancet_kernels.tuning.tune_tasks import make_tasks
-    from lancet_kernels.tuning.tuner import tune
+    from lancet_kernels.tuning.tuner import check_has_gpu, tune
 
     kinds = arguments.kinds.split(",") if arguments.kinds else list(KINDS)
     if unknown := [kind for kind in kinds if kind not in KINDS]:
@@ -111,15 +111,14 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         )
     tasks = make_tasks(workloads, getattr(torch, arguments.dtype), kinds)
     has_gpu = torch.cuda.is_available()
+    elsewhere = Place.elsewhere(int(arguments.arch.removeprefix("sm_")))
+    if not has_gpu and not arguments.dry_run:
+        check_has_gpu(elsewhere)
     rank = local_rank = 0
     if under_launcher():
         joined = start_ranks("cuda" if has_gpu else "cpu", TIMEOUT_S)
         rank, local_rank = joined.rank, joined.local_rank
-    place = (
-        Place.here(torch.device("cuda", local_rank))
-        if has_gpu
-        else Place.modelled(int(arguments.arch.removeprefix("sm_")))
-    )
+    place = Place.here(torch.device("cuda", local_rank)) if has_gpu else elsewhere
     cache = TunedCache(arguments.cache or default_cache())
     if local_rank == 0 and not arguments.dry_run:
         cache.check_writable()
@@ -137,27 +136,22 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
                 bar.update(done - bar.n)
 
         outcomes = tune(
-            tasks, place, cache, keep=arguments.keep, minutes=arguments.minutes, workers=arguments.workers,
-            force=arguments.force, dry_run=arguments.dry_run, on_progress=progress, rounds=arguments.rounds,
-            save=local_rank == 0,
+            tasks, place, cache, most=arguments.candidates, minutes=arguments.minutes,
+            workers=arguments.workers, rounds=arguments.rounds, force=arguments.force,
+            dry_run=arguments.dry_run, on_progress=progress, save=local_rank == 0,
         )  # fmt: skip
     if rank == 0:
         print(
             json_text(_as_json(outcomes, place, cache))
             if arguments.json
-            else _text(outcomes, place, arguments.rounds)
+            else _text(outcomes, arguments.rounds)
         )
     return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
 
 
 def _what(place: Place, tasks: int, cache: Any) -> str:
-    how = (
-        f"no GPU here, so nothing is timed; candidates of {_tasks(tasks)} are compiled for {place.name} and "
-        f"ranked by a model of {place.hardware.name}"
-        if place.device is None
-        else f"{_tasks(tasks)} on {place.name}"
-    )
-    return f"{how}; stored in {cache.path}"
+    here = "" if place.device is not None else " (no GPU here)"
+    return f"{_tasks(tasks)} on {place.name}{here}; cache: {cache.path}"
 
 
 def _tasks(number: int) -> str:
@@ -170,8 +164,6 @@ def _as_json(outcomes: Sequence[Outcome], place: Place, cache: Any) -> dict[str,
 
     return {
         "device": place.name,
-        "how": place.how,
-        "model_of": place.hardware.name,
         "cache": str(cache.path),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "tasks": [_task(outcome) for outcome in outcomes],
@@ -184,23 +176,22 @@ def _task(outcome: Outcome) -> dict[str, Any]:
         "key": outcome.key,
         "workload": str(outcome.task.workload),
         "status": outcome.status,
-        "kept": [candidate.as_json() for candidate in outcome.kept],
-        "pruned": [candidate.as_json() for candidate in outcome.candidates if candidate.reason],
+        "candidates": [candidate.as_json() for candidate in outcome.candidates],
     }
     if outcome.winner is not None:
         fields["winner"] = outcome.winner.as_json()
     if outcome.known is not None:
-        fields["winner"] = {"config": outcome.known.config, "how": outcome.known.how}
+        fields["winner"] = {"config": outcome.known.config, "ms": outcome.known.milliseconds}
     if outcome.cost is not None:
         cost = outcome.cost
         fields["cost"] = {"status": cost.status, "launches": cost.launches, "text": cost.text}
     return fields
 
 
-def _text(outcomes: Sequence[Outcome], place: Place, rounds: int) -> str:
+def _text(outcomes: Sequence[Outcome], rounds: int) -> str:
     lines = []
     for outcome in outcomes:
-        lines += [outcome.key, *_configuration_text(outcome, place), *_cost_text(outcome, place, rounds)]
+        lines += [outcome.key, *_configuration_text(outcome), *_cost_text(outcome, rounds)]
     counts = [
         f"{count} {text}"
         for status, text in STATUSES.items()
@@ -209,58 +200,37 @@ def _text(outcomes: Sequence[Outcome], place: Place, rounds: int) -> str:
     return "\n".join([*lines, "", f"{_tasks(len(outcomes))}: {', '.join(counts)}"])
 
 
-def _cost_text(outcome: Outcome, place: Place, rounds: int) -> list[str]:
-    """The result of measuring the cost function of fused launches."""
+def _cost_text(outcome: Outcome, rounds: int) -> list[str]:
+    """The result of measuring fused launches."""
     cost = outcome.cost
     if cost is None:
         return []
     what = f"{cost.launches} launches, each {rounds} times"
-    text = {
-        "dry-run": f"{what}, would be timed"
-        + (" on a GPU; there is none here" if place.device is None else ""),
-        "no GPU": f"{what}, not timed, because there is no GPU here",
-        "left": f"{what}, are left for the next run",
-    }.get(cost.status, cost.text)
-    return [f"    cost of launches: {text}"]
+    text = {"dry-run": f"{what}, would be timed", "left": f"{what}, are left for the next run"}
+    return [f"    fused launches: {text.get(cost.status, cost.text)}"]
 
 
-def _configuration_text(outcome: Outcome, place: Place) -> list[str]:
+def _configuration_text(outcome: Outcome) -> list[str]:
     if outcome.known is not None:
         entry = outcome.known
         return [f"    {entry.how} on {entry.date}: {_short(entry.configuration())}"]
-    reasons: dict[str, int] = {}
-    for candidate in outcome.candidates:
-        if candidate.reason:
-            reason = _kind_of_reason(candidate.reason)
-            reasons[reason] = reasons.get(reason, 0) + 1
-    pruned = "".join(f", {count} {reason}" for reason, count in reasons.items())
-    lines = [f"    {len(outcome.candidates)} candidates: {len(outcome.kept)} kept{pruned}"]
+    counted = f"    {len(outcome.candidates)} candidates"
+    if outcome.status == "dry-run":
+        return [f"{counted}:", *(f"        {_short(candidate.config)}" for candidate in outcome.candidates)]
+    reasons = Counter(_kind_of_reason(c.reason) for c in outcome.candidates if c.reason)
+    lines = [counted + "".join(f", {count} {reason}" for reason, count in reasons.items())]
     best, default = outcome.winner, outcome.default
     if best is not None and default is not None:
-        measured = place.device is not None
-        own, other = (best.ms, default.ms) if measured else (best.model_ms, default.model_ms)
         gain = ""
-        if own is not None and other is not None:
-            gain = f"; the default takes {other / own:.2f} times as long"
-        label = "measured" if measured else "modelled"
-        lines.append(f"    {label}: {_short(best.config)}{gain}")
-    elif outcome.status == "dry-run":
-        lines += [f"    to compile: {_short(candidate.config)}" for candidate in outcome.kept]
+        if best.ms is not None and default.ms is not None:
+            gain = f"; the default takes {default.ms / best.ms:.2f} times as long"
+        lines.append(f"    measured: {_short(best.config)}{gain}")
     return lines
 
 
 def _kind_of_reason(reason: str) -> str:
-    """A reason without its numbers, so that equal reasons can be counted."""
-    who, what = reason.split(": ", 1)
-    if "times the best" in what:
-        return "clearly slower by the model"
-    if "group order" in what:
-        return "that are nearly the same"
-    if "same tile" in what:
-        return "with a tile that is kept already"
-    if "not among" in what:
-        return "beyond the best by the model"
-    return f"refused by the {who}" if who == "compiler" else "that do not run"
+    """A reason without its details, so that equal reasons can be counted."""
+    return "refused by the compiler" if reason.startswith("compiler") else "that do not run"
 
 
 def _short(config: Any) -> str:

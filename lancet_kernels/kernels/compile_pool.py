@@ -1,7 +1,8 @@
 """Compiles many specimens in a few worker processes.
 
-Processes, because an error in LLVM ends the process: it must cost one row, not the whole table. Also, because
-the caller may interpret its kernels (TRITON_INTERPRET), which the workers never do.
+Processes, because an error in LLVM ends the process: it must cost one row, not the whole table. (In a
+`ProcessPoolExecutor` it fails all futures, and a compiler that hangs cannot be ended.) Also, because the
+caller may interpret its kernels (TRITON_INTERPRET), which the workers never do.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.compile import CompiledKernel, all_specimens, compile_specimen, problems
+from lancet_kernels.kernels.compile import CompiledKernel, compile_specimen, problems
 from lancet_kernels.kernels.specimen import Specimen
+
+TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -42,64 +45,79 @@ class Row:
 
 
 def compile_all(
-    chosen: Sequence[tuple[ModuleType | None, Specimen]],
+    specimens: Sequence[Specimen],
     arch: int,
     *,
     workers: int = 2,
-    timeout_s: float = 600.0,
-    on_done: Callable[[Row], None] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    on_done: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Compile specimens of `all_specimens`. -> one row each, in their order. Each may take `timeout_s`.
-
-    For module None, the specimen is not in a module's list; its kernel must be importable by its name.
-    """
-    jobs: queue.SimpleQueue[int] = queue.SimpleQueue()
+    """Compile them all. -> rows in the order of the specimens. A specimen may take `timeout_s`."""
     # Linking NVSHMEM takes longest, so it is first: then all workers end at about the same time.
-    for i in sorted(range(len(chosen)), key=lambda i: not chosen[i][1].nvshmem):
-        jobs.put(i)
-    rows: dict[int, Row] = {}
-    failures: list[BaseException] = []
+    order = sorted(range(len(specimens)), key=lambda i: not specimens[i].nvshmem)
+    with CompilePool(arch, workers, timeout_s) as pool:
+        futures = {i: pool.submit(specimens[i]) for i in order}
+        for future in as_completed(futures.values()):
+            on_done(future.result())
+    return [futures[i].result() for i in range(len(specimens))]
 
-    def work() -> None:
+
+class CompilePool:
+    """`workers` processes that compile specimens for sm_`arch`, in the order in which they are submitted.
+
+    The kernel of a specimen must be importable by its name. On leaving the pool its processes are ended, and
+    specimens that are not compiled are cancelled.
+    """
+
+    def __init__(self, arch: int, workers: int = 2, timeout_s: float = TIMEOUT_S) -> None:
+        self._workers = [_Worker(arch, timeout_s) for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers)
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._workers:
+            worker.end()
+        self._threads.shutdown()
+        for worker in self._workers:
+            worker.close()
+
+    def submit(self, specimen: Specimen) -> Future[Row]:
+        return self._threads.submit(self._compile, specimen)
+
+    def _compile(self, specimen: Specimen) -> Row:
+        worker = self._idle.get()
         try:
-            with _Worker() as worker:
-                while not failures:
-                    i = jobs.get_nowait()
-                    rows[i] = worker.compile(*chosen[i], arch, timeout_s)
-                    if on_done is not None:
-                        on_done(rows[i])
-        except queue.Empty:
-            pass
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(min(workers, len(chosen)))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    return [rows[i] for i in range(len(chosen))]
+            return worker.compile(specimen)
+        finally:
+            self._idle.put(worker)
 
 
 class _Worker:
     """A child process that compiles one job per line; it is restarted when it dies."""
 
-    def __init__(self) -> None:
+    def __init__(self, arch: int, timeout_s: float) -> None:
+        self._arch, self._timeout_s = arch, timeout_s
         self._process: subprocess.Popen[str] | None = None
-        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (__exit__ closes it)
+        self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (`close`)
 
-    def __enter__(self) -> _Worker:
-        return self
+    def end(self) -> None:
+        """Kill the process; may be called while another thread waits for its answer."""
+        if (process := self._process) is not None:
+            process.kill()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
         self._log.close()
 
-    def compile(self, module: ModuleType | None, specimen: Specimen, arch: int, timeout_s: float) -> Row:
+    def compile(self, specimen: Specimen) -> Row:
         if self._process is None:
             self._process = self._start()
         process = self._process
@@ -107,15 +125,10 @@ class _Worker:
         assert process.stdout is not None
         self._log.seek(0)
         self._log.truncate()
-        job: dict[str, Any] = {"arch": arch}
-        if module is None:
-            job["specimen"] = _as_data(specimen)
-        else:
-            job |= {"module": module.__name__, "name": specimen.name, "config": specimen.config}
-        timer = threading.Timer(timeout_s, process.kill)
+        timer = threading.Timer(self._timeout_s, process.kill)
         timer.start()
         try:
-            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.write(json.dumps({"arch": self._arch, "specimen": _as_data(specimen)}) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
@@ -123,7 +136,7 @@ class _Worker:
         finally:
             timer.cancel()
         if not answer:
-            return Row(specimen, None, self._reason_of_death(process, timeout_s))
+            return Row(specimen, None, self._reason_of_death(process))
         reply = json.loads(answer)
         compiled = CompiledKernel(**reply["compiled"]) if "compiled" in reply else None
         return Row(specimen, compiled, reply.get("error"))
@@ -141,12 +154,12 @@ class _Worker:
             env=environment,
         )
 
-    def _reason_of_death(self, process: subprocess.Popen[str], timeout_s: float) -> str:
+    def _reason_of_death(self, process: subprocess.Popen[str]) -> str:
         code = process.wait()
         self._process = None
         self._log.seek(0)
         last = self._log.read().strip()[-2000:]
-        reason = f"the compiler died (exit code {code}) or took more than {timeout_s:g} s"
+        reason = f"the compiler died (exit code {code}) or took more than {self._timeout_s:g} s"
         return f"{reason}: {last}" if last else reason
 
 
@@ -155,16 +168,9 @@ def _as_data(specimen: Specimen) -> dict[str, Any]:
     return data | {"kernel": [specimen.kernel.fn.__module__, specimen.kernel.fn.__name__]}
 
 
-def _specimen_of(job: dict[str, Any]) -> Specimen:
-    if "specimen" in job:
-        module, name = job["specimen"]["kernel"]
-        return Specimen(**job["specimen"] | {"kernel": getattr(import_module(module), name)})
-    (specimen,) = (
-        specimen
-        for _, specimen in all_specimens(job["arch"], [import_module(job["module"])])
-        if (specimen.name, specimen.config) == (job["name"], job["config"])
-    )
-    return specimen
+def _from_data(data: dict[str, Any]) -> Specimen:
+    module, name = data["kernel"]
+    return Specimen(**data | {"kernel": getattr(import_module(module), name)})
 
 
 def _serve() -> None:
@@ -176,7 +182,8 @@ def _serve() -> None:
         job = json.loads(line)
         reply: dict[str, object]
         try:
-            reply = {"compiled": dataclasses.asdict(compile_specimen(_specimen_of(job), job["arch"]))}
+            compiled = compile_specimen(_from_data(job["specimen"]), job["arch"])
+            reply = {"compiled": dataclasses.asdict(compiled)}
         except UserError as error:
             reply = {"error": str(error)}
         except Exception as error:

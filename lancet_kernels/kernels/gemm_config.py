@@ -4,8 +4,7 @@ tuner."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,19 +99,66 @@ def default_config(
     return config
 
 
+# Tiles that the tuner times, by bytes of an element: (block_m, block_n, block_k, warps, stages).
+_TILES = {
+    2: (
+        (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4),
+        (128, 256, 32, 8, 4),
+        (256, 128, 64, 8, 3),
+        (256, 128, 32, 8, 4),
+        (128, 128, 64, 8, 3),
+        (128, 128, 64, 4, 3),
+        (128, 128, 64, 4, 4),
+        (128, 128, 32, 8, 4),
+        (128, 128, 32, 4, 5),
+        (128, 64, 64, 4, 4),
+        (128, 64, 64, 8, 4),
+        (64, 256, 64, 8, 3),
+        (64, 128, 64, 4, 4),
+        (64, 64, 64, 4, 4),
+        (64, 64, 128, 4, 3),
+        (64, 32, 64, 4, 4),
+    ),
+    4: (
+        (64, 64, 16, 4, 2),
+        (64, 64, 16, 4, 4),
+        (64, 64, 32, 4, 2),
+        (64, 64, 32, 4, 3),
+        (64, 64, 16, 8, 3),
+        (128, 64, 16, 4, 3),
+        (128, 64, 16, 8, 3),
+        (128, 64, 32, 8, 2),
+        (64, 128, 16, 4, 3),
+        (64, 128, 16, 8, 3),
+        (128, 128, 16, 8, 2),
+        (128, 128, 16, 8, 3),
+        (128, 128, 32, 8, 2),
+        (64, 32, 16, 4, 3),
+        (64, 32, 32, 4, 3),
+    ),
+}
+
+
 def candidates(
     m: int, n: int, k: int, dtype: torch.dtype, arch: int, accumulators: int = 1
 ) -> Iterator[GemmConfig]:
-    """Every valid configuration that is worth a try for this product, the default first."""
+    """The configurations to time for this product, at most 20, the default first.
+
+    Large tiles (128x256, 256x128) read the fewest bytes per FLOP; small ones (64x64, 64x32) keep all
+    multiprocessors busy when there are few rows or columns. Between them, 4 and 8 warps where the
+    accumulators fit the registers, and different steps and stages along the contraction. Other values of
+    group_m are tried with the default tile only: which operand stays in L2 hardly depends on the tile. Two
+    accumulators halve block_n.
+    """
     default = default_config(m, n, k, dtype, arch, accumulators)
+    tiles = [
+        GemmConfig(block_m, max(32, block_n // accumulators), block_k, num_warps, num_stages)
+        for block_m, block_n, block_k, num_warps, num_stages in _TILES[dtype.itemsize]
+    ]
+    grouped = [replace(default, group_m=group_m) for group_m in (4, 16)]
     yield default
-    widest = max(32, 2 * n)
-    for block_m, block_n, block_k, num_warps, num_stages, group_m in product(
-        (64, 128, 256), (32, 64, 128, 256), (16, 32, 64, 128), (4, 8), (2, 3, 4, 5), (4, 8, 16)
-    ):
-        config = GemmConfig(block_m, block_n, block_k, num_warps, num_stages, group_m)
-        fits = block_m <= max(64, 2 * m) and block_n <= widest and block_k <= max(32, 2 * k)
-        # Fewer than 16 accumulators a thread: the operands' loads outweigh the arithmetic.
-        busy = config.accumulator_registers(accumulators) >= 16
-        if config != default and fits and busy and config.is_valid(dtype, arch, accumulators):
+    for config in dict.fromkeys([*tiles, *grouped]):
+        too_large = config.block_m > max(64, 2 * m) or config.block_n > max(32, 2 * n)
+        if config != default and not too_large and config.is_valid(dtype, arch, accumulators):
             yield config

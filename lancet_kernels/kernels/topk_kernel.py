@@ -58,9 +58,13 @@ class RoutingConfig:
 
     @staticmethod
     def candidates(num_experts: int, top_k: int) -> list["RoutingConfig"]:
-        """The valid configurations that are worth measuring."""
-        tried = [RoutingConfig(block, warps) for block in (1, 4, 8, 16, 32, 64, 128) for warps in (2, 4, 8)]
-        return [config for config in tried if config.is_valid(num_experts, top_k)]
+        """The configurations to time, the default first: blocks of 1 to 128 tokens, with 4 and 8 warps.
+
+        Larger blocks make the [B, E] table smaller; smaller blocks compare fewer pairs of choices.
+        """
+        tried = [RoutingConfig(block, warps) for block in (1, 4, 8, 16, 32, 64, 128) for warps in (4, 8)]
+        configs = dict.fromkeys([RoutingConfig.default(num_experts, top_k), *tried])
+        return [config for config in configs if config.is_valid(num_experts, top_k)]
 
 
 def lanes(num_experts: int, groups: int = 1) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-MEASURED, MODELLED = "measured", "modelled"
+MEASURED = "measured"
 
 Shape = tuple[int | str, ...]
 
@@ -58,11 +58,10 @@ class Entry:
     """One tuned configuration.
 
     Attributes:
-        kind, shape, dtype, device: where it applies; `device` is a GPU's name, or "sm_90" if modelled.
+        kind, shape, dtype, device: what it is for; `device` is a GPU's name.
         config: the fields of the configuration (`config_fields`).
-        how: "measured" or "modelled".
-        milliseconds, default_milliseconds: of this configuration and of the heuristic default, measured or
-            modelled as `how` says.
+        how: "measured".
+        milliseconds, default_milliseconds: of this configuration and of the heuristic default.
         triton: its version. date: ISO.
     """
 

@@ -4,14 +4,15 @@
 
     1. the package's table (`tuned.json` beside this file, once it is measured; measured entries only)
     2. the user's cache, an entry that was measured on a device of this name
-    3. the user's cache, an entry that was modelled for this architecture ("sm_90")
-    4. None: the launcher uses its heuristic default
+    3. None: the launcher takes its heuristic default
 
 An entry that is unreadable, has the wrong key, or is not valid on the device is ignored with a warning.
 `lancet tune` writes the cache. All ranks of a job must have the same entries: the same file, or files written
 by the same collective `lancet tune`.
 
-The file may also have "costs": measured times of fused launches (`kernels.cost_entry`).
+The file may also have "costs": measured times of fused launches (`kernels.cost_entry`), which `measured_cost`
+looks up. Entries of older versions that are labelled "modelled" are not measured, and are ignored without a
+warning.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ import torch
 
 from lancet_kernels.atomic import locked, write_json_atomically
 from lancet_kernels.kernels.cache_folder import cache_folder
-from lancet_kernels.kernels.cost_entry import CostEntry
+from lancet_kernels.kernels.cost_entry import CostEntry, LayerKind
 from lancet_kernels.kernels.tuned_entry import (
     KINDS,
     MEASURED,
-    MODELLED,
     Entry,
     Shape,
+    config_fields,
     config_from,
     is_usable,
     key_of,
@@ -78,16 +79,9 @@ class TunedCache:
             pass
 
     def put(self, new: Iterable[Entry], costs: Iterable[CostEntry] = ()) -> None:
-        """Add or replace entries. A modelled entry does not replace a measured one.
-
-        Raises: UserError if the file cannot be written.
-        """
+        """Add or replace. Raises UserError if the file cannot be written."""
         with locked(self.path):
-            entries = self.entries()
-            for entry in new:
-                old = entries.get(entry.key)
-                if old is None or old.how == MODELLED or entry.how == MEASURED:
-                    entries[entry.key] = entry
+            entries = self.entries() | {entry.key: entry for entry in new}
             data = {"format": FORMAT, "version": VERSION, "entries": _as_json(entries)}
             if all_costs := self.costs() | {cost.key: cost for cost in costs}:
                 data["costs"] = _as_json(all_costs)
@@ -114,10 +108,12 @@ class TunedCache:
 
     def _entry(self, key: str, raw: Any) -> Entry | None:
         try:
+            if raw["how"] == "modelled":
+                return None
             entry = Entry(**{**raw, "shape": tuple(raw["shape"])})
             if entry.key != key:
                 raise ValueError(f"its content is {entry.key}")
-            if entry.how not in (MEASURED, MODELLED):
+            if entry.how != MEASURED:
                 raise ValueError(f"how is {entry.how!r}")
             if not all(math.isfinite(t) and t >= 0 for t in (entry.milliseconds, entry.default_milliseconds)):
                 raise ValueError("a time that is not a number >= 0")
@@ -158,13 +154,10 @@ def tuned(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> 
         return None
     name, arch = device_name(device)
     shape = KINDS[kind].rounded(shape)
-    for entries, where, hows in (
-        (_package_table(), name, (MEASURED,)),
-        (_user_cache(), name, (MEASURED,)),
-        (_user_cache(), f"sm_{arch}", (MODELLED,)),
-    ):
-        entry = entries.get(key_of(kind, shape, str(dtype).removeprefix("torch."), where))
-        if entry is None or entry.how not in hows:
+    key = key_of(kind, shape, str(dtype).removeprefix("torch."), name)
+    for entries in (_package_table(), _user_cache()):
+        entry = entries.get(key)
+        if entry is None:
             continue
         config = entry.configuration()
         if is_usable(kind, config, shape, dtype, arch):
@@ -173,6 +166,32 @@ def tuned(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> 
             f"tuned configuration {entry.key!r} cannot run on sm_{arch} and is ignored", stacklevel=2
         )
     return None
+
+
+def measured_cost(kind: LayerKind, device: torch.device) -> tuple[CostEntry | None, str]:
+    """The measured times of fused launches for a device, or None; and a text with their source, or the reason
+    for None.
+
+    The package's table has priority over the user's cache, as for configurations. Points of another device,
+    another number of ranks (another link), another configuration than the tuned one, or from the interpreter
+    are never used.
+    """
+    if device.type != "cuda":
+        return None, "nothing is measured on a CPU"
+    name, _ = device_name(device)
+    key = kind.key(name)
+    entries = [TunedCache(path).costs().get(key) for path in (PACKAGE_TABLE, default_cache())]
+    entry = next((entry for entry in entries if entry is not None and entry.how == MEASURED), None)
+    if entry is None:
+        return None, f"nothing is measured for {key}"
+    config = tuned("overlap", kind.shape, getattr(torch, kind.dtype), device)
+    if config is None or config_fields(config) != entry.config:
+        return None, f"the measurements for {key} are of another configuration than the tuned one"
+    try:
+        entry.check_enough()
+    except ValueError as error:
+        return None, f"there are too few measurements for {key}: {error}"
+    return entry, str(entry)
 
 
 def forget() -> None:

@@ -1,106 +1,64 @@
-"""Compiles the next candidates of the tuner while it times those that are compiled."""
+"""Compiles the next candidates of the tuner while it times the compiled ones."""
 
 from __future__ import annotations
 
 import json
-import threading
+import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, TimeoutError
+from contextlib import ExitStack
 
-from lancet_kernels.kernels import compile_pool
 from lancet_kernels.kernels.compile import SHARED_LIMIT
-from lancet_kernels.kernels.launch_model import Facts
+from lancet_kernels.kernels.compile_pool import CompilePool, Row
 from lancet_kernels.kernels.specimen import Specimen
 from lancet_kernels.tuning.candidates import Outcome
 
 
 class BackgroundCompiler:
-    """Compiles the specimens of all tasks in their order, in the background, each specimen once."""
+    """Compiles the specimens of all tasks in the background, in the order of the tasks, each specimen once.
+
+    Args: workers: processes; with 0 nothing is compiled. Nothing is compiled for an architecture with unknown
+    limits either: candidates that do not run there are dropped when they are timed.
+    """
 
     def __init__(self, outcomes: Sequence[Outcome], arch: int, workers: int) -> None:
-        self._arch = arch
-        self._specimens = {
-            id(candidate): outcome.task.tunable.specimens(outcome.task, candidate.config, arch)
-            for outcome in outcomes
-            for candidate in outcome.kept
-        }
-        self._chosen: dict[str, Specimen] = {}
-        for specimens in self._specimens.values():
-            for specimen in specimens:
-                self._chosen.setdefault(_identity(specimen), specimen)
-        self._rows: dict[str, compile_pool.Row] = {}
-        self._changed = threading.Condition()
-        self._stopped = False
-        self._failure: BaseException | None = None
-        # Nothing is compiled for an architecture with unknown limits.
-        self._works = workers > 0 and arch in SHARED_LIMIT
-        self._workers = workers
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._outcomes, self._arch = outcomes, arch
+        self._workers = workers if arch in SHARED_LIMIT else 0
+        self._rows: dict[int, list[Future[Row]]] = {}
+        self._pool = ExitStack()
 
     def __enter__(self) -> BackgroundCompiler:
-        if self._works:
-            self._thread.start()
+        if self._workers:
+            pool = self._pool.enter_context(CompilePool(self._arch, self._workers))
+            rows: dict[str, Future[Row]] = {}
+            for outcome in self._outcomes:
+                for candidate in outcome.candidates:
+                    specimens = outcome.task.tunable.specimens(outcome.task, candidate.config, self._arch)
+                    for specimen in specimens:
+                        if _identity(specimen) not in rows:
+                            rows[_identity(specimen)] = pool.submit(specimen)
+                    self._rows[id(candidate)] = [rows[_identity(specimen)] for specimen in specimens]
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stopped = True
-
-    def _work(self) -> None:
-        chosen = [(None, specimen) for specimen in self._chosen.values()]
-        try:
-            compile_pool.compile_all(chosen, self._arch, workers=self._workers, on_done=self._done)
-        except _Stop:
-            pass
-        except BaseException as error:
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
-
-    def _done(self, row: compile_pool.Row) -> None:
-        with self._changed:
-            self._rows[_identity(row.specimen)] = row
-            self._changed.notify_all()
-        if self._stopped:
-            raise _Stop
+        self._pool.close()
 
     def judge(self, outcome: Outcome, deadline: float, say: Callable[[str], None]) -> bool:
-        """Add compile results, or the reason for pruning, to the candidates. -> False if time ran out."""
-        if not self._works:
-            return time.monotonic() < deadline
-        kept = outcome.kept
-        for number, candidate in enumerate(kept):
-            say(f"compiling {number + 1}/{len(kept)} of {outcome.key}")
-            rows = [self._row(specimen, deadline) for specimen in self._specimens[id(candidate)]]
-            if None in rows:
-                return False
-            compiled = [row for row in rows if row is not None]
-            problems = [problem for row in compiled for problem in row.problems]
+        """Set the reason of candidates that have problems. -> False if the deadline passed before all were
+        compiled."""
+        for number, candidate in enumerate(outcome.candidates):
+            problems: dict[str, None] = {}
+            for row in self._rows.get(id(candidate), ()):
+                say(f"compiling {number + 1}/{len(outcome.candidates)} of {outcome.key}")
+                left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+                try:
+                    problems |= dict.fromkeys(row.result(left).problems)
+                except TimeoutError:
+                    return False
             if problems:
-                candidate.reason = "compiler: " + "; ".join(dict.fromkeys(problems))
-            else:
-                kernels = [row.compiled for row in compiled if row.compiled is not None]
-                candidate.facts = Facts(
-                    max(kernel.registers for kernel in kernels),
-                    max(kernel.shared_bytes for kernel in kernels),
-                )
-        return True
-
-    def _row(self, specimen: Specimen, deadline: float) -> compile_pool.Row | None:
-        key = _identity(specimen)
-        with self._changed:
-            while key not in self._rows:
-                if self._failure is not None:
-                    raise self._failure
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return None
-                # Not for ever: Ctrl-C must get through.
-                self._changed.wait(min(left, 1.0))
-            return self._rows[key]
-
-
-class _Stop(Exception):
-    """The remaining results are not needed."""
+                candidate.reason = "compiler: " + "; ".join(problems)
+        return time.monotonic() < deadline
 
 
 def _identity(specimen: Specimen) -> str:

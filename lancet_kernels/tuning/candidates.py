@@ -1,38 +1,32 @@
-"""Candidate configurations of a kernel: which are compiled, and the result for each."""
+"""Candidate configurations of a kernel, and the result of each."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from lancet_kernels.kernels.launch_model import Facts, Hardware
 from lancet_kernels.kernels.tuned_entry import Entry, config_fields
+from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_cost import CostOutcome
 from lancet_kernels.tuning.tune_tasks import Task
 
-# The model is accurate enough for factors of two, not for 5 %.
-PRUNE_ABOVE = 1.5
+# The most configurations that are timed per shape; the lists of candidates respect it.
+MOST_CANDIDATES = 20
 
 
 @dataclass
 class Candidate:
-    """A configuration, its modelled time, and the reason if it was pruned."""
+    """A configuration, its median time, or the reason why it has none."""
 
     config: Any
-    model_ms: float
     reason: str | None = None
-    facts: Facts | None = None
     ms: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"config": config_fields(self.config), "model_ms": self.model_ms}
-        if self.facts is not None:
-            fields |= {"registers": self.facts.registers, "shared_bytes": self.facts.shared_bytes}
+        fields: dict[str, Any] = {"config": config_fields(self.config)}
         if self.ms is not None:
             fields["ms"] = self.ms
-        return fields | ({"pruned": self.reason} if self.reason else {})
+        return fields | ({"dropped": self.reason} if self.reason else {})
 
 
 @dataclass
@@ -41,7 +35,8 @@ class Outcome:
 
     Attributes:
         status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
-        cost: the cost of the winner's fused launches; None for other kinds, or without a winner.
+        candidates: the default first.
+        cost: of the winner's fused launches; None for other kinds, and where there is no winner.
     """
 
     task: Task
@@ -69,46 +64,6 @@ class Outcome:
         return None if candidate is None else candidate.config
 
 
-def rank_candidates(task: Task, hardware: Hardware, keep: int) -> list[Candidate]:
-    """All candidates with their modelled times, the default first; all but the best `keep` are pruned.
-
-    The default is never pruned here. Of candidates that differ only in the group order, one is kept. Only a
-    few candidates with the same tile are kept, because the model errs alike for all of them.
-    """
-    tunable = task.tunable
-    candidates = [
-        Candidate(c, tunable.model_ms(task, c, hardware, None)) for c in tunable.candidates(task, hardware)
-    ]
-    default, best = candidates[0], min(c.model_ms for c in candidates)
-    seen, places = {_twin(default.config): default}, keep - 1
-    families = Counter([_family(default.config)])
-    few = max(2, keep // 4)
-    usual = getattr(default.config, "group_m", None)
-    by_time = sorted(candidates[1:], key=lambda c: (c.model_ms, getattr(c.config, "group_m", None) != usual))
-    for candidate in by_time:
-        twin = seen.setdefault(_twin(candidate.config), candidate)
-        if candidate.model_ms > PRUNE_ABOVE * best:
-            candidate.reason = f"model: {candidate.model_ms / best:.2f} times the best"
-        elif twin is not candidate:
-            candidate.reason = "model: the same tile with another group order is kept"
-        elif families[_family(candidate.config)] >= few:
-            candidate.reason = f"model: {few} with the same tile are kept"
-        elif places <= 0:
-            candidate.reason = f"model: not among the best {keep}"
-        else:
-            places -= 1
-            families[_family(candidate.config)] += 1
-    return candidates
-
-
-def _twin(config: Any) -> str:
-    fields = config_fields(config)
-    fields.pop("group_m", None)
-    return json.dumps(fields, sort_keys=True)
-
-
-def _family(config: Any) -> object:
-    tile = getattr(config, "gemm", config)
-    sides = getattr(tile, "block_m", None), getattr(tile, "block_n", None)
-    # Configurations without a tile of a GEMM are each a family.
-    return config if sides == (None, None) else (sides, getattr(config, "split", None))
+def candidates_of(task: Task, place: Place, most: int = MOST_CANDIDATES) -> list[Candidate]:
+    """The first `most` of the configurations that are worth timing, the heuristic default first."""
+    return [Candidate(config) for config in task.tunable.candidates(task, place)[:most]]

@@ -1,4 +1,4 @@
-"""The device that is tuned for: the GPU of this machine, or an architecture to compile for."""
+"""The device to tune for: the GPU of this machine, or for a dry run an architecture."""
 
 from __future__ import annotations
 
@@ -6,31 +6,28 @@ from dataclasses import dataclass
 
 import torch
 
-from lancet_kernels.kernels.launch_model import Hardware, hardware_of
-from lancet_kernels.kernels.tuned_entry import MEASURED, MODELLED
+# Multiprocessors of the A100, the H100 and the B200, by architecture.
+MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 
 
 @dataclass(frozen=True)
 class Place:
-    """The GPU of this machine (`device`), or an architecture to compile for.
+    """The GPU of this machine (`device`), or an architecture for a dry run (device None).
 
-    Attributes: name: of the device in the cache's keys.
+    Attributes: name: of the device in the cache's keys. arch: 90 for sm_90. sms: multiprocessors.
     """
 
     device: torch.device | None
     name: str
-    hardware: Hardware
-
-    @property
-    def how(self) -> str:
-        return MODELLED if self.device is None else MEASURED
+    arch: int
+    sms: int
 
     @staticmethod
     def here(device: torch.device) -> Place:
         properties = torch.cuda.get_device_properties(device)
         arch = 10 * properties.major + properties.minor
-        return Place(device, properties.name, hardware_of(arch, properties.name))
+        return Place(device, properties.name, arch, properties.multi_processor_count)
 
     @staticmethod
-    def modelled(arch: int) -> Place:
-        return Place(None, f"sm_{arch}", hardware_of(arch))
+    def elsewhere(arch: int) -> Place:
+        return Place(None, f"sm_{arch}", arch, MULTIPROCESSORS[arch])

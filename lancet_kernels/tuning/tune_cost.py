@@ -1,15 +1,11 @@
-"""Time of fused launches by bytes, tile work, and programs that put: points for `kernels.fused_cost`.
+"""Measures fused launches by rows and riders, for the planner (`kernels.cost_entry`).
 
-The configuration that won at a shape is timed with T, T/2 and T/4 tokens, all in turn, round after round:
+The winning configuration of a shape is timed with T, T/2 and T/4 tokens, in turns: forward, backward, and
+backward with one and with four riders. A rider is a weight gradient [D, D] over T tokens of another layer;
+the projections of an attention layer are four. That makes twelve launches per shape.
 
-    fused        forward; backward; backward with a filler (a weight gradient [D, D] of another layer); each
-                 for several numbers of programs that put
-    puts alone   with as many programs, and with the whole grid
-    GEMMs alone  with the remaining programs, and with the whole grid
-
-A fused point is a whole pass, including the kernels before and after its launch; puts and GEMMs are single
-launches. Times are medians, of the slowest rank. On a CPU (the interpreter) the points only prove that this
-code runs; they are labelled so, and `kernels.measured_cost` never uses them.
+Each point is the median time of a whole pass, with everything before and after its launch; of several ranks
+the slowest. Points from a CPU (the interpreter) are labelled as such, and the planner never uses them.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import date
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +23,7 @@ import triton
 from lancet_kernels import symmetric
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.fused_pass import TIMEOUT_S, FusedPasses
-from lancet_kernels.kernels.cost_entry import INTERPRETER, CostEntry, LayerKind
-from lancet_kernels.kernels.fused_cost import DIRECTIONS, CostPoint, LaunchWork
-from lancet_kernels.kernels.held_back import held_back
-from lancet_kernels.kernels.measured_cost import MeasuredCost
+from lancet_kernels.kernels.cost_entry import INTERPRETER, CostEntry, CostPoint, LayerKind
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.kernels.tuned_entry import MEASURED, config_fields
@@ -41,23 +35,20 @@ from lancet_kernels.tuning.tune_tasks import Task
 from lancet_kernels.tuning.workloads import Workload
 
 TOKEN_SHARES = (1, 2, 4)  # the workload's tokens over these
-COMM_SHARES = (16, 8, 4)  # one of this many programs puts
+RIDERS = (0, 1, 4)
 WARMUP = 2
 
-Launch = tuple[str, LaunchWork]
-"""A direction, and the work of a launch."""
-TimeIt = Callable[[Callable[[], object]], float]
+Launch = tuple[str, int, int]
+"""Direction, number of tokens, riders."""
 
 
 @dataclass
 class CostOutcome:
-    """The result of measuring the cost function of a shape.
+    """The result of measuring the launches of a shape.
 
     Attributes:
-        status: "measured", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run", or
-        "no
-            GPU" (nothing is timed). launches: the number of different launches. text: the quality of the fit,
-            or the reason for the failure.
+        status: "measured", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
+        launches: the number of different launches. text: a summary, or the reason for the failure.
     """
 
     status: str
@@ -66,72 +57,18 @@ class CostOutcome:
     entry: CostEntry | None = field(default=None, repr=False)
 
 
-@dataclass(frozen=True)
-class CostSize:
-    """The launches to time at one number of tokens.
-
-    Attributes: rows: that this rank puts. ranks: how many there are.
-    """
-
-    workload: Workload
-    itemsize: int
-    config: OverlapConfig
-    rows: int
-    ranks: int
-
-    def launches(self) -> list[Launch]:
-        """Each once."""
-        launches = [
-            (direction, self.fused(direction, mix)) for mix in self.mixes() for direction in DIRECTIONS
-        ]
-        launches += [("backward", self.fused("backward", mix, riding=True)) for mix in self.mixes()]
-        for putting, computing in self.grids():
-            for direction in DIRECTIONS:
-                launches += [(direction, self.puts(putting)), (direction, self.gemms(direction, computing))]
-        return list(dict.fromkeys(launches))
-
-    def mixes(self) -> list[OverlapConfig]:
-        """The configuration with several numbers of programs that put."""
-        programs = self.config.programs
-        counts = {self.config.comm_programs, *(max(1, programs // share) for share in COMM_SHARES)}
-        return [replace(self.config, comm_programs=count) for count in sorted(counts)]
-
-    def grids(self) -> list[tuple[int, int]]:
-        """(programs that put alone, programs that compute alone)."""
-        programs = self.config.programs
-        shares = [(mix.comm_programs, max(1, programs - mix.comm_programs)) for mix in self.mixes()]
-        return list(dict.fromkeys([*shares, (programs, programs)]))
-
-    def fused(self, direction: str, config: OverlapConfig, riding: bool = False) -> LaunchWork:
-        w = self.workload
-        rider = 2.0 * w.tokens * w.width**2 if riding else 0.0
-        return LaunchWork.of_pass(
-            direction, self.rows, w.width, w.hidden, w.activation, self.itemsize, self.ranks,
-            independent_flops=rider, programs=config.programs, comm_programs=config.comm_programs,
-        )  # fmt: skip
-
-    def puts(self, programs: int) -> LaunchWork:
-        return LaunchWork(
-            float(self.rows * self.workload.width * self.itemsize), 0.0, 0.0, programs, programs
-        )
-
-    def gemms(self, direction: str, programs: int) -> LaunchWork:
-        flops = self.fused(direction, self.config).expert_flops
-        return LaunchWork(0.0, flops, 0.0, programs, min(programs, self.config.comm_programs))
-
-
 def sizes_of(workload: Workload) -> list[Workload]:
-    """The workload with the numbers of tokens that are timed, the most first."""
+    """The workload with each number of tokens to time, the largest first."""
     tokens = dict.fromkeys(max(1, workload.tokens // share) for share in TOKEN_SHARES)
     return [replace(workload, tokens=count) for count in tokens]
 
 
-def planned_launches(task: Task, config: OverlapConfig, ranks: int) -> int:
-    """The number of different launches that would be timed."""
-    sizes = [
-        CostSize(w, task.dtype.itemsize, config, w.tokens * w.choices, ranks) for w in sizes_of(task.workload)
-    ]
-    return sum(len(size.launches()) for size in sizes)
+def launches_of(workload: Workload) -> list[Launch]:
+    """All launches to time."""
+    launches: list[Launch] = []
+    for size in sizes_of(workload):
+        launches += [("forward", size.tokens, 0), *(("backward", size.tokens, riders) for riders in RIDERS)]
+    return launches
 
 
 def cost_of_winner(
@@ -140,24 +77,22 @@ def cost_of_winner(
     place: Place,
     cache: TunedCache,
     ranks: Ranks,
-    clock: Clock | None,
+    clock: Clock,
     *,
     rounds: int,
     force: bool,
     in_time: bool,
     save: bool,
 ) -> CostOutcome:
-    """Measure the cost of fused launches with this configuration, unless the cache has it. Collective.
+    """Measure fused launches with this configuration, unless they are in the cache. Collective.
 
-    Args: clock: None without a device to measure on. in_time: False: the next run shall do it.
+    Args: in_time: False: the next run shall do it.
     """
-    launches = planned_launches(task, config, ranks.world)
-    if clock is None:
-        return CostOutcome("no GPU", launches)
+    launches = len(launches_of(task.workload))
     kind = _kind_of(task, ranks.world)
     cached = ranks.from_first(None if force else cache.costs().get(kind.key(_device(place, clock))))
     if cached is not None and (cached.config, cached.triton) == (config_fields(config), triton.__version__):
-        return CostOutcome("known", len(cached.points), _how_good(cached), cached)
+        return CostOutcome("known", len(cached.points), _summary(cached), cached)
     if not ranks.from_first(in_time):
         return CostOutcome("left", launches)
     try:
@@ -173,7 +108,7 @@ def cost_of_winner(
     )  # fmt: skip
     if save:
         cache.put([], [entry])
-    return CostOutcome("measured", len(points), _how_good(entry), entry)
+    return CostOutcome("measured", len(points), _summary(entry), entry)
 
 
 def _kind_of(task: Task, ranks: int) -> LayerKind:
@@ -186,11 +121,12 @@ def _device(place: Place, clock: Clock) -> str:
     return place.name if clock.device.type == "cuda" else INTERPRETER
 
 
-def _how_good(entry: CostEntry) -> str:
+def _summary(entry: CostEntry) -> str:
     try:
-        return str(MeasuredCost(entry.fit(), entry))
+        entry.check_enough()
     except ValueError as error:
-        return f"no function fits: {error}"
+        return f"too few measurements to plan with: {error}"
+    return str(entry)
 
 
 def measure_points(
@@ -199,75 +135,55 @@ def measure_points(
     """Time all launches of a workload. Collective. Raises: CommunicationError if a rank does not take
     part."""
 
-    def time_it(work: Callable[[], object]) -> float:
+    def time_it(work: Callable[[], Any]) -> tuple[float, Any]:
+        result: list[Any] = []
         ranks.meet(clock.device)
-        return clock.once(work)
+        return clock.once(lambda: result.append(work())), result[0]
 
+    launches = launches_of(workload)
+    times_of: dict[Launch, list[float]] = {launch: [] for launch in launches}
     with symmetric.create(None, clock.device, TIMEOUT_S) as memory:
-        timed = []
-        for size in sizes_of(workload):
-            passes = FusedPasses(size, dtype, clock.device, memory, f"{size.tokens} tokens, ")
-            rows = int(passes.routing.count.sum())
-            timed.append((passes, CostSize(size, dtype.itemsize, config, rows, ranks.world)))
-        times_of: dict[Launch, list[float]] = {}
+        passes = {
+            size.tokens: FusedPasses(size, dtype, clock.device, memory, f"{size.tokens} tokens, ")
+            for size in sizes_of(workload)
+        }
+        riders = _riders(passes[workload.tokens])
         for number in range(WARMUP + rounds):
-            for passes, cost_size in timed:
-                for launch, ms in _one_round(passes, cost_size, time_it):
+            for tokens in passes:
+                for launch, ms in _one_round(passes[tokens], config, riders, time_it):
                     if number >= WARMUP:
-                        times_of.setdefault(launch, []).append(ms)
+                        times_of[launch].append(ms)
         if clock.device.type == "cuda":
             torch.cuda.synchronize(clock.device)
-        for passes, _ in timed:
-            for exchange in passes.exchanges(config):
+        for timed in passes.values():
+            for exchange in timed.exchanges(config):
                 exchange.check()
     # Ranks put different numbers of rows; the points have those of rank 0.
-    launches = ranks.from_first(list(times_of))
-    medians = ranks.slowest([statistics.median(times) for times in times_of.values()])
-    return [CostPoint(direction, work, ms) for (direction, work), ms in zip(launches, medians, strict=True)]
+    rows = ranks.from_first({tokens: int(passes[tokens].routing.count.sum()) for tokens in passes})
+    medians = ranks.slowest([statistics.median(times_of[launch]) for launch in launches])
+    rider_flops = 2.0 * workload.tokens * workload.width**2
+    return [
+        CostPoint(direction, rows[tokens], count * rider_flops, ms)
+        for (direction, tokens, count), ms in zip(launches, medians, strict=True)
+    ]
 
 
-def _one_round(passes: FusedPasses, size: CostSize, time_it: TimeIt) -> Iterator[tuple[Launch, float]]:
-    gradient = passes.x.new_empty(passes.workload.width, passes.workload.width)
-    for config in size.mixes():
-        yield from _fused(passes, size, config, [], time_it)
-        yield from _fused(passes, size, config, [DenseGemm("tn", passes.x, passes.dy, gradient)], time_it)
-    for putting, computing in size.grids():
-        yield from _apart(passes, size, putting, computing, time_it)
+def _riders(passes: FusedPasses) -> list[DenseGemm]:
+    width = passes.workload.width
+    return [
+        DenseGemm("tn", passes.x, passes.dy, passes.x.new_empty(width, width)) for _ in range(max(RIDERS))
+    ]
 
 
-def _fused(
-    passes: FusedPasses, size: CostSize, config: OverlapConfig, riders: list[DenseGemm], time_it: TimeIt
+def _one_round(
+    passes: FusedPasses,
+    config: OverlapConfig,
+    riders: list[DenseGemm],
+    time_it: Callable[[Callable[[], Any]], tuple[float, Any]],
 ) -> Iterator[tuple[Launch, float]]:
-    """A whole pass."""
-    begun: list[Any] = []
-    ms = time_it(lambda: begun.append(passes.begin(config)))
-    yield ("forward", size.fused("forward", config)), ms
-    ms = time_it(lambda: passes.backward(config, begun[0][1], riders))
-    yield ("backward", size.fused("backward", config, riding=bool(riders))), ms
-
-
-def _apart(
-    passes: FusedPasses, size: CostSize, putting: int, computing: int, time_it: TimeIt
-) -> Iterator[tuple[Launch, float]]:
-    """A pass whose puts and GEMMs are separate launches, with grids of these sizes."""
-    with held_back() as launches:
-        _, saved = passes.begin(size.config)
-    yield from _stages("forward", launches, size, putting, computing, time_it)
-    # This releases banks before the launches that read them. It is safe, because no rank puts into them
-    # before the next pass, and ranks meet with idle devices before that.
-    with held_back() as launches:
-        passes.backward(size.config, saved)
-    yield from _stages("backward", launches, size, putting, computing, time_it)
-
-
-def _stages(
-    direction: str, launches: list, size: CostSize, putting: int, computing: int, time_it: TimeIt
-) -> Iterator[tuple[Launch, float]]:
-    def launch(stages: str, programs: int | None = None) -> None:
-        for held in launches:
-            held(stages, programs)
-
-    yield (direction, size.puts(putting)), time_it(lambda: launch("put", putting))
-    gemms = "in out wgrad"
-    yield (direction, size.gemms(direction, computing)), time_it(lambda: launch(gemms, computing))
-    launch("reduce dweight")
+    tokens = passes.workload.tokens
+    for count in RIDERS:
+        ms, (_, saved) = time_it(partial(passes.begin, config))
+        yield ("forward", tokens, 0), ms
+        ms, _ = time_it(partial(passes.backward, config, saved, riders[:count]))
+        yield ("backward", tokens, count), ms

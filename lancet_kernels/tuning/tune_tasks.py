@@ -1,4 +1,4 @@
-"""The tuning tasks of an MoE layer: candidates of each kernel, their model, specimens and runs.
+"""The tuning tasks of an MoE layer: candidates of each kernel, their specimens and runs.
 
     T  tokens    D  width    F  hidden width    E  experts    K  choices    C  rows of each expert
 
@@ -9,7 +9,7 @@ One `Task` is one kernel at one shape. Its launcher looks the winner up by the s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,21 +18,19 @@ from lancet_kernels import ops
 from lancet_kernels.kernels import (
     gemm_config,
     grouped_gemm_kernel,
-    overlap_candidates,
     overlap_specimens,
     permute,
     topk_kernel,
 )
+from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_operands import DTYPES
-from lancet_kernels.kernels.launch_model import Facts, Gemms, Hardware, gemm_ms, rows_ms
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.row_config import RowConfig
 from lancet_kernels.kernels.specimen import Specimen
-from lancet_kernels.kernels.topk_kernel import RoutingConfig, lanes
+from lancet_kernels.kernels.topk_kernel import RoutingConfig
 from lancet_kernels.kernels.tuned_entry import KINDS, Shape, key_of
+from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.workloads import Workload
-
-LANES_OF_AN_SM = 128
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Task:
     """One kernel at one shape.
 
     Attributes:
-        shape: as it is looked up, rows rounded up; exact: as it is run and modelled.
+        shape: as it is looked up, rows rounded up; exact: as it is run.
     """
 
     kind: str
@@ -62,13 +60,12 @@ class Tunable:
     """How the kernels of a kind are tuned.
 
     Attributes:
-        shapes: of a workload. candidates: the default first. model_ms: see `kernels.launch_model`.
+        shapes: of a workload. candidates: to time, the default first; at most 20.
         specimens: what must compile. runner: a run on a GPU with a configuration; collective for "overlap".
     """
 
     shapes: Callable[[Workload, torch.dtype], Iterable[Shape]]
-    candidates: Callable[[Task, Hardware], Sequence[Any]]
-    model_ms: Callable[[Task, Any, Hardware, Facts | None], float]
+    candidates: Callable[[Task, Place], Sequence[Any]]
     specimens: Callable[[Task, Any, int], list[Specimen]]
     runner: Callable[[Task, torch.device], Callable[[Any], Callable[[], object]]]
 
@@ -103,14 +100,9 @@ def _dw_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
     return [(w.width, w.wide, w.capacity, 1), (w.hidden, w.width, w.capacity, 1)]
 
 
-def _gemm_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
+def _gemm_candidates(task: Task, place: Place) -> Sequence[Any]:
     m, n, k, accumulators = map(int, task.exact)
-    return list(gemm_config.candidates(m, n, k, task.dtype, hardware.arch, accumulators))
-
-
-def _gemm_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
-    m, n, k, accumulators = map(int, task.exact)
-    return gemm_ms(config, Gemms(task.workload.experts, m, n, k, task.dtype, accumulators), hardware, facts)
+    return list(gemm_config.candidates(m, n, k, task.dtype, place.arch, accumulators))
 
 
 def _gemm_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
@@ -145,19 +137,8 @@ def _row_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
     return [(w.width,)]
 
 
-def _row_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
-    default = RowConfig.default(task.workload.width)
-    return [default, *(c for c in RowConfig.candidates(task.workload.width) if c != default)]
-
-
-def _row_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
-    w = task.workload
-    copies = (1, w.choices) if task.kind == "permute" else (w.choices, 1)
-    block = (config.block_tokens, config.block_width)
-    sizes = (w.tokens, w.width)
-    return rows_ms(
-        block, config.num_warps, sizes, task.dtype.itemsize, hardware, copies, 20 * w.choices, facts
-    )
+def _row_candidates(task: Task, place: Place) -> Sequence[Any]:
+    return RowConfig.candidates(task.workload.width)
 
 
 def _row_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
@@ -200,21 +181,8 @@ def _routing_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
     return [(w.experts, w.choices, 32)]
 
 
-def _routing_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
-    w = task.workload
-    default = RoutingConfig.default(w.experts, w.choices, 32)
-    return [default, *(c for c in RoutingConfig.candidates(w.experts, w.choices) if c != default)]
-
-
-def _routing_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
-    """K passes over keys, a table of counts that grows as blocks shrink, and comparisons of pairs."""
-    w = task.workload
-    table = 8 * w.experts / config.block_tokens
-    block, sizes = (config.block_tokens, lanes(w.experts)), (w.tokens, lanes(w.experts))
-    choosing = rows_ms(block, config.num_warps, sizes, 4, hardware, (1 + 2 * w.choices,), table, facts)
-    # To find slots, all pairs of choices of a block are compared.
-    pairs = w.tokens / config.block_tokens * (config.block_tokens * w.choices) ** 2
-    return choosing + pairs / (hardware.sms * LANES_OF_AN_SM * hardware.clock_ghz) * 1e-6
+def _routing_candidates(task: Task, place: Place) -> Sequence[Any]:
+    return RoutingConfig.candidates(task.workload.experts, task.workload.choices)
 
 
 def _routing_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
@@ -237,28 +205,41 @@ def _overlap_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
     return [(w.width, w.hidden, w.activation, 1)]
 
 
-def _overlap_candidates(task: Task, hardware: Hardware) -> Sequence[Any]:
+# Tiles to time, by bytes of an element: (block_m, block_n, block_k, warps, stages). Smaller than those of a
+# GEMM alone, because puts and waits need registers; tiles that spill are dropped after compilation.
+_OVERLAP_TILES = {
+    2: (
+        (128, 128, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+        (128, 128, 64, 4, 4),
+        (128, 64, 64, 8, 4),
+        (128, 64, 64, 4, 4),
+        (64, 128, 64, 4, 4),
+        (64, 64, 64, 4, 4),
+        (128, 256, 64, 8, 3),
+        (64, 64, 32, 8, 4),
+    ),
+    4: ((64, 64, 16, 8, 3), (64, 32, 16, 4, 3), (128, 32, 16, 8, 2), (64, 32, 32, 8, 2)),
+}
+
+
+def _overlap_candidates(task: Task, place: Place) -> Sequence[Any]:
+    """The default, and changes of one property at a time: programs that put, split, put step, tile.
+
+    All put steps have 4096 elements, in few long pieces of rows or many short ones. All combinations would be
+    several hundred configurations, which take too long to compile.
+    """
     w = task.workload
-    default = OverlapConfig.for_gpu(w.width, w.hidden, w.activation, task.dtype, hardware.arch, hardware.sms)
-    return list(overlap_candidates.candidates(default, w.activation, task.dtype, hardware.arch))
-
-
-def _overlap_model(task: Task, config: Any, hardware: Hardware, facts: Facts | None) -> float:
-    w, dtype = task.workload, task.dtype
+    default = OverlapConfig.for_gpu(w.width, w.hidden, w.activation, task.dtype, place.arch, place.sms)
     accumulators = 2 if w.activation == "swiglu" else 1
-    first = Gemms(w.experts, w.capacity, w.hidden, w.width, dtype, accumulators)
-    second = Gemms(w.experts, w.capacity, w.width, w.hidden, dtype)
-    backward = [
-        Gemms(w.experts, w.capacity, w.hidden, w.width, dtype),
-        Gemms(w.experts, w.capacity, w.width, w.wide, dtype),
-        Gemms(w.experts, w.hidden, w.width, w.capacity, dtype),
-        Gemms(w.experts, w.width, w.wide, w.capacity, dtype),
+    tiles = [GemmConfig(*sizes) for sizes in _OVERLAP_TILES[task.dtype.itemsize]]
+    changed: list[dict[str, Any]] = [
+        *({"comm_programs": max(1, place.sms // share)} for share in (16, 4)),
+        {"split": True},
+        *({"put_rows": rows, "put_block": block} for rows, block in ((4, 1024), (16, 256))),
+        *({"gemm": tile} for tile in tiles if tile.is_valid(task.dtype, place.arch, accumulators)),
     ]
-    put_bytes = w.tokens * w.choices * w.width * dtype.itemsize
-    directions = ([first, second], backward)
-    return sum(
-        overlap_candidates.overlap_ms(config, gemms, put_bytes, hardware, facts) for gemms in directions
-    )
+    return list(dict.fromkeys([default, *(replace(default, **fields) for fields in changed)]))
 
 
 def _overlap_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
@@ -278,18 +259,14 @@ def _overlap_runner(task: Task, device: torch.device) -> Callable[[Any], Callabl
     return lambda config: lambda: passes.forward_backward(config)
 
 
-_GEMM = (_gemm_candidates, _gemm_model, _gemm_specimens, _gemm_runner)
-_ROWS = (_row_shapes, _row_candidates, _row_model, _row_specimens, _row_runner)
+_GEMM = (_gemm_candidates, _gemm_specimens, _gemm_runner)
+_ROWS = (_row_shapes, _row_candidates, _row_specimens, _row_runner)
 _TUNABLES = {
     "grouped_gemm_forward": Tunable(_forward_shapes, *_GEMM),
     "grouped_gemm_dx": Tunable(_dx_shapes, *_GEMM),
     "grouped_gemm_dw": Tunable(_dw_shapes, *_GEMM),
     "permute": Tunable(*_ROWS),
     "combine": Tunable(*_ROWS),
-    "routing": Tunable(
-        _routing_shapes, _routing_candidates, _routing_model, _routing_specimens, _routing_runner
-    ),
-    "overlap": Tunable(
-        _overlap_shapes, _overlap_candidates, _overlap_model, _overlap_specimens, _overlap_runner
-    ),
+    "routing": Tunable(_routing_shapes, _routing_candidates, _routing_specimens, _routing_runner),
+    "overlap": Tunable(_overlap_shapes, _overlap_candidates, _overlap_specimens, _overlap_runner),
 }

@@ -4,15 +4,12 @@ Torch's part runs on the CPU, small; every launch of ours compiles for sm_90 and
 """
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from tests.lancet_kernels.kernels.rehearse_without_gpu import NoGpu
 
 
@@ -26,13 +23,13 @@ def main() -> None:
     from gpu_sizes import Sizes, choices_of_tokens
     from gpu_step import Step
     from gpu_wire import JITTED
+    from virtual_pes import rehearsal
 
     from lancet_kernels.kernels import overlap_checks, runtime
     from lancet_kernels.kernels.exchange import release_kernel
     from lancet_kernels.kernels.overlap_config import overlap_tile
     from lancet_kernels.kernels.overlap_data import Routing
     from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
-    from lancet_kernels.kernels.virtual_pes import rehearsal
     from lancet_kernels.ops.gates.slots import slots_in_token_order
     from lancet_kernels.training.models import ModelConfig
 

@@ -28,11 +28,12 @@ def main() -> None:
     loaded = []
     CompiledKernel._init_handles = lambda kernel: loaded.append(kernel)
 
+    from virtual_pes import rehearsal
+
     from lancet_kernels.kernels import runtime
     from lancet_kernels.kernels.exchange import release_kernel
     from lancet_kernels.kernels.overlap import overlap_kernel
     from lancet_kernels.kernels.overlap_config import overlap_tile
-    from lancet_kernels.kernels.virtual_pes import rehearsal
     from tests.lancet_kernels.kernels import virtual_pass
     from tests.lancet_kernels.kernels.overlap_cases import Case
 

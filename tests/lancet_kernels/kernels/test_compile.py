@@ -17,10 +17,16 @@ import pytest
 from lancet_kernels.cli import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import compile as compile_module
-from lancet_kernels.kernels import nvshmem_bitcode, ping
-from lancet_kernels.kernels.compile import CompiledKernel, all_specimens, compile_specimen, problems
+from lancet_kernels.kernels import nvshmem_bitcode
+from lancet_kernels.kernels.compile import (
+    CompiledKernel,
+    all_specimens,
+    compile_specimen,
+    kernel_modules,
+    problems,
+)
 from lancet_kernels.kernels.compile_pool import compile_all
-from tests.lancet_kernels.kernels import bad_kernels
+from tests.lancet_kernels.kernels import bad_kernels, ping
 
 ROOT = Path(__file__).parents[3]
 OLDEST = ROOT / ".triton-oldest"
@@ -69,9 +75,10 @@ def check_rows(found, triton, arch):
 
 
 def test_one_kernel_of_every_family():
-    """The first specimen of every module that has kernels, with the installed Triton."""
-    first = {module.__name__: (module, specimen) for module, specimen in reversed([*all_specimens(90)])}
-    assert len(first) == 7
+    """The first specimen of every module that has kernels, and of the shim, with the installed Triton."""
+    every = [*all_specimens(90, [*kernel_modules(), ping])]
+    first = {module.__name__: specimen for module, specimen in reversed(every)}
+    assert len(first) == 8
     for row in compile_all([*first.values()], 90):
         assert row.problems == [], row.error
         assert row.compiled.wgmma >= row.specimen.wgmma
@@ -98,6 +105,15 @@ GRID += [pytest.param("oldest", arch, marks=need_oldest) for arch in ("sm_80", "
 def test_every_configuration_of_every_kernel(triton, arch):
     names = check_rows(lancet_kernels_command(triton, "--arch", arch), triton, arch)
     assert names == [(s.name, s.config) for _, s in all_specimens(int(arch.removeprefix("sm_")))]
+
+
+@pytest.mark.long
+@need_bitcode
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_every_configuration_of_the_shim(arch):
+    """Both transports, with and without scaling, TMA behind the wait."""
+    for row in compile_all([*ping.specimens(arch)], arch):
+        assert row.problems == [], row.error
 
 
 @pytest.mark.long
@@ -158,7 +174,7 @@ def test_an_interpreted_kernel_is_not_compiled(monkeypatch):
 
 
 def test_a_compiler_that_hangs_is_ended():
-    (chosen,) = (pair for pair in all_specimens(90, [bad_kernels]) if pair[1].name == "good")
+    (chosen,) = (specimen for specimen in bad_kernels.specimens(90) if specimen.name == "good")
     (row,) = compile_all([chosen], 90, timeout_s=0.1)
     assert "took more than 0.1 s" in row.error
 
@@ -197,6 +213,7 @@ def test_the_bitcode_of_an_architecture(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
+    monkeypatch.setattr(compile_module, "kernel_modules", lambda: [ping])
     assert main(["kernels", "--json", "--name", "ping 4x256 bf16"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -210,7 +227,8 @@ def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, 
 
 
 PRINT_PTX = """
-from lancet_kernels.kernels import compile, ping
+from lancet_kernels.kernels import compile
+from tests.lancet_kernels.kernels import ping
 (specimen,) = [s for s in ping.specimens({arch}) if s.config == "4x256 bf16 {transport}"]
 print(compile._compile(specimen, {arch})[0].asm["ptx"])
 """
@@ -219,7 +237,7 @@ print(compile._compile(specimen, {arch})[0].asm["ptx"])
 def ping_ptx(triton, arch, transport):
     code = PRINT_PTX.format(arch=arch, transport=transport)
     child = subprocess.run(
-        [sys.executable, "-c", code], env=environment(triton), capture_output=True, text=True
+        [sys.executable, "-c", code], env=environment(triton), cwd=ROOT, capture_output=True, text=True
     )
     assert child.returncode == 0, child.stderr
     return child.stdout

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lancet_kernels.kernels.device import REPORT_WORDS
-from lancet_kernels.kernels.ping import ping
+from tests.lancet_kernels.kernels.ping import ping
 
 D, ROWS = 8, 4
 

@@ -13,7 +13,7 @@ from lancet_kernels.kernels import tuning
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.row_config import RowConfig
-from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, MODELLED, Entry, config_fields
+from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, Entry, config_fields
 from lancet_kernels.kernels.tuning import TunedCache, tuned
 
 GPU = "NVIDIA H100 80GB HBM3"
@@ -60,28 +60,25 @@ def test_a_number_of_rows_finds_what_was_tuned_for_the_next_power_of_two(cache) 
     assert KINDS["grouped_gemm_dw"].rounded((768, 3072, 1000, 1)) == (768, 3072, 1024, 1)
 
 
-def test_the_package_goes_before_the_user_and_measured_before_modelled(cache) -> None:
-    modelled, measured, shipped = (GemmConfig(64, n, 64, 4, 3) for n in (32, 64, 128))
-    cache.put([entry(modelled, MODELLED, "sm_90")])
-    assert look() == modelled
-    cache.put([entry(measured)])
-    assert look() == measured
+def test_the_package_goes_before_the_user(cache) -> None:
+    mine, shipped = (GemmConfig(64, n, 64, 4, 3) for n in (64, 128))
+    cache.put([entry(mine)])
+    assert look() == mine
     TunedCache(tuning.PACKAGE_TABLE).put([entry(shipped)])
     assert look() == shipped
 
 
-def test_the_package_ships_measurements_only(cache) -> None:
-    TunedCache(tuning.PACKAGE_TABLE).put([entry(how=MODELLED), entry(how=MODELLED, device="sm_90")])
-    assert look() is None
-
-
-def test_a_model_does_not_replace_a_measurement_but_a_measurement_replaces_anything(cache) -> None:
+def test_what_older_versions_modelled_is_ignored_without_a_word_and_replaced(cache) -> None:
     other = GemmConfig(128, 128, 64, 4, 4)
-    cache.put([entry()])
-    cache.put([entry(other, MODELLED)])
-    assert look() == TILE
-    cache.put([entry(other)])
-    assert look() == other
+    modelled = entry(how="modelled", device="sm_90"), entry(other, how="modelled")
+    cache.put([*modelled, entry(kind="grouped_gemm_forward")])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(cache.entries()) == [entry(kind="grouped_gemm_forward").key]
+        assert look() is None
+        cache.put([entry()])
+        assert look() == TILE
+    assert "modelled" not in cache.path.read_text()
 
 
 def test_a_configuration_that_this_gpu_cannot_run_is_ignored_with_a_warning(cache) -> None:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+from virtual_pes import VirtualPes
 
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
-from lancet_kernels.kernels.virtual_pes import VirtualPes
 from lancet_kernels.kernels.wire import Wire
 from tests.lancet_kernels.kernels.overlap_cases import (
     Answer,

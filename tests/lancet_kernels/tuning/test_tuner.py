@@ -1,12 +1,10 @@
-"""The tuner: what it prunes and why, what it chooses, how it goes on when interrupted, how ranks agree."""
+"""The tuner: what it times, what it drops and why, what it chooses, how ranks agree."""
 
 import dataclasses
 import json
-import os
-import signal
-import subprocess
+import runpy
 import sys
-import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -16,23 +14,25 @@ import torch.distributed as dist
 import lancet_kernels
 from lancet_kernels.cli import main
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels import compile_pool
 from lancet_kernels.kernels.compile import CompiledKernel
 from lancet_kernels.kernels.compile_pool import Row
-from lancet_kernels.kernels.launch_model import hardware_of
-from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, MODELLED
+from lancet_kernels.kernels.gemm_config import default_config
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.row_config import RowConfig
+from lancet_kernels.kernels.topk_kernel import RoutingConfig
+from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, config_fields, is_usable
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
-from lancet_kernels.tuning import tune_tasks
-from lancet_kernels.tuning.candidates import PRUNE_ABOVE, rank_candidates
+from lancet_kernels.tuning import background_compiler, tune_tasks
+from lancet_kernels.tuning.candidates import MOST_CANDIDATES
 from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.tune_tasks import make_tasks
 from lancet_kernels.tuning.tuner import tune
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload, parse_workload
 
-ROOT = Path(__file__).parents[3]
 TINY = Workload("tiny", 12, 16, 32, 4, 2)
-SM90 = Place.modelled(90)
+# As if there were a GPU, in whose place a made-up clock stands.
+H100 = Place(torch.device("cpu"), "NVIDIA H100 80GB HBM3", 90, 132)
 
 
 def compiled(specimen, registers=100, spills=0) -> Row:
@@ -43,18 +43,61 @@ def compiled(specimen, registers=100, spills=0) -> Row:
     return Row(specimen, found, None)
 
 
+class FakePool:
+    """Stands for the compiler: what `row_of(specimen)` says. specimens: that it was given."""
+
+    def __init__(self, row_of=compiled) -> None:
+        self.row_of, self.specimens = row_of, []
+
+    def __call__(self, arch, workers):
+        """In place of the class."""
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def submit(self, specimen):
+        self.specimens.append(specimen)
+        future = Future()
+        try:
+            row = self.row_of(specimen)
+        except RuntimeError as error:
+            future.set_exception(error)
+        else:
+            if row is not None:  # else it never is done
+                future.set_result(row)
+        return future
+
+
 @pytest.fixture
-def compiler(monkeypatch):
-    """Stands for the compiler; 8 warps spill. -> the specimens that it was given."""
-    seen = []
+def compiler(monkeypatch) -> FakePool:
+    """8 warps spill."""
+    fake = FakePool(lambda specimen: compiled(specimen, spills=24 if specimen.num_warps == 8 else 0))
+    monkeypatch.setattr(background_compiler, "CompilePool", fake)
+    return fake
 
-    def compile_all(chosen, arch, *, workers, on_done):
-        for _, specimen in chosen:
-            seen.append(specimen)
-            on_done(compiled(specimen, spills=24 if specimen.num_warps == 8 else 0))
 
-    monkeypatch.setattr(compile_pool, "compile_all", compile_all)
-    return seen
+class FakeClock(Clock):
+    """Runs nothing: the time of a run is made up. -> calls, in order."""
+
+    def __init__(self, milliseconds=lambda config: 1.0) -> None:
+        super().__init__(torch.device("cpu"))
+        self.milliseconds, self.calls = milliseconds, []
+
+    def once(self, work) -> float:
+        self.calls.append(work)
+        return self.milliseconds(work())
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch) -> None:
+    """A run only returns its configuration, for a `FakeClock`."""
+    for kind, tunable in tune_tasks._TUNABLES.items():
+        made_up = dataclasses.replace(tunable, runner=lambda task, device: lambda config: lambda: config)
+        monkeypatch.setitem(tune_tasks._TUNABLES, kind, made_up)
 
 
 @pytest.fixture
@@ -69,150 +112,141 @@ def test_shapes_of_a_layer_are_tuned_once_each() -> None:
     assert routing.dtype == torch.float32
 
 
-@pytest.mark.parametrize("workload", list(WORKLOADS))
-def test_every_pruned_candidate_says_why_and_the_default_is_never_one(workload) -> None:
-    for task in make_tasks([WORKLOADS[workload]], torch.bfloat16):
-        found = rank_candidates(task, hardware_of(90), 8)
-        kept = [c for c in found if c.reason is None]
-        assert found[0] in kept
-        assert 1 <= len(kept) <= 8
-        assert len({str(c.config) for c in found}) >= len(found) // 4
-        assert all(c.reason.startswith("model: ") for c in found if c not in kept)
-        best = min(c.model_ms for c in found)
-        assert all(c.model_ms <= PRUNE_ABOVE * best for c in kept if c is not found[0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_lists_are_short_valid_and_begin_with_the_default(arch, dtype) -> None:
+    """Not cut by MOST_CANDIDATES: whoever writes a list decides what is in it."""
+    place = Place.elsewhere(arch)
+    for task in make_tasks([*WORKLOADS.values(), TINY], dtype):
+        configs = list(task.tunable.candidates(task, place))
+        assert 2 <= len(configs) <= MOST_CANDIDATES, task.key("x")
+        assert len(set(configs)) == len(configs)
+        assert all(is_usable(task.kind, config, task.shape, task.dtype, arch) for config in configs)
+        assert configs[0] == default_of(task, place)
 
 
-def test_what_spills_is_pruned_before_the_choice_and_a_modelled_entry_says_so(compiler, cache) -> None:
+def default_of(task, place):
+    w = task.workload
+    if task.kind.startswith("grouped_gemm"):
+        m, n, k, accumulators = task.exact
+        return default_config(m, n, k, task.dtype, place.arch, accumulators)
+    if task.kind == "overlap":
+        sizes = w.width, w.hidden, w.activation
+        return OverlapConfig.for_gpu(*sizes, task.dtype, place.arch, place.sms)
+    if task.kind == "routing":
+        return RoutingConfig.default(w.experts, w.choices)
+    return RowConfig.default(w.width)
+
+
+def test_what_spills_is_dropped_untimed(compiler, cache, nothing_runs) -> None:
     tasks = make_tasks([WORKLOADS["middle"]], torch.bfloat16, ["grouped_gemm_dx"])
-    outcomes = tune(tasks, SM90, cache)
+    clock = FakeClock()
+    outcomes = tune(tasks, H100, cache, clock=clock)
     for outcome in outcomes:
-        reasons = {c.reason for c in outcome.candidates if c.reason and c.reason.startswith("compiler")}
-        assert reasons == {"compiler: spills 24 bytes"}
+        assert {c.reason for c in outcome.candidates if c.reason} == {"compiler: spills 24 bytes"}
         assert outcome.status == "tuned"
-        assert outcome.winner.config.num_warps == 4
-        assert outcome.winner.facts.registers == 100
-    entries = cache.entries()
-    assert {e.how for e in entries.values()} == {MODELLED}
-    assert {e.device for e in entries.values()} == {"sm_90"}
-    assert len(entries) == len(tasks)
+        assert all(c.config.num_warps == 4 and c.ms == 1.0 for c in outcome.kept)
+        # The default has 8 warps, and so no time to compare with.
+        entry = cache.entries()[outcome.key]
+        assert (entry.how, entry.device) == (MEASURED, H100.name)
+        assert entry.milliseconds == entry.default_milliseconds == 1.0
+    assert {work().num_warps for work in clock.calls} == {4}
+    # Two shapes have most tiles in common.
+    assert len(compiler.specimens) < sum(len(outcome.candidates) for outcome in outcomes)
 
 
-def test_what_is_known_is_not_compiled_again(compiler, cache) -> None:
+def test_what_is_known_is_not_compiled_again(compiler, cache, nothing_runs) -> None:
     tasks = make_tasks([TINY], torch.bfloat16, ["permute", "combine"])
-    tune(tasks[:1], SM90, cache)
-    del compiler[:]
-    outcomes = tune(tasks, SM90, cache)
-    assert [o.status for o in outcomes] == ["known", "tuned"]
-    assert {s.name for s in compiler} == {"combine"}
-    assert [o.status for o in tune(tasks, SM90, cache, force=True)] == ["tuned", "tuned"]
+    options = {"clock": FakeClock()}
+    tune(tasks[:1], H100, cache, **options)
+    del compiler.specimens[:]
+    assert [o.status for o in tune(tasks, H100, cache, **options)] == ["known", "tuned"]
+    assert {s.name for s in compiler.specimens} == {"combine"}
+    assert [o.status for o in tune(tasks, H100, cache, **options)] == ["known", "known"]
+    assert [o.status for o in tune(tasks, H100, cache, force=True, **options)] == ["tuned", "tuned"]
 
 
 def test_a_dry_run_compiles_and_writes_nothing(compiler, cache) -> None:
-    (outcome,) = tune(make_tasks([TINY], torch.bfloat16, ["permute"]), SM90, cache, dry_run=True)
+    tasks = make_tasks([TINY], torch.bfloat16, ["permute"])
+    (outcome,) = tune(tasks, Place.elsewhere(90), cache, dry_run=True)
     assert outcome.status == "dry-run"
-    assert outcome.kept
-    assert not compiler
+    assert outcome.config == outcome.candidates[0].config
+    assert not compiler.specimens
     assert not cache.path.exists()
 
 
-def test_time_that_is_up_leaves_the_rest_for_the_next_run(monkeypatch, cache) -> None:
-    def compile_all(chosen, arch, *, workers, on_done):
-        on_done(compiled(chosen[0][1]))
-        time.sleep(0.2)
+def test_time_that_is_up_leaves_the_rest_for_the_next_run(monkeypatch, cache, nothing_runs) -> None:
+    first = []
 
-    monkeypatch.setattr(compile_pool, "compile_all", compile_all)
+    def row_of(specimen):
+        first.append(specimen)
+        return compiled(specimen) if len(first) == 1 else None
+
+    monkeypatch.setattr(background_compiler, "CompilePool", FakePool(row_of))
     tasks = make_tasks([TINY], torch.bfloat16, ["permute", "combine"])
-    outcomes = tune(tasks, SM90, cache, minutes=0.1 / 60)
+    outcomes = tune(tasks, H100, cache, minutes=0.1 / 60, clock=FakeClock())
     assert [o.status for o in outcomes] == ["left", "left"]
     assert cache.entries() == {}
 
 
 def test_a_failing_compiler_is_reported(monkeypatch, cache) -> None:
-    def compile_all(chosen, arch, *, workers, on_done):
+    def row_of(specimen):
         raise RuntimeError("no disk")
 
-    monkeypatch.setattr(compile_pool, "compile_all", compile_all)
+    monkeypatch.setattr(background_compiler, "CompilePool", FakePool(row_of))
     with pytest.raises(RuntimeError, match="no disk"):
-        tune(make_tasks([TINY], torch.bfloat16, ["permute"]), SM90, cache)
+        tune(make_tasks([TINY], torch.bfloat16, ["permute"]), H100, cache, clock=FakeClock())
 
 
-class FakeClock(Clock):
-    """Runs nothing: the time of a run is made up. -> calls, in order."""
-
-    def __init__(self, milliseconds) -> None:
-        super().__init__(torch.device("cpu"))
-        self.milliseconds, self.calls = milliseconds, []
-
-    def once(self, work) -> float:
-        self.calls.append(work)
-        return self.milliseconds(work())
-
-
-@pytest.fixture
-def measured_place() -> Place:
-    """As if there were a GPU, in whose place a made-up clock stands."""
-    return Place(torch.device("cpu"), "NVIDIA H100 80GB HBM3", hardware_of(90))
-
-
-def measure(place, cache, clock, monkeypatch, **options):
-    """Tune permute with made-up times."""
-    (task,) = make_tasks([TINY], torch.bfloat16, ["permute"])
-    made_up = dataclasses.replace(task.tunable, runner=lambda task, device: lambda config: lambda: config)
-    monkeypatch.setitem(tune_tasks._TUNABLES, "permute", made_up)
-    return tune([task], place, cache, clock=clock, **options)
-
-
-def test_the_measured_median_wins_whatever_the_model_said(
-    compiler, cache, measured_place, monkeypatch
-) -> None:
-    jitter = iter([0.0, 9.0, 0.1] * 1000)
+def test_the_smallest_median_wins(compiler, cache, nothing_runs) -> None:
+    jitter, fastest = iter([0.0, 9.0, 0.1] * 1000), RowConfig(2, 512, 4)
 
     def milliseconds(config):
         # One outlier in three: a mean would be fooled.
-        return (1.0 if config.num_warps == 2 and config.block_tokens == 16 else 2.0) + next(jitter)
+        return (1.0 if config == fastest else 2.0) + next(jitter)
 
     clock = FakeClock(milliseconds)
-    (outcome,) = measure(measured_place, cache, clock, monkeypatch, keep=30, rounds=5)
+    tasks = make_tasks([WORKLOADS["middle"]], torch.bfloat16, ["permute"])
+    (outcome,) = tune(tasks, H100, cache, clock=clock, rounds=5)
     timed = [c for c in outcome.candidates if c.ms is not None]
     assert len(timed) > 3
-    assert outcome.winner.ms == min(c.ms for c in timed)
+    assert outcome.winner.config == fastest
     (entry,) = cache.entries().values()
-    assert entry.how == MEASURED
-    assert entry.device == measured_place.name
+    assert entry.configuration() == fastest
+    assert entry.default_milliseconds > entry.milliseconds
     # In turn: every candidate once before the first one comes again.
     names = [id(call) for call in clock.calls]
     assert len(set(names[: len(timed)])) == len(timed)
     assert names[: len(timed)] == names[len(timed) : 2 * len(timed)]
 
 
-def test_a_measurement_is_made_although_a_model_was_there_and_not_twice(
-    compiler, cache, measured_place, monkeypatch
-) -> None:
-    clock = FakeClock(lambda config: 1.0)
-    assert measure(measured_place, cache, clock, monkeypatch)[0].status == "tuned"
-    assert measure(measured_place, cache, clock, monkeypatch)[0].status == "known"
+def test_only_the_first_candidates_if_so_wanted(compiler, cache, nothing_runs) -> None:
+    tasks = make_tasks([WORKLOADS["middle"]], torch.bfloat16, ["permute"])
+    (outcome,) = tune(tasks, H100, cache, clock=FakeClock(), most=1)
+    assert outcome.winner.config == RowConfig.default(1536)
+    assert len(compiler.specimens) == 1
 
 
 def disagreeing_ranks(folder: str) -> tuple[str, dict]:
     """Rank 0 finds the first candidate fastest, rank 1 the last; both must take the same."""
     rank = dist.get_rank()
-
-    def compile_all(chosen, arch, *, workers, on_done):
-        assert rank == 0, "only rank 0 compiles"
-        for _, specimen in chosen:
-            on_done(compiled(specimen))
-
     order = {}
 
     def milliseconds(config):
         place = order.setdefault(str(config), len(order))
         return 1.0 + (place if rank == 0 else 5 - place)
 
+    def row_of(specimen):
+        assert rank == 0, "only rank 0 compiles"
+        return compiled(specimen)
+
     cache = TunedCache(Path(folder, f"rank{rank}.json"))
-    place = Place(torch.device("cpu"), "made-up GPU", hardware_of(90))
+    (task,) = make_tasks([WORKLOADS["middle"]], torch.bfloat16, ["permute"])
+    made_up = dataclasses.replace(task.tunable, runner=lambda task, device: lambda config: lambda: config)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile_pool, "compile_all", compile_all)
-        (outcome,) = measure(place, cache, FakeClock(milliseconds), patch, keep=6)
+        patch.setattr(background_compiler, "CompilePool", FakePool(row_of))
+        patch.setitem(tune_tasks._TUNABLES, "permute", made_up)
+        (outcome,) = tune([task], H100, cache, clock=FakeClock(milliseconds), most=6)
     return str(outcome.winner.config), {key: e.config for key, e in cache.entries().items()}
 
 
@@ -233,69 +267,46 @@ def test_workloads_by_name_and_by_numbers() -> None:
             parse_workload(text)
 
 
-def command(cache: Path, *arguments: str) -> list[str]:
-    return [
-        sys.executable, str(ROOT / "bench" / "autotune.py"), "--cache", str(cache), "--keep", "1",
-        "--workload", "64,64,64,4,1", "--json", *arguments,
-    ]  # fmt: skip
-
-
-def environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-
-
-def finish(arguments: list[str]) -> dict:
-    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "no GPU here" in done.stderr
-    return json.loads(done.stdout)
-
-
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what happens without a GPU")
+SMALL = ["--workload", "64,64,64,4,1"]
 
 
-@pytest.mark.long
 @without_gpu
-def test_the_script_is_killed_and_goes_on_while_another_one_runs_and_nothing_is_lost(tmp_path) -> None:
+def test_without_a_gpu_it_refuses_in_one_line(capsys, tmp_path) -> None:
     path = tmp_path / "tuned.json"
-    arguments = command(path, "--kinds", "permute,routing")
-    victim = subprocess.Popen(
-        arguments, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while not path.exists() and victim.poll() is None:
-        time.sleep(0.02)
-    victim.send_signal(signal.SIGKILL)
-    victim.wait()
-    before = set(TunedCache(path).entries())
-    assert before
-    other = subprocess.Popen(
-        command(path, "--kinds", "permute", "--dtype", "float32"),
-        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    resumed = finish(arguments)
-    assert json.loads(other.communicate(timeout=300)[0])["counts"]["tuned"] == 1
-    assert resumed["how"] == MODELLED
-    assert resumed["counts"]["known"] == len(before)
-    assert resumed["counts"]["tuned"] == 2 - len(before)
-    assert before < set(TunedCache(path).entries())
-    assert len(TunedCache(path).entries()) == 3
-
-
-def tune_here(capsys, path: Path, *arguments: str) -> dict:
-    assert main(["tune", *command(path, *arguments)[2:]]) == 0
-    return json.loads(capsys.readouterr().out)
+    assert main(["tune", "--cache", str(path), *SMALL, "--arch", "sm_100"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    for said in ("no GPU", "`lancet tune --dry-run`", "`lancet kernels --arch sm_100`"):
+        assert said in err
+    assert not list(tmp_path.iterdir())
 
 
 @without_gpu
-def test_a_dry_run_names_what_is_pruned_and_why(capsys, tmp_path) -> None:
-    found = tune_here(capsys, tmp_path / "tuned.json", "--dry-run", "--kinds", "grouped_gemm_dx")
+def test_a_dry_run_lists_what_would_be_timed(capsys, tmp_path) -> None:
+    arguments = ["tune", "--cache", str(tmp_path / "tuned.json"), *SMALL, "--kinds", "permute", "--dry-run"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["counts"]["dry-run"] == 1
     (task,) = found["tasks"]
-    assert task["kept"]
-    assert all(candidate["pruned"].startswith("model: ") for candidate in task["pruned"])
-    assert not (tmp_path / "tuned.json").exists()
-    assert main(["tune", *command(tmp_path / "tuned.json")[2:-1], "--dry-run"]) == 0
-    assert "would be tuned" in capsys.readouterr().out
+    configs = [candidate["config"] for candidate in task["candidates"]]
+    assert configs == [config_fields(config) for config in RowConfig.candidates(64)]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert f"    {len(configs)} candidates:\n" in out
+    assert out.count("block_tokens=") == len(configs)
+    assert "\n1 task: 1 would be tuned" in out
+    assert "1 task on sm_90 (no GPU here)" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_script_is_the_command(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["autotune.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(Path(__file__).parents[3] / "bench" / "autotune.py"), run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: lancet tune ")
 
 
 @without_gpu
@@ -309,23 +320,13 @@ def test_help_names_the_kinds_and_the_version_is_told(capsys) -> None:
     assert (ended.value.code, capsys.readouterr().out) == (0, f"lancet {lancet_kernels.__version__}\n")
 
 
-def test_a_single_task_is_one(capsys, tmp_path) -> None:
-    one = ["--workload", "256,64,128,4,1", "--kinds", "permute", "--dry-run"]
-    assert main(["tune", "--cache", str(tmp_path / "tuned.json"), *one]) == 0
-    out, err = capsys.readouterr()
-    assert "candidates of 1 task are" in err or "1 task on " in err
-    assert "\n1 task: " in out
-
-
-def test_a_corrupt_cache_is_survived(capsys, compiler, tmp_path) -> None:
-    path = tmp_path / "tuned.json"
-    arguments = ("--kinds", "permute,routing")
-    assert tune_here(capsys, path, *arguments)["counts"]["tuned"] == 2
-    assert tune_here(capsys, path, *arguments)["counts"]["known"] == 2
-    path.write_text(path.read_text()[:200])
+def test_a_corrupt_cache_is_survived(compiler, cache, nothing_runs) -> None:
+    tasks, options = make_tasks([TINY], torch.bfloat16, ["permute", "routing"]), {"clock": FakeClock()}
+    tune(tasks, H100, cache, **options)
+    cache.path.write_text(cache.path.read_text()[:200])
     with pytest.warns(UserWarning, match="not readable"):
-        assert tune_here(capsys, path, *arguments)["counts"]["tuned"] == 2
-    assert len(TunedCache(path).entries()) == 2
+        assert [o.status for o in tune(tasks, H100, cache, **options)] == ["tuned", "tuned"]
+    assert len(TunedCache(cache.path).entries()) == 2
 
 
 def test_wrong_arguments_are_one_line_each(capsys) -> None:
