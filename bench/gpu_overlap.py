@@ -37,6 +37,7 @@ from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward,
 from lancet_kernels.kernels.overlap_data import ExpertGradients, Experts, Routing
 from lancet_kernels.kernels.routing import route_choices
 from lancet_kernels.kernels.wire import Wire
+from lancet_kernels.ops.send_rows import send_rows
 
 CAPACITY_FACTOR = 1.25
 GOAL = 0.95
@@ -92,8 +93,9 @@ class FusedLayer:
         exchanges = [
             [
                 Exchange(
-                    memory, name + way, local_experts=local, capacity=self.capacity, width=sizes.width,
-                    dtype=dtype, chunk_rows=self.config.gemm.block_m, timeout_s=10.0, wire=wire,
+                    memory, name + way, local_experts=local, send_rows=tokens * sizes.choices,
+                    receive_rows=world * min(tokens * sizes.choices, local * self.capacity),
+                    width=sizes.width, dtype=dtype, chunk_rows=config.gemm.block_m, timeout_s=10.0, wire=wire,
                 )
                 for memory, wire in zip(self.pes.memories, wires or [None] * world, strict=True)
             ]
@@ -121,10 +123,8 @@ class FusedLayer:
         used = torch.zeros(sizes.experts, dtype=torch.int64, device=self.device)
         routed = route_choices(chosen, used, self.capacity)
         weight = torch.full(chosen.shape, 1.0 / sizes.choices, device=self.device)
-        return Routing(
-            routed.expert_TK, routed.slot_TK, weight, routed.token_of_slot_EC, routed.choice_of_slot_EC,
-            routed.kept_E,
-        )  # fmt: skip
+        row = send_rows(routed.expert_TK, routed.slot_TK, routed.kept_E)
+        return Routing.of(routed.expert_TK, row, weight, routed.kept_E)
 
     def check(self) -> None:
         """Raise CommunicationError if any wait ran out of time."""

@@ -20,7 +20,6 @@ Every stage of a pass must be launched on every PE, in this order, because stage
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,8 +34,8 @@ STAGES: dict[str, tuple[str, Any]] = {
     "put": ("put", False),
     "in": ("tiles_in", 0),
     "out": ("tiles_out", 0),
-    "wgrad": ("wgrads", ()),
-    "dense": ("dense", ()),
+    "wgrad": ("wgrad", False),
+    "dense": ("dense_tiles", 0),
     "reduce": ("reduce_blocks", 0),
     "dweight": ("dweight_blocks", 0),
 }
@@ -63,12 +62,10 @@ def staged(run: Callable[[HeldLaunch], object]) -> Iterator[None]:
             without = dict(nothing for stage, nothing in STAGES.items() if stage not in wanted)
             if all(getattr(shape, field) == nothing for field, nothing in map(STAGES.__getitem__, wanted)):
                 return
-            pass_ = copy.copy(self)
+            changes = dict(without)
             if programs is not None:
-                # The task list stays: the mix of puts and independent tiles is that of the whole launch.
-                comm_programs = min(programs, self.config.comm_programs)
-                pass_.config = replace(self.config, programs=programs, comm_programs=comm_programs)
-            launch(pass_, replace(shape, **without), **given)
+                changes |= {"programs": programs, "comm_programs": min(programs, shape.comm_programs)}
+            launch(self, replace(shape, **changes), **given)
 
         run(some)
 

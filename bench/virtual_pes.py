@@ -7,7 +7,7 @@ the host:
 - each PE has its own stream and, with default_overlap_config(..., pes_here=W), its share of the SMs: programs
   of all PEs are resident at once;
 - the first use of anything is a hidden wait: Triton compiles, the driver loads a module, the caching
-  allocator asks it for memory, a task list is copied from pageable memory. So `rehearse` what will be played.
+  allocator asks it for memory. So `rehearse` what will be played.
 
     pes = VirtualPes(2, "cuda")
     exchanges = [Exchange(memory, "layer", ...) for memory in pes.memories]
@@ -33,6 +33,7 @@ from triton.runtime.errors import OutOfResources
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel
+from lancet_kernels.kernels.schedule import exchange_counts_kernel, schedule_kernel
 from lancet_kernels.symmetric.virtual import virtual_memories
 
 T = TypeVar("T")
@@ -137,7 +138,7 @@ def _streams(device: torch.device, world: int) -> list[torch.cuda.Stream]:
 
 @contextmanager
 def rehearsal(*others: Any) -> Iterator[None]:
-    """Inside, launches of the overlap kernel (and of `others`) compile for their arguments, and do not run.
+    """Inside, launches of a pass (and of `others`) that wait compile for their arguments, and do not run.
 
     On leaving, all that was compiled is loaded. Compilations run side by side. Any other kernel runs. What
     does not compile is left to the launch that needs it, which says so.
@@ -146,7 +147,7 @@ def rehearsal(*others: Any) -> Iterator[None]:
         yield
         return
     compiled: list[Any] = []
-    kernels = (overlap_kernel, *others)
+    kernels = (overlap_kernel, exchange_counts_kernel, schedule_kernel, *others)
 
     def compile_only(run: Callable) -> Callable:
         def compile_it(*args, **kwargs):

@@ -13,11 +13,19 @@ from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing, SavedPass
 from lancet_kernels.kernels.routing import route_scores
+from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.symmetric import SymmetricMemory
 from lancet_kernels.tuning.workloads import Workload
 
 # Short, so that a peer that fails does not delay tuning for long.
 TIMEOUT_S = 20.0
+
+
+def most_rows(workload: Workload, world: int) -> dict[str, int]:
+    """Room for any routing of the workload's tokens on `world` ranks."""
+    sent = workload.tokens * workload.choices
+    each = min(workload.capacity, workload.tokens) * (workload.experts // world)
+    return {"send_rows": sent, "receive_rows": world * min(sent, each)}
 
 
 class FusedPasses:
@@ -56,8 +64,8 @@ class FusedPasses:
         used = torch.zeros(workload.experts, dtype=torch.int64, device=device)
         routed = route_scores(score, used, workload.choices, workload.capacity)
         weight = score.softmax(-1).gather(1, routed.expert_TK).contiguous()
-        tables = routed.token_of_slot_EC, routed.choice_of_slot_EC
-        self.routing = Routing(routed.expert_TK, routed.slot_TK, weight, *tables, routed.kept_E)
+        row = send_rows(routed.expert_TK, routed.slot_TK, routed.kept_E)
+        self.routing = Routing.of(routed.expert_TK, row, weight, routed.kept_E)
         self._exchanges: dict[int, tuple[Exchange, Exchange]] = {}
 
     def exchanges(self, config: OverlapConfig) -> tuple[Exchange, Exchange]:
@@ -66,7 +74,7 @@ class FusedPasses:
         if rows not in self._exchanges:
             sizes: dict[str, Any] = {
                 "local_experts": self.local_experts,
-                "capacity": self.workload.capacity,
+                **most_rows(self.workload, self.memory.world),
                 "width": self.workload.width,
                 "dtype": self.dtype,
                 "chunk_rows": rows,

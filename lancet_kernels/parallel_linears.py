@@ -58,6 +58,7 @@ MLP = (
     Names(("gate_proj", "up_proj"), "down_proj"),
     Names(("dense_h_to_4h",), "dense_4h_to_h"),
 )
+OPERATORS = ("qkv", "attention", "projection", "fc1", "activation", "fc2")
 HEAD_COUNTS = ("num_heads", "n_head", "n_heads", "num_attention_heads")
 CUT_WITH_HEADS = (*HEAD_COUNTS, "num_key_value_heads", "split_size", "embed_dim")
 """Numbers of an attention module that are its ranks' own once heads are cut."""
@@ -91,7 +92,7 @@ class _Block:
 
 def parallelize_linears(
     model: nn.Module,
-    example_inputs: Sequence[object] | Mapping[str, object],
+    example_inputs: Tensor | Sequence[object] | Mapping[str, object],
     group: dist.ProcessGroup | None = None,
     strategy: str = "primepar",
     *,
@@ -110,7 +111,8 @@ def parallelize_linears(
         example_inputs: of the model; one forward without gradients says how many rows a batch has.
         group: 2^n ranks; None: all.
         strategy: "primepar" searches; "megatron" splits columns, then rows.
-        cluster: a name or a TOML file, whose links and devices the search prices.
+        cluster: a name or a TOML file, whose links and devices the search prices. What it finds takes least
+            time; memory is not limited.
         partitions: of operators by name (qkv, attention, projection, fc1, activation, fc2), instead of those
             of the strategy.
     Returns: the model.
@@ -129,16 +131,21 @@ def parallelize_linears(
             expected="; ".join(", ".join((*n.inner, n.outer)) for n in (*ATTENTION, *MLP)),
             do="name them so, or use SquareLinear",
         )
-    rows, sequence = _rows(model, example_inputs, blocks[0])
+    if unknown := set(partitions or {}) - set(OPERATORS):
+        raise UserError(
+            "partitions", got=", ".join(unknown), expected=", ".join(OPERATORS), do="correct the name"
+        )
+    # All ranks have to use one result, also where a search ends in a tie.
+    name = group_name(group)
+    rows, sequence = from_first_rank(_rows(model, example_inputs, blocks[0]), name, "rows of a batch")
     chosen: dict[tuple, dict[str, Partition]] = {}
     for one in blocks:
         if one.sizes not in chosen:
             problem = _problem(_loaded(cluster), one, rows, sequence, ranks)
             best = _partitions(problem, strategy, ranks) | dict(partitions or {})
-            # Searches may end in a tie, and all ranks have to use one result.
-            best = from_first_rank(best, group_name(group), f"partition of {one.name}")
-            _check_partitions(best, one, rows, ranks)
-            chosen[one.sizes] = best
+            chosen[one.sizes] = from_first_rank(best, name, f"partition of {one.name}")
+            _check_partitions(chosen[one.sizes], one, rows, ranks)
+    for one in blocks:
         _replace(one, chosen[one.sizes], group)
     return model
 
@@ -189,7 +196,7 @@ def _heads(name: str, module: nn.Module, names: Names) -> tuple[int, int]:
     return counts[0], key_value * counts[0] // width
 
 
-def _rows(model: nn.Module, example_inputs: Sequence | Mapping, first: _Block) -> tuple[int, int]:
+def _rows(model: nn.Module, example_inputs: Tensor | Sequence | Mapping, first: _Block) -> tuple[int, int]:
     """Rows of a batch, and of a sequence, at the first block."""
     seen: list[torch.Size] = []
     hook = getattr(first.module, first.names.inner[0]).register_forward_pre_hook(
@@ -199,6 +206,8 @@ def _rows(model: nn.Module, example_inputs: Sequence | Mapping, first: _Block) -
         with torch.no_grad():
             if isinstance(example_inputs, Mapping):
                 model(**example_inputs)
+            elif isinstance(example_inputs, Tensor):
+                model(example_inputs)
             else:
                 model(*example_inputs)
     finally:

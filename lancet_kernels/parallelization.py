@@ -27,6 +27,8 @@ from lancet_kernels.model_layers import moe_layers
 from lancet_kernels.one_device_model import OneDeviceModel
 from lancet_kernels.ops.groups import Groups, group_name, group_size
 from lancet_kernels.optimization import optimize
+from lancet_kernels.parallel_linears import DEFAULT_CLUSTER, parallelize_linears
+from lancet_kernels.parallel_linears import STRATEGIES as PARTITIONS_OF_LINEARS
 from lancet_kernels.parallel_module import ParallelModule, sharded_module
 from lancet_kernels.rank_agreement import result_of_first_rank, values_of_ranks
 from lancet_kernels.schedules.conversions import MESSAGE_KINDS
@@ -55,7 +57,7 @@ def parallelize(
     options: PlanningOptions | None = None,
     inner_compile: str = "",
     verbose: bool = False,
-) -> ParallelModule:
+) -> ParallelModule | nn.Module:
     """Turn a model for one device into this rank's part of the same training step on all ranks.
 
     Collective: all ranks of the job call it with the same model and the same inputs. What the first rank has
@@ -69,6 +71,8 @@ def parallelize(
         mesh_or_group: the ranks: a DeviceMesh of one dimension, or a process group; None: all of the job.
         strategy: "hidup": the fastest that the search finds; one that people choose by hand: "data parallel",
             "expert parallel" (GShard's), "replicated"; or a `Strategy`, or the file of one that was saved.
+            "primepar", "megatron": only the linear layers of attention and MLP blocks are partitioned, in
+            place (`parallelize_linears`); of the arguments below `cluster` alone applies. Returns the model.
         cluster: search and plan for a cluster (a name, a TOML file) instead of measuring this machine, which
             runs half of the batch on one device.
         memory_gb: of a device: strategies that need more are dropped.
@@ -78,6 +82,10 @@ def parallelize(
         strategy for something else, ranks that disagree).
     """
     group, mesh = _group(mesh_or_group, next(model.parameters()).device.type)
+    if strategy in PARTITIONS_OF_LINEARS:
+        return parallelize_linears(
+            model, example_inputs, mesh.get_group(), str(strategy), cluster=cluster or DEFAULT_CLUSTER
+        )
     groups = Groups.of_ranks(group)
     _check_choices(model, strategy)
     arguments = example_arguments(model, example_inputs)
@@ -126,7 +134,7 @@ def _check_choices(model: nn.Module, strategy: str | Path | Strategy) -> None:
         raise UserError(
             "strategy",
             got=repr(strategy),
-            expected=f"one of {', '.join(SHARDINGS)}, a Strategy, or a Path",
+            expected=f"one of {', '.join((*SHARDINGS, *PARTITIONS_OF_LINEARS))}, a Strategy, or a Path",
             do="check the name",
         )
     refuse_sharded(model)

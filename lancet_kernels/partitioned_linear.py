@@ -25,6 +25,7 @@ from lancet_kernels.graph.tile_layouts import (
 )
 from lancet_kernels.ops.groups import group_name, group_rank, group_size, subgroup
 from lancet_kernels.ops.redistribute import Redistribution, moved, redistribute
+from lancet_kernels.ops.shift import headers_of_ranks
 from lancet_kernels.ops.square_linear import ShiftedPhases, Sums, square_linear
 from lancet_kernels.training.gradients import SumOverRanks, set_gradient_group
 
@@ -86,6 +87,7 @@ class PartitionedLinear(nn.Module):
         self._check(before, after)
         self._before, self._after = before, after
         self._leading, self._phases = leading or LeadingDimensions(), ShiftedPhases(self._group)
+        self._seen: set[int] = set()
         self._movements, self._sums, self._bias_group = movements(partition), self._own_sums(), ""
         self._enter = _edge(before, Neighbour(partition, "n"), into=True)
         self._leave = _edge(after, Neighbour(partition, "k"), into=False)
@@ -109,6 +111,7 @@ class PartitionedLinear(nn.Module):
                 expected=f"[..., {width}] of {self.weight.dtype}",
                 do="give the tile of the operator before, in the dtype of the weight",
             )
+        self._compare(x)
         if not self._before.cuts_rows:
             self._leading.shape = tuple(x.shape[:-1])
         tile = redistribute(x.reshape(-1, width), *self._enter, self._group, "I")
@@ -117,6 +120,23 @@ class PartitionedLinear(nn.Module):
             y = y + (SumOverRanks.apply(self.bias, self._bias_group) if self._bias_group else self.bias)
         y = redistribute(y, *self._leave, self._group, "O")
         return self._with_kinds_first(y).view(*self._leading_of(y, x.dim()), -1)
+
+    def _compare(self, x: Tensor) -> None:
+        """Let all ranks raise if one of them has another number of rows; once for each number."""
+        rows = x.shape[:-1].numel()
+        if not self._group or rows in self._seen:
+            return
+        own, rank, ranks = [rows, *self.weight.shape], group_rank(self._group), group_size(self._group)
+        headers = headers_of_ranks(own, self._group, x.device, "PartitionedLinear's shapes")
+        for n, header in enumerate(headers):
+            if header != own:
+                raise UserError(
+                    "PartitionedLinear across ranks (rows, features of the weight's tile)",
+                    got=f"{tuple(own)} on rank {rank} and {tuple(header)} on rank {(rank + n) % ranks}",
+                    expected="the same on every rank",
+                    do="give every rank the same model and the same inputs",
+                )
+        self._seen.add(rows)
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Weight and bias as the layer had them that this one was made from. Collective over the group."""

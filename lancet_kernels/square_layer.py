@@ -23,7 +23,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.slices import FORWARD, GRADIENT, Partition, square
 from lancet_kernels.graph.tile_layouts import movements
 from lancet_kernels.ops.groups import group_name, group_rank, group_size
-from lancet_kernels.ops.shift import start_shift
+from lancet_kernels.ops.shift import headers_of_ranks
 from lancet_kernels.ops.square_fused import FusedPhases
 from lancet_kernels.ops.square_linear import (
     Movements,
@@ -266,12 +266,8 @@ class SquareLinear(nn.Module):
         if not self._group or (rows, x.dtype) in self._seen:
             return
         own = [rows, self.in_features, self.out_features, int(self.bias is not None), _DTYPES.index(x.dtype)]
-        ranks = group_size(self._group)
-        rank, headers = group_rank(self._group), [torch.tensor(own, device=x.device)]
-        around = [(place + 1) % ranks for place in range(ranks)]
-        for _ in range(ranks - 1):
-            headers += start_shift([headers[-1]], around, self._group, "SquareLinear's shapes").wait()
-        for n, header in enumerate(map(Tensor.tolist, headers)):
+        ranks, rank = group_size(self._group), group_rank(self._group)
+        for n, header in enumerate(headers_of_ranks(own, self._group, x.device, "SquareLinear's shapes")):
             if header != own:
                 raise UserError(
                     "SquareLinear across ranks (rows, features in, features out, bias, dtype)",

@@ -1,6 +1,6 @@
 """The expert part of an MoE layer in fused kernels: dispatch, both GEMMs and combine share one launch.
 
-    T  tokens on this rank      E  experts in all           C  capacity
+    T  tokens on this rank      E  experts in all
     K  choices per token        W  ranks, L = E / W experts on each
     D  model width              F  hidden width, H = F or 2F (swiglu)
 
@@ -8,12 +8,15 @@ Same mathematics as dispatch -> all_to_all -> grouped_gemm -> expert_activation 
 -> combine (the reference), but rows travel by one-sided puts through symmetric memory while GEMM tiles run
 (`lancet_kernels.kernels.overlap`). Sizes travel with the signals: nothing waits for the host.
 
-The forward exchange of a layer keeps the rows that it received until its backward, so each layer has its own,
-for each capacity. Backward exchanges are free when the backward ends, so layers of one size share one.
+The forward exchange of a layer keeps the rows that it received until its backward, so each layer has its own.
+Backward exchanges are free when the backward ends, so layers of one size share one. Both are made once, for
+the most tokens: how many there are, and how they are routed, may change from step to step and from rank to
+rank, and nothing is made or agreed upon for it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -29,8 +32,8 @@ from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward,
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
 from lancet_kernels.kernels.runtime import check_device
-from lancet_kernels.kernels.slots_kernel import inverse_tables
 from lancet_kernels.ops.groups import group_of, group_timeout_s
+from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.symmetric import SymmetricMemory, create
 
@@ -84,10 +87,14 @@ class LayerExchange:
     """The exchanges of one layer, created when a pass first needs them (collective, like the pass itself).
 
     Args:
-        group: name of the process group. local_experts, width, hidden: L, D, F.
+        group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
         banks: how many forward passes may be waiting for their backward at the same time.
+        max_tokens: the most tokens of any pass on this rank; None: those of the first pass. A pass with more
+            creates larger exchanges, which all ranks must do at the same pass.
+        receive_factor: room for that many times the rows that each rank receives if all experts get equally
+            many; None: for the most that there can be. A pass that needs more raises UserError.
         timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
-        collectives.
+            collectives.
         config: tiles and grid of the launches; None: a default for the device.
     """
 
@@ -100,9 +107,12 @@ class LayerExchange:
         activation: str,
         *,
         banks: int = 2,
+        max_tokens: int | None = None,
+        receive_factor: float | None = None,
         timeout_s: float | None = None,
         config: OverlapConfig | None = None,
     ) -> None:
+        self.max_tokens, self.receive_factor = max_tokens, receive_factor
         self.group, self.local_experts, self.width, self.hidden = group, local_experts, width, hidden
         self.activation, self.banks, self.config = activation, banks, config
         if timeout_s is None:
@@ -115,26 +125,53 @@ class LayerExchange:
         """The ranks that share the layer's experts; None: only this rank."""
         return group_of(self.group) if self.group else None
 
-    def of(self, capacity: int, like: Tensor) -> tuple[Exchange, Exchange, OverlapConfig]:
-        """Forward and backward exchange and configuration for rows like `like` [T, D]."""
+    def of(self, num_choices: int, capacity: int, like: Tensor) -> tuple[Exchange, Exchange, OverlapConfig]:
+        """Forward and backward exchange and configuration for rows like `like` [T, D].
+
+        capacity: the most rows that any rank sends to one expert, with as many tokens.
+        """
         memory = FusedMemory.of(self.group, like.device, self.timeout_s)
-        key = capacity, like.dtype, like.device
-        if key not in self._exchanges or self._exchanges[key][0] is not memory:
+        num_tokens = like.shape[0]
+        key = num_choices, like.dtype, like.device
+        if (
+            key not in self._exchanges
+            or self._exchanges[key][0] is not memory
+            or num_tokens * num_choices > self._exchanges[key][1].send_rows
+        ):
             config = self.config or default_overlap_config(
                 self.width, self.hidden, self.activation, like.dtype, like.device
             )
+            send_rows, receive_rows = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
             sizes: dict[str, Any] = {
                 "local_experts": self.local_experts,
-                "capacity": capacity,
+                "send_rows": send_rows,
+                "receive_rows": receive_rows,
                 "width": self.width,
                 "dtype": like.dtype,
                 "chunk_rows": config.gemm.block_m,
                 "timeout_s": self.timeout_s,
             }
             memory.layers += 1
-            forward = Exchange(memory.memory, f"layer{memory.layers}", banks=self.banks, **sizes)
+            name = f"layer{memory.layers} {current_layer()}".strip()
+            forward = Exchange(memory.memory, name, banks=self.banks, **sizes)
             self._exchanges[key] = memory, forward, memory.backward(**sizes), config
         return self._exchanges[key][1:]
+
+    def _most_rows(
+        self, memory: SymmetricMemory, num_tokens: int, num_choices: int, capacity: int
+    ) -> tuple[int, int]:
+        """How many rows any rank may send, and receive. Collective: ranks may have different numbers.
+
+        Example: 4 ranks, 2 experts each, 100 tokens, top-3, dropless: 300 and 4 * 100 * 2 = 800; with
+        receive_factor = 1.5: 450.
+        """
+        tokens = memory.largest(max(num_tokens, self.max_tokens or 0, 1))
+        # A capacity grows with the tokens, and is that of the rank with the most of them.
+        capacity = memory.largest(-(-capacity * tokens // num_tokens) if num_tokens else 0)
+        receive = memory.world * min(tokens * num_choices, self.local_experts * min(capacity, tokens))
+        if self.receive_factor is not None:
+            receive = min(receive, math.ceil(self.receive_factor * tokens * num_choices))
+        return tokens * num_choices, receive
 
     def watch(self) -> None:
         """Raise CommunicationError if a wait in these exchanges has timed out; does not wait itself."""
@@ -146,7 +183,8 @@ class LayerExchange:
         # A copied layer creates its own exchanges when it first runs.
         return LayerExchange(
             self.group, self.local_experts, self.width, self.hidden, self.activation,
-            banks=self.banks, timeout_s=self.timeout_s, config=self.config,
+            banks=self.banks, max_tokens=self.max_tokens, receive_factor=self.receive_factor,
+            timeout_s=self.timeout_s, config=self.config,
         )  # fmt: skip
 
 
@@ -205,11 +243,10 @@ def forward_pass(
     """A forward pass. -> out [T, D], and what the backward needs; the exchange's bank must still be
     released."""
     with waiting("fused_experts", layer.process_group, current_layer()):
-        forward, backward, config = layer.of(capacity, x)
-        token, choice = inverse_tables(expert, slot, count_WL.numel(), capacity)
-        routing = Routing(
-            expert, slot, weight.float().contiguous(), token, choice, count_WL.reshape(-1).contiguous()
-        )
+        forward, backward, config = layer.of(expert.shape[1], capacity, x)
+        row = send_rows(expert, slot, count_WL)
+        count = count_WL.reshape(-1).contiguous()
+        routing = Routing.of(expert.contiguous(), row, weight.float().contiguous(), count)
         b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
         experts = Experts(w1.contiguous(), b1, w2.contiguous(), b2, layer.activation)
         out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)

@@ -101,6 +101,18 @@ def start_shift(
     return PendingShift(works, transfer, sent, received, process_group, (source, target), what)
 
 
+def headers_of_ranks(own: list[int], group: str, device: torch.device, what: str) -> list[list[int]]:
+    """So many numbers of every rank: this one's, then those of the ranks before it in the ring.
+
+    To compare shapes before anything of them travels. Raises: CommunicationError.
+    """
+    ranks, headers = group_size(group), [torch.tensor(own, device=device)]
+    around = [(place + 1) % ranks for place in range(ranks)]
+    for _ in range(ranks - 1):
+        headers += start_shift([headers[-1]], around, group, what).wait()
+    return [header.tolist() for header in headers]
+
+
 def _check_permutation(source_of: Sequence[int], group: str) -> None:
     ranks = group_size(group)
     if sorted(source_of) != list(range(ranks)):

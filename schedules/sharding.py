@@ -28,7 +28,7 @@ from lancet_kernels.schedules.signatures import signature_ms
 
 FORMAT = "lancet-sharding"
 VERSION = 1
-MOST_LABELS = 200
+MOST_LABELS = 100
 """Strategies kept behind each cut of a large graph; those of small graphs are all kept."""
 TOLERANCE = 0.01
 LEAST_SLICED_BYTES = 1 << 16

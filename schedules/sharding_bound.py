@@ -20,8 +20,10 @@ from lancet_kernels.schedules.sharding_states import Segment, State, StateSpace
 SHARES = np.linspace(0.0, 1.0, 11)
 
 
-def lower_bound_ms(space: StateSpace, segments: list[Segment], *, overlaps_backward: bool = True) -> float:
-    """Milliseconds of both microbatches, forward and backward, that no strategy can beat.
+def lower_bounds(
+    space: StateSpace, segments: list[Segment], *, overlaps_backward: bool = True
+) -> tuple[float, float]:
+    """(milliseconds of both microbatches, forward and backward; bytes of a device) that every strategy needs.
 
     Args: overlaps_backward: False where the backward communicates and computes one after the other.
     """
@@ -29,11 +31,14 @@ def lower_bound_ms(space: StateSpace, segments: list[Segment], *, overlaps_backw
     states: dict[State, np.ndarray] = {(): np.zeros_like(bound.comm)}
     for segment in segments:
         states = bound.through(segment, states)
-    return float(np.min(np.stack(list(states.values())), axis=0).max()) if states else 0.0
+    if not states:
+        return 0.0, 0.0
+    *times, least_bytes = np.min(np.stack(list(states.values())), axis=0)
+    return float(max(times)), float(least_bytes)
 
 
 class _Bound:
-    """Shortest paths, for all shares at once. [shares of forward x shares of backward] everywhere."""
+    """Shortest paths, for all shares at once: arrays [shares of forward x shares of backward, then bytes]."""
 
     def __init__(self, space: StateSpace, overlaps_backward: bool) -> None:
         self.space = space
@@ -42,8 +47,9 @@ class _Bound:
             comm_b, comp_b = backward, 1 - backward
         else:
             comm_b = comp_b = np.ones_like(forward)
-        self.comm, self.comm_b = COPIES * forward, COPIES * comm_b
-        self.comp = COPIES * (1 - forward + BACKWARD * comp_b)
+        self.comm, self.comm_b = np.append(COPIES * forward, 0.0), np.append(COPIES * comm_b, 0.0)
+        self.comp = np.append(COPIES * (1 - forward + BACKWARD * comp_b), 0.0)
+        self.bytes = np.append(np.zeros_like(forward), 1.0)
         self._paths: dict[tuple[int, State], dict[State, np.ndarray]] = {}
 
     def through(self, segment: Segment, states: dict[State, np.ndarray]) -> dict[State, np.ndarray]:
@@ -85,7 +91,7 @@ class _Bound:
                     for current, cost in states.items():
                         for t in self.space.transitions(done, current, b):
                             more = t.comm_ms * self.comm + t.comm_backward_ms * self.comm_b
-                            more += t.signature.ms * self.comp
+                            more += t.signature.ms * self.comp + t.bytes * self.bytes
                             # Without stages: whatever is there can be communicated.
                             old = tuple(item._replace(is_new=False) for item in t.state)
                             _keep_smaller(target, old, cost + more)

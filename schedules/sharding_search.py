@@ -25,11 +25,12 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.blocks import Block
-from lancet_kernels.schedules.sharding_bound import lower_bound_ms
+from lancet_kernels.schedules.sharding_bound import lower_bounds
 from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES, EPSILON, Label, Step, dominates
 from lancet_kernels.schedules.sharding_states import Restriction, Segment, State, StateSpace
 
-MOST_OF_A_STATE = 6
+MOST_OF_A_STATE = 12
+PRICES_OF_MEMORY = (0.0, 0.3, 1.0, 3.0)
 DIGITS = 6
 """Decimals of a millisecond in which labels are compared for being alike."""
 
@@ -127,6 +128,10 @@ class Search:
         self.overlaps_backward = overlaps_backward
         # A strategy is compared at most twice for each block: when it grows, and when it is closed.
         self.tolerance_ms = tolerance * self.computation_ms / (2 * len(self.blocks) or 1)
+        # Milliseconds a byte: as if all of a device cost so many times the computation.
+        self._prices = [0.0]
+        if memory_bytes is not None:
+            self._prices = [share * self.computation_ms / memory_bytes for share in PRICES_OF_MEMORY]
         self._labels = self._passed = 0
         self._is_exact = True
         self._patterns: dict[tuple, Passed] = {}
@@ -157,16 +162,16 @@ class Search:
             # Memory is a limit on the sum, not on differences.
             as_before = not self.keep_states and not self.with_memory
             states = self._pass(segment, states) if as_before else self._explore(segment, states)
+        bound, least_bytes = lower_bounds(self.space, segments, overlaps_backward=self.overlaps_backward)
         complete = [label for labels in states.values() for label in labels]
         if not complete:
             raise UserError(
                 f"sharding of {program.name} on {self.space.ranks} ranks",
                 got=f"no strategy within {(self.memory_bytes or 0) / 1e9:.3g} GB a device",
-                expected="memory for the smallest one",
+                expected=f"{least_bytes / 1e9:.3g} GB or more, for the smallest one",
                 do="use more devices, or a smaller batch",
             )
         best = min(complete, key=lambda label: label.psi)
-        bound = lower_bound_ms(self.space, segments, overlaps_backward=self.overlaps_backward)
         if self._is_exact:
             bound = max(bound, best.psi - 2 * len(self.blocks) * self.tolerance_ms)
         return Searched(
@@ -261,24 +266,28 @@ class Search:
 
     def _prune(self, states: States) -> bool:
         """Keep the `most_labels` fastest of a cut, of each state at most `MOST_OF_A_STATE`: otherwise the
-        many ways to hide the same messages crowd out other forms. With a memory limit the smallest of each
-        state stays as well, so that the smallest strategy of all is never lost. -> was any dropped?"""
+        many ways to hide the same messages crowd out other forms. With a memory limit the fastest at several
+        prices of memory, and the smallest of each state, so that the smallest strategy of all is never lost.
+        -> was any dropped?"""
         total = sum(map(len, states.values()))
         if self.most_labels is None or total <= self.most_labels:
             return False
-        ranked: dict[State, list[Label]] = {
-            state: sorted(labels, key=lambda label: label.psi)[:MOST_OF_A_STATE]
-            for state, labels in states.items()
-        }
-        times = sorted(label.psi for labels in ranked.values() for label in labels)
-        limit = times[min(self.most_labels, len(times)) - 1]
+        kept: dict[State, dict[int, Label]] = {state: {} for state in states}
+        for price in self._prices:
+            ranked: dict[State, list[tuple[float, Label]]] = {}
+            for state, labels in states.items():
+                priced = [(label.psi + price * label.bytes, label) for label in labels]
+                ranked[state] = sorted(priced, key=lambda pair: pair[0])[:MOST_OF_A_STATE]
+            times = sorted(ms for pairs in ranked.values() for ms, _ in pairs)
+            limit = times[min(self.most_labels // len(self._prices), len(times) - 1)]
+            for state, pairs in ranked.items():
+                kept[state] |= {id(label): label for ms, label in pairs if ms <= limit}
         for state in list(states):
-            kept = [label for label in ranked[state] if label.psi <= limit]
             if self.with_memory:
                 smallest = min(states[state], key=lambda label: label.bytes)
-                kept += [smallest] if smallest not in kept else []
-            states[state] = kept
-            if not kept:
+                kept[state][id(smallest)] = smallest
+            states[state] = list(kept[state].values())
+            if not states[state]:
                 del states[state]
         return True
 

@@ -98,6 +98,23 @@ def put_rows(
 
 
 @triton.jit
+def put_block(
+    region_ptr, peers_ptr, peer, offset, value, num_elements, NVSHMEM: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Store value[:num_elements] (a block of SIZE) at `offset` of the peer's region.
+
+    Where no pointer reaches the peer, its source is this PE's own copy, which holds the same already.
+    """
+    base = tl.load(peers_ptr + peer)
+    if NVSHMEM and base == 0:
+        tl.debug_barrier()
+        nvshmem_device.put_row(region_ptr + offset, region_ptr + offset, num_elements, peer)
+    else:
+        i = tl.arange(0, SIZE)
+        tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num_elements)
+
+
+@triton.jit
 def fence(NVSHMEM: tl.constexpr):
     """Order all earlier puts of this program before its later puts and signals."""
     tl.debug_barrier()
@@ -153,7 +170,8 @@ def failed(report_ptr):
 
 
 @triton.jit
-def _report(report_ptr, rank, peer, op, index, expected, seen):
+def report_failure(report_ptr, rank, peer, op, index, expected, seen):
+    """Write the report, unless an earlier failure of this PE is in it."""
     free = tl.full((), 0, tl.int64)
     if tl.atomic_cas(report_ptr, free, free + 1) == 0:
         tl.store(report_ptr + 1, rank)
@@ -198,7 +216,7 @@ def wait(
             if INTERPRETED:
                 polls = looks_by_the_clock() - begin
         if seen < at_least:
-            _report(report_ptr, rank, peer, op, index, at_least, seen)
+            report_failure(report_ptr, rank, peer, op, index, at_least, seen)
     if NVSHMEM and seen >= at_least:
         nvshmem_device.acquire(signal_ptr, at_least)
         tl.debug_barrier()
@@ -224,7 +242,7 @@ def wait_all(
     signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr,
     NVSHMEM: tl.constexpr = False, wire_ptr=None, due_ptrs=None,
 ):  # fmt: skip
-    """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`.
+    """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`. -> are they?
 
     signal_ptrs, mask, peers, indices, due_ptrs: [SIZE]. A report names the first that is missing.
     """
@@ -242,7 +260,7 @@ def wait_all(
             first = tl.arange(0, SIZE) == tl.argmax(missing, 0)
             peer = tl.sum(tl.where(first, peers, 0), 0)
             index = tl.sum(tl.where(first, indices, 0), 0)
-            _report(report_ptr, rank, peer, op, index, at_least, tl.sum(tl.where(first, seen, 0), 0))
+            report_failure(report_ptr, rank, peer, op, index, at_least, tl.sum(tl.where(first, seen, 0), 0))
     if NVSHMEM:
         # What one word needs to be visible serves for all.
         address = tl.max(tl.where(mask & (seen >= at_least), signal_ptrs.to(tl.int64), 0), 0)
@@ -250,6 +268,7 @@ def wait_all(
             nvshmem_device.acquire(address, at_least)
     # Each thread has acquired its own words; the barrier makes the published data visible to all threads.
     tl.debug_barrier()
+    return tl.sum(missing, 0) == 0
 
 
 @triton.jit

@@ -1,27 +1,32 @@
 """Where do rows land on a peer, and when may they be overwritten? Regions, signals and credits of one layer.
 
-    W  PEs, L experts on each      C  capacity      D  width      B  banks
+    W  PEs, L experts on each, E = W * L    D  width    B  banks
+    S  most rows that a PE sends            R  most rows that a PE receives
 
-Every PE has, in symmetric memory,
+Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
-    rows     [B, W, L, C, D]      rows that source w sent to expert l here
-    arrived  [B, W, L, chunks]    word(epoch, count): that chunk of rows is here; chunk 0 always comes
-    results  [B, E, C, D]         what expert e made of the rows that this PE sent it
-    returned [B, E, chunks]       word(epoch, 0): that chunk of results is here
+    rows     [B, R, D]            rows received, by local expert, then source, then slot
+    arrived  [B, tiles, W]        word(epoch, 0): what source w sends into that tile of rows is here
+    results  [B, S, D]            what the experts made of the rows that this PE sent, in the order of sending
+    returned [B, chunks]          word(epoch, 0): the results of that chunk are here
+    counts   [B, W, E]            rows of PE w for every expert; counted [B, W]: word(epoch, 0): they are here
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
-    stage    [2, W, L, C, D]      only where NVSHMEM carries rows: those sent, and results, on their way out
+    stage    [S, D], [R, D]       only where NVSHMEM carries rows: those sent, and results, on their way out
 
 With an emulated wire (`wire.py`) `arrived` and `returned` are twice as long, [2 * B, ...]: words, then
 their dues.
 
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
-3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts rows
-of epoch e it waits until the peer has released epoch e - B of that bank. Results need no credit of their
-own: a PE returns results of epoch e only after it saw the source's rows of epoch e, and the source sends
-those only when it is through with its results of epoch e - B.
+3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
+or rows of epoch e it waits until the peer has released epoch e - B of that bank. Results need no credit of
+their own: a PE returns results of epoch e only after it saw the source's rows of epoch e, and the source
+sends those only when it is through with its results of epoch e - B.
 
 The epoch lives in device memory, so a captured CUDA graph counts on in every replay; the host only checks
 that no more than B uses are open, since another one would wait for a release that comes after it.
+
+Nothing here depends on how many tokens there are, as long as they send at most S rows and the experts of
+each PE receive at most R.
 """
 
 from __future__ import annotations
@@ -37,6 +42,14 @@ from torch import Tensor
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import device, runtime
 from lancet_kernels.kernels.nvshmem_launch import launch, small_kernel
+from lancet_kernels.kernels.schedule import (
+    TILES_AT_ONCE,
+    exchange_counts_kernel,
+    most_chunks,
+    most_tiles,
+    schedule_kernel,
+    table_words,
+)
 from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
@@ -45,30 +58,34 @@ EPOCH, FIRST_COUNTER = 0, 1
 USE_WORDS = 8
 
 # What a report's op says (device.wait); REPORTED[op] completes "PE 0 waited for PE 1 ...".
-WAIT_RELEASE, WAIT_ROWS, WAIT_READY, WAIT_RESULTS = range(4)
+WAIT_RELEASE, WAIT_ROWS, WAIT_READY, WAIT_RESULTS, WAIT_COUNTS, TOO_MANY_ROWS = range(6)
 REPORTED = (
     "to release the bank (its backward of an earlier pass)",
     "to send its rows (dispatch)",
     "to finish the first GEMM of those rows",
     "to return results (combine)",
+    "to send its counts (dispatch)",
 )
 
 
 @dataclass
 class Use:
-    """One pass through the exchange: its epoch and counters, in fresh device memory.
+    """One pass through the exchange: its epoch, counters and table, in fresh device memory.
 
     Attributes:
         bank: epoch % B, as the host counts.
         words: int64 [8], the epoch, then the task counters of its launches.
-        ready: int64 [W * L * chunks + L], finished tiles of the first GEMM by chunk, then by expert.
-        done: int64 [W * L * chunks], finished tiles of the second GEMM by chunk.
+        ready: int64 [tiles + L], finished column tiles of the first GEMM by tile, then by expert.
+        done: int64 [tiles], finished column tiles of the second GEMM by tile.
+        table: int32, where rows lie and which task has which number (`schedule.py`); a backward's use has
+            that of its forward.
     """
 
     bank: int
     words: Tensor
     ready: Tensor
     done: Tensor
+    table: Tensor
     launches: int = 0
     open: bool = True
 
@@ -85,8 +102,8 @@ class Exchange:
 
     Args:
         memory: symmetric memory. name: unique in it.
-        local_experts, capacity, width, dtype: L, C, D and the type of a row.
-        chunk_rows: rows per signal; the row tile of the GEMMs that read them.
+        local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
+        chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
         timeout_s: how long a wait may last.
         wire: this PE's emulated wire, on every PE or on none; None: rows arrive when they are there.
@@ -101,7 +118,8 @@ class Exchange:
         name: str,
         *,
         local_experts: int,
-        capacity: int,
+        send_rows: int,
+        receive_rows: int,
         width: int,
         dtype: torch.dtype,
         chunk_rows: int,
@@ -109,28 +127,34 @@ class Exchange:
         timeout_s: float = 60.0,
         wire: Wire | None = None,
     ) -> None:
-        if banks < 2:
-            raise UserError("banks", got=banks, expected="at least 2", do="one bank would stop every sender")
+        if banks < 1:
+            raise UserError("banks", got=banks, expected="at least 1", do="one for each pass open at once")
         self.memory, self.name, self.banks, self.timeout_s = memory, name, banks, timeout_s
         self.world, self.rank = memory.world, memory.rank
-        self.local_experts, self.capacity, self.width, self.dtype = local_experts, capacity, width, dtype
-        self.chunk_rows = chunk_rows
-        self.chunks = max(1, -(-capacity // chunk_rows))
+        self.local_experts, self.width, self.dtype = local_experts, width, dtype
+        self.send_rows, self.receive_rows, self.chunk_rows = send_rows, receive_rows, chunk_rows
         experts = self.world * local_experts
-        self.rows = self._region("rows", (banks, self.world, local_experts, capacity, width), dtype)
-        self.results = self._region("results", (banks, experts, capacity, width), dtype)
+        self.tiles = most_tiles(receive_rows, local_experts, chunk_rows)
+        self.chunks = most_chunks(send_rows, experts, chunk_rows)
+        self.rows = self._region("rows", (banks, receive_rows, width), dtype)
+        self.results = self._region("results", (banks, send_rows, width), dtype)
         self.wire = wire
         words = banks if wire is None else 2 * banks
-        self.arrived = self._region("arrived", (words, self.world, local_experts, self.chunks))
-        self.returned = self._region("returned", (words, experts, self.chunks))
+        self.arrived = self._region("arrived", (words, self.tiles, self.world))
+        self.returned = self._region("returned", (words, self.chunks))
+        self.counts = self._region("counts", (banks, self.world, experts), torch.int32)
+        self.counted = self._region("counted", (banks, self.world))
         self.released = self._region("released", (banks, self.world))
         self._epoch = torch.zeros(1, dtype=torch.int64, device=memory.device)
         self.report = torch.zeros(device.REPORT_WORDS.value, dtype=torch.int64, device=memory.device)
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
-        self.stage = None
+        self.stage: tuple[Region, Region] | None = None
         if self.nvshmem:
-            self.stage = self._region("stage", (2, self.world, local_experts, capacity, width), dtype)
+            self.stage = (
+                self._region("stage of rows", (send_rows, width), dtype),
+                self._region("stage of results", (receive_rows, width), dtype),
+            )
         self._watched: tuple[Tensor, torch.cuda.Event] | None = None
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
@@ -139,8 +163,11 @@ class Exchange:
     def _region(self, what: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Region:
         return self.memory.allocate(f"{self.name}.{what}", shape, dtype)
 
-    def begin(self) -> Use:
-        """Open the next use. Raises UserError if its bank is still taken by a use that was not released."""
+    def begin(self, table: Tensor | None = None) -> Use:
+        """Open the next use. Raises UserError if its bank is still taken by a use that was not released.
+
+        table: of the forward that this is the backward of; None: a new one, to be filled by `schedule`.
+        """
         self._begun += 1
         bank = self._begun % self.banks
         if bank in self._open:
@@ -157,14 +184,39 @@ class Exchange:
         self._epoch += 1
         words = torch.zeros(USE_WORDS, dtype=torch.int64, device=self.memory.device)
         words[EPOCH : EPOCH + 1].copy_(self._epoch)
-        chunks = self.world * self.local_experts * self.chunks
         # `done` begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
-        first_done = -(-(chunks + self.local_experts) // 2) * 2
-        counters = words.new_zeros(first_done + chunks)
-        ready, done = counters[: chunks + self.local_experts], counters[first_done:]
-        use = Use(bank, words, ready, done)
+        first_done = -(-(self.tiles + self.local_experts) // 2) * 2
+        counters = words.new_zeros(first_done + self.tiles)
+        ready, done = counters[: self.tiles + self.local_experts], counters[first_done:]
+        if table is None:
+            experts = self.world * self.local_experts
+            size = table_words(self.world, experts, self.tiles, self.chunks)
+            table = torch.zeros(size, dtype=torch.int32, device=self.memory.device)
+        use = Use(bank, words, ready, done, table)
         self._open[bank] = weakref.ref(use), words
         return use
+
+    def schedule(self, use: Use, count: Tensor) -> None:
+        """Exchange counts with all PEs and fill the table of the use. count: int64 [E], rows for each expert.
+
+        Launched before the passes' own kernel. It waits for the counts of every PE.
+        """
+        if runtime.without_tasks:
+            return
+        experts = self.world * self.local_experts
+        blocks = {"BE": triton.next_power_of_2(experts), "BW": triton.next_power_of_2(self.world)}
+        launch(
+            exchange_counts_kernel, (1,),
+            use.words, count, self.counts.local, self.counts.peers, self.counted.local, self.counted.peers,
+            self.released.local, use.table, self.report, self.rank, self.world, self.local_experts,
+            self.receive_rows, self.max_polls(),
+            BANKS=self.banks, NVSHMEM=self.nvshmem, BM=self.chunk_rows, **blocks, num_warps=4,
+        )  # fmt: skip
+        launch(
+            schedule_kernel, (self.local_experts,),
+            use.table, self.rank, self.world, self.local_experts, self.tiles, self.chunks,
+            BM=self.chunk_rows, BT=TILES_AT_ONCE, **blocks, num_warps=4,
+        )  # fmt: skip
 
     def release(self, use: Use) -> None:
         """Tell every PE that this one is through with the rows and results of the use; again is harmless."""
@@ -212,6 +264,13 @@ class Exchange:
         claimed, rank, peer, op, index, expected, seen, _ = self.report.tolist()
         if not claimed:
             return
+        if op == TOO_MANY_ROWS:
+            raise UserError(
+                f"rows that PE {peer} receives in {self.name}, on PE {rank}",
+                got=f"{expected} (nothing was sent)",
+                expected=f"at most {seen}",
+                do="set a larger receive_factor, or None for the most rows that there can be",
+            )
         what = "tiles"
         if op != WAIT_READY:
             what, expected, seen = "epoch", expected >> 32, seen >> 32

@@ -199,25 +199,6 @@ def forward_tile(
 
 
 @triton.jit
-def rows_times_transposed(
-    x_ptr, w_ptr, rows, m0, n0, K, N, ldx,
-    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """-> float32 [BM, BN] of x @ w^T; x [rows, K], w [N, K]."""
-    x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, ldx, m0, 0, BM, BK, TMA)
-    w_desc, p_w, i_n, _ = _block(w_ptr, N, K, K, n0, 0, BN, BK, TMA)
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        m_k = i_k < K - k
-        b_x = _load(x_desc, p_x, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
-        b_w = _load(w_desc, p_w, (i_n < N)[:, None] & m_k[None, :], n0, k, TMA)
-        acc = _dot(b_x, b_w.T, acc, UPCAST)
-        p_x += BK
-        p_w += BK
-    return acc
-
-
-@triton.jit
 def _load_pre(pre_ptr, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
     i_m = m0 + tl.arange(0, BM)
     i_n = n0 + tl.arange(0, BN)
@@ -241,6 +222,44 @@ def _finish_dgrad(
     elif ACT == "silu":
         acc = acc * dsilu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
     _store(out_ptr, acc, m0, n0, rows, N, ld_out, BM, BN)
+
+
+@triton.jit
+def rows_times_transposed(
+    x_ptr, w_ptr, rows, m0, n0, K, N, ldx,
+    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """-> float32 [BM, BN] of x @ w^T; x [rows, K], w [N, K]."""
+    x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, ldx, m0, 0, BM, BK, TMA)
+    w_desc, p_w, i_n, _ = _block(w_ptr, N, K, K, n0, 0, BN, BK, TMA)
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        m_k = i_k < K - k
+        b_x = _load(x_desc, p_x, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
+        b_w = _load(w_desc, p_w, (i_n < N)[:, None] & m_k[None, :], n0, k, TMA)
+        acc = _dot(b_x, b_w.T, acc, UPCAST)
+        p_x += BK
+        p_w += BK
+    return acc
+
+
+@triton.jit
+def store_to_rows(
+    p_row, m_row, acc, bias_ptr, n0, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """Columns n0 to n0 + BN of acc [BM, BN], plus bias [N], to the rows that start at p_row [BM] where m_row.
+
+    The rows may be anywhere, on other PEs too; they are N wide. Rounded once.
+    """
+    quarter = _quarters(acc, BM, BN)
+    for q in tl.static_range(4):
+        n = n0 + q * (BN // 4)
+        value = quarter[q]
+        if HAS_BIAS:
+            value = _add_bias(value, bias_ptr, n, N, BN // 4)
+        i_n = n + tl.arange(0, BN // 4)
+        m = m_row[:, None] & (i_n < N)[None, :]
+        tl.store(p_row[:, None] + i_n[None, :], value.to(p_row.dtype.element_ty), mask=m)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     Triton launches on the current device, and torch changes it for its own ops only: without this, tensors on
     cuda:1 with cuda:0 current are an illegal memory access, or a kernel on the wrong GPU's stream.
     """
-    with on_device(device_of(args)):
+    with on_device(device_of((*args, *options.values()))):
         kernel[grid](*args, **options)
 
 

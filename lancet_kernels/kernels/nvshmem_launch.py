@@ -26,7 +26,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     Example: launch(release_kernel, (world,), use.words, ..., NVSHMEM=exchange.nvshmem, num_warps=1)
     """
     if options.get("NVSHMEM"):
-        device = device_of(args)
+        device = device_of((*args, *options.values()))
         with on_device(device):
             options |= {"extern_libs": _libraries(device)}
             init_module(kernel.warmup(*args, grid=grid, **options))

@@ -1,12 +1,13 @@
 """The expert part of an MoE layer, dispatch to combine, forward and backward, in fused launches.
 
-    T  tokens here     E  experts in all, W PEs with L = E / W each    K  choices per token    C  capacity
-    D  model width     F  hidden width                                 H  F, or 2F for swiglu
+    T  tokens here     E  experts in all, W PEs with L = E / W each    K  choices per token
+    D  model width     F  hidden width    H  F, or 2F for swiglu       R  most rows received
 
 Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put weighted dy -> dh
 = (dy @ w2^T) act' -> dx = dh @ w1^T, put back -> sum; dW2, dW1 and their biases fill the way back. By default
 each direction is one launch; `split` makes it two (dispatch+GEMM, GEMM+combine). Independent GEMMs (dW of
-another layer, say) can ride along in any of them: `DenseGemm`.
+another layer, say) can ride along in any of them: `DenseGemm`. Before the forward two small launches exchange
+counts and find where all rows lie (`schedule.py`); the backward's rows lie where the forward's did.
 
 The launchers do not synchronise with the device. A wait that ran out of time is in the exchange's report;
 `Exchange.check()` raises it.
@@ -14,11 +15,11 @@ The launchers do not synchronise with the device. A wait that ran out of time is
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
@@ -27,7 +28,13 @@ from lancet_kernels.kernels.exchange import Exchange, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.nvshmem_launch import launch
 from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
-from lancet_kernels.kernels.overlap_config import OverlapConfig, launch_tile, most_registers, plain_tile
+from lancet_kernels.kernels.overlap_config import (
+    OverlapConfig,
+    first_columns,
+    launch_tile,
+    most_registers,
+    plain_tile,
+)
 from lancet_kernels.kernels.overlap_data import (
     DENSE_KINDS,
     DenseGemm,
@@ -37,9 +44,12 @@ from lancet_kernels.kernels.overlap_data import (
     SavedPass,
 )
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel
-from lancet_kernels.kernels.overlap_tiles import DENSE_WORDS, write_dense_row_kernel
-from lancet_kernels.kernels.tasks import LaunchShape, build_tasks
+from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
+from lancet_kernels.kernels.tasks import DENSE_WORDS, LaunchShape
 from lancet_kernels.kernels.tuning import tuned
+
+# More than any launch has: a limit that is none.
+ALL_TASKS = 2**31 - 1
 
 
 def default_overlap_config(
@@ -80,10 +90,9 @@ def moe_forward(
     """
     check_pass(exchange, x, routing, experts, config, dense)
     use = exchange.begin()
-    world, local = exchange.world, exchange.local_experts
-    shape = (world, local, exchange.capacity)
-    hidden = x.new_empty(*shape, experts.hidden)
-    pre = x.new_empty(*shape, experts.w1.shape[2])
+    exchange.schedule(use, routing.count)
+    hidden = x.new_empty(exchange.receive_rows, experts.hidden)
+    pre = x.new_empty(exchange.receive_rows, experts.w1.shape[2])
     out = torch.empty_like(x)
     launches = _Launch(exchange, use, routing, experts, config, dense, backward=False)
     launches.run(
@@ -117,8 +126,8 @@ def moe_backward(
             expected="one that is open",
             do="release a pass after its only backward",
         )
-    use = backward.begin()
-    scale = routing.weight_of_slot()
+    use = backward.begin(saved.use.table)
+    scale = routing.weight_of_row()
     dh = torch.empty_like(saved.pre)
     gradients = ExpertGradients(
         torch.empty_like(dy),
@@ -149,7 +158,6 @@ class _Launch:
         self.hidden, self.width_in = experts.hidden, experts.w1.shape[2]
 
     def run(self, *, out: Tensor, **tensors: Tensor | Use | int | None) -> None:
-        self.problems = dense_table(self.dense, self.exchange.memory.device) if self.dense else None
         exchange, config = self.exchange, self.config
         # Once for both launches of a split one: they count the same tiles.
         self.tma = config.tma and self._fit_tma([out, *tensors.values()])
@@ -157,80 +165,79 @@ class _Launch:
         if config.tma and not self.tma:
             gemm = plain_tile(gemm, exchange.dtype)
         self.gemm = gemm = launch_tile(gemm, backward=self.backward, nvshmem=exchange.nvshmem)
-        tiles = {
-            "tiles_in": -(-self.hidden // gemm.block_n),
-            "tiles_out": -(-exchange.width // gemm.block_n),
+        self.columns_in = first_columns(gemm, self.experts.activation, backward=self.backward)
+        self.token = self.routing.token_of_row()
+        self.problems, dense_tiles = None, 0
+        if self.dense:
+            self.problems, dense_tiles = dense_table(self.dense, gemm, exchange.memory.device)
+        blocks = triton.cdiv(out.shape[0], config.reduce_tokens)
+        first: dict[str, Any] = {
+            "put": True,
+            "tiles_in": triton.cdiv(self.hidden, self.columns_in),
+            "dense_tiles": dense_tiles,
+            "dweight_blocks": blocks if self.backward else 0,
         }
-        blocks = -(-out.shape[0] // config.reduce_tokens)
-        wgrads: tuple[tuple[int, int], ...] = ()
-        dweight_blocks = blocks if self.backward else 0
-        if self.backward:
-            wgrads = self._grid(self.hidden, exchange.width), self._grid(exchange.width, self.width_in)
-        problems = tuple(self._grid(*gemm.c.shape) for gemm in self.dense)
-        first: dict[str, Any]
-        second: dict[str, Any]
-        first, second = {"put": True, "tiles_in": tiles["tiles_in"], "dense": problems}, {}
-        first["dweight_blocks"] = dweight_blocks
-        rest = first if not config.split else second
-        rest |= {"tiles_out": tiles["tiles_out"], "wgrads": wgrads, "reduce_blocks": blocks}
+        second: dict[str, Any] = {}
+        rest = second if config.split else first
+        rest |= {"tiles_out": triton.cdiv(exchange.width, gemm.block_n), "wgrad": self.backward}
+        rest["reduce_blocks"] = blocks
+        grid = {"programs": config.programs, "comm_programs": config.comm_programs}
         for stages in filter(None, (first, second)):
-            self._launch(LaunchShape(**({"put": False} | stages), **self._shape()), out=out, **tensors)
-
-    def _grid(self, rows: int, columns: int) -> tuple[int, int]:
-        return -(-rows // self.gemm.block_m), -(-columns // self.gemm.block_n)
-
-    def _shape(self) -> dict[str, Any]:
-        exchange = self.exchange
-        return {
-            "world": exchange.world,
-            "rank": exchange.rank,
-            "local_experts": exchange.local_experts,
-            "chunks": exchange.chunks,
-            "programs": self.config.programs,
-            "comm_programs": self.config.comm_programs,
-        }
+            self._launch(LaunchShape(**({"put": False} | stages | grid)), out=out, **tensors)
 
     def _launch(self, shape: LaunchShape, **given: Tensor | Use | int | None) -> None:
         exchange, config, routing, gemm = self.exchange, self.config, self.routing, self.gemm
-        tasks = device_tasks(shape, exchange.memory.device)
         # What this launch does not have is never looked at, but must be a pointer of the right type.
         nothing = exchange.rows.local
         tensors = {name: nothing if value is None else value for name, value in given.items()}
         get = lambda name: tensors.get(name, nothing)  # noqa: E731
         earlier = given.get("earlier")
         earlier = earlier if isinstance(earlier, Use) else self.use
-        words = exchange.report if self.problems is None else self.problems
-        put_stage, stage = (nothing, nothing) if exchange.stage is None else exchange.stage.local
+        problems = exchange.report if self.problems is None else self.problems
+        stages = (exchange.rows, exchange.rows) if exchange.stage is None else exchange.stage
         if self.tma:
             runtime.provide_scratch()
         launch(
-            overlap_kernel, (config.programs,),
-            tasks, 0 if runtime.without_tasks else tasks.shape[0], self.use.words, self.use.next_counter(),
-            earlier.words, exchange.report, exchange.rank, exchange.max_polls(),
-            exchange.world, exchange.local_experts, exchange.capacity, exchange.width, self.hidden,
-            self.width_in, exchange.chunks, routing.expert.shape[0], routing.expert.shape[1],
-            get("source"), routing.token, tensors.get("scale", routing.weight), routing.count, put_stage,
-            exchange.rows.local, exchange.rows.peers, exchange.arrived.local, exchange.arrived.peers,
-            exchange.released.local, exchange.results.local, exchange.results.peers,
-            exchange.returned.local, exchange.returned.peers,
-            get("weight_in"), get("bias_in"), get("pre"), get("hidden"), get("weight_out"), get("bias_out"),
-            stage, self.use.ready, self.use.done,
-            get("saved_rows"), get("saved_hidden"), get("dweight_in"), get("dbias_in"), get("dweight_out"),
-            get("dbias_out"),
-            get("out"), routing.expert, routing.slot, routing.weight, get("saved_results"),
-            tensors.get("dweight", routing.weight), words,
-            None if exchange.wire is None else exchange.wire.words,
+            overlap_kernel, (shape.programs,),
+            use_ptr=self.use.words, counter=self.use.next_counter(), earlier_use_ptr=earlier.words,
+            table_ptr=self.use.table, report_ptr=exchange.report, rank=exchange.rank,
+            max_polls=exchange.max_polls(), limit=0 if runtime.without_tasks else ALL_TASKS,
+            W=exchange.world, L=exchange.local_experts, D=exchange.width, F=self.hidden, H=self.width_in,
+            R=exchange.receive_rows, S=exchange.send_rows, tiles=exchange.tiles, chunks=exchange.chunks,
+            T=routing.expert.shape[0], K=routing.expert.shape[1],
+            tiles_in=shape.tiles_in, tiles_out=shape.tiles_out, lag=shape.lag,
+            dweight_blocks=shape.dweight_blocks, dense_tiles=shape.dense_tiles,
+            num_problems=len(self.dense), reduce_blocks=shape.reduce_blocks,
+            programs=shape.programs, comm_programs=shape.comm_programs,
+            source_ptr=get("source"), token_ptr=self.token,
+            scale_ptr=tensors.get("scale", routing.weight), put_stage_ptr=stages[0].local,
+            rows_ptr=exchange.rows.local, rows_peers_ptr=exchange.rows.peers,
+            arrived_ptr=exchange.arrived.local, arrived_peers_ptr=exchange.arrived.peers,
+            released_ptr=exchange.released.local,
+            results_ptr=exchange.results.local, results_peers_ptr=exchange.results.peers,
+            returned_ptr=exchange.returned.local, returned_peers_ptr=exchange.returned.peers,
+            weight_in_ptr=get("weight_in"), bias_in_ptr=get("bias_in"), pre_ptr=get("pre"),
+            hidden_ptr=get("hidden"), weight_out_ptr=get("weight_out"), bias_out_ptr=get("bias_out"),
+            stage_ptr=stages[1].local, ready_ptr=self.use.ready, done_ptr=self.use.done,
+            saved_rows_ptr=get("saved_rows"), saved_hidden_ptr=get("saved_hidden"),
+            dweight_in_ptr=get("dweight_in"), dbias_in_ptr=get("dbias_in"),
+            dweight_out_ptr=get("dweight_out"), dbias_out_ptr=get("dbias_out"),
+            out_ptr=get("out"), expert_ptr=routing.expert, row_ptr=routing.row, weight_ptr=routing.weight,
+            saved_results_ptr=get("saved_results"), dweight_ptr=tensors.get("dweight", routing.weight),
+            problems_ptr=problems, wire_ptr=None if exchange.wire is None else exchange.wire.words,
             HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
             # Not by how many tokens there are: none today must not mean another variant of the kernel.
-            HAS_WGRAD=bool(shape.wgrads), HAS_REDUCE=shape.tiles_out > 0 or shape.reduce_blocks > 0,
+            HAS_WGRAD=shape.wgrad, HAS_REDUCE=shape.tiles_out > 0 or shape.reduce_blocks > 0,
             HAS_DWEIGHT=self.backward and (shape.put or shape.dweight_blocks > 0),
-            DENSE_KINDS=dense_kinds(self.dense) if shape.dense else 0,
+            DENSE_KINDS=dense_kinds(self.dense) if shape.dense_tiles else 0,
             BACKWARD=self.backward, ACT=self.experts.activation, HAS_BIAS=self.experts.b1 is not None,
             SAVE_PRE=True, SCALED="scale" in given, WEIGHTED=not self.backward, BANKS=exchange.banks,
             EARLIER_BANKS=given.get("forward_banks", exchange.banks),
             NVSHMEM=exchange.nvshmem, UPCAST=runtime.needs_upcast(exchange.dtype), TMA=self.tma,
-            BM=gemm.block_m, BN=gemm.block_n, BK=gemm.block_k, PUT_ROWS=config.put_rows,
-            PUT_BLOCK=config.put_block, BT=config.reduce_tokens, BD=config.reduce_block,
+            BM=gemm.block_m, BN=gemm.block_n, BN_IN=self.columns_in, BK=gemm.block_k,
+            BW=triton.next_power_of_2(exchange.world),
+            PUT_ROWS=config.put_rows, PUT_BLOCK=config.put_block,
+            BT=config.reduce_tokens, BD=config.reduce_block,
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),
         )  # fmt: skip
 
@@ -245,36 +252,21 @@ class _Launch:
         return all(t.data_ptr() % 16 == 0 for t in operands) and all(w * bytes_each % 16 == 0 for w in widths)
 
 
-# More than a measurement launches: what is made again in the middle of one waits for the device.
-@functools.lru_cache(maxsize=1024)
-def _device_tasks(shape: LaunchShape, device: torch.device) -> Tensor:
-    return torch.from_numpy(build_tasks(shape)).to(device)
-
-
-_captured_tasks: dict[tuple[LaunchShape, torch.device], Tensor] = {}
-"""Task lists that CUDA graphs hold the addresses of: kept, whatever the cache forgets."""
-
-
-def device_tasks(shape: LaunchShape, device: torch.device) -> Tensor:
-    """The task list on the device; made once for each shape, with a copy that waits for the device."""
-    tasks = _device_tasks(shape, device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured_tasks[shape, device] = tasks
-    return tasks
-
-
 def dense_kinds(problems: Sequence[DenseGemm]) -> int:
     """The kernel's DENSE_KINDS: none, weight gradients ("tn") only, or all, so that variants stay few."""
     kinds = {problem.kind for problem in problems}
     return sum(1 << DENSE_KINDS[kind] for kind in (DENSE_KINDS if kinds - {"tn"} else kinds))
 
 
-def dense_table(problems: Sequence[DenseGemm], device: torch.device) -> Tensor:
-    """int64 [problems, 8]: the rows of the kernel's table.
+def dense_table(problems: Sequence[DenseGemm], tile: GemmConfig, device: torch.device) -> tuple[Tensor, int]:
+    """-> int64 [problems, 8], the rows of the kernel's table, and the number of tiles of all of them.
 
     Written by a kernel: CUDA graphs cannot capture a copy from memory that may be gone when they run.
     """
     table = torch.empty(len(problems), DENSE_WORDS.value, dtype=torch.int64, device=device)
+    tiles = 0
     for i, problem in enumerate(problems):
-        write_dense_row_kernel[(1,)](table[i], *problem.row(), num_warps=1)
-    return table
+        write_dense_row_kernel[(1,)](table[i], *problem.row(tiles), num_warps=1)
+        rows, columns = problem.c.shape
+        tiles += triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+    return table, tiles

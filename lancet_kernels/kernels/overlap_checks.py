@@ -33,10 +33,9 @@ def check_pass(
     checks = (
         ("x", x, (num_tokens, width), exchange.dtype),
         ("expert", routing.expert, (num_tokens, num_choices), torch.int64),
-        ("slot", routing.slot, (num_tokens, num_choices), torch.int64),
+        ("row", routing.row, (num_tokens, num_choices), torch.int64),
         ("weight", routing.weight, (num_tokens, num_choices), torch.float32),
-        ("token", routing.token, (experts_in_all, exchange.capacity), torch.int32),
-        ("choice", routing.choice, (experts_in_all, exchange.capacity), torch.int32),
+        ("choice", routing.choice, (num_tokens * num_choices + 1,), torch.int32),
         ("count", routing.count, (experts_in_all,), torch.int64),
         ("w1", experts.w1, (local, width, width_in), exchange.dtype),
         ("w2", experts.w2, (local, hidden, width), exchange.dtype),
@@ -46,6 +45,13 @@ def check_pass(
     for name, tensor, shape, dtype in checks:
         if tensor is not None:
             check_tensor(f"{name} of the fused experts", tensor, shape, dtype, x)
+    if num_tokens * num_choices > exchange.send_rows:
+        raise UserError(
+            f"rows to send through {exchange.name}",
+            got=f"{num_tokens} tokens with {num_choices} choices each",
+            expected=f"at most {exchange.send_rows} rows",
+            do="declare more tokens when the exchange is made",
+        )
     check_routing(routing)
     check_dense(dense, x)
     if (experts.b1 is None) != (experts.b2 is None):
@@ -54,7 +60,7 @@ def check_pass(
         raise UserError(
             "config.gemm.block_m",
             got=config.gemm.block_m,
-            expected=f"{exchange.chunk_rows} (rows per signal of {exchange.name})",
+            expected=f"{exchange.chunk_rows} (rows of a tile of {exchange.name})",
             do="make the exchange with chunk_rows=config.gemm.block_m",
         )
 
@@ -97,7 +103,7 @@ def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
 
 def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
     """Raise UserError unless rows of a forward pass have the same places in both. Banks may differ."""
-    names = ("world", "rank", "local_experts", "capacity", "width", "dtype", "chunk_rows")
+    names = ("world", "rank", "local_experts", "send_rows", "receive_rows", "width", "dtype", "chunk_rows")
     for name in names:
         if getattr(forward, name) != getattr(backward, name):
             raise UserError(
@@ -116,27 +122,25 @@ def check_routing(routing: Routing) -> None:
     """
     if routing.expert.device.type != "cpu":
         return
-    num_tokens, num_choices = routing.expert.shape
-    num_experts, capacity = routing.token.shape
     count = routing.count
-    _check_range("count", count, 0, capacity + 1, "the capacity")
-    t, k = ((routing.slot >= 0) & (routing.slot < capacity)).nonzero(as_tuple=True)
-    expert, slot = routing.expert[t, k], routing.slot[t, k]
-    _check_range("slot", routing.slot, 0, None, "")
-    _check_range("expert of a token that is not dropped", expert, 0, num_experts, "the experts")
-    e, s = (torch.arange(capacity) < count[:, None]).nonzero(as_tuple=True)
-    _check_range("token of a slot", routing.token[e, s], 0, num_tokens, "the tokens")
-    _check_range("choice of a slot", routing.choice[e, s], 0, num_choices, "the choices")
-    wrong = len(t) != len(e) or bool(
+    num_rows = int(count.sum())
+    _check_range("count", count, 0, None, "")
+    kept = routing.row >= 0
+    expert, row = routing.expert[kept], routing.row[kept]
+    _check_range("row", row, 0, num_rows, "the counts")
+    _check_range("expert of a token that is not dropped", expert, 0, len(count), "the experts")
+    # Rows lie by expert; each one is a choice's, and the choice is the row's.
+    wrong = len(row) != num_rows or bool(
         (
-            (slot >= count[expert]) | (routing.token[expert, slot] != t) | (routing.choice[expert, slot] != k)
+            (torch.arange(len(count)).repeat_interleave(count)[row] != expert)
+            | (routing.choice[row] != kept.reshape(-1).nonzero().view(-1))
         ).any()
     )
     if wrong:
         raise UserError(
             "routing",
-            got=f"{len(t)} choices in slots and {len(e)} slots taken, not the same ones",
-            expected="token, choice and count to be the inverse of expert and slot",
+            got=f"{len(row)} choices with a row and counts of {num_rows} rows, not the same ones",
+            expected="row by expert, as the counts say, and choice to be its inverse",
             do="make the tables from one call of a gate",
         )
 

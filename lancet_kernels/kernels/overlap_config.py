@@ -19,7 +19,7 @@ class OverlapConfig:
     """How the launches are cut.
 
     Attributes:
-        gemm: tile of all GEMMs in the launch; its block_m is the chunk of rows that one signal covers.
+        gemm: tile of all GEMMs in the launch but one (`first_columns`); its block_m is that of the exchange.
         put_rows, put_block: rows and elements of a row that one put step copies.
         reduce_tokens, reduce_block: tokens and elements of a row that one reduction step adds.
         programs: size of the grid; at most what the GPU holds at once, shared by all PEs on it.
@@ -67,7 +67,7 @@ class OverlapConfig:
 def overlap_tile(activation: str, dtype: torch.dtype, arch: int) -> GemmConfig:
     """The tile that fits beside everything else in the kernel without spilling (compiled 2026-11-21).
 
-    On sm_90 128x256 and, for swiglu's two accumulators, 128x128 spill 24 to 40 bytes in the fused kernel. On
+    On sm_90 128x256 spills 24 to 40 bytes in the fused kernel. On
     sm_80, which loads operands through registers, 128x64 with 8 warps spills 16 bytes once weight gradients
     of other layers ride along; float32 with 32 columns a step spills some 450, and 64x64 16 bytes on sm_90
     (Triton 3.6).
@@ -75,7 +75,7 @@ def overlap_tile(activation: str, dtype: torch.dtype, arch: int) -> GemmConfig:
     if dtype.itemsize == 4:
         return GemmConfig(64, 32, 16, 8, 2)
     if arch >= 90:
-        return GemmConfig(128, 64 if activation == "swiglu" else 128, 64, 8, 4)
+        return GemmConfig(128, 128, 64, 8, 4)
     return GemmConfig(64, 64, 32, 8, 4)
 
 
@@ -104,6 +104,15 @@ def launch_tile(tile: GemmConfig, *, backward: bool, nvshmem: bool) -> GemmConfi
     on sm_90 (Triton 3.6) and 88 to 104 on sm_100 (3.9; compiled 2026-11-21).
     """
     return replace(tile, block_n=min(tile.block_n, 64)) if backward and nvshmem else tile
+
+
+def first_columns(tile: GemmConfig, activation: str, *, backward: bool) -> int:
+    """Columns of a tile of the first GEMM: half as many where it has two accumulators, forward with swiglu.
+
+    Not fewer than 32, of which an epilogue does 8 at a time.
+    """
+    pair = activation == "swiglu" and not backward
+    return max(32, tile.block_n // 2) if pair else tile.block_n
 
 
 def most_registers(tile: GemmConfig) -> int:

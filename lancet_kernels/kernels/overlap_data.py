@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lancet_kernels.kernels.exchange import Use
@@ -14,27 +15,41 @@ DENSE_KINDS = {"nn": NN.value, "nt": NT.value, "tn": TN.value}
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of this PE go (a gate's decision and its inverse).
+    """Where the tokens of this PE go (a gate's decision, as rows to send; `schedule.py`).
 
     Attributes:
-        expert, slot: int64 [T, K]; slot >= C: dropped. weight: float32 [T, K].
-        token, choice: int32 [E, C], which token sits in each slot, by which of its choices.
-        count: int64 [E], how many slots are taken: the first ones. Beyond them token and choice mean nothing.
+        expert, row: int64 [T, K]; row: which row to send the choice is; negative: dropped.
+        weight: float32 [T, K].
+        choice: int32 [S], the choice t * K + k that each row to send is; beyond the last row anything.
+        count: int64 [E], how many rows go to each expert.
     """
 
     expert: Tensor
-    slot: Tensor
+    row: Tensor
     weight: Tensor
-    token: Tensor
     choice: Tensor
     count: Tensor
 
-    def weight_of_slot(self) -> Tensor:
-        """float32 [E, C]: the weight of the choice that sits in each slot; anything where none does."""
+    @classmethod
+    def of(cls, expert: Tensor, row: Tensor, weight: Tensor, count: Tensor) -> Routing:
+        """`choice` is the inverse of `row`."""
+        row_N = row.reshape(-1)
+        size = row_N.numel()
+        choice = torch.zeros(size + 1, dtype=torch.int32, device=row.device)
+        # Dropped choices all go behind the last row.
+        place = torch.where(row_N < 0, size, row_N)
+        choice.scatter_(0, place, torch.arange(size, dtype=torch.int32, device=row.device))
+        return cls(expert, row.contiguous(), weight, choice, count)
+
+    def token_of_row(self) -> Tensor:
+        """int32 [S]: the token that each row to send is of."""
+        return self.choice // self.expert.shape[1]
+
+    def weight_of_row(self) -> Tensor:
+        """float32 [S]: the weight of each row to send."""
         if self.weight.numel() == 0:
-            return self.weight.new_zeros(self.token.shape)
-        index = self.token.long() * self.weight.shape[1] + self.choice
-        return self.weight.reshape(-1)[index.clamp_(0, self.weight.numel() - 1)]
+            return self.weight.new_zeros(self.choice.shape)
+        return self.weight.reshape(-1)[self.choice.clamp(0, self.weight.numel() - 1)]
 
 
 @dataclass(frozen=True)
@@ -61,17 +76,17 @@ class DenseGemm:
     b: Tensor
     c: Tensor
 
-    def row(self) -> list[int]:
-        """Its row in the kernel's table: kind, a, b, c, M, N, K."""
+    def row(self, first: int) -> list[int]:
+        """Its row in the kernel's table: kind, a, b, c, M, N, K, the number of its first tile."""
         contraction = self.a.shape[0] if self.kind == "tn" else self.a.shape[1]
         pointers = [t.data_ptr() for t in (self.a, self.b, self.c)]
-        return [DENSE_KINDS[self.kind], *pointers, *self.c.shape, contraction]
+        return [DENSE_KINDS[self.kind], *pointers, *self.c.shape, contraction, first]
 
 
 @dataclass
 class SavedPass:
     """What the backward needs of a forward pass: its use of the exchange, the value before the activation
-    [W, L, C, H] and after it [W, L, C, F]. The rows are still in the exchange."""
+    [R, H] and after it [R, F]. The rows are still in the exchange."""
 
     use: Use
     pre: Tensor

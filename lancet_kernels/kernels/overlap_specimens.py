@@ -10,6 +10,7 @@ from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
+    first_columns,
     launch_tile,
     most_registers,
     overlap_tile,
@@ -17,17 +18,21 @@ from lancet_kernels.kernels.overlap_config import (
 )
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel
 from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
+from lancet_kernels.kernels.schedule import TILES_AT_ONCE, exchange_counts_kernel, schedule_kernel
 from lancet_kernels.kernels.specimen import Specimen, pointers
 
 # Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
-_INTEGERS = ("num_tasks", "counter", "rank", "W", "L", "C", "D", "F", "H", "chunks", "T", "K")
+_INTEGERS = (
+    "counter rank limit W L D F H R S tiles chunks T K tiles_in tiles_out lag dweight_blocks dense_tiles "
+    "num_problems reduce_blocks programs comm_programs"
+).split()
 _TYPES = {
     **dict.fromkeys(_INTEGERS, "i32"),
-    **dict.fromkeys(("tasks_ptr", "token_ptr"), "*i32"),
+    **dict.fromkeys(("table_ptr", "token_ptr"), "*i32"),
     **dict.fromkeys(("scale_ptr", "weight_ptr", "dweight_ptr"), "*fp32"),
     "max_polls": "i64",
 }
-_WORDS = "use earlier_use report count arrived released returned ready done expert slot problems wire".split()
+_WORDS = "use earlier_use report arrived released returned ready done expert row problems wire".split()
 _TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
 _TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned")}
 _STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE", "HAS_DWEIGHT")
@@ -42,6 +47,8 @@ _FUSED = {
 }
 # Independent GEMMs that ride along: what `overlap.dense_kinds` gives.
 _DENSE = {"": 0, "+dw": 4, "+dense": 7}
+# Words of a tile that are looked at together: a PE each.
+PES = 8
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -72,7 +79,10 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "+dense", arch, activation="swiglu", plain="odd")
     yield specimen("backward", "+dw", arch, paced=True)
     yield _write_dense_row()
-    yield from (_release(nvshmem) for nvshmem in (False, True))
+    for nvshmem in (False, True):
+        yield _release(nvshmem)
+        yield _exchange_counts(nvshmem)
+    yield _schedule()
 
 
 def _write_dense_row() -> Specimen:
@@ -81,7 +91,8 @@ def _write_dense_row() -> Specimen:
         config="pointers above 2^31",
         kernel=write_dense_row_kernel,
         signature={
-            "row_ptr": "*i64", "kind": "i32", **dict.fromkeys("abc", "i64"), **dict.fromkeys("MNK", "i32")
+            "row_ptr": "*i64", "kind": "i32", **dict.fromkeys("abc", "i64"), **dict.fromkeys("MNK", "i32"),
+            "first": "i32",
         },
         constexprs={},
         aligned=("row_ptr",),
@@ -101,6 +112,33 @@ def _release(nvshmem: bool) -> Specimen:
         num_warps=small_kernel(nvshmem)["num_warps"],
         options={name: n for name, n in small_kernel(nvshmem).items() if name != "num_warps"},
         nvshmem=nvshmem,
+    )
+
+
+def _exchange_counts(nvshmem: bool) -> Specimen:
+    words = "use kept counts_peers counted counted_peers released report".split()
+    signature = {f"{name}_ptr": "*i64" for name in words} | {"counts_ptr": "*i32", "table_ptr": "*i32"}
+    return Specimen(
+        name="exchange_counts",
+        config="64 experts on 8 PEs, nvshmem" if nvshmem else "64 experts on 8 PEs",
+        kernel=exchange_counts_kernel,
+        signature=signature | dict.fromkeys(("rank", "W", "L", "R"), "i32") | {"max_polls": "i64"},
+        constexprs={"BANKS": 2, "NVSHMEM": nvshmem, "BM": 128, "BE": 64, "BW": 8},
+        aligned=tuple(signature),
+        num_warps=4,
+        nvshmem=nvshmem,
+    )
+
+
+def _schedule() -> Specimen:
+    return Specimen(
+        name="schedule",
+        config="64 experts on 8 PEs",
+        kernel=schedule_kernel,
+        signature={"table_ptr": "*i32", **dict.fromkeys(("rank", "W", "L", "tiles", "puts"), "i32")},
+        constexprs={"BM": 128, "BE": 64, "BW": 8, "BT": TILES_AT_ONCE},
+        aligned=("table_ptr",),
+        num_warps=4,
     )
 
 
@@ -134,7 +172,8 @@ def specimen(
         "DENSE_KINDS": _DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
         "SAVE_PRE": True, "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
         "NVSHMEM": nvshmem, "UPCAST": False, "TMA": tma,
-        "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k,
+        "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k, "BW": PES,
+        "BN_IN": first_columns(tile, activation, backward=backward),
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block,
     }  # fmt: skip

@@ -21,7 +21,7 @@ if INTERPRETED:
     prepare_once_per_launch()
 
 without_tasks = False
-"""Launches of the overlap kernel walk no task list: see `launched_without_tasks`."""
+"""Launches of the overlap kernel have no tasks: see `launched_without_tasks`."""
 
 
 @contextmanager

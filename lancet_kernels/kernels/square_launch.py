@@ -140,6 +140,7 @@ class SquarePhase:
         self._acc = torch.empty(m, n, dtype=torch.float32, device=where)
         self._epoch = torch.zeros(1, dtype=torch.int64, device=where)
         self._report = torch.zeros(device.REPORT_WORDS.value, dtype=torch.int64, device=where)
+        self._watched: tuple[Tensor, torch.cuda.Event] | None = None
         shape = SquareShape(
             self.steps, (chunks[0], chunks[1]), self._tiles, self.config.programs, self.config.comm_programs
         )
@@ -151,7 +152,8 @@ class SquarePhase:
         """-> the result [M, N], and the operands of the last step. Collective: every rank runs it.
 
         Args: a, b: this rank's tiles at step 0.
-        Raises: UserError (shapes), CommunicationError, naming whom a wait was for.
+        Raises: UserError (shapes), CommunicationError, naming whom a wait was for (of a launch on a GPU a
+            later call raises it, or `check`).
         """
         for what, tile, shape in (("a", a, self.a_shape), ("b", b, self.b_shape)):
             if tuple(tile.shape) != shape or tile.dtype != self.dtype:
@@ -188,7 +190,7 @@ class SquarePhase:
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, **options,
         )  # fmt: skip
         last = [inbox.local[-1].clone() for inbox in self._inboxes]
-        self.check()
+        self._watch()
         launch(
             square_release_kernel,
             (self.memory.world,),
@@ -199,6 +201,19 @@ class SquarePhase:
             num_warps=1,
         )
         return out, last[0], last[1]
+
+    def _watch(self) -> None:
+        """`check` without waiting for the device: what a GPU reports of a launch, a later one raises."""
+        if self._report.device.type != "cuda":
+            self.check()
+        elif not torch.cuda.is_current_stream_capturing():
+            if self._watched is None:
+                self._watched = torch.zeros_like(self._report, device="cpu").pin_memory(), torch.cuda.Event()
+            elif self._watched[1].query() and self._watched[0][0]:
+                self.check()
+            copy, event = self._watched
+            copy.copy_(self._report, non_blocking=True)
+            event.record()
 
     def check(self) -> None:
         """Raise CommunicationError if a wait of this rank ran out of time. Waits for the device."""

@@ -1,81 +1,59 @@
-"""What does one launch of the overlap kernel do, and in which order? Task lists, built on the host.
+"""What does one launch of the overlap kernel do, and which task has which number?
 
-A task is six int32: its kind and up to five numbers. The programs of a launch claim tasks in list order
-from one counter. What a task waits for (`needs`) and what it makes true (`provides`) are facts such as
-("arrived", 1, 0, 3, 0): at PE 1, of source 0, local expert 3, chunk 0.
+    kind      numbers      needs                                     provides
+    PUT       expert, tile (released, and counts: earlier launches)  rows arrived in that tile of the expert
+    TILE_IN   tile, n      rows of all sources of the tile           one column tile of its first GEMM ready
+    TILE_OUT  tile, n      all n of that tile ready                  with the last n: returned to the sources
+    WGRAD     which, local, m, n    all tiles of the expert ready    -
+    DENSE     problem, m, n         -                                -
+    REDUCE    block        returned, of the tokens in it             -
+    DWEIGHT   block        (results of an earlier launch)            -
 
-Rule. Walking the lists of all PEs from the front, one task after the other, every task finds what it needs
-provided by an earlier task of its own list or by tasks of its peers that need nothing of what comes later.
-So a launch finishes even where only one program per PE is resident, and the serial interpreter can run it.
-
-    kind      numbers                        needs                              provides
-    PUT       expert, chunk                  (released: an earlier launch)      arrived at the expert's PE
-    TILE_IN   source, local, m, n            arrived 0 and m of the source      ready (one of the n tiles)
-    TILE_OUT  source, local, m, n            ready, all n, if in this launch    returned at the source
-    WGRAD     which, local, m, n             ready of all sources of the expert -
-    DENSE     problem, m, n                  -                                  -
-    REDUCE    block                          returned, of the tokens in it      -
-    DWEIGHT   block                          (results of an earlier launch)     -
-
-Order: puts to peers, to rank+1 first, so that rows come from rank-1 first; between them what fills the time
-in which they travel, so that about `comm_programs` of the programs put while the others compute: own rows
-and their tiles, independent tiles (DENSE, DWEIGHT), then the tiles of sources whose rows should be here. When
-all is put, the rest of the expert tiles, source by source, the second GEMM of a source one source behind
-its first; then weight gradients, which fill the time in which results travel back; the reductions, which
-wait for the peers, last.
-
-Why tiles that wait for a peer may stand before puts: those of source rank-s stand behind all own puts to
-rank+1, ..., rank+s, on every PE. Were all PEs stuck, take one that waits for rows of the smallest s: they are
-put by a peer that waits in a tile of an s at least as large, so behind that put.
-
-Example, 2 PEs, one expert each, one chunk, one tile per GEMM, one program, PE 0:
-    PUT(1, 0) PUT(0, 0) TILE_IN(0,0,0,0) TILE_IN(1,0,0,0) TILE_OUT(0,0,0,0) TILE_OUT(1,0,0,0) REDUCE(0)
-The same with two chunks and three programs, one of them for puts to peers:
-    PUT(1, 0) PUT(0, 0) PUT(0, 1) PUT(1, 1) TILE_IN(0,0,0,0) TILE_IN(0,0,1,0) TILE_IN(1,0,0,0) ...
+`schedule.py` has the order, and why one resident program per PE is enough. Nothing of it is a list on the
+host: how many puts and tiles there are follows from the counts, and `find_task` finds the task of a number.
+Kinds, and their numbers [T] of blocks of tokens and tiles of independent GEMMs, come from the host.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
 
-import numpy as np
+import triton
+import triton.language as tl
 
 from lancet_kernels.errors import UserError
 
-TASK_WORDS = 6
-PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE, DWEIGHT = range(7)
-
-Task = tuple[int, ...]
-Fact = tuple[str | int, ...]
+PUT = tl.constexpr(0)
+TILE_IN = tl.constexpr(1)
+TILE_OUT = tl.constexpr(2)
+WGRAD = tl.constexpr(3)
+DENSE = tl.constexpr(4)
+REDUCE = tl.constexpr(5)
+DWEIGHT = tl.constexpr(6)
+# A row of the table of independent GEMMs: kind, a, b, c, M, N, K, number of its first task.
+DENSE_WORDS = tl.constexpr(8)
+DENSE_N = tl.constexpr(5)
+DENSE_FIRST = tl.constexpr(7)
 
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Everything that decides a task list; equal shapes share one list.
+    """What a launch has, apart from puts and tiles, whose numbers the counts decide.
 
     Attributes:
-        world, rank: PEs, and whose list this is.
-        local_experts: L. chunks: chunks of rows per (source, expert), one signal each.
         put: send rows. tiles_in, tiles_out: column tiles of the first and second GEMM; 0: not in this launch.
-        wgrads: (row tiles, column tiles) of each weight gradient; `which` counts them.
-        dense: (row tiles, column tiles) of each independent GEMM.
+        wgrad: weight gradients of the experts.
+        dense_tiles: tiles of independent GEMMs.
         reduce_blocks: blocks of tokens to add up; 0: none.
         dweight_blocks: blocks of tokens whose gradient of the combine weights is wanted; 0: none.
         programs, comm_programs: size of the grid, and how many of it put while the others have tiles.
     """
 
-    world: int
-    rank: int
-    local_experts: int
-    chunks: int
     put: bool = True
     tiles_in: int = 0
     tiles_out: int = 0
-    wgrads: tuple[tuple[int, int], ...] = ()
-    dense: tuple[tuple[int, int], ...] = ()
+    wgrad: bool = False
+    dense_tiles: int = 0
     reduce_blocks: int = 0
     dweight_blocks: int = 0
     programs: int = 1
@@ -83,6 +61,11 @@ class LaunchShape:
 
     def __post_init__(self) -> None:
         check_comm_programs(self.comm_programs, self.programs)
+
+    @property
+    def lag(self) -> int:
+        """By how many tiles the second GEMM is behind the first: those that other programs are still at."""
+        return -(-self.programs // max(1, self.tiles_in))
 
 
 def check_comm_programs(comm_programs: int, programs: int) -> None:
@@ -96,113 +79,114 @@ def check_comm_programs(comm_programs: int, programs: int) -> None:
         )
 
 
-def build_tasks(shape: LaunchShape) -> np.ndarray:
-    """The task list of one PE. -> int32 [tasks, 6]."""
-    tasks = [*_puts_and_tiles(shape), *_weight_gradients(shape)]
-    tasks += [(REDUCE, block) for block in range(shape.reduce_blocks)]
-    table = np.zeros((len(tasks), TASK_WORDS), dtype=np.int32)
-    for row, task in zip(table, tasks, strict=True):
-        row[: len(task)] = task
-    return table
+@triton.jit
+def puts_before(
+    j, num_puts, independent, num_tiles, tiles_in, tiles_out, lag, programs, comm_programs, tile_puts_ptr
+):  # fmt: skip
+    """How many puts stand before the j-th of the other tasks; grows with j.
+
+    Example: 4 programs of which 1 puts, 3 independent tasks, 9 puts: 1 before each of the first three; the
+    tile behind them has 2, or tile_puts[0] if that is more.
+    """
+    beside = programs - comm_programs
+    before = num_puts
+    if beside > 0:
+        before = tl.minimum(num_puts, (j // tl.maximum(beside, 1) + 1) * comm_programs)
+    y = j - independent
+    if y >= 0:
+        early = tl.minimum(lag, num_tiles)
+        head = early * tiles_in
+        tile = y // tl.maximum(tiles_in, 1)
+        if y >= head:
+            tile = early + (y - head) // tl.maximum(tiles_in + tiles_out, 1)
+        needed = num_puts
+        if tile < num_tiles:
+            needed = tl.load(tile_puts_ptr + tile)
+        before = tl.maximum(before, needed)
+    return before
 
 
-def _puts_and_tiles(shape: LaunchShape) -> Iterator[Task]:
-    """Of every `programs` tasks `comm_programs` are puts to peers, while the others have something to do."""
-    steps = range(1, shape.world) if shape.put else range(0)
-    puts = [(step, put) for step in steps for put in _puts(shape, step)]
-    fillers = deque(_fillers(shape))
-    early: set[Task] = set()
-    for start in range(0, len(puts), shape.comm_programs):
-        group = puts[start : start + shape.comm_programs]
-        yield from (put for _, put in group)
-        through = group[-1][0] if start + len(group) < len(puts) else shape.world
-        for _ in range(shape.programs - shape.comm_programs):
-            if fillers and fillers[0][0] < through:
-                early.add(fillers[0][1])
-                yield fillers.popleft()[1]
-    yield from (task for task in _in_order_of_arrival(shape) if task not in early)
+@triton.jit
+def find_other(
+    j, num_puts, independent, num_tiles, tiles_in, tiles_out, lag, programs, comm_programs, tile_puts_ptr, i
+):  # fmt: skip
+    """-> the last of the other tasks up to j whose number is at most i; -1 if there is none."""
+    low = j * 0 - 1
+    high = j
+    while low < high:
+        middle = (low + high + 1) // 2
+        number = middle + puts_before(
+            middle, num_puts, independent, num_tiles, tiles_in, tiles_out, lag, programs, comm_programs,
+            tile_puts_ptr,
+        )  # fmt: skip
+        if number <= i:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
-def _fillers(shape: LaunchShape) -> Iterator[tuple[int, Task]]:
-    """(s, task): what fills the time while others put; it stands behind all puts to rank+1, ..., rank+s."""
-    own = [*_own_puts(shape), *_tiles(TILE_IN, 0, shape), *_independent_tiles(shape)]
-    yield from ((0, task) for task in (*own, *_tiles(TILE_OUT, 0, shape)))
-    for step in range(1, shape.world):
-        yield from ((step, task) for task in _tiles(TILE_IN, step, shape))
-        if step > 1:
-            yield from ((step, task) for task in _tiles(TILE_OUT, step - 1, shape))
+@triton.jit
+def tile_task(y, num_tiles, tiles_in, tiles_out, lag):
+    """-> kind, tile and column of the y-th task of both GEMMs.
+
+    Example: 3 tiles, 2 columns in, 1 out, lag 1: in (0, 0), in (0, 1), in (1, 0), in (1, 1), out (0, 0), in
+    (2, 0), in (2, 1), out (1, 0), out (2, 0).
+    """
+    early = tl.minimum(lag, num_tiles)
+    head = early * tiles_in
+    both = tiles_in + tiles_out
+    kind = TILE_IN + y * 0
+    tile = y // tl.maximum(tiles_in, 1)
+    n = y % tl.maximum(tiles_in, 1)
+    if y >= head:
+        z = y - head
+        if z < (num_tiles - early) * both:
+            tile = z // both
+            n = z % both
+            if n < tiles_in:
+                tile += early
+            else:
+                n -= tiles_in
+                kind = TILE_OUT + y * 0
+        else:
+            z -= (num_tiles - early) * both
+            kind = TILE_OUT + y * 0
+            tile = num_tiles - early + z // tl.maximum(tiles_out, 1)
+            n = z % tl.maximum(tiles_out, 1)
+    return kind, tile, n
 
 
-def _in_order_of_arrival(shape: LaunchShape) -> Iterator[Task]:
-    """All but the puts to peers, as they come best when nothing is left to put."""
-    yield from _own_puts(shape)
-    yield from _independent_tiles(shape)
-    for step in range(shape.world + 1):
-        if step < shape.world:
-            yield from _tiles(TILE_IN, step, shape)
-        if step > 0:
-            yield from _tiles(TILE_OUT, step - 1, shape)
+@triton.jit
+def dense_task(j, problems_ptr, num_problems, BN: tl.constexpr):
+    """-> problem, m and n of the j-th tile of all independent GEMMs."""
+    problem = j * 0
+    following = problems_ptr + DENSE_WORDS + DENSE_FIRST
+    while (problem + 1 < num_problems) & (
+        tl.load(following + problem * DENSE_WORDS, mask=problem + 1 < num_problems, other=0) <= j
+    ):
+        problem += 1
+    p = problems_ptr + problem * DENSE_WORDS
+    tile = j - tl.load(p + DENSE_FIRST).to(tl.int32)
+    columns = tl.cdiv(tl.load(p + DENSE_N).to(tl.int32), BN)
+    return problem, tile // columns, tile % columns
 
 
-def _own_puts(shape: LaunchShape) -> Iterator[Task]:
-    return _puts(shape, shape.world) if shape.put else iter(())
+@triton.jit
+def wgrad_task(j, L, D, F, H, BM: tl.constexpr, BN: tl.constexpr):
+    """-> which, local expert, m and n of the j-th tile of weight gradients: dw2 [F, D], then dw1 [D, H]."""
+    columns = tl.cdiv(D, BN)
+    each = tl.cdiv(F, BM) * columns
+    which = j * 0
+    if j >= L * each:
+        j -= L * each
+        which += 1
+        columns = tl.cdiv(H, BN)
+        each = tl.cdiv(D, BM) * columns
+    return which, j // each, j % each // columns, j % columns
 
 
-def _puts(shape: LaunchShape, step: int) -> Iterator[Task]:
-    """To rank+step; a chunk of each expert before the second chunk of any."""
-    peer = (shape.rank + step) % shape.world
-    for chunk, local in product(range(shape.chunks), range(shape.local_experts)):
-        yield PUT, peer * shape.local_experts + local, chunk
-
-
-def _independent_tiles(shape: LaunchShape) -> Iterator[Task]:
-    yield from ((DWEIGHT, block) for block in range(shape.dweight_blocks))
-    for problem, (rows, columns) in enumerate(shape.dense):
-        yield from ((DENSE, problem, m, n) for m, n in product(range(rows), range(columns)))
-
-
-def _tiles(kind: int, step: int, shape: LaunchShape) -> Iterator[Task]:
-    """Of the rows that come from rank-step."""
-    source = (shape.rank - step) % shape.world
-    columns = shape.tiles_in if kind == TILE_IN else shape.tiles_out
-    for local, m, n in product(range(shape.local_experts), range(shape.chunks), range(columns)):
-        yield kind, source, local, m, n
-
-
-def _weight_gradients(shape: LaunchShape) -> Iterator[Task]:
-    for which, (rows, columns) in enumerate(shape.wgrads):
-        for local, m, n in product(range(shape.local_experts), range(rows), range(columns)):
-            yield WGRAD, which, local, m, n
-
-
-def needs(task: Task, shape: LaunchShape) -> Iterator[Fact]:
-    """Facts that must hold before the task can finish, if every chunk has rows (the most that can be)."""
-    kind, *numbers = task
-    rank, experts = shape.rank, range(shape.local_experts)
-    if kind == TILE_IN:
-        source, local, m, _ = numbers[:4]
-        yield from {("arrived", rank, source, local, 0), ("arrived", rank, source, local, m)}
-    elif kind == TILE_OUT and shape.tiles_in:
-        source, local, m, _ = numbers[:4]
-        yield from (("ready", rank, source, local, m, n) for n in range(shape.tiles_in))
-    elif kind == WGRAD and shape.tiles_in:
-        each = product(range(shape.world), range(shape.chunks), range(shape.tiles_in))
-        yield from (("ready", rank, source, numbers[1], m, n) for source, m, n in each)
-    elif kind == REDUCE:
-        columns = range(max(shape.tiles_out, 1))
-        results = product(range(shape.world), experts, range(shape.chunks), columns)
-        yield from (("returned", rank, owner, local, m, n) for owner, local, m, n in results)
-
-
-def provides(task: Task, shape: LaunchShape) -> Iterator[Fact]:
-    """Facts that hold once the task is done."""
-    kind, *numbers = task
-    if kind == PUT:
-        expert, chunk = numbers[:2]
-        yield "arrived", expert // shape.local_experts, shape.rank, expert % shape.local_experts, chunk
-    elif kind == TILE_IN:
-        source, local, m, n = numbers[:4]
-        yield "ready", shape.rank, source, local, m, n
-    elif kind == TILE_OUT:
-        source, local, m, n = numbers[:4]
-        yield "returned", source, shape.rank, local, m, n
+@triton.jit
+def num_wgrads(L, D, F, H, BM: tl.constexpr, BN: tl.constexpr):
+    """Tiles of the weight gradients of all experts here."""
+    return L * (tl.cdiv(F, BM) * tl.cdiv(D, BN) + tl.cdiv(D, BM) * tl.cdiv(H, BN))

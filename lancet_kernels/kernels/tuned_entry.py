@@ -139,8 +139,5 @@ def is_usable(kind: str, config: Any, shape: Shape, dtype: torch.dtype, arch: in
     if kind == "routing":
         return config.is_valid(*shape[:2])
     if kind == "overlap":
-        accumulators = 2 if shape[2] == "swiglu" else 1
-        return (
-            config.gemm.is_valid(dtype, arch, accumulators) and 1 <= config.comm_programs <= config.programs
-        )
+        return config.gemm.is_valid(dtype, arch) and 1 <= config.comm_programs <= config.programs
     return config.is_valid()

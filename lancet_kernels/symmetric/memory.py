@@ -108,6 +108,11 @@ class SymmetricMemory(ABC):
         """A region of `count` signal words: int64, zero, only ever growing."""
         return self.allocate(name, (count,), torch.int64)
 
+    def largest(self, value: int) -> int:
+        """The largest of the values that the PEs bring. Collective."""
+        self._check_open()
+        return max(map(int, self._gather("largest", str(value))))
+
     @abstractmethod
     def barrier(self, timeout_s: float | None = None) -> None:
         """Return when every PE is here and what its device was doing is done.
@@ -137,6 +142,10 @@ class SymmetricMemory(ABC):
     def _check_open(self) -> None:
         if not self._open:
             raise _closed("symmetric memory")
+
+    @abstractmethod
+    def _gather(self, request: str, text: str) -> list[str]:
+        """The texts that all PEs bring to this request, by rank."""
 
     @abstractmethod
     def _agree(self, request: str) -> None:

@@ -153,6 +153,9 @@ class NvshmemMemory(SymmetricMemory):
         if own != (self.rank, self.world):
             raise RuntimeError(f"PE {own[0]} of {own[1]}: NVSHMEM was initialised with another group")
 
+    def _gather(self, request: str, text: str) -> list[str]:
+        return self._meetings.meet(request, text)
+
     def _agree(self, request: str) -> None:
         self._meetings.meet(request)
 

@@ -88,6 +88,9 @@ class TorchMemory(SymmetricMemory):
         torch.cuda.synchronize(self.device)
         self._meetings.meet("barrier", timeout_s=timeout_s)
 
+    def _gather(self, request: str, text: str) -> list[str]:
+        return self._meetings.meet(request, text)
+
     def _agree(self, request: str) -> None:
         self._meetings.meet(request)
 

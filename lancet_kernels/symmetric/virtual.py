@@ -46,6 +46,11 @@ class VirtualMemory(SymmetricMemory):
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def _gather(self, request: str, text: str) -> list[str]:
+        # One thread runs all PEs one after another, so they must bring the same, which `_agree` checks.
+        self._agree(f"{request} {text}")
+        return [text]
+
     def _agree(self, request: str) -> None:
         if self._count == len(self._heap.requests):
             self._heap.requests.append((self.rank, request))

@@ -31,6 +31,7 @@ def main() -> None:
     from lancet_kernels.kernels.overlap_data import Routing
     from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
     from lancet_kernels.ops.gates.slots import slots_in_token_order
+    from lancet_kernels.ops.send_rows import send_rows
     from lancet_kernels.training.models import ModelConfig
 
     def route(self: gpu_overlap.FusedLayer, tokens: int, rank: int) -> Routing:
@@ -38,9 +39,8 @@ def main() -> None:
         sizes = self.sizes
         expert = choices_of_tokens(tokens, sizes.experts, sizes.choices, self.device, seed=rank)
         slot, used = slots_in_token_order(expert, torch.zeros(sizes.experts, dtype=torch.int64))
-        token = torch.zeros(sizes.experts, self.capacity, dtype=torch.int32)
-        weight = torch.ones(expert.shape)
-        return Routing(expert, slot, weight, token, token.clone(), used.clamp(max=self.capacity))
+        count = used.clamp(max=self.capacity)
+        return Routing.of(expert, send_rows(expert, slot, count), torch.ones(expert.shape), count)
 
     gpu_overlap.FusedLayer._route = route
     runtime.check_device = lambda what, tensor: None

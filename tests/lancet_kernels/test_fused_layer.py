@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
 from lancet_kernels.errors import UserError
+from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
 
 CASES = [
@@ -47,13 +49,18 @@ def train(backend: str, options: dict, steps: int, layers: int) -> list[dict[str
 
 def both(options: dict, steps: int, layers: int) -> float:
     """The largest difference of the two backends, over the largest value."""
+    return largest_difference(train("torch", options, steps, layers), train("fused", options, steps, layers))
+
+
+def largest_difference(expected: list[dict[str, Tensor]], got: list[dict[str, Tensor]]) -> float:
+    """Over the largest value of each tensor."""
     worst = 0.0
-    pairs = zip(train("torch", options, steps, layers), train("fused", options, steps, layers), strict=True)
-    for expected, got in pairs:
-        assert expected.keys() == got.keys()
-        for name in expected:
-            scale = expected[name].abs().max().clamp_min(1e-3)
-            worst = max(worst, float((got[name] - expected[name]).abs().max() / scale))
+    for one, other in zip(expected, got, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            if one[name].numel():
+                scale = one[name].abs().max().clamp_min(1e-3)
+                worst = max(worst, float((other[name] - one[name]).abs().max() / scale))
     return worst
 
 
@@ -66,6 +73,76 @@ def test_fused_equals_torch(pool, options) -> None:
 def test_three_layers_for_three_steps(pool) -> None:
     """Banks and epochs are used again and again; layers share one backward exchange."""
     assert max(pool.run(both, CASES[0] | {"bias": True}, 3, 3)) < 1e-4
+
+
+TOKENS = ((12, 7), (0, 5), (3, 12))  # of each rank, step by step; none more than any of the first
+
+
+def train_varying(backend: str, options: dict) -> list[dict[str, Tensor]]:
+    """Steps with other numbers of tokens on every rank; the last one without gradients."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    layer = MoELayer(16, 24, 4, backend=backend, **options)
+    results = []
+    for step, tokens in enumerate(TOKENS):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(tokens[rank], 16, generator=generator, requires_grad=True)
+        with torch.set_grad_enabled(step + 1 < len(TOKENS)):
+            y = layer(x)
+        result = {"y": y.detach().clone()}
+        if y.requires_grad:
+            (y * torch.randn(y.shape, generator=generator)).sum().backward()
+            result |= {"x.grad": x.grad.clone()}
+        result |= {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+        results.append(result)
+        layer.zero_grad()
+    return results
+
+
+def both_varying(options: dict) -> tuple[float, list[str]]:
+    """-> the largest difference of the two backends, and what all ranks had to agree on, by name."""
+    agreed = []
+    agree, gather = SharedMemory._agree, SharedMemory._gather
+    note = lambda call: lambda *given: agreed.append(given[1]) or call(*given)  # noqa: E731
+    expected = train_varying("torch", options)
+    with (
+        mock.patch.object(SharedMemory, "_agree", note(agree)),
+        mock.patch.object(SharedMemory, "_gather", note(gather)),
+    ):
+        got = train_varying("fused", options)
+    return largest_difference(expected, got), agreed
+
+
+@pytest.mark.parametrize("options", few_of([CASES[1], CASES[0]]), ids=lambda o: f"{o['gate']}")
+def test_other_numbers_of_tokens_in_every_step(pool, options) -> None:
+    """Nothing is made and nothing is agreed upon for them: regions are there once, for the most tokens."""
+    for worst, agreed in pool.run(both_varying, options, timeout_s=240):
+        assert worst < 2e-5
+        # Those of the forward, and of the backward, once.
+        assert sum(".rows'" in request for request in agreed) == 2
+        assert agreed.count("largest") == 2
+        assert len(set(agreed)) == len(agreed) - 1
+
+
+def too_small() -> str:
+    """All tokens of both ranks go to one expert of rank 0, and there is room for 1.2 times the even share."""
+    layer = MoELayer(16, 24, 2, gate="switch", capacity_factor=None, backend="fused")
+    layer.name = "blocks.7"
+    layer._exchange.receive_factor = 1.2
+    with torch.no_grad():
+        layer.router[0] = 1.0
+        layer.router[1] = -1.0
+    with pytest.raises(UserError) as error:
+        layer(torch.ones(10, 16))
+    return str(error.value)
+
+
+def test_rows_that_do_not_fit_are_an_error_on_every_rank(pool) -> None:
+    for rank, message in enumerate(pool.run(too_small)):
+        assert message.startswith(
+            f"rows that PE 0 receives in layer1 blocks.7, on PE {rank}: got 20 (nothing was sent), "
+            "expected at most 12; set a larger receive_factor"
+        )
 
 
 def in_pairs() -> float:

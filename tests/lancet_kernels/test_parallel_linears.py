@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from lancet_kernels import UserError
+from lancet_kernels import UserError, parallelize
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.slices import Partition, Primitive, replicate, split, square
-from lancet_kernels.parallel_linears import parallelize_linears
+from lancet_kernels.parallel_linears import OPERATORS, parallelize_linears
 from lancet_kernels.partitioned_linear import PartitionedLinear, whole_state_dict
 from tests.grids import few_of
 from tests.ranks import RankPool
@@ -106,7 +107,10 @@ def train_on_rank(family: str, strategy: str, partitions: dict | None) -> dict:
     """
     whole, parted = make_model(family), make_model(family)
     x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
-    parallelize_linears(parted, (x,), None, strategy, cluster=slow_cluster(), partitions=partitions)
+    if partitions is None:
+        assert parallelize(parted, (x,), strategy=strategy, cluster=slow_cluster()) is parted
+    else:
+        parallelize_linears(parted, (x,), None, strategy, cluster=slow_cluster(), partitions=partitions)
     optimizers = [torch.optim.Adam(m.parameters(), 1e-2, eps=1e-3) for m in (whole, parted)]
     errors = {"output": 0.0, "input gradient": 0.0, "parameter": 0.0}
     for step in range(2):
@@ -170,8 +174,7 @@ M, N, K, H, ONE, P2 = split("m"), split("n"), split("k"), split("h"), replicate(
 )
 def test_any_partition_of_the_space(pool: RankPool, primitives: tuple[list[Primitive], ...]) -> None:
     """Sums in each phase, replicas, rows that are cut differently on both sides."""
-    operators = ("qkv", "attention", "projection", "fc1", "activation", "fc2")
-    partitions = {name: Partition(tuple(of)) for name, of in zip(operators, primitives, strict=True)}
+    partitions = {name: Partition(tuple(of)) for name, of in zip(OPERATORS, primitives, strict=True)}
     check(pool.run(train_on_rank, "gpt2", "primepar", partitions, ranks=4))
 
 
@@ -198,6 +201,7 @@ def refused_on_rank() -> list[str]:
     for model, strategy, partitions in (
         (nn.Linear(4, 4), "primepar", {}),
         (make_model("opt"), "alpa", {}),
+        (make_model("opt"), "primepar", {"mlp": Partition((M,))}),
         (make_model("opt"), "megatron", {"qkv": Partition((H,))}),
         (make_model("opt"), "megatron", rows_in_halves),
     ):
@@ -212,6 +216,7 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
     expected = (
         r"linear layers of Linear: got no module with",
         r"strategy: got alpa, expected primepar or megatron",
+        r"partitions: got mlp, expected qkv, attention",
         r"partition of qkv of 0.attention: got {H}, expected one over 2 ranks whose slices divide m = 16",
         r"rows and features of an activation: got a tile of \(3, 32\) on rank [01], expected multiples of 2",
     )
@@ -219,6 +224,21 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
         assert len(messages) == len(expected)
         for message, pattern in zip(messages, expected, strict=True):
             assert re.match(pattern, message), message
+
+
+def other_rows_on_rank() -> str:
+    model, x = make_model("opt"), torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
+    parallelize_linears(model, (x,), None, "megatron")
+    try:
+        model(x[: 2 if dist.get_rank() == 1 else 4])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_rows_all_raise(pool: RankPool) -> None:
+    for message in pool.run(other_rows_on_rank, ranks=4):
+        assert re.match(r"PartitionedLinear across ranks .*: got \(\d+, .* on rank 1", message), message
 
 
 def transformers_model(family: str) -> nn.Module:

@@ -263,8 +263,18 @@ def test_memory_limit_shards_weights():
     assert tight.predicted_ms >= free.predicted_ms
     pruned = search_sharding(CHAIN, RANKS, given, memory_gb=free.memory_bytes * 0.9 / 1e9, most_labels=1)
     assert pruned.memory_bytes <= free.memory_bytes * 0.9
-    with pytest.raises(UserError, match="no strategy within"):
+    with pytest.raises(UserError, match=r"no strategy within 1e-09 GB.*expected [\d.e-]+ GB or more"):
         search_sharding(CHAIN, RANKS, given, memory_gb=1e-9)
+
+
+@examples(40)
+@drawn(graphs(most=5, least=2))
+def test_the_least_memory_is_enough(program):
+    with pytest.raises(UserError) as refused:
+        search_sharding(program, RANKS, given, memory_gb=1e-12)
+    least = float(str(refused.value).split("expected ")[1].split(" GB")[0])
+    strategy = search_sharding(program, RANKS, given, memory_gb=least * 1.01, most_labels=1)
+    assert least * 0.99 <= strategy.memory_bytes / 1e9 <= least * 1.01
 
 
 @pytest.mark.parametrize("name", BASELINES)

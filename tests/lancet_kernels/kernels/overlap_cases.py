@@ -41,6 +41,14 @@ class Case:
     def experts(self) -> int:
         return self.world * self.local
 
+    @property
+    def send_rows(self) -> int:
+        return self.tokens * self.choices
+
+    @property
+    def receive_rows(self) -> int:
+        return self.world * self.tokens * min(self.choices, self.local)
+
     def tokens_of(self, rank: int) -> int:
         return 0 if self.uneven and rank % 2 else self.tokens
 
@@ -86,15 +94,17 @@ def routing_of(case: Case, rank: int) -> Routing:
 
 
 def make_routing(expert: Tensor, slot: Tensor, weight: Tensor, used: Tensor, capacity: int) -> Routing:
-    """The inverse tables, one row after the other; garbage where no token sits."""
-    token = torch.full((used.numel(), capacity), 2**31 - 1, dtype=torch.int32)
-    choice = torch.full_like(token, -5)
+    """Rows to send by expert, then slot; garbage behind the last one."""
+    count = used.clamp(max=capacity)
+    first = count.cumsum(0) - count
+    row = torch.full_like(expert, -1)
+    choice = torch.full((expert.numel() + 1,), 2**31 - 1, dtype=torch.int32)
     for t in range(expert.shape[0]):
         for k in range(expert.shape[1]):
             if slot[t, k] < capacity:
-                token[expert[t, k], slot[t, k]] = t
-                choice[expert[t, k], slot[t, k]] = k
-    return Routing(expert, slot, weight, token, choice, used.clamp(max=capacity))
+                row[t, k] = first[expert[t, k]] + slot[t, k]
+                choice[row[t, k]] = t * expert.shape[1] + k
+    return Routing(expert, row, weight, choice, count)
 
 
 @dataclass
@@ -127,7 +137,7 @@ def reference(case: Case, dtype: torch.dtype = torch.float64, tokens: Case | Non
         for e in range(case.experts):
             w1, b1, w2, b2 = (None if p is None else p[e % case.local] for p in parameters[e // case.local])
             for k in range(case.choices):
-                kept = (routing.expert[:, k] == e) & (routing.slot[:, k] < case.capacity)
+                kept = (routing.expert[:, k] == e) & (routing.row[:, k] >= 0)
                 mine = kept.nonzero().view(-1)
                 h = x[mine] @ w1
                 h = activate(h if b1 is None else h + b1, case.activation) @ w2
@@ -168,7 +178,7 @@ def same_dtype(case: Case, tokens: Case | None = None) -> list[Answer]:
         out, dx, dweight = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(routing.weight)
         for k in range(case.choices):
             for e in range(case.experts):
-                kept = (routing.expert[:, k] == e) & (routing.slot[:, k] < case.capacity)
+                kept = (routing.expert[:, k] == e) & (routing.row[:, k] >= 0)
                 mine, owner, local = kept.nonzero().view(-1), e // case.local, e % case.local
                 given = experts[owner]
                 w1, b1, w2, b2 = (

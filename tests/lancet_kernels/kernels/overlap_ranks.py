@@ -121,8 +121,8 @@ def answer_of(out: Tensor, made: object) -> Answer:
 def make_exchange(memory: SymmetricMemory, name: str, case: Case, **changes: object) -> Exchange:
     """An exchange whose rows and results are NaN."""
     sizes = {
-        "local_experts": case.local, "capacity": case.capacity, "width": case.width, "dtype": case.dtype,
-        "chunk_rows": 16, "timeout_s": 15.0,
+        "local_experts": case.local, "send_rows": case.send_rows, "receive_rows": case.receive_rows,
+        "width": case.width, "dtype": case.dtype, "chunk_rows": 16, "timeout_s": 15.0,
     }  # fmt: skip
     exchange = Exchange(memory, name, **sizes | changes)
     for region in (exchange.rows, exchange.results):
@@ -174,20 +174,24 @@ def check_same(a: Answer, b: Answer, say: str) -> None:
 def check_rows(layer: Layer) -> None:
     """After one pass: the rows here are the sources' rows, bit for bit, and nothing else was written."""
     case, rank = layer.case, layer.rank
+    experts = range(rank * case.local, (rank + 1) * case.local)
     for exchange, way in ((layer.forward, "x"), (layer.backward, "dy")):
-        for source in range(case.world):
-            routing, given = routing_of(case, source), tokens_of(case, source)
-            for local in range(case.local):
-                e = rank * case.local + local
-                n = int(routing.count[e])
-                token = routing.token[e, :n].long()
-                sent = given[0][token]
+        sent = []
+        for e in experts:
+            for source in range(case.world):
+                routing, given = routing_of(case, source), tokens_of(case, source)
+                first = int(routing.count[:e].sum())
+                choice = routing.choice[first : first + int(routing.count[e])].long()
+                rows = given[0][choice // case.choices]
                 if way == "dy":
-                    weight = routing.weight[token, routing.choice[e, :n].long()]
-                    sent = stored(given[1][token].float() * weight[:, None], case.dtype)
-                rows = exchange.rows.local[1, source, local]
-                assert same_bits(rows[:n], sent), f"{way} of rank {source} for expert {e}"
-                assert rows[n:].isnan().all(), f"{way} of rank {source} for expert {e}: beyond the count"
+                    weight = routing.weight.reshape(-1)[choice]
+                    rows = given[1][choice // case.choices].float() * weight[:, None]
+                    rows = stored(rows, case.dtype)
+                sent.append(rows)
+        expected = torch.cat(sent)
+        rows = exchange.rows.local[1]
+        assert same_bits(rows[: len(expected)], expected), f"{way} rows of rank {rank}"
+        assert rows[len(expected) :].isnan().all(), f"{way} rows of rank {rank}: behind the last one"
         assert exchange.rows.local[0].isnan().all(), "rows in the other bank"
         assert exchange.results.local[0].isnan().all(), "results in the other bank"
 

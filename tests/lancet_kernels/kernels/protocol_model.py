@@ -4,12 +4,14 @@ What every PE does in a stream such as "F1 F2 B2 B1" (forward and backward passe
 written in the steps of `weak_memory.py`. What a step stands for in the kernels:
 
     model                kernels
-    wait released        device.wait in overlap_tasks.put_chunk: the peer is through with epoch e - B
-    put rows             device.put_rows in put_chunk
-    put results          the stores of forward_tile and dgrad_tile (TILE_OUT) to the peer's results
+    wait released        device.wait in exchange_counts_kernel and put_chunk: the peer is through with e - B
+    put counts           device.put_block in schedule.exchange_counts_kernel; "signal counted" follows
+    wait counted         device.wait_all there; "read counts" is what _offsets loads
+    put rows             device.put_rows in overlap_tasks.put_chunk, to places that follow from the counts
+    put results          the stores of gemm_tile.store_to_rows (TILE_OUT) to the results of the sources
     fence                tl.debug_barrier of device.fence and device.quiet: joins the warps of a program
     signal               tl.atomic_xchg(sem="release", scope="sys") of device.put_signal
-    wait arrived, count  device.wait in overlap_tasks.wait_rows: the word of chunk 0, then that of the chunk
+    wait arrived         device.wait_all in overlap_tasks.wait_rows: the words of all sources of the tile
     read rows            the loads of forward_tile and dgrad_tile (TILE_IN) after wait_rows
     count itself         tl.atomic_add(sem="acq_rel") on done_ptr in overlap_tasks.return_tile
     wait returned        device.wait_all in overlap_tasks.reduce_block; "read results" is what follows it
@@ -18,9 +20,13 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     the stream           what the host launches; Exchange.begin refuses some orders (`admits`)
 
 A release covers the stores of its own warp and, after a fence, of all warps of its program, of this task;
-through the counter also those of the chunk's other tiles. That it covers earlier tasks too is not used.
+through the counter also those of the tile's other columns. That it covers earlier tasks too is used for one
+thing only: a release comes behind the release before it in the same word.
 
-The content of a place is a tag: epoch, sender, chunk. Every reading must find exactly its own epoch's.
+Rows come in units, `units` of each source at most, of which `per_tile` make a tile: received units lie one
+behind the other, source after source, so that a tile may hold units of several sources, and where a unit
+lies differs from epoch to epoch. The content of a place is a tag: epoch, sender, unit. Every reading must
+find exactly its own epoch's.
 """
 
 from __future__ import annotations
@@ -28,7 +34,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.lancet_kernels.kernels.weak_memory import (
-    COUNT,
     FENCE,
     LAST,
     LOW,
@@ -49,7 +54,7 @@ Key = tuple[str | int, ...]
 BROKEN = {
     "no fence": "the signal is sent by one warp before the others have stored",
     "relaxed signal": "the signal may overtake the stores before it",
-    "relaxed counter": "the tiles of a chunk count themselves without publishing what they stored",
+    "relaxed counter": "the columns of a tile count themselves without publishing what they stored",
     "one bank": "every epoch uses the same bank, with the credit of two",
     "one released word": "released is one word for a peer, not one for each bank",
     "flag reset": "a PE zeroes the flags of a bank before it uses the bank again",
@@ -58,9 +63,12 @@ BROKEN = {
     "credit too late": "rows wait for the release of epoch e - 2B, not e - B",
     "release before the backward": "the bank is released before its last reader has run",
     "release within the backward": "by a task of the same launch, while another program still reads",
-    "empty is not signalled": "nothing is sent where there are no rows, so the count does not come",
-    "waits for chunk 0 only": "a later chunk is read when the first has come",
+    "waits for one source only": "a tile with rows of two sources is read when the first one's have come",
     "results before arrival": "results are returned before the rows of that epoch were seen",
+    "counts not waited for": "offsets are made from counts that may be those of an earlier epoch",
+    "offsets of the last epoch": "rows are put where the counts of the epoch before would have them",
+    "counter without epoch": "the sources of a tile add up in one word that nobody sets back",
+    "counts without release": "counts are put while the peer may still read those of the bank's last use",
 }
 
 
@@ -70,23 +78,27 @@ class Config:
 
     Attributes:
         stream: passes of the layer on every PE, or one string for each PE.
-        chunks: of rows from a source to a peer. warps: parts of a chunk, each stored by another warp.
-        tiles: parts of a chunk of results, each made by another task. programs: resident on each PE.
+        units: of rows from a source to a peer, at most. per_tile: units of a tile.
+        warps: parts of a unit, each stored by another warp.
+        tiles: columns of a tile of results, each made by another task. programs: resident on each PE.
         gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
-            reads what the forward left, and stands for any later reader.
-        sparse: which chunks have rows depends on epoch, source and peer; else all have.
+            reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
+        gradient_banks: of that exchange; 0: as many as `banks`. Fewer where layers share it.
+        sparse: how many units there are depends on epoch, source and peer; else all are there.
         landing: of stores and signals; exact: waits for equality (weak_memory).
         broken: a key of BROKEN, or "" for the protocol as it is.
     """
 
     stream: str | tuple[str, ...]
     ranks: int = 2
-    chunks: int = 1
+    units: int = 1
+    per_tile: int = 2
     warps: int = 1
     tiles: int = 1
     banks: int = 2
     programs: int = 1
     gradients: bool = False
+    gradient_banks: int = 0
     sparse: bool = False
     landing: str = SIGNAL
     exact: bool = False
@@ -97,8 +109,29 @@ class Config:
         return [(launch[0], int(launch[1:])) for launch in stream.split()]
 
     def filled(self, epoch: int, source: int, peer: int) -> int:
-        """How many chunks have rows; the first ones."""
-        return (epoch + source + 2 * peer) % (self.chunks + 1) if self.sparse else self.chunks
+        """How many units source sends to peer: the counts."""
+        return (epoch + source + 2 * peer) % (self.units + 1) if self.sparse else self.units
+
+    def received(self, epoch: int, peer: int) -> list[tuple[int, int]]:
+        """(source, unit) of every unit that a peer receives, in the order in which they lie."""
+        sources = range(self.ranks)
+        return [(source, unit) for source in sources for unit in range(self.filled(epoch, source, peer))]
+
+    def arrivals(self, epoch: int, peer: int) -> list[list[tuple[int, int]]]:
+        """The same, tile by tile."""
+        units = self.received(epoch, peer)
+        return [units[i : i + self.per_tile] for i in range(0, len(units), self.per_tile)]
+
+    def sent(self, epoch: int, source: int) -> list[tuple[int, int]]:
+        """(owner, unit) of every unit that a source sends, in order: its results lie so."""
+        owners = range(self.ranks)
+        return [(owner, unit) for owner in owners for unit in range(self.filled(epoch, source, owner))]
+
+    def chunk(self, epoch: int, source: int, owner: int, tile: int) -> int:
+        """schedule.chunk_number, of one expert on each PE."""
+        before = sum(self.filled(epoch, other, owner) for other in range(source))
+        first_send = sum(self.filled(epoch, source, other) for other in range(owner))
+        return first_send // self.per_tile + 2 * owner + tile - before // self.per_tile
 
 
 def admits(stream: str, banks: int) -> bool:
@@ -123,12 +156,12 @@ def build(config: Config) -> System:
     )  # fmt: skip
 
 
-def tag(epoch: int, sender: int, chunk: int) -> int:
-    return epoch << 16 | sender << 8 | chunk
+def tag(epoch: int, sender: int, unit: int) -> int:
+    return epoch << 16 | sender << 8 | unit
 
 
 def show(value: int) -> str:
-    return f"(epoch {value >> 16}, of PE {value >> 8 & 255}, chunk {value & 255})" if value else "nothing"
+    return f"(epoch {value >> 16}, of PE {value >> 8 & 255}, unit {value & 255})" if value else "nothing"
 
 
 class Task:
@@ -162,11 +195,11 @@ class Task:
             self.covered |= self.other_warps
             self.steps.append((FENCE, None, "fences"))
 
-    def signal(self, key: Key, word: int) -> Message:
+    def signal(self, key: Key, word: int, add: bool = False) -> Message:
         covers = 0 if self.broken == "relaxed signal" else self.covered
         name, peer, *index = key
-        text = f"PE {peer}'s {self.script.exchange}{name}{index} := {word >> LOW}"
-        message = Message(self.script.place(*key), word, text, True, covers)
+        text = f"PE {peer}'s {self.script.exchange}{name}{index} {'+' if add else ':'}= {word >> LOW}"
+        message = Message(self.script.place(*key), word, text, True, covers, add)
         self.steps.append((SEND, self.script.message(message), f"signals {text}"))
         return message
 
@@ -179,10 +212,11 @@ class Script:
         self.exchange = ""
         self.places: dict[Key, int] = {}
         self.messages: list[Message] = []
+        self.earlier: dict[tuple[str, Key], int] = {}
         self.needed_until: dict[int, dict[int, tuple[int, int]]] = {}
 
     def place(self, *key: str | int) -> int:
-        """("rows", at, bank, source, chunk, warp), ("arrived", at, bank, source, chunk), and so on."""
+        """("rows", at, bank, row, warp), ("arrived", at, bank, tile, source), and so on."""
         return self.places.setdefault((f"{self.exchange}{key[0]}", *key[1:]), len(self.places))
 
     def whole(self, key: Key) -> list[int]:
@@ -193,8 +227,13 @@ class Script:
         self.messages.append(message)
         return 1 << len(self.messages) - 1
 
+    @property
+    def banks(self) -> int:
+        """Of the exchange whose steps are being written."""
+        return (self.exchange and self.config.gradient_banks) or self.config.banks
+
     def bank(self, epoch: int) -> int:
-        return 0 if self.config.broken == "one bank" else epoch % self.config.banks
+        return 0 if self.config.broken == "one bank" else epoch % self.banks
 
     def word(self, epoch: int, count: int = 0) -> int:
         return (1 if self.config.broken == "flag without epoch" else epoch) << LOW | count
@@ -207,23 +246,22 @@ class Script:
         backwards = 0
         for kind, epoch in self.config.passes(rank):
             if kind == "F":
-                launches.append(self._forward(rank, epoch))
+                launches += [self._counts(rank, epoch, len(launches)), self._forward(rank, epoch)]
                 # Without a backward in the stream: needed for ever.
                 self._keep(rank, epoch, launch=1 << LOW)
             else:
+                late = self.config.broken == "release before the backward"
                 backward, release = self._backward(rank, epoch), self._release(rank, epoch)
                 backwards += 1
                 if self.config.gradients:
                     # Passes of the second exchange are counted in the order of the backwards.
                     self.exchange = "gradient "
                     backward += self._forward(rank, backwards)
-                    self._keep(rank, backwards, launch=len(launches))
+                    self._keep(rank, backwards, launch=len(launches) + late)
                     release = self._release(rank, backwards) + release
                     self.exchange = ""
-                self._keep(
-                    rank, epoch, launch=len(launches) + (self.config.broken == "release before the backward")
-                )
-                if self.config.broken == "release before the backward":
+                self._keep(rank, epoch, launch=len(launches) + late)
+                if late:
                     launches += [release, backward]
                 elif self.config.broken == "release within the backward":
                     launches += [backward + release]
@@ -237,109 +275,156 @@ class Script:
 
     def _kept(self, rank: int, epoch: int, peers: range | None = None) -> list[tuple[int, int]]:
         """What a backward reads: rows that came from the peers, and results that they returned."""
-        bank, kept = self.bank(epoch), []
-        for peer in peers or range(self.config.ranks):
-            for chunk in range(self.config.filled(epoch, peer, rank)):
-                key = "rows", rank, bank, peer, chunk
-                kept += [(place, tag(epoch, peer, chunk)) for place in self.whole(key)]
-        return kept + self._results(rank, epoch, peers or range(self.config.ranks))
+        peers = peers or range(self.config.ranks)
+        rows = [
+            (place, tag(epoch, source, unit))
+            for row, (source, unit) in enumerate(self.config.received(epoch, rank))
+            for place in self.whole(("rows", rank, self.bank(epoch), row))
+            if source in peers
+        ]
+        return rows + self._results(rank, epoch, peers)
 
     def _results(self, rank: int, epoch: int, owners: range) -> list[tuple[int, int]]:
         return [
-            (place, tag(epoch, owner, chunk))
-            for owner in owners
-            for chunk in range(self.config.filled(epoch, rank, owner))
+            (place, tag(epoch, owner, unit))
+            for row, (owner, unit) in enumerate(self.config.sent(epoch, rank))
             for tile in range(self.config.tiles)
-            for place in self.whole(("results", rank, self.bank(epoch), owner, chunk, tile))
+            for place in self.whole(("results", rank, self.bank(epoch), row, tile))
+            if owner in owners
         ]
 
+    def _credit(self, task: Task, rank: int, epoch: int, peer: int) -> None:
+        """Wait until the peer has released the bank."""
+        config, bank = self.config, self.bank(epoch)
+        credit = max(0, epoch - self.banks * (2 if config.broken == "credit too late" else 1))
+        if config.broken != "no wait for release":
+            place = self.place(*self.released(rank, peer, bank))
+            task.wait([(place, credit << LOW)], f"released[{bank}, {peer}] >= {credit}")
+
+    def _counts(self, rank: int, epoch: int, launch: int) -> list[list[Step]]:
+        """The launch before the forward's own: one task puts counts to all peers, then waits for theirs."""
+        config, bank, task = self.config, self.bank(epoch), Task(self)
+        peers = [(rank + step) % config.ranks for step in range(1, config.ranks)]
+        for peer in peers:
+            if config.broken != "counts without release":
+                self._credit(task, rank, epoch, peer)
+            task.put(("counts", peer, bank, rank), tag(epoch, rank, 0), f"PE {peer}'s counts[{bank}, {rank}]")
+            task.fence()
+            task.signal(("counted", peer, bank, rank), self.word(epoch))
+        if config.broken != "counts not waited for":
+            words = [(self.place("counted", rank, bank, peer), self.word(epoch)) for peer in peers]
+            task.wait(words, f"counted[{bank}] >= {epoch}")
+        reads = []
+        for peer in peers:
+            reads += [(place, tag(epoch, peer, 0)) for place in self.whole(("counts", rank, bank, peer))]
+        for place, value in reads:
+            self.needed_until.setdefault(place, {})[value] = rank, launch
+        task.read(reads, f"counts[{bank}]")
+        return [task.steps]
+
     def _forward(self, rank: int, epoch: int) -> list[list[Step]]:
-        """One launch in the order of tasks.py: puts, tiles source by source, the reduction."""
+        """One launch in the order of schedule.py: puts by tile of where they go, tiles, the reduction."""
         config = self.config
         peers = [(rank + step) % config.ranks for step in range(1, config.ranks + 1)]
-        tasks = [self._send(rank, epoch, peer) for peer in peers]
-        for source in ((rank - step) % config.ranks for step in range(config.ranks)):
-            for chunk in range(config.chunks):
-                tasks += self._tiles(rank, epoch, source, chunk)
+        arrivals = {peer: config.arrivals(epoch, peer) for peer in peers}
+        tasks = [
+            self._send(rank, epoch, peer, tile)
+            for tile in range(max(map(len, arrivals.values())))
+            for peer in peers
+            if any(source == rank for source, _ in (arrivals[peer] + [[]] * (tile + 1))[tile])
+        ]
+        for tile, units in enumerate(arrivals[rank]):
+            tasks += self._tiles(rank, epoch, tile, units)
         tasks.append(self._combine(rank, epoch))
-        if config.broken == "flag reset" and epoch > config.banks:
+        if config.broken == "flag reset" and epoch > self.banks:
             bank = self.bank(epoch)
-            each = [(source, chunk) for source in range(config.ranks) for chunk in range(config.chunks)]
+            tiles = range(-(-config.units * config.ranks // config.per_tile))
+            each = [(tile, source) for tile in tiles for source in range(config.ranks)]
             flags = tuple(self.place("arrived", rank, bank, *one) for one in each)
             text = f"zeroes its arrived[{bank}]"
             tasks.insert(0, [(PAUSE, None, f"begins epoch {epoch}"), (RESET, flags, text)])
         return tasks
 
-    def _send(self, rank: int, epoch: int, peer: int) -> list[Step]:
-        """PUT of all chunks for one peer."""
-        config, bank = self.config, self.bank(epoch)
-        task = Task(self)
-        credit = epoch - config.banks * (2 if config.broken == "credit too late" else 1)
-        if config.broken != "no wait for release":
-            place = self.place(*self.released(rank, peer, bank))
-            task.wait([(place, max(0, credit) << LOW)], f"released[{bank}, {peer}] >= {max(0, credit)}")
-        filled = config.filled(epoch, rank, peer)
-        for chunk in range(max(filled, config.broken != "empty is not signalled")):
-            if chunk < filled:
-                key = "rows", peer, bank, rank, chunk
-                task.put(key, tag(epoch, rank, chunk), f"PE {peer}'s rows[{bank}, {rank}, {chunk}]")
-                task.fence()
-            task.signal(("arrived", peer, bank, rank, chunk), self.word(epoch, filled))
+    def _send(self, rank: int, epoch: int, peer: int, tile: int) -> list[Step]:
+        """PUT of the units that lie in one tile of the peer."""
+        config, bank, task = self.config, self.bank(epoch), Task(self)
+        self._credit(task, rank, epoch, peer)
+        shift = 0
+        if config.broken == "offsets of the last epoch":
+            shift = sum(
+                config.filled(epoch - 1, source, peer) - config.filled(epoch, source, peer)
+                for source in range(rank)
+            )
+        for i, (source, unit) in enumerate(config.arrivals(epoch, peer)[tile]):
+            if source == rank:
+                row = tile * config.per_tile + i + shift
+                task.put(
+                    ("rows", peer, bank, row), tag(epoch, rank, unit), f"PE {peer}'s rows[{bank}, {row}]"
+                )
+        task.fence()
+        if config.broken == "counter without epoch":
+            task.signal(("arrived", peer, bank, tile, 0), 1 << LOW, add=True)
+        else:
+            task.signal(("arrived", peer, bank, tile, rank), self.word(epoch))
         return task.steps
 
-    def _tiles(self, rank: int, epoch: int, source: int, chunk: int) -> list[list[Step]]:
-        """TILE_IN and TILE_OUT of one chunk, one task for each column tile; the last one signals."""
-        tasks = [Task(self) for _ in range(self.config.tiles)]
-        early = self.config.broken == "results before arrival"
-        if early and chunk >= self.config.filled(epoch, source, rank):
-            return []
-        bank, signals = self.bank(epoch), []
-        value, returned = tag(epoch, rank, chunk), ("returned", source, bank, rank, chunk)
-        for tile, task in enumerate(tasks):
-            if not early:
-                self._wait_and_read(task, rank, epoch, source, chunk)
-            index = f"{bank}, {rank}, {chunk}, {tile}"
-            task.put(("results", source, bank, rank, chunk, tile), value, f"PE {source}'s results[{index}]")
+    def _tiles(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[list[Step]]:
+        """TILE_IN and TILE_OUT of a tile, one task for each column; the last one signals all its sources."""
+        config, bank = self.config, self.bank(epoch)
+        tasks = [Task(self) for _ in range(config.tiles)]
+        signals: dict[int, list[Message]] = {}
+        for column, task in enumerate(tasks):
+            if config.broken != "results before arrival":
+                self._wait_and_read(task, rank, epoch, tile, units)
+            for source, unit in units:
+                row = config.sent(epoch, source).index((rank, unit))
+                text = f"PE {source}'s results[{bank}, {row}, {column}]"
+                task.put(("results", source, bank, row, column), tag(epoch, rank, unit), text)
             task.fence()
             if len(tasks) > 1:
                 # The counters of a use are fresh memory.
-                counter = self.place("done", rank, epoch, source, chunk)
-                text = f"counts itself in done[{source}, {chunk}]"
-                task.steps.append((LAST, (counter, len(tasks)), text))
-            signals.append(task.signal(returned, self.word(epoch)))
-            if early:
-                self._wait_and_read(task, rank, epoch, source, chunk)
-        if self.config.broken != "relaxed counter":
-            covers = 0
-            for signal in signals:
-                covers |= signal.covers
-            for signal in signals:
-                signal.covers = covers
+                counter = self.place("done", rank, epoch, tile)
+                task.steps.append((LAST, (counter, len(tasks)), f"counts itself in done[{tile}]"))
+            for source in dict.fromkeys(source for source, _ in units):
+                key = "returned", source, bank, config.chunk(epoch, source, rank, tile)
+                signals.setdefault(source, []).append(task.signal(key, self.word(epoch)))
+            if config.broken == "results before arrival":
+                self._wait_and_read(task, rank, epoch, tile, units)
+        if config.broken != "relaxed counter":
+            for each in signals.values():
+                covers = 0
+                for signal in each:
+                    covers |= signal.covers
+                for signal in each:
+                    signal.covers = covers
         return [task.steps for task in tasks]
 
-    def _wait_and_read(self, task: Task, rank: int, epoch: int, source: int, chunk: int) -> None:
-        bank, word = self.bank(epoch), self.word(epoch)
-        first = self.place("arrived", rank, bank, source, 0)
-        task.wait([(first, word)], f"arrived[{bank}, {source}, 0] >= {word >> LOW}")
-        text = f"finds chunk {chunk} of PE {source} beyond the count"
-        task.steps.append((COUNT, (first, chunk), text))
-        if chunk > 0 and self.config.broken != "waits for chunk 0 only":
-            place = self.place("arrived", rank, bank, source, chunk)
-            task.wait([(place, word)], f"arrived[{bank}, {source}, {chunk}] >= {word >> LOW}")
-        value = tag(epoch, source, chunk)
-        places = self.whole(("rows", rank, bank, source, chunk))
-        task.read([(place, value) for place in places], f"rows[{bank}, {source}, {chunk}]")
+    def _wait_and_read(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:
+        config, bank, word = self.config, self.bank(epoch), self.word(epoch)
+        sources = list(dict.fromkeys(source for source, _ in units))
+        words = [(self.place("arrived", rank, bank, tile, source), word) for source in sources]
+        if config.broken == "waits for one source only":
+            words = words[:1]
+        elif config.broken == "counter without epoch":
+            words = [(self.place("arrived", rank, bank, tile, 0), len(sources) << LOW)]
+        task.wait(words, f"arrived[{bank}, {tile}] >= {word >> LOW} of all its sources")
+        reads = []
+        for i, (source, unit) in enumerate(units):
+            places = self.whole(("rows", rank, bank, tile * config.per_tile + i))
+            reads += [(place, tag(epoch, source, unit)) for place in places]
+        task.read(reads, f"tile {tile} of rows[{bank}]")
 
     def _combine(self, rank: int, epoch: int) -> list[Step]:
         """REDUCE of all tokens."""
-        task, bank, word = Task(self), self.bank(epoch), self.word(epoch)
+        config, task, bank, word = self.config, Task(self), self.bank(epoch), self.word(epoch)
         conditions = [
-            (self.place("returned", rank, bank, owner, chunk), word)
-            for owner in range(self.config.ranks)
-            for chunk in range(self.config.filled(epoch, rank, owner))
+            (self.place("returned", rank, bank, config.chunk(epoch, rank, owner, tile)), word)
+            for owner in range(config.ranks)
+            for tile, units in enumerate(config.arrivals(epoch, owner))
+            if any(source == rank for source, _ in units)
         ]
         task.wait(conditions, f"all that it expects in returned[{bank}] >= {word >> LOW}")
-        task.read(self._results(rank, epoch, range(self.config.ranks)), f"results[{bank}]")
+        task.read(self._results(rank, epoch, range(config.ranks)), f"results[{bank}]")
         return task.steps
 
     def _backward(self, rank: int, epoch: int) -> list[list[Step]]:
@@ -357,6 +442,10 @@ class Script:
         tasks = []
         for peer in range(self.config.ranks):
             task = Task(self)
-            task.signal(self.released(peer, rank, self.bank(epoch)), epoch << LOW)
+            key = self.released(peer, rank, self.bank(epoch))
+            # Of the releases that a PE sends into one word the later comes behind the earlier (stream order).
+            task.covered |= self.earlier.get((self.exchange, key), 0)
+            task.signal(key, epoch << LOW)
+            self.earlier[self.exchange, key] = 1 << len(self.messages) - 1
             tasks.append(task.steps)
         return tasks

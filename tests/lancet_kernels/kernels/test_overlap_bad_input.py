@@ -6,18 +6,17 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels import overlap, overlap_checks
+from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap import dense_table, moe_backward
 from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.symmetric import virtual_memories
 from tests.grids import few_of
-from tests.lancet_kernels.kernels.overlap_cases import Case, make_routing
+from tests.lancet_kernels.kernels.overlap_cases import Case, routing_of, tokens_of
 from tests.lancet_kernels.kernels.overlap_ranks import (
     CONFIG,
     Layer,
-    check_same,
     make_exchange,
     make_layer,
     poisoned_buffers,
@@ -51,18 +50,18 @@ BAD_TENSORS = {
     ),
     "fewer tokens": (X, None, lambda x: x[:-1], r"expert of .*expected torch.int64 \[5, 2\]"),
     "expert int32": (ROUTING, "expert", lambda t: t.int(), "expert of the fused experts: got torch.int32"),
-    "slot of one choice": (ROUTING, "slot", lambda t: t[:, :1], "slot of the fused experts"),
+    "row of one choice": (ROUTING, "row", lambda t: t[:, :1], "row of the fused experts"),
     "weight in half": (
         ROUTING,
         "weight",
         lambda t: t.half(),
         "weight of the fused experts: got torch.float16",
     ),
-    "token of another C": (
+    "choice of fewer rows": (
         ROUTING,
-        "token",
-        lambda t: t[:, :-1],
-        r"token of .*expected torch.int32 \[3, 5\]",
+        "choice",
+        lambda t: t[:-1],
+        r"choice of .*expected torch.int32 \[13\]",
     ),
     "choice int64": (ROUTING, "choice", lambda t: t.long(), "choice of the fused experts: got torch.int64"),
     "count of other experts": (ROUTING, "count", lambda t: t[:1], "count of the fused experts"),
@@ -85,29 +84,27 @@ BAD_TENSORS = {
     ),
 }
 BAD_ROUTING = {
-    "count above the capacity": (
+    "more rows than choices": (
         "count",
-        lambda t: t.fill_(6),
-        r"count in the routing: got 6, expected 0 to 5",
+        lambda t: t.add_(9),
+        r"routing: got \d+ choices with a row and counts",
     ),
     "count negative": ("count", lambda t: t.fill_(-1), "count in the routing: got -1"),
     "expert that is none": ("expert", lambda t: t.fill_(3), "expert of a token that is not dropped .*got 3"),
-    "token that is none": (
-        "token",
-        lambda t: t.fill_(6),
-        "token of a slot in the routing: got 6, expected 0 to 5",
+    "a row beyond the counts": (
+        "row",
+        lambda t: t.fill_(12),
+        r"row in the routing: got 12, expected 0 to \d+",
     ),
-    "choice that is none": ("choice", lambda t: t.fill_(2), "choice of a slot in the routing: got 2"),
-    "slot negative": ("slot", lambda t: t.fill_(-1), "slot in the routing: got -1"),
-    "a slot beyond the count": (
-        "count",
-        lambda t: t.sub_(1),
-        r"routing: got \d+ choices in slots and \d+ slots taken, not",
+    "rows of other experts": (
+        "row",
+        lambda t: t.flip(0).contiguous(),
+        r"routing: got (\d+) choices with a row",
     ),
-    "tokens in other slots": (
-        "token",
-        lambda t: t[:, [1, 0, 2, 3, 4]].contiguous(),
-        r"routing: got (\d+) choices in slots and \1 slots",
+    "choices of other rows": (
+        "choice",
+        lambda t: t.roll(1),
+        r"routing: got (\d+) choices with a row and counts of \1 rows, not the same ones",
     ),
 }
 
@@ -140,7 +137,7 @@ def refused(layer: Layer, message: str) -> None:
 
 def test_another_tile_than_the_chunks_is_refused(layer):
     layer.config = replace(CONFIG, gemm=GemmConfig(32, 32, 16, 1, 1))
-    refused(layer, r"config.gemm.block_m: got 32, expected 16 \(rows per signal of layer.forward\)")
+    refused(layer, r"config.gemm.block_m: got 32, expected 16 \(rows of a tile of layer.forward\)")
 
 
 @pytest.mark.parametrize("changes", [{"put_rows": 3}, {"reduce_block": 0}, {"comm_programs": 2}])
@@ -149,8 +146,8 @@ def test_bad_configurations_are_refused(changes):
         replace(CONFIG, **changes)
 
 
-@pytest.mark.parametrize("banks", [0, 1])
-def test_one_bank_is_too_few(banks):
+@pytest.mark.parametrize("banks", [0, -1])
+def test_no_bank_is_too_few(banks):
     with pytest.raises(UserError, match="banks"):
         make_exchange(virtual_memories(1)[0], "layer", CASE, banks=banks)
 
@@ -189,7 +186,14 @@ def test_exchanges_that_differ_are_refused(layer):
     layer.forward = make_exchange(memory, "other", CASE)
     _, saved = layer.run_forward()
     backward = Exchange(
-        memory, "wider", local_experts=3, capacity=5, width=16, dtype=torch.float32, chunk_rows=32
+        memory,
+        "wider",
+        local_experts=3,
+        send_rows=12,
+        receive_rows=12,
+        width=16,
+        dtype=torch.float32,
+        chunk_rows=32,
     )
     with pytest.raises(
         UserError, match=r"config\.gemm\.block_m|chunk_rows of wider, the exchange of the backward"
@@ -200,24 +204,38 @@ def test_exchanges_that_differ_are_refused(layer):
         )  # fmt: skip
 
 
+def test_more_tokens_than_declared_are_refused(layer):
+    layer.x, _ = tokens_of(replace(CASE, tokens=7), 0)
+    layer.routing = routing_of(replace(CASE, tokens=7), 0)
+    refused(
+        layer, r"rows to send through layer\.forward: got 7 tokens with 2 choices each, .*at most 12 rows"
+    )
+
+
 @pytest.mark.parametrize("split", few_of([False, True]))
-def test_a_count_above_the_capacity_writes_nothing_outside(layer, monkeypatch, split):
-    """On a GPU nobody looks at the values of a routing: a count above C counts as C."""
-    layer.config = replace(CONFIG, split=split)
-    routing, used = layer.routing, layer.routing.count
-    routing = make_routing(routing.expert, routing.slot, routing.weight, used, CASE.capacity)
-    full = (used == CASE.capacity).nonzero().view(-1)
-    assert len(full), "the case should fill an expert"
-    layer.routing = routing
+def test_rows_that_do_not_fit_are_an_error_and_nothing_is_put(layer, split):
+    """12 rows come, 11 fit: told with layer, rank, needed and had; no number looks like an answer."""
+    (memory,) = virtual_memories(1)
+    layer = make_layer(memory, "small", CASE, split=split)
+    layer.forward = make_exchange(memory, "layer 5", CASE, receive_rows=layer.routing.count.sum().item() - 1)
+    layer.backward = make_exchange(memory, "way back", CASE, receive_rows=layer.forward.receive_rows)
+    needed = layer.forward.receive_rows + 1
     with poisoned_buffers():
-        expected = layer.run()
-    routing.count[full] = CASE.capacity + 40
-    monkeypatch.setattr(overlap_checks, "check_routing", lambda routing: None)
-    with poisoned_buffers():
-        answer = layer.run()
-    check_same(answer, expected, "count above the capacity")
-    arrived = (layer.forward.arrived.local & 0xFFFFFFFF).flatten(0, 2)[:, 0]
-    assert arrived.max() == CASE.capacity
+        out, saved = layer.run_forward()
+        assert out.isnan().all()
+        message = (
+            rf"rows that PE 0 receives in layer 5, on PE 0: got {needed} \(nothing was sent\), "
+            rf"expected at most {needed - 1}; set a larger receive_factor"
+        )
+        with pytest.raises(UserError, match=message):
+            layer.forward.check()
+        made = layer.run_backward(saved)
+    for name in ("dx", "dw1", "dw2", "db1", "db2"):
+        assert getattr(made, name).isnan().all(), name
+    for exchange in (layer.forward, layer.backward):
+        assert exchange.rows.local.isnan().all()
+        assert exchange.results.local.isnan().all()
+        assert not exchange.arrived.local.any()
 
 
 def test_nothing_beyond_the_counts_reaches_an_answer(layer):
@@ -227,10 +245,9 @@ def test_nothing_beyond_the_counts_reaches_an_answer(layer):
     for exchange in (layer.forward, layer.backward):
         exchange.rows.local.fill_(float("inf"))
         exchange.results.local.fill_(-7e30)
-    real = torch.arange(CASE.capacity) < layer.routing.count[:, None]
     out, saved = layer.run_forward()
     for values in (saved.hidden, saved.pre):
-        values[0][~real] = 3e33
+        values[layer.routing.count.sum() :] = 3e33
     made = layer.run_backward(saved)
     for name in ("dx", "dw1", "dw2", "db1", "db2"):
         assert same_bits(getattr(made, name), getattr(expected, name)), name
@@ -239,9 +256,10 @@ def test_nothing_beyond_the_counts_reaches_an_answer(layer):
 
 def test_table_of_independent_gemms():
     problems = [dense("tn", (16, 8), (16, 4), (8, 4)), dense("nn", (2, 3), (3, 5), (2, 5))]
-    table = dense_table(problems, torch.device("cpu")).tolist()
+    table, tiles = dense_table(problems, GemmConfig(16, 32, 16, 1, 1), torch.device("cpu"))
     pointers = [[t.data_ptr() for t in (p.a, p.b, p.c)] for p in problems]
-    assert [row[:7] for row in table] == [[2, *pointers[0], 8, 4, 16], [0, *pointers[1], 2, 5, 3]]
+    assert table.tolist() == [[2, *pointers[0], 8, 4, 16, 0], [0, *pointers[1], 2, 5, 3, 1]]
+    assert tiles == 2
 
 
 def test_tma_falls_back_where_an_operand_is_not_aligned(layer):

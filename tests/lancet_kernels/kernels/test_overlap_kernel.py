@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 
+from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap import default_overlap_config
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy, check_close, stored
@@ -98,6 +99,7 @@ SMALL = {
     ],
     2: [
         (Case(tokens=0), {"split": True}),
+        (Case(tokens=9, width=40, hidden=72, activation="swiglu"), {"gemm": GemmConfig(16, 64, 32, 1, 1)}),
         (Case(local=3, choose="few", uneven=True, activation="swiglu", dtype=FP16), DENSE),
     ],
     "1, more": [

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lancet_kernels.kernels import exchange, nvshmem_launch, overlap, runtime
+from lancet_kernels.kernels import exchange, nvshmem_launch, overlap, runtime, schedule
 from lancet_kernels.kernels.compile import all_specimens
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.nvshmem_launch import launch
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients
-from lancet_kernels.kernels.overlap_specimens import specimens
+from lancet_kernels.kernels.overlap_specimens import PES, specimens
 from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.symmetric import virtual_memories
 from tests.grids import few_of
@@ -45,7 +45,8 @@ def far_and_near_on_rank(case: Case, options: dict) -> SimpleNamespace:
         with poisoned_buffers(), network(far_memory) as wires:
             far = make_layer(far_memory, "far", case, **options)
             for way in (far.forward, far.backward):
-                way.stage.local.fill_(float("nan"))
+                for stage in way.stage:
+                    stage.local.fill_(float("nan"))
             found = pass_of(far)
         check_rows(far)
         check_results(far, near)
@@ -100,22 +101,22 @@ class Kernel:
 def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
     kernel, libraries = Kernel(), (("libnvshmem_device", "/a.bc"),)
     asked = []
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, device - 1))
+    words = torch.zeros(1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(nvshmem_launch.nvshmem_bitcode, "extern_libs", lambda a: asked.append(a) or libraries)
     monkeypatch.setattr(nvshmem_launch, "init_module", lambda made: kernel.calls.append(("init", made)))
     nvshmem_launch._libraries.cache_clear()
     try:
-        launch(kernel, (3,), 1, 2, NVSHMEM=True, num_warps=4)
-        launch(kernel, (3,), 1, 2, NVSHMEM=False, num_warps=4)
+        launch(kernel, (3,), words, 2, NVSHMEM=True, num_warps=4)
+        launch(kernel, (3,), 2, words=words, NVSHMEM=False, num_warps=4)
     finally:
         nvshmem_launch._libraries.cache_clear()
     options = {"NVSHMEM": True, "num_warps": 4, "extern_libs": libraries}
     assert kernel.calls == [
-        ("warmup", (1, 2), (3,), options),
+        ("warmup", (words, 2), (3,), options),
         ("init", "compiled"),
-        ("run", (1, 2), (3,), options),
-        ("run", (1, 2), (3,), {"NVSHMEM": False, "num_warps": 4}),
+        ("run", (words, 2), (3,), options),
+        ("run", (2,), (3,), {"words": words, "NVSHMEM": False, "num_warps": 4}),
     ]
     assert asked == [90]
 
@@ -124,7 +125,20 @@ def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
 
 
 # Beside what the specimens combine in every way, these vary one by one, in whole passes.
-ONE_BY_ONE = ("ACT", "HAS_BIAS", "dtype", "BM", "BN", "BK", "TMA", "num_warps", "num_stages", "maxnreg")
+ARGUMENTS = set(overlap.overlap_kernel.arg_names) - set(overlap.overlap_kernel.fn.__annotations__)
+ONE_BY_ONE = (
+    "ACT",
+    "HAS_BIAS",
+    "dtype",
+    "BM",
+    "BN",
+    "BN_IN",
+    "BK",
+    "TMA",
+    "num_warps",
+    "num_stages",
+    "maxnreg",
+)
 
 
 def launches_of(
@@ -144,20 +158,23 @@ def launches_of(
     seen = []
 
     def note(kernel, grid, *arguments, **options):
-        names = [name for name in overlap.overlap_kernel.arg_names if name not in options]
         if kernel is overlap.overlap_kernel:
-            assert len(arguments) == len(names)
-            without_wire = {"wire_ptr": None} if arguments[names.index("wire_ptr")] is None else {}
-            seen.append(options | {"dtype": case.dtype} | without_wire)
-        else:
-            assert kernel is exchange.release_kernel
+            assert options.keys() >= set(kernel.arg_names)
+            given = {name: value for name, value in options.items() if name not in ARGUMENTS}
+            without_wire = {"wire_ptr": None} if options["wire_ptr"] is None else {}
+            # How many PEs there are only sets the width of a block of words.
+            seen.append(given | {"dtype": case.dtype, "BW": PES} | without_wire)
+        elif kernel is exchange.release_kernel:
             assert options == {"NVSHMEM": far, **nvshmem_launch.small_kernel(far)}
+        else:
+            assert kernel in (schedule.exchange_counts_kernel, schedule.schedule_kernel)
+            assert options.get("NVSHMEM", far) == far
 
     (memory,) = virtual_memories(1)
     memory.far = far
     config = OverlapConfig.for_gpu(case.width, case.hidden, case.activation, case.dtype, arch, programs=1)
     config = replace(config, split=split)
-    sizes = {"local_experts": 2, "capacity": 9, "width": case.width, "dtype": case.dtype}
+    sizes = {"local_experts": 2, "send_rows": 9, "receive_rows": 9, "width": case.width, "dtype": case.dtype}
     sizes["chunk_rows"] = config.gemm.block_m
     patch = pytest.MonkeyPatch()
     with patch.context() as m:
@@ -246,5 +263,5 @@ def test_every_kernel_that_is_launched_has_a_specimen():
     for path in Path(folder).glob("*.py"):
         launched |= set(re.findall(r"\b(\w*kernel)\[|\blaunch\(\s*(\w*_kernel),", path.read_text()))
     names = {a or b for a, b in launched} - {"kernel"}
-    assert {"overlap_kernel", "release_kernel", "write_dense_row_kernel"} <= names
+    assert {"overlap_kernel", "exchange_counts_kernel", "schedule_kernel", "release_kernel"} <= names
     assert names <= declared, f"without a specimen: {sorted(names - declared)}"

@@ -215,4 +215,4 @@ def absent_on_rank(case: Case) -> str:
 
 def test_a_pe_that_never_comes_is_reported_all_the_same(pool):
     """Bounded is what answers at all."""
-    assert "PE 0 waited for PE 1 to send its rows" in pool.run(absent_on_rank, CASE)[0]
+    assert "PE 0 waited for PE 1 to send its counts" in pool.run(absent_on_rank, CASE)[0]

@@ -34,7 +34,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 LOW = 32  # a signal is epoch << LOW | count, as in device.word
-LOW_MASK = (1 << LOW) - 1
 
 EACH, SIGNAL, AWAITED = "each", "signal", "awaited"
 
@@ -42,7 +41,6 @@ EACH, SIGNAL, AWAITED = "each", "signal", "awaited"
 WAIT = "wait"  # ((place, at least), ...): all of them
 PAUSE = "pause"  # time may pass here
 READ = "read"  # ((place, tag), ...): must find exactly that
-COUNT = "count"  # (place, chunk): the task ends unless the low word there is above chunk
 LAST = "last"  # (place, tiles): one more; the task ends unless it was the last of them
 SEND = "send"  # bit mask of messages
 FENCE = "fence"  # nothing by itself: what a signal covers is in the signal
@@ -60,13 +58,14 @@ class Wrong(Exception):
 
 @dataclass
 class Message:
-    """A store or a signal. covers: bit mask of the stores that land before it."""
+    """A store or a signal. covers: bit mask of what lands before it. add: to what is there."""
 
     place: int
     value: int
     text: str
     signal: bool = False
     covers: int = 0
+    add: bool = False
 
 
 @dataclass
@@ -182,7 +181,7 @@ class System:
             lines.append(f"      lands: {message.text}")
         if not message.signal:
             self._check_overwrite(message, ranks, memory)
-        memory[message.place] = message.value
+        memory[message.place] = message.value + (memory[message.place] if message.add else 0)
         return flight & ~bit
 
     def _check_overwrite(self, message: Message, ranks, memory) -> None:
@@ -229,9 +228,6 @@ class System:
             kind, argument, text = steps[step]
             if kind in (WAIT, PAUSE):
                 return step
-            if kind == COUNT and memory[argument[0]] & LOW_MASK > argument[1]:
-                step += 1
-                continue
             if lines is not None:
                 lines.append(f"PE {number}: {text}")
             if kind == READ:
@@ -250,8 +246,6 @@ class System:
                     raise ValueError("a system that resets words needs signals that land at any time")
                 for place in argument:
                     memory[place] = 0
-            elif kind == COUNT:
-                return len(steps)
             step += 1
         return step
 
@@ -259,8 +253,11 @@ class System:
         for _, message in self._in(sent):
             if not message.signal:
                 self._check_overwrite(message, ranks, memory)
+            elif self.landing == AWAITED and message.add:
+                raise ValueError("a system that adds to words needs signals that land at any time")
             elif self.landing == AWAITED and (
-                flight & self.signals_to[message.place] or memory[message.place] >= message.value
+                flight & self.signals_to[message.place] & ~message.covers
+                or memory[message.place] >= message.value
             ):
                 raise Wrong(f"a word does not grow from signal to signal: {message.text}")
 
