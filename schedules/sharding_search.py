@@ -159,6 +159,8 @@ class Search:
         segments = self.space.segments(levels)
         states: States = {(): [Label(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None)]}
         for segment in segments:
+            if not states:
+                break
             # Memory is a limit on the sum, not on differences.
             as_before = not self.keep_states and not self.with_memory
             states = self._pass(segment, states) if as_before else self._explore(segment, states)
