@@ -46,7 +46,7 @@ def environment() -> dict[str, Any]:
         "lancet_kernels": __version__,
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}".rstrip(", "),
-        "cpu_cores": _cpu_cores(),
+        "cpu_cores": cpu_cores(),
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
         "cuda": _cuda(),
         "gpus": _gpus(),
@@ -138,7 +138,8 @@ def _no_triton() -> str:
     return ""
 
 
-def _cpu_cores() -> int:
+def cpu_cores() -> int:
+    """How many cores this process may use."""
     usable = getattr(os, "sched_getaffinity", None)
     return len(usable(0)) if usable else os.cpu_count() or 1
 

@@ -65,7 +65,7 @@ def check_exchange_options(backend: str, options: Mapping[str, object]) -> None:
                 do="use backend='fused' for it",
             )
         kind = Integral if name in ("banks", "max_tokens") else Real
-        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < float(value) < math.inf:
             what = "a positive whole number" if kind is Integral else "a positive number"
             raise UserError(name, got=repr(value), expected=f"{what}, or None", do="correct it")
 

@@ -144,9 +144,8 @@ def _hidup(arguments: argparse.Namespace) -> int:
         raise UserError("--layers", got=layers, expected="an even number", do="every other layer has experts")
     numbers = _of_paper(arguments.figures, HIDUP, "hidup")
     folder = _folder(arguments.output_folder)
-    figures = {}
-    for number in tqdm(numbers, desc="figures", disable=not sys.stderr.isatty(), leave=False):
-        figures[number] = hidup.FIGURES[number](layers)
+    with tqdm(desc="figures", total=len(numbers), disable=not sys.stderr.isatty(), leave=False) as bar:
+        figures = hidup.run_figures(numbers, layers, bar.update)
     try:
         files = hidup_report.save_pictures(figures, folder)
     except OSError as error:

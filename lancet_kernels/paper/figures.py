@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from multiprocessing import get_context
 from statistics import fmean
 from typing import Any
 
+from lancet_kernels.environment import cpu_cores
 from lancet_kernels.paper import claims
 from lancet_kernels.paper.measured_figures import STRATEGIES, Decomposition, Measured, measure
 from lancet_kernels.simulation import Setting
@@ -205,17 +205,13 @@ def _measure_all(what_if_of: Mapping[Setting, bool], progress: Callable[[int, in
     order = sorted(what_if_of, key=lambda s: -(s.layers or (24 if "-l-" in s.model else 12)))
     results: dict[Setting, Measured] = {}
     # Spawned, not forked: torch's threads do not survive a fork.
-    with ProcessPoolExecutor(_cores(), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(cpu_cores(), mp_context=get_context("spawn")) as pool:
         jobs = {pool.submit(measure, setting, what_if_of[setting]): setting for setting in order}
         progress(0, len(jobs))
         for job in as_completed(jobs):
             results[jobs[job]] = job.result()
             progress(len(results), len(jobs))
     return results
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _names(m: Measured) -> dict[str, Any]:

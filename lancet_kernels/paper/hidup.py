@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from multiprocessing import get_context
 from statistics import mean
 
+from lancet_kernels.environment import cpu_cores
 from lancet_kernels.fake_ranks import without_contents
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
@@ -352,3 +355,29 @@ FIGURES: dict[str, Callable] = {
     "table 4": table4,
     "table 5": table5,
 }
+SHARED = (("8", "11", "12", "table 4", "table 5"), ("6", "7"), ("14",))
+"""Figures that use the same searches, which one process therefore works out; the longest first."""
+
+
+def run_figures(
+    numbers: Sequence[str], layers: int | None = None, on_done: Callable[[int], object] | None = None
+) -> dict[str, object]:
+    """Figures by number, worked out by a process per core.
+
+    Args: on_done: called with how many figures were finished by a process.
+    """
+    groups = [chosen for group in SHARED if (chosen := [n for n in group if n in numbers])]
+    if len(groups) == 1:
+        figures = _figures_of(groups[0], layers)
+    else:
+        figures = {}
+        with ProcessPoolExecutor(cpu_cores(), mp_context=get_context("spawn")) as pool:
+            for done in as_completed([pool.submit(_figures_of, group, layers) for group in groups]):
+                figures |= done.result()
+                if on_done is not None:
+                    on_done(len(done.result()))
+    return {number: figures[number] for number in numbers}
+
+
+def _figures_of(numbers: Sequence[str], layers: int | None) -> dict[str, object]:
+    return {number: FIGURES[number](layers) for number in numbers}
