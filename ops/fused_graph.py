@@ -73,7 +73,7 @@ def _ticket_of(forward_pass: _Pass) -> Tensor:
 def fused_experts_op(
     x_TD: Tensor,
     expert_TK: Tensor,
-    slot_TK: Tensor,
+    row_TK: Tensor,
     weight_TK: Tensor,
     count_WL: Tensor,
     w1: Tensor,
@@ -82,18 +82,23 @@ def fused_experts_op(
     b2: Tensor | None,
     capacity: int,
     layer: int,
+    copies: int,
 ) -> tuple[Tensor, Tensor]:
-    """dispatch, experts and combine in fused launches. -> out [T, D], ticket int64 [1] (on the CPU)."""
+    """dispatch, experts and combine in fused launches. -> out [T, D], ticket int64 [1] (on the CPU).
+
+    Args: row_TK: from `send_rows`, or of a part from `part_rows`. copies: how many times the layer runs per
+    step, each on a part of the batch.
+    """
     from lancet_kernels.ops.fused_experts import forward_pass
 
     out, exchanges, saved, routing, experts, config = forward_pass(
-        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], ()
+        x_TD, expert_TK, row_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], (), copies
     )
     return out, _ticket_of(_Pass(exchanges, saved, routing, experts, config))
 
 
 @fused_experts_op.register_fake
-def _(x_TD, expert_TK, slot_TK, weight_TK, count_WL, w1, b1, w2, b2, capacity, layer):
+def _(x_TD, expert_TK, row_TK, weight_TK, count_WL, w1, b1, w2, b2, capacity, layer, copies):
     return torch.empty_like(x_TD), torch.empty(1, dtype=torch.int64, device="cpu")
 
 

@@ -191,8 +191,8 @@ def _lower(
 ) -> None:
     with graph.inserting_before(layer.combine):
         forward = _call(
-            graph, fused_graph.FORWARD, layer.x, layer.expert, layer.slot, layer.weight, layer.count,
-            layer.w1, layer.b1, layer.w2, layer.b2, layer.capacity, number,
+            graph, fused_graph.FORWARD, layer.x, layer.expert, layer.row, layer.weight, layer.count,
+            layer.w1, layer.b1, layer.w2, layer.b2, layer.capacity, number, 1,
         )  # fmt: skip
         out, ticket = _element(graph, forward, 0), _element(graph, forward, 1)
     layer.combine.replace_all_uses_with(out)
@@ -210,9 +210,9 @@ def _lower(
     forward.meta["milliseconds"], backward.meta["milliseconds"] = group.forward_ms, group.backward_ms
     for launch in (forward, backward):
         launch.meta.update(layer_meta(layer.dispatch))
-    received, row = layer.forward[1].args[2], layer.dispatch.args[1]
+    received = layer.forward[1].args[2]
     dead = sorted([*layer.forward, *layer.backward, *fillers], key=order.__getitem__, reverse=True)
-    for node in (*dead, received, row):
+    for node in (*dead, received):
         if not node.users:
             graph.erase_node(node)
 
