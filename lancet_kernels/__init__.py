@@ -24,6 +24,7 @@ _HOMES = {
     "optimize": "lancet_kernels.optimization",
     "parallelize": "lancet_kernels.parallelization",
     "prepare_data_parallel": "lancet_kernels.training.data_parallel",
+    "reset_exchanges": "lancet_kernels.ops.fused_experts",
 }
 
 
@@ -63,6 +64,7 @@ __all__ = [
     "optimize",
     "parallelize",
     "prepare_data_parallel",
+    "reset_exchanges",
     "set_gradient_group",
     "set_routing_step",
 ]

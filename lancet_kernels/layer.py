@@ -18,7 +18,13 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.expert_names import ExpertsByGlobalId
 from lancet_kernels.graph.capture import is_fake
 from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
-from lancet_kernels.layer_checks import check_capacity_factor, check_data_parallel, check_input, check_sizes
+from lancet_kernels.layer_checks import (
+    check_capacity_factor,
+    check_data_parallel,
+    check_exchange_options,
+    check_input,
+    check_sizes,
+)
 from lancet_kernels.ops.expert_activation import activate, input_width
 from lancet_kernels.ops.gates import Gate, parse_gate
 from lancet_kernels.ops.groups import Groups, group_name, group_rank, group_size
@@ -46,8 +52,12 @@ class MoELayer(ExpertsByGlobalId):
         bias: biases in the experts (and the shared expert).
         backend: "torch": collectives of `group` and grouped GEMMs. "fused": persistent Triton kernels in
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
-            for proof not speed). A layer with gradients may then run forward `banks` = 2 times before the
-            first backward. Every pass of a fused layer is collective.
+            for proof not speed). Every pass of a fused layer is collective.
+        timeout, banks, max_tokens, receive_factor: only for "fused". Seconds that a rank waits for a peer
+            (None: as the group's collectives); how many forward passes may wait for their backward at once
+            (None: 2); the most tokens of any pass on a rank, for which memory is allocated once (None: those
+            of the first pass; a larger one allocates anew, on all ranks at the same pass); room for how many
+            times the even share of received rows (None: for the most there can be).
         shared_expert_d_ff: hidden width of a shared expert, which processes every token; None: without one.
         group: the expert-parallel process group, or all groups of the job as `Groups`; None: all ranks.
         device, dtype: of the parameters. The router is computed in float32 or wider, for every dtype.
@@ -82,6 +92,10 @@ class MoELayer(ExpertsByGlobalId):
         bias: bool = False,
         shared_expert_d_ff: int | None = None,
         backend: str = "torch",
+        timeout: float | None = None,
+        banks: int | None = None,
+        max_tokens: int | None = None,
+        receive_factor: float | None = None,
         group: dist.ProcessGroup | Groups | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -109,11 +123,18 @@ class MoELayer(ExpertsByGlobalId):
             )
         self.backend = backend
         self._exchange = None
+        exchange = {
+            "timeout": timeout, "banks": banks, "max_tokens": max_tokens, "receive_factor": receive_factor,
+        }  # fmt: skip
+        check_exchange_options(backend, exchange)
         if backend == "fused":
             # Only here: the kernels need Triton, which not every machine has.
             from lancet_kernels.ops.fused_experts import LayerExchange
 
-            self._exchange = LayerExchange(self.expert_group, self.local_experts, d_model, d_ff, activation)
+            self._exchange = LayerExchange(
+                self.expert_group, self.local_experts, d_model, d_ff, activation,
+                timeout_s=timeout, banks=banks or 2, max_tokens=max_tokens, receive_factor=receive_factor,
+            )  # fmt: skip
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         hidden = input_width(activation, d_ff)

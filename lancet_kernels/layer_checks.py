@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from numbers import Integral, Real
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -46,6 +47,27 @@ def check_sizes(
             do="change the number of experts or of ranks",
         )
     gate.check(num_experts, top_k)
+
+
+def check_exchange_options(backend: str, options: Mapping[str, object]) -> None:
+    """Raise UserError unless each option of fused layers is None, or a positive number of a fused layer.
+
+    Args: options: "timeout", "banks", "max_tokens", "receive_factor" with their values.
+    """
+    for name, value in options.items():
+        if value is None:
+            continue
+        if backend != "fused":
+            raise UserError(
+                name,
+                got=f"{value!r} with backend={backend!r}",
+                expected="None",
+                do="use backend='fused' for it",
+            )
+        kind = Integral if name in ("banks", "max_tokens") else Real
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < value < math.inf:
+            what = "a positive whole number" if kind is Integral else "a positive number"
+            raise UserError(name, got=repr(value), expected=f"{what}, or None", do="correct it")
 
 
 def check_capacity_factor(gate: Gate, capacity_factor: float | None) -> None:

@@ -34,7 +34,7 @@ from lancet_kernels.rank_agreement import result_of_first_rank, values_of_ranks
 from lancet_kernels.schedules.conversions import MESSAGE_KINDS
 from lancet_kernels.schedules.duplex import COPIES
 from lancet_kernels.schedules.sharding import Strategy, search_sharding
-from lancet_kernels.schedules.sharding_baselines import BASELINES, baseline
+from lancet_kernels.schedules.sharding_baselines import BASELINES, shared_baseline
 from lancet_kernels.schedules.strategies import PlanningOptions
 
 HIDUP = "hidup"
@@ -192,7 +192,7 @@ def _strategy(
     def make() -> Strategy:
         if isinstance(strategy, str):
             if strategy in BASELINES:
-                return baseline(strategy, program, ranks, cost)
+                return shared_baseline(strategy, program, ranks, cost)
             return search_sharding(program, ranks, cost, memory_gb=memory_gb)
         given = Strategy.load(strategy) if isinstance(strategy, Path) else strategy
         if given.ranks != ranks:

@@ -32,7 +32,7 @@ from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward,
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
 from lancet_kernels.kernels.runtime import check_device
-from lancet_kernels.ops.groups import group_of, group_timeout_s
+from lancet_kernels.ops.groups import group_name, group_of, group_timeout_s
 from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.symmetric import SymmetricMemory, create
@@ -73,6 +73,14 @@ class FusedMemory:
         """Free the memory for use without torch.distributed; layers that run again allocate new memory."""
         for shared in cls._of_group.pop(ALONE, {}).values():
             shared.memory.close()
+
+    @classmethod
+    def reset(cls, process_group: dist.ProcessGroup | None) -> None:
+        """Drop the memory of a group after a failure; no rendezvous, because ranks may have failed apart."""
+        for device, shared in cls._of_group.pop(process_group or ALONE, {}).items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # launches under way end at the latest with their timeouts
+            shared.memory.close(together=False)
 
     def backward(self, **sizes) -> Exchange:
         """The backward exchange that all layers of these sizes share."""
@@ -189,6 +197,18 @@ class LayerExchange:
             banks=self.banks, max_tokens=self.max_tokens, receive_factor=self.receive_factor,
             timeout_s=self.timeout_s, config=self.config,
         )  # fmt: skip
+
+
+def reset_exchanges(group: dist.ProcessGroup | None = None) -> None:
+    """Let fused layers of a group work again after a CommunicationError. Collective, and waits for nobody.
+
+    All ranks call it once they are done with the failed step, and then run the next step together: exchanges
+    are created anew. Passes that wait for their backward are lost: calling their backward raises UserError.
+
+    Args: group: that of the layers; None: all ranks.
+    """
+    name = group_name(group)
+    FusedMemory.reset(group_of(name) if name else None)
 
 
 def fused_experts(

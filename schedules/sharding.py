@@ -28,11 +28,13 @@ from lancet_kernels.schedules.signatures import signature_ms
 
 FORMAT = "lancet-sharding"
 VERSION = 1
-MOST_LABELS = 100
+MOST_LABELS = 200
 """Strategies kept behind each cut of a large graph; those of small graphs are all kept."""
 TOLERANCE = 0.01
 LEAST_SLICED_BYTES = 1 << 16
 WIDTH = 118
+PRICES = (0.1, 0.3, 0.45, 0.65, 1.0)
+"""Of memory: such a share of the fastest strategy's time for all that a device may hold."""
 SMALL = 8
 """Instructions of a graph that is searched without any of these."""
 
@@ -301,8 +303,8 @@ def search_sharding(
 
     is_small = len(program) <= SMALL
 
-    def searched(memory_bytes: float | None) -> Searched:
-        search = Search(
+    def searched(memory_bytes: float | None = None, price: float = 0.0) -> Searched:
+        return Search(
             program,
             ranks,
             cost,
@@ -312,13 +314,19 @@ def search_sharding(
             tolerance=0.0 if is_small else TOLERANCE,
             least_sliced_bytes=0 if is_small else LEAST_SLICED_BYTES,
             overlaps_backward=overlaps_backward,
-        )
-        return search.run()
+            price=price,
+        ).run()
 
-    result = searched(None)
+    result = searched()
     limit = None if memory_gb is None else memory_gb * 1e9
     if limit is not None and result.best.bytes > limit:
-        result = searched(limit)
+        # Those that fit at some price of memory, beside the search that keeps to the limit on its way.
+        candidates = [searched(limit)]
+        if not is_small:
+            prices = (share * result.best.psi / limit for share in PRICES)
+            candidates += [searched(price=price) for price in prices]
+        fitting = [candidate for candidate in candidates if candidate.best.bytes <= limit]
+        result = min(fitting, key=lambda candidate: candidate.best.psi)
     return _strategy(result, program, ranks, cost, name)
 
 

@@ -8,6 +8,7 @@ expert parallel   GShard's: experts on their ranks between two all-to-alls, all 
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs import Cost
@@ -29,8 +30,7 @@ def baseline(
     """The best strategy of that kind, both microbatches in turns.
 
     Args: experts: names of expert weights, whose first dimension is the expert (default: all parameters with
-        three dimensions). Raises: UserError: unknown name; the program cannot run so, or the work cannot be
-        shared out.
+        three dimensions). Raises: UserError: unknown name; the program cannot run so.
     """
     if name not in BASELINES:
         raise UserError(
@@ -39,11 +39,23 @@ def baseline(
     if experts is None:
         experts = [t for t in program.parameters if len(program.tensors[t].shape) == EXPERT_DIMENSIONS]
     restriction = {
-        REPLICATED: Restriction(_rests_whole, frozenset(), _computes_everything),
-        "data parallel": Restriction(_rests_whole, frozenset(), _is_shared),
+        "replicated": Restriction(_rests_whole, frozenset(), _computes_everything),
+        "data parallel": Restriction(_rests_whole, frozenset()),
         "expert parallel": _expert_parallel(frozenset(experts)),
     }[name]
+    return search_sharding(program, ranks, cost, restriction=restriction, name=name)
+
+
+def shared_baseline(name: str, program: Program, ranks: int, cost: Cost) -> Strategy:
+    """The same, for ranks that are to run it: small models may be as fast where every rank computes
+    everything, but then there is nothing to run on ranks.
+
+    Raises: UserError where the work cannot be shared out.
+    """
+    experts = {t for t in program.parameters if len(program.tensors[t].shape) == EXPERT_DIMENSIONS}
     numbers = sorted({program.tensors[t].shape[0] for t in experts})
+    if name == REPLICATED:
+        return baseline(name, program, ranks, cost)
     if name == "expert parallel" and (not experts or any(number % ranks for number in numbers)):
         raise UserError(
             f"{name} sharding of {program.name}",
@@ -51,28 +63,25 @@ def baseline(
             expected=f"a number of experts that {ranks} ranks divide",
             do="use strategy 'data parallel' or 'hidup'",
         )
+    rests = (
+        Restriction(_rests_whole, frozenset())
+        if name == "data parallel"
+        else _expert_parallel(frozenset(experts))
+    )
+    restriction = replace(
+        rests,
+        signature=lambda block, signature: _is_shared(block, signature) and rests.signature(block, signature),
+    )
     try:
-        strategy = search_sharding(program, ranks, cost, restriction=restriction, name=name)
+        return search_sharding(program, ranks, cost, restriction=restriction, name=name)
     except UserError:
         sizes = [list(program.tensors[t].shape) for t in program.inputs if t not in program.parameter_set]
-        raise _not_shared(name, program, ranks, f"inputs {', '.join(map(str, sizes))}") from None
-    ways = {i: way for stage in strategy.stages for i, way in stage.computation.items()}
-    for instruction in program.instructions:
-        is_shared = any(form.is_cut for form in ways[instruction.name])
-        if instruction.flops and not is_shared and ranks > 1 and name != REPLICATED:
-            sizes = [list(program.tensors[t].shape) for t in instruction.inputs]
-            got = f"{instruction.name}, which every rank would compute whole: operands {sizes}"
-            raise _not_shared(name, program, ranks, got)
-    return strategy
-
-
-def _not_shared(name: str, program: Program, ranks: int, got: str) -> UserError:
-    return UserError(
-        f"{name} sharding of {program.name}",
-        got=got,
-        expected=f"microbatches that {ranks} ranks divide",
-        do="choose another batch, or strategy 'hidup'",
-    )
+        raise UserError(
+            f"{name} sharding of {program.name}",
+            got=f"inputs {', '.join(map(str, sizes))}",
+            expected=f"microbatches that {ranks} ranks divide, through the whole model",
+            do="choose another batch, or strategy 'hidup'",
+        ) from None
 
 
 def compared(strategy: Strategy, program: Program, cost: Cost) -> str:
@@ -101,7 +110,7 @@ def _computes_everything(block: Block, signature: BlockSignature) -> bool:
 
 
 def _is_shared(block: Block, signature: BlockSignature) -> bool:
-    """Is the work shared out, where it can be? Small models are as fast if every rank computes everything."""
+    """Is a block's work shared out, where it can be?"""
 
     def cuts(of: BlockSignature) -> bool:
         return any(form.is_cut for form in (*of.reads, *of.makes))
@@ -115,6 +124,6 @@ def _expert_parallel(experts: frozenset[str]) -> Restriction:
 
     def reads_its_experts(block: Block, signature: BlockSignature) -> bool:
         pairs = zip(block.parameters, signature.parameters, strict=True)
-        return _is_shared(block, signature) and all(form == cut(0) for t, form in pairs if t in experts)
+        return all(form == cut(0) for t, form in pairs if t in experts)
 
     return Restriction(rests, frozenset({"all_to_all"}), reads_its_experts)

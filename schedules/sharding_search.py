@@ -95,6 +95,7 @@ class Search:
         least_sliced_bytes: parameters that are smaller rest whole, unless they are read in slices.
         overlaps_backward: False counts computation and communication of the backward one after the other,
             as the searcher does that the paper's authors published.
+        price: milliseconds that are added for every byte a strategy holds, so that smaller ones win.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Search:
         tolerance: float = 0.0,
         least_sliced_bytes: int = 0,
         overlaps_backward: bool = True,
+        price: float = 0.0,
     ) -> None:
         self.space = StateSpace(
             program,
@@ -125,7 +127,7 @@ class Search:
         self.most_labels, self.most_cuts, self.keep_states = most_labels, most_cuts, keep_states
         self.memory_bytes = memory_bytes
         self.with_memory = memory_bytes is not None
-        self.overlaps_backward = overlaps_backward
+        self.overlaps_backward, self.price = overlaps_backward, price
         # A strategy is compared at most twice for each block: when it grows, and when it is closed.
         self.tolerance_ms = tolerance * self.computation_ms / (2 * len(self.blocks) or 1)
         # Milliseconds a byte: as if all of a device cost so many times the computation.
@@ -157,6 +159,8 @@ class Search:
         segments = self.space.segments(levels)
         states: States = {(): [Label(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None)]}
         for segment in segments:
+            if not states:
+                break
             # Memory is a limit on the sum, not on differences.
             as_before = not self.keep_states and not self.with_memory
             states = self._pass(segment, states) if as_before else self._explore(segment, states)
@@ -170,11 +174,13 @@ class Search:
                 do="use more devices, or a smaller batch",
             )
         best = min(complete, key=lambda label: label.psi)
-        if self._is_exact:
+        if self._is_exact and not self.price:
             bound = max(bound, best.psi - 2 * len(self.blocks) * self.tolerance_ms)
+        steps = self._steps(best)
+        best = best._replace(front=best.front - self.price * best.bytes)
         return Searched(
             best,
-            self._steps(best),
+            steps,
             self.blocks,
             self._is_exact,
             min(bound, best.psi),
@@ -319,6 +325,7 @@ class Search:
             comm_b, exposed = t.comm_backward_ms, 0.0
             if not self.overlaps_backward:
                 comm_b, exposed = 0.0, COPIES * comm_b
+            exposed += self.price * t.bytes
             for label in labels:
                 grown = label.grown(t.comm_ms, comm_b, t.signature.ms, t.bytes, step, exposed)
                 self._insert(target, t.state, grown)

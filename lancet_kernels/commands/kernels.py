@@ -28,8 +28,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "kernels",
         help="compile every kernel for a GPU architecture, without having one",
         description="Compile every kernel in every configuration, and show registers, spills, shared memory "
-        "and instructions. Fails if a kernel spills, exceeds a limit, or lacks required wgmma or TMA "
-        "instructions.",
+        "and instructions. Fails if a kernel spills more than a few bytes, exceeds a limit, or lacks "
+        "required wgmma or TMA instructions.",
     )
     command.add_argument(
         "--arch", choices=ARCHITECTURES, default="sm_90", help="GPU architecture (default: sm_90)"

@@ -266,7 +266,7 @@ def dense_table(problems: Sequence[DenseGemm], tile: GemmConfig, device: torch.d
     table = torch.empty(len(problems), DENSE_WORDS.value, dtype=torch.int64, device=device)
     tiles = 0
     for i, problem in enumerate(problems):
-        write_dense_row_kernel[(1,)](table[i], *problem.row(tiles), num_warps=1)
+        launch(write_dense_row_kernel, (1,), table[i], *problem.row(tiles), num_warps=1)
         rows, columns = problem.c.shape
         tiles += triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
     return table, tiles

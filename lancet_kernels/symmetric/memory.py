@@ -120,24 +120,24 @@ class SymmetricMemory(ABC):
         Raises CommunicationError, naming the PEs that did not come, after `timeout_s` (None: as at creation).
         """
 
-    def close(self) -> None:
-        """Free all regions; may be called twice. Does not wait for peers that may still write into them."""
-        self._close(together=True)
+    def close(self, *, together: bool = True) -> None:
+        """Free all regions; may be called twice. Does not wait for peers that may still write into them.
 
-    def __enter__(self) -> SymmetricMemory:
-        return self
-
-    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
-        # After an error there is no rendezvous: the other ranks may be anywhere.
-        self._close(together=error_type is None)
-
-    def _close(self, together: bool) -> None:
+        together: the other PEs close it, too; False: after an error, when they may be anywhere.
+        """
         if self._open:
             self._open = False
             for region in self._regions.values():
                 region._forget()
             self._regions.clear()
             self._free(together)
+
+    def __enter__(self) -> SymmetricMemory:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        # After an error there is no rendezvous: the other ranks may be anywhere.
+        self.close(together=error_type is None)
 
     def _check_open(self) -> None:
         if not self._open:

@@ -19,6 +19,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import compile as compile_module
 from lancet_kernels.kernels import nvshmem_bitcode
 from lancet_kernels.kernels.compile import (
+    FEW_SPILLED_BYTES,
     CompiledKernel,
     all_specimens,
     compile_specimen,
@@ -65,7 +66,7 @@ def check_rows(found, triton, arch):
     declared = {(s.name, s.config): s for _, s in all_specimens(int(arch.removeprefix("sm_")))}
     for row in found["kernels"]:
         specimen = declared[row["name"], row["config"]]
-        assert row["spills"] == 0, row
+        assert row["spills"] <= FEW_SPILLED_BYTES, row
         assert row["registers"] <= 255, row
         assert row["shared_bytes"] <= (163 if arch == "sm_80" else 227) * 1024, row
         if arch == "sm_90":
@@ -126,7 +127,7 @@ def test_what_is_wrong_is_noticed(monkeypatch, capsys):
     assert list(rows) == [s.name for _, s in all_specimens(90)]
     assert (rows["good"]["problems"], rows["good"]["spills"], rows["good"]["wgmma"]) == ([], 0, True)
     assert rows["good"]["shared_bytes"] >= 2 * 64 * 64 * 2
-    assert rows["spills"]["spills"] > 0
+    assert rows["spills"]["spills"] > FEW_SPILLED_BYTES
     assert rows["spills"]["registers"] <= 32
     assert rows["spills"]["problems"] == [f"spills {rows['spills']['spills']} bytes"]
     assert rows["shared"]["shared_bytes"] >= 2 * 64 * 1024 * 2
