@@ -3,8 +3,8 @@
 A planned graph calls them instead of the ops of an MoE layer (`schedules.fused` inserts them). The forward
 returns its result and a ticket, a number by which the backward finds the tensors that the forward keeps in
 the layer's exchange; nothing else is saved between the two. If the ticket is deleted (a forward without a
-backward), the bank is free again. The backward launch can also compute weight gradients of other layers, as
-fillers.
+backward), the bank is free again. The backward launch can also compute weight gradients of other layers, or
+of another copy of the step, as fillers.
 
     T  tokens     K  choices per token     W  ranks, L experts on each     D, F, H  widths
 """
@@ -157,3 +157,5 @@ def _(dy_TD, ticket, weight_TK, w1, b1, w2, b2, dense_a, dense_b, layer):
 # What graphs call.
 FORWARD = torch.ops.lancet.fused_experts.default
 BACKWARD = torch.ops.lancet.fused_experts_backward.default
+DENSE_ARGUMENTS = 7, 8
+"""The positions of `dense_a` and `dense_b` in the arguments of the backward."""

@@ -6,7 +6,8 @@ the last. Partial results (weight gradients, sums of losses) are added once, bef
 Capacity passing (`used` of the gate) goes from copy to copy, so routing and drops are those of the whole
 batch.
 
-Instructions that no rule can cut run once, on whole operands.
+Instructions that no rule can cut run once, on whole operands. A fused launch of an MoE layer becomes one
+launch for each copy, forward and backward.
 """
 
 from __future__ import annotations
