@@ -193,7 +193,7 @@ EXPECTED = {
     "one row": "nothing can be cut along the batch",
     "small batch": "expected microbatches that 2 ranks divide",
     "no experts": "got no parameter [experts, ., .]",
-    "name": "expected one of hidup, replicated, data parallel, expert parallel, primepar, megatron, a Strategy",
+    "name": "parallel, expert parallel, primepar, megatron, a Strategy, or a Path",
     "other ranks": "got one for 4 ranks, expected one for 2",
     "ranks": "(lancet.all_reduce), an op of several ranks",
     "another batch": "expected the program it was searched for",
