@@ -244,6 +244,22 @@ def _put_back(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) ->
     return _equation([names if len(inputs[0]) == rank else names[:dim] + names[dim + 1 :]], [names])
 
 
+def _fused_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
+    """The backward launch of fused experts, and the weight gradients that it computes as fillers: cut along
+    the tokens, which are the first dimension of all operands but the ticket and the experts' parameters."""
+    tokens = inputs[0][0]
+    parameters = 2 if len(inputs[4]) == 3 else 4
+    fillers = inputs[3 + parameters :]
+    if any(shape[0] != tokens for shape in fillers):
+        return None
+    left = [["t+", "d!"], [], ["t+", "k!"], *([] for _ in range(parameters))]
+    left += [["t+", f"a{n}!"] for n in range(len(fillers))]
+    right = [["t", "d!"], ["t", "k!"], *([f"r{n}!", f"c{n}!"] for n in range(len(outputs) - 2))]
+    for n, shape in enumerate(outputs[2:], 2):
+        right[n] = [f"r{n}x{axis}!" for axis in range(len(shape))]
+    return _equation(left, right)
+
+
 def _equation(inputs: list[list[str]], outputs: list[list[str]]) -> str:
     left, right = (", ".join(" ".join(names) or "-" for names in side) for side in (inputs, outputs))
     return f"{left} -> {right}"
@@ -267,6 +283,7 @@ DERIVED: dict[str, Derivation] = {
     "nll_loss_backward": _nll_loss_backward,
     "embedding_backward": _embedding_backward,
     "put_back": _put_back,
+    "fused_backward": _fused_backward,
     "sum": _reduce("+"),
     "reduce": _reduce("!"),
     "norm": _norm,

@@ -42,12 +42,16 @@ class Rule:
     count_arguments: counts [W, E_l] of rows, those of the operands first.
     num_rows_argument: the number of rows, which is unknown for a part.
     most_rows_argument: an upper bound of it; for a part, at most its number of choices.
+    row_argument: the row indices of the choices, in an op that sends rows to the experts.
+    copies_argument: how many times the op runs per step.
     to_experts_argument: true if the rows are sent to the experts, so that the result is sorted by expert.
     is_count: results are counts of rows: the whole batch's are the sums of the parts'.
     routing: "counts" or "rows": each part computes its own from its own slots.
     reduction_argument: 1 means the mean. Parts compute sums (2) instead; the whole result is the total of
     these, divided by output 1.
     averages: the results of parts are weighted with their shares of the elements.
+    with_backward: cut only where the backward is cut alike, because the parts of a result (a ticket) cannot
+    be joined.
     """
 
     equations: tuple[str, ...] = ()
@@ -64,6 +68,9 @@ class Rule:
     routing: str | None = None
     reduction_argument: int | None = None
     averages: bool = False
+    row_argument: int | None = None
+    copies_argument: int | None = None
+    with_backward: bool = False
 
     def equation(self, instruction: Instruction, tensors: Tensors) -> Equation | None:
         """The parsed equation of this instruction; None if no equation of the rule fits its operands."""
@@ -95,6 +102,8 @@ class Rule:
         equation = self.equation(instruction, tensors)
         # An op that overwrites something (the state of the random generator, say) runs once, on the whole.
         if equation is None or instruction.attributes.get("partitionable") is False or instruction.mutates:
+            return []
+        if self.with_backward and not contractions:
             return []
         operands = list(zip(instruction.inputs, equation.inputs, strict=True))
         results = list(zip(instruction.outputs, equation.outputs, strict=True))
@@ -265,6 +274,7 @@ RULES: dict[str, Rule] = {
     "lancet.dispatch": Rule(
         ("t! d!, t! k! -> r! d!", "t! d!, t! k!, t! k! -> r! d!"),
         irregular=("t, t -> ~", "t, t, t -> ~"),
+        row_argument=1,
         most_rows_argument=3,
         num_rows_argument=4,
     ),
@@ -319,6 +329,20 @@ RULES: dict[str, Rule] = {
     ),
     # Backward of combine's and dispatch's weights: x[T, D], y[S, D], row[T, K] -> dweight[T, K]
     "lancet.combine_dweight": Rule(("t! d!, r! d!, t! k! -> t! k!",), irregular=("t, ~, t -> t",)),
+    # x[T, D], expert[T, K], row[T, K], weight[T, K], counts[W, E_l], w1 (, b1), w2 (, b2) -> y[T, D], ticket
+    "lancet.fused_experts": Rule(
+        (
+            "t! d!, t! k!, t! k!, t! k!, w! e!, e! d! h!, e! f! d! -> t! d!, *",
+            "t! d!, t! k!, t! k!, t! k!, w! e!, e! d! h!, e! h!, e! f! d!, e! d! -> t! d!, *",
+        ),
+        irregular=("t, t, t, t, ~, ., . -> t, ^", "t, t, t, t, ~, ., ., ., . -> t, ^"),
+        row_argument=2,
+        copies_argument=11,
+        with_backward=True,
+    ),
+    # dy[T, D], ticket, weight[T, K], w1 (, b1), w2 (, b2) (, fillers' operands [T, A])
+    #   -> dx[T, D], dweight[T, K], dw1, dw2 (, db1, db2) (, fillers' results [A, B])
+    "lancet.fused_experts_backward": Rule(derived="fused_backward", with_backward=True),
     # dweight[T, K], logits[T, E], expert[T, K] -> dlogits[T, E]
     "lancet.gate_backward": Rule(("t k!, t e!, t k! -> t e!",)),
 }

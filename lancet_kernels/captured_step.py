@@ -62,7 +62,8 @@ class CostedGraph(NamedTuple):
 
     def planner(self, options: PlanningOptions | None = None) -> Planner:
         """The planner for this graph."""
-        return Planner(self.program, self.cost, options, self.cutter)
+        cutter = self.cutter
+        return Planner(self.program, self.cost, options, cutter, cutter.with_fillers)
 
 
 class CapturedStep:

@@ -20,10 +20,10 @@ from lancet_kernels.rank_agreement import capture_alike, fused_groups_of_first_r
 from lancet_kernels.schedules.fused import CHOICES, choose_groups
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.realize import GraphCutter
-from lancet_kernels.schedules.strategies import AUTO, Planner, PlanningOptions
+from lancet_kernels.schedules.strategies import AUTO, DUPLEX, Planner, PlanningOptions
 
 # Strategies that may use fused launches; the others reproduce other systems for comparison.
-FUSED_STRATEGIES = (AUTO, "lancet", "lancet-dw")
+FUSED_STRATEGIES = (AUTO, "lancet", "lancet-dw", *DUPLEX)
 
 
 @dataclass

@@ -91,7 +91,8 @@ def optimize(
         groups
             of the MoE layers, or one group of all ranks).
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
-            which puts and GEMM tiles overlap. None: the backend of the model's MoE layers.
+            which puts and GEMM tiles overlap; each copy of the step (duplex) has its own, which may compute
+            weight gradients of another copy. None: the backend of the model's MoE layers.
         lowering: for backend "fused": "auto" fuses layers where that is predicted faster, "fused" all layers
             that can be fused, "streams" none. In the interpreter (CPU), times mean nothing, so "auto" means
             "fused".

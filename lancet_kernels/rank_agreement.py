@@ -73,7 +73,7 @@ def fused_groups_of_first_rank(
 ) -> tuple[FusedGroup, ...]:
     """The groups that rank 0 chose, on every rank. Raises: as `result_of_first_rank`."""
     chosen = result_of_first_rank(group, lambda: [asdict(group) for group in choose()])
-    return tuple(FusedGroup(**{**data, "fillers": tuple(data["fillers"])}) for data in chosen)
+    return tuple(map(FusedGroup.from_json, chosen))
 
 
 def result_of_first_rank(group: str, make: Callable[[], list]) -> list:

@@ -133,14 +133,17 @@ class LayerExchange:
         """The ranks that share the layer's experts; None: only this rank."""
         return group_of(self.group) if self.group else None
 
-    def of(self, num_choices: int, capacity: int, like: Tensor) -> tuple[Exchange, Exchange, OverlapConfig]:
+    def of(
+        self, num_choices: int, capacity: int, like: Tensor, copies: int = 1
+    ) -> tuple[Exchange, Exchange, OverlapConfig]:
         """Forward and backward exchange and configuration for rows like `like` [T, D].
 
-        capacity: the most rows that any rank sends to one expert, with as many tokens.
+        capacity: the most rows that any rank sends to one expert, with as many tokens. copies: how many
+        forward passes make one step, so that as many times `banks` may wait for their backward.
         """
         memory = FusedMemory.of(self.group, like.device, self.timeout_s)
         num_tokens = like.shape[0]
-        key = num_choices, like.dtype, like.device
+        key = num_choices, like.dtype, like.device, copies
         if (
             key not in self._exchanges
             or self._exchanges[key][0] is not memory
@@ -161,7 +164,7 @@ class LayerExchange:
             }
             memory.layers += 1
             name = f"layer{memory.layers} {current_layer()}".strip()
-            forward = Exchange(memory.memory, name, banks=self.banks, **sizes)
+            forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
             self._exchanges[key] = memory, forward, memory.backward(**sizes), config
         return self._exchanges[key][1:]
 
@@ -249,7 +252,7 @@ def fused_experts(
 def forward_pass(
     x: Tensor,
     expert: Tensor,
-    slot: Tensor,
+    row: Tensor,
     weight: Tensor,
     count_WL: Tensor,
     capacity: int,
@@ -259,12 +262,12 @@ def forward_pass(
     b2: Tensor | None,
     layer: LayerExchange,
     dense: Sequence[DenseGemm],
+    copies: int = 1,
 ) -> tuple[Tensor, tuple[Exchange, Exchange], SavedPass, Routing, Experts, OverlapConfig]:
     """A forward pass. -> out [T, D], and what the backward needs; the exchange's bank must still be
     released."""
     with waiting("fused_experts", layer.process_group, current_layer()):
-        forward, backward, config = layer.of(expert.shape[1], capacity, x)
-        row = send_rows(expert, slot, count_WL)
+        forward, backward, config = layer.of(expert.shape[1], capacity, x, copies)
         count = count_WL.reshape(-1).contiguous()
         routing = Routing.of(expert.contiguous(), row, weight.float().contiguous(), count)
         b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
@@ -279,8 +282,9 @@ class _FusedExperts(torch.autograd.Function):
     def forward(
         ctx, x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense, backward_dense
     ):
+        row = send_rows(expert, slot, count_WL)
         out, exchanges, saved, *rest = forward_pass(
-            x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense
+            x, expert, row, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense
         )
         if any(ctx.needs_input_grad):
             # The pass is an attribute of the graph: if the graph is deleted, its bank is free again.

@@ -3,8 +3,8 @@
 A planned graph calls them instead of the ops of an MoE layer (`schedules.fused` inserts them). The forward
 returns its result and a ticket, a number by which the backward finds the tensors that the forward keeps in
 the layer's exchange; nothing else is saved between the two. If the ticket is deleted (a forward without a
-backward), the bank is free again. The backward launch can also compute weight gradients of other layers, as
-fillers.
+backward), the bank is free again. The backward launch can also compute weight gradients of other layers, or
+of another copy of the step, as fillers.
 
     T  tokens     K  choices per token     W  ranks, L experts on each     D, F, H  widths
 """
@@ -73,7 +73,7 @@ def _ticket_of(forward_pass: _Pass) -> Tensor:
 def fused_experts_op(
     x_TD: Tensor,
     expert_TK: Tensor,
-    slot_TK: Tensor,
+    row_TK: Tensor,
     weight_TK: Tensor,
     count_WL: Tensor,
     w1: Tensor,
@@ -82,18 +82,23 @@ def fused_experts_op(
     b2: Tensor | None,
     capacity: int,
     layer: int,
+    copies: int,
 ) -> tuple[Tensor, Tensor]:
-    """dispatch, experts and combine in fused launches. -> out [T, D], ticket int64 [1] (on the CPU)."""
+    """dispatch, experts and combine in fused launches. -> out [T, D], ticket int64 [1] (on the CPU).
+
+    Args: row_TK: from `send_rows`, or of a part from `part_rows`. copies: how many times the layer runs per
+    step, each on a part of the batch.
+    """
     from lancet_kernels.ops.fused_experts import forward_pass
 
     out, exchanges, saved, routing, experts, config = forward_pass(
-        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], ()
+        x_TD, expert_TK, row_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], (), copies
     )
     return out, _ticket_of(_Pass(exchanges, saved, routing, experts, config))
 
 
 @fused_experts_op.register_fake
-def _(x_TD, expert_TK, slot_TK, weight_TK, count_WL, w1, b1, w2, b2, capacity, layer):
+def _(x_TD, expert_TK, row_TK, weight_TK, count_WL, w1, b1, w2, b2, capacity, layer, copies):
     return torch.empty_like(x_TD), torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -152,3 +157,5 @@ def _(dy_TD, ticket, weight_TK, w1, b1, w2, b2, dense_a, dense_b, layer):
 # What graphs call.
 FORWARD = torch.ops.lancet.fused_experts.default
 BACKWARD = torch.ops.lancet.fused_experts_backward.default
+DENSE_ARGUMENTS = 7, 8
+"""The positions of `dense_a` and `dense_b` in the arguments of the backward."""

@@ -73,7 +73,7 @@ class _Cutter:
         self.inside = [node for node in graph.nodes if node.name in names]
         if len(self.inside) != len(names) or not names:
             raise refuse(f"{len(names) - len(self.inside)} unknown instructions", "instructions of the graph")
-        dispatches = [node for node in self.inside if rule_of(node).most_rows_argument is not None]
+        dispatches = [node for node in self.inside if rule_of(node).row_argument is not None]
         routings = [Routing.of(node) for node in dispatches]
         self.routing_nodes = [node for node in self.inside if rule_of(node).routing]
         self.cut = [

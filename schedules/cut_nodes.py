@@ -31,7 +31,8 @@ def refuse(got: str, expected: str) -> CutError:
 
 @dataclass(frozen=True)
 class Routing:
-    """The routing of an MoE layer whose dispatch is in the range: its dispatch and its send_rows."""
+    """The routing of an MoE layer whose dispatch (or fused launch) is in the range: this op and its
+    send_rows."""
 
     dispatch: fx.Node
     row: fx.Node
@@ -39,7 +40,7 @@ class Routing:
     @classmethod
     def of(cls, dispatch: fx.Node) -> Routing:
         """The routing that a dispatch reads. Raises: CutError for ops other than those of an MoELayer."""
-        row = dispatch.args[1]
+        row = dispatch.args[rule_of(dispatch).row_argument]
         if rule_of(row).routing != "rows" or rule_of(row.args[2]).routing != "counts":
             raise refuse(f"{dispatch.name} without send_rows or kept_counts", "the ops of an MoELayer")
         return cls(dispatch, row)

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from lancet_kernels.graph.capture import fake_mode_of, set_value
 from lancet_kernels.graph.forms import PARTIAL, WHOLE, WINDOW, Form, Forms
+from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.graph.part_instruction import part_name
 from lancet_kernels.schedules.cut_nodes import (
     Routing,
@@ -61,7 +62,8 @@ class Parts:
         self._rows_and_counts: list[dict[Routing, tuple[fx.Node, fx.Node]]] = [{} for _ in range(count)]
         self._windows: dict[tuple[fx.Node, int], fx.Node] = {}
         self._units = _units(cut, forms, count)
-        self._bounds = [self._units * p // count for p in range(count + 1)]
+        # The first part is the largest, so that what is allocated for its size is enough for all.
+        self._bounds = [-(-self._units * p // count) for p in range(count + 1)]
 
     def form(self, node: fx.Node) -> Form:
         """The form of a tensor in the parts."""
@@ -79,6 +81,8 @@ class Parts:
             args[rule.most_rows_argument] = min(args[1].meta["val"].numel(), shape_of(node)[0])
         if rule.num_rows_argument is not None:
             args[rule.num_rows_argument :] = [None]
+        if rule.copies_argument is not None:
+            args[rule.copies_argument] = self.count
         if rule.count_arguments and self.form(node.args[0]) == WHOLE:
             raise refuse(
                 f"a part of {node.name} that reads all of {node.args[0].name}", "only the rows of the part"
@@ -94,6 +98,10 @@ class Parts:
         if rule.averages and self.form(node) == PARTIAL:
             share = args[0].meta["val"].numel() / node.args[0].meta["val"].numel()
             copy = self.call(aten.mul.Tensor, (copy, share), {}, f"{part_name(node.name, part)}_share")
+        copy.meta.update(layer_meta(node))
+        if "milliseconds" in node.meta:
+            # The prediction of a fused launch, which cannot be timed alone.
+            copy.meta["milliseconds"] = node.meta["milliseconds"] / self.count
         self.env[part][node] = copy
         self._copy_elements(node, copy, part)
 

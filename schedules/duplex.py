@@ -6,7 +6,8 @@ the last. Partial results (weight gradients, sums of losses) are added once, bef
 Capacity passing (`used` of the gate) goes from copy to copy, so routing and drops are those of the whole
 batch.
 
-Instructions that no rule can cut run once, on whole operands.
+Instructions that no rule can cut run once, on whole operands. A fused launch of an MoE layer becomes one
+launch for each copy, forward and backward.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def duplex(program: Program, copies: int = COPIES) -> PartitionRange:
     Raises: UserError if the step has no all-to-all, too small a batch, a gate that needs the whole batch,
     random numbers that depend on the cut, or an all-to-all that no rule can cut.
     """
-    if not program.positions(Kind.ALL_TO_ALL):
+    if not program.positions(Kind.ALL_TO_ALL) and not any(map(_is_launch, program.instructions)):
         raise _refuse("a step without all-to-alls", "communication to hide", "use strategy none")
     return copies_of_batch(program, copies)
 
@@ -193,8 +194,8 @@ class _Forms:
                     "use lancet_kernels.Dropout, or strategy lancet",
                 )
             )
-        elif instruction.op.startswith("lancet.fused_experts"):
-            got = f"{instruction.name}, a fused launch on the whole batch"
+        elif _is_launch(instruction):
+            got = f"{instruction.name}, a fused launch that cannot be cut along the batch"
             self.refused.append(_refuse(got, "MoE layers on streams", "use backend='torch' for it"))
         elif instruction.kind is Kind.ALL_TO_ALL:
             self._refuse_all_to_all(instruction)
@@ -202,6 +203,11 @@ class _Forms:
     def _refuse_all_to_all(self, instruction: Instruction) -> None:
         got = f"{instruction.name} ({instruction.op}), which cannot be cut along the batch"
         self.refused.append(_refuse(got, "the all-to-alls of an MoELayer", "use strategy lancet-dw"))
+
+
+def _is_launch(instruction: Instruction) -> bool:
+    """Is it a fused launch of an MoE layer, which communicates, too?"""
+    return instruction.op.startswith("lancet.fused_experts")
 
 
 def _is_gate(instruction: Instruction) -> bool:

@@ -9,6 +9,9 @@ which, with the numbers.
 
 A weight gradient becomes a filler of the launch if most of its time is hidden there. The longest is tried
 first: best fit, as in the paper's Algorithm 1, which does this for collectives on streams.
+
+Layers are fused before the step is cut. A launch can then be cut into one for each copy of the step (duplex),
+which may get more fillers (`schedules.copy_fillers`).
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from lancet_kernels.schedules.fused_prediction import (
     kind_of,
     measured_launch,
     nothing_measured,
+    with_more_riders,
 )
 from lancet_kernels.schedules.plan import FusedGroup
 from lancet_kernels.schedules.simulate import Timeline
@@ -45,6 +49,8 @@ from lancet_kernels.schedules.simulate import Timeline
 # A weight gradient becomes a filler if the launch hides at least this share of its time on a stream.
 LEAST_HIDDEN = 0.5
 CHOICES = ("auto", "fused", "streams")
+WITH_FILLERS_MS = "with_fillers_ms"
+"""Key of `meta` of a backward launch: `FusedGroup.with_fillers_ms`."""
 
 
 def choose_groups(
@@ -70,6 +76,7 @@ def choose_groups(
     exposed, busy = _exposed_and_busy(timeline)
     groups = [FusedGroup(name, False, (), 0.0, 0.0, 0.0, f"streams: {why}") for name, why in refused.items()]
     fillers: set[str] = set()
+    flops_per_ms = _flops_per_ms(program, ms)
     for layer in layers:
         measured, measurement = measured_of(kind_of(layer))
         riders = [_rider(n, program, ms) for n in independent_gradients(module.graph, layer)]
@@ -81,6 +88,7 @@ def choose_groups(
             busy,
             measured,
             [rider for rider in riders if rider.name not in fillers],
+            flops_per_ms,
         )
         if lowering == "auto":
             fused = group.fused_ms < group.streams_ms
@@ -102,9 +110,11 @@ def _predict(
     busy: Mapping[str, float],
     measured: CostEntry | None,
     candidates: Sequence[Rider],
+    flops_per_ms: float,
 ) -> FusedGroup:
     fused_ms, streams_ms = {}, 0.0
     riders: list[Rider] = []
+    points: tuple[tuple[float, float], ...] = ()
     for direction, nodes in (("forward", layer.forward), ("backward", layer.backward)):
         names = [node.name for node in nodes if node.name in program.index]
         moved = [n for n in names if program.instructions[program.index[n]].kind is not Kind.COMPUTE]
@@ -114,21 +124,29 @@ def _predict(
         else:
             launch = measured_launch(layer, measured, direction)
         if direction == "backward":
-            riders = _best_fit(candidates, launch)
+            riders = best_fit(candidates, launch)
             streams_ms += sum(rider.ms for rider in riders)
+            points = with_more_riders(launch, riders, flops_per_ms)
         fused_ms[direction] = launch.milliseconds(riders)
         streams_ms += sum(busy.get(n, 0.0) for n in names) + sum(exposed.get(n, 0.0) for n in moved)
     forward_ms, backward_ms = fused_ms["forward"], fused_ms["backward"]
     why = f"{forward_ms + backward_ms:.3f} ms fused, {streams_ms:.3f} ms on streams"
     fillers = tuple(rider.name for rider in riders)
-    return FusedGroup(layer.name, False, fillers, forward_ms, backward_ms, streams_ms, why)
+    return FusedGroup(layer.name, False, fillers, forward_ms, backward_ms, streams_ms, why, points)
+
+
+def _flops_per_ms(program: Program, ms: Mapping[str, float]) -> float:
+    """The rate of the program's matrix products on a stream."""
+    products = [i for i in program.instructions if i.op == "aten.mm"]
+    total_ms = sum(ms[i.name] for i in products)
+    return sum(i.flops for i in products) / total_ms if total_ms else 0.0
 
 
 def _rider(node: fx.Node, program: Program, ms: Mapping[str, float]) -> Rider:
     return Rider(node.name, ms[node.name], program.instructions[program.index[node.name]].flops)
 
 
-def _best_fit(candidates: Sequence[Rider], launch: Launch) -> list[Rider]:
+def best_fit(candidates: Sequence[Rider], launch: Launch) -> list[Rider]:
     """The fillers of which the launch hides at least LEAST_HIDDEN, chosen longest first."""
     chosen: list[Rider] = []
     now = launch.milliseconds()
@@ -181,7 +199,7 @@ def lower(
             )
         layer = layers[group.layer]
         _lower(module.graph, layer, [nodes[n] for n in group.fillers], register(layer), group)
-    _sort(module.graph)
+    sort_graph(module.graph)
     module.graph.lint()
     module.recompile()
 
@@ -191,8 +209,8 @@ def _lower(
 ) -> None:
     with graph.inserting_before(layer.combine):
         forward = _call(
-            graph, fused_graph.FORWARD, layer.x, layer.expert, layer.slot, layer.weight, layer.count,
-            layer.w1, layer.b1, layer.w2, layer.b2, layer.capacity, number,
+            graph, fused_graph.FORWARD, layer.x, layer.expert, layer.row, layer.weight, layer.count,
+            layer.w1, layer.b1, layer.w2, layer.b2, layer.capacity, number, 1,
         )  # fmt: skip
         out, ticket = _element(graph, forward, 0), _element(graph, forward, 1)
     layer.combine.replace_all_uses_with(out)
@@ -208,11 +226,13 @@ def _lower(
             if node is not None:
                 node.replace_all_uses_with(_element(graph, backward, i))
     forward.meta["milliseconds"], backward.meta["milliseconds"] = group.forward_ms, group.backward_ms
+    if group.with_fillers_ms:
+        backward.meta[WITH_FILLERS_MS] = group.with_fillers_ms
     for launch in (forward, backward):
         launch.meta.update(layer_meta(layer.dispatch))
-    received, row = layer.forward[1].args[2], layer.dispatch.args[1]
+    received = layer.forward[1].args[2]
     dead = sorted([*layer.forward, *layer.backward, *fillers], key=order.__getitem__, reverse=True)
-    for node in (*dead, received, row):
+    for node in (*dead, received):
         if not node.users:
             graph.erase_node(node)
 
@@ -232,7 +252,7 @@ def _element(graph: fx.Graph, node: fx.Node, index: int) -> fx.Node:
     return element
 
 
-def _sort(graph: fx.Graph) -> None:
+def sort_graph(graph: fx.Graph) -> None:
     """Stable topological sort: move nodes behind their inputs, and keep the order otherwise."""
     placed: set[fx.Node] = set()
     anchor = None

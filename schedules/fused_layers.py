@@ -32,7 +32,7 @@ class MatchedLayer:
     combine: fx.Node
     x: fx.Node
     expert: fx.Node
-    slot: fx.Node
+    row: fx.Node
     weight: fx.Node
     count: fx.Node
     w1: fx.Node
@@ -81,7 +81,7 @@ def _match(dispatch: fx.Node) -> MatchedLayer:
     x, row = dispatch.args[:2]
     if op_name(row) != "lancet.send_rows" or op_name(row.args[2]) != "lancet.kept_counts":
         raise Refused("its dispatch is partitioned")
-    expert, slot, count = row.args
+    expert, _, count = row.args
     sent = _reader(dispatch, "lancet.all_to_all")
     first = _reader(sent, "lancet.grouped_gemm")
     activation = _reader(first, "lancet.expert_activation")
@@ -120,7 +120,7 @@ def _match(dispatch: fx.Node) -> MatchedLayer:
         if others:
             raise Refused(f"{others[0]} reads {node.name}, which fused kernels do not return")
     return MatchedLayer(
-        dispatch, combine, x, expert, slot, weight, count, first.args[2], b1, second.args[2], b2,
+        dispatch, combine, x, expert, row, weight, count, first.args[2], b1, second.args[2], b2,
         activation.args[2], sent.args[3], count.args[1], dy_dispatch.args[0], dx, dweight, dw1, dw2, db1, db2,
         forward, backward,
     )  # fmt: skip

@@ -82,6 +82,22 @@ def measured_launch(layer: MatchedLayer, measured: CostEntry, direction: str) ->
     return MeasuredLaunch(measured, direction, layer.dispatch.meta["val"].shape[0])
 
 
+def with_more_riders(
+    launch: Launch, riders: Sequence[Rider], flops_per_ms: float
+) -> tuple[tuple[float, float], ...]:
+    """(ms of more riders on a stream, ms of the launch with them and `riders`), from no more riders to twice
+    the time of the launch.
+
+    Args: flops_per_ms: of the additional riders.
+    """
+    alone = launch.milliseconds(riders)
+    points = []
+    for share in (0.0, 0.25, 0.5, 1.0, 2.0):
+        more = Rider("more", share * alone, share * alone * flops_per_ms)
+        points.append((more.ms, launch.milliseconds([*riders, more])))
+    return tuple(points)
+
+
 def nothing_measured(kind: LayerKind) -> tuple[None, str]:
     """For planning without any measurement of fused launches."""
     return None, "no measurements are at hand"

@@ -21,7 +21,7 @@ from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import check_fingerprint
 from lancet_kernels.graph.saved_json import read_json, versioned_fields
 from lancet_kernels.schedules.lower_bound import lower_bound_ms
-from lancet_kernels.schedules.ranges import PartitionRange
+from lancet_kernels.schedules.ranges import LaunchFillers, PartitionRange
 from lancet_kernels.schedules.simulate import Timeline
 
 FORMAT = "lancet-plan"
@@ -59,6 +59,8 @@ class FusedGroup:
         forward_ms, backward_ms: predicted times of the fused launches. streams_ms: of both directions on
         streams.
         why: the reason, as text.
+        with_fillers_ms: (ms of more fillers, ms of the backward launch with them), for fillers chosen after
+        the step is cut into copies.
     """
 
     layer: str
@@ -68,6 +70,13 @@ class FusedGroup:
     backward_ms: float
     streams_ms: float
     why: str
+    with_fillers_ms: tuple[tuple[float, float], ...] = ()
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> FusedGroup:
+        """The group from the values of `asdict`, as lists."""
+        points = tuple((float(fillers), float(ms)) for fillers, ms in data.get("with_fillers_ms", ()))
+        return cls(**{**data, "fillers": tuple(data["fillers"]), "with_fillers_ms": points})
 
     @property
     def fused_ms(self) -> float:
@@ -148,9 +157,7 @@ class Plan:
             fields["ranges"] = tuple(_range_from_json(saved) for saved in fields["ranges"])
             fields["predicted"] = Prediction(**fields["predicted"])
             fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
-            fields["fused"] = tuple(
-                FusedGroup(**{**g, "fillers": tuple(g["fillers"])}) for g in fields.get("fused", ())
-            )
+            fields["fused"] = tuple(map(FusedGroup.from_json, fields.get("fused", ())))
             for name in ("order", "blocking", "without_rule"):
                 fields[name] = tuple(fields[name])
             return cls(**fields)
@@ -197,7 +204,9 @@ class Plan:
         if self.blocking:
             lines.append(f"Computation waits for {len(self.blocking)} collectives.")
         lines.append(f"Partitioned ranges: {len(self.ranges) or 'none'}")
-        lines += [f"  {r.first} .. {r.last}: {r.parts} parts, {_forms_text(r)}" for r in self.ranges]
+        for r in self.ranges:
+            lines.append(f"  {r.first} .. {r.last}: {r.parts} parts, {_forms_text(r)}")
+            lines += [f"    {f.launch} also computes {', '.join(f.gradients)}" for f in r.fillers]
         if self.fused:
             lines.append(
                 f"Fused launches: {sum(g.fused for g in self.fused)} of {len(self.fused)} MoE layers"
@@ -239,11 +248,17 @@ class Plan:
 
 def _range_to_json(planned: PartitionRange) -> dict[str, Any]:
     forms = {tensor: str(form) for tensor, form in planned.forms.items()}
-    return {"first": planned.first, "last": planned.last, "parts": planned.parts, "forms": forms}
+    fillers = [asdict(one) for one in planned.fillers]
+    data = {"first": planned.first, "last": planned.last, "parts": planned.parts, "forms": forms}
+    return {**data, "fillers": fillers}
 
 
 def _range_from_json(data: Mapping[str, Any]) -> PartitionRange:
-    planned = PartitionRange(**{**data, "forms": {t: Form.parse(f) for t, f in data["forms"].items()}})
+    forms = {t: Form.parse(f) for t, f in data["forms"].items()}
+    fillers = tuple(
+        LaunchFillers(**{**one, "gradients": tuple(one["gradients"])}) for one in data.get("fillers", ())
+    )
+    planned = PartitionRange(**{**data, "forms": forms, "fillers": fillers})
     if type(planned.parts) is not int:
         raise TypeError(f"range from {planned.first}: the number of parts is a whole number")
     return planned

@@ -15,14 +15,25 @@ from lancet_kernels.graph.program import Instruction, Program
 
 
 @dataclass(frozen=True)
+class LaunchFillers:
+    """Weight gradients that the fused backward launch of one part also computes: names in the cut graph, and
+    the predicted time of the launch with them (`schedules.copy_fillers`)."""
+
+    launch: str
+    gradients: tuple[str, ...]
+    milliseconds: float
+
+
+@dataclass(frozen=True)
 class PartitionRange:
     """Instructions first..last (names, both included), cut into `parts`; `forms` has the form of every tensor
-    that is not whole in a part."""
+    that is not whole in a part. `fillers`: of the fused launches in it."""
 
     first: str
     last: str
     parts: int
     forms: Forms
+    fillers: tuple[LaunchFillers, ...] = ()
 
 
 @dataclass
@@ -37,9 +48,9 @@ class Stage:
     behind: list[int]
 
 
-def range_names(ranges: Sequence[PartitionRange]) -> tuple[tuple[str, str, int], ...]:
-    """What identifies ranges within one Program: first and last name, number of parts."""
-    return tuple((r.first, r.last, r.parts) for r in ranges)
+def range_names(ranges: Sequence[PartitionRange]) -> tuple[tuple[object, ...], ...]:
+    """What identifies ranges within one Program: first and last name, number of parts, fillers."""
+    return tuple((r.first, r.last, r.parts, r.fillers) for r in ranges)
 
 
 def stages(program: Program, first: int, last: int, forms: Forms) -> list[Stage]:

@@ -22,7 +22,9 @@ from lancet_kernels.graph.from_fx import forward_first, program_from_graph
 from lancet_kernels.graph.part_instruction import is_cut, part_instruction, part_name
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import instruction_order, reorder, start_early_wait_late
+from lancet_kernels.schedules.copy_fillers import add_fillers, choose_fillers
 from lancet_kernels.schedules.cut import Cut, Values, cut_range
+from lancet_kernels.schedules.fused import WITH_FILLERS_MS
 from lancet_kernels.schedules.in_place import write_in_place
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.ranges import PartitionRange, pipeline_order, positions
@@ -47,6 +49,7 @@ def cut_ranges(
             for i, part in pipeline_order(program, first, last, planned.forms, planned.parts)
         ]
         cut_range(graph, Cut(names, planned.parts, planned.forms), order, values)
+        add_fillers(graph, planned.fillers)
     if ranges:
         forward_first(graph)
 
@@ -72,9 +75,12 @@ class GraphCutter:
         graph = copy_of_graph(self.module)
         cut_ranges(graph, self.program, ranges, self._values)
         priced = {name: part for planned in ranges for name, part in self._priced(planned).items()}
+        with_fillers = {fillers.launch for planned in ranges for fillers in planned.fillers}
         for node in graph.nodes:
             if node.name in priced:
-                node.meta["milliseconds"], node.meta["parts"] = priced[node.name]
+                milliseconds, node.meta["parts"] = priced[node.name]
+                if node.name not in with_fillers:
+                    node.meta["milliseconds"] = milliseconds
         cut = program_from_graph(graph, self.program.name, unchanged=self.program)
         if not self._behind:
             return cut
@@ -85,6 +91,20 @@ class GraphCutter:
             inputs=self.program.inputs,
             outputs=self.program.outputs,
         )
+
+    def with_fillers(self, planned: PartitionRange, cut: Program) -> PartitionRange:
+        """The range with the gradients that its fused launches hide as fillers, if there are any.
+
+        Args: cut: the Program with the range cut, without fillers.
+        """
+        points = {
+            node.name: node.meta[WITH_FILLERS_MS]
+            for node in self.module.graph.nodes
+            if WITH_FILLERS_MS in node.meta
+        }
+        if not points:
+            return planned
+        return replace(planned, fillers=choose_fillers(cut, self.cost, points, planned.parts))
 
     def _priced(self, planned: PartitionRange) -> dict[str, tuple[float, int]]:
         """By name of a part: its milliseconds, and the number of parts."""

@@ -6,7 +6,8 @@ tutel             all-to-alls and experts pipelined along the capacity in the be
 lancet-dw         weight gradients (and other ready work) behind all-to-alls (section 4)
 lancet-partition  ranges of the forward pass cut and pipelined (section 5), the order otherwise as it was
 lancet            both; backward experts are pipelined too if that hides more of their all-to-alls
-duplex            the step as two copies on halves of the batch that alternate by stages (HiDup, section 3)
+duplex            the step as two copies on halves of the batch that alternate by stages (HiDup, section 3);
+                  fused launches of one copy may compute weight gradients of the other
 lancet+duplex     two or three such copies in the best order, with weight gradients as filler
 auto              the fastest of all these within the memory limit
 """
@@ -122,6 +123,8 @@ class Planner:
     """Plans for one Program and its costs; work that several strategies share is done once.
 
     Args: cut: gives the Program with ranges cut (`realize.GraphCutter`). None: strategies cannot cut ranges.
+        with_fillers: adds fillers to the fused launches of copies (`GraphCutter.with_fillers`). None: it does
+        not.
     """
 
     def __init__(
@@ -130,8 +133,9 @@ class Planner:
         cost: Cost,
         options: PlanningOptions | None = None,
         cut: Callable[[tuple[PartitionRange, ...]], Program] | None = None,
+        with_fillers: Callable[[PartitionRange, Program], PartitionRange] | None = None,
     ):
-        self.program, self.cost, self._cut_program = program, cost, cut
+        self.program, self.cost, self._cut_program, self._with_fillers = program, cost, cut, with_fillers
         self.options = options or PlanningOptions()
         self.limit_gb = self.options.limit_gb(program)
         self.inference = AxisInference(program)
@@ -139,7 +143,7 @@ class Planner:
         self._partitions: dict[int, tuple[PartitionRange, ...]] = {}
         self._ordered: dict[tuple[object, ...], Plan] = {}
         self._whole_ranges: dict[int, PartitionRange | None] = {}
-        self._programs: dict[tuple[tuple[str, str, int], ...], Program] = {(): program}
+        self._programs: dict[tuple[tuple[object, ...], ...], Program] = {(): program}
         self._strategies: dict[str, Callable[[], Plan]] = {
             "none": self._none,
             "tutel": self._tutel,
@@ -258,16 +262,23 @@ class Planner:
 
     def _duplex(self) -> Plan:
         """The paper's schedule: in each stage, one copy computes while the other communicates."""
-        return replace(
-            self._in_order((self._copies,)), method=f"{ORIGINAL_ORDER} of copies in turns, stage by stage"
-        )
+        plan = self._best([self._in_order((r,)) for r in self._ways_to_fill(self._copies)])
+        return replace(plan, method=f"{ORIGINAL_ORDER} of copies in turns, stage by stage")
+
+    def _ways_to_fill(self, copies: PartitionRange) -> list[PartitionRange]:
+        """Copies without and with gradients of one copy as fillers of another's fused launches."""
+        if self._with_fillers is None:
+            return [copies]
+        filled = self._with_fillers(copies, self._with_cut((copies,)))
+        return [copies, filled] if filled.fillers else [copies]
 
     def _lancet_duplex(self) -> Plan:
         """The best order of two copies, or of three. Never predicted to be slower than `duplex`."""
         ranges = [self._copies]
         with contextlib.suppress(UserError):  # a batch of two
             ranges.append(duplex(self.program, MORE_COPIES))
-        return self._best([self.plan("duplex"), *(self._scheduled((r,)) for r in ranges)])
+        filled = [way for r in ranges for way in self._ways_to_fill(r)]
+        return self._best([self.plan("duplex"), *(self._scheduled((r,)) for r in filled)])
 
     @cached_property
     def _strategy_plans(self) -> list[Plan]:

@@ -11,7 +11,7 @@ from lancet_kernels.fused_step import FusedChoice
 from lancet_kernels.kernels import tuning
 from lancet_kernels.kernels.cost_entry import INTERPRETER, CostPoint, LayerKind
 from lancet_kernels.kernels.tuning import TunedCache
-from lancet_kernels.schedules.fused import _best_fit
+from lancet_kernels.schedules.fused import best_fit
 from lancet_kernels.schedules.fused_layers import match_layers
 from lancet_kernels.schedules.fused_prediction import FormulaLaunch, MeasuredLaunch, Rider, kind_of
 from lancet_kernels.schedules.plan import Prediction
@@ -131,11 +131,11 @@ def measured(*points: tuple[int, float, float]) -> MeasuredLaunch:
 def test_riders_that_measured_launches_hide_are_taken_the_longest_that_fits_first() -> None:
     # 0.2 ms for 0.5e12 FLOPs, which take 0.9 on a stream.
     hidden = measured((1000, 0.0, 1.0), (1000, 0.5e12, 1.2), (2000, 0.0, 2.0), (2000, 0.5e12, 2.2))
-    assert [r.name for r in _best_fit(RIDERS, hidden)] == ["long", "short"]
+    assert [r.name for r in best_fit(RIDERS, hidden)] == ["long", "short"]
     assert hidden.milliseconds(RIDERS[:2]) == pytest.approx(1.1)
     # As long as on a stream: nothing is gained.
     in_vain = measured((1000, 0.0, 1.0), (1000, 0.5e12, 1.9), (2000, 0.0, 2.0), (2000, 0.5e12, 2.9))
-    assert _best_fit(RIDERS, in_vain) == []
+    assert best_fit(RIDERS, in_vain) == []
 
 
 def test_riders_beyond_what_was_measured_cost_what_they_cost_on_a_stream() -> None:
@@ -144,12 +144,12 @@ def test_riders_beyond_what_was_measured_cost_what_they_cost_on_a_stream() -> No
     assert launch.milliseconds(RIDERS[:1]) == pytest.approx(1.0 + 0.35 / 2)
     without = measured((1000, 0.0, 1.0), (2000, 0.0, 2.0))
     assert without.milliseconds(RIDERS[:1]) == pytest.approx(1.35)
-    assert _best_fit(RIDERS, without) == []
+    assert best_fit(RIDERS, without) == []
 
 
 def test_riders_by_formula_fill_what_communication_takes_longer() -> None:
-    assert [r.name for r in _best_fit(RIDERS, FormulaLaunch(0.55, 0.1))] == ["long", "short"]
-    assert _best_fit(RIDERS, FormulaLaunch(0.5, 0.6)) == []
+    assert [r.name for r in best_fit(RIDERS, FormulaLaunch(0.55, 0.1))] == ["long", "short"]
+    assert best_fit(RIDERS, FormulaLaunch(0.5, 0.6)) == []
     assert FormulaLaunch(0.5, 0.1).milliseconds(RIDERS[:1]) == pytest.approx(0.5 / 0.85 + 0.02)
 
 

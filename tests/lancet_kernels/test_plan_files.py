@@ -62,7 +62,7 @@ def counted_plans():
             planned.append(strategy)
             return super().candidates(strategy, most)
 
-    def dear(program, _cost, options, cut):
+    def dear(program, _cost, options, cut, _with_fillers):
         return Counting(
             program, dear_communication, options, GraphCutter(cut.module, program, dear_communication)
         )
