@@ -26,6 +26,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.exchange import Exchange, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.kernel_launch import on_device
 from lancet_kernels.kernels.nvshmem_launch import launch
 from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
 from lancet_kernels.kernels.overlap_config import (
@@ -266,7 +267,8 @@ def dense_table(problems: Sequence[DenseGemm], tile: GemmConfig, device: torch.d
     table = torch.empty(len(problems), DENSE_WORDS.value, dtype=torch.int64, device=device)
     tiles = 0
     for i, problem in enumerate(problems):
-        launch(write_dense_row_kernel, (1,), table[i], *problem.row(tiles), num_warps=1)
+        with on_device(device):
+            write_dense_row_kernel[(1,)](table[i], *problem.row(tiles), num_warps=1)
         rows, columns = problem.c.shape
         tiles += triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
     return table, tiles

@@ -153,7 +153,7 @@ GOOD = CompiledKernel("k", "c", "sm_90", 128, 0, 0, 1000, 128, True, True, False
     [
         ({}, []),
         ({"stack": 8}, []),
-        ({"spills": 8}, ["spills 8 bytes"]),
+        ({"spills": 80}, ["spills 80 bytes"]),
         ({"shared_bytes": 227 * 1024}, []),
         ({"shared_bytes": 227 * 1024 + 1}, ["232449 bytes of shared memory, more than 232448"]),
         ({"arch": "sm_80", "shared_bytes": 167000}, ["167000 bytes of shared memory, more than 166912"]),

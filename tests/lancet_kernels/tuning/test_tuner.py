@@ -75,7 +75,7 @@ class FakePool:
 @pytest.fixture
 def compiler(monkeypatch) -> FakePool:
     """8 warps spill."""
-    fake = FakePool(lambda specimen: compiled(specimen, spills=24 if specimen.num_warps == 8 else 0))
+    fake = FakePool(lambda specimen: compiled(specimen, spills=240 if specimen.num_warps == 8 else 0))
     monkeypatch.setattr(background_compiler, "CompilePool", fake)
     return fake
 
@@ -143,7 +143,7 @@ def test_what_spills_is_dropped_untimed(compiler, cache, nothing_runs) -> None:
     clock = FakeClock()
     outcomes = tune(tasks, H100, cache, clock=clock)
     for outcome in outcomes:
-        assert {c.reason for c in outcome.candidates if c.reason} == {"compiler: spills 24 bytes"}
+        assert {c.reason for c in outcome.candidates if c.reason} == {"compiler: spills 240 bytes"}
         assert outcome.status == "tuned"
         assert all(c.config.num_warps == 4 and c.ms == 1.0 for c in outcome.kept)
         # The default has 8 warps, and so no time to compare with.
