@@ -99,6 +99,8 @@ def puts_before(
         tile = y // tl.maximum(tiles_in, 1)
         if y >= head:
             tile = early + (y - head) // tl.maximum(tiles_in + tiles_out, 1)
+        # Without tiles in the launch, what comes next stands behind all puts.
+        tile = tl.where(tiles_in + tiles_out > 0, tile, num_tiles)
         needed = num_puts
         if tile < num_tiles:
             needed = tl.load(tile_puts_ptr + tile)
