@@ -34,6 +34,7 @@ from lancet_kernels.kernels.runtime import looks_by_the_clock
 # [claimed, rank, peer, op, index, expected, seen, -].
 REPORT_WORDS = tl.constexpr(8)
 LOW_WORD = tl.constexpr(0xFFFFFFFF)
+LAST_INDEX = tl.constexpr(0x7FFFFFFF)
 INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 
 
@@ -64,12 +65,14 @@ def low_word(seen):
 def put_rows(
     region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, scale_ptr, num_rows, D,
     SCALED: tl.constexpr, NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
+    i_row=None, i_column=None,
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
 
     With SCALED, row i is multiplied by scale[i] in float32 and rounded once. Over NVSHMEM the rows go through
     `stage`, [ROWS, D] for this call alone, which must stay until `quiet`. It is symmetric memory: a network
-    card reads only what is registered with it, which what torch allocates is not.
+    card reads only what is registered with it, which what torch allocates is not. i_row, i_column: 0 to ROWS
+    and 0 to BLOCK, from a Gluon kernel, which lays out its blocks itself.
     Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
     """
     base = tl.load(peers_ptr + peer)
@@ -78,13 +81,15 @@ def put_rows(
         tl.static_assert(stage_ptr is not None, "NVSHMEM puts from symmetric memory: give it a stage_ptr")
         if base == 0:
             target_ptr = stage_ptr
-    i_row = tl.arange(0, ROWS)
+    if i_row is None:
+        i_row = tl.arange(0, ROWS)
+        i_column = tl.arange(0, BLOCK)
     m_row = i_row < num_rows
     row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
     if SCALED:
         scale = tl.load(scale_ptr + i_row, mask=m_row, other=0.0).to(tl.float32)
     for d in range(0, D, BLOCK):
-        i_d = d + tl.arange(0, BLOCK)
+        i_d = d + i_column
         m = m_row[:, None] & (i_d < D)[None, :]
         # [ROWS, BLOCK]
         b_x = tl.load(source_ptr + row[:, None] * D + i_d[None, :], mask=m)
@@ -165,14 +170,14 @@ def failed(report_ptr):
     An atomic is executed by one thread, which broadcasts the value: with loads, threads could see different
     values while another program reports, and diverge before a barrier.
     """
-    free = tl.full((), 0, tl.int64)
+    free = tl.cast(0, tl.int64)
     return tl.atomic_add(report_ptr, free, sem="relaxed", scope="gpu") != 0
 
 
 @triton.jit
 def report_failure(report_ptr, rank, peer, op, index, expected, seen):
     """Write the report, unless an earlier failure of this PE is in it."""
-    free = tl.full((), 0, tl.int64)
+    free = tl.cast(0, tl.int64)
     if tl.atomic_cas(report_ptr, free, free + 1) == 0:
         tl.store(report_ptr + 1, rank)
         tl.store(report_ptr + 2, peer)
@@ -226,7 +231,7 @@ def wait(
 @triton.jit
 def _missing(signal_ptrs, mask, at_least, SIZE: tl.constexpr, wire_ptr, due_ptrs):
     """-> the words [SIZE], and 1 for each that `mask` asks for and that is too small, or not due yet."""
-    nothing = tl.zeros([SIZE], tl.int64)
+    nothing = mask.to(tl.int64) * 0
     seen = tl.atomic_add(signal_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
     missing = mask & (seen < at_least)
     if wire_ptr is not None:
@@ -244,7 +249,8 @@ def wait_all(
 ):  # fmt: skip
     """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`. -> are they?
 
-    signal_ptrs, mask, peers, indices, due_ptrs: [SIZE]. A report names the first that is missing.
+    signal_ptrs, mask, peers, indices, due_ptrs: [SIZE]. Of those missing a report names that with the smallest
+    index.
     """
     seen, missing = _missing(signal_ptrs, mask, at_least, SIZE, wire_ptr, due_ptrs)
     if tl.sum(missing, 0) > 0:
@@ -257,10 +263,10 @@ def wait_all(
             if INTERPRETED:
                 polls = looks_by_the_clock() - begin
         if tl.sum(missing, 0) > 0:
-            first = tl.arange(0, SIZE) == tl.argmax(missing, 0)
-            peer = tl.sum(tl.where(first, peers, 0), 0)
-            index = tl.sum(tl.where(first, indices, 0), 0)
-            report_failure(report_ptr, rank, peer, op, index, at_least, tl.sum(tl.where(first, seen, 0), 0))
+            index = tl.min(tl.where(missing != 0, indices, LAST_INDEX), 0)
+            first = (missing != 0) & (indices == index)
+            peer = tl.max(tl.where(first, peers, 0), 0)
+            report_failure(report_ptr, rank, peer, op, index, at_least, tl.max(tl.where(first, seen, 0), 0))
     if NVSHMEM:
         # What one word needs to be visible serves for all.
         address = tl.max(tl.where(mask & (seen >= at_least), signal_ptrs.to(tl.int64), 0), 0)

@@ -9,6 +9,9 @@
 With a `wire_ptr` what is put takes an emulated wire (`wire.py`): due times lie behind all words of `arrived`
 and `returned`. Without one nothing of that is compiled.
 
+A Gluon kernel, which lays out its blocks itself, hands over the index ranges `i_*`; without them they are
+made here.
+
 Index arithmetic is 64 bits wide where elements are counted: R * D passes 2^31 soon.
 """
 
@@ -31,7 +34,7 @@ def put_chunk(
     source_ptr, token_ptr, scale_ptr, stage_ptr, rows_ptr, rows_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
     BANKS: tl.constexpr, SCALED: tl.constexpr, NVSHMEM: tl.constexpr,
-    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, wire_ptr=None,
+    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, wire_ptr=None, i_row=None, i_column=None,
 ):  # fmt: skip
     """PUT: send those rows for `expert` that lie in its tile m, to their final place, then signal them.
 
@@ -44,7 +47,7 @@ def put_chunk(
     E = W * L
     peer = expert // L
     bank = epoch % BANKS
-    free = device.word(epoch - BANKS, tl.full((), 0, tl.int64))
+    free = device.word(epoch - BANKS, 0)
     i_released = bank * W + peer
     seen = device.wait(
         released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
@@ -66,8 +69,9 @@ def put_chunk(
                 source_ptr, token_ptr + first_send + r, scale_ptr + first_send + r,
                 tl.minimum(end - r, ROWS), D,
                 SCALED, NVSHMEM, ROWS, BLOCK, stage_ptr + tl.cast(first_send + r, tl.int64) * D,
+                i_row, i_column,
             )  # fmt: skip
-        word = device.word(epoch, tl.full((), 0, tl.int64))
+        word = device.word(epoch, 0)
         device.put_signal(arrived_ptr, arrived_peers_ptr, peer, signal, word, NVSHMEM)
 
 
@@ -81,17 +85,18 @@ def num_bytes(rows, columns, like_ptr):
 def wait_rows(
     tile, m, expert, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
     NVSHMEM: tl.constexpr, TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
-    wire_ptr=None,
+    wire_ptr=None, i_w=None,
 ):  # fmt: skip
     """Wait until all rows of the tile, which is tile m of its expert, are here. -> whether they are.
 
     If not, the caller does nothing and signals nothing, so that a peer that waits for what it would have made
     runs out of time too, instead of taking what is not there.
     """
-    i_w = tl.arange(0, BW)
+    if i_w is None:
+        i_w = tl.arange(0, BW)
     count, before, _ = segment(table_ptr, W, W * L, i_w, expert, i_w < W)
     index = ((epoch % BANKS) * tiles + tile) * W + i_w
-    word = device.word(epoch, tl.full((), 0, tl.int64))
+    word = device.word(epoch, 0)
     due_ptrs = None
     if wire_ptr is not None:
         due_ptrs = arrived_ptr + BANKS * tiles * W + index
@@ -118,7 +123,7 @@ def wait_ready(index, columns, rank, ready_ptr, max_polls, report_ptr, TMA: tl.c
     index: the tile, or behind all tiles the local expert. Whoever finished the first GEMM has taken in what
     the network wrote, and published it.
     """
-    expected = tl.full((), 0, tl.int64) + columns
+    expected = tl.cast(columns, tl.int64)
     seen = device.wait(ready_ptr + index, expected, max_polls, report_ptr, rank, rank, WAIT_READY, index)
     device.fence_tma(TMA)
     return seen >= expected
@@ -127,15 +132,17 @@ def wait_ready(index, columns, rank, ready_ptr, max_polls, report_ptr, TMA: tl.c
 @triton.jit
 def result_rows(
     expert, m, rows, first_row, epoch, W, L, D, S, table_ptr, stage_ptr, results_ptr, results_peers_ptr,
-    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr,
+    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, i_m=None,
 ):  # fmt: skip
     """-> where the results of the rows of tile m go, addresses [BM] at their sources, and which of them are.
 
     Where no pointer reaches the source: to stage [R, D], at the place of the row here.
     Example: that of `schedule`, expert 0 of PE 0, m = 0: rows 0 and 1 of results of PE 0, 0 and 1 of PE 1.
     """
-    i = m * BM + tl.arange(0, BM)
-    source = tl.zeros([BM], tl.int32)
+    if i_m is None:
+        i_m = tl.arange(0, BM)
+    i = m * BM + i_m
+    source = i * 0
     for w in range(W):
         count, before, _ = segment(table_ptr, W, W * L, w, expert)
         source += (i >= before + count).to(tl.int32)
@@ -185,7 +192,7 @@ def return_tile(
     device.quiet(NVSHMEM)
     done = tl.atomic_add(done_ptr + tile, 1, sem="acq_rel", scope="gpu")
     if done == columns - 1:
-        word = device.word(epoch, tl.full((), 0, tl.int64))
+        word = device.word(epoch, 0)
         for w in range(W):
             count, before, first_send = segment(table_ptr, W, E, w, expert)
             if in_tile(count, before, m, BM):
@@ -195,11 +202,14 @@ def return_tile(
 
 @triton.jit
 def poison_wgrad(
-    dw_ptr, dbias_ptr, m0, n0, A, B, HAS_DBIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    dw_ptr, dbias_ptr, m0, n0, A, B, HAS_DBIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    i_column=None,
 ):  # fmt: skip
     """NaN into one tile of dw [A, B] and, where m0 == 0, of dbias [B]: rows of their sums did not come."""
-    i_n = n0 + tl.arange(0, BN)
-    nan = tl.full([BN], float("nan"), tl.float32)
+    if i_column is None:
+        i_column = tl.arange(0, BN)
+    i_n = n0 + i_column
+    nan = tl.cast(i_n, tl.float32) + float("nan")
     for i_m in range(m0, tl.minimum(m0 + BM, A)):
         row_ptr = dw_ptr + tl.cast(i_m, tl.int64) * B
         tl.store(row_ptr + i_n, nan.to(dw_ptr.dtype.element_ty), mask=i_n < B)
@@ -213,7 +223,7 @@ def reduce_block(
     block, epoch, rank, sound, W, L, D, S, T, K, chunks, table_ptr,
     results_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, max_polls, report_ptr,
     WEIGHTED: tl.constexpr, NVSHMEM: tl.constexpr, BANKS: tl.constexpr,
-    BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, wire_ptr=None,
+    BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, wire_ptr=None, i_row=None, i_column=None,
 ):  # fmt: skip
     """REDUCE: out[t] = sum over k, in order, of weight[t, k] * results[row[t, k]], float32.
 
@@ -221,8 +231,11 @@ def reduce_block(
     then nothing is waited for, or if any wait of this PE failed.
     """
     bank = epoch % BANKS
-    word = device.word(epoch, tl.full((), 0, tl.int64))
-    t = block * BT + tl.arange(0, BT)
+    word = device.word(epoch, 0)
+    if i_row is None:
+        i_row = tl.arange(0, BT)
+        i_column = tl.arange(0, BD)
+    t = block * BT + i_row
     m_t = t < T
     first_kept = tl.where(sound != 0, 0, 0x7FFFFFFF)
     for k in range(K):
@@ -242,10 +255,10 @@ def reduce_block(
     poison = tl.where(device.failed(report_ptr) | (sound == 0), float("nan"), 0.0)
     results_ptr += bank * S * D
     for d in range(0, D, BD):
-        i_d = d + tl.arange(0, BD)
+        i_d = d + i_column
         m_d = i_d < D
         # [BT, BD]
-        b_sum = tl.zeros([BT, BD], tl.float32)
+        b_sum = tl.cast(i_row[:, None] * 0 + i_column[None, :] * 0, tl.float32)
         for k in range(K):
             offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
             b_sum = add_row(b_sum, results_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
@@ -255,15 +268,19 @@ def reduce_block(
 
 @triton.jit
 def dweight_block(
-    block, D, T, K, dy_ptr, results_ptr, row_ptr, dweight_ptr, BT: tl.constexpr, BD: tl.constexpr
+    block, D, T, K, dy_ptr, results_ptr, row_ptr, dweight_ptr, BT: tl.constexpr, BD: tl.constexpr,
+    i_row=None, i_column=None,
 ):  # fmt: skip
     """DWEIGHT: dweight[t, k] = dy[t] . results[row[t, k]] in float32; zero where dropped.
 
     results [S, D]: those of the forward pass, which its bank still holds.
     Example: BT = 8, block 1: tokens 8 to 15, all their choices.
     """
-    t = block.to(tl.int64) * BT + tl.arange(0, BT)
+    if i_row is None:
+        i_row = tl.arange(0, BT)
+        i_column = tl.arange(0, BD)
+    t = block.to(tl.int64) * BT + i_row
     for k in range(K):
         i = t * K + k
         offset, m_kept = place_row(row_ptr, i, t < T, D)
-        dot_row(dy_ptr, results_ptr, dweight_ptr, i, t, t < T, offset, m_kept, D, BT, BD)
+        dot_row(dy_ptr, results_ptr, dweight_ptr, i, t, t < T, offset, m_kept, D, BT, BD, i_column)

@@ -131,6 +131,30 @@ def tile_out(
 
 
 @triton.jit
+def wgrad_operands(
+    which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
+    saved_hidden_ptr, BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr,
+):  # fmt: skip
+    """-> x [rows, A], dy [rows, B], A and B of a weight gradient x^T dy: dw2's (which = 0) or dw1's (1)."""
+    row = first_row.to(tl.int64)
+    bank = epoch % BANKS
+    earlier_bank = tl.load(earlier_use_ptr) % EARLIER_BANKS
+    x_ptr, dy_ptr, A, B = saved_hidden_ptr + row * F, rows_ptr + (bank * R + row) * D, F, D
+    if which == 1:
+        x_ptr, dy_ptr, A, B = saved_rows_ptr + (earlier_bank * R + row) * D, hidden_ptr + row * H, D, H
+    return x_ptr, dy_ptr, A, B
+
+
+@triton.jit
+def wgrad_results(which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr):
+    """-> dw [A, B] and dbias [B] of a local expert; which: as of `wgrad_operands`."""
+    dw_ptr, db_ptr = dweight_in_ptr, dbias_in_ptr
+    if which == 1:
+        dw_ptr, db_ptr = dweight_out_ptr, dbias_out_ptr
+    return dw_ptr + local.to(tl.int64) * A * B, db_ptr + local * B
+
+
+@triton.jit
 def tile_wgrad(
     which, local, m, n, epoch, earlier_use_ptr, rank, sound, W, L, D, F, H, R, tiles, table_ptr,
     rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
@@ -153,16 +177,13 @@ def tile_wgrad(
         hidden_is_here = hidden_is_here & wait_ready(
             tiles + local, tl.cdiv(rows, BM) * tl.cdiv(F, BN_IN), rank, ready_ptr, max_polls, report_ptr, TMA
         )
-    row = first_row.to(tl.int64)
-    bank = epoch % BANKS
-    earlier_bank = tl.load(earlier_use_ptr) % EARLIER_BANKS
-    x_ptr, dy_ptr, A, B = saved_hidden_ptr + row * F, rows_ptr + (bank * R + row) * D, F, D
-    dw_ptr, db_ptr = dweight_in_ptr, dbias_in_ptr
-    if which == 1:
-        x_ptr, dy_ptr, A, B = saved_rows_ptr + (earlier_bank * R + row) * D, hidden_ptr + row * H, D, H
-        dw_ptr, db_ptr = dweight_out_ptr, dbias_out_ptr
-    dw_ptr += local.to(tl.int64) * A * B
-    db_ptr += local * B
+    x_ptr, dy_ptr, A, B = wgrad_operands(
+        which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
+        saved_hidden_ptr, BANKS, EARLIER_BANKS,
+    )  # fmt: skip
+    dw_ptr, db_ptr = wgrad_results(
+        which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
+    )  # fmt: skip
     if hidden_is_here:
         acc = tl.zeros((BM, BN), tl.float32)
         acc = add_outer_products(
@@ -178,14 +199,8 @@ def tile_wgrad(
 
 
 @triton.jit
-def dense_tile(
-    problems_ptr, problem, m, n, like_ptr, KINDS: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """DENSE: one tile of an independent GEMM of the table; operands typed like `like_ptr`, contiguous.
-
-    KINDS is a bit mask of the kinds in the table. Example: KINDS = 4: only weight gradients (TN).
-    """
+def dense_problem(problems_ptr, problem, like_ptr, TMA: tl.constexpr):
+    """-> kind, a, b, c, M, N and K of a row of the table of independent GEMMs; pointers as `like_ptr`."""
     p = problems_ptr + problem * DENSE_WORDS
     kind = tl.load(p)
     a_ptr = tl.load(p + 1).to(like_ptr.dtype)
@@ -200,6 +215,19 @@ def dense_tile(
         a_ptr = tl.multiple_of(a_ptr, 16)
         b_ptr = tl.multiple_of(b_ptr, 16)
         c_ptr = tl.multiple_of(c_ptr, 16)
+    return kind, a_ptr, b_ptr, c_ptr, M, N, K
+
+
+@triton.jit
+def dense_tile(
+    problems_ptr, problem, m, n, like_ptr, KINDS: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """DENSE: one tile of an independent GEMM of the table; operands typed like `like_ptr`, contiguous.
+
+    KINDS is a bit mask of the kinds in the table. Example: KINDS = 4: only weight gradients (TN).
+    """
+    kind, a_ptr, b_ptr, c_ptr, M, N, K = dense_problem(problems_ptr, problem, like_ptr, TMA)
     if KINDS & 1:
         if kind == NN:
             forward_tile(a_ptr, b_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N, K, N,
