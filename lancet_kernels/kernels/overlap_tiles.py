@@ -50,7 +50,7 @@ def tile_in(
     rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
     BACKWARD: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, wire_ptr=None,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """TILE_IN: wait for the rows of a tile, whoever sends them, multiply them, count the column as ready.
 
@@ -64,7 +64,7 @@ def tile_in(
     m = tile - first_tile
     here = wait_rows(
         tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
-        NVSHMEM, TMA, BANKS, BM, BW, wire_ptr,
+        NVSHMEM, TMA, BANKS, BM, BW,
     )  # fmt: skip
     if here:
         row = first_row.to(tl.int64)
@@ -88,7 +88,6 @@ def tile_out(
     HAS_IN: tl.constexpr, BACKWARD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
-    wire_ptr=None,
 ):  # fmt: skip
     """TILE_OUT: multiply a tile of the first GEMM's result, store each row at its source; the last n signals.
 
@@ -126,7 +125,7 @@ def tile_out(
         return_tile(
             tile, m, n, expert, first_row, epoch, rank, W, L, D, S, tiles, chunks, table_ptr,
             stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-            BANKS, NVSHMEM, BM, BN, wire_ptr,
+            BANKS, NVSHMEM, BM, BN,
         )  # fmt: skip
 
 
