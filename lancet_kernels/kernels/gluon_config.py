@@ -23,7 +23,7 @@ def hopper_config(programs: int = 1) -> OverlapConfig:
     return OverlapConfig(
         HOPPER_TILE,
         put_rows=4,
-        put_block=2048,
+        put_block=1024,
         reduce_tokens=8,
         reduce_block=256,
         programs=programs,
