@@ -7,7 +7,7 @@ The warps of a program have three jobs, and go on independently of each other:
 
     consumers    8 warps   two warpgroups that multiply (wgmma m64n256k16) and store   `gluon_consumer.py`
     producer     1 warp    claims GEMM tasks, waits, loads operands by TMA             `gluon_producer.py`
-    copy warps   4 warps   puts, gradients of combine weights, reductions              `gluon_copies.py`
+    copy warps   2 warps   puts, gradients of combine weights, reductions              `gluon_copies.py`
 
 What is claimed, waited for and signalled are the functions of `overlap_kernel`; see `schedule.py` for the
 rows, words and order. Two counters instead of one: the copy warps claim
