@@ -23,8 +23,8 @@ SAME = (
     "cast clamp abs exp exp2 log log2 erf sqrt sqrt_rn rsqrt sin cos floor ceil fma umulhi expand_dims "
     "reshape permute broadcast split join gather ravel reduce associative_scan program_id num_programs "
     "multiple_of max_contiguous max_constancy assume atomic_add atomic_and atomic_cas atomic_max atomic_min "
-    "atomic_or atomic_xchg atomic_xor atomic_load atomic_store static_assert static_range device_assert static_print "
-    "to_tensor device_print histogram cumsum xor_sum div_rn fdiv"
+    "atomic_or atomic_xchg atomic_xor atomic_load atomic_store static_assert static_range device_assert "
+    "static_print to_tensor device_print histogram cumsum xor_sum div_rn fdiv"
 ).split()
 LAYOUT_AT = {"arange": 2, "full": 3, "zeros": 2}  # where a layout is positional, behind all others
 DROPPED = ("layout", "cache_policy", "cache_modifier", "eviction_policy")
