@@ -74,7 +74,10 @@ finish() {
 
 pytest=("$python" -m pytest -v --color=no -p no:cacheprovider -m "gpu and not long")
 # Virtual PEs wait for one another; the others measure times.
-alone=(tests/lancet_kernels/kernels/test_virtual_pes.py tests/graph/test_measure_gpu.py)
+alone=(
+  tests/lancet_kernels/kernels/test_virtual_pes.py tests/bench/test_emulated_wire.py
+  tests/graph/test_measure_gpu.py
+)
 sanitizer=tests/lancet_kernels/kernels/test_sanitizer_gpu.py
 
 # Most of the time of kernel tests is compiling, so several processes share them.

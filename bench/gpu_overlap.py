@@ -21,7 +21,7 @@ same rows cost on their way out: T_comm of a launch with `out` is that of a put 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -36,7 +36,6 @@ from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import ExpertGradients, Experts, Routing
 from lancet_kernels.kernels.routing import route_choices
-from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.ops.send_rows import send_rows
 
 CAPACITY_FACTOR = 1.25
@@ -63,8 +62,8 @@ EFFICIENCIES = (
 class FusedLayer:
     """One MoE layer of the sizes on W virtual PEs, T / W tokens and E / W experts on each.
 
-    put_tile: rows and columns that a put copies at a time; None: the default. wires: of each PE, for paced
-    launches. pes, name: of a layer that shares its PEs with others.
+    put_tile: rows and columns that a put copies at a time; None: the default. spare_programs: how many fewer
+    than fit on the PE's share of the GPU, to leave others room. pes, name: of a layer that shares its PEs.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class FusedLayer:
         put_tile: tuple[int, int] | None = None,
         *,
         pes: VirtualPes | None = None,
-        wires: Sequence[Wire] | None = None,
+        spare_programs: int = 0,
         name: str = "",
     ) -> None:
         self.sizes, self.world, self.device = sizes, world, device
@@ -85,7 +84,10 @@ class FusedLayer:
         self.capacity = math.ceil(CAPACITY_FACTOR * tokens * sizes.choices / sizes.experts)
         config = default_overlap_config(sizes.width, sizes.hidden, "gelu", dtype, device, pes_here=world)
         # One launch for each direction; the ways cut it.
-        config = replace(config, split=False)
+        programs = max(1, config.programs - spare_programs)
+        config = replace(
+            config, split=False, programs=programs, comm_programs=min(config.comm_programs, programs)
+        )
         if put_tile is not None:
             config = replace(config, put_rows=put_tile[0], put_block=put_tile[1])
         self.config = config
@@ -95,9 +97,9 @@ class FusedLayer:
                 Exchange(
                     memory, name + way, local_experts=local, send_rows=tokens * sizes.choices,
                     receive_rows=world * min(tokens * sizes.choices, local * self.capacity),
-                    width=sizes.width, dtype=dtype, chunk_rows=config.gemm.block_m, timeout_s=10.0, wire=wire,
+                    width=sizes.width, dtype=dtype, chunk_rows=config.gemm.block_m, timeout_s=10.0,
                 )
-                for memory, wire in zip(self.pes.memories, wires or [None] * world, strict=True)
+                for memory in self.pes.memories
             ]
             for way in ("forward", "backward")
         ]  # fmt: skip

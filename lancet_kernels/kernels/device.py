@@ -19,21 +19,19 @@ Memory order. A put is plain stores by all threads of the program; `put_signal` 
 what the others wrote. `wait` reads with acquire at system scope and hands the value to all threads through
 a barrier. Rows that a TMA load then reads were written by ordinary stores of another PE, through another
 proxy: call `fence_tma` between the wait and such a load.
-
-With a `wire_ptr` a wait is paced: it lasts until an emulated wire would have carried the rows (`wire.py`).
-Without one nothing of that is compiled.
 """
 
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels import nvshmem_device, runtime, wire
+from lancet_kernels.kernels import nvshmem_device, runtime
 from lancet_kernels.kernels.runtime import looks_by_the_clock
 
 # A report (int64 [8]) says which wait ran out of time first:
 # [claimed, rank, peer, op, index, expected, seen, -].
 REPORT_WORDS = tl.constexpr(8)
 LOW_WORD = tl.constexpr(0xFFFFFFFF)
+LAST_INDEX = tl.constexpr(0x7FFFFFFF)
 INTERPRETED = tl.constexpr(runtime.INTERPRETED)
 
 
@@ -64,12 +62,14 @@ def low_word(seen):
 def put_rows(
     region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, scale_ptr, num_rows, D,
     SCALED: tl.constexpr, NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
+    i_row=None, i_column=None,
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
 
     With SCALED, row i is multiplied by scale[i] in float32 and rounded once. Over NVSHMEM the rows go through
     `stage`, [ROWS, D] for this call alone, which must stay until `quiet`. It is symmetric memory: a network
-    card reads only what is registered with it, which what torch allocates is not.
+    card reads only what is registered with it, which what torch allocates is not. i_row, i_column: 0 to ROWS
+    and 0 to BLOCK, from a Gluon kernel, which lays out its blocks itself.
     Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
     """
     base = tl.load(peers_ptr + peer)
@@ -78,13 +78,15 @@ def put_rows(
         tl.static_assert(stage_ptr is not None, "NVSHMEM puts from symmetric memory: give it a stage_ptr")
         if base == 0:
             target_ptr = stage_ptr
-    i_row = tl.arange(0, ROWS)
+    if i_row is None:
+        i_row = tl.arange(0, ROWS)
+        i_column = tl.arange(0, BLOCK)
     m_row = i_row < num_rows
     row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
     if SCALED:
         scale = tl.load(scale_ptr + i_row, mask=m_row, other=0.0).to(tl.float32)
     for d in range(0, D, BLOCK):
-        i_d = d + tl.arange(0, BLOCK)
+        i_d = d + i_column
         m = m_row[:, None] & (i_d < D)[None, :]
         # [ROWS, BLOCK]
         b_x = tl.load(source_ptr + row[:, None] * D + i_d[None, :], mask=m)
@@ -165,14 +167,14 @@ def failed(report_ptr):
     An atomic is executed by one thread, which broadcasts the value: with loads, threads could see different
     values while another program reports, and diverge before a barrier.
     """
-    free = tl.full((), 0, tl.int64)
+    free = tl.cast(0, tl.int64)
     return tl.atomic_add(report_ptr, free, sem="relaxed", scope="gpu") != 0
 
 
 @triton.jit
 def report_failure(report_ptr, rank, peer, op, index, expected, seen):
     """Write the report, unless an earlier failure of this PE is in it."""
-    free = tl.full((), 0, tl.int64)
+    free = tl.cast(0, tl.int64)
     if tl.atomic_cas(report_ptr, free, free + 1) == 0:
         tl.store(report_ptr + 1, rank)
         tl.store(report_ptr + 2, peer)
@@ -183,35 +185,22 @@ def report_failure(report_ptr, rank, peer, op, index, expected, seen):
 
 
 @triton.jit
-def _look(signal_ptr, at_least, wire_ptr, due_ptr):
-    """The signal word; a value below `at_least` while the data that it announces is on an emulated link."""
-    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
-    if wire_ptr is not None:
-        if seen >= at_least:
-            if wire.travels(due_ptr, wire_ptr):
-                seen = at_least - 1
-    return seen
-
-
-@triton.jit
 def wait(
-    signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False,
-    wire_ptr=None, due_ptr=None,
+    signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False
 ):  # fmt: skip
     """Wait until the word is `at_least`, but not longer than `max_polls` looks. -> the word seen last.
 
     When time is up the first to notice writes rank, peer, op, index, expected and seen to the report, and
     every later wait of this PE looks only once: the launch ends, and its caller raises. With NVSHMEM, rows
-    that came over the network before the signal are visible after it as well. wire, due: of a paced wait,
-    whose word counts as seen when it is due.
+    that came over the network before the signal are visible after it as well.
     """
-    seen = _look(signal_ptr, at_least, wire_ptr, due_ptr)
+    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
     if seen < at_least:
         polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
         if INTERPRETED:
             begin = looks_by_the_clock() - polls
         while (seen < at_least) & (polls < max_polls):
-            seen = _look(signal_ptr, at_least, wire_ptr, due_ptr)
+            seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
             polls += 1
             if INTERPRETED:
                 polls = looks_by_the_clock() - begin
@@ -224,43 +213,38 @@ def wait(
 
 
 @triton.jit
-def _missing(signal_ptrs, mask, at_least, SIZE: tl.constexpr, wire_ptr, due_ptrs):
-    """-> the words [SIZE], and 1 for each that `mask` asks for and that is too small, or not due yet."""
-    nothing = tl.zeros([SIZE], tl.int64)
+def _missing(signal_ptrs, mask, at_least, SIZE: tl.constexpr):
+    """-> the words [SIZE], and 1 for each that `mask` asks for and that is too small."""
+    nothing = mask.to(tl.int64) * 0
     seen = tl.atomic_add(signal_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
-    missing = mask & (seen < at_least)
-    if wire_ptr is not None:
-        # Other threads than those that acquired the words may load what was written before them.
-        tl.debug_barrier()
-        due = tl.load(due_ptrs, mask=mask & (seen >= at_least), other=0, volatile=True)
-        missing = missing | (mask & (due > wire.now_ns(wire_ptr)))
-    return seen, missing.to(tl.int32)
+    return seen, (mask & (seen < at_least)).to(tl.int32)
 
 
 @triton.jit
 def wait_all(
     signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr,
-    NVSHMEM: tl.constexpr = False, wire_ptr=None, due_ptrs=None,
+    NVSHMEM: tl.constexpr = False,
 ):  # fmt: skip
     """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`. -> are they?
 
-    signal_ptrs, mask, peers, indices, due_ptrs: [SIZE]. A report names the first that is missing.
+    signal_ptrs, mask, peers, indices: [SIZE]. Of those missing a report names that with the smallest
+    index.
     """
-    seen, missing = _missing(signal_ptrs, mask, at_least, SIZE, wire_ptr, due_ptrs)
+    seen, missing = _missing(signal_ptrs, mask, at_least, SIZE)
     if tl.sum(missing, 0) > 0:
         polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
         if INTERPRETED:
             begin = looks_by_the_clock() - polls
         while (tl.sum(missing, 0) > 0) & (polls < max_polls):
-            seen, missing = _missing(signal_ptrs, mask, at_least, SIZE, wire_ptr, due_ptrs)
+            seen, missing = _missing(signal_ptrs, mask, at_least, SIZE)
             polls += 1
             if INTERPRETED:
                 polls = looks_by_the_clock() - begin
         if tl.sum(missing, 0) > 0:
-            first = tl.arange(0, SIZE) == tl.argmax(missing, 0)
-            peer = tl.sum(tl.where(first, peers, 0), 0)
-            index = tl.sum(tl.where(first, indices, 0), 0)
-            report_failure(report_ptr, rank, peer, op, index, at_least, tl.sum(tl.where(first, seen, 0), 0))
+            index = tl.min(tl.where(missing != 0, indices, LAST_INDEX), 0)
+            first = (missing != 0) & (indices == index)
+            peer = tl.max(tl.where(first, peers, 0), 0)
+            report_failure(report_ptr, rank, peer, op, index, at_least, tl.max(tl.where(first, seen, 0), 0))
     if NVSHMEM:
         # What one word needs to be visible serves for all.
         address = tl.max(tl.where(mask & (seen >= at_least), signal_ptrs.to(tl.int64), 0), 0)

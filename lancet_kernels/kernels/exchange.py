@@ -13,9 +13,6 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
     stage    [S, D], [R, D]       only where NVSHMEM carries rows: those sent, and results, on their way out
 
-With an emulated wire (`wire.py`) `arrived` and `returned` are twice as long, [2 * B, ...]: words, then
-their dues.
-
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
 3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
 or rows of epoch e it waits until the peer has released epoch e - B of that bank. Results need no credit of
@@ -50,7 +47,6 @@ from lancet_kernels.kernels.schedule import (
     schedule_kernel,
     table_words,
 )
-from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
 # use.words: the epoch, then one task counter for each launch of the use.
@@ -106,10 +102,6 @@ class Exchange:
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
         timeout_s: how long a wait may last.
-        wire: this PE's emulated wire, on every PE or on none; None: rows arrive when they are there.
-
-    Attributes:
-        wire: that one. Between launches it may be taken away and put back: those without it are not paced.
     """
 
     def __init__(
@@ -125,7 +117,6 @@ class Exchange:
         chunk_rows: int,
         banks: int = 2,
         timeout_s: float = 60.0,
-        wire: Wire | None = None,
     ) -> None:
         if banks < 1:
             raise UserError("banks", got=banks, expected="at least 1", do="one for each pass open at once")
@@ -138,10 +129,8 @@ class Exchange:
         self.chunks = most_chunks(send_rows, experts, chunk_rows)
         self.rows = self._region("rows", (banks, receive_rows, width), dtype)
         self.results = self._region("results", (banks, send_rows, width), dtype)
-        self.wire = wire
-        words = banks if wire is None else 2 * banks
-        self.arrived = self._region("arrived", (words, self.tiles, self.world))
-        self.returned = self._region("returned", (words, self.chunks))
+        self.arrived = self._region("arrived", (banks, self.tiles, self.world))
+        self.returned = self._region("returned", (banks, self.chunks))
         self.counts = self._region("counts", (banks, self.world, experts), torch.int32)
         self.counted = self._region("counted", (banks, self.world))
         self.released = self._region("released", (banks, self.world))

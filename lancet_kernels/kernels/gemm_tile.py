@@ -98,7 +98,7 @@ def _store(ptr, value, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _quarters(acc, BM: tl.constexpr, BN: tl.constexpr):
+def quarters(acc, BM: tl.constexpr, BN: tl.constexpr):
     """-> the four column blocks [BM, BN / 4] of a tile, from left to right.
 
     An epilogue on a whole 128x256 tile holds pointers, masks and a second operand of that size beside the
@@ -189,8 +189,8 @@ def forward_tile(
     acc, acc_up = rows_times_weight(
         x_ptr, w_ptr, rows, m0, n0, K, N, ldx, PAIR, UPCAST, TMA, BM, BN, BK
     )  # fmt: skip
-    quarter = _quarters(acc, BM, BN)
-    quarter_up = _quarters(acc_up, BM, BN)
+    quarter = quarters(acc, BM, BN)
+    quarter_up = quarters(acc_up, BM, BN)
     for q in tl.static_range(4):
         _finish_forward(
             quarter[q], quarter_up[q], bias_ptr, pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ld_out,
@@ -251,7 +251,7 @@ def store_to_rows(
 
     The rows may be anywhere, on other PEs too; they are N wide. Rounded once.
     """
-    quarter = _quarters(acc, BM, BN)
+    quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
         n = n0 + q * (BN // 4)
         value = quarter[q]
@@ -279,7 +279,7 @@ def dgrad_tile(
     Example: dy = [[1, 2]], w = [[1, 0], [0, 1], [1, 1]], ACT "none" -> out = [[1, 2, 3]].
     """
     acc = rows_times_transposed(dy_ptr, w_ptr, rows, m0, n0, K, N, ld_dy, UPCAST, TMA, BM, BN, BK)
-    quarter = _quarters(acc, BM, BN)
+    quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
         _finish_dgrad(
             quarter[q], pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ld_out, ACT, BM, BN // 4
@@ -324,7 +324,7 @@ def add_column_sums(acc, dy_ptr, rows, n0, B, ld_dy, BN: tl.constexpr, BK: tl.co
 @triton.jit
 def store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM: tl.constexpr, BN: tl.constexpr):
     """dw[m0:m0+BM, n0:n0+BN] = acc, rounded once; dw is [A, B]."""
-    quarter = _quarters(acc, BM, BN)
+    quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
         _store(dw_ptr, quarter[q], m0, n0 + q * (BN // 4), A, B, B, BM, BN // 4)
 
@@ -334,7 +334,7 @@ def store_added(
     out_ptr, acc, before_ptr, adds, m0, n0, rows, N, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """out[m0:m0+BM, n0:n0+BN] = acc, plus before (float32) there if `adds`; all are [rows, N]."""
-    quarter = _quarters(acc, BM, BN)
+    quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
         n = n0 + q * (BN // 4)
         b_before = _load_pre(before_ptr, m0, n, tl.where(adds, rows, 0), N, N, BM, BN // 4)

@@ -225,7 +225,7 @@ class _Launch:
             dweight_out_ptr=get("dweight_out"), dbias_out_ptr=get("dbias_out"),
             out_ptr=get("out"), expert_ptr=routing.expert, row_ptr=routing.row, weight_ptr=routing.weight,
             saved_results_ptr=get("saved_results"), dweight_ptr=tensors.get("dweight", routing.weight),
-            problems_ptr=problems, wire_ptr=None if exchange.wire is None else exchange.wire.words,
+            problems_ptr=problems,
             HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
             # Not by how many tokens there are: none today must not mean another variant of the kernel.
             HAS_WGRAD=shape.wgrad, HAS_REDUCE=shape.tiles_out > 0 or shape.reduce_blocks > 0,

@@ -6,8 +6,8 @@
     T  tokens here                D  model width        B  banks
     S  most rows sent             R  most rows received
 
-With a `wire_ptr` what is put takes an emulated wire (`wire.py`): due times lie behind all words of `arrived`
-and `returned`. Without one nothing of that is compiled.
+A Gluon kernel, which lays out its blocks itself, hands over the index ranges `i_*`; without them they are
+made here.
 
 Index arithmetic is 64 bits wide where elements are counted: R * D passes 2^31 soon.
 """
@@ -15,7 +15,7 @@ Index arithmetic is 64 bits wide where elements are counted: R * D passes 2^31 s
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels import device, wire
+from lancet_kernels.kernels import device
 from lancet_kernels.kernels.choices import add_row, dot_row, place_row
 from lancet_kernels.kernels.schedule import WAIT_RELEASE, chunk_number, group, in_tile, segment
 
@@ -31,7 +31,7 @@ def put_chunk(
     source_ptr, token_ptr, scale_ptr, stage_ptr, rows_ptr, rows_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
     BANKS: tl.constexpr, SCALED: tl.constexpr, NVSHMEM: tl.constexpr,
-    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, wire_ptr=None,
+    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, i_row=None, i_column=None,
 ):  # fmt: skip
     """PUT: send those rows for `expert` that lie in its tile m, to their final place, then signal them.
 
@@ -44,7 +44,7 @@ def put_chunk(
     E = W * L
     peer = expert // L
     bank = epoch % BANKS
-    free = device.word(epoch - BANKS, tl.full((), 0, tl.int64))
+    free = device.word(epoch - BANKS, 0)
     i_released = bank * W + peer
     seen = device.wait(
         released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
@@ -56,48 +56,37 @@ def put_chunk(
         end = tl.minimum((m + 1) * BM - before, count)
         row = bank * R + first_row + before
         signal = (bank * tiles + first_tile + m) * W + rank
-        if wire_ptr is not None:
-            # The wire carries the first rows while the last ones are copied.
-            due = wire.book(wire_ptr, peer, num_bytes(end - begin, D, rows_ptr))
-            wire.put_due(arrived_ptr, arrived_peers_ptr, peer, BANKS * tiles * W + signal, due)
         for r in range(begin, end, ROWS):
             device.put_rows(
                 rows_ptr, rows_peers_ptr, peer, (row + r) * D,
                 source_ptr, token_ptr + first_send + r, scale_ptr + first_send + r,
                 tl.minimum(end - r, ROWS), D,
                 SCALED, NVSHMEM, ROWS, BLOCK, stage_ptr + tl.cast(first_send + r, tl.int64) * D,
+                i_row, i_column,
             )  # fmt: skip
-        word = device.word(epoch, tl.full((), 0, tl.int64))
+        word = device.word(epoch, 0)
         device.put_signal(arrived_ptr, arrived_peers_ptr, peer, signal, word, NVSHMEM)
-
-
-@triton.jit
-def num_bytes(rows, columns, like_ptr):
-    """Of a tile (int64) of the type that `like_ptr` points to."""
-    return tl.cast(rows, tl.int64) * columns * (like_ptr.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit
 def wait_rows(
     tile, m, expert, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
     NVSHMEM: tl.constexpr, TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
-    wire_ptr=None,
+    i_w=None,
 ):  # fmt: skip
     """Wait until all rows of the tile, which is tile m of its expert, are here. -> whether they are.
 
     If not, the caller does nothing and signals nothing, so that a peer that waits for what it would have made
     runs out of time too, instead of taking what is not there.
     """
-    i_w = tl.arange(0, BW)
+    if i_w is None:
+        i_w = tl.arange(0, BW)
     count, before, _ = segment(table_ptr, W, W * L, i_w, expert, i_w < W)
     index = ((epoch % BANKS) * tiles + tile) * W + i_w
-    word = device.word(epoch, tl.full((), 0, tl.int64))
-    due_ptrs = None
-    if wire_ptr is not None:
-        due_ptrs = arrived_ptr + BANKS * tiles * W + index
+    word = device.word(epoch, 0)
     here = device.wait_all(
         arrived_ptr + index, in_tile(count, before, m, BM), word, max_polls, report_ptr, rank, i_w,
-        WAIT_ROWS, index, BW, NVSHMEM, wire_ptr, due_ptrs,
+        WAIT_ROWS, index, BW, NVSHMEM,
     )  # fmt: skip
     device.fence_tma(TMA)
     return here
@@ -118,7 +107,7 @@ def wait_ready(index, columns, rank, ready_ptr, max_polls, report_ptr, TMA: tl.c
     index: the tile, or behind all tiles the local expert. Whoever finished the first GEMM has taken in what
     the network wrote, and published it.
     """
-    expected = tl.full((), 0, tl.int64) + columns
+    expected = tl.cast(columns, tl.int64)
     seen = device.wait(ready_ptr + index, expected, max_polls, report_ptr, rank, rank, WAIT_READY, index)
     device.fence_tma(TMA)
     return seen >= expected
@@ -127,15 +116,17 @@ def wait_ready(index, columns, rank, ready_ptr, max_polls, report_ptr, TMA: tl.c
 @triton.jit
 def result_rows(
     expert, m, rows, first_row, epoch, W, L, D, S, table_ptr, stage_ptr, results_ptr, results_peers_ptr,
-    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr,
+    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, i_m=None,
 ):  # fmt: skip
     """-> where the results of the rows of tile m go, addresses [BM] at their sources, and which of them are.
 
     Where no pointer reaches the source: to stage [R, D], at the place of the row here.
     Example: that of `schedule`, expert 0 of PE 0, m = 0: rows 0 and 1 of results of PE 0, 0 and 1 of PE 1.
     """
-    i = m * BM + tl.arange(0, BM)
-    source = tl.zeros([BM], tl.int32)
+    if i_m is None:
+        i_m = tl.arange(0, BM)
+    i = m * BM + i_m
+    source = i * 0
     for w in range(W):
         count, before, _ = segment(table_ptr, W, W * L, w, expert)
         source += (i >= before + count).to(tl.int32)
@@ -153,7 +144,7 @@ def result_rows(
 def return_tile(
     tile, m, n, expert, first_row, epoch, rank, W, L, D, S, tiles, chunks, table_ptr,
     stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, wire_ptr=None,
+    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """TILE_OUT is stored at the sources, or in stage [R, D] where no pointer reaches them: the last signals.
 
@@ -163,29 +154,21 @@ def return_tile(
     bank = epoch % BANKS
     E = W * L
     columns = tl.cdiv(D, BN)
-    width = tl.minimum(D - n * BN, BN)
     tl.debug_barrier()
-    for w in range(W):
-        count, before, first_send = segment(table_ptr, W, E, w, expert)
-        if in_tile(count, before, m, BM):
-            begin = tl.maximum(before, m * BM)
-            end = tl.minimum(before + count, (m + 1) * BM)
-            if wire_ptr is not None:
-                # Each tile takes the wire as it ends; the signal of all is due with the last of them.
-                index = (BANKS + bank) * chunks + chunk_number(first_send, before, expert, m, BM)
-                due = wire.book(wire_ptr, w, num_bytes(end - begin, width, results_ptr))
-                wire.put_due(returned_ptr, returned_peers_ptr, w, index, due)
-            if NVSHMEM:
-                if tl.load(results_peers_ptr + w) == 0:
-                    for i in range(begin, end):
-                        target = (bank * S + first_send + i - before) * D + n * BN
-                        staged = tl.cast(first_row + i, tl.int64) * D + n * BN
-                        device.put_row(results_ptr + target, stage_ptr + staged, width, w, NVSHMEM)
+    if NVSHMEM:
+        width = tl.minimum(D - n * BN, BN)
+        for w in range(W):
+            count, before, first_send = segment(table_ptr, W, E, w, expert)
+            if tl.load(results_peers_ptr + w) == 0:
+                for i in range(tl.maximum(before, m * BM), tl.minimum(before + count, (m + 1) * BM)):
+                    target = (bank * S + first_send + i - before) * D + n * BN
+                    staged = tl.cast(first_row + i, tl.int64) * D + n * BN
+                    device.put_row(results_ptr + target, stage_ptr + staged, width, w, NVSHMEM)
     # Not a fence: the program that signals may be another one.
     device.quiet(NVSHMEM)
     done = tl.atomic_add(done_ptr + tile, 1, sem="acq_rel", scope="gpu")
     if done == columns - 1:
-        word = device.word(epoch, tl.full((), 0, tl.int64))
+        word = device.word(epoch, 0)
         for w in range(W):
             count, before, first_send = segment(table_ptr, W, E, w, expert)
             if in_tile(count, before, m, BM):
@@ -195,11 +178,14 @@ def return_tile(
 
 @triton.jit
 def poison_wgrad(
-    dw_ptr, dbias_ptr, m0, n0, A, B, HAS_DBIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    dw_ptr, dbias_ptr, m0, n0, A, B, HAS_DBIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    i_column=None,
 ):  # fmt: skip
     """NaN into one tile of dw [A, B] and, where m0 == 0, of dbias [B]: rows of their sums did not come."""
-    i_n = n0 + tl.arange(0, BN)
-    nan = tl.full([BN], float("nan"), tl.float32)
+    if i_column is None:
+        i_column = tl.arange(0, BN)
+    i_n = n0 + i_column
+    nan = tl.cast(i_n, tl.float32) + float("nan")
     for i_m in range(m0, tl.minimum(m0 + BM, A)):
         row_ptr = dw_ptr + tl.cast(i_m, tl.int64) * B
         tl.store(row_ptr + i_n, nan.to(dw_ptr.dtype.element_ty), mask=i_n < B)
@@ -213,7 +199,7 @@ def reduce_block(
     block, epoch, rank, sound, W, L, D, S, T, K, chunks, table_ptr,
     results_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, max_polls, report_ptr,
     WEIGHTED: tl.constexpr, NVSHMEM: tl.constexpr, BANKS: tl.constexpr,
-    BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, wire_ptr=None,
+    BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, i_row=None, i_column=None,
 ):  # fmt: skip
     """REDUCE: out[t] = sum over k, in order, of weight[t, k] * results[row[t, k]], float32.
 
@@ -221,8 +207,11 @@ def reduce_block(
     then nothing is waited for, or if any wait of this PE failed.
     """
     bank = epoch % BANKS
-    word = device.word(epoch, tl.full((), 0, tl.int64))
-    t = block * BT + tl.arange(0, BT)
+    word = device.word(epoch, 0)
+    if i_row is None:
+        i_row = tl.arange(0, BT)
+        i_column = tl.arange(0, BD)
+    t = block * BT + i_row
     m_t = t < T
     first_kept = tl.where(sound != 0, 0, 0x7FFFFFFF)
     for k in range(K):
@@ -232,20 +221,17 @@ def reduce_block(
         _, before, first_send = segment(table_ptr, W, W * L, rank, expert, kept)
         m = (before + row - first_send) // BM
         index = bank * chunks + chunk_number(first_send, before, expert, m, BM)
-        due_ptrs = None
-        if wire_ptr is not None:
-            due_ptrs = returned_ptr + BANKS * chunks + index
         device.wait_all(
             returned_ptr + index, kept, word, max_polls, report_ptr, rank, expert // L,
-            WAIT_RESULTS, index, BT, NVSHMEM, wire_ptr, due_ptrs,
+            WAIT_RESULTS, index, BT, NVSHMEM,
         )  # fmt: skip
     poison = tl.where(device.failed(report_ptr) | (sound == 0), float("nan"), 0.0)
     results_ptr += bank * S * D
     for d in range(0, D, BD):
-        i_d = d + tl.arange(0, BD)
+        i_d = d + i_column
         m_d = i_d < D
         # [BT, BD]
-        b_sum = tl.zeros([BT, BD], tl.float32)
+        b_sum = tl.cast(i_row[:, None] * 0 + i_column[None, :] * 0, tl.float32)
         for k in range(K):
             offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
             b_sum = add_row(b_sum, results_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
@@ -255,15 +241,19 @@ def reduce_block(
 
 @triton.jit
 def dweight_block(
-    block, D, T, K, dy_ptr, results_ptr, row_ptr, dweight_ptr, BT: tl.constexpr, BD: tl.constexpr
+    block, D, T, K, dy_ptr, results_ptr, row_ptr, dweight_ptr, BT: tl.constexpr, BD: tl.constexpr,
+    i_row=None, i_column=None,
 ):  # fmt: skip
     """DWEIGHT: dweight[t, k] = dy[t] . results[row[t, k]] in float32; zero where dropped.
 
     results [S, D]: those of the forward pass, which its bank still holds.
     Example: BT = 8, block 1: tokens 8 to 15, all their choices.
     """
-    t = block.to(tl.int64) * BT + tl.arange(0, BT)
+    if i_row is None:
+        i_row = tl.arange(0, BT)
+        i_column = tl.arange(0, BD)
+    t = block.to(tl.int64) * BT + i_row
     for k in range(K):
         i = t * K + k
         offset, m_kept = place_row(row_ptr, i, t < T, D)
-        dot_row(dy_ptr, results_ptr, dweight_ptr, i, t, t < T, offset, m_kept, D, BT, BD)
+        dot_row(dy_ptr, results_ptr, dweight_ptr, i, t, t < T, offset, m_kept, D, BT, BD, i_column)

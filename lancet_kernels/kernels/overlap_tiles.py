@@ -50,7 +50,7 @@ def tile_in(
     rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
     BACKWARD: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, wire_ptr=None,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """TILE_IN: wait for the rows of a tile, whoever sends them, multiply them, count the column as ready.
 
@@ -64,7 +64,7 @@ def tile_in(
     m = tile - first_tile
     here = wait_rows(
         tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
-        NVSHMEM, TMA, BANKS, BM, BW, wire_ptr,
+        NVSHMEM, TMA, BANKS, BM, BW,
     )  # fmt: skip
     if here:
         row = first_row.to(tl.int64)
@@ -88,7 +88,6 @@ def tile_out(
     HAS_IN: tl.constexpr, BACKWARD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
-    wire_ptr=None,
 ):  # fmt: skip
     """TILE_OUT: multiply a tile of the first GEMM's result, store each row at its source; the last n signals.
 
@@ -126,8 +125,32 @@ def tile_out(
         return_tile(
             tile, m, n, expert, first_row, epoch, rank, W, L, D, S, tiles, chunks, table_ptr,
             stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-            BANKS, NVSHMEM, BM, BN, wire_ptr,
+            BANKS, NVSHMEM, BM, BN,
         )  # fmt: skip
+
+
+@triton.jit
+def wgrad_operands(
+    which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
+    saved_hidden_ptr, BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr,
+):  # fmt: skip
+    """-> x [rows, A], dy [rows, B], A and B of a weight gradient x^T dy: dw2's (which = 0) or dw1's (1)."""
+    row = first_row.to(tl.int64)
+    bank = epoch % BANKS
+    earlier_bank = tl.load(earlier_use_ptr) % EARLIER_BANKS
+    x_ptr, dy_ptr, A, B = saved_hidden_ptr + row * F, rows_ptr + (bank * R + row) * D, F, D
+    if which == 1:
+        x_ptr, dy_ptr, A, B = saved_rows_ptr + (earlier_bank * R + row) * D, hidden_ptr + row * H, D, H
+    return x_ptr, dy_ptr, A, B
+
+
+@triton.jit
+def wgrad_results(which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr):
+    """-> dw [A, B] and dbias [B] of a local expert; which: as of `wgrad_operands`."""
+    dw_ptr, db_ptr = dweight_in_ptr, dbias_in_ptr
+    if which == 1:
+        dw_ptr, db_ptr = dweight_out_ptr, dbias_out_ptr
+    return dw_ptr + local.to(tl.int64) * A * B, db_ptr + local * B
 
 
 @triton.jit
@@ -153,16 +176,13 @@ def tile_wgrad(
         hidden_is_here = hidden_is_here & wait_ready(
             tiles + local, tl.cdiv(rows, BM) * tl.cdiv(F, BN_IN), rank, ready_ptr, max_polls, report_ptr, TMA
         )
-    row = first_row.to(tl.int64)
-    bank = epoch % BANKS
-    earlier_bank = tl.load(earlier_use_ptr) % EARLIER_BANKS
-    x_ptr, dy_ptr, A, B = saved_hidden_ptr + row * F, rows_ptr + (bank * R + row) * D, F, D
-    dw_ptr, db_ptr = dweight_in_ptr, dbias_in_ptr
-    if which == 1:
-        x_ptr, dy_ptr, A, B = saved_rows_ptr + (earlier_bank * R + row) * D, hidden_ptr + row * H, D, H
-        dw_ptr, db_ptr = dweight_out_ptr, dbias_out_ptr
-    dw_ptr += local.to(tl.int64) * A * B
-    db_ptr += local * B
+    x_ptr, dy_ptr, A, B = wgrad_operands(
+        which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
+        saved_hidden_ptr, BANKS, EARLIER_BANKS,
+    )  # fmt: skip
+    dw_ptr, db_ptr = wgrad_results(
+        which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
+    )  # fmt: skip
     if hidden_is_here:
         acc = tl.zeros((BM, BN), tl.float32)
         acc = add_outer_products(
@@ -178,14 +198,8 @@ def tile_wgrad(
 
 
 @triton.jit
-def dense_tile(
-    problems_ptr, problem, m, n, like_ptr, KINDS: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """DENSE: one tile of an independent GEMM of the table; operands typed like `like_ptr`, contiguous.
-
-    KINDS is a bit mask of the kinds in the table. Example: KINDS = 4: only weight gradients (TN).
-    """
+def dense_problem(problems_ptr, problem, like_ptr, TMA: tl.constexpr):
+    """-> kind, a, b, c, M, N and K of a row of the table of independent GEMMs; pointers as `like_ptr`."""
     p = problems_ptr + problem * DENSE_WORDS
     kind = tl.load(p)
     a_ptr = tl.load(p + 1).to(like_ptr.dtype)
@@ -200,6 +214,19 @@ def dense_tile(
         a_ptr = tl.multiple_of(a_ptr, 16)
         b_ptr = tl.multiple_of(b_ptr, 16)
         c_ptr = tl.multiple_of(c_ptr, 16)
+    return kind, a_ptr, b_ptr, c_ptr, M, N, K
+
+
+@triton.jit
+def dense_tile(
+    problems_ptr, problem, m, n, like_ptr, KINDS: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """DENSE: one tile of an independent GEMM of the table; operands typed like `like_ptr`, contiguous.
+
+    KINDS is a bit mask of the kinds in the table. Example: KINDS = 4: only weight gradients (TN).
+    """
+    kind, a_ptr, b_ptr, c_ptr, M, N, K = dense_problem(problems_ptr, problem, like_ptr, TMA)
     if KINDS & 1:
         if kind == NN:
             forward_tile(a_ptr, b_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N, K, N,
