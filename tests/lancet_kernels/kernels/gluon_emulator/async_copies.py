@@ -258,6 +258,7 @@ def _finish(machine: Any, mma: Mma) -> None:
         else:
             values.append(as_float(operand.handle.data, operand.dtype))
     acc = mma.accumulator
-    product = np.matmul(*values, dtype=np.float32)
+    with np.errstate(all="ignore"):  # rows behind the last one are what was there
+        product = np.matmul(*values, dtype=np.float32)
     acc.data = product + acc.data if mma.use_accumulator else product
     acc.pending.remove(mma)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -31,10 +31,10 @@ def _see_language() -> None:
 class Emulator:
     """Runs host code of one or several PEs, and the kernels that it launches.
 
-    edits: {jitted function: [(old text, new text)]}, to run mutants of it.
+    edits: (jitted function, old text, new text) each, to run mutants; the old text must occur once.
     """
 
-    def __init__(self, seed: int = 0, edits: dict[Any, list[tuple[str, str]]] | None = None) -> None:
+    def __init__(self, seed: int = 0, edits: Sequence[tuple[Any, str, str]] = ()) -> None:
         self.builder = interpreter.interpreter_builder
         self.scheduler = Scheduler(seed, self.builder)
         self.memory = GlobalMemory(self.scheduler, self.builder)
@@ -138,16 +138,14 @@ class _Kernel:
             index = x % size[0], x // size[0] % size[1], x // (size[0] * size[1])
             name = f"{here.name}, program {x}"
             program = Program(name)
-            task = scheduler.spawn(name, partial(self._program, program, given), program)
+            task = scheduler.spawn(name, partial(emulator.sources.function(self.fn), **given), program)
             task.grid, task.state["num_warps"] = (size, index), num_warps
             programs.append(task)
         scheduler.wait_until(
             lambda: all(task.finished for task in programs), lambda: "waits for the programs it launched"
         )
-
-    def _program(self, program: Program, given: dict[str, Any]) -> None:
-        self.emulator.sources.function(self.fn)(**given)
-        self.emulator.memory.flush(program)
+        for task in programs:
+            emulator.memory.flush(task.program)
 
 
 def _is_constexpr(annotation: Any) -> bool:

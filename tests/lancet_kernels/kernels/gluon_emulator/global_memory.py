@@ -89,21 +89,21 @@ class GlobalMemory:
         self.scheduler = scheduler
         self.real = {name: getattr(builder, name) for name in self.HOOKS if hasattr(builder, name)}
 
-    def create_masked_load(self, pointers, mask, *rest):
+    def create_masked_load(self, pointers, mask, *rest, **options):
         task = self.scheduler.current
         if task is None:
-            return self.real["create_masked_load"](pointers, mask, *rest)
+            return self.real["create_masked_load"](pointers, mask, *rest, **options)
         self.scheduler.step()
         self._meet(task, pointers.data, mask.data)
-        value = self.real["create_masked_load"](pointers, mask, *rest)
-        if rest[-1]:  # volatile
+        value = self.real["create_masked_load"](pointers, mask, *rest, **options)
+        if options.get("is_volatile", rest and rest[-1]):
             self.scheduler.polled((pointers.data.tobytes(), value.data.tobytes()))
         return value
 
-    def create_masked_store(self, pointers, value, mask, *rest):
+    def create_masked_store(self, pointers, value, mask, *rest, **options):
         task = self.scheduler.current
         if task is None:
-            return self.real["create_masked_store"](pointers, value, mask, *rest)
+            return self.real["create_masked_store"](pointers, value, mask, *rest, **options)
         self.scheduler.step()
         mask = np.broadcast_to(mask.data, pointers.data.shape).astype(bool)
         if mask.any():

@@ -7,10 +7,11 @@ Gluon, another jitted function, a module that has such) is replaced by what the 
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton.language as tl
@@ -51,17 +52,20 @@ class Sources:
     """Executable functions for jitted ones, each made once.
 
     replaced: by identity, what stands for a builtin or function. replaced_names: functions by name. edits:
-    for a jitted function, pairs (old, new) of source text: a mutant. Each old text must occur once.
+    (jitted function, old text, new text): mutants. Each old text must occur once.
     """
 
     def __init__(
         self,
         replaced: dict[int, Any],
         replaced_names: dict[str, Any],
-        edits: dict[Any, list[tuple[str, str]]] | None = None,
+        edits: Sequence[tuple[Any, str, str]] = (),
     ) -> None:
         self.replaced, self.replaced_names = replaced, replaced_names
-        self.edits = {id(self._python(fn)): pairs for fn, pairs in (edits or {}).items()}
+        self.edits: dict[int, tuple[tuple[str, str], ...]] = {}
+        for fn, old, new in edits:
+            python = self._python(fn)
+            self.edits[id(python)] = (*self.edits.get(id(python), ()), (old, new))
         self._functions: dict[int, Callable[..., Any]] = {}
         self._globals: dict[int, dict[str, Any]] = {}
         self._kept: list[Any] = []  # so that no id is used again
@@ -109,38 +113,33 @@ class Sources:
         return self._functions[id(python)]
 
     def _compile(self, python: Callable[..., Any]) -> Callable[..., Any]:
-        lines, first = inspect.getsourcelines(python)
-        text = textwrap.dedent("".join(lines))
-        for old, new in self.edits.get(id(python), []):
-            if text.count(old) != 1:
-                raise ValueError(f"{python.__name__} has {text.count(old)} times: {old}")
-            text = text.replace(old, new)
-        tree = ast.parse(text)
-        tree.body[0].decorator_list = []
-        tree.body[0].returns = None
-        ast.fix_missing_locations(_Rewrite().visit(tree))
-        ast.increment_lineno(tree, first - 1)
         names = self._names(python)
-        exec(compile(tree, inspect.getsourcefile(python), "exec"), names)
+        exec(_code_of(python, self.edits.get(id(python), ())), names)
         return names[python.__name__]
 
     def _names(self, python: Callable[..., Any]) -> dict[str, Any]:
-        """Of one function: its own dict, whose values are resolved when they are looked up first."""
-        source = python.__globals__
-        names = {"__builtins__": __builtins__, "__to_tensor": to_tensor, "range": tensor_range}
-        used = _global_names(python.__code__)
-        # Annotations, and what an edit may bring in, need the rest; constants and modules are cheap.
-        for name, value in source.items():
-            if name in used or not is_jitted(value):
-                names.setdefault(name, self._lazily(name, value) if name in used else value)
-        return names
-
-    def _lazily(self, name: str, value: Any) -> Any:
-        return self.resolve(value)
+        """The function's globals; those that it uses are resolved."""
+        used = python.__code__.co_names
+        names = {
+            name: self.resolve(value) if name in used or name in python.__annotations__ else value
+            for name, value in python.__globals__.items()
+        }
+        return names | {"__to_tensor": to_tensor, "range": tensor_range}
 
 
-def _global_names(code: types.CodeType) -> set[str]:
-    return set(code.co_names)
+@functools.cache
+def _code_of(python: Callable[..., Any], edits: tuple[tuple[str, str], ...]) -> types.CodeType:
+    lines, first = inspect.getsourcelines(python)
+    text = textwrap.dedent("".join(lines))
+    for old, new in edits:
+        if text.count(old) != 1:
+            raise ValueError(f"{python.__name__} has {text.count(old)} times: {old}")
+        text = text.replace(old, new)
+    tree = ast.parse(text)
+    tree.body[0].decorator_list = []
+    ast.fix_missing_locations(_Rewrite().visit(tree))
+    ast.increment_lineno(tree, first - 1)
+    return compile(tree, inspect.getsourcefile(python), "exec")
 
 
 def to_tensor(value: Any) -> Any:
