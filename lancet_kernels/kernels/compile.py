@@ -23,6 +23,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 import lancet_kernels.kernels
 from lancet_kernels.errors import UserError
@@ -97,7 +98,7 @@ def compile_specimen(specimen: Specimen, arch: int) -> CompiledKernel:
         spills=_spills(compiled.asm["ptx"], options, arch) if stack else 0,
         stack=stack,
         shared_bytes=compiled.metadata.shared,
-        threads=compiled.metadata.num_warps * 32,
+        threads=(specimen.total_warps or compiled.metadata.num_warps) * 32,
         wgmma=bool(WGMMA.search(instructions)),
         tma=bool(TMA.search(instructions)),
         tcgen05=bool(TCGEN05.search(instructions)),
@@ -179,11 +180,11 @@ def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
             do="correct the specimen",
         )
     aligned = [n for n in names if n in specimen.aligned and n not in constexprs]
-    source = ASTSource(
+    source = (GluonASTSource if isinstance(specimen.kernel, GluonJITFunction) else ASTSource)(
         specimen.kernel,
         # in the order of the arguments, as Triton requires
         {n: "constexpr" if n in constexprs else specimen.signature[n] for n in names},
-        constexprs=constexprs,
+        constexprs={(names.index(n),): value for n, value in constexprs.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
     )
     options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages, **specimen.options}

@@ -23,33 +23,33 @@ from lancet_kernels.kernels.specimen import Specimen, pointers
 
 # Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
 _INTEGERS = (
-    "counter rank limit W L D F H R S tiles chunks T K tiles_in tiles_out lag dweight_blocks dense_tiles "
+    "counter copy_counter rank limit W L D F H R S tiles chunks T K tiles_in tiles_out lag dweight_blocks dense_tiles "
     "num_problems reduce_blocks programs comm_programs"
 ).split()
-_TYPES = {
+TYPES = {
     **dict.fromkeys(_INTEGERS, "i32"),
     **dict.fromkeys(("table_ptr", "token_ptr"), "*i32"),
     **dict.fromkeys(("scale_ptr", "weight_ptr", "dweight_ptr"), "*fp32"),
     "max_polls": "i64",
 }
 _WORDS = "use earlier_use report arrived released returned ready done expert row problems".split()
-_TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
-_TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned")}
-_STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE", "HAS_DWEIGHT")
+TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
+TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned")}
+STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE", "HAS_DWEIGHT")
 # What is fused -> (stages in the launch, backward); one launch per direction, or its two halves.
-_FUSED = {
+FUSED = {
     "forward": (("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_REDUCE"), False),
-    "backward": (_STAGES, True),
+    "backward": (STAGES, True),
     "dispatch+gemm": (("HAS_PUT", "HAS_IN"), False),
     "gemm+combine": (("HAS_OUT", "HAS_REDUCE"), False),
     "backward dispatch+gemm": (("HAS_PUT", "HAS_IN", "HAS_DWEIGHT"), True),
     "backward gemm+combine": (("HAS_OUT", "HAS_WGRAD", "HAS_REDUCE"), True),
 }
 # Independent GEMMs that ride along: what `overlap.dense_kinds` gives.
-_DENSE = {"": 0, "+dw": 4, "+dense": 7}
+DENSE = {"": 0, "+dw": 4, "+dense": 7}
 # Words of a tile that are looked at together: a PE each.
 PES = 8
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def specimens(arch: int) -> Iterator[Specimen]:
@@ -59,8 +59,8 @@ def specimens(arch: int) -> Iterator[Specimen]:
     biases in both directions.
     """
     for nvshmem in (False, True):
-        for fused in _FUSED:
-            for dense in _DENSE if "HAS_PUT" in _FUSED[fused][0] else ("",):
+        for fused in FUSED:
+            for dense in DENSE if "HAS_PUT" in FUSED[fused][0] else ("",):
                 yield specimen(fused, dense, arch, nvshmem=nvshmem)
     for fused in ("forward", "backward"):
         yield specimen(fused, "", arch, bias=False)
@@ -157,16 +157,16 @@ def specimen(
     plain: why there are no tensor descriptors; "odd": widths are not multiples
     of 16, "odd riders": only those of independent GEMMs. config: None means the default of the architecture.
     """
-    stages, backward = _FUSED[fused]
-    short = _SHORT[dtype]
+    stages, backward = FUSED[fused]
+    short = SHORT[dtype]
     config = config or OverlapConfig(overlap_tile(activation, dtype, arch))
     narrow = plain == "odd" or (plain and arch >= 90)
     tile = plain_tile(config.gemm, dtype) if narrow else config.gemm
     tile = launch_tile(tile, backward=backward, nvshmem=nvshmem)
     tma = arch >= 90 and not plain
-    constexprs: dict[str, object] = {stage: stage in stages for stage in (*_STAGES, *stages)}
+    constexprs: dict[str, object] = {stage: stage in stages for stage in (*STAGES, *stages)}
     constexprs |= {
-        "DENSE_KINDS": _DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
+        "DENSE_KINDS": DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
         "SAVE_PRE": True, "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
         "NVSHMEM": nvshmem, "UPCAST": False, "TMA": tma,
         "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k, "BW": PES,
@@ -175,7 +175,7 @@ def specimen(
         "BT": config.reduce_tokens, "BD": config.reduce_block,
     }  # fmt: skip
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
-    signature = {name: _TYPES.get(name, f"*{short}") for name in arguments}
+    signature = {name: TYPES.get(name, f"*{short}") for name in arguments}
     said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain)}
     more = "".join(f" {what}" for what, holds in said.items() if holds)
     widths = () if plain == "odd" else ("D", "F", "H")

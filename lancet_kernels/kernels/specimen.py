@@ -15,11 +15,12 @@ class Specimen:
 
     Attributes:
         name: of the kernel; config: short text, e.g. "128x128x64 w8 s3 bf16".
-        kernel: the `triton.jit` function.
+        kernel: the `triton.jit` or `gluon.jit` function.
         signature: argument name -> type ("*bf16", "i32", "i64"), without the constexprs.
         constexprs: constexpr name -> value.
         aligned: names of the pointers and integers that are multiples of 16.
         num_warps, num_stages: launch options.
+        total_warps: of a program, where warps beside `num_warps` have jobs of their own; 0: none have.
         nvshmem: link the NVSHMEM bitcode.
         wgmma, tma: what the machine code of sm_90 must contain.
     """
@@ -32,6 +33,7 @@ class Specimen:
     aligned: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 3
+    total_warps: int = 0
     nvshmem: bool = False
     wgmma: bool = False
     tma: bool = False

@@ -1,0 +1,264 @@
+"""The consumers of the Hopper kernel: two warpgroups that multiply, and store what the tasks are for.
+
+    W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu
+    R, S  most rows received and sent                 BM, BN  the tile of the output
+
+A tile is stored a quarter of its columns at a time. The accumulators' layout has 4 bytes of a row in a
+thread, so a quarter goes through shared memory into the layout ROWS, 16 bytes a thread and at least 128
+of a row together: results that go to peers cross NVLink in whole packets.
+
+Stores are ordinary ones of all threads; the release that publishes them (`finish_ready`, `return_tile`)
+comes after a barrier of the partition. What is stored here and loaded by TMA, `hidden`, changes from the
+generic to the async proxy: a fence of the writer before the release, and one of the producer after the
+acquire. There are no TMA stores, which a release would not cover.
+"""
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from lancet_kernels.kernels import device
+from lancet_kernels.kernels.gemm_tile import activate, dgelu, dsilu, quarters, silu
+from lancet_kernels.kernels.gluon_pipeline import multiply_steps, take_task
+from lancet_kernels.kernels.gluon_shim import view
+from lancet_kernels.kernels.overlap_tasks import finish_ready, poison_wgrad, result_rows, return_tile
+from lancet_kernels.kernels.overlap_tiles import NN, NT, TN, dense_problem, wgrad_operands, wgrad_results
+from lancet_kernels.kernels.schedule import group, tile_ptr
+from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
+
+
+@gluon.jit
+def _add_bias(value, bias_ptr, n0, N, WIDTH: gl.constexpr, QUARTER: gl.constexpr):
+    i_n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(0, QUARTER))
+    b_bias = gl.load(bias_ptr + i_n, mask=i_n < N, other=0.0).to(gl.float32)
+    return value + b_bias[None, :]
+
+
+@gluon.jit
+def _store(p_row, m_row, value, n0, N, WIDTH: gl.constexpr, ROWS: gl.constexpr):
+    """value [BM, WIDTH], rounded once, to columns n0 on of the rows that start at p_row where m_row."""
+    i_n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS))
+    value = gl.convert_layout(value.to(p_row.dtype.element_ty), ROWS)
+    gl.store(p_row[:, None] + i_n[None, :], value, mask=m_row[:, None] & (i_n < N)[None, :])
+
+
+@gluon.jit
+def _load(p_row, m_row, n0, N, WIDTH: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr):
+    """The same place as float32, in the layout of the accumulators; 0 where there is nothing."""
+    i_n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS))
+    value = gl.load(p_row[:, None] + i_n[None, :], mask=m_row[:, None] & (i_n < N)[None, :], other=0.0)
+    return gl.convert_layout(value, QUARTER).to(gl.float32)
+
+
+@gluon.jit
+def _store_tile(
+    acc, p_row, m_row, bias_ptr, n0, N, HAS_BIAS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
+):  # fmt: skip
+    """acc [BM, BN], plus bias [N], to columns n0 on of rows N wide, that may be anywhere."""
+    WIDTH: gl.constexpr = BN // 4
+    parts = quarters(acc, BM, BN)
+    for q in gl.static_range(4):
+        value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
+        if HAS_BIAS:
+            value = _add_bias(value, bias_ptr, n0 + q * WIDTH, N, WIDTH, QUARTER)
+        _store(p_row, m_row, value, n0 + q * WIDTH, N, WIDTH, ROWS)
+
+
+@gluon.jit
+def _finish_forward(
+    acc, p_pre, p_hidden, m_row, bias_ptr, n0, F, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    SAVE_PRE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
+):  # fmt: skip
+    """TILE_IN forward: bias, pre-activation, activation. swiglu: the left half is gate, the right one up."""
+    WIDTH: gl.constexpr = BN // 4
+    PAIR: gl.constexpr = ACT == "swiglu"
+    parts = quarters(acc, BM, BN)
+    for q in gl.static_range(2 if PAIR else 4):
+        n = n0 + q * WIDTH
+        value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
+        if HAS_BIAS:
+            value = _add_bias(value, bias_ptr, n, F, WIDTH, QUARTER)
+        if SAVE_PRE:
+            _store(p_pre, m_row, value, n, F, WIDTH, ROWS)
+        if PAIR:
+            up = gl.convert_layout(parts[q + 2], QUARTER, assert_trivial=True)
+            if HAS_BIAS:
+                up = _add_bias(up, bias_ptr + F, n, F, WIDTH, QUARTER)
+            if SAVE_PRE:
+                _store(p_pre + F, m_row, up, n, F, WIDTH, ROWS)
+            value = silu(value) * up
+        else:
+            value = activate(value, ACT)
+        _store(p_hidden, m_row, value, n, F, WIDTH, ROWS)
+
+
+@gluon.jit
+def _finish_backward(
+    acc, p_pre, p_dh, m_row, n0, F, ACT: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
+):  # fmt: skip
+    """TILE_IN backward: times the derivative of the activation at `pre`. swiglu: both halves of dh."""
+    WIDTH: gl.constexpr = BN // 4
+    parts = quarters(acc, BM, BN)
+    for q in gl.static_range(4):
+        n = n0 + q * WIDTH
+        value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
+        b_pre = _load(p_pre, m_row, n, F, WIDTH, ROWS, QUARTER)
+        if ACT == "swiglu":
+            _store(p_dh + F, m_row, value * silu(b_pre), n, F, WIDTH, ROWS)
+            value = value * _load(p_pre + F, m_row, n, F, WIDTH, ROWS, QUARTER) * dsilu(b_pre)
+        elif ACT == "gelu":
+            value = value * dgelu(b_pre)
+        else:
+            value = value * dsilu(b_pre)
+        _store(p_dh, m_row, value, n, F, WIDTH, ROWS)
+
+
+@gluon.jit
+def _store_bias_gradient(
+    db_ptr, dy_ptr, rows, n0, B, BN: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
+    """db[n0:n0+BN] = the sums of dy [rows, B] down its columns, in a second look at what is in L2."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    DEPTH: gl.constexpr = 2 * WARPS
+    i_n = n0 + gl.arange(0, BN, gl.SliceLayout(0, wide))
+    i_row = gl.arange(0, DEPTH, gl.SliceLayout(1, wide))
+    sums = gl.zeros((DEPTH, BN), gl.float32, wide)
+    for r in range(0, rows, DEPTH):
+        p = dy_ptr + (r + i_row)[:, None].to(gl.int64) * B + i_n[None, :]
+        m = (i_row < rows - r)[:, None] & (i_n < B)[None, :]
+        sums += gl.load(p, mask=m, other=0.0).to(gl.float32)
+    gl.store(db_ptr + i_n, gl.sum(sums, 0).to(db_ptr.dtype.element_ty), mask=i_n < B)
+
+
+@gluon.jit
+def consume(
+    earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, epoch, W, L, D, F, H, R, S, tiles, chunks,
+    results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
+    rows_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, ready_ptr, done_ptr,
+    saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
+    problems_ptr, a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
+    HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
+    BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
+    BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr,
+    STAGES: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The consumers' partition: multiply the operands of each task that the producer hands over, and store."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
+    QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    element: gl.constexpr = a_bufs.dtype
+    across_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], element)
+    across_b: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], element)
+    a_across = view(a_bufs, [STAGES, BK, BM], across_a)
+    b_across = view(b_bufs, [STAGES, BN, BK], across_b)
+    OF_TILES: gl.constexpr = (2 if BACKWARD else 1) if HAS_IN or HAS_OUT else 0
+    FORMS: gl.constexpr = OF_TILES | (4 if HAS_WGRAD else 0) | DENSE_KINDS
+    ONE_FORM: gl.constexpr = (FORMS & (FORMS - 1)) == 0
+    i_m = gl.arange(0, BM, gl.SliceLayout(1, ROWS))
+    it = 0
+    j = 0
+    kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
+    while kind >= 0:
+        if ONE_FORM:
+            if FORMS == 1:
+                acc, it = multiply_steps(
+                    it, steps, a_bufs, b_bufs, empty, full, False, True, MMA, STAGES, BM, BN
+                )  # fmt: skip
+            elif FORMS == 2:
+                acc, it = multiply_steps(
+                    it, steps, a_bufs, b_across, empty, full, False, False, MMA, STAGES, BM, BN
+                )  # fmt: skip
+            else:
+                acc, it = multiply_steps(
+                    it, steps, a_across, b_bufs, empty, full, True, True, MMA, STAGES, BM, BN
+                )  # fmt: skip
+        else:
+            acc = gl.zeros((BM, BN), gl.float32, MMA)
+            if FORMS & 1:
+                if form == NN:
+                    acc, it = multiply_steps(
+                        it, steps, a_bufs, b_bufs, empty, full, False, True, MMA, STAGES, BM, BN
+                    )  # fmt: skip
+            if FORMS & 2:
+                if form == NT:
+                    acc, it = multiply_steps(
+                        it, steps, a_bufs, b_across, empty, full, False, False, MMA, STAGES, BM, BN
+                    )  # fmt: skip
+            if FORMS & 4:
+                if form == TN:
+                    acc, it = multiply_steps(
+                        it, steps, a_across, b_bufs, empty, full, True, True, MMA, STAGES, BM, BN
+                    )  # fmt: skip
+        if HAS_IN or HAS_OUT:
+            if (kind == TILE_IN) | (kind == TILE_OUT):
+                local = gl.load(tile_ptr(table_ptr, W, W * L) + a)
+                rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
+                m = a - first_tile
+                row = (first_row + m * BM + i_m).to(gl.int64)
+                m_row = m * BM + i_m < rows
+                if HAS_IN:
+                    if kind == TILE_IN:
+                        if BACKWARD:
+                            _finish_backward(
+                                acc, pre_ptr + row * H, hidden_ptr + row * H, m_row, b * BN_IN, F, ACT,
+                                BM, BN, ROWS, QUARTER,
+                            )  # fmt: skip
+                        else:
+                            _finish_forward(
+                                acc, pre_ptr + row * H, hidden_ptr + row * F, m_row, bias_in_ptr + local * H,
+                                b * BN_IN, F, ACT, HAS_BIAS, SAVE_PRE, BM, BN, ROWS, QUARTER,
+                            )  # fmt: skip
+                        device.fence_tma(True)
+                        finish_ready(ready_ptr, a, local, tiles)
+                if HAS_OUT:
+                    if kind == TILE_OUT:
+                        p_row, m_row = result_rows(
+                            rank * L + local, m, rows, first_row, epoch, W, L, D, S, table_ptr, results_ptr,
+                            results_ptr, results_peers_ptr, BANKS, False, BM, i_m,
+                        )  # fmt: skip
+                        _store_tile(
+                            acc, p_row, m_row, bias_out_ptr + local * D, b * BN, D, HAS_BIAS and not BACKWARD,
+                            BM, BN, ROWS, QUARTER,
+                        )  # fmt: skip
+                        return_tile(
+                            a, m, b, rank * L + local, first_row, epoch, rank, W, L, D, S, tiles, chunks,
+                            table_ptr, results_ptr, results_ptr, results_peers_ptr, returned_ptr,
+                            returned_peers_ptr, done_ptr, BANKS, False, BM, BN,
+                        )  # fmt: skip
+        if HAS_WGRAD:
+            if kind == WGRAD:
+                rows, first_row, _ = group(table_ptr, W, W * L, rank * L + b)
+                _, dy_ptr, A, B = wgrad_operands(
+                    a, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
+                    saved_hidden_ptr, BANKS, EARLIER_BANKS,
+                )  # fmt: skip
+                dw_ptr, db_ptr = wgrad_results(
+                    a, b, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
+                )  # fmt: skip
+                if sound != 0:
+                    i_row = c * BM + i_m
+                    _store_tile(
+                        acc, dw_ptr + i_row.to(gl.int64) * B, i_row < A, dw_ptr, d * BN, B, False,
+                        BM, BN, ROWS, QUARTER,
+                    )  # fmt: skip
+                    if HAS_BIAS:
+                        if c == 0:
+                            _store_bias_gradient(db_ptr, dy_ptr, rows, d * BN, B, BN, WARPS)
+                else:
+                    poison_wgrad(
+                        dw_ptr, db_ptr, c * BM, d * BN, A, B, HAS_BIAS, BM, BN,
+                        gl.arange(0, BN, gl.BlockedLayout([1], [32], [WARPS], [0])),
+                    )  # fmt: skip
+        if DENSE_KINDS != 0:
+            if kind == DENSE:
+                _, _, _, c_ptr, M, N, _ = dense_problem(problems_ptr, a, rows_ptr, True)
+                i_row = b * BM + i_m
+                _store_tile(
+                    acc, c_ptr + i_row.to(gl.int64) * N, i_row < M, c_ptr, c * BN, N, False,
+                    BM, BN, ROWS, QUARTER,
+                )  # fmt: skip
+        j += 1
+        kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
