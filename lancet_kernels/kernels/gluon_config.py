@@ -1,7 +1,10 @@
-"""How the Hopper kernel is cut: warps, registers, rings, boxes of descriptors, and what it can be used for."""
+"""How the Hopper kernel is cut, and for what it can be used: warps, registers, boxes of descriptors."""
 
 from __future__ import annotations
 
+import torch
+
+from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 
@@ -25,6 +28,7 @@ def hopper_config(programs: int = 1) -> OverlapConfig:
         reduce_block=256,
         programs=programs,
         tma=True,
+        bodies="gluon",
     )
 
 
@@ -33,16 +37,61 @@ def total_warps(tile: GemmConfig) -> int:
     return tile.num_warps + 4
 
 
-def boxes(tile: GemmConfig, columns_in: int, *, backward: bool) -> dict[str, list[int]]:
-    """What one load of each descriptor brings. Weights of the backward are multiplied transposed."""
-    rows = [tile.block_m, tile.block_k]
+def boxes(
+    block_m: int, block_n: int, columns_in: int, block_k: int, *, backward: bool
+) -> dict[str, list[int]]:
+    """What one load of each descriptor brings. Weights of the backward are multiplied transposed.
+
+    columns_in: of a tile of the first GEMM; forward with swiglu there are two loads, for gate and up.
+    """
+    rows = [block_m, block_k]
 
     def weight(columns: int) -> list[int]:
-        return [columns, tile.block_k] if backward else [tile.block_k, columns]
+        return [columns, block_k] if backward else [block_k, columns]
 
     return {
         "rows_desc": rows,
         "weight_in_desc": weight(columns_in),
         "hidden_desc": rows,
-        "weight_out_desc": weight(tile.block_n),
+        "weight_out_desc": weight(block_n),
     }
+
+
+def check_gluon(
+    config: OverlapConfig, width: int, hidden: int, dtype: torch.dtype, device: torch.device, nvshmem: bool
+) -> None:
+    """Raise UserError unless the Hopper kernel can do what `config` asks it to.
+
+    Operands that are not aligned for descriptors are another matter: such a launch has the plain bodies.
+    """
+    if config.bodies != "gluon":
+        return
+    tile = config.gemm
+    fixed = (tile.block_m, tile.block_n, tile.block_k, tile.num_warps)
+    arch = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    step = tile.block_k
+    for what, got, expected in (
+        ("tile", str(tile), fixed == (128, 256, 64, 8) and 2 <= tile.num_stages <= 4),
+        ("tma", config.tma, config.tma),
+        ("type", dtype, dtype in (torch.bfloat16, torch.float16)),
+        ("device", device if arch is None else f"compute capability {arch[0]}.{arch[1]}", arch == (9, 0)),
+        ("widths of model and experts", (width, hidden), width % step == 0 and hidden % step == 0),
+        ("transport", "NVSHMEM" if nvshmem else "pointers", not nvshmem),
+    ):
+        if not expected:
+            raise UserError(
+                f"{what} of a fused launch with bodies='gluon'",
+                got=got,
+                expected=_EXPECTED[what],
+                do="use bodies='triton'",
+            )
+
+
+_EXPECTED = {
+    "tile": "128x256x64 with 8 warps and 2 to 4 stages",
+    "tma": "True",
+    "type": "torch.bfloat16 or torch.float16",
+    "device": "a GPU of compute capability 9.0",
+    "widths of model and experts": "multiples of 64",
+    "transport": "pointers to all peers",
+}

@@ -13,7 +13,6 @@ generic to the async proxy: a fence of the writer before the release, and one of
 acquire. There are no TMA stores, which a release would not cover.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -98,12 +97,16 @@ def _finish_backward(
     acc, p_pre, p_dh, m_row, n0, F, ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
-    """TILE_IN backward: times the derivative of the activation at `pre`. swiglu: both halves of dh."""
-    WIDTH: gl.constexpr = BN // 4
+    """TILE_IN backward: times the derivative of the activation at `pre`. swiglu: both halves of dh.
+
+    An eighth at a time: with swiglu, gate, up and their gradient are in registers beside the accumulators.
+    """
+    WIDTH: gl.constexpr = BN // 8
     parts = quarters(acc, BM, BN)
-    for q in gl.static_range(4):
-        n = n0 + q * WIDTH
-        value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
+    for i in gl.static_range(8):
+        n = n0 + i * WIDTH
+        halves = parts[i // 2].reshape(BM, 2, WIDTH).permute(0, 2, 1).split()
+        value = gl.convert_layout(halves[i % 2], QUARTER, assert_trivial=True)
         b_pre = _load(p_pre, m_row, n, F, WIDTH, ROWS, QUARTER)
         if ACT == "swiglu":
             _store(p_dh + F, m_row, value * silu(b_pre), n, F, WIDTH, ROWS)
@@ -145,10 +148,13 @@ def consume(
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr,
     STAGES: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The consumers' partition: multiply the operands of each task that the producer hands over, and store."""
+    """The consumers' partition: multiply the operands of each task that is handed over, and store."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    # Half as wide a quarter for the backward's epilogue.
+    EIGHTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 8, 16])
+    NARROW_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     element: gl.constexpr = a_bufs.dtype
     across_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], element)
     across_b: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], element)
@@ -158,6 +164,7 @@ def consume(
     FORMS: gl.constexpr = OF_TILES | (4 if HAS_WGRAD else 0) | DENSE_KINDS
     ONE_FORM: gl.constexpr = (FORMS & (FORMS - 1)) == 0
     i_m = gl.arange(0, BM, gl.SliceLayout(1, ROWS))
+    i_narrow = gl.arange(0, BM, gl.SliceLayout(1, NARROW_ROWS))
     it = 0
     j = 0
     kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
@@ -202,9 +209,11 @@ def consume(
                 if HAS_IN:
                     if kind == TILE_IN:
                         if BACKWARD:
+                            row_n = (first_row + m * BM + i_narrow).to(gl.int64)
                             _finish_backward(
-                                acc, pre_ptr + row * H, hidden_ptr + row * H, m_row, b * BN_IN, F, ACT,
-                                BM, BN, ROWS, QUARTER,
+                                acc, pre_ptr + row_n * H, hidden_ptr + row_n * H, m * BM + i_narrow < rows,
+                                b * BN_IN, F, ACT,
+                                BM, BN, NARROW_ROWS, EIGHTH,
                             )  # fmt: skip
                         else:
                             _finish_forward(

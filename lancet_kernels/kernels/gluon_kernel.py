@@ -40,7 +40,6 @@ fences stand after each acquire before a load, and where the loaded data is writ
 release.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -119,8 +118,8 @@ def gluon_overlap_kernel(
     PAIR: gl.constexpr = ACT == "swiglu" and not BACKWARD
     gl.warp_specialize([
         (consume, (
-            earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, epoch, W, L, D, F, H, R, S, tiles, chunks,
-            results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
+            earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, epoch, W, L, D, F, H, R, S, tiles,
+            chunks, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
             rows_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, ready_ptr, done_ptr,
             saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
             problems_ptr, a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,

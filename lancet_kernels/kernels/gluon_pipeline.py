@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lancet_kernels.kernels.gluon_shim import barrier, load_tile, view
+from lancet_kernels.kernels.gluon_shim import barrier, load_tile
 
 # A task in its ring: kind, four numbers (`tasks.py`), the form, steps, and whether its operands are there.
 TASK_WORDS = gl.constexpr(8)
@@ -36,7 +36,7 @@ def load_steps(
     right half of b comes from `second_column`: gate and up of swiglu, side by side.
     """
     element_bytes: gl.constexpr = a_bufs.dtype.primitive_bitwidth // 8
-    for step in range(0, steps):
+    for step in range(steps):
         place = it % STAGES
         k = step * BK
         mbarrier.wait(empty.index(place), ((it // STAGES) & 1) ^ 1)
@@ -73,17 +73,11 @@ def multiply_steps(
     One product is always in flight: a place is empty when the product after it has been started.
     """
     acc = gl.zeros((BM, BN), gl.float32, MMA)
-    for k in range(0, steps):
+    for k in range(steps):
         place = it % STAGES
         mbarrier.wait(full.index(place), (it // STAGES) & 1)
-        if A_DOWN:
-            a = a_bufs.index(place).permute([1, 0])
-        else:
-            a = a_bufs.index(place)
-        if B_DOWN:
-            b = b_bufs.index(place)
-        else:
-            b = b_bufs.index(place).permute([1, 0])
+        a = a_bufs.index(place).permute([1, 0]) if A_DOWN else a_bufs.index(place)
+        b = b_bufs.index(place) if B_DOWN else b_bufs.index(place).permute([1, 0])
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0)

@@ -15,12 +15,10 @@ operands of an independent GEMM lie stands in a table on the device. Both are ma
 memory that Triton gives each, when no load that reads the former one is in flight any more.
 """
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from lancet_kernels.kernels import device
 from lancet_kernels.kernels.gluon_pipeline import NO_TASK, hand_over, load_steps, wait_for_loads
 from lancet_kernels.kernels.gluon_shim import view
 from lancet_kernels.kernels.overlap_kernel import find_task
@@ -32,9 +30,10 @@ from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
 
 @gluon.jit
 def produce(
-    use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_tasks, num_tiles, num_wgrad,
-    epoch, sound, W, L, D, F, H, R, tiles, chunks, tiles_in, tiles_out, lag, dense_tiles, num_problems,
-    rows_ptr, arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr, problems_ptr,
+    use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_tasks, num_tiles,
+    num_wgrad, epoch, sound, W, L, D, F, H, R, tiles, chunks, tiles_in, tiles_out, lag, dense_tiles,
+    num_problems, rows_ptr, arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
+    problems_ptr,
     rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
     a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,

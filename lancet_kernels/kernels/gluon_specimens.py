@@ -63,7 +63,8 @@ def specimen(
     }  # fmt: skip
     arguments = [name for name in gluon_overlap_kernel.arg_names if name not in constexprs]
     signature = {name: TYPES.get(name, f"*{SHORT[dtype]}") for name in arguments}
-    for name, box in boxes(tile, columns_in, backward=backward).items():
+    sizes = boxes(tile.block_m, tile.block_n, columns_in, tile.block_k, backward=backward)
+    for name, box in sizes.items():
         layout = gl.NVMMASharedLayout.get_default_for(box, _ELEMENT[dtype])
         signature[name] = f"tensordesc<{SHORT[dtype]}{box},{layout!r}>"
     return Specimen(

@@ -16,6 +16,7 @@ The launchers do not synchronise with the device. A wait that ran out of time is
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.exchange import Exchange, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.gluon_launch import launch_gluon
 from lancet_kernels.kernels.kernel_launch import on_device
 from lancet_kernels.kernels.nvshmem_launch import launch
 from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
@@ -198,8 +200,11 @@ class _Launch:
         stages = (exchange.rows, exchange.rows) if exchange.stage is None else exchange.stage
         if self.tma:
             runtime.provide_scratch()
-        launch(
-            overlap_kernel, (shape.programs,),
+        start = partial(launch, overlap_kernel)
+        if config.bodies == "gluon" and self.tma:
+            start = partial(launch_gluon, self.use.next_counter())
+        start(
+            (shape.programs,),
             use_ptr=self.use.words, counter=self.use.next_counter(), earlier_use_ptr=earlier.words,
             table_ptr=self.use.table, report_ptr=exchange.report, rank=exchange.rank,
             max_polls=exchange.max_polls(), limit=0 if runtime.without_tasks else ALL_TASKS,

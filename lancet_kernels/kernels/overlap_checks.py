@@ -11,6 +11,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.gluon_config import check_gluon
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
 
@@ -63,6 +64,7 @@ def check_pass(
             expected=f"{exchange.chunk_rows} (rows of a tile of {exchange.name})",
             do="make the exchange with chunk_rows=config.gemm.block_m",
         )
+    check_gluon(config, width, hidden, exchange.dtype, x.device, exchange.nvshmem)
 
 
 def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> None:

@@ -13,6 +13,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.tasks import check_comm_programs
 
+BODIES = ("triton", "gluon")
+
 
 @dataclass(frozen=True)
 class OverlapConfig:
@@ -26,6 +28,8 @@ class OverlapConfig:
         comm_programs: how many of them put while the rest has tiles that need not wait.
         split: two launches per direction instead of one.
         tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
+        bodies: "triton", or "gluon": the warp-specialised kernel for sm_90 (`gluon_kernel.py`), in launches
+            with tensor descriptors.
     """
 
     gemm: GemmConfig
@@ -37,6 +41,7 @@ class OverlapConfig:
     comm_programs: int = 1
     split: bool = False
     tma: bool = False
+    bodies: str = "triton"
 
     def __post_init__(self) -> None:
         blocks = self.put_rows, self.put_block, self.reduce_tokens, self.reduce_block
@@ -48,6 +53,8 @@ class OverlapConfig:
                 do="round them up",
             )
         check_comm_programs(self.comm_programs, self.programs)
+        if self.bodies not in BODIES:
+            raise UserError("bodies", got=self.bodies, expected=" or ".join(BODIES), do="use one of these")
 
     @classmethod
     def for_gpu(

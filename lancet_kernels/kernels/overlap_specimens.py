@@ -23,8 +23,8 @@ from lancet_kernels.kernels.specimen import Specimen, pointers
 
 # Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
 _INTEGERS = (
-    "counter copy_counter rank limit W L D F H R S tiles chunks T K tiles_in tiles_out lag dweight_blocks dense_tiles "
-    "num_problems reduce_blocks programs comm_programs"
+    "counter copy_counter rank limit W L D F H R S tiles chunks T K tiles_in tiles_out lag dweight_blocks "
+    "dense_tiles num_problems reduce_blocks programs comm_programs"
 ).split()
 TYPES = {
     **dict.fromkeys(_INTEGERS, "i32"),

@@ -124,7 +124,10 @@ def _dataclass_from(kind: type, fields: dict[str, Any]) -> Any:
     values = dict(fields)
     if isinstance(values.get("gemm"), dict):
         values["gemm"] = _dataclass_from(GemmConfig, values["gemm"])
-    if not all(isinstance(value, int | GemmConfig) for value in values.values()):
+    words = ("bodies",)
+    if not all(
+        isinstance(value, str if name in words else int | GemmConfig) for name, value in values.items()
+    ):
         raise ValueError(f"values {fields}")
     try:
         return kind(**values)
