@@ -118,7 +118,7 @@ class _Kernel:
     """Stands for a jitted function where it is launched."""
 
     def __init__(self, emulator: Emulator, fn: Any) -> None:
-        self.emulator, self.fn = emulator, fn
+        self.emulator, self.fn, self.arg_names = emulator, fn, fn.arg_names
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)

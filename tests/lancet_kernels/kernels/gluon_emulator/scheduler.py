@@ -100,6 +100,7 @@ class Scheduler:
         self.current: Task | None = None
         self.version = 0  # of all memory that tasks share
         self.steps = 0
+        self._offer = self.random.choice((0.1, 0.3, 0.6))  # how often a step offers the turn
         self._reweigh_at = 0
         self._quiet_version, self._quiet_looks = -1, 0
         self._failure: BaseException | None = None
@@ -130,7 +131,7 @@ class Scheduler:
         if self._stopping:
             raise _Stop
         self.steps += 1
-        if self.random.random() < 0.5:
+        if self.random.random() < self._offer:
             self._switch()
 
     def wait_until(self, ready: Callable[[], bool], waits_for: Callable[[], str]) -> None:

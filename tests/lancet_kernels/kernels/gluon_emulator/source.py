@@ -19,6 +19,7 @@ from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
 from tests.lancet_kernels.kernels.gluon_emulator.scheduler import Misuse
+from tests.lancet_kernels.kernels.gluon_emulator.shared_memory import number
 
 BUILTIN_MARKS = ("__triton_builtin__", "__gluon_builtin__")
 LANGUAGE = (tl, tl.core, tl.math, tl.standard)
@@ -149,5 +150,5 @@ def to_tensor(value: Any) -> Any:
 
 def tensor_range(*limits: Any, **_: Any):
     """range, whose numbers are scalar tensors as they are in a compiled loop."""
-    for i in range(*(int(limit) for limit in limits)):
+    for i in range(*map(number, limits)):
         yield to_tensor(i)
