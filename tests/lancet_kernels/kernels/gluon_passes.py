@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.gluon_emulator import EmulationError, Emulator
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case
-from tests.lancet_kernels.kernels.overlap_ranks import make_layer, same_bits
+from tests.lancet_kernels.kernels.overlap_ranks import Layer, make_layer, same_bits
 
 SMALL_TILE = GemmConfig(16, 32, 16, 4, 3)
 # Both halves of a tile of swiglu must be a chunk of the widest swizzle or more: 64 columns.
@@ -46,11 +47,21 @@ def check_dense(gemms: Sequence[DenseGemm]) -> None:
         assert torch.equal(gemm.c.float(), a @ b), f"independent GEMM {gemm.kind}"
 
 
+class _OnSomePes:
+    """Stands for the kernel: PE `absent` launches nothing."""
+
+    def __init__(self, kernel: Any, absent: int | None) -> None:
+        self.kernel, self.absent, self.arg_names = kernel, absent, kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda **given: None if given["rank"] == self.absent else self.kernel[grid](**given)
+
+
 @contextmanager
-def emulated(emulator: Emulator) -> Iterator[None]:
+def emulated(emulator: Emulator, absent: int | None = None) -> Iterator[None]:
     """Inside, launches with bodies="gluon" run in the emulator, with any tile and any widths."""
     kernel, check = gluon_launch.gluon_overlap_kernel, overlap_checks.check_gluon
-    gluon_launch.gluon_overlap_kernel = emulator.kernel(gluon_overlap_kernel)
+    gluon_launch.gluon_overlap_kernel = _OnSomePes(emulator.kernel(gluon_overlap_kernel), absent)
     overlap_checks.check_gluon = lambda *_: None
     try:
         yield
@@ -58,34 +69,35 @@ def emulated(emulator: Emulator) -> Iterator[None]:
         gluon_launch.gluon_overlap_kernel, overlap_checks.check_gluon = kernel, check
 
 
+def make_layers(case: Case, **changes: Any) -> list[Layer]:
+    """One for each PE, with a small tile, descriptors, and the bodies of the Hopper kernel."""
+    changes = {"gemm": SMALL_TILE, "tma": True, "bodies": "gluon"} | changes
+    return [make_layer(memory, "x", case, **changes) for memory in virtual_memories(case.world)]
+
+
 def play(
     case: Case,
     seed: int,
     *,
-    bodies: str = "gluon",
     backward: bool = True,
     dense: bool = False,
     edits: Sequence[tuple[Any, str, str]] = (),
     **changes: Any,
 ) -> list[Answer]:
     """A pass of all PEs at once, in the order of `seed`; without the backward only `out` is looked at."""
-    emulator = Emulator(seed, edits)
-    changes = {"gemm": SMALL_TILE, "tma": True, "bodies": bodies} | changes
-    layers = [make_layer(memory, "x", case, **changes) for memory in virtual_memories(case.world)]
-
-    def forward(layer: Any) -> Answer:
-        return Answer(layer.run_forward()[0], *[None] * 6)
-
+    emulator, layers = Emulator(seed, edits), make_layers(case, **changes)
     for layer in layers:
         layer.dense = aligned_dense(case.dtype) if dense else []
     with emulated(emulator):
-        answers = emulator.run(
-            *(layer.run if backward else (lambda layer=layer: forward(layer)) for layer in layers)
-        )
+        answers = emulator.run(*(layer.run if backward else partial(forward, layer) for layer in layers))
     for layer in layers:
         layer.check()
         check_dense(layer.dense)
     return answers
+
+
+def forward(layer: Layer) -> Answer:
+    return Answer(layer.run_forward()[0], *[None] * 6)
 
 
 def differences(a: Sequence[Answer], b: Sequence[Answer]) -> list[str]:

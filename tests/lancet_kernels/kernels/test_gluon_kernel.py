@@ -4,6 +4,8 @@ Tiles are smaller than on a GPU, which changes no line of the kernel. What the e
 in its docstring.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,9 +14,19 @@ from lancet_kernels.kernels.runtime import INTERPRETED
 if not INTERPRETED:
     pytest.skip("the emulator is for machines without a GPU", allow_module_level=True)
 
+from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels import device, gluon_consumer, gluon_pipeline, gluon_producer, overlap_tasks
 from tests.grids import few_of
-from tests.lancet_kernels.kernels.gluon_passes import PAIR_TILE, differences, play, verdict
+from tests.lancet_kernels.kernels.gluon_emulator import Emulator
+from tests.lancet_kernels.kernels.gluon_passes import (
+    PAIR_TILE,
+    differences,
+    emulated,
+    forward,
+    make_layers,
+    play,
+    verdict,
+)
 from tests.lancet_kernels.kernels.overlap_cases import Case, check_accuracy
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -34,6 +46,19 @@ def test_a_pass_gives_the_bits_of_the_plain_kernel():
     check_accuracy(plain, TINY)
     for seed in range(2):
         assert not differences(play(TINY, seed), plain), f"seed {seed}"
+
+
+def test_waits_for_a_pe_that_does_not_come_end():
+    layers = make_layers(TINY)
+    for layer in layers:
+        layer.forward.timeout_s = 0.2
+    emulator = Emulator(0, patience=None)
+    with emulated(emulator, absent=1):
+        answers = emulator.run(*(partial(forward, layer) for layer in layers))
+    assert answers[0].out.isnan().all()
+    # For rows of PE 1, or for the result of its own that needs them: both waits run out of time.
+    with pytest.raises(CommunicationError, match="PE 0 waited for PE"):
+        layers[0].check()
 
 
 @pytest.mark.long

@@ -32,11 +32,15 @@ class Emulator:
     """Runs host code of one or several PEs, and the kernels that it launches.
 
     edits: (jitted function, old text, new text) each, to run mutants; the old text must occur once.
+    patience: looks at memory in which nothing changes any more until that is a Deadlock; with None a wait
+    that polls may run out of time by itself.
     """
 
-    def __init__(self, seed: int = 0, edits: Sequence[tuple[Any, str, str]] = ()) -> None:
+    def __init__(
+        self, seed: int = 0, edits: Sequence[tuple[Any, str, str]] = (), patience: int | None = 40
+    ) -> None:
         self.builder = interpreter.interpreter_builder
-        self.scheduler = Scheduler(seed, self.builder)
+        self.scheduler = Scheduler(seed, self.builder, patience)
         self.memory = GlobalMemory(self.scheduler, self.builder)
         self.traffic = SharedTraffic()
         self.loads: list[TmaLoad] = []

@@ -19,7 +19,6 @@ from typing import Any, Protocol
 
 HERE = Path(__file__).parent
 WEIGHTS = (1.0, 1.0, 1.0, 0.1, 0.01)
-PATIENCE = 40  # looks of every task that polls at memory in which nothing changes any more
 
 
 class EmulationError(AssertionError):
@@ -90,11 +89,14 @@ class Task:
 
 
 class Scheduler:
-    """Runs tasks to their end, or raises what one of them raised, or Deadlock."""
+    """Runs tasks to their end, or raises what one of them raised, or Deadlock.
 
-    def __init__(self, seed: int, builder: Any) -> None:
+    patience: how often each task that polls may look again when all others wait; None: until it gives up.
+    """
+
+    def __init__(self, seed: int, builder: Any, patience: int | None) -> None:
         self.random = random.Random(seed)
-        self.builder = builder
+        self.builder, self.patience = builder, patience
         self.tasks: list[Task] = []
         self.operations: list[Operation] = []
         self.current: Task | None = None
@@ -247,7 +249,8 @@ class Scheduler:
             self._quiet_version, self._quiet_looks = self.version, 0
         polling = [task for task in living if task.ready is None]
         self._quiet_looks += 1
-        if not polling or self._quiet_looks > PATIENCE * len(polling):
+        impatient = self.patience is not None and self._quiet_looks > self.patience * len(polling)
+        if not polling or impatient:
             told = "\n".join(self._tell(task) for task in living)
             raise Deadlock(f"no task can go on, and nothing is on its way:\n{told}")
         task = self.random.choice(polling)
