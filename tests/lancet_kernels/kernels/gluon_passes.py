@@ -1,0 +1,119 @@
+"""Passes of the Hopper kernel on emulated PEs, all in one process and under one scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from lancet_kernels.errors import CommunicationError
+from lancet_kernels.kernels import gluon_launch, overlap_checks
+from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.gluon_kernel import gluon_overlap_kernel
+from lancet_kernels.kernels.overlap_data import DenseGemm
+from lancet_kernels.symmetric import virtual_memories
+from tests.lancet_kernels.kernels.gluon_emulator import EmulationError, Emulator
+from tests.lancet_kernels.kernels.overlap_cases import Answer, Case
+from tests.lancet_kernels.kernels.overlap_ranks import Layer, make_layer, same_bits
+
+SMALL_TILE = GemmConfig(16, 32, 16, 4, 3)
+# Both halves of a tile of swiglu must be a chunk of the widest swizzle or more: 64 columns.
+PAIR_TILE = GemmConfig(16, 128, 64, 4, 2)
+SIZES = (("nn", 24, 40, 56), ("nt", 8, 72, 16), ("tn", 40, 32, 8))  # kind, M, N, K
+
+
+def aligned_dense(dtype: torch.dtype) -> list[DenseGemm]:
+    """One GEMM of each kind, aligned for descriptors, of small integers, into NaN."""
+    generator = torch.Generator().manual_seed(5)
+    gemms = []
+    for kind, m, n, k in SIZES:
+        a, b = (
+            torch.randint(-2, 3, shape, generator=generator).to(dtype)
+            for shape in ((k, m) if kind == "tn" else (m, k), (n, k) if kind == "nt" else (k, n))
+        )
+        gemms.append(DenseGemm(kind, a, b, torch.full((m, n), float("nan"), dtype=dtype)))
+    return gemms
+
+
+def check_dense(gemms: Sequence[DenseGemm]) -> None:
+    for gemm in gemms:
+        a = (gemm.a.T if gemm.kind == "tn" else gemm.a).float()
+        b = (gemm.b.T if gemm.kind == "nt" else gemm.b).float()
+        # Sums of at most 56 products of at most 4: whole numbers that 8 bits hold.
+        assert torch.equal(gemm.c.float(), a @ b), f"independent GEMM {gemm.kind}"
+
+
+class _OnSomePes:
+    """Stands for the kernel: PE `absent` launches nothing."""
+
+    def __init__(self, kernel: Any, absent: int | None) -> None:
+        self.kernel, self.absent, self.arg_names = kernel, absent, kernel.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda **given: None if given["rank"] == self.absent else self.kernel[grid](**given)
+
+
+@contextmanager
+def emulated(emulator: Emulator, absent: int | None = None) -> Iterator[None]:
+    """Inside, launches with bodies="gluon" run in the emulator, with any tile and any widths."""
+    kernel, check = gluon_launch.gluon_overlap_kernel, overlap_checks.check_gluon
+    gluon_launch.gluon_overlap_kernel = _OnSomePes(emulator.kernel(gluon_overlap_kernel), absent)
+    overlap_checks.check_gluon = lambda *_: None
+    try:
+        yield
+    finally:
+        gluon_launch.gluon_overlap_kernel, overlap_checks.check_gluon = kernel, check
+
+
+def make_layers(case: Case, **changes: Any) -> list[Layer]:
+    """One for each PE, with a small tile, descriptors, and the bodies of the Hopper kernel."""
+    changes = {"gemm": SMALL_TILE, "tma": True, "bodies": "gluon"} | changes
+    return [make_layer(memory, "x", case, **changes) for memory in virtual_memories(case.world)]
+
+
+def play(
+    case: Case,
+    seed: int,
+    *,
+    backward: bool = True,
+    dense: bool = False,
+    edits: Sequence[tuple[Any, str, str]] = (),
+    **changes: Any,
+) -> list[Answer]:
+    """A pass of all PEs at once, in the order of `seed`; without the backward only `out` is looked at."""
+    emulator, layers = Emulator(seed, edits), make_layers(case, **changes)
+    for layer in layers:
+        layer.dense = aligned_dense(case.dtype) if dense else []
+    with emulated(emulator):
+        answers = emulator.run(*(layer.run if backward else partial(forward, layer) for layer in layers))
+    for layer in layers:
+        layer.check()
+        check_dense(layer.dense)
+    return answers
+
+
+def forward(layer: Layer) -> Answer:
+    return Answer(layer.run_forward()[0], *[None] * 6)
+
+
+def differences(a: Sequence[Answer], b: Sequence[Answer]) -> list[str]:
+    """What of which PE differs in a bit."""
+    return [
+        f"{field.name} of PE {pe}"
+        for field in fields(Answer)
+        for pe, (mine, other) in enumerate(zip(a, b, strict=True))
+        if not same_bits(getattr(mine, field.name), getattr(other, field.name))
+    ]
+
+
+def verdict(expected: Sequence[Answer], case: Case, seed: int, **options: Any) -> str:
+    """What is wrong with a pass: an error, or what differs from what is expected; "" if nothing."""
+    try:
+        answers = play(case, seed, **options)
+    except (EmulationError, CommunicationError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ", ".join(differences(answers, expected))
