@@ -91,6 +91,13 @@ def test_many_orders_give_the_same_bits():
         assert not differences(play(TINY, seed, programs=1 + seed % 2), plain), f"seed {seed}"
 
 
+@pytest.mark.long
+def test_passes_that_reuse_banks_give_the_same_bits():
+    plain = play(TINY, 0, bodies="triton", passes=4)
+    for seed in range(5):
+        assert not differences(play(TINY, seed, passes=4), plain), f"seed {seed}"
+
+
 READY = "device.fence_tma(True)\n                        finish_ready(ready_ptr, a, local, tiles)\n"
 # (function, old text, new text): what is wrong, and must not pass unseen.
 MUTANTS = {
@@ -121,6 +128,16 @@ MUTANTS = {
         (gluon_producer.produce, "if HAS_IN:\n                    here = wait_ready(a,",
          "if False:\n                    here = wait_ready(a,"),
     ],
+    "a weight gradient does not wait for the first product": [
+        (gluon_producer.produce, "here = here & wait_ready(\n                        tiles + b,",
+         "here = here | wait_ready(\n                        tiles + b, 0 *"),
+    ],
+    "a reduction does not wait for results": [
+        (overlap_tasks.reduce_block, "index, kept, word, max_polls", "index, kept, word * 0, max_polls"),
+    ],
+    "a bank is overwritten before it is released": [
+        (overlap_tasks.put_chunk, "free = device.word(epoch - BANKS, 0)", "free = device.word(0, 0)"),
+    ],
     "rows that arrived are loaded without a fence": [
         (overlap_tasks.wait_rows, "    device.fence_tma(TMA)\n", ""),
     ],
@@ -147,12 +164,16 @@ MUTANTS = {
 
 
 DEEP = Case(local=1, tokens=5, choices=1, capacity=5, width=64, hidden=16, dtype=BF16)  # four steps
-DEEP_ONLY = "a stage is released before its product has been waited for"
+# What only another case, or a sequence of passes, can show.
+CASES = {
+    "a stage is released before its product has been waited for": (DEEP, {}),
+    "a bank is overwritten before it is released": (TINY, {"passes": 4}),
+}
 
 
 @pytest.mark.parametrize("name", few_of(MUTANTS))
 def test_a_mutant_is_caught(name):
-    case = DEEP if name == DEEP_ONLY else TINY
-    plain = play(case, 0, bodies="triton")
-    found = (verdict(plain, case, seed, edits=MUTANTS[name]) for seed in range(20))
+    case, options = CASES.get(name, (TINY, {}))
+    plain = play(case, 0, bodies="triton", **options)
+    found = (verdict(plain, case, seed, edits=MUTANTS[name], **options) for seed in range(20))
     assert next(filter(None, found), ""), f"unseen: {name}"
