@@ -12,7 +12,7 @@ results=$(realpath -m "${RESULTS:-bench/results}")
 [[ $python == /* ]] || python=$root/$python
 # Seconds in all, and at most for each stage: kernel tests side by side, tests that need the GPU for
 # themselves, measurements. The sanitizer has the rest. Whoever is interrupted has kill_s to say what it found.
-total_s=465 kernels_s=${KERNELS_S:-105} pes_s=${PES_S:-110} measure_s=${MEASURE_S:-160} kill_s=10
+total_s=465 kernels_s=${KERNELS_S:-105} pes_s=${PES_S:-140} measure_s=${MEASURE_S:-160} kill_s=10
 
 device=$(timeout --kill-after=5 60 "$python" - <<'PYTHON'
 import importlib.util, shutil, sys
@@ -75,7 +75,8 @@ finish() {
 pytest=("$python" -m pytest -v --color=no -p no:cacheprovider -m "gpu and not long")
 # Virtual PEs wait for one another; the others measure times.
 alone=(
-  tests/lancet_kernels/kernels/test_virtual_pes.py tests/bench/test_emulated_wire.py
+  tests/lancet_kernels/kernels/test_gluon_gpu.py tests/lancet_kernels/kernels/test_virtual_pes.py
+  tests/bench/test_emulated_wire.py
   tests/graph/test_measure_gpu.py
 )
 sanitizer=tests/lancet_kernels/kernels/test_sanitizer_gpu.py

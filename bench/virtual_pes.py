@@ -32,6 +32,7 @@ from triton.runtime.errors import OutOfResources
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.gluon_kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel
 from lancet_kernels.kernels.schedule import exchange_counts_kernel, schedule_kernel
 from lancet_kernels.symmetric.virtual import virtual_memories
@@ -147,7 +148,7 @@ def rehearsal(*others: Any) -> Iterator[None]:
         yield
         return
     compiled: list[Any] = []
-    kernels = (overlap_kernel, exchange_counts_kernel, schedule_kernel, *others)
+    kernels = (overlap_kernel, gluon_overlap_kernel, exchange_counts_kernel, schedule_kernel, *others)
 
     def compile_only(run: Callable) -> Callable:
         def compile_it(*args, **kwargs):

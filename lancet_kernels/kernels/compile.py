@@ -33,8 +33,6 @@ from lancet_kernels.kernels.specimen import Specimen
 # Architecture -> maximal shared memory of a thread block, in bytes (CUDA programming guide, 227 KB on Hopper
 # and Blackwell, 163 KB on Ampere).
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-FEW_SPILLED_BYTES = 32
-"""Of a thread: at most eight registers, whose loads L1 serves. A tile of half the size would cost more."""
 REGISTER_LIMIT = 255  # of one thread
 REGISTER_FILE = 65536  # of one multiprocessor, so of one block at most
 # The first word of the machine instructions for matrix products and TMA.
@@ -110,7 +108,7 @@ def problems(specimen: Specimen, compiled: CompiledKernel) -> list[str]:
     """The reasons why this kernel must not be released for this architecture; empty if there are none."""
     arch = int(compiled.arch.removeprefix("sm_"))
     reasons = []
-    if compiled.spills > FEW_SPILLED_BYTES:
+    if compiled.spills > specimen.most_spills:
         reasons.append(f"spills {compiled.spills} bytes")
     if compiled.registers > REGISTER_LIMIT:
         reasons.append(f"{compiled.registers} registers, more than {REGISTER_LIMIT}")

@@ -8,22 +8,27 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 
-# Warps that copy, beside one that loads by TMA. Four, a whole warpgroup: registers are given by warpgroups.
+# Warps that copy, in one warpgroup with the one that loads by TMA.
 COPY_WARPS = 2
-# Registers of a thread. A put step keeps 16 loads of 16 bytes in flight: 64 registers.
+# Registers of a thread of their warpgroup; the consumers have 200. More warps would not compile: with 512
+# threads a kernel starts with 128 registers in each, and ptxas refuses a wgmma with as many accumulators.
 PRODUCER_REGISTERS = 104
 COPY_REGISTERS = 104
+# Bytes of a thread: what a partition computes once or once a tile. While partitions begin, threads have 24
+# registers, and the epilogues need what the accumulators leave. A test sees to it that the loops over the
+# contraction spill nothing.
+SPILLS_BESIDE_LOOPS = 256
 # Tasks that the producer may be ahead by.
 TASKS = 2
 HOPPER_TILE = GemmConfig(128, 256, 64, 8, 4)
 
 
 def hopper_config(programs: int = 1) -> OverlapConfig:
-    """The default. A put step is 32 KiB, and so much of a launch's puts each program has in flight."""
+    """The default. A put step is 8 KiB, which each program has in flight; all of them put."""
     return OverlapConfig(
         HOPPER_TILE,
         put_rows=4,
-        put_block=2048,
+        put_block=1024,
         reduce_tokens=8,
         reduce_block=256,
         programs=programs,
@@ -33,7 +38,7 @@ def hopper_config(programs: int = 1) -> OverlapConfig:
 
 
 def total_warps(tile: GemmConfig) -> int:
-    """Of a program, as the GPU counts them: whole warpgroups for the producer and for those that copy."""
+    """Of a program, as the GPU counts them: a whole warpgroup for the producer and those that copy."""
     return tile.num_warps + 4
 
 

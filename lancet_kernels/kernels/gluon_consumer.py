@@ -136,8 +136,124 @@ def _store_bias_gradient(
 
 
 @gluon.jit
+def _product(
+    it, steps, form, a_bufs, b_bufs, a_across, b_across, empty, full,
+    FORMS: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """-> the accumulators of a task, and the step that comes next. FORMS: bits of NN, NT and TN in use."""
+    if FORMS == 1:
+        acc, it = multiply_steps(it, steps, a_bufs, b_bufs, empty, full, False, True, MMA, STAGES, BM, BN)
+    elif FORMS == 2:
+        acc, it = multiply_steps(it, steps, a_bufs, b_across, empty, full, False, False, MMA, STAGES, BM, BN)
+    elif FORMS == 4:
+        acc, it = multiply_steps(it, steps, a_across, b_bufs, empty, full, True, True, MMA, STAGES, BM, BN)
+    else:
+        acc = gl.zeros((BM, BN), gl.float32, MMA)
+        if FORMS & 1:
+            if form == NN:
+                acc, it = multiply_steps(
+                    it, steps, a_bufs, b_bufs, empty, full, False, True, MMA, STAGES, BM, BN
+                )  # fmt: skip
+        if FORMS & 2:
+            if form == NT:
+                acc, it = multiply_steps(
+                    it, steps, a_bufs, b_across, empty, full, False, False, MMA, STAGES, BM, BN
+                )  # fmt: skip
+        if FORMS & 4:
+            if form == TN:
+                acc, it = multiply_steps(
+                    it, steps, a_across, b_bufs, empty, full, True, True, MMA, STAGES, BM, BN
+                )  # fmt: skip
+    return acc, it
+
+
+@gluon.jit
+def _finish_in(
+    acc, tile, n, rank, W, L, F, H, tiles, table_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, none,
+    BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """TILE_IN: the epilogue of its direction; then one more column of the tile is ready."""
+    local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
+    rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
+    m0 = (tile - first_tile) * BM + none
+    if BACKWARD:
+        EIGHTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 8, 16])
+        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
+        i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
+        row = (first_row + i).to(gl.int64) * H
+        _finish_backward(
+            acc, pre_ptr + row, hidden_ptr + row, i < rows, n * BN_IN, F, ACT, BM, BN, NARROW, EIGHTH
+        )  # fmt: skip
+    else:
+        QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+        i = m0 + gl.arange(0, BM, gl.SliceLayout(1, ROWS))
+        row = (first_row + i).to(gl.int64)
+        _finish_forward(
+            acc, pre_ptr + row * H, hidden_ptr + row * F, i < rows, bias_ptr + local * H, n * BN_IN, F, ACT,
+            HAS_BIAS, SAVE_PRE, BM, BN, ROWS, QUARTER,
+        )  # fmt: skip
+    device.fence_tma(True)
+    finish_ready(ready_ptr, tile, local, tiles)
+
+
+@gluon.jit
+def _finish_out(
+    acc, tile, n, epoch, rank, W, L, D, S, tiles, chunks, table_ptr, bias_ptr, results_ptr, results_peers_ptr,
+    returned_ptr, returned_peers_ptr, done_ptr, none, HAS_BIAS: gl.constexpr, BANKS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
+):  # fmt: skip
+    """TILE_OUT: to the sources; with the last column of the tile, signal them."""
+    local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
+    expert = rank * L + local
+    rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
+    m = tile - first_tile
+    p_row, m_row = result_rows(
+        expert, m, rows, first_row, epoch, W, L, D, S, table_ptr, results_ptr, results_ptr,
+        results_peers_ptr, BANKS, False, BM, gl.arange(0, BM, gl.SliceLayout(1, ROWS)) + none,
+    )  # fmt: skip
+    _store_tile(acc, p_row, m_row, bias_ptr + local * D, n * BN, D, HAS_BIAS, BM, BN, ROWS, QUARTER)
+    return_tile(
+        tile, m, n, expert, first_row, epoch, rank, W, L, D, S, tiles, chunks, table_ptr, results_ptr,
+        results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr, BANKS, False, BM, BN,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _finish_wgrad(
+    acc, which, local, m, n, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, table_ptr,
+    rows_ptr, hidden_ptr, saved_rows_ptr, saved_hidden_ptr,
+    dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, none,
+    HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """WGRAD: the tile, and the bias gradient with m = 0; NaN if its rows did not come."""
+    rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)
+    _, dy_ptr, A, B = wgrad_operands(
+        which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
+        saved_hidden_ptr, BANKS, EARLIER_BANKS,
+    )  # fmt: skip
+    dw_ptr, db_ptr = wgrad_results(
+        which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
+    )  # fmt: skip
+    if sound != 0:
+        i = m * BM + gl.arange(0, BM, gl.SliceLayout(1, ROWS)) + none
+        p_row = dw_ptr + i.to(gl.int64) * B
+        _store_tile(acc, p_row, i < A, dw_ptr, n * BN, B, False, BM, BN, ROWS, QUARTER)
+        if HAS_BIAS:
+            if m == 0:
+                _store_bias_gradient(db_ptr, dy_ptr, rows, n * BN, B, BN, WARPS)
+    else:
+        poison_wgrad(
+            dw_ptr, db_ptr, m * BM, n * BN, A, B, HAS_BIAS, BM, BN,
+            gl.arange(0, BN, gl.BlockedLayout([1], [32], [WARPS], [0])),
+        )  # fmt: skip
+
+
+@gluon.jit
 def consume(
-    earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, epoch, W, L, D, F, H, R, S, tiles, chunks,
+    earlier_use_ptr, table_ptr, rank, epoch, W, L, D, F, H, R, S, tiles, chunks,
     results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
     rows_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, ready_ptr, done_ptr,
     saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
@@ -152,9 +268,6 @@ def consume(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    # Half as wide a quarter for the backward's epilogue.
-    EIGHTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 8, 16])
-    NARROW_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
     element: gl.constexpr = a_bufs.dtype
     across_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], element)
     across_b: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], element)
@@ -162,112 +275,42 @@ def consume(
     b_across = view(b_bufs, [STAGES, BN, BK], across_b)
     OF_TILES: gl.constexpr = (2 if BACKWARD else 1) if HAS_IN or HAS_OUT else 0
     FORMS: gl.constexpr = OF_TILES | (4 if HAS_WGRAD else 0) | DENSE_KINDS
-    ONE_FORM: gl.constexpr = (FORMS & (FORMS - 1)) == 0
-    i_m = gl.arange(0, BM, gl.SliceLayout(1, ROWS))
-    i_narrow = gl.arange(0, BM, gl.SliceLayout(1, NARROW_ROWS))
     it = 0
     j = 0
     kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
     while kind >= 0:
-        if ONE_FORM:
-            if FORMS == 1:
-                acc, it = multiply_steps(
-                    it, steps, a_bufs, b_bufs, empty, full, False, True, MMA, STAGES, BM, BN
+        acc, it = _product(
+            it, steps, form, a_bufs, b_bufs, a_across, b_across, empty, full, FORMS, MMA, STAGES, BM, BN
+        )  # fmt: skip
+        # Always 0; what follows from it is not computed ahead of the loop, and then spilled.
+        none = sound >> 1
+        w, of_each = W + none, L + none
+        if HAS_IN:
+            if kind == TILE_IN:
+                _finish_in(
+                    acc, a, b, rank, w, of_each, F, H, tiles, table_ptr, bias_in_ptr, pre_ptr, hidden_ptr,
+                    ready_ptr, none, BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BM, BN, BN_IN, WARPS,
                 )  # fmt: skip
-            elif FORMS == 2:
-                acc, it = multiply_steps(
-                    it, steps, a_bufs, b_across, empty, full, False, False, MMA, STAGES, BM, BN
+        if HAS_OUT:
+            if kind == TILE_OUT:
+                _finish_out(
+                    acc, a, b, epoch, rank, w, of_each, D, S, tiles, chunks, table_ptr, bias_out_ptr,
+                    results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr, none,
+                    HAS_BIAS and not BACKWARD, BANKS, BM, BN, ROWS, QUARTER,
                 )  # fmt: skip
-            else:
-                acc, it = multiply_steps(
-                    it, steps, a_across, b_bufs, empty, full, True, True, MMA, STAGES, BM, BN
-                )  # fmt: skip
-        else:
-            acc = gl.zeros((BM, BN), gl.float32, MMA)
-            if FORMS & 1:
-                if form == NN:
-                    acc, it = multiply_steps(
-                        it, steps, a_bufs, b_bufs, empty, full, False, True, MMA, STAGES, BM, BN
-                    )  # fmt: skip
-            if FORMS & 2:
-                if form == NT:
-                    acc, it = multiply_steps(
-                        it, steps, a_bufs, b_across, empty, full, False, False, MMA, STAGES, BM, BN
-                    )  # fmt: skip
-            if FORMS & 4:
-                if form == TN:
-                    acc, it = multiply_steps(
-                        it, steps, a_across, b_bufs, empty, full, True, True, MMA, STAGES, BM, BN
-                    )  # fmt: skip
-        if HAS_IN or HAS_OUT:
-            if (kind == TILE_IN) | (kind == TILE_OUT):
-                local = gl.load(tile_ptr(table_ptr, W, W * L) + a)
-                rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
-                m = a - first_tile
-                row = (first_row + m * BM + i_m).to(gl.int64)
-                m_row = m * BM + i_m < rows
-                if HAS_IN:
-                    if kind == TILE_IN:
-                        if BACKWARD:
-                            row_n = (first_row + m * BM + i_narrow).to(gl.int64)
-                            _finish_backward(
-                                acc, pre_ptr + row_n * H, hidden_ptr + row_n * H, m * BM + i_narrow < rows,
-                                b * BN_IN, F, ACT,
-                                BM, BN, NARROW_ROWS, EIGHTH,
-                            )  # fmt: skip
-                        else:
-                            _finish_forward(
-                                acc, pre_ptr + row * H, hidden_ptr + row * F, m_row, bias_in_ptr + local * H,
-                                b * BN_IN, F, ACT, HAS_BIAS, SAVE_PRE, BM, BN, ROWS, QUARTER,
-                            )  # fmt: skip
-                        device.fence_tma(True)
-                        finish_ready(ready_ptr, a, local, tiles)
-                if HAS_OUT:
-                    if kind == TILE_OUT:
-                        p_row, m_row = result_rows(
-                            rank * L + local, m, rows, first_row, epoch, W, L, D, S, table_ptr, results_ptr,
-                            results_ptr, results_peers_ptr, BANKS, False, BM, i_m,
-                        )  # fmt: skip
-                        _store_tile(
-                            acc, p_row, m_row, bias_out_ptr + local * D, b * BN, D, HAS_BIAS and not BACKWARD,
-                            BM, BN, ROWS, QUARTER,
-                        )  # fmt: skip
-                        return_tile(
-                            a, m, b, rank * L + local, first_row, epoch, rank, W, L, D, S, tiles, chunks,
-                            table_ptr, results_ptr, results_ptr, results_peers_ptr, returned_ptr,
-                            returned_peers_ptr, done_ptr, BANKS, False, BM, BN,
-                        )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
-                rows, first_row, _ = group(table_ptr, W, W * L, rank * L + b)
-                _, dy_ptr, A, B = wgrad_operands(
-                    a, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-                    saved_hidden_ptr, BANKS, EARLIER_BANKS,
+                _finish_wgrad(
+                    acc, a, b, c, d, sound, epoch, earlier_use_ptr, rank, w, of_each, D, F, H, R, table_ptr,
+                    rows_ptr, hidden_ptr, saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr,
+                    dweight_out_ptr, dbias_out_ptr, none, HAS_BIAS, BANKS, EARLIER_BANKS,
+                    BM, BN, ROWS, QUARTER, WARPS,
                 )  # fmt: skip
-                dw_ptr, db_ptr = wgrad_results(
-                    a, b, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
-                )  # fmt: skip
-                if sound != 0:
-                    i_row = c * BM + i_m
-                    _store_tile(
-                        acc, dw_ptr + i_row.to(gl.int64) * B, i_row < A, dw_ptr, d * BN, B, False,
-                        BM, BN, ROWS, QUARTER,
-                    )  # fmt: skip
-                    if HAS_BIAS:
-                        if c == 0:
-                            _store_bias_gradient(db_ptr, dy_ptr, rows, d * BN, B, BN, WARPS)
-                else:
-                    poison_wgrad(
-                        dw_ptr, db_ptr, c * BM, d * BN, A, B, HAS_BIAS, BM, BN,
-                        gl.arange(0, BN, gl.BlockedLayout([1], [32], [WARPS], [0])),
-                    )  # fmt: skip
         if DENSE_KINDS != 0:
             if kind == DENSE:
                 _, _, _, c_ptr, M, N, _ = dense_problem(problems_ptr, a, rows_ptr, True)
-                i_row = b * BM + i_m
-                _store_tile(
-                    acc, c_ptr + i_row.to(gl.int64) * N, i_row < M, c_ptr, c * BN, N, False,
-                    BM, BN, ROWS, QUARTER,
-                )  # fmt: skip
+                i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, ROWS)) + none
+                p_row = c_ptr + i.to(gl.int64) * N
+                _store_tile(acc, p_row, i < M, c_ptr, c * BN, N, False, BM, BN, ROWS, QUARTER)
         j += 1
         kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)

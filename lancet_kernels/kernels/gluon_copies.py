@@ -1,6 +1,7 @@
 """The copy warps of the Hopper kernel: puts, gradients of combine weights, and reductions.
 
-Their blocks hold 16 bytes a thread, so many at once that 32 KiB of a put are in flight.
+Loads and stores are 16 bytes a thread. Every program has copy warps, so all put at first; how much of a put
+each has in flight is PUT_ROWS * PUT_BLOCK.
 """
 
 from triton.experimental import gluon

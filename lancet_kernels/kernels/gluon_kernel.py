@@ -7,7 +7,7 @@ The warps of a program have three jobs, and go on independently of each other:
 
     consumers    8 warps   two warpgroups that multiply (wgmma m64n256k16) and store   `gluon_consumer.py`
     producer     1 warp    claims GEMM tasks, waits, loads operands by TMA             `gluon_producer.py`
-    copy warps   4 warps   puts, gradients of combine weights, reductions              `gluon_copies.py`
+    copy warps   2 warps   puts, gradients of combine weights, reductions              `gluon_copies.py`
 
 What is claimed, waited for and signalled are the functions of `overlap_kernel`; see `schedule.py` for the
 rows, words and order. Two counters instead of one: the copy warps claim
@@ -88,6 +88,10 @@ def gluon_overlap_kernel(
     # What an earlier launch of this use should have made is missing if one of its waits failed.
     sound = ((device.failed(report_ptr) == 0) & (gl.load(table_ptr + VOID) == 0)).to(gl.int32)
     num_tiles = gl.load(table_ptr + NUM_TILES)
+    # What follows from an argument in several partitions is computed ahead of all of them, by threads that
+    # have 24 registers there, and spilled. Through this 0 (VOID is 0 or 1) sizes of the partitions with one
+    # job each are values that no other partition shares.
+    own = gl.load(table_ptr + VOID) >> 1
     num_puts = 0
     if HAS_PUT:
         num_puts = gl.load(table_ptr + NUM_PUTS)
@@ -118,8 +122,8 @@ def gluon_overlap_kernel(
     PAIR: gl.constexpr = ACT == "swiglu" and not BACKWARD
     gl.warp_specialize([
         (consume, (
-            earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, epoch, W, L, D, F, H, R, S, tiles,
-            chunks, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
+            earlier_use_ptr, table_ptr, rank, epoch, W, L, D, F, H, R, S, tiles, chunks,
+            results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
             rows_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, ready_ptr, done_ptr,
             saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
             problems_ptr, a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
@@ -127,17 +131,19 @@ def gluon_overlap_kernel(
             BM, BN, BN_IN, BK, STAGES, TASKS, WARPS,
         )),
         (produce, (
-            use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_gemms, num_tiles,
-            num_wgrad, epoch, sound, W, L, D, F, H, R, tiles, chunks, tiles_in, tiles_out, lag, dense_tiles,
-            num_problems, rows_ptr, arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
-            problems_ptr, rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
+            use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank + own, max_polls, num_gemms,
+            num_tiles, num_wgrad, epoch, sound, W + own, L + own, D + own, F + own, H + own, R + own,
+            tiles + own, chunks, tiles_in + own, tiles_out + own, lag, dense_tiles, num_problems, rows_ptr,
+            arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr, problems_ptr,
+            rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
             a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
             HAS_IN, HAS_OUT, HAS_WGRAD, DENSE_KINDS, BACKWARD, PAIR, BANKS, EARLIER_BANKS,
             BM, BN, BN_IN, BK, BW, STAGES, TASKS,
         )),
         (copy, (
-            use_ptr, copy_counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_copies,
-            num_puts, dweight_blocks, epoch, sound, W, L, D, R, S, tiles, chunks, T, K, put_expert_ptr,
+            use_ptr, copy_counter, earlier_use_ptr, table_ptr, report_ptr, rank + own, max_polls, num_copies,
+            num_puts, dweight_blocks, epoch, sound, W + own, L + own, gl.multiple_of(D + own, 16), R + own,
+            S + own, tiles + own, chunks + own, T + own, K + own, put_expert_ptr,
             source_ptr, token_ptr, scale_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr,
             released_ptr, results_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr,
             saved_results_ptr, dweight_ptr, HAS_PUT, HAS_REDUCE, HAS_DWEIGHT, SCALED, WEIGHTED, BANKS,

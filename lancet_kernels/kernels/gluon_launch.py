@@ -33,6 +33,8 @@ def launch_gluon(copy_counter: int, grid: tuple[int, ...], **arguments: Any) -> 
         "num_warps": arguments["num_warps"],
     }
     given = {name: arguments[name] for name in gluon_overlap_kernel.arg_names if name in arguments}
+    # Producers claim a task ahead: what a tile of the second GEMM needs is finished a task later.
+    given["lag"] = 2 * given["lag"]
     launch(gluon_overlap_kernel, grid, **given, **options, **descriptors(arguments))
 
 

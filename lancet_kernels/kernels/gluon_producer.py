@@ -29,12 +29,154 @@ from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
 
 
 @gluon.jit
+def _load_in(
+    it, j, tile, n, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
+    rows_desc, weight_desc, a_bufs, b_bufs, b_across, b_halves, empty, full, tasks, task_empty, task_full,
+    BACKWARD: gl.constexpr, PAIR: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
+):  # fmt: skip
+    """TILE_IN: wait for the rows of the tile, hand it over, load. -> it, j."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    FORM: gl.constexpr = NT if BACKWARD else NN
+    local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
+    _, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
+    m = tile - first_tile
+    here = wait_rows(
+        tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
+        False, True, BANKS, BM, BW, gl.arange(0, BW, lanes),
+    )  # fmt: skip
+    if here:
+        steps = gl.cdiv(D, BK)
+        row = (epoch % BANKS).to(gl.int32) * R + first_row + m * BM
+        j = hand_over(j, tasks, task_empty, task_full, TILE_IN, tile, n, 0, 0, FORM, steps, 1, TASKS, 1)
+        if BACKWARD:
+            it = load_steps(
+                it, steps, rows_desc, weight_desc, row, 0, local * F + n * BN_IN, 0, 0,
+                a_bufs, b_across, empty, full, False, False, False, STAGES, BM, BN, BK,
+            )  # fmt: skip
+        elif PAIR:
+            it = load_steps(
+                it, steps, rows_desc, weight_desc, row, 0, local * D, n * BN_IN, F + n * BN_IN,
+                a_bufs, b_halves, empty, full, False, True, True, STAGES, BM, BN, BK,
+            )  # fmt: skip
+        else:
+            it = load_steps(
+                it, steps, rows_desc, weight_desc, row, 0, local * D, n * BN_IN, 0,
+                a_bufs, b_bufs, empty, full, False, True, False, STAGES, BM, BN, BK,
+            )  # fmt: skip
+    return it, j
+
+
+@gluon.jit
+def _load_out(
+    it, j, tile, n, sound, rank, W, L, D, F, H, table_ptr, ready_ptr, max_polls, report_ptr,
+    hidden_desc, weight_desc, a_bufs, b_bufs, b_across, empty, full, tasks, task_empty, task_full,
+    HAS_IN: gl.constexpr, BACKWARD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
+):  # fmt: skip
+    """TILE_OUT: wait until the tile's columns of the first GEMM are ready, hand it over, load. -> it, j."""
+    FORM: gl.constexpr = NT if BACKWARD else NN
+    local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
+    _, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
+    here = sound != 0
+    if HAS_IN:
+        here = wait_ready(tile, gl.cdiv(F, BN_IN), rank, ready_ptr, max_polls, report_ptr, True)
+    if here:
+        row = first_row + (tile - first_tile) * BM
+        steps = gl.cdiv(H if BACKWARD else F, BK)
+        j = hand_over(j, tasks, task_empty, task_full, TILE_OUT, tile, n, 0, 0, FORM, steps, 1, TASKS, 1)
+        if BACKWARD:
+            it = load_steps(
+                it, steps, hidden_desc, weight_desc, row, 0, local * D + n * BN, 0, 0,
+                a_bufs, b_across, empty, full, False, False, False, STAGES, BM, BN, BK,
+            )  # fmt: skip
+        else:
+            it = load_steps(
+                it, steps, hidden_desc, weight_desc, row, 0, local * F, n * BN, 0,
+                a_bufs, b_bufs, empty, full, False, True, False, STAGES, BM, BN, BK,
+            )  # fmt: skip
+    return it, j
+
+
+@gluon.jit
+def _load_wgrad(
+    it, j, which, local, m, n, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, tiles, table_ptr,
+    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr, max_polls, report_ptr,
+    a_across, b_bufs, empty, full, tasks, task_empty, task_full,
+    HAS_IN: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
+):  # fmt: skip
+    """WGRAD: wait until all tiles of the expert are ready, hand it over, load its rows. -> it, j."""
+    rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)
+    here = sound != 0
+    if HAS_IN:
+        columns = gl.cdiv(rows, BM) * gl.cdiv(F, BN_IN)
+        here = here & wait_ready(tiles + local, columns, rank, ready_ptr, max_polls, report_ptr, True)
+    x_ptr, dy_ptr, A, B = wgrad_operands(
+        which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
+        saved_hidden_ptr, BANKS, EARLIER_BANKS,
+    )  # fmt: skip
+    steps = gl.where(here, gl.cdiv(rows, BK), 0)
+    j = hand_over(
+        j, tasks, task_empty, task_full, WGRAD, which, local, m, n, TN, steps, here.to(gl.int32), TASKS, 1
+    )  # fmt: skip
+    if steps > 0:
+        wait_for_loads(it, full, STAGES)
+        x_desc = tma.make_tensor_descriptor(x_ptr, [rows, A], [A, 1], [BK, BM], a_across.layout)
+        dy_desc = tma.make_tensor_descriptor(dy_ptr, [rows, B], [B, 1], [BK, BN], b_bufs.layout)
+        it = load_steps(
+            it, steps, x_desc, dy_desc, 0, m * BM, 0, n * BN, 0,
+            a_across, b_bufs, empty, full, True, True, False, STAGES, BM, BN, BK,
+        )  # fmt: skip
+    return it, j
+
+
+@gluon.jit
+def _load_dense(
+    it, j, problem, m, n, problems_ptr, like_ptr, a_bufs, b_bufs, a_across, b_across, empty, full,
+    tasks, task_empty, task_full, KINDS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    BK: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
+):  # fmt: skip
+    """DENSE: hand the tile over, and load its operands. -> it, j."""
+    form, a_ptr, b_ptr, _, M, N, K = dense_problem(problems_ptr, problem, like_ptr, True)
+    steps = gl.cdiv(K, BK)
+    j = hand_over(
+        j, tasks, task_empty, task_full, DENSE, problem, m, n, 0, form.to(gl.int32), steps, 1, TASKS, 1
+    )  # fmt: skip
+    wait_for_loads(it, full, STAGES)
+    if KINDS & 1:
+        if form == NN:
+            a_desc = tma.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK], a_bufs.layout)
+            b_desc = tma.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [BK, BN], b_bufs.layout)
+            it = load_steps(
+                it, steps, a_desc, b_desc, m * BM, 0, 0, n * BN, 0,
+                a_bufs, b_bufs, empty, full, False, True, False, STAGES, BM, BN, BK,
+            )  # fmt: skip
+    if KINDS & 2:
+        if form == NT:
+            a_desc = tma.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK], a_bufs.layout)
+            b_desc = tma.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BN, BK], b_across.layout)
+            it = load_steps(
+                it, steps, a_desc, b_desc, m * BM, 0, n * BN, 0, 0,
+                a_bufs, b_across, empty, full, False, False, False, STAGES, BM, BN, BK,
+            )  # fmt: skip
+    if KINDS & 4:
+        if form == TN:
+            a_desc = tma.make_tensor_descriptor(a_ptr, [K, M], [M, 1], [BK, BM], a_across.layout)
+            b_desc = tma.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [BK, BN], b_bufs.layout)
+            it = load_steps(
+                it, steps, a_desc, b_desc, 0, m * BM, 0, n * BN, 0,
+                a_across, b_bufs, empty, full, True, True, False, STAGES, BM, BN, BK,
+            )  # fmt: skip
+    return it, j
+
+
+@gluon.jit
 def produce(
     use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_tasks, num_tiles,
     num_wgrad, epoch, sound, W, L, D, F, H, R, tiles, chunks, tiles_in, tiles_out, lag, dense_tiles,
     num_problems, rows_ptr, arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
-    problems_ptr,
-    rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
+    problems_ptr, rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
     a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
     BACKWARD: gl.constexpr, PAIR: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
@@ -45,7 +187,6 @@ def produce(
 
     num_tasks: of these kinds. Their numbers are those of `tasks.py` in a launch without puts.
     """
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     element: gl.constexpr = a_bufs.dtype
     # The same bytes for operands that lie the other way, and for the halves of gate and up.
     across_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], element)
@@ -54,8 +195,6 @@ def produce(
     a_across = view(a_bufs, [STAGES, BK, BM], across_a)
     b_across = view(b_bufs, [STAGES, BN, BK], across_b)
     b_halves = view(b_bufs, [2 * STAGES, BK, BN // 2], half)
-    a_layout: gl.constexpr = a_bufs.layout
-    b_layout: gl.constexpr = b_bufs.layout
     it = 0
     j = 0
     i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
@@ -67,117 +206,31 @@ def produce(
         )  # fmt: skip
         if HAS_IN:
             if kind == TILE_IN:
-                local = gl.load(tile_ptr(table_ptr, W, W * L) + a)
-                _, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
-                here = wait_rows(
-                    a, a - first_tile, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr,
-                    max_polls, report_ptr, False, True, BANKS, BM, BW, i_w=gl.arange(0, BW, lanes),
+                it, j = _load_in(
+                    it, j, a, b, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr, max_polls,
+                    report_ptr, rows_desc, weight_in_desc, a_bufs, b_bufs, b_across, b_halves, empty, full,
+                    tasks, task_empty, task_full, BACKWARD, PAIR, BANKS, BM, BN, BN_IN, BK, BW, STAGES, TASKS,
                 )  # fmt: skip
-                if here:
-                    steps = gl.cdiv(D, BK)
-                    row = (epoch % BANKS).to(gl.int32) * R + first_row + (a - first_tile) * BM
-                    form: gl.constexpr = NT if BACKWARD else NN
-                    j = hand_over(
-                        j, tasks, task_empty, task_full, kind, a, b, c, d, form, steps, 1, TASKS, 1
-                    )  # fmt: skip
-                    if BACKWARD:
-                        it = load_steps(
-                            it, steps, rows_desc, weight_in_desc, row, 0, local * F + b * BN_IN, 0, 0,
-                            a_bufs, b_across, empty, full, False, False, False, STAGES, BM, BN, BK,
-                        )  # fmt: skip
-                    elif PAIR:
-                        it = load_steps(
-                            it, steps, rows_desc, weight_in_desc, row, 0, local * D, b * BN_IN, F + b * BN_IN,
-                            a_bufs, b_halves, empty, full, False, True, True, STAGES, BM, BN, BK,
-                        )  # fmt: skip
-                    else:
-                        it = load_steps(
-                            it, steps, rows_desc, weight_in_desc, row, 0, local * D, b * BN_IN, 0,
-                            a_bufs, b_bufs, empty, full, False, True, False, STAGES, BM, BN, BK,
-                        )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:
-                local = gl.load(tile_ptr(table_ptr, W, W * L) + a)
-                _, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
-                here = sound != 0
-                if HAS_IN:
-                    here = wait_ready(a, gl.cdiv(F, BN_IN), rank, ready_ptr, max_polls, report_ptr, True)
-                if here:
-                    row = first_row + (a - first_tile) * BM
-                    if BACKWARD:
-                        steps = gl.cdiv(H, BK)
-                        j = hand_over(
-                            j, tasks, task_empty, task_full, kind, a, b, c, d, NT, steps, 1, TASKS, 1
-                        )  # fmt: skip
-                        it = load_steps(
-                            it, steps, hidden_desc, weight_out_desc, row, 0, local * D + b * BN, 0, 0,
-                            a_bufs, b_across, empty, full, False, False, False, STAGES, BM, BN, BK,
-                        )  # fmt: skip
-                    else:
-                        steps = gl.cdiv(F, BK)
-                        j = hand_over(
-                            j, tasks, task_empty, task_full, kind, a, b, c, d, NN, steps, 1, TASKS, 1
-                        )  # fmt: skip
-                        it = load_steps(
-                            it, steps, hidden_desc, weight_out_desc, row, 0, local * F, b * BN, 0,
-                            a_bufs, b_bufs, empty, full, False, True, False, STAGES, BM, BN, BK,
-                        )  # fmt: skip
+                it, j = _load_out(
+                    it, j, a, b, sound, rank, W, L, D, F, H, table_ptr, ready_ptr, max_polls, report_ptr,
+                    hidden_desc, weight_out_desc, a_bufs, b_bufs, b_across, empty, full, tasks, task_empty,
+                    task_full, HAS_IN, BACKWARD, BM, BN, BN_IN, BK, STAGES, TASKS,
+                )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
-                rows, first_row, _ = group(table_ptr, W, W * L, rank * L + b)
-                here = sound != 0
-                if HAS_IN:
-                    here = here & wait_ready(
-                        tiles + b, gl.cdiv(rows, BM) * gl.cdiv(F, BN_IN), rank, ready_ptr, max_polls,
-                        report_ptr, True,
-                    )  # fmt: skip
-                x_ptr, dy_ptr, A, B = wgrad_operands(
-                    a, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-                    saved_hidden_ptr, BANKS, EARLIER_BANKS,
+                it, j = _load_wgrad(
+                    it, j, a, b, c, d, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, tiles,
+                    table_ptr, rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr, max_polls,
+                    report_ptr, a_across, b_bufs, empty, full, tasks, task_empty, task_full,
+                    HAS_IN, BANKS, EARLIER_BANKS, BM, BN, BN_IN, BK, STAGES, TASKS,
                 )  # fmt: skip
-                steps = gl.where(here, gl.cdiv(rows, BK), 0)
-                j = hand_over(
-                    j, tasks, task_empty, task_full, kind, a, b, c, d, TN, steps, here.to(gl.int32), TASKS, 1
-                )  # fmt: skip
-                if steps > 0:
-                    wait_for_loads(it, full, STAGES)
-                    x_desc = tma.make_tensor_descriptor(x_ptr, [rows, A], [A, 1], [BK, BM], across_a)
-                    dy_desc = tma.make_tensor_descriptor(dy_ptr, [rows, B], [B, 1], [BK, BN], b_layout)
-                    it = load_steps(
-                        it, steps, x_desc, dy_desc, 0, c * BM, 0, d * BN, 0,
-                        a_across, b_bufs, empty, full, True, True, False, STAGES, BM, BN, BK,
-                    )  # fmt: skip
         if DENSE_KINDS != 0:
             if kind == DENSE:
-                form, a_ptr, b_ptr, _, M, N, K = dense_problem(problems_ptr, a, rows_ptr, True)
-                steps = gl.cdiv(K, BK)
-                j = hand_over(
-                    j, tasks, task_empty, task_full, kind, a, b, c, d, form.to(gl.int32), steps, 1, TASKS, 1
+                it, j = _load_dense(
+                    it, j, a, b, c, problems_ptr, rows_ptr, a_bufs, b_bufs, a_across, b_across, empty, full,
+                    tasks, task_empty, task_full, DENSE_KINDS, BM, BN, BK, STAGES, TASKS,
                 )  # fmt: skip
-                wait_for_loads(it, full, STAGES)
-                if DENSE_KINDS & 1:
-                    if form == NN:
-                        a_desc = tma.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK], a_layout)
-                        b_desc = tma.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [BK, BN], b_layout)
-                        it = load_steps(
-                            it, steps, a_desc, b_desc, b * BM, 0, 0, c * BN, 0,
-                            a_bufs, b_bufs, empty, full, False, True, False, STAGES, BM, BN, BK,
-                        )  # fmt: skip
-                if DENSE_KINDS & 2:
-                    if form == NT:
-                        a_desc = tma.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK], a_layout)
-                        b_desc = tma.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BN, BK], across_b)
-                        it = load_steps(
-                            it, steps, a_desc, b_desc, b * BM, 0, c * BN, 0, 0,
-                            a_bufs, b_across, empty, full, False, False, False, STAGES, BM, BN, BK,
-                        )  # fmt: skip
-                if DENSE_KINDS & 4:
-                    if form == TN:
-                        a_desc = tma.make_tensor_descriptor(a_ptr, [K, M], [M, 1], [BK, BM], across_a)
-                        b_desc = tma.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [BK, BN], b_layout)
-                        it = load_steps(
-                            it, steps, a_desc, b_desc, 0, b * BM, 0, c * BN, 0,
-                            a_across, b_bufs, empty, full, True, True, False, STAGES, BM, BN, BK,
-                        )  # fmt: skip
         i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     hand_over(j, tasks, task_empty, task_full, NO_TASK, 0, 0, 0, 0, 0, 0, 0, TASKS, 1)

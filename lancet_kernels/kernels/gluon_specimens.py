@@ -11,6 +11,7 @@ from lancet_kernels.kernels.gluon_config import (
     COPY_REGISTERS,
     COPY_WARPS,
     PRODUCER_REGISTERS,
+    SPILLS_BESIDE_LOOPS,
     TASKS,
     boxes,
     hopper_config,
@@ -77,6 +78,7 @@ def specimen(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         total_warps=total_warps(tile),
+        most_spills=SPILLS_BESIDE_LOOPS,
         wgmma=True,
         tma=True,
     )

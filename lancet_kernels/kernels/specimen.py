@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+FEW_SPILLED_BYTES = 32
+"""Of a thread: at most eight registers, whose loads L1 serves. A tile of half the size would cost more."""
+
 
 @dataclass(frozen=True)
 class Specimen:
@@ -23,6 +26,7 @@ class Specimen:
         total_warps: of a program, where warps beside `num_warps` have jobs of their own; 0: none have.
         nvshmem: link the NVSHMEM bitcode.
         wgmma, tma: what the machine code of sm_90 must contain.
+        most_spills: bytes of a thread that may be spilled.
     """
 
     name: str
@@ -37,6 +41,7 @@ class Specimen:
     nvshmem: bool = False
     wgmma: bool = False
     tma: bool = False
+    most_spills: int = FEW_SPILLED_BYTES
     options: dict[str, Any] = field(default_factory=dict)
 
 

@@ -17,6 +17,7 @@ import torch
 from lancet_kernels import ops
 from lancet_kernels.kernels import (
     gemm_config,
+    gluon_specimens,
     grouped_gemm_kernel,
     overlap_specimens,
     permute,
@@ -24,6 +25,7 @@ from lancet_kernels.kernels import (
 )
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_operands import DTYPES
+from lancet_kernels.kernels.gluon_config import HOPPER_TILE, hopper_config
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.row_config import RowConfig
 from lancet_kernels.kernels.specimen import Specimen
@@ -239,11 +241,32 @@ def _overlap_candidates(task: Task, place: Place) -> Sequence[Any]:
         *({"put_rows": rows, "put_block": block} for rows, block in ((4, 1024), (16, 256))),
         *({"gemm": tile} for tile in tiles if tile.is_valid(task.dtype, place.arch, accumulators)),
     ]
-    return list(dict.fromkeys([default, *(replace(default, **fields) for fields in changed)]))
+    hopper = _hopper_candidates(task, place)
+    return list(dict.fromkeys([default, *(replace(default, **fields) for fields in changed), *hopper]))
+
+
+def _hopper_candidates(task: Task, place: Place) -> list[OverlapConfig]:
+    """Of the kernel for Hopper, where it can run: its default, and changes of one property at a time."""
+    widths = task.workload.width, task.workload.hidden
+    step = HOPPER_TILE.block_k
+    if place.arch != 90 or task.dtype.itemsize != 2 or any(width % step for width in widths):
+        return []
+    default = hopper_config(place.sms)
+    changed: tuple[dict[str, Any], ...] = (
+        {}, {"split": True}, {"put_block": 2048}, {"put_rows": 8, "put_block": 512},
+    )  # fmt: skip
+    return [replace(default, **fields) for fields in changed]
 
 
 def _overlap_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
     forward = ("dispatch+gemm", "gemm+combine") if config.split else ("forward",)
+    if config.bodies == "gluon":
+        return [
+            gluon_specimens.specimen(
+                fused, "", activation=task.workload.activation, dtype=task.dtype, config=config
+            )
+            for fused in (*forward, "backward")
+        ]
     return [
         overlap_specimens.specimen(
             fused, "", arch, activation=task.workload.activation, dtype=task.dtype, config=config

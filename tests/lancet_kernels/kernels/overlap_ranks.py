@@ -145,11 +145,11 @@ def alone(case: Case, rank: int) -> Layer:
     return layer
 
 
-def make_dense(dtype: torch.dtype) -> list[DenseGemm]:
-    """One GEMM of each kind, odd in size, into NaN."""
+def make_dense(dtype: torch.dtype, sizes: tuple[tuple[str, int, int, int], ...] = DENSE) -> list[DenseGemm]:
+    """One GEMM of each kind, odd in size unless `sizes` says otherwise, into NaN."""
     generator = torch.Generator().manual_seed(5)
     made = []
-    for kind, m, n, k in DENSE:
+    for kind, m, n, k in sizes:
         a = torch.randn(*((k, m) if kind == "tn" else (m, k)), generator=generator).to(dtype)
         b = torch.randn(*((n, k) if kind == "nt" else (k, n)), generator=generator).to(dtype)
         made.append(DenseGemm(kind, a, b, torch.empty_like(torch.zeros(m, n, dtype=dtype))))

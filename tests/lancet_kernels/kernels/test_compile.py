@@ -17,7 +17,7 @@ import pytest
 from lancet_kernels.cli import main
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import compile as compile_module
-from lancet_kernels.kernels import nvshmem_bitcode
+from lancet_kernels.kernels import gluon_specimens, nvshmem_bitcode
 from lancet_kernels.kernels.compile import (
     FEW_SPILLED_BYTES,
     CompiledKernel,
@@ -66,7 +66,7 @@ def check_rows(found, triton, arch):
     declared = {(s.name, s.config): s for _, s in all_specimens(int(arch.removeprefix("sm_")))}
     for row in found["kernels"]:
         specimen = declared[row["name"], row["config"]]
-        assert row["spills"] <= FEW_SPILLED_BYTES, row
+        assert row["spills"] <= specimen.most_spills, row
         assert row["registers"] <= 255, row
         assert row["shared_bytes"] <= (163 if arch == "sm_80" else 227) * 1024, row
         if arch == "sm_90":
@@ -76,8 +76,12 @@ def check_rows(found, triton, arch):
 
 
 def test_one_kernel_of_every_family():
-    """The first specimen of every module that has kernels, and of the shim, with the installed Triton."""
-    every = [*all_specimens(90, [*kernel_modules(), ping])]
+    """The first specimen of every module that has kernels, and of the shim, with the installed Triton.
+
+    Those in Gluon are in test_gluon_compile.py.
+    """
+    modules = [module for module in kernel_modules() if module is not gluon_specimens]
+    every = [*all_specimens(90, [*modules, ping])]
     first = {module.__name__: specimen for module, specimen in reversed(every)}
     assert len(first) == 8
     for row in compile_all([*first.values()], 90):

@@ -9,6 +9,7 @@ from torch import Tensor
 from virtual_pes import VirtualPes
 
 from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.gluon_config import hopper_config
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
 from tests.lancet_kernels.kernels.overlap_cases import (
@@ -20,7 +21,10 @@ from tests.lancet_kernels.kernels.overlap_cases import (
     same_dtype,
     tokens_of,
 )
-from tests.lancet_kernels.kernels.overlap_ranks import make_dense
+from tests.lancet_kernels.kernels.overlap_ranks import DENSE, make_dense
+
+# Sizes that tensor descriptors take: multiples of 16 bytes.
+ALIGNED_DENSE = (("nn", 200, 264, 136), ("nt", 130, 72, 328), ("tn", 136, 520, 200))  # kind, M, N, K
 
 
 @dataclass
@@ -44,7 +48,7 @@ def data_of(case: Case, rank: int) -> Data:
 class VirtualPass:
     """Forward and backward of a case on all its PEs.
 
-    split: two launches per direction. dense: independent GEMMs ride along in both.
+    split: two launches per direction. dense: independent GEMMs ride along in both. bodies: of the kernel.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class VirtualPass:
         *,
         split: bool = False,
         dense: bool = False,
+        bodies: str = "triton",
         timeout_s: float = 8.0,
     ) -> None:
         self.case = case
@@ -61,7 +66,10 @@ class VirtualPass:
         default = default_overlap_config(
             case.width, case.hidden, case.activation, case.dtype, device, pes_here=case.world
         )
+        if bodies == "gluon":
+            default = hopper_config(default.programs)
         self.config = replace(default, split=split)
+        sizes = ALIGNED_DENSE if bodies == "gluon" else DENSE
         memories = self.pes.memories
         self.forwards, self.backwards = (
             [
@@ -82,7 +90,10 @@ class VirtualPass:
         )
         self.data = [to(data_of(case, rank), device) for rank in range(case.world)]
         self.dense = [
-            [DenseGemm(d.kind, *(t.to(device) for t in (d.a, d.b, d.c))) for d in make_dense(case.dtype)]
+            [
+                DenseGemm(d.kind, *(t.to(device) for t in (d.a, d.b, d.c)))
+                for d in make_dense(case.dtype, sizes)
+            ]
             if dense
             else []
             for _ in range(case.world)

@@ -1,0 +1,62 @@
+"""Compiles variants of the Hopper kernel: a program, run by test_gluon_compile.py with one Triton or another.
+
+Arguments: which (a part of `config`; all without one). Prints for each what the test looks at, as JSON.
+"""
+
+import json
+import re
+import sys
+
+import triton
+
+from lancet_kernels.kernels.compile import _compile, _tool, compile_specimen, problems
+from lancet_kernels.kernels.gluon_specimens import specimens
+
+
+def local_memory_in_loops(sass: str) -> tuple[int, int, int]:
+    """-> how many loops contain matrix products, and how often those store and load spilled registers."""
+    found = re.findall(r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?);", sass, re.M)
+    code = [(int(address, 16), instruction) for address, instruction in found]
+    loops = [
+        (int(target[1], 16), address)
+        for address, instruction in code
+        if (target := re.search(r"\bBRA\b.*(0x[0-9a-f]+)", instruction)) and int(target[1], 16) <= address
+    ]
+    products = [address for address, instruction in code if "HGMMA" in instruction]
+    # Waits stand behind the whole program and jump back: the smallest loop around a product is its own.
+    own = {
+        min((loop for loop in loops if loop[0] <= at <= loop[1]), key=lambda loop: loop[1] - loop[0])
+        for at in products
+    }
+    inside = [
+        instruction for address, instruction in code if any(low <= address <= high for low, high in own)
+    ]
+    stores, loads = (sum(bool(re.search(rf"\b{name}\b", i)) for i in inside) for name in ("STL", "LDL"))
+    return len(own), stores, loads
+
+
+def main() -> None:
+    chosen = [s for s in specimens(90) if not sys.argv[1:] or any(part in s.config for part in sys.argv[1:])]
+    rows = []
+    for specimen in chosen:
+        compiled = compile_specimen(specimen, 90)
+        kernel, _ = _compile(specimen, 90)
+        loops, stores, loads = local_memory_in_loops(_tool("-sass", kernel.asm["cubin"]))
+        rows.append(
+            {
+                "config": specimen.config,
+                "triton": triton.__version__,
+                "problems": problems(specimen, compiled),
+                "products": sorted(set(re.findall(r"m64n\d+k\d+", kernel.asm["ptx"]))),
+                "loops": loops,
+                "spilled in loops": stores,
+                "loaded in loops": loads,
+                "wide stores": len(re.findall(r"st\.global\S*\.v4", kernel.asm["ptx"])),
+                "element stores": len(re.findall(r"st\.global\S*\.b16", kernel.asm["ptx"])),
+            }
+        )
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

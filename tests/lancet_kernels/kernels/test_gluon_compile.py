@@ -1,0 +1,50 @@
+"""The Hopper kernel compiles for sm_90: wgmma as wide as a tile, stores of 16 bytes, loops without spills."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lancet_kernels.kernels.gluon_specimens import specimens
+from tests.lancet_kernels.kernels.test_compile import ROOT, TRITONS, environment
+
+FORWARD = "forward gelu bf16 128x256x64 w8 s4"
+
+
+def compiled(triton: str, *chosen: str) -> list[dict]:
+    command = [sys.executable, "-m", "tests.lancet_kernels.kernels.compile_gluon", *chosen]
+    child = subprocess.run(command, env=environment(triton), cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+def check(row: dict) -> None:
+    assert row["problems"] == [], row
+    assert row["products"] == ["m64n256k16"], row
+    assert row["loops"] >= 1, row
+    assert row["spilled in loops"] == 0, row
+    # The number of the warp: threads have had 24 registers since it was computed.
+    assert row["loaded in loops"] <= row["loops"], row
+
+
+def test_a_forward_compiles():
+    (row,) = (row for row in compiled("newest", FORWARD) if row["config"] == FORWARD)
+    check(row)
+    assert row["wide stores"] > 0
+    assert row["element stores"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("triton", TRITONS)
+def test_every_variant_compiles(triton):
+    rows = compiled(triton)
+    assert [row["config"] for row in rows] == [specimen.config for specimen in specimens(90)]
+    for row in rows:
+        check(row)
+
+
+def test_there_are_none_for_other_architectures():
+    assert [*specimens(80), *specimens(100)] == []
