@@ -74,7 +74,7 @@ def make_layers(case: Case, **changes: Any) -> list[Layer]:
     changes = {"gemm": SMALL_TILE, "tma": True, "bodies": "gluon"} | changes
     layers = [make_layer(memory, "x", case, **changes) for memory in virtual_memories(case.world)]
     for layer in layers:
-        # Waits look at the clock, and a busy machine is slow; a wait that cannot end is a Deadlock before that.
+        # Waits look at the clock, and a busy machine is slow. One that cannot end is a Deadlock before.
         layer.forward.timeout_s = layer.backward.timeout_s = 600.0
     return layers
 

@@ -260,5 +260,5 @@ def _finish(machine: Any, mma: Mma) -> None:
     acc = mma.accumulator
     with np.errstate(all="ignore"):  # rows behind the last one are what was there
         product = np.matmul(*values, dtype=np.float32)
-    acc.data = product + acc.data if mma.use_accumulator else product
+        acc.data = product + acc.data if mma.use_accumulator else product
     acc.pending.remove(mma)
