@@ -35,9 +35,9 @@ ODD = Case(width=24, hidden=40, dtype=BF16)
 
 
 def test_forward_gives_the_bits_of_the_plain_kernel():
-    case = Case(tokens=5, capacity=5, width=24, hidden=24, dtype=BF16)
+    case = Case(tokens=5, choices=1, capacity=5, width=24, hidden=16, dtype=BF16)
     plain = play(case, 0, bodies="triton", backward=False)
-    for seed in range(3):
+    for seed in range(2):
         assert not differences(play(case, seed, backward=False), plain), f"seed {seed}"
 
 
