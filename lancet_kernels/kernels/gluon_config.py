@@ -75,15 +75,15 @@ def check_gluon(
     fixed = (tile.block_m, tile.block_n, tile.block_k, tile.num_warps)
     arch = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     step = tile.block_k
-    for what, got, expected in (
+    for what, got, fits in (
         ("tile", str(tile), fixed == (128, 256, 64, 8) and 2 <= tile.num_stages <= 4),
         ("tma", config.tma, config.tma),
         ("type", dtype, dtype in (torch.bfloat16, torch.float16)),
-        ("device", device if arch is None else f"compute capability {arch[0]}.{arch[1]}", arch == (9, 0)),
         ("widths of model and experts", (width, hidden), width % step == 0 and hidden % step == 0),
         ("transport", "NVSHMEM" if nvshmem else "pointers", not nvshmem),
+        ("device", device if arch is None else f"compute capability {arch[0]}.{arch[1]}", arch == (9, 0)),
     ):
-        if not expected:
+        if not fits:
             raise UserError(
                 f"{what} of a fused launch with bodies='gluon'",
                 got=got,

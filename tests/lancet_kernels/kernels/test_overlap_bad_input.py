@@ -9,6 +9,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.gluon_config import check_gluon, hopper_config
 from lancet_kernels.kernels.overlap import dense_table, moe_backward
 from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.symmetric import virtual_memories
@@ -270,3 +271,31 @@ def test_tma_falls_back_where_an_operand_is_not_aligned(layer):
     assert not launch._fit_tma([buffer, buffer[1:]])
     launch.dense = [dense("nn", (2, 3), (3, 4), (2, 4))]
     assert not launch._fit_tma([])
+
+
+HOPPER = hopper_config(4)
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("tile", {"config": replace(HOPPER, gemm=replace(HOPPER.gemm, block_n=128))}),
+        ("tma", {"config": replace(HOPPER, tma=False)}),
+        ("type", {"dtype": torch.float32}),
+        ("widths of model and experts", {"width": 96}),
+        ("transport", {"nvshmem": True}),
+        ("device", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_hopper_kernel_cannot_do(what, change):
+    given = {"config": HOPPER, "width": 128, "hidden": 192, "dtype": torch.bfloat16, "nvshmem": False}
+    with pytest.raises(
+        UserError, match=rf"{what} of a fused launch with bodies='gluon'.*use bodies='triton'"
+    ):
+        check_gluon(**given | {"device": torch.device("cpu")} | change)
+
+
+def test_other_bodies_are_refused():
+    with pytest.raises(UserError, match="bodies: got cutlass, expected triton or gluon"):
+        replace(CONFIG, bodies="cutlass")
