@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -72,27 +72,43 @@ def emulated(emulator: Emulator, absent: int | None = None) -> Iterator[None]:
 def make_layers(case: Case, **changes: Any) -> list[Layer]:
     """One for each PE, with a small tile, descriptors, and the bodies of the Hopper kernel."""
     changes = {"gemm": SMALL_TILE, "tma": True, "bodies": "gluon"} | changes
-    return [make_layer(memory, "x", case, **changes) for memory in virtual_memories(case.world)]
+    layers = [make_layer(memory, "x", case, **changes) for memory in virtual_memories(case.world)]
+    for layer in layers:
+        # Waits look at the clock, and a busy machine is slow. One that cannot end is a Deadlock before.
+        layer.forward.timeout_s = layer.backward.timeout_s = 600.0
+    return layers
 
 
 def play(
     case: Case,
     seed: int,
     *,
+    passes: int = 1,
     backward: bool = True,
     dense: bool = False,
     edits: Sequence[tuple[Any, str, str]] = (),
     **changes: Any,
 ) -> list[Answer]:
-    """A pass of all PEs at once, in the order of `seed`; without the backward only `out` is looked at."""
+    """Passes of all PEs at once, in the order of `seed`; without the backward only `out` is looked at.
+
+    Each pass has other tokens. No PE waits for another between them. -> answers, those of a PE together.
+    """
     emulator, layers = Emulator(seed, edits), make_layers(case, **changes)
     for layer in layers:
         layer.dense = aligned_dense(case.dtype) if dense else []
     with emulated(emulator):
-        answers = emulator.run(*(layer.run if backward else partial(forward, layer) for layer in layers))
+        answers = emulator.run(*(partial(_passes, layer, passes, backward) for layer in layers))
     for layer in layers:
         layer.check()
         check_dense(layer.dense)
+    return [answer for of_pe in answers for answer in of_pe]
+
+
+def _passes(layer: Layer, passes: int, backward: bool) -> list[Answer]:
+    answers = []
+    for number in range(passes):
+        layer.load(replace(layer.case, seed=layer.case.seed + number))
+        answers.append(layer.run() if backward else forward(layer))
     return answers
 
 
@@ -101,11 +117,11 @@ def forward(layer: Layer) -> Answer:
 
 
 def differences(a: Sequence[Answer], b: Sequence[Answer]) -> list[str]:
-    """What of which PE differs in a bit."""
+    """What of which answer differs in a bit."""
     return [
-        f"{field.name} of PE {pe}"
+        f"{field.name} of answer {number}"
         for field in fields(Answer)
-        for pe, (mine, other) in enumerate(zip(a, b, strict=True))
+        for number, (mine, other) in enumerate(zip(a, b, strict=True))
         if not same_bits(getattr(mine, field.name), getattr(other, field.name))
     ]
 

@@ -104,7 +104,7 @@ def load(
     scheduler.step()
     at = [number(c) for c in coordinates]
     name = f"the TMA load of {task.name} at {at} into {target.name}"
-    if task.state.get("acquired"):
+    if task.acquired:
         raise Misuse(f"{name} without fence.proxy.async since an acquire: the rows came by another proxy")
     if target.shape != list(descriptor.block_shape) or target.dtype != descriptor.dtype:
         raise Misuse(f"{name}: {target.shape} {target.dtype}, descriptor {descriptor}")
@@ -163,20 +163,19 @@ def store(machine: Any, descriptor: Descriptor, coordinates, source: SharedArray
     weight = scheduler.random.choice(LANDING_WEIGHTS)
     operation = TmaStore(machine, task, descriptor, at, source, name, weight)
     machine.traffic.reads.append((source, name))
-    task.state.setdefault("tma_stores", []).append(operation)
+    task.tma_stores.append(operation)
     scheduler.issue(operation)
 
 
 def store_wait(machine: Any, pendings: Any, read_only: Any = True) -> None:
     """tma.store_wait: all but the last `pendings` have read their source, or have landed."""
     task = machine.scheduler.current
-    stores = task.state.setdefault("tma_stores", [])
-    for operation in stores[: max(0, len(stores) - number(pendings))]:
+    for operation in task.tma_stores[: max(0, len(task.tma_stores) - number(pendings))]:
         if read_only:
             operation.read()
         else:
             machine.scheduler.land(operation)
-    task.state["tma_stores"] = [operation for operation in stores if not operation.written]
+    task.tma_stores = [operation for operation in task.tma_stores if not operation.written]
     machine.scheduler.step()
 
 
@@ -225,7 +224,7 @@ def start_mma(machine: Any, a, b, acc, use_acc: Any = True, is_async: Any = Fals
         raise Misuse(f"{name}: {m} x {k} times {k2} x {n} into {acc.shape}")
     mma = Mma([a, b], before, acc, bool(number(use_acc)), name)
     acc.pending.append(mma)
-    task.state.setdefault("mmas", []).append(mma)
+    task.mmas.append(mma)
     if is_async:
         return acc
     return wait_mmas(machine, 0, (acc,))
@@ -236,7 +235,7 @@ def wait_mmas(machine: Any, num_outstanding: Any = 0, deps: Sequence[Any] | None
     if deps is None:
         raise Misuse("warpgroup_mma_wait needs deps")
     machine.scheduler.step()
-    mmas = machine.scheduler.current.state.setdefault("mmas", [])
+    mmas = machine.scheduler.current.mmas
     while len(mmas) > number(num_outstanding):
         _finish(machine, mmas.pop(0))
     done = []
@@ -260,5 +259,5 @@ def _finish(machine: Any, mma: Mma) -> None:
     acc = mma.accumulator
     with np.errstate(all="ignore"):  # rows behind the last one are what was there
         product = np.matmul(*values, dtype=np.float32)
-    acc.data = product + acc.data if mma.use_accumulator else product
+        acc.data = product + acc.data if mma.use_accumulator else product
     acc.pending.remove(mma)

@@ -17,7 +17,7 @@ from tests.lancet_kernels.kernels.gluon_emulator import language
 from tests.lancet_kernels.kernels.gluon_emulator.async_copies import Descriptor, TmaLoad
 from tests.lancet_kernels.kernels.gluon_emulator.global_memory import GlobalMemory, Program
 from tests.lancet_kernels.kernels.gluon_emulator.scheduler import Misuse, Scheduler
-from tests.lancet_kernels.kernels.gluon_emulator.shared_memory import SharedTraffic
+from tests.lancet_kernels.kernels.gluon_emulator.shared_memory import SharedTraffic, number
 from tests.lancet_kernels.kernels.gluon_emulator.source import Sources, is_jitted
 
 LAUNCH_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "warmup")
@@ -44,7 +44,6 @@ class Emulator:
         self.memory = GlobalMemory(self.scheduler, self.builder)
         self.traffic = SharedTraffic()
         self.loads: list[TmaLoad] = []
-        self.num_warps = 4
         self.sources = Sources(language.table(self), language.by_name(self), edits)
 
     def run(self, *hosts: Callable[[], Any]) -> list[Any]:
@@ -71,8 +70,7 @@ class Emulator:
         for (fn, args), warps in zip(partitions[1:], num_warps, strict=True):
             name = f"{me.name}, {fn.__name__}"
             worker = self.scheduler.spawn(name, partial(self._partition, fn, args), me.program)
-            worker.grid, worker.state["num_warps"] = me.grid, warps
-            worker.grid = self.builder.grid_dim, self.builder.grid_idx
+            worker.grid, worker.num_warps = (self.builder.grid_dim, self.builder.grid_idx), number(warps)
             workers.append(worker)
         fn, args = partitions[0]
         name, me.name = me.name, f"{me.name}, {fn.__name__}"
@@ -143,7 +141,7 @@ class _Kernel:
             name = f"{here.name}, program {x}"
             program = Program(name)
             task = scheduler.spawn(name, partial(emulator.sources.function(self.fn), **given), program)
-            task.grid, task.state["num_warps"] = (size, index), num_warps
+            task.grid, task.num_warps = (size, index), num_warps
             programs.append(task)
         scheduler.wait_until(
             lambda: all(task.finished for task in programs), lambda: "waits for the programs it launched"

@@ -34,7 +34,7 @@ class Program:
     """What the partitions of a program share.
 
     Attributes:
-        stores: on their way, of all its partitions. name: for reports. descriptors: loads in flight by slot.
+        name: for reports. stores: on their way, of all its partitions.
     """
 
     name: str
@@ -144,7 +144,7 @@ class GlobalMemory:
         self._publish(task, semantic)
         before = run()
         if semantic in ACQUIRES:
-            task.state["acquired"] = True
+            task.acquired = True
         zero = np.zeros_like(before.data)
         after = native.load(
             pointers.data, np.broadcast_to(mask, pointers.data.shape).copy(), zero, zero.dtype

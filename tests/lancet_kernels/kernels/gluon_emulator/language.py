@@ -32,10 +32,10 @@ DROPPED = ("layout", "cache_policy", "cache_modifier", "eviction_policy")
 
 def table(machine: Any) -> dict[int, Any]:
     """-> {id(builtin): replacement} for one emulator."""
-    found: dict[int, Any] = {}
+    replacements: dict[int, Any] = {}
 
     def put(replacement: Callable[..., Any], *builtins: Any) -> None:
-        found.update({id(builtin): replacement for builtin in builtins if builtin is not None})
+        replacements.update({id(builtin): replacement for builtin in builtins if builtin is not None})
 
     for name in SAME:
         if hasattr(gl, name) and hasattr(tl, name):
@@ -53,14 +53,14 @@ def table(machine: Any) -> dict[int, Any]:
         lambda **_: memory.create_barrier(), getattr(gl, "barrier", None), getattr(gl, "thread_barrier", None)
     )
     put(lambda *args, **options: _asm(machine, *args, **options), gl.inline_asm_elementwise)
-    put(lambda: scheduler.current.state.get("num_warps", machine.num_warps), gl.num_warps)
+    put(lambda: scheduler.current.num_warps, gl.num_warps)
     put(lambda: 1, gl.num_ctas)
     put(lambda element_ty, shape, layout, value=None: _allocate(machine, element_ty, shape, layout, value),
         gl.allocate_shared_memory)  # fmt: skip
     put(lambda parts, num_warps, num_regs=None: machine.specialize(parts, num_warps), gl.warp_specialize)
     _put_barriers(machine, put)
     _put_tma(machine, put)
-    return found
+    return replacements
 
 
 def _same(name: str) -> Callable[..., Any]:
@@ -164,7 +164,7 @@ def _asm(machine: Any, asm: str, *_: Any, **__: Any) -> tl.tensor:
 def fence_global(machine: Any, TMA: Any = True) -> None:
     """fence.proxy.async.global, also of device.fence_tma, which is nothing in the interpreter."""
     if number(TMA):
-        machine.scheduler.current.state["acquired"] = False
+        machine.scheduler.current.acquired = False
 
 
 def _allocate(machine: Any, dtype: tl.dtype, shape: Any, layout: Any, value: Any) -> SharedArray:

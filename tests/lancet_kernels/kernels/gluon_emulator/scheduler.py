@@ -57,7 +57,8 @@ class Task:
         program: what its partitions share (see `global_memory.Program`).
         ready: what it waits for; None if it can go on. waits_for: the same in words.
         polled: the operation that it repeats while it spins; parked: the version of memory it has looked at.
-        state: what the other modules keep for it.
+        num_warps: of the partition. acquired: since then no fence for the async proxy. mmas, tma_stores: on
+        their way.
     """
 
     name: str
@@ -73,7 +74,10 @@ class Task:
     result: Any = None
     thread: threading.Thread | None = None
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    state: dict[str, Any] = field(default_factory=dict)
+    num_warps: int = 4
+    acquired: bool = False
+    mmas: list[Any] = field(default_factory=list)
+    tma_stores: list[Any] = field(default_factory=list)
 
     def where(self) -> str:
         """The lines of kernel source where it is, the innermost first."""
@@ -168,9 +172,12 @@ class Scheduler:
             operation.land()
             self.version += 1
 
-    def fail(self, error: BaseException) -> None:
-        if self._failure is None:
-            self._failure = error
+    def _fail(self, error: BaseException) -> None:
+        """The first error counts: our own, where Triton's interpreter has wrapped it."""
+        inner: BaseException | None = error
+        while inner is not None and not isinstance(inner, EmulationError):
+            inner = inner.__cause__
+        self._failure = self._failure or inner or error
 
     def _live(self, task: Task) -> None:
         task.turn.acquire()
@@ -180,7 +187,7 @@ class Scheduler:
         except _Stop:
             pass
         except BaseException as error:
-            self.fail(error)
+            self._fail(error)
         task.finished = True
         if self._stopping:
             return
@@ -193,7 +200,7 @@ class Scheduler:
             try:
                 following = self._next()
             except BaseException as error:
-                self.fail(error)
+                self._fail(error)
         self._pass_turn(following)
 
     def _switch(self) -> None:
