@@ -19,7 +19,6 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import compile as compile_module
 from lancet_kernels.kernels import gluon_specimens, nvshmem_bitcode
 from lancet_kernels.kernels.compile import (
-    FEW_SPILLED_BYTES,
     CompiledKernel,
     all_specimens,
     compile_specimen,
@@ -27,6 +26,7 @@ from lancet_kernels.kernels.compile import (
     problems,
 )
 from lancet_kernels.kernels.compile_pool import compile_all
+from lancet_kernels.kernels.specimen import FEW_SPILLED_BYTES
 from tests.lancet_kernels.kernels import bad_kernels, ping
 
 ROOT = Path(__file__).parents[3]
