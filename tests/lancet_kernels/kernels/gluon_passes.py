@@ -18,7 +18,7 @@ from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.symmetric import virtual_memories
 from tests.lancet_kernels.kernels.gluon_emulator import EmulationError, Emulator
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case
-from tests.lancet_kernels.kernels.overlap_ranks import Layer, make_layer, same_bits
+from tests.lancet_kernels.kernels.overlap_ranks import CONFIG, Layer, make_exchange, same_bits
 
 SMALL_TILE = GemmConfig(16, 32, 16, 4, 3)
 # Both halves of a tile of swiglu must be a chunk of the widest swizzle or more: 64 columns.
@@ -69,13 +69,17 @@ def emulated(emulator: Emulator, absent: int | None = None) -> Iterator[None]:
         gluon_launch.gluon_overlap_kernel, overlap_checks.check_gluon = kernel, check
 
 
-def make_layers(case: Case, **changes: Any) -> list[Layer]:
-    """One for each PE, with a small tile, descriptors, and the bodies of the Hopper kernel."""
-    changes = {"gemm": SMALL_TILE, "tma": True, "bodies": "gluon"} | changes
-    layers = [make_layer(memory, "x", case, **changes) for memory in virtual_memories(case.world)]
-    for layer in layers:
-        # Waits look at the clock, and a busy machine is slow. One that cannot end is a Deadlock before.
-        layer.forward.timeout_s = layer.backward.timeout_s = 600.0
+def make_layers(case: Case, timeout_s: float = 600.0, **changes: Any) -> list[Layer]:
+    """One for each PE, with a small tile, descriptors, and the bodies of the Hopper kernel.
+
+    timeout_s: waits look at the clock, and a busy machine is slow. One that cannot end is a Deadlock before.
+    """
+    config = replace(CONFIG, **{"gemm": SMALL_TILE, "tma": True, "bodies": "gluon"} | changes)
+    sizes = {"chunk_rows": config.gemm.block_m, "timeout_s": timeout_s}
+    layers = []
+    for memory in virtual_memories(case.world):
+        exchanges = (make_exchange(memory, way, case, **sizes) for way in ("forward", "backward"))
+        layers.append(Layer(case, memory.rank, *exchanges, config))
     return layers
 
 

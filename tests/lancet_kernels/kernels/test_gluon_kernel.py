@@ -4,6 +4,7 @@ Tiles are smaller than on a GPU, which changes no line of the kernel. What the e
 in its docstring.
 """
 
+from dataclasses import fields
 from functools import partial
 
 import pytest
@@ -16,6 +17,8 @@ if not INTERPRETED:
 
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels import device, gluon_consumer, gluon_pipeline, gluon_producer, overlap_tasks
+from lancet_kernels.kernels.gluon_config import hopper_config
+from lancet_kernels.kernels.overlap_config import OverlapConfig
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.gluon_emulator import Emulator
 from tests.lancet_kernels.kernels.gluon_passes import (
@@ -49,9 +52,7 @@ def test_a_pass_gives_the_bits_of_the_plain_kernel():
 
 
 def test_waits_for_a_pe_that_does_not_come_end():
-    layers = make_layers(TINY)
-    for layer in layers:
-        layer.forward.timeout_s = 0.2
+    layers = make_layers(TINY, timeout_s=0.2)
     emulator = Emulator(0, patience=None)
     with emulated(emulator, absent=1):
         answers = emulator.run(*(partial(forward, layer) for layer in layers))
@@ -81,6 +82,19 @@ def test_any_pass_gives_the_bits_of_the_plain_kernel(case, options):
     plain = play(case, 0, **options | {"bodies": "triton"})
     check_accuracy(plain, case)
     for seed in range(5):
+        assert not differences(play(case, seed, **options), plain), f"seed {seed}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_tile_of_a_gpu_gives_the_bits_of_the_plain_kernel(activation):
+    case = Case(
+        local=1, tokens=150, choices=1, capacity=150, width=128, hidden=192, activation=activation, dtype=BF16
+    )
+    options = {field.name: getattr(hopper_config(), field.name) for field in fields(OverlapConfig)}
+    plain = play(case, 0, **options | {"bodies": "triton"})
+    check_accuracy(plain, case)
+    for seed in range(2):
         assert not differences(play(case, seed, **options), plain), f"seed {seed}"
 
 
