@@ -20,38 +20,21 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INTERPRETED_PROGRAMS = 2
 
 
-@dataclass(frozen=True)
-class GroupLayout:
-    """Where the groups' rows are: buffers [W, L, C, ..], or compact rows (W = 1, C = all rows)."""
-
-    W: int
-    L: int
-    C: int
-    compact: bool
-
-    @property
-    def padded_groups(self) -> int:
-        return triton.next_power_of_2(self.W * self.L)
-
-    @property
-    def rows_per_group(self) -> int:
-        """What a tile's height is chosen for: the most rows of a group, or compact the mean."""
-        return self.C // max(self.L, 1) if self.compact else self.C
-
-    def most_tiles(self, config: GemmConfig, n: int) -> int:
-        """An upper bound that does not depend on the counts."""
-        row_tiles = triton.cdiv(self.C, config.block_m)
-        row_tiles = row_tiles + self.L if self.compact else row_tiles * self.W * self.L
-        return row_tiles * triton.cdiv(n, config.block_n)
+def most_tiles(config: GemmConfig, rows: int, num_experts: int, n: int) -> int:
+    """An upper bound of the tiles of [rows, n] that does not depend on the offsets."""
+    return (triton.cdiv(rows, config.block_m) + num_experts) * triton.cdiv(n, config.block_n)
 
 
-def group_layout(what: str, rows: Tensor, count: Tensor, weight: Tensor | None = None) -> GroupLayout:
-    """The layout that these shapes mean. Raises UserError if they mean none, or if no kernel runs there."""
+def check_groups(what: str, rows: Tensor, offset: Tensor, weight: Tensor | None = None) -> int:
+    """-> the number of experts.
+
+    Raises UserError if offsets, rows and weights do not fit one another, or if no kernel runs there.
+    """
     check_device(what, rows)
-    if count.dtype != torch.int64 or not count.is_contiguous() or count.device != rows.device:
+    if offset.dtype != torch.int64 or not offset.is_contiguous() or offset.device != rows.device:
         raise UserError(
-            f"{what}: count",
-            got=f"{count.dtype} on {count.device}, strides {count.stride()}",
+            f"{what}: offset",
+            got=f"{offset.dtype} on {offset.device}, strides {offset.stride()}",
             expected=f"contiguous torch.int64 on {rows.device}",
             do="convert it",
         )
@@ -59,17 +42,15 @@ def group_layout(what: str, rows: Tensor, count: Tensor, weight: Tensor | None =
         raise UserError(
             f"{what}: weight", got=tuple(weight.shape), expected="[L, A, B]", do="stack the experts"
         )
-    compact = rows.dim() == 2
-    num_experts = count.shape[-1] - compact if weight is None else weight.shape[0]
-    shape = (num_experts + 1,) if compact else tuple(rows.shape[:2])
-    if rows.dim() not in (2, 4) or tuple(count.shape) != shape or (not compact and shape[1] != num_experts):
+    num_experts = offset.numel() - 1 if weight is None else weight.shape[0]
+    if rows.dim() != 2 or tuple(offset.shape) != (num_experts + 1,) or num_experts < 1:
         raise UserError(
-            f"{what}: rows and count",
-            got=f"{tuple(rows.shape)} and {tuple(count.shape)}",
-            expected=f"[W, L, C, ..] and counts [W, L], or [R, ..] and offsets [L + 1], L = {num_experts}",
-            do="pass buffers with counts, or compact rows with offsets",
+            f"{what}: rows and offset",
+            got=f"{tuple(rows.shape)} and {tuple(offset.shape)}",
+            expected=f"[R, ..] and [L + 1], L = {num_experts}, at least one expert",
+            do="pass rows by expert, and where each expert's begin",
         )
-    return GroupLayout(1 if compact else rows.shape[0], num_experts, rows.shape[-2], compact)
+    return num_experts
 
 
 def check_operand(what: str, tensor: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:

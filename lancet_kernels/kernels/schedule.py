@@ -102,11 +102,6 @@ def before_ptr(table_ptr, W, E):
 
 
 @triton.jit
-def first_send_ptr(table_ptr, W, E):
-    return table_ptr + HEADER + 2 * W * E
-
-
-@triton.jit
 def rows_ptr_of(table_ptr, W, E):
     """rows [E], followed by first_row [E] and first_tile [E]."""
     return table_ptr + HEADER + 3 * W * E

@@ -115,12 +115,12 @@ def _product(
 ):  # fmt: skip
     """-> float32 [BM, BN] of one step."""
     if KIND == NT:
-        acc = rows_times_transposed(a_ptr, b_ptr, M, m0, n0, K, N, K, UPCAST, TMA, BM, BN, BK)
+        acc = rows_times_transposed(a_ptr, b_ptr, M, m0, n0, K, N, UPCAST, TMA, BM, BN, BK)
     elif KIND == NN:
-        acc, _ = rows_times_weight(a_ptr, b_ptr, M, m0, n0, K, N, K, False, UPCAST, TMA, BM, BN, BK)
+        acc, _ = rows_times_weight(a_ptr, b_ptr, M, m0, n0, K, N, False, UPCAST, TMA, BM, BN, BK)
     else:
         acc = add_outer_products(
-            tl.zeros((BM, BN), tl.float32), a_ptr, b_ptr, K, m0, n0, M, N, M, N, UPCAST, TMA, BM, BN, BK
+            tl.zeros((BM, BN), tl.float32), a_ptr, b_ptr, K, m0, n0, M, N, UPCAST, TMA, BM, BN, BK
         )
     return acc
 

@@ -106,9 +106,8 @@ def _gemm_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 
 def _gemm_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    layout = "buffers" if task.kind == "grouped_gemm_dw" else "none"
     make = grouped_gemm_kernel.SPECIMEN_OF[task.kind]
-    return [grouped_gemm_kernel.specimen(make, layout, task.dtype, config, arch)]
+    return [grouped_gemm_kernel.specimen(make, "none", task.dtype, config, arch)]
 
 
 def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
@@ -116,17 +115,19 @@ def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[
     experts = task.workload.experts
     make = lambda *shape: torch.randn(*shape, dtype=task.dtype, device=device)  # noqa: E731
     rows = k if task.kind == "grouped_gemm_dw" else m
-    count = torch.full((1, experts), rows, dtype=torch.int64, device=device)
+    offset = torch.arange(experts + 1, device=device) * rows
     if task.kind == "grouped_gemm_dw":
-        x, dy, dw = make(1, experts, k, m), make(1, experts, k, n), make(experts, m, n)
-        return lambda config: lambda: grouped_gemm_kernel.grouped_gemm_dw(x, dy, count, dw=dw, config=config)
-    x, out = make(1, experts, m, k), make(1, experts, m, n)
+        x, dy, dw = make(experts * k, m), make(experts * k, n), make(experts, m, n)
+        return lambda config: lambda: grouped_gemm_kernel.grouped_gemm_dw(x, dy, offset, dw=dw, config=config)
+    x, out = make(experts * m, k), make(experts * m, n)
     if task.kind == "grouped_gemm_dx":
         w = make(experts, n, k)
-        return lambda config: lambda: grouped_gemm_kernel.grouped_gemm_dx(x, count, w, out=out, config=config)
+        return lambda config: (
+            lambda: grouped_gemm_kernel.grouped_gemm_dx(x, offset, w, out=out, config=config)
+        )
     w = make(experts, k, n)
     return lambda config: (
-        lambda: grouped_gemm_kernel.grouped_gemm_forward(x, count, w, out=out, config=config)
+        lambda: grouped_gemm_kernel.grouped_gemm_forward(x, offset, w, out=out, config=config)
     )
 
 
