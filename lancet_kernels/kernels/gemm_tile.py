@@ -19,6 +19,12 @@ The caller must have waited for the rows, and have called `device.fence_tma` if 
 import triton
 import triton.language as tl
 
+# Kinds of products, by what is transposed.
+NN = tl.constexpr(0)  # c [M, N] = a [M, K] @ b [K, N]
+NT = tl.constexpr(1)  # c [M, N] = a [M, K] @ b [N, K]^T
+TN = tl.constexpr(2)  # c [M, N] = a [K, M]^T @ b [K, N]
+KINDS = {"nn": NN.value, "nt": NT.value, "tn": TN.value}
+
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 

@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels.gemm_tile import (
+    NN,
+    NT,
+    TN,
     add_column_sums,
     add_outer_products,
     dgrad_tile,
@@ -37,11 +40,6 @@ from lancet_kernels.kernels.overlap_tasks import (
 )
 from lancet_kernels.kernels.schedule import group, tile_ptr
 from lancet_kernels.kernels.tasks import DENSE_WORDS
-
-# Kinds of independent GEMMs, by what is transposed.
-NN = tl.constexpr(0)  # c [M, N] = a [M, K] @ b [K, N]
-NT = tl.constexpr(1)  # c [M, N] = a [M, K] @ b [N, K]^T
-TN = tl.constexpr(2)  # c [M, N] = a [K, M]^T @ b [K, N]
 
 
 @triton.jit

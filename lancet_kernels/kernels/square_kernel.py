@@ -24,31 +24,23 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels import device
+from lancet_kernels.kernels.failure_report import WAIT_INBOX, WAIT_STEP, WAIT_SUM, WAIT_TILE
 from lancet_kernels.kernels.gemm_tile import (
+    NN,
+    NT,
+    TN,
     add_outer_products,
     rows_times_transposed,
     rows_times_weight,
     store_added,
 )
-
-TASK_WORDS = tl.constexpr(4)
-PUT = tl.constexpr(0)
-TILE = tl.constexpr(1)
-NT = tl.constexpr(0)
-NN = tl.constexpr(1)
-TN = tl.constexpr(2)
+from lancet_kernels.kernels.square_tasks import PUT, TASK_WORDS
 
 # A row of the routes, for what this rank multiplies at step t: whom it comes from, and, of its own tile of
 # the step before, to whom that goes.
 ROUTE_WORDS = tl.constexpr(6)
 FROM = tl.constexpr(0)  # + operand; 2: the sum
 TO = tl.constexpr(3)
-
-# What a report's op says (`square_launch.REPORTED`).
-WAIT_CHUNK = tl.constexpr(0)
-WAIT_RELEASE = tl.constexpr(1)
-WAIT_STEP = tl.constexpr(2)
-WAIT_SUM = tl.constexpr(3)
 
 
 @triton.jit
@@ -62,7 +54,7 @@ def _wait_chunks(
     for i in range(first, end):
         index = (t - 1) * chunks + i
         seen = device.wait(
-            arrived_ptr + index, expected, max_polls, report_ptr, rank, source, WAIT_CHUNK, index
+            arrived_ptr + index, expected, max_polls, report_ptr, rank, source, WAIT_TILE, index
         )
         here = here & (seen >= expected)
     return here
@@ -72,7 +64,7 @@ def _wait_chunks(
 def _wait_release(released_ptr, peer, epoch, rank, max_polls, report_ptr):
     """Wait until a peer's inboxes are free of the epoch before. -> are they?"""
     expected = device.word(epoch - 1, 0)
-    seen = device.wait(released_ptr + peer, expected, max_polls, report_ptr, rank, peer, WAIT_RELEASE, peer)
+    seen = device.wait(released_ptr + peer, expected, max_polls, report_ptr, rank, peer, WAIT_INBOX, peer)
     return seen >= expected
 
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
+from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.overlap_config import most_registers
 from lancet_kernels.kernels.specimen import Specimen, pointers
 from lancet_kernels.kernels.square_kernel import square_kernel, square_release_kernel
-from lancet_kernels.kernels.square_launch import KINDS, SquareConfig, square_tile
+from lancet_kernels.kernels.square_launch import SquareConfig, square_tile
 
 _WORDS = (
     "counter epoch report a_inbox_peers a_arrived a_arrived_peers b_inbox_peers b_arrived b_arrived_peers"
