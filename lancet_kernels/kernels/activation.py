@@ -10,8 +10,6 @@ The count is read on the device, so the host need not know it. Rows that are not
 written. Computed in float32, rounded once.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +22,6 @@ from lancet_kernels.kernels.gemm_tile import activate, dgelu, dsilu, silu
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.runtime import needs_upcast
-from lancet_kernels.kernels.specimen import Specimen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A program's tile: 16 values a thread, so that a few loads of 16 bytes are in flight.
@@ -44,7 +41,7 @@ def _tile(count_ptr, R, F, BR: tl.constexpr, BD: tl.constexpr):
 
 
 @triton.jit
-def _activation_kernel(
+def activation_kernel(
     h_ptr, count_ptr, a_ptr, R, F,
     KIND: tl.constexpr, EMULATE_BF16: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -67,7 +64,7 @@ def _activation_kernel(
 
 
 @triton.jit
-def _activation_backward_kernel(
+def activation_backward_kernel(
     da_ptr, h_ptr, count_ptr, dh_ptr, R, F,
     KIND: tl.constexpr, EMULATE_BF16: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -105,7 +102,7 @@ def activation(h_RH: Tensor, count: Tensor, kind: str) -> Tensor:
     if a_RF.numel():
         grid, tile = _grid(a_RF)
         launch(
-            _activation_kernel, grid, h_ptr=h_RH, count_ptr=count, a_ptr=a_RF, R=len(h_RH), F=hidden,
+            activation_kernel, grid, h_ptr=h_RH, count_ptr=count, a_ptr=a_RF, R=len(h_RH), F=hidden,
             KIND=kind, EMULATE_BF16=needs_upcast(h_RH.dtype), **tile,
         )  # fmt: skip
     return a_RF
@@ -123,7 +120,7 @@ def activation_backward(da_RF: Tensor, h_RH: Tensor, count: Tensor, kind: str) -
     if da_RF.numel():
         grid, tile = _grid(da_RF)
         launch(
-            _activation_backward_kernel, grid,
+            activation_backward_kernel, grid,
             da_ptr=da_RF, h_ptr=h_RH, count_ptr=count, dh_ptr=dh_RH, R=len(h_RH), F=hidden,
             KIND=kind, EMULATE_BF16=needs_upcast(h_RH.dtype), **tile,
         )  # fmt: skip
@@ -150,26 +147,3 @@ def _grid(a_RF: Tensor) -> tuple[tuple[int], dict[str, int]]:
     programs = triton.cdiv(num_rows, rows) * triton.cdiv(hidden, columns)
     check_number("tiles of the activation", programs, 1, 2**31 - 1)
     return (programs,), {"BR": rows, "BD": columns, "num_warps": WARPS, **UNFUSED}
-
-
-def specimens(arch: int) -> Iterator[Specimen]:
-    """Both kernels for bf16 and float32, with one and with two halves."""
-    tile = {"EMULATE_BF16": False, "BR": 2, "BD": 1024}
-    for dtype, kind in (("bf16", "gelu"), ("bf16", "swiglu"), ("fp32", "gelu"), ("fp32", "swiglu")):
-        rows, sizes = f"*{dtype}", {"R": "i32", "F": "i32"}
-        forward = {"h_ptr": rows, "count_ptr": "*i64", "a_ptr": rows}
-        backward = {"da_ptr": rows, "h_ptr": rows, "count_ptr": "*i64", "dh_ptr": rows}
-        for name, kernel, pointers in (
-            ("activation", _activation_kernel, forward),
-            ("activation_backward", _activation_backward_kernel, backward),
-        ):
-            yield Specimen(
-                name=name,
-                config=f"{dtype} {kind}",
-                kernel=kernel,
-                signature={**pointers, **sizes},
-                constexprs={"KIND": kind, **tile},
-                aligned=(*pointers, "F"),
-                num_warps=WARPS,
-                options=UNFUSED,
-            )

@@ -11,9 +11,6 @@
 No atomics: a slot depends only on the order of the tokens, not on the order of the programs.
 """
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,17 +19,16 @@ from torch import Tensor
 from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED
-from lancet_kernels.kernels.specimen import Specimen, pointers
 from lancet_kernels.kernels.topk_kernel import RoutingConfig
 
 # The prefix walks this many blocks at a time, for this many experts in a program: 32 bytes of a row each.
 PREFIX_BLOCKS, PREFIX_EXPERTS = 256, 8
-# Comparisons in one tile: 32 per thread of 4 warps, about 115 registers in `_slots_kernel`.
+# Comparisons in one tile: 32 per thread of 4 warps, about 115 registers in `slots_kernel`.
 PAIRS = 4096
 
 
 @triton.jit
-def _count_choices_kernel(
+def count_choices_kernel(
     expert_ptr, count_ptr, N,
     E: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +53,7 @@ def _count_choices_kernel(
 
 
 @triton.jit
-def _prefix_kernel(
+def prefix_kernel(
     count_ptr, used_ptr, used_out_ptr, kept_ptr, B, C, E,
     BB: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -89,14 +85,14 @@ def _prefix_kernel(
 
 
 @triton.jit
-def _slots_kernel(
+def slots_kernel(
     expert_ptr, before_ptr, used_ptr, slot_ptr, N,
     E: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
     """The slot of each choice.
 
     Grid: (B,). Each program owns CHOICES = block tokens * K choices in token order: (t, 0), (t, 1), ...
-    Shapes: expert, slot [T, K] int64 (N = T * K); before [B, E] int32, from `_prefix_kernel`; used [E] int64.
+    Shapes: expert, slot [T, K] int64 (N = T * K); before [B, E] int32, from `prefix_kernel`; used [E] int64.
     Floor: reads and writes 8 N bytes; BN comparisons per choice.
 
     Example: expert = [[2, 0], [2, 1]], used = [5, 0, 1], before = 0 -> slot = [[1, 5], [2, 0]].
@@ -139,7 +135,7 @@ def count_choices(expert_TK: Tensor, num_experts: int, config: RoutingConfig) ->
     count_BE = torch.empty(blocks, num_experts, dtype=torch.int32, device=expert_TK.device)
     if blocks:
         launch(
-            _count_choices_kernel,
+            count_choices_kernel,
             (blocks,),
             expert_ptr=expert_TK,
             count_ptr=count_BE,
@@ -167,7 +163,7 @@ def prefix(count_BE: Tensor, used_E: Tensor, capacity: int) -> tuple[Tensor, Ten
     check_number("capacity", capacity, 0, 2**31 - 1)
     used_out_E, kept_E = torch.empty_like(used_E), torch.empty_like(used_E)
     launch(
-        _prefix_kernel,
+        prefix_kernel,
         (triton.cdiv(num_experts, PREFIX_EXPERTS),),
         count_ptr=count_BE,
         used_ptr=used_E,
@@ -200,7 +196,7 @@ def slots(expert_TK: Tensor, before_BE: Tensor, used_E: Tensor, config: RoutingC
     )
     if blocks:
         launch(
-            _slots_kernel,
+            slots_kernel,
             (blocks,),
             expert_ptr=expert_TK,
             before_ptr=before_BE,
@@ -215,43 +211,3 @@ def slots(expert_TK: Tensor, before_BE: Tensor, used_E: Tensor, config: RoutingC
             **UNFUSED,
         )
     return slot_TK
-
-
-def _specimen(
-    name: str, config: str, kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], *aligned: str
-) -> Specimen:
-    """aligned: the integers that are multiples of 16; all pointers are."""
-    aligned = (*pointers(signature), *aligned)
-    return Specimen(name, config, kernel, signature, constexprs, aligned, options=UNFUSED)
-
-
-def specimens(arch: int) -> Iterator[Specimen]:
-    """Counting, prefix and slots, for one choice per token and for eight of 64 and 512."""
-    for experts, top_k in ((8, 1), (64, 6), (512, 8)):
-        config = RoutingConfig.default(experts, top_k)
-        choices, tile, step = block_of_choices(config, top_k)
-        name = f"E{experts} K{top_k}"
-        constexprs = {"E": experts, "CHOICES": choices, "BN": tile}
-        counted = {"expert_ptr": "*i64", "count_ptr": "*i32", "N": "i32"}
-        block_experts = min(triton.next_power_of_2(experts), max(16, PAIRS // tile))
-        yield _specimen(
-            "count_choices", name, _count_choices_kernel, counted, constexprs | {"BE": block_experts}
-        )
-        signature = {
-            "expert_ptr": "*i64",
-            "before_ptr": "*i32",
-            "used_ptr": "*i64",
-            "slot_ptr": "*i64",
-            "N": "i32",
-        }
-        yield _specimen("slots", name, _slots_kernel, signature, constexprs | {"BJ": step})
-    signature = {
-        "count_ptr": "*i32",
-        "used_ptr": "*i64",
-        "used_out_ptr": "*i64",
-        "kept_ptr": "*i64",
-        **dict.fromkeys(("B", "C", "E"), "i32"),
-    }
-    constexprs = {"BB": PREFIX_BLOCKS, "BE": PREFIX_EXPERTS}
-    name = f"{PREFIX_BLOCKS}x{PREFIX_EXPERTS}"
-    yield _specimen("prefix", name, _prefix_kernel, signature, constexprs, "E")

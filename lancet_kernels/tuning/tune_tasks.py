@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from lancet_kernels import ops
-from lancet_kernels.kernels import (
-    gemm_config,
-    grouped_gemm_kernel,
+from lancet_kernels.compiling import (
+    grouped_gemm_specimens,
     overlap_specimens,
-    permute,
-    topk_kernel,
+    routing_specimens,
+    row_specimens,
 )
+from lancet_kernels.compiling.specimen import Specimen
+from lancet_kernels.kernels import gemm_config, grouped_gemm_kernel, permute
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_operands import DTYPES
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.row_config import RowConfig
-from lancet_kernels.kernels.specimen import Specimen
 from lancet_kernels.kernels.topk_kernel import RoutingConfig
 from lancet_kernels.kernels.tuned_entry import KINDS, Shape, key_of
 from lancet_kernels.tuning.place import Place
@@ -106,8 +106,8 @@ def _gemm_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 
 def _gemm_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    make = grouped_gemm_kernel.SPECIMEN_OF[task.kind]
-    return [grouped_gemm_kernel.specimen(make, "none", task.dtype, config, arch)]
+    make = grouped_gemm_specimens.SPECIMEN_OF[task.kind]
+    return [grouped_gemm_specimens.specimen(make, "none", task.dtype, config, arch)]
 
 
 def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
@@ -144,7 +144,7 @@ def _row_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 def _row_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
     weighted = task.kind == "combine"
-    return [permute.specimen(task.kind, DTYPES[task.dtype], task.workload.choices, weighted, config)]
+    return [row_specimens.specimen(task.kind, DTYPES[task.dtype], task.workload.choices, weighted, config)]
 
 
 def routed(w: Workload, device: torch.device) -> tuple[torch.Tensor, Any]:
@@ -187,7 +187,7 @@ def _routing_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 
 def _routing_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    return [topk_kernel.score_specimen("fp32", task.workload.experts, task.workload.choices, config)]
+    return [routing_specimens.score_specimen("fp32", task.workload.experts, task.workload.choices, config)]
 
 
 def _routing_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:

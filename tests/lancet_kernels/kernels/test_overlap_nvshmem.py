@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lancet_kernels.compiling.compile import all_specimens
+from lancet_kernels.compiling.overlap_specimens import PES, specimens
 from lancet_kernels.kernels import exchange, nvshmem_launch, overlap, runtime, schedule
-from lancet_kernels.kernels.compile import all_specimens
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.nvshmem_launch import launch
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients
-from lancet_kernels.kernels.overlap_specimens import PES, specimens
 from lancet_kernels.symmetric import virtual_memories
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.emulated_network import FarMemory, network

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
+from lancet_kernels.compiling.specimen import Specimen, pointers
 from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.overlap_config import most_registers
-from lancet_kernels.kernels.specimen import Specimen, pointers
 from lancet_kernels.kernels.square_kernel import square_kernel, square_release_kernel
 from lancet_kernels.kernels.square_launch import SquareConfig, square_tile
 
