@@ -56,6 +56,14 @@ def test_table_in_few_lines_says_what_is_wrong() -> None:
     ]
 
 
+def test_table_says_the_next_goal_and_who_is_absent() -> None:
+    one = figure("wide", absent={"quack": "quack is not installed"})
+    one["ratios"] = [ratio(0.92, 0.9) | {"next_goal": 0.95}]
+    lines = gpu_table.table(report(one, one)).splitlines()
+    assert "goal 0.9 reached, then 0.95 below" in lines[1]
+    assert lines[2:] == ["without quack: quack is not installed"]
+
+
 PASSED = """\
 tests/a.py::test_a[some GEMM] PASSED                          [ 50%]
 tests/a.py::test_b SKIPPED (no NVLink)                        [100%]
