@@ -158,7 +158,8 @@ def summary(found: dict | None, figures: Path, logs: Path) -> tuple[str, bool]:
     for name, stage in found_stages.items():
         lines += stage.lines(name, MOST_NAMES // max(1, failing))
         well = well and not stage.failed and not stage.troubles
-    lines += [note.read_text(encoding="utf-8").rstrip() for note in sorted(logs.glob("*-not-run.txt"))]
+    notes = [*sorted(logs.glob("*-not-run.txt")), *sorted(logs.glob("*-said.txt"))]
+    lines += [note.read_text(encoding="utf-8").rstrip() for note in notes]
     if found is None:
         log = logs / "measure.log"
         said = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines() if log.exists() else []

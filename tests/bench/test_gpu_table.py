@@ -121,8 +121,10 @@ def test_summary(tmp_path: Path) -> None:
 @pytest.mark.parametrize("log", [PASSED, PASSED.replace("exit code 0", "exit code 3")])
 def test_a_stage_without_an_exit_code_of_zero_is_not_well(tmp_path: Path, log: str) -> None:
     (tmp_path / "2-alone.log").write_text(log)
-    _, well = gpu_table.summary(report(figure("wide")), tmp_path / "x.json", tmp_path)
+    (tmp_path / "ranks-said.txt").write_text("two ranks on one GPU: no way\n")
+    text, well = gpu_table.summary(report(figure("wide")), tmp_path / "x.json", tmp_path)
     assert well == (log == PASSED)
+    assert "\ntwo ranks on one GPU: no way\n" in text
 
 
 def test_without_figures_it_says_what_the_measurements_said(tmp_path: Path, capsys) -> None:
