@@ -1,4 +1,4 @@
-"""The check of a machine with several GPUs, dry: two CPU ranks in the interpreter; what it counts as wrong."""
+"""The check of a machine with several GPUs, dry: two CPU ranks in the interpreter; what counts as wrong."""
 
 import json
 import math
