@@ -154,27 +154,26 @@ def _check_weight(weight_TK: Tensor | None, row_TK: Tensor, dtype: torch.dtype) 
 
 def _move_rows(
     kernel: Any,
-    source: Tensor,
-    target: Tensor,
     row_TK: Tensor,
     weight_TK: Tensor | None,
     config: RowConfig,
+    **operands: Tensor,
 ) -> None:
-    """Launch the permute or the combine kernel."""
-    (num_tokens, top_k), width = row_TK.shape, source.shape[1]
+    """Launch the permute or the combine kernel. operands: x and rows, or rows and out."""
+    rows = operands["rows_ptr"]
+    (num_tokens, top_k), width = row_TK.shape, rows.shape[1]
     grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
     launch(
         kernel,
         (grid,),
-        source,
-        row_TK,
-        row_TK if weight_TK is None else weight_TK,
-        target,
-        num_tokens,
-        width,
+        **operands,
+        row_ptr=row_TK,
+        weight_ptr=row_TK if weight_TK is None else weight_TK,
+        T=num_tokens,
+        D=width,
         K=top_k,
         WEIGHTED=weight_TK is not None,
-        EMULATE_BF16=needs_upcast(source.dtype),
+        EMULATE_BF16=needs_upcast(rows.dtype),
         BT=config.block_tokens,
         BD=config.block_width,
         num_warps=config.num_warps,
@@ -209,7 +208,7 @@ def permute(
     _check("x_TD", x_TD, out, row_TK, config)
     _check_weight(weight_TK, row_TK, x_TD.dtype)
     if x_TD.numel() and out.numel():
-        _move_rows(permute_kernel, x_TD, out, row_TK, weight_TK, config)
+        _move_rows(permute_kernel, row_TK, weight_TK, config, x_ptr=x_TD, rows_ptr=out)
     return out
 
 
@@ -229,7 +228,7 @@ def combine(
     _check("out", out_TD, rows_SD, row_TK, config)
     _check_weight(weight_TK, row_TK, dtype)
     if out_TD.numel():
-        _move_rows(combine_kernel, rows_SD, out_TD, row_TK, weight_TK, config)
+        _move_rows(combine_kernel, row_TK, weight_TK, config, rows_ptr=rows_SD, out_ptr=out_TD)
     return out_TD
 
 
@@ -252,12 +251,12 @@ def combine_dweight(
         launch(
             combine_dweight_kernel,
             (triton.cdiv(num_tokens, config.block_tokens) * top_k,),
-            x_TD,
-            rows_SD,
-            row_TK,
-            dweight_TK,
-            num_tokens,
-            width,
+            x_ptr=x_TD,
+            rows_ptr=rows_SD,
+            row_ptr=row_TK,
+            dweight_ptr=dweight_TK,
+            T=num_tokens,
+            D=width,
             K=top_k,
             BT=config.block_tokens,
             BD=config.block_width,

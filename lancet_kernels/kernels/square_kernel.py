@@ -17,7 +17,7 @@ The product is, by KIND:
 
 A task waits only for puts and sums of earlier steps, which stand before it in every rank's list: so a launch
 ends even with one program per rank. Inboxes are free again once their rank has sent a release, after the
-launch (`release_kernel`); a PUT waits for the release of the epoch before.
+launch (`exchange.release_kernel`); a PUT waits for the release of the epoch before.
 """
 
 import triton
@@ -222,13 +222,3 @@ def square_kernel(
                             ready_ptr, ready_peers_ptr, target, index, device.word(epoch, t + 1), False
                         )
         i = tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
-
-
-@triton.jit(do_not_specialize=["rank"])
-def square_release_kernel(epoch_ptr, released_ptr, released_peers_ptr, rank):
-    """Tell every rank that the inboxes here are free of this epoch: released[rank] = word(epoch, 0) there.
-
-    Grid: (ranks,). Each program tells one. Example: epoch 3, rank 1: word 1 becomes 3 << 32 everywhere.
-    """
-    word = device.word(tl.load(epoch_ptr), tl.full((), 0, tl.int64))
-    device.put_signal(released_ptr, released_peers_ptr, tl.program_id(0), rank, word, False)

@@ -22,12 +22,14 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.failure_report import FailureReport, timed_out
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.kernel_launch import launch
+from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap_config import most_registers, overlap_tile, plain_tile
-from lancet_kernels.kernels.square_kernel import square_kernel, square_release_kernel
+from lancet_kernels.kernels.square_kernel import square_kernel
 from lancet_kernels.kernels.square_tasks import SquareShape, build_square_tasks
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
@@ -197,13 +199,16 @@ class SquarePhase:
         if self._failures.is_failed():
             self.check()
         launch(
-            square_release_kernel,
+            release_kernel,
             (self.memory.world,),
-            epoch_ptr=self._epoch,
+            use_ptr=self._epoch,
             released_ptr=self._released.local,
             released_peers_ptr=self._released.peers,
             rank=self.memory.rank,
-            num_warps=1,
+            world=self.memory.world,
+            banks=1,
+            NVSHMEM=False,
+            **small_kernel(False),
         )
         return out, last[0], last[1]
 
