@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import ACTIVATIONS
+from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.gemm_config import GemmConfig, default_config
-from lancet_kernels.kernels.runtime import INTERPRETED, check_device, needs_upcast, provide_scratch
+from lancet_kernels.kernels.runtime import INTERPRETED, needs_upcast, provide_scratch
 from lancet_kernels.kernels.tuning import tuned
 
 EPILOGUES = ("none", *ACTIVATIONS)
@@ -30,26 +31,15 @@ def check_groups(what: str, rows: Tensor, offset: Tensor, weight: Tensor | None 
 
     Raises UserError if offsets, rows and weights do not fit one another, or if no kernel runs there.
     """
-    check_device(what, rows)
-    if offset.dtype != torch.int64 or not offset.is_contiguous() or offset.device != rows.device:
-        raise UserError(
-            f"{what}: offset",
-            got=f"{offset.dtype} on {offset.device}, strides {offset.stride()}",
-            expected=f"contiguous torch.int64 on {rows.device}",
-            do="convert it",
+    check_tensor(f"{what}: rows", rows, shape=(None, None), dtype=tuple(DTYPES))
+    if weight is not None:
+        check_tensor(
+            f"{what}: weight", weight, shape=(None, None, None), dtype=rows.dtype, device=rows.device
         )
-    if weight is not None and weight.dim() != 3:
-        raise UserError(
-            f"{what}: weight", got=tuple(weight.shape), expected="[L, A, B]", do="stack the experts"
-        )
-    num_experts = offset.numel() - 1 if weight is None else weight.shape[0]
-    if rows.dim() != 2 or tuple(offset.shape) != (num_experts + 1,) or num_experts < 1:
-        raise UserError(
-            f"{what}: rows and offset",
-            got=f"{tuple(rows.shape)} and {tuple(offset.shape)}",
-            expected=f"[R, ..] and [L + 1], L = {num_experts}, at least one expert",
-            do="pass rows by expert, and where each expert's begin",
-        )
+    num_experts = max(1, offset.numel() - 1 if weight is None else weight.shape[0])
+    check_tensor(
+        f"{what}: offset", offset, shape=(num_experts + 1,), dtype=torch.int64, device=rows.device
+    )  # fmt: skip
     return num_experts
 
 
@@ -57,15 +47,7 @@ def check_operand(what: str, tensor: Tensor | None, shape: tuple[int, ...], like
     """The tensor if it has this shape, no gaps, and dtype and device of `like`; a new one for None."""
     if tensor is None:
         return like.new_empty(shape)
-    same = tensor.dtype == like.dtype and tensor.device == like.device
-    if tuple(tensor.shape) != shape or not tensor.is_contiguous() or not same or tensor.dtype not in DTYPES:
-        dtype = like.dtype if like.dtype in DTYPES else "one of " + ", ".join(DTYPES.values())
-        raise UserError(
-            what,
-            got=f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}",
-            expected=f"{shape} {dtype} on {like.device}, contiguous",
-            do="check the operands, or call .contiguous()",
-        )
+    check_tensor(what, tensor, shape=shape, dtype=like.dtype, device=like.device)
     return tensor
 
 
