@@ -53,6 +53,9 @@ BACKWARD = (
     "put|in|out wgrad|reduce dweight",
     "put|in out wgrad|reduce dweight",
 )
+# Of swiglu the whole passes, and what their eta needs: every other launch is one more kernel to compile, for
+# longer than it is measured.
+WHOLE = {"forward": (FORWARD[0], FORWARD[3]), "backward": (BACKWARD[0], BACKWARD[3])}
 # (name, direction, fused launch, T_comm: how many puts of the rows, T_gemm: launches)
 EFFICIENCIES = (
     ("dispatch + GEMM", "forward", "put in", 1, "in"),
@@ -167,12 +170,17 @@ class FusedLayer:
         return ms, [begun for _, begun in passes]
 
 
+def ways_of(sizes: Sizes) -> dict[str, tuple[str, ...]]:
+    """Ways to launch each direction."""
+    return WHOLE if sizes.activation == "swiglu" else {"forward": FORWARD, "backward": BACKWARD}
+
+
 def one_round(layer: FusedLayer, time_it: Callable[[Callable], float]) -> tuple[dict[str, Times], bool]:
     """Every way of both directions once. -> ms by direction and launch; do all ways give the same bits?"""
     times: dict[str, Times] = {"forward": {}, "backward": {}}
     results: dict[str, list[list[Tensor]]] = {"forward": [], "backward": []}
     saved = []
-    for way in FORWARD:
+    for way in ways_of(layer.sizes)["forward"]:
         for rank, (_, earlier) in enumerate(saved):
             with layer.pes.on(rank):
                 layer.forwards[rank].release(earlier.use)
@@ -180,7 +188,7 @@ def one_round(layer: FusedLayer, time_it: Callable[[Callable], float]) -> tuple[
         results["forward"].append([out for out, _ in saved])
         # The same launch in two ways: the first one counts.
         times["forward"] = ms | times["forward"]
-    for way in BACKWARD:
+    for way in ways_of(layer.sizes)["backward"]:
         ms, gradients = layer.in_order(way, lambda rank: layer.backward(rank, saved[rank][1]), time_it)
         results["backward"].append([t for g in gradients for t in (g.dx, g.dw1, g.dw2, g.dweight)])
         times["backward"] = ms | times["backward"]
@@ -249,6 +257,8 @@ def measure(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterat
     sizes = {**layer.sizes.letters(), "W": layer.world, "C": layer.capacity, "rows": layer.rows}
     for name, direction, fused, puts, gemm in EFFICIENCIES:
         ms = taken[direction]
+        if not ms.keys() >= {fused, "put", gemm}:
+            continue
         by_torch = each_round(lambda *stages: sum(stages), *(theirs[direction][s] for s in gemm.split()))
         eta = partial(each_round, partial(_eta, puts=puts), ms["put"])
         yield {

@@ -44,7 +44,7 @@ SIZES = (
     Sizes("paper", 12288, 768, 3072, 16, 1),
 )
 # In the interpreter every task of a pass takes milliseconds, whatever its size: few experts.
-SMOKE = (Sizes("smoke", 16, 16, 32, 2, 2, "swiglu"),)
+SMOKE = (Sizes("smoke", 16, 16, 32, 2, 2), Sizes("smoke swiglu", 16, 16, 32, 2, 2, "swiglu"))
 SMOKE_STEP = Sizes("smoke", 16, 16, 32, 2, 1)
 SMOKE_MODEL = ModelConfig("smoke", layers=4, width=16, heads=2, sequence=8, vocab=40)
 
