@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate, chain
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,6 @@ from lancet_kernels import SquareLinear
 from lancet_kernels.ops.groups import group_name
 from lancet_kernels.ops.link import emulate_link, link
 from lancet_kernels.ops.shift import start_shift
-from lancet_kernels.square_layer import derived_movements
 from lancet_kernels.training.ranks import report_errors, start_ranks
 
 ROUNDS = 5
@@ -49,7 +49,7 @@ def main() -> int:
     rank = start_ranks("cpu", 300.0)
     torch.set_num_threads(1)
     sizes = arguments.width, arguments.hidden
-    block = mlps(SquareLinear, arguments.layers, *sizes)
+    block = mlps(SquareLinear, arguments.layers, *sizes, {"takes": "skewed"}, {"gives": "skewed"})
     x = torch.randn(arguments.rows // 2, arguments.width // 2, requires_grad=True)
     dy = torch.randn(arguments.rows // 2, arguments.width // 2)
     block(x).backward(dy)  # the first call compares shapes
@@ -103,13 +103,8 @@ def shift_alone(layer: SquareLinear, rows: int) -> None:
         "weight": weight,
         "dweight": weight,
     }
-    for name, sources in derived_movements(1)._asdict().items():
-        if name != "dy_directly":
-            for step in sources if isinstance(sources[0], tuple) else (sources,):
-                if list(step) != sorted(step):
-                    start_shift(
-                        tiles.get(name.rpartition("_")[2], tiles["x"]), step, group_name(None), name
-                    ).wait()
+    for name, sources in layer.movements.every():
+        start_shift(tiles.get(name.rpartition("_")[2], tiles["x"]), sources, group_name(None), name).wait()
 
 
 def peak_bytes(block: nn.Module, x: Tensor, dy: Tensor) -> int:
@@ -125,9 +120,18 @@ def peak_bytes(block: nn.Module, x: Tensor, dy: Tensor) -> int:
     return before + max(accumulate(size for _, size in changes))
 
 
-def mlps(linear: type[nn.Module], layers: int, width: int, hidden: int) -> nn.Sequential:
-    """So many MLP blocks, one behind the other."""
-    blocks = ((linear(width, hidden), nn.GELU(), linear(hidden, width)) for _ in range(layers))
+def mlps(
+    linear: type[nn.Module],
+    layers: int,
+    width: int,
+    hidden: int,
+    first: Mapping[str, str] = MappingProxyType({}),
+    second: Mapping[str, str] = MappingProxyType({}),
+) -> nn.Sequential:
+    """So many MLP blocks, one behind the other. Args: first, second: more arguments of both linear layers."""
+    blocks = (
+        (linear(width, hidden, **first), nn.GELU(), linear(hidden, width, **second)) for _ in range(layers)
+    )
     return nn.Sequential(*chain.from_iterable(blocks))
 
 

@@ -12,7 +12,7 @@ from torch.nn.functional import gelu
 from lancet_kernels import CommunicationError, SquareLinear, UserError
 from lancet_kernels.graph.slices import moves
 from lancet_kernels.ops.link import emulate_link, link
-from lancet_kernels.square_layer import derived_movements
+from lancet_kernels.square_layer import derived_movements, skewed_dimension
 from tests.grids import few_of
 from tests.ranks import RankPool
 
@@ -144,14 +144,11 @@ def traffic_on_rank(gbps: float) -> tuple[int, int, int]:
     m, n, k, p = 8, 8, 16, 8
     tiles = {"x": m * n, "dy": m * k, "weight": k * n + p, "dweight": k * n + p}
     expected = count = 0
-    for name, sources in derived_movements(1)._asdict().items():
-        steps = sources if sources and isinstance(sources[0], tuple) else (sources,)
-        size = tiles.get(name.rpartition("_")[2], m * n)  # `enter`, `leave`
-        if name == "backward_weight":
-            size = k * n
-        if name != "dy_directly":
-            count += sum(s[rank] != rank for s in steps)
-            expected += 8 * size * sum(s[rank] != rank for s in steps)
+    for name, sources in derived_movements(1).every():
+        # `x_to_forward`, `dx_from_backward`: I
+        size = k * n if name == "backward_weight" else tiles.get(name.rpartition("_")[2], m * n)
+        count += sources[rank] != rank
+        expected += 8 * size * (sources[rank] != rank)
     return traffic.count, count, traffic.bytes_sent - expected
 
 
@@ -227,13 +224,25 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
         layer.gather(torch.randn(2, 6), (3,))
 
 
-def test_of_five_alignments_only_the_input_travels() -> None:
-    """The slides' W, I, dO and dW alignments cost nothing here: the weight keeps its place, too."""
-    movements = derived_movements(2)
-    still = ("weight_to_backward", "dy_to_backward", "dy_to_gradient", "x_to_gradient", "dweight_to_weight")
-    assert not any(moves(getattr(movements, name)) for name in still)
-    assert moves(movements.enter)
-    assert moves(movements.leave)
+@pytest.mark.parametrize("side", [2, 4])
+def test_between_layers_that_alternate_nothing_travels(side: int) -> None:
+    """The slides' W, I, dO and dW alignments cost nothing either, and no sum moves on."""
+    exponent = side.bit_length() - 1
+    for skewed, takes, gives in (("n", "skewed", "straight"), ("k", "straight", "skewed")):
+        assert skewed_dimension(8, 8, takes, gives) == skewed
+        movements = derived_movements(exponent, skewed, takes, gives)
+        assert movements.begins_at_home
+        assert {name for name, _ in movements.every()} == {
+            "forward_x", "forward_weight", "backward_dy", "backward_weight", "gradient_x", "gradient_dy",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "travelling"), [((4, 8), "x"), ((8, 4), "y")])
+def test_the_narrower_of_two_straight_ones_travels(sizes: tuple[int, int], travelling: str) -> None:
+    movements = derived_movements(1, skewed_dimension(*sizes, "straight", "straight"))
+    ends = {"x": ("x_to_forward", "dx_from_backward"), "y": ("y_from_forward", "dy_to_backward")}
+    for tensor, names in ends.items():
+        assert [moves(getattr(movements, name)) for name in names] == [tensor == travelling] * 2
 
 
 def train_fused_on_rank(rows: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> dict[str, float]:
