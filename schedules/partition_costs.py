@@ -35,6 +35,7 @@ from lancet_kernels.graph.slices import (
     Partition,
     Product,
     all_reduces,
+    begins_at_home,
     hand_over,
     shifts,
 )
@@ -191,11 +192,11 @@ def _alignment_cost(cluster: Cluster, operator: Operator, partition: Partition) 
     """Tiles that one phase leaves elsewhere than the next one wants them."""
     i, weight = operator.products[FORWARD].operands
     do, dweight = operator.products[BACKWARD].operands[0], operator.products[GRADIENT].result
-    ms = 0.0
+    ms, kept = 0.0, 0 if begins_at_home(partition) else -1
     for tensor, before, after in (
-        (weight, (FORWARD, -1), (BACKWARD, 0)),
-        (do, (BACKWARD, -1), (GRADIENT, 0)),
-        (i, (FORWARD, -1), (GRADIENT, 0)),
+        (weight, (FORWARD, kept), (BACKWARD, 0)),
+        (do, (BACKWARD, kept), (GRADIENT, 0)),
+        (i, (FORWARD, kept), (GRADIENT, 0)),
         (dweight, (GRADIENT, -1), (FORWARD, 0)),
     ):
         size = operator.bytes(tensor) / _parts(partition, tensor.dimensions)
@@ -216,8 +217,8 @@ def _memory(operator: Operator, partition: Partition) -> float:
     if operator.has_weight:
         weight = forward.operands[1]
         tile = operator.bytes(weight) / _parts(partition, weight.dimensions)
-        # From the forward to the backward a square keeps its last tile of the weight, too.
-        kept += tile / ITEM * WEIGHT_BYTES + (tile if partition.steps > 1 else 0.0)
+        # From the forward to the backward the slides' square keeps its last tile of the weight, too.
+        kept += tile / ITEM * WEIGHT_BYTES + (0.0 if begins_at_home(partition) else tile)
     return kept
 
 

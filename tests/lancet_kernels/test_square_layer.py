@@ -44,14 +44,17 @@ def called_by(block: Block, tile: Tensor) -> Counter[str]:
     return Counter(e.name for e in profile.events() if e.name.startswith("c10d::"))
 
 
-def train_on_rank(rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool, gbps: float | None) -> dict:
+def train_on_rank(
+    rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool, alternating: bool = False
+) -> dict:
     """Train a block whole and in tiles, side by side; what differs, what is held, what was called."""
     n, _, k = sizes
     whole = make_block(*sizes, bias, torch.float64)
-    tiled = Block(SquareLinear.from_linear(whole.first), SquareLinear.from_linear(whole.second))
+    first, second = ({"takes": "skewed"}, {"gives": "skewed"}) if alternating else ({}, {})
+    tiled = Block(
+        SquareLinear.from_linear(whole.first, **first), SquareLinear.from_linear(whole.second, **second)
+    )
     whole_adam, tiled_adam = (torch.optim.Adam(b.parameters(), 1e-2) for b in (whole, tiled))
-    if gbps:
-        emulate_link(gbps)
     errors = {"output": 0.0, "input gradient": 0.0, "parameter": 0.0}
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -95,40 +98,42 @@ def check_training(results: list[dict], ranks: int, share: float | None = None) 
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes", "bias"),
+    ("rows", "sizes", "bias", "alternating"),
     few_of(
         [
-            ((2, 4), (8, 16, 8), True),
-            ((3, 3), (5, 7, 5), True),
-            ((8,), (8, 16, 4), False),
-            ((1,), (1, 3, 2), True),
+            ((2, 4), (8, 16, 8), True, False),
+            ((3, 3), (5, 7, 5), True, True),
+            ((3, 3), (5, 7, 5), True, False),
+            ((8,), (8, 16, 4), False, True),
+            ((1,), (1, 3, 2), True, False),
         ],
         0,
         1,
     ),
 )
 def test_four_ranks_train_what_one_trains(
-    pool: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool
+    pool: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool, alternating: bool
 ) -> None:
-    results = pool.run(train_on_rank, rows, sizes, bias, None, ranks=4)
+    results = pool.run(train_on_rank, rows, sizes, bias, alternating, ranks=4)
     is_even = all(size % 4 == 0 for size in sizes)
     check_training(results, 4, share=1 / 4 if is_even else None)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("rows", "sizes"), [((16,), (32, 48, 32)), ((3, 5), (13, 21, 13)), ((2,), (64, 16, 64))]
+    ("rows", "sizes", "alternating"),
+    [((16,), (32, 48, 32), True), ((3, 5), (13, 21, 13), False), ((2,), (64, 16, 64), True)],
 )
 def test_sixteen_ranks_train_what_one_trains(
-    pool_of_16: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int]
+    pool_of_16: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int], alternating: bool
 ) -> None:
-    results = pool_of_16.run(train_on_rank, rows, sizes, True, None, ranks=16, timeout_s=300)
+    results = pool_of_16.run(train_on_rank, rows, sizes, True, alternating, ranks=16, timeout_s=300)
     is_even = all(size % 16 == 0 for size in sizes)
     check_training(results, 16, share=1 / 16 if is_even else None)
 
 
 def test_one_rank_needs_no_group() -> None:
-    result = train_on_rank((2, 3), (5, 6, 5), True, None)
+    result = train_on_rank((2, 3), (5, 6, 5), True)
     check_training([result], 1, share=1.0)
 
 
@@ -201,7 +206,7 @@ def test_ranks_with_different_rows_all_raise(pool: RankPool) -> None:
     assert all("SquareLinear across ranks" in m and "on rank 2" in m for m in messages), messages
 
 
-def three_ranks() -> str:
+def no_square_of_ranks() -> str:
     try:
         SquareLinear(4, 4)
     except UserError as error:
@@ -209,8 +214,25 @@ def three_ranks() -> str:
     return ""
 
 
+def differently_skewed() -> str:
+    try:
+        SquareLinear(8, 8, takes="skewed" if dist.get_rank() == 1 else "straight")(torch.randn(4, 4))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_take_different_tiles_all_raise(pool: RankPool) -> None:
+    for message in pool.run(differently_skewed, ranks=4):
+        assert re.match(r"SquareLinear across ranks .*takes, gives\): got .*skewed.* on rank", message), (
+            message
+        )
+
+
 def test_bad_input_gets_one_line(pool: RankPool) -> None:
-    assert all("ranks of SquareLinear: got 3" in m for m in pool.run(three_ranks, ranks=3))
+    for ranks in (2, 3):
+        messages = pool.run(no_square_of_ranks, ranks=ranks)
+        assert all(f"ranks of SquareLinear: got {ranks}, expected 1, 4, 16" in m for m in messages), messages
     layer = SquareLinear(4, 6)
     with pytest.raises(UserError, match=r"input tile of SquareLinear: got \(2, 3\) of float32"):
         layer(torch.randn(2, 3))
@@ -220,6 +242,8 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
         layer.scatter(torch.randn(2, 6))
     with pytest.raises(UserError, match="backend of SquareLinear: got 'triton', expected torch or fused"):
         SquareLinear(4, 6, backend="triton")
+    with pytest.raises(UserError, match="takes of SquareLinear: got 'diagonal', expected straight or skewed"):
+        SquareLinear(4, 6, takes="diagonal")
     with pytest.raises(UserError, match="leading dimensions"):
         layer.gather(torch.randn(2, 6), (3,))
 

@@ -209,7 +209,7 @@ def test_megatron_sums_four_times_a_layer_and_redistributes_nothing() -> None:
 
 @pytest.mark.parametrize("devices", few_of([4, 8, 16], 1))
 def test_the_larger_space_is_never_worse(devices: int) -> None:
-    spatial = problem(P3DN, SIZES, 8, 512, devices, squares=False)
+    spatial = problem(P3DN, SIZES, 8, 512, devices, squares=None)
     whole = problem(P3DN, SIZES, 8, 512, devices)
     best = solve(whole, layers=4)
     assert best.ms <= solve(spatial, layers=4).ms + 1e-9
