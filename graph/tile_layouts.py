@@ -152,6 +152,6 @@ def is_executable(partition: Partition) -> bool:
     """Does every shift send one tile from and one to each rank, and has a rank's output the features of the
     gradient that comes back? What `ops.square_linear` needs; with replicas in the way it may not be so."""
     derived = movements(partition)
-    every = [derived.dy_directly, *(sources for _, sources in derived.every())]
+    every = [derived.dy_directly, *(sources for _, _, sources in derived.every())]
     same_features = partition.tiles(FORWARD, ("k",), -1) == partition.tiles(BACKWARD, ("k",), 0)
     return same_features and all(sorted(s) == list(range(partition.devices)) for s in every)

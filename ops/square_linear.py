@@ -60,13 +60,17 @@ class Movements(NamedTuple):
     begins_at_home: bool
     """Do backward and gradient begin with the tiles that the forward, and for dO the backward, began with?"""
 
-    def every(self) -> Iterator[tuple[str, Sources]]:
-        """Each shift of a forward and backward in which something travels, with the name of its field."""
+    def every(self) -> Iterator[tuple[str, str, Sources]]:
+        """Each shift of a forward and backward in which something travels: its field, the tensor of which
+        tiles travel (x, weight, y, dy, dx, dweight), their sources."""
         for name, sources in self._asdict().items():
             if name in ("dy_directly", "begins_at_home"):
                 continue
             steps = sources if sources and isinstance(sources[0], tuple) else (sources,)
-            yield from ((name, step) for step in steps if _moves(step))
+            # Names are `tensor_to_phase`, `tensor_from_phase`, or `phase_tensor`.
+            words = name.split("_")
+            tensor = words[0] if len(words) == 3 else words[1]
+            yield from ((name, tensor, step) for step in steps if _moves(step))
 
 
 class Sums(NamedTuple):

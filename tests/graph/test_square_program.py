@@ -43,7 +43,8 @@ def program_of_square(ranks: int) -> Program:
 def test_every_derived_shift_is_an_instruction_of_its_own_kind(ranks: int) -> None:
     program = program_of_square(ranks)
     shifts = [program.instructions[i] for i in program.positions(Kind.POINT_TO_POINT)]
-    expected = Counter(sources for _, sources in derived_movements((ranks.bit_length() - 1) // 2).every())
+    every = derived_movements((ranks.bit_length() - 1) // 2).every()
+    expected = Counter(sources for _, _, sources in every)
     assert Counter(tuple(i.attributes["source_of"]) for i in shifts) == expected
     assert {i.op for i in shifts} == {"lancet.shift"}
     for shift in shifts:

@@ -147,11 +147,10 @@ def traffic_on_rank(gbps: float) -> tuple[int, int, int]:
     layer(tile).sum().backward()
     traffic, rank = link.read(), dist.get_rank()
     m, n, k, p = 8, 8, 16, 8
-    tiles = {"x": m * n, "dy": m * k, "weight": k * n + p, "dweight": k * n + p}
+    tiles = {"x": m * n, "dx": m * n, "dy": m * k, "weight": k * n + p, "dweight": k * n + p}
     expected = count = 0
-    for name, sources in derived_movements(1).every():
-        # `x_to_forward`, `dx_from_backward`: I
-        size = k * n if name == "backward_weight" else tiles.get(name.rpartition("_")[2], m * n)
+    for name, tensor, sources in derived_movements(1).every():
+        size = k * n if name == "backward_weight" else tiles[tensor]
         count += sources[rank] != rank
         expected += 8 * size * (sources[rank] != rank)
     return traffic.count, count, traffic.bytes_sent - expected
@@ -256,7 +255,7 @@ def test_between_layers_that_alternate_nothing_travels(side: int) -> None:
         assert skewed_dimension(8, 8, takes, gives) == skewed
         movements = derived_movements(exponent, skewed, takes, gives)
         assert movements.begins_at_home
-        assert {name for name, _ in movements.every()} == {
+        assert {name for name, _, _ in movements.every()} == {
             "forward_x", "forward_weight", "backward_dy", "backward_weight", "gradient_x", "gradient_dy",
         }  # fmt: skip
 
