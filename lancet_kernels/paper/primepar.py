@@ -397,7 +397,8 @@ def _why_collectives(rows: Sequence[Mapping[str, Any]]) -> str:
         f"{most['model']} on {most['gpus']} GPUs, fc1 {most['partition']['fc1']}, fc2 "
         f"{most['partition']['fc2']}: {block['collective_ms']:.1f} ms of all-reduces and "
         f"{block['redistribution_ms']:.1f} ms of redistribution, which counts as a collective here, are left "
-        f"of {ms(most, 'megatron'):.1f} ms of Megatron's, beside {old['computation_ms']:.1f} ms of computation; "
+        f"of {ms(most, 'megatron'):.1f} ms of Megatron's, beside {old['computation_ms']:.1f} ms of "
+        "computation; "
         "what the search minimizes is the time of whole layers."
     )
 
