@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from lancet_kernels import CommunicationError
+from lancet_kernels.graph.slices import Partition, square
+from lancet_kernels.graph.tile_layouts import movements
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.square_launch import SquareConfig, SquarePhase
 from lancet_kernels.kernels.square_tasks import PUT, TILE, SquareShape, build_square_tasks
-from lancet_kernels.square_layer import derived_movements
 from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
 from tests.ranks import RankPool
@@ -44,7 +45,7 @@ def reference(kind: str, a: list, b: list, sum_sources: tuple) -> torch.Tensor:
 
 def phase_on_rank(memory, kind: str, k: int, sizes, dtype, seed: int, runs: int = 2) -> dict:
     m, n, o = sizes
-    moves = derived_movements(k)
+    moves = movements(Partition((square(k),)))
     a_shape, b_shape, sources = {
         "nt": ((m, n), (o, n), (moves.forward_x, moves.forward_weight, ())),
         "nn": ((m, o), (o, n), (moves.backward_dy, moves.backward_weight, ())),
@@ -98,7 +99,7 @@ def test_phases_on_sixteen_processes(pool_of_16: RankPool) -> None:
 def late_rank() -> str:
     """Rank 3 makes the regions, and then launches nothing."""
     with SharedMemory(timeout_s=60.0) as memory:
-        moves = derived_movements(1)
+        moves = movements(Partition((square(1),)))
         phase = SquarePhase(
             memory, "forward of fc1", "nt", (16, 16), (32, 16), torch.float32,
             moves.forward_x, moves.forward_weight, config=CONFIG, timeout_s=0.5,
