@@ -28,8 +28,8 @@ from gpu_overlap import FusedLayer
 from held_back import HeldLaunch
 from virtual_pes import VirtualPes
 
-from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels import device, runtime
+from lancet_kernels.kernels.failure_report import WAIT_ROWS, FailureReport, timed_out
 
 WAYS = ("none", "streams", "fused")
 COMM_SHARE = 0.4  # of the time of `none`, as in the Lancet paper's figure 2
@@ -46,7 +46,7 @@ def receive_kernel(epoch_ptr, signals_ptr, rank, W, max_polls, report_ptr):
     for step in range(1, W):
         peer = (rank + step) % W
         word = device.word(epoch, tl.full((), 0, tl.int64))
-        device.wait(signals_ptr + peer, word, max_polls, report_ptr, rank, peer, 0, peer)
+        device.wait(signals_ptr + peer, word, max_polls, report_ptr, rank, peer, WAIT_ROWS, peer)
 
 
 JITTED = (relay_kernel, receive_kernel)
@@ -61,7 +61,7 @@ class Pe:
         self.wire = Wire(pes.device, rank)
         self._signals = memory.signals("all-to-all", pes.world)
         self._epoch = torch.zeros(1, dtype=torch.int64, device=pes.device)
-        self._report = torch.zeros(device.REPORT_WORDS.value, dtype=torch.int64, device=pes.device)
+        self._failures = FailureReport(pes.device)
         self._side = _side_stream(pes.device, rank) if pes.device.type == "cuda" else None
 
     def messages(self, bytes_to: list[int]) -> Messages:
@@ -83,14 +83,15 @@ class Pe:
         self.wire.join()
         receive_kernel[(1,)](
             self._epoch, self._signals.local, self.rank, self.world, runtime.max_polls(TIMEOUT_S),
-            self._report, num_warps=1,
+            self._failures.words, num_warps=1,
         )  # fmt: skip
 
     def check(self) -> None:
         """Raise CommunicationError if an all-to-all was not over in time."""
-        claimed, rank, peer, *_ = self._report.tolist()
-        if claimed:
-            raise CommunicationError(f"emulated all-to-all: PE {rank} waited for PE {peer} too long")
+        failure = self._failures.first()
+        if failure is not None:
+            expected, seen = (f"epoch {word >> 32}" for word in (failure.expected, failure.seen))
+            raise timed_out("emulated all-to-all", failure, TIMEOUT_S, expected, seen)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -206,5 +207,5 @@ def rate_for(bytes_sent: int, none_ms: float) -> float:
     Example: 60 ms and 1 GB: 40 ms of wire make 100 ms, so 25 GB/s.
     """
     if runtime.INTERPRETED:
-        none_ms = 0.01  # on its clock, which counts looks
+        none_ms = 0.001  # on its clock, which counts looks: a few
     return bytes_sent / (COMM_SHARE / (1 - COMM_SHARE) * none_ms) * 1e-6

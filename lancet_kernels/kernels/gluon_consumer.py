@@ -17,11 +17,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lancet_kernels.kernels import device
-from lancet_kernels.kernels.gemm_tile import activate, dgelu, dsilu, quarters, silu
+from lancet_kernels.kernels.gemm_tile import NN, NT, TN, activate, dgelu, dsilu, quarters, silu
 from lancet_kernels.kernels.gluon_pipeline import multiply_steps, take_task
 from lancet_kernels.kernels.gluon_shim import view
 from lancet_kernels.kernels.overlap_tasks import finish_ready, poison_wgrad, result_rows, return_tile
-from lancet_kernels.kernels.overlap_tiles import NN, NT, TN, dense_problem, wgrad_operands, wgrad_results
+from lancet_kernels.kernels.overlap_tiles import dense_problem, wgrad_operands, wgrad_results
 from lancet_kernels.kernels.schedule import group, tile_ptr
 from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
 

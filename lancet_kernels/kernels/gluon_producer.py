@@ -19,11 +19,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from lancet_kernels.kernels.gemm_tile import NN, NT, TN
 from lancet_kernels.kernels.gluon_pipeline import NO_TASK, hand_over, load_steps, wait_for_loads
 from lancet_kernels.kernels.gluon_shim import view
 from lancet_kernels.kernels.overlap_kernel import find_task
 from lancet_kernels.kernels.overlap_tasks import wait_ready, wait_rows
-from lancet_kernels.kernels.overlap_tiles import NN, NT, TN, dense_problem, wgrad_operands
+from lancet_kernels.kernels.overlap_tiles import dense_problem, wgrad_operands
 from lancet_kernels.kernels.schedule import group, tile_ptr
 from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
 

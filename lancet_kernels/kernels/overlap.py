@@ -27,6 +27,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.exchange import Exchange, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.gluon_launch import launch_gluon
 from lancet_kernels.kernels.kernel_launch import on_device
 from lancet_kernels.kernels.nvshmem_launch import launch
@@ -39,7 +40,6 @@ from lancet_kernels.kernels.overlap_config import (
     plain_tile,
 )
 from lancet_kernels.kernels.overlap_data import (
-    DENSE_KINDS,
     DenseGemm,
     ExpertGradients,
     Experts,
@@ -261,7 +261,7 @@ class _Launch:
 def dense_kinds(problems: Sequence[DenseGemm]) -> int:
     """The kernel's DENSE_KINDS: none, weight gradients ("tn") only, or all, so that variants stay few."""
     kinds = {problem.kind for problem in problems}
-    return sum(1 << DENSE_KINDS[kind] for kind in (DENSE_KINDS if kinds - {"tn"} else kinds))
+    return sum(1 << KINDS[kind] for kind in (KINDS if kinds - {"tn"} else kinds))
 
 
 def dense_table(problems: Sequence[DenseGemm], tile: GemmConfig, device: torch.device) -> tuple[Tensor, int]:

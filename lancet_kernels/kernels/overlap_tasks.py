@@ -17,12 +17,8 @@ import triton.language as tl
 
 from lancet_kernels.kernels import device
 from lancet_kernels.kernels.choices import add_row, dot_row, place_row
-from lancet_kernels.kernels.schedule import WAIT_RELEASE, chunk_number, group, in_tile, segment
-
-# What a wait was for, in a report; the words are exchange.REPORTED's.
-WAIT_ROWS = tl.constexpr(1)
-WAIT_READY = tl.constexpr(2)
-WAIT_RESULTS = tl.constexpr(3)
+from lancet_kernels.kernels.failure_report import WAIT_READY, WAIT_RELEASE, WAIT_RESULTS, WAIT_ROWS
+from lancet_kernels.kernels.schedule import chunk_number, group, in_tile, segment
 
 
 @triton.jit

@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels.gemm_tile import (
+    NN,
+    NT,
+    TN,
     add_column_sums,
     add_outer_products,
     dgrad_tile,
@@ -37,11 +40,6 @@ from lancet_kernels.kernels.overlap_tasks import (
 )
 from lancet_kernels.kernels.schedule import group, tile_ptr
 from lancet_kernels.kernels.tasks import DENSE_WORDS
-
-# Kinds of independent GEMMs, by what is transposed.
-NN = tl.constexpr(0)  # c [M, N] = a [M, K] @ b [K, N]
-NT = tl.constexpr(1)  # c [M, N] = a [M, K] @ b [N, K]^T
-TN = tl.constexpr(2)  # c [M, N] = a [K, M]^T @ b [K, N]
 
 
 @triton.jit
@@ -72,10 +70,10 @@ def tile_in(
         pre_ptr += row * H
         if BACKWARD:
             dgrad_tile(x_ptr, weight_ptr + local.to(tl.int64) * D * F, pre_ptr, hidden_ptr + row * H,
-                       rows, m * BM, n * BN, D, F, D, H, ACT, UPCAST, TMA, BM, BN, BK)  # fmt: skip
+                       rows, m * BM, n * BN, D, F, ACT, UPCAST, TMA, BM, BN, BK)  # fmt: skip
         else:
             forward_tile(x_ptr, weight_ptr + local.to(tl.int64) * D * H, bias_ptr + local * H, pre_ptr,
-                         hidden_ptr + row * F, rows, m * BM, n * BN, D, F, D, F,
+                         hidden_ptr + row * F, rows, m * BM, n * BN, D, F,
                          ACT, HAS_BIAS, SAVE_PRE, UPCAST, TMA, BM, BN, BK)  # fmt: skip
         finish_ready(ready_ptr, tile, local, tiles)
 
@@ -109,12 +107,12 @@ def tile_out(
         row = first_row.to(tl.int64)
         if BACKWARD:
             acc = rows_times_transposed(
-                hidden_ptr + row * H, weight_ptr + local.to(tl.int64) * D * H, rows, m * BM, n * BN, H, D, H,
+                hidden_ptr + row * H, weight_ptr + local.to(tl.int64) * D * H, rows, m * BM, n * BN, H, D,
                 UPCAST, TMA, BM, BN, BK,
             )  # fmt: skip
         else:
             acc, _ = rows_times_weight(
-                hidden_ptr + row * F, weight_ptr + local.to(tl.int64) * F * D, rows, m * BM, n * BN, F, D, F,
+                hidden_ptr + row * F, weight_ptr + local.to(tl.int64) * F * D, rows, m * BM, n * BN, F, D,
                 False, UPCAST, TMA, BM, BN, BK,
             )  # fmt: skip
         p_row, m_row = result_rows(
@@ -186,12 +184,12 @@ def tile_wgrad(
     if hidden_is_here:
         acc = tl.zeros((BM, BN), tl.float32)
         acc = add_outer_products(
-            acc, x_ptr, dy_ptr, rows, m * BM, n * BN, A, B, A, B, UPCAST, TMA, BM, BN, BK
+            acc, x_ptr, dy_ptr, rows, m * BM, n * BN, A, B, UPCAST, TMA, BM, BN, BK
         )  # fmt: skip
         store_weight_gradient(dw_ptr, acc, m * BM, n * BN, A, B, BM, BN)
         if HAS_BIAS:
             if m == 0:
-                sums = add_column_sums(tl.zeros((BN,), tl.float32), dy_ptr, rows, n * BN, B, B, BN, BK)
+                sums = add_column_sums(tl.zeros((BN,), tl.float32), dy_ptr, rows, n * BN, B, BN, BK)
                 store_bias_gradient(db_ptr, sums, n * BN, B, BN)
     else:
         poison_wgrad(dw_ptr, db_ptr, m * BM, n * BN, A, B, HAS_BIAS, BM, BN)
@@ -229,16 +227,16 @@ def dense_tile(
     kind, a_ptr, b_ptr, c_ptr, M, N, K = dense_problem(problems_ptr, problem, like_ptr, TMA)
     if KINDS & 1:
         if kind == NN:
-            forward_tile(a_ptr, b_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N, K, N,
+            forward_tile(a_ptr, b_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N,
                          "none", False, False, UPCAST, TMA, BM, BN, BK)  # fmt: skip
     if KINDS & 2:
         if kind == NT:
-            dgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N, K, N,
+            dgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N,
                        "none", UPCAST, TMA, BM, BN, BK)  # fmt: skip
     if KINDS & 4:
         if kind == TN:
             acc = add_outer_products(
-                tl.zeros((BM, BN), tl.float32), a_ptr, b_ptr, K, m * BM, n * BN, M, N, M, N,
+                tl.zeros((BM, BN), tl.float32), a_ptr, b_ptr, K, m * BM, n * BN, M, N,
                 UPCAST, TMA, BM, BN, BK,
             )  # fmt: skip
             store_weight_gradient(c_ptr, acc, m * BM, n * BN, M, N, BM, BN)

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from lancet_kernels.kernels.gluon_specimens import specimens
-from tests.lancet_kernels.kernels.test_compile import ROOT, TRITONS, environment
+from lancet_kernels.compiling.gluon_specimens import specimens
+from tests.lancet_kernels.compiling.test_compile import ROOT, TRITONS, environment
 
 FORWARD = "forward gelu bf16 128x256x64 w8 s4"
 
 
 def compiled(triton: str, *chosen: str) -> list[dict]:
-    command = [sys.executable, "-m", "tests.lancet_kernels.kernels.compile_gluon", *chosen]
+    command = [sys.executable, "-m", "tests.lancet_kernels.compiling.compile_gluon", *chosen]
     child = subprocess.run(command, env=environment(triton), cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     return json.loads(child.stdout.splitlines()[-1])

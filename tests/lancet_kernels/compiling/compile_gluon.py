@@ -9,8 +9,8 @@ import sys
 
 import triton
 
-from lancet_kernels.kernels.compile import _compile, _tool, compile_specimen, problems
-from lancet_kernels.kernels.gluon_specimens import specimens
+from lancet_kernels.compiling.compile import _compile, _tool, compile_specimen, problems
+from lancet_kernels.compiling.gluon_specimens import specimens
 
 
 def local_memory_in_loops(sass: str) -> tuple[int, int, int]:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from triton.experimental.gluon import language as gl
 
+from lancet_kernels.compiling.overlap_specimens import DENSE, FUSED, PES, SHORT, STAGES, TYPES
+from lancet_kernels.compiling.specimen import Specimen, pointers
 from lancet_kernels.kernels.gluon_config import (
     COPY_REGISTERS,
     COPY_WARPS,
@@ -19,8 +21,6 @@ from lancet_kernels.kernels.gluon_config import (
 )
 from lancet_kernels.kernels.gluon_kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.overlap_config import OverlapConfig, first_columns
-from lancet_kernels.kernels.overlap_specimens import DENSE, FUSED, PES, SHORT, STAGES, TYPES
-from lancet_kernels.kernels.specimen import Specimen, pointers
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lancet_kernels.compiling.specimen import Specimen, pointers
 from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap_config import (
@@ -19,7 +20,6 @@ from lancet_kernels.kernels.overlap_config import (
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel
 from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
 from lancet_kernels.kernels.schedule import TILES_AT_ONCE, exchange_counts_kernel, schedule_kernel
-from lancet_kernels.kernels.specimen import Specimen, pointers
 
 # Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
 _INTEGERS = (
