@@ -145,9 +145,6 @@ MUTANTS = {
     "a reduction does not wait for results": [
         (overlap_tasks.reduce_block, "index, kept, word, max_polls", "index, kept, word * 0, max_polls"),
     ],
-    "a bank is overwritten before it is released": [
-        (overlap_tasks.put_chunk, "free = device.word(epoch - BANKS, 0)", "free = device.word(0, 0)"),
-    ],
     "rows that arrived are loaded without a fence": [
         (overlap_tasks.wait_rows, "    device.fence_tma(TMA)\n", ""),
     ],
@@ -173,11 +170,10 @@ MUTANTS = {
 
 
 DEEP = Case(local=1, tokens=5, choices=1, capacity=5, width=64, hidden=16, dtype=BF16)  # four steps
-# What only another case, or a sequence of passes, can show.
+# What only another case, or more programs, can show.
 CASES = {
     "a stage is released before its product has been waited for": (DEEP, {}),
     "a weight gradient does not wait for the first product": (TINY, {"programs": 2}),
-    "a bank is overwritten before it is released": (TINY, {"passes": 4}),
 }
 
 
