@@ -30,7 +30,7 @@ from lancet_kernels.schedules.duplex import copies_of_batch
 from lancet_kernels.schedules.ranges import PartitionRange
 from lancet_kernels.schedules.realize import cut_ranges
 from lancet_kernels.schedules.shard_graph import shard_graph
-from lancet_kernels.schedules.sharding import Strategy
+from lancet_kernels.schedules.sharding_strategy import Strategy
 
 _MOVES = frozenset(
     f"aten.{op}"

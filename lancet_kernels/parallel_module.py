@@ -7,7 +7,6 @@ torch.distributed.checkpoint can write it on so many ranks and read it on others
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +26,7 @@ from lancet_kernels.ops.groups import group_name, group_of
 from lancet_kernels.ops.shards import shard_of
 from lancet_kernels.ops.waiting import waiting
 from lancet_kernels.optimized_module import OptimizedModule
-from lancet_kernels.schedules.sharding import Strategy
+from lancet_kernels.schedules.sharding_strategy import Strategy
 from lancet_kernels.training.gradients import set_gradient_group
 
 
@@ -140,10 +139,7 @@ class ParallelModule(nn.Module):
 
     def explain(self) -> str:
         """The strategy, with the names of the model's parameters, and the plan, as text."""
-        text = self.strategy.explain()
-        for placeholder, name in self._in_strategy.items():
-            text = re.sub(rf"\b{placeholder}\b", name, text)
-        return f"{text}\n{self.plan.explain()}"
+        return f"{self.strategy.explain(self._in_strategy)}\n{self.plan.explain()}"
 
     def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """The state of an optimizer of these parameters, by the names of the whole model, DTensors where they

@@ -33,8 +33,9 @@ from lancet_kernels.parallel_module import ParallelModule, sharded_module
 from lancet_kernels.rank_agreement import result_of_first_rank, values_of_ranks
 from lancet_kernels.schedules.conversions import MESSAGE_KINDS
 from lancet_kernels.schedules.duplex import COPIES
-from lancet_kernels.schedules.sharding import Strategy, search_sharding
+from lancet_kernels.schedules.sharding import search_sharding
 from lancet_kernels.schedules.sharding_baselines import BASELINES, shared_baseline
+from lancet_kernels.schedules.sharding_strategy import Strategy
 from lancet_kernels.schedules.strategies import PlanningOptions
 
 HIDUP = "hidup"

@@ -27,7 +27,7 @@ from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.ops.groups import group_size
 from lancet_kernels.schedules.conversions import SLICE, collective
 from lancet_kernels.schedules.cut_parts import MEAN, SUM
-from lancet_kernels.schedules.sharding import Stage, Strategy
+from lancet_kernels.schedules.sharding_strategy import Stage, Strategy
 from lancet_kernels.schedules.signatures import signatures
 
 aten, lancet = torch.ops.aten, torch.ops.lancet

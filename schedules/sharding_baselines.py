@@ -15,8 +15,9 @@ from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.forms import WHOLE, Form, cut
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.blocks import Block, BlockSignature
-from lancet_kernels.schedules.sharding import Strategy, search_sharding
+from lancet_kernels.schedules.sharding import search_sharding
 from lancet_kernels.schedules.sharding_states import Restriction
+from lancet_kernels.schedules.sharding_strategy import Strategy
 
 REPLICATED = "replicated"
 BASELINES = (REPLICATED, "data parallel", "expert parallel")

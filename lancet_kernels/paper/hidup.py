@@ -23,9 +23,11 @@ from lancet_kernels.graph.forward_program import forward_program
 from lancet_kernels.graph.program import Instruction, Program, TensorSpec
 from lancet_kernels.paper.hidup_links import links, with_bandwidth
 from lancet_kernels.paper.hidup_models import HIDUP_MODELS, HiDupModel, example_batch, hidup_config
-from lancet_kernels.schedules.sharding import Strategy, repriced, search_sharding
+from lancet_kernels.schedules.sharding import search_sharding
 from lancet_kernels.schedules.sharding_baselines import baseline
 from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES
+from lancet_kernels.schedules.sharding_strategy import Strategy
+from lancet_kernels.schedules.sharding_times import repriced
 
 SEQUENCES = 32
 """A GPU's batch, as in the code that the paper's authors published."""

@@ -16,7 +16,8 @@ from lancet_kernels.graph.from_fx import op_name
 from lancet_kernels.one_device_model import OneDeviceModel
 from lancet_kernels.ops.groups import group_name
 from lancet_kernels.parallel_module import sharded_module
-from lancet_kernels.schedules.sharding import Strategy, search_sharding
+from lancet_kernels.schedules.sharding import search_sharding
+from lancet_kernels.schedules.sharding_strategy import Strategy
 from tests.grids import few_of
 from tests.schedules.test_sharding_signatures import tiny
 

@@ -12,10 +12,12 @@ from hypothesis import given as drawn
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import PARTIAL, WHOLE
 from lancet_kernels.graph.program import Instruction, Program, TensorSpec
-from lancet_kernels.schedules.sharding import Strategy, duplexed, repriced, search_sharding
+from lancet_kernels.schedules.sharding import search_sharding
 from lancet_kernels.schedules.sharding_baselines import BASELINES, baseline, compared
 from lancet_kernels.schedules.sharding_costs import BACKWARD, psi_of
 from lancet_kernels.schedules.sharding_search import Search
+from lancet_kernels.schedules.sharding_strategy import Strategy
+from lancet_kernels.schedules.sharding_times import duplexed, repriced
 from lancet_kernels.schedules.signatures import signatures
 from lancet_kernels.schedules.simulate import simulate
 from tests.examples import examples
@@ -342,6 +344,9 @@ def test_json_both_ways_and_explain(tmp_path):
     assert all(name in text for name in CHAIN.index)
     assert "all_to_all" in text
     assert "beside" in text
+    parameter = next(iter(strategy.parameters))
+    assert "layers.0.weight" in strategy.explain({parameter: "layers.0.weight"})
+    assert f" {parameter} [" not in strategy.explain({parameter: "layers.0.weight"})
     with pytest.raises(UserError, match="search again"):
         Strategy.load(tmp_path / "strategy.json", chain(("mm", 1.0)))
     with pytest.raises(UserError, match="sharding JSON"):

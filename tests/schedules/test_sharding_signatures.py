@@ -12,7 +12,8 @@ from lancet_kernels.graph.forms import PARTIAL, WHOLE
 from lancet_kernels.graph.forward_program import forward_of
 from lancet_kernels.graph.rules import rule_for
 from lancet_kernels.paper.hidup_models import HiDupModel, hidup_config
-from lancet_kernels.schedules.sharding import duplexed, search_sharding
+from lancet_kernels.schedules.sharding import search_sharding
+from lancet_kernels.schedules.sharding_times import duplexed
 from lancet_kernels.schedules.signatures import signatures
 from lancet_kernels.schedules.simulate import simulate
 from tests.graph.cut_and_reassemble import Recorder, UnequalUnits, check_way
