@@ -3,6 +3,7 @@ Program, and the costs of its instructions."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Program
+from lancet_kernels.guards import Arguments
 from lancet_kernels.model_layers import moe_layers
 from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import Groups, group_size
@@ -101,6 +103,14 @@ class CapturedStep:
             )
         reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
         return captured
+
+    def with_inputs(self, arguments: Arguments) -> CapturedStep:
+        """The same step, with the same fused layers and their exchanges, for inputs of other shapes."""
+        step = copy.copy(self)
+        step.__dict__.pop("captured", None)
+        step.inputs, step.by_name = arguments
+        step._values = {}
+        return step
 
     def graph(self) -> fx.GraphModule:
         """The joint graph, in which the layers to fuse are fused launches."""

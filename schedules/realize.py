@@ -35,10 +35,12 @@ def cut_ranges(
     program: Program,
     ranges: Sequence[PartitionRange],
     values: Values | None = None,
+    *,
+    empty_parts: bool = False,
 ) -> None:
     """Partition ranges of a joint graph, in pipeline order.
 
-    Args: program: the Program of the graph. values: as in `cut_range`.
+    Args: program: the Program of the graph. values: as in `cut_range`. empty_parts: as in `Cut`.
     Raises: UserError (a range is not in the program), CutError.
     """
     for planned in ranges:
@@ -48,7 +50,7 @@ def cut_ranges(
             (program.instructions[i].name, part)
             for i, part in pipeline_order(program, first, last, planned.forms, planned.parts)
         ]
-        cut_range(graph, Cut(names, planned.parts, planned.forms), order, values)
+        cut_range(graph, Cut(names, planned.parts, planned.forms, empty_parts), order, values)
         add_fillers(graph, planned.fillers)
     if ranges:
         forward_first(graph)
@@ -118,13 +120,14 @@ class GraphCutter:
         return times
 
 
-def realize(module: fx.GraphModule, program: Program, plan: Plan) -> None:
-    """Apply a plan to a joint graph, in place. Args: program: the Program of the graph.
+def realize(module: fx.GraphModule, program: Program, plan: Plan, *, empty_parts: bool = False) -> None:
+    """Apply a plan to a joint graph, in place. Args: program: the Program of the graph. empty_parts: as in
+    `Cut`.
 
     Raises: UserError (the plan is for another program, or its order is invalid for this graph), CutError.
     """
     plan.check(program)
-    cut_ranges(module.graph, program, plan.ranges)
+    cut_ranges(module.graph, program, plan.ranges, empty_parts=empty_parts)
     reorder(module.graph, plan.order)
     module.recompile()
 

@@ -266,11 +266,6 @@ WORKS = (
 # ---- Falls back
 
 
-def odd_last_batch(setup: Setup) -> None:
-    """A batch of another shape."""
-    setup.falls_back("inputs of another shape", *batch(size=B - 1))
-
-
 def evaluation_mode(setup: Setup) -> None:
     """`eval()`, with gradients."""
     setup.ready.eval()
