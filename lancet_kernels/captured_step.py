@@ -123,8 +123,22 @@ class CapturedStep:
     def _register(self, layer: MatchedLayer) -> int:
         """The number of a fused layer's exchange; a layer is registered only once."""
         if layer.name not in self._layer_numbers:
-            self._layer_numbers[layer.name] = register_layer(_exchange_of(layer))
+            self._layer_numbers[layer.name] = register_layer(self._exchange_of(layer))
         return self._layer_numbers[layer.name]
+
+    def _exchange_of(self, layer: MatchedLayer) -> LayerExchange:
+        """The exchange of a matched layer, with the options of its module if that is a fused one."""
+        from lancet_kernels.ops.fused_experts import LayerExchange
+
+        node = layer.w1
+        while node.op != "placeholder":  # a cast of the parameter
+            node = node.all_input_nodes[0]
+        parameter = dict(self.captured.module.named_parameters())[state_name(node)]
+        for module in moe_layers(self.model):
+            if module.w1 is parameter and module.exchange is not None:
+                return copy.deepcopy(module.exchange)
+        local_experts, hidden, width = layer.w2.meta["val"].shape
+        return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)
 
     @property
     def layer_numbers(self) -> list[int]:
@@ -199,11 +213,3 @@ class CapturedStep:
         module = copy_of(graph.module)
         cut_ranges(module.graph, graph.program, plan.ranges, self._values)
         return self.profiler.program(module, graph.inputs)
-
-
-def _exchange_of(layer: MatchedLayer) -> LayerExchange:
-    """The exchange of a matched layer."""
-    from lancet_kernels.ops.fused_experts import LayerExchange
-
-    local_experts, hidden, width = layer.w2.meta["val"].shape
-    return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)

@@ -6,9 +6,9 @@ planned or measured again, and nothing is agreed upon: each rank captures what i
 its collectives stay those of the plan, whatever shapes the other ranks have in that step. They wait in their
 next collective meanwhile.
 
-What cannot run with the plan: a graph with other instructions (torch may leave some out for a batch of one,
-say), or one that the plan's parts do not fit. Then the module runs without the plan, which all ranks must do
-in the same step.
+What cannot run with the plan: a graph with other instructions (that of a batch of no tokens, say). Then the
+module runs without the plan, which all ranks must do in the same step; if one runs with it and one without,
+that is an error on both (`ops.all_to_all`).
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ class PlannedShapes:
         if len(self._others) > MOST_SHAPES:
             self._others.popitem(last=False)
             warnings.warn(
-                f"more than {MOST_SHAPES} shapes of inputs beside the planned one: the step is captured again, "
-                f"which takes {time.monotonic() - begin:.1f} s, for each shape that was not among the last "
-                f"{MOST_SHAPES}; pad batches to few lengths",
+                f"more than {MOST_SHAPES} shapes of inputs beside the planned one: the step is captured "
+                f"again, which takes {time.monotonic() - begin:.1f} s, for each shape that was not among the "
+                f"last {MOST_SHAPES}; pad batches to few lengths",
                 stacklevel=4,
             )
 
@@ -107,7 +107,7 @@ class PlannedShapes:
         plan = self._plan.for_program(fingerprint(program))
         captured = step.captured
         captured.joint.graph = module.graph
-        realize(captured.joint, program, plan, empty_parts=True)
+        realize(captured.joint, program, plan, other_sizes=True)
         run = captured.compile(
             lambda joint, outputs: split_as_planned(joint, outputs, plan), self._recorder, self._inner
         )

@@ -235,6 +235,15 @@ def fused_experts(
     Raises: UserError for input that the kernels do not support, CommunicationError if a peer did not take
     part.
     """
+    check_fused(x_TD)
+    return _FusedExperts.apply(
+        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2,
+        layer, tuple(forward_dense), tuple(backward_dense),
+    )  # fmt: skip
+
+
+def check_fused(x_TD: Tensor) -> None:
+    """Raise UserError for a dtype or a device that fused kernels do not support."""
     if x_TD.dtype not in DTYPES:
         raise UserError(
             "dtype of an MoE layer with backend='fused'",
@@ -243,10 +252,6 @@ def fused_experts(
             do="use backend='torch' for float64",
         )
     check_device("input of an MoE layer with backend='fused'", x_TD)
-    return _FusedExperts.apply(
-        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2,
-        layer, tuple(forward_dense), tuple(backward_dense),
-    )  # fmt: skip
 
 
 def forward_pass(
