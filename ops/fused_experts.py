@@ -30,8 +30,9 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
+from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
 from lancet_kernels.kernels.runtime import check_device
+from lancet_kernels.ops.fused_passes import ForwardPass, take_pass, ticket_of
 from lancet_kernels.ops.groups import group_name, group_of, group_timeout_s
 from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
@@ -254,7 +255,7 @@ def check_fused(x_TD: Tensor) -> None:
     check_device("input of an MoE layer with backend='fused'", x_TD)
 
 
-def forward_pass(
+def run_forward(
     x: Tensor,
     expert: Tensor,
     row: Tensor,
@@ -268,9 +269,8 @@ def forward_pass(
     layer: LayerExchange,
     dense: Sequence[DenseGemm],
     copies: int = 1,
-) -> tuple[Tensor, tuple[Exchange, Exchange], SavedPass, Routing, Experts, OverlapConfig]:
-    """A forward pass. -> out [T, D], and what the backward needs; the exchange's bank must still be
-    released."""
+) -> tuple[Tensor, ForwardPass]:
+    """A forward pass. -> out [T, D], and the pass, whose bank must still be released."""
     with waiting("fused_experts", layer.process_group, current_layer()):
         forward, backward, config = layer.of(expert.shape[1], capacity, x, copies)
         count = count_WL.reshape(-1).contiguous()
@@ -279,7 +279,7 @@ def forward_pass(
         experts = Experts(w1.contiguous(), b1, w2.contiguous(), b2, layer.activation)
         out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
         forward.watch()
-    return out, (forward, backward), saved, routing, experts, config
+    return out, ForwardPass((forward, backward), saved, routing, experts, config)
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -288,28 +288,29 @@ class _FusedExperts(torch.autograd.Function):
         ctx, x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense, backward_dense
     ):
         row = send_rows(expert, slot, count_WL)
-        out, exchanges, saved, *rest = forward_pass(
+        out, forward_pass = run_forward(
             x, expert, row, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense
         )
         if any(ctx.needs_input_grad):
-            # The pass is an attribute of the graph: if the graph is deleted, its bank is free again.
-            ctx.saved, ctx.exchanges, ctx.rest, ctx.dense = saved, exchanges, rest, backward_dense
-            ctx.weight_dtype = weight.dtype
+            ctx.save_for_backward(ticket_of(forward_pass))
+            ctx.dense, ctx.weight_dtype = backward_dense, weight.dtype
             ctx.group, ctx.layer = layer.process_group, current_layer()
         else:
-            exchanges[0].release(saved.use)
+            forward_pass.exchanges[0].release(forward_pass.saved.use)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        forward, backward = ctx.exchanges
+        forward_pass = take_pass(*ctx.saved_tensors)
+        forward, backward = forward_pass.exchanges
         enter_layer(ctx.layer)
         with waiting("fused_experts_backward", ctx.group, ctx.layer):
             gradients = moe_backward(
-                forward, ctx.saved, backward, dy.contiguous(), *ctx.rest, dense=ctx.dense
-            )
-            forward.release(ctx.saved.use)
+                forward, forward_pass.saved, backward, dy.contiguous(), forward_pass.routing,
+                forward_pass.experts, forward_pass.config, dense=ctx.dense,
+            )  # fmt: skip
+            forward.release(forward_pass.saved.use)
             backward.watch()
         dweight = gradients.dweight.to(ctx.weight_dtype)
         return (

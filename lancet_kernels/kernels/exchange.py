@@ -160,6 +160,14 @@ class Exchange:
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
 
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        rows = [self.banks, self.receive_rows, self.width]
+        return (
+            f"Exchange({self.name}, PE {self.rank} of {self.world}, symmetric memory: {self.memory.kind}, "
+            f"{dtype} rows {rows}, sends {self.send_rows})"
+        )
+
     def _region(self, what: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Region:
         return self.memory.allocate(f"{self.name}.{what}", shape, dtype)
 
@@ -277,7 +285,8 @@ class Exchange:
         raise CommunicationError(
             f"{self.name}: PE {rank} waited for PE {peer} {REPORTED[op]} more than {self.timeout_s:g} s: "
             f"expected {what} {expected} at signal {index}, seen {seen}; "
-            f"PE {peer} is late, dead, or in another layer: look at its log",
+            f"PE {peer} is late, dead, or in another layer: look at its log "
+            f"(symmetric memory: {self.memory.kind})",
             missing=(peer,),
             timed_out=True,
         )
