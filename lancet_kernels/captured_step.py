@@ -133,7 +133,7 @@ class CapturedStep:
         node = layer.w1
         while node.op != "placeholder":  # a cast of the parameter
             node = node.all_input_nodes[0]
-        parameter = dict(self.captured.module.named_parameters())[state_name(node)]
+        parameter = dict(self.captured.module.named_parameters()).get(state_name(node) or "")
         for module in moe_layers(self.model):
             if module.w1 is parameter and module.exchange is not None:
                 return copy.deepcopy(module.exchange)

@@ -131,9 +131,7 @@ def realize(module: fx.GraphModule, program: Program, plan: Plan, *, other_sizes
     """
     plan.check(program)
     cut_ranges(module.graph, program, plan.ranges, empty_parts=other_sizes)
-    order = plan.order
-    if other_sizes:
-        order = _with_joins(order, instruction_order(module.graph))
+    order = _with_joins(plan.order, instruction_order(module.graph)) if other_sizes else plan.order
     reorder(module.graph, order)
     module.recompile()
 

@@ -140,10 +140,11 @@ def test_other_numbers_of_tokens_on_every_rank(pool, gate, steps) -> None:
 class OneLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.before = nn.Linear(16, 16)
         self.layer = MoELayer(16, 24, 2, backend="fused", banks=3, max_tokens=40, receive_factor=1.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).square().sum()
+        return self.layer(self.before(x)).square().sum()
 
 
 def test_a_planned_layer_has_the_options_of_its_module() -> None:
