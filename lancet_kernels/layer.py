@@ -288,9 +288,7 @@ class MoELayer(ExpertsByGlobalId):
         """Router output [T, E] in float32, in float64 for a float64 model; autocast does not apply."""
         if self.router is None:
             return None
-        dtype = torch.promote_types(self.router.dtype, torch.float32)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            return nn.functional.linear(x_TD.to(dtype), self.router.to(dtype))
+        return ops.router_logits(x_TD, self.router)
 
     def _keys(self, x_TD: Tensor, token_ids: Tensor | None) -> Tensor | None:
         """What a keyed gate routes by, int64 [T]: token ids, or the token's global index mixed with the
