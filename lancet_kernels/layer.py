@@ -63,6 +63,9 @@ class MoELayer(ExpertsByGlobalId):
         group: the expert-parallel process group, or all groups of the job as `Groups`; None: all ranks.
         device, dtype: of the parameters. The router is computed in float32 or wider, for every dtype.
 
+    Memory of a fused layer: see `LayerExchange`. Under activation checkpointing (either kind) only the
+    layer's input is kept, and no bank is taken until the backward.
+
     Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
     Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
     no side effect. Give the sums of all layers to `moe_losses` (one small all-reduce for all of them)

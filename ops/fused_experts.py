@@ -105,6 +105,16 @@ class LayerExchange:
         timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
             collectives.
         config: tiles and grid of the launches; None: a default for the device.
+
+    Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R rows
+    received at most (W * max_tokens * min(K, L), or receive_factor * S)
+
+        of a layer, once                banks * (R + S) * D      rows received, results that came back
+        of each pass, to its backward   R * (H + F)              values before and after the activation
+        of all layers together          2 * (R + S) * D          the backward exchange
+
+    besides some bytes for each choice (28, of the routing) and some words for each tile. A pass keeps neither
+    its tokens nor the rows to send. Under activation checkpointing a pass keeps nothing.
     """
 
     def __init__(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from dataclasses import fields
 from unittest import mock
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import CommunicationError, MoELayer, UserError, reset_exchanges
-from lancet_kernels.ops import fused_experts
+from lancet_kernels.ops import fused_experts, fused_passes
 from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
 
@@ -254,6 +256,54 @@ def copied() -> None:
 
 def test_a_copy_is_a_layer_of_its_own(pool) -> None:
     pool.run(copied)
+
+
+def memory_kept(options: dict) -> dict[str, int]:
+    """Bytes of a layer's regions, of those that layers share, and of what a pass keeps."""
+    layer = MoELayer(16, 24, 4, backend="fused", banks=3, max_tokens=50, top_k=2, gate="topk", **options)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    x = torch.ones(9, 16, requires_grad=True)
+    parameters = {parameter.data_ptr() for parameter in layer.parameters()} | {x.data_ptr()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    ((_, forward, backward, _),) = layer.exchange._exchanges.values()
+    (waiting,) = fused_passes._passes.values()
+    sizes = lambda *regions: sum(region.local.numel() * 4 for region in regions)  # noqa: E731
+    found = {
+        "layer": sizes(forward.rows, forward.results),
+        "shared": sizes(backward.rows, backward.results),
+        "pass": sum(t.numel() * 4 for t in (waiting.saved.pre, waiting.saved.hidden)),
+        "words": sum(region.local.numel() * 8 for region in (forward.arrived, forward.returned)),
+        "routing": sum(
+            getattr(waiting.routing, field.name).numel() * getattr(waiting.routing, field.name).element_size()
+            for field in fields(waiting.routing)
+        ),
+        "saved by autograd": sum(size for at, size in kept.items() if at not in parameters),
+    }
+    y.sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("options", few_of([{"activation": "swiglu", "receive_factor": 1.25}, {}]), ids=str)
+def test_memory_is_as_documented(pool, options) -> None:
+    """The formula of `LayerExchange`, for 2 ranks with 2 experts each, in float32."""
+    tokens, choices, width, hidden, banks = 50, 2, 16, 24, 3
+    sent = tokens * choices
+    received = math.ceil(1.25 * sent) if "receive_factor" in options else 2 * tokens * choices
+    wide = 2 * hidden if options.get("activation") == "swiglu" else hidden
+    for found in pool.run(memory_kept, options | {"capacity_factor": None}, timeout_s=120):
+        assert found["layer"] == 4 * banks * (received + sent) * width
+        assert found["shared"] == 4 * 2 * (received + sent) * width
+        assert found["pass"] == 4 * received * (wide + hidden)
+        assert found["routing"] <= 28 * 9 * choices + 100
+        # Of the gate and of the router; no rows.
+        assert found["saved by autograd"] <= 9 * (4 * 4 + choices * 40) + 200
+        assert found["words"] <= found["layer"]
 
 
 class Blocks(nn.Module):
