@@ -16,6 +16,7 @@ rank, and nothing is made or agreed upon for it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -37,6 +38,8 @@ from lancet_kernels.ops.groups import group_name, group_of, group_timeout_s
 from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.symmetric import SymmetricMemory, create
+
+_log = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -98,8 +101,8 @@ class LayerExchange:
     Args:
         group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
         banks: how many forward passes may be waiting for their backward at the same time.
-        max_tokens: the most tokens of any pass on this rank; None: those of the first pass. A pass with more
-            creates larger exchanges, which all ranks must do at the same pass.
+        max_tokens: the most tokens of any pass on this rank; None: those of the first pass, and a pass with
+            more creates larger exchanges, which all ranks must do in the same pass (logged as a warning).
         receive_factor: room for that many times the rows that each rank receives if all experts get equally
             many; None: for the most that there can be. A pass that needs more raises UserError.
         timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
@@ -160,6 +163,7 @@ class LayerExchange:
             or self._exchanges[key][0] is not memory
             or num_tokens * num_choices > self._exchanges[key][1].send_rows
         ):
+            self._check_tokens(num_tokens, num_choices, self._exchanges.get(key), memory)
             config = self.config or default_overlap_config(
                 self.width, self.hidden, self.activation, like.dtype, like.device
             )
@@ -178,6 +182,24 @@ class LayerExchange:
             forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
             self._exchanges[key] = memory, forward, memory.backward(**sizes), config
         return self._exchanges[key][1:]
+
+    def _check_tokens(
+        self, num_tokens: int, num_choices: int, before: tuple | None, memory: FusedMemory
+    ) -> None:
+        """Raise UserError for more tokens than were declared; say so if exchanges are created anew."""
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise UserError(
+                f"tokens of a pass of {current_layer() or 'a fused layer'}",
+                got=num_tokens,
+                expected=f"at most {self.max_tokens} (max_tokens)",
+                do="declare more when the layer is made",
+            )
+        if before is not None and before[0] is memory:
+            _log.warning(
+                "%s: %d tokens, more than the %d before: larger exchanges are created, which all ranks must "
+                "do in this pass; set max_tokens to create them once",
+                current_layer() or "a fused layer", num_tokens, before[1].send_rows // num_choices,
+            )  # fmt: skip
 
     def _most_rows(
         self, memory: SymmetricMemory, num_tokens: int, num_choices: int, capacity: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from dataclasses import fields
 from unittest import mock
@@ -215,6 +216,28 @@ def test_one_rank_without_torch_distributed() -> None:
     plain(x).sum().backward()
     for (name, mine), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def more_tokens() -> tuple[str, list[str]]:
+    """-> the error for more than max_tokens; what is logged without it, in passes of 3, 2, 5 and 4 tokens."""
+    declared = MoELayer(16, 24, 2, backend="fused", max_tokens=5)
+    with pytest.raises(UserError) as error:
+        declared(torch.ones(6, 16))
+    lines: list[str] = []
+    layer = MoELayer(16, 24, 2, backend="fused")
+    with mock.patch.object(
+        logging.getLogger(fused_experts.__name__), "warning", lambda *a: lines.append(a[0] % a[1:])
+    ):
+        for tokens in (3, 2, 5, 4):
+            layer(torch.ones(tokens, 16)).sum().backward()
+    return str(error.value), lines
+
+
+def test_more_tokens_than_before(pool) -> None:
+    for message, lines in pool.run(more_tokens):
+        assert message.startswith("tokens of a pass of an MoE layer: got 6, expected at most 5 (max_tokens)")
+        assert len(lines) == 1
+        assert "5 tokens, more than the 3 before" in lines[0]
 
 
 def without_gradients() -> None:
