@@ -2,7 +2,8 @@
 
     pytest bench --benchmark-only --benchmark-json=bench.json
     lancet bench overlap --output overlap.json
-    python bench/report.py bench.json overlap.json --output-folder report
+    torchrun --nproc-per-node 4 bench/square_ring.py --json > ring.json
+    python bench/report.py bench.json overlap.json ring.json --output-folder report
 
 Writes report.md and, where there is something to draw, roofline.png (TFLOP/s over FLOPs per byte), eta.png
 (how close fused launches come to the longer of their parts) and iteration.png (where an iteration goes, like
@@ -43,11 +44,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def write(files: Sequence[str], folder: Path) -> str:
     """Write report.md and the pictures. -> what was written, a line each."""
-    benchmarks, iterations = [], []
+    benchmarks, iterations, rings = [], [], []
     for name in files:
         data = _load(name)
         if "benchmarks" in data:
             benchmarks.append((Path(name).name, data))
+        elif "rings" in data:
+            rings.append((Path(name).name, data))
         else:
             iterations.append((Path(name).name, data))
     folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +70,7 @@ def write(files: Sequence[str], folder: Path) -> str:
                 _picture(path, draw, found, _where(rows))
                 parts.append(f"![{title}]({path.name})")
                 written.append(path)
+    parts += [_ring_table(name, data) for name, data in rings]
     for name, data in iterations:
         path = folder / ("iteration.png" if len(iterations) == 1 else f"iteration-{Path(name).stem}.png")
         parts.append(_iteration_table(name, data))
@@ -85,12 +89,15 @@ def _load(name: str) -> dict[str, Any]:
         raise UserError(
             "measurements", got=f"{name} ({error})", expected="a JSON file", do="name another"
         ) from error
-    known = isinstance(data, dict) and ("benchmarks" in data or {"iteration_ms", "exposed_ms"} <= set(data))
+    known = isinstance(data, dict) and (
+        "benchmarks" in data or "rings" in data or {"iteration_ms", "exposed_ms"} <= set(data)
+    )
     if not known:
         raise UserError(
             "measurements",
             got=f"{name}, of another sort",
-            expected="what pytest --benchmark-json or lancet bench overlap --output has written",
+            expected="what pytest --benchmark-json, lancet bench overlap --output or square_ring.py --json "
+            "has written",
             do="check the file",
         )
     return data
@@ -225,6 +232,27 @@ def _iteration_table(name: str, data: Mapping[str, Any]) -> str:
         lines.append(_line([strategy, f"{total:.1f}", *(f"{parts[p][strategy]:.1f}" for p in DECOMPOSITION)]))
     link = f"{data['link']} link of {data['link_gbps']:.3g} Gbit/s" if "link_gbps" in data else data["link"]
     where = f"{data['model']}, {data['ranks']} ranks on {data['device']}, {link}. Medians in ms."
+    return f"## {name}\n\n{where}\n\n" + "\n".join(lines)
+
+
+def _ring_table(name: str, data: Mapping[str, Any]) -> str:
+    """Of bench/square_ring.py."""
+    head = "ring|exposed|waited for|share|share of medians|late ranks|peak MB|of Megatron's".split("|")
+    lines = [_line(head), _line(["---"] * len(head))]
+    for ring, of in data["rings"].items():
+        times = [
+            f"{of[key]['least']:.1f} ({of[key]['median']:.1f})"
+            for key in ("exposed_ms", "waited_for_ms", "late_ranks_ms")
+        ]
+        shares = [f"{of[key]:.1%}" for key in ("exposed_share", "exposed_share_of_medians")]
+        peak = [f"{of['peak_mb']:.1f}", f"{of['peak_mb'] / data['megatron_peak_mb']:.0%}"]
+        lines.append(_line([ring, *times[:2], *shares, times[2], *peak]))
+    where = (
+        f"{data['layers']} MLP blocks {data['width']} x {data['hidden']}, {data['rows']} rows, "
+        f"{data['ranks']} ranks on {data['device']}, torch {data['torch']}, {data['link']} link of "
+        f"{data['link_gbps']:g} Gbit/s, {data['datetime'][:10]}. ms of a forward and backward: least of "
+        f"{len(data['rings']['alternating']['exposed_ms']['rounds'])} rounds (median)."
+    )
     return f"## {name}\n\n{where}\n\n" + "\n".join(lines)
 
 

@@ -18,7 +18,8 @@ STEPS, ROWS, WIDTH = 20, 64, 32
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.fc1, self.fc2 = SquareLinear(WIDTH, 4 * WIDTH), SquareLinear(4 * WIDTH, WIDTH)
+        self.fc1 = SquareLinear(WIDTH, 4 * WIDTH, takes="skewed")
+        self.fc2 = SquareLinear(4 * WIDTH, WIDTH, gives="skewed")
 
     def forward(self, x):
         tile = self.fc1.scatter(x)

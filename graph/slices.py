@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -137,6 +137,36 @@ def square(k: int, rows: str = "m", summed: str = "n", columns: str = "k") -> Pr
         },
     }
     return Primitive(f"P{1 << k}x{1 << k}", k, k, 1 << k, formulas)
+
+
+def home_square(k: int, skewed: str, rows: str = "m", summed: str = "n", columns: str = "k") -> Primitive:
+    """P(2^k x 2^k) in which every phase begins with the tiles that a device keeps between the phases: its
+    *home*. Not in the slides.
+
+    As in `square` there are no collectives and no replicas. In the slides a phase begins with the tiles that
+    the one before ended with, so that weights travel on and dW has to follow them; here a phase ends with
+    tiles that are thrown away, so nothing has to be aligned and backward and gradient may take turns. For it,
+    a device keeps its first tile of dO through the backward.
+
+    Args: skewed: "n" or "k", the dimension of which device (r, c) begins with slice r + c; of the other one
+        with slice c. The result of a layer skewed in k lies where one skewed in n begins, and the other way
+        round: nothing travels between layers that alternate.
+    """
+    if k < 0 or skewed not in ("n", "k"):
+        raise UserError(
+            "home square",
+            got=f"k = {k}, skewed in {skewed!r}",
+            expected="k >= 0, n or k",
+            do="use 4^k devices, and skew features in (n) or out (k)",
+        )
+    r, c, skew = SliceIndex(row=1), SliceIndex(column=1), SliceIndex(row=1, column=1)
+    n, o = (skew, c) if skewed == "n" else (c, skew)
+    formulas = {
+        FORWARD: {rows: r, summed: replace(n, step=1), columns: o},
+        BACKWARD: {rows: r, summed: n, columns: replace(o, step=1)},
+        GRADIENT: {rows: replace(r, step=1), summed: n, columns: o},
+    }
+    return Primitive(f"P{1 << k}x{1 << k} skewed {skewed}", k, k, 1 << k, formulas)
 
 
 @dataclass(frozen=True)
@@ -295,6 +325,22 @@ def hand_over(
     (phase, t), (next_phase, next_t) = before, after
     return sources(
         partition.tiles(phase, tensor.dimensions, t), partition.tiles(next_phase, tensor.dimensions, next_t)
+    )
+
+
+@lru_cache(maxsize=100_000)
+def begins_at_home(partition: Partition) -> bool:
+    """Does every phase of a linear layer begin with tiles that the forward, and for dO the backward, began
+    with? Else each begins with those that the phase before ended with."""
+    (i, weight), do = LINEAR[FORWARD].operands, LINEAR[BACKWARD].operands[0]
+    alignments = (
+        (weight, FORWARD, BACKWARD),
+        (i, FORWARD, GRADIENT),
+        (do, BACKWARD, GRADIENT),
+    )
+    return all(
+        partition.tiles(before, tensor.dimensions, 0) == partition.tiles(after, tensor.dimensions, 0)
+        for tensor, before, after in alignments
     )
 
 

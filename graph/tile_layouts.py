@@ -26,6 +26,7 @@ from lancet_kernels.graph.slices import (
     Sources,
     Tile,
     all_reduces,
+    begins_at_home,
     hand_over,
     shifts,
     sources,
@@ -89,15 +90,19 @@ def _box(tile: Tile, slices: Sequence[int], units: Sequence[int]) -> tuple[tuple
     return rows, features
 
 
-def movements(partition: Partition, place: Sequence[Tile] | None = None) -> Movements:
+def movements(
+    partition: Partition, takes: Sequence[Tile] | None = None, gives: Sequence[Tile] | None = None
+) -> Movements:
     """Who sends which tile to whom in the phases of a linear layer, by dimension slice indices.
 
-    Args: place: the tile (batch, rows, features) of each device where layers hand activations to each other.
-        None: input and gradients come and go where the phases begin and end.
+    Args: takes, gives: the tile (batch, rows, features) of each device of the input that comes from another
+        layer, and of the output that goes to one. None: they come and go where the phases begin and end.
     """
     (x, weight), (dy, _) = LINEAR[FORWARD].operands, LINEAR[BACKWARD].operands
-    dweight, dx = LINEAR[GRADIENT].result, LINEAR[BACKWARD].result
+    dweight, dx, y = LINEAR[GRADIENT].result, LINEAR[BACKWARD].result, LINEAR[FORWARD].result
     stay = tuple(range(partition.devices))
+    is_home = begins_at_home(partition)
+    kept = 0 if is_home else -1
 
     def between(phase: str, tensor: Operand) -> tuple[Sources, ...]:
         return shifts(partition, phase, tensor)
@@ -109,21 +114,23 @@ def movements(partition: Partition, place: Sequence[Tile] | None = None) -> Move
         return partition.tiles(phase, tensor.dimensions, t)
 
     return Movements(
-        enter=sources(place, tiles(FORWARD, x, 0)) if place else stay,
+        x_to_forward=sources(takes, tiles(FORWARD, x, 0)) if takes else stay,
         forward_x=between(FORWARD, x),
         forward_weight=between(FORWARD, weight),
-        weight_to_backward=align(weight, (FORWARD, -1), (BACKWARD, 0)),
-        dy_to_backward=sources(place, tiles(BACKWARD, dy, 0)) if place else stay,
+        y_from_forward=sources(tiles(FORWARD, y, -1), gives) if gives else stay,
+        weight_to_backward=align(weight, (FORWARD, kept), (BACKWARD, 0)),
+        dy_to_backward=sources(gives, tiles(BACKWARD, dy, 0)) if gives else stay,
         backward_dy=between(BACKWARD, dy),
         backward_weight=between(BACKWARD, weight),
-        leave=sources(tiles(BACKWARD, dx, -1), place) if place else stay,
-        dy_to_gradient=align(dy, (BACKWARD, -1), (GRADIENT, 0)),
-        dy_directly=sources(place or tiles(BACKWARD, dy, 0), tiles(GRADIENT, dy, 0)),
-        x_to_gradient=align(x, (FORWARD, -1), (GRADIENT, 0)),
+        dx_from_backward=sources(tiles(BACKWARD, dx, -1), takes) if takes else stay,
+        dy_to_gradient=align(dy, (BACKWARD, kept), (GRADIENT, 0)),
+        dy_directly=sources(gives or tiles(BACKWARD, dy, 0), tiles(GRADIENT, dy, 0)),
+        x_to_gradient=align(x, (FORWARD, kept), (GRADIENT, 0)),
         gradient_x=between(GRADIENT, x),
         gradient_dy=between(GRADIENT, dy),
         gradient_dweight=between(GRADIENT, dweight),
         dweight_to_weight=align(dweight, (GRADIENT, -1), (FORWARD, 0)),
+        begins_at_home=is_home,
     )
 
 
@@ -145,6 +152,6 @@ def is_executable(partition: Partition) -> bool:
     """Does every shift send one tile from and one to each rank, and has a rank's output the features of the
     gradient that comes back? What `ops.square_linear` needs; with replicas in the way it may not be so."""
     derived = movements(partition)
-    every = [s for step in derived for s in (step if step and isinstance(step[0], tuple) else (step,)) if s]
+    every = [derived.dy_directly, *(sources for _, _, sources in derived.every())]
     same_features = partition.tiles(FORWARD, ("k",), -1) == partition.tiles(BACKWARD, ("k",), 0)
     return same_features and all(sorted(s) == list(range(partition.devices)) for s in every)

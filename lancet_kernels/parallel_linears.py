@@ -11,6 +11,7 @@ heads, activations along rows and features, and the search is told so.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
@@ -28,7 +29,7 @@ from lancet_kernels.graph.tile_layouts import is_executable
 from lancet_kernels.ops.groups import from_first_rank, group_name, group_rank, group_size
 from lancet_kernels.partitioned_linear import LeadingDimensions, Neighbour, PartitionedLinear
 from lancet_kernels.schedules.partition_costs import linear, pointwise
-from lancet_kernels.schedules.segments import Problem, candidates, solve
+from lancet_kernels.schedules.segments import Problem, candidates, home_squares, solve_apart
 from lancet_kernels.schedules.transformer_blocks import megatron
 
 STRATEGIES = ("primepar", "megatron")
@@ -98,6 +99,7 @@ def parallelize_linears(
     *,
     cluster: str | Path | Cluster = DEFAULT_CLUSTER,
     partitions: Mapping[str, Partition] | None = None,
+    memory_gb: float | None = None,
 ) -> nn.Module:
     """Replace the linear layers of every attention and MLP block (GPT-2, OPT, Llama, Bloom, by the names in
     their modules) by layers of which each rank holds a part. In place. (PrimePar, ASPLOS '24)
@@ -112,11 +114,15 @@ def parallelize_linears(
         group: 2^n ranks; None: all.
         strategy: "primepar" searches; "megatron" splits columns, then rows.
         cluster: a name or a TOML file, whose links and devices the search prices. What it finds takes least
-            time; memory is not limited.
+            time.
         partitions: of operators by name (qkv, attention, projection, fc1, activation, fc2), instead of those
             of the strategy.
+        memory_gb: 10^9 bytes on each rank for the linear layers of all blocks and what stands between them,
+            as the search counts: 16 bytes for each parameter (float16, gradient, Adam), 2 for each number
+            that the backward needs. None: no limit.
     Returns: the model.
-    Raises: UserError (no such block, sizes or heads that ranks cannot divide, another strategy).
+    Raises: UserError (no such block, sizes or heads that ranks cannot divide, another strategy, nothing that
+        fits into the memory).
     """
     if strategy not in STRATEGIES:
         raise UserError("strategy", got=strategy, expected=" or ".join(STRATEGIES), do="choose one of these")
@@ -138,13 +144,9 @@ def parallelize_linears(
     # All ranks have to use one result, also where a search ends in a tie.
     name = group_name(group)
     rows, sequence = from_first_rank(_rows(model, example_inputs, blocks[0]), name, "rows of a batch")
-    chosen: dict[tuple, dict[str, Partition]] = {}
-    for one in blocks:
-        if one.sizes not in chosen:
-            problem = _problem(_loaded(cluster), one, rows, sequence, ranks)
-            best = _partitions(problem, strategy, ranks) | dict(partitions or {})
-            chosen[one.sizes] = from_first_rank(best, name, f"partition of {one.name}")
-            _check_partitions(chosen[one.sizes], one, rows, ranks)
+    kinds = _kinds(blocks, _loaded(cluster), rows, sequence, ranks)
+    limit = None if memory_gb is None else 1e9 * memory_gb
+    chosen = from_first_rank(_chosen(kinds, strategy, partitions or {}, limit), name, "partitions")
     for one in blocks:
         _replace(one, chosen[one.sizes], group)
     return model
@@ -249,7 +251,11 @@ def _problem(cluster: Cluster, one: _Block, rows: int, sequence: int, ranks: int
     node_bits = bits - (node.bit_length() - 1)
     limits = _limits(one, rows)
     choices = [
-        [p for p in candidates(o, bits, node_bits) if _can_run(p, limits[o.name], ranks)]
+        [
+            p
+            for p in candidates(o, bits, node_bits, squares=home_squares)
+            if _can_run(p, limits[o.name], ranks)
+        ]
         if o.name in limits
         else [_whole(ranks)]
         for o in operators
@@ -290,23 +296,58 @@ def _whole(ranks: int) -> Partition:
     return Partition((replicate(),) * (ranks.bit_length() - 1))
 
 
-def _partitions(problem: Problem, strategy: str, ranks: int) -> dict[str, Partition]:
-    """Of the operators, by name."""
-    if strategy == "megatron":
-        chosen: Sequence[Partition] = megatron(problem.operators, 0, ranks.bit_length() - 1)
-    else:
-        chosen = solve(problem).partitions
-    return {o.name: p for o, p in zip(problem.operators, chosen, strict=True)}
+@dataclass(frozen=True)
+class _Kind:
+    """Equal blocks: the first of them, how many there are, and what to search."""
+
+    first: _Block
+    count: int
+    problem: Problem
+    limits: Mapping[str, Mapping[str, int]]
+    ranks: int
 
 
-def _check_partitions(chosen: Mapping[str, Partition], one: _Block, rows: int, ranks: int) -> None:
-    for name, limits in _limits(one, rows).items():
-        if not _can_run(chosen[name], limits, ranks):
+def _kinds(blocks: Sequence[_Block], cluster: Cluster, rows: int, sequence: int, ranks: int) -> list[_Kind]:
+    counts = Counter(one.sizes for one in blocks)
+    firsts = {one.sizes: one for one in reversed(blocks)}
+    return [
+        _Kind(one, counts[sizes], _problem(cluster, one, rows, sequence, ranks), _limits(one, rows), ranks)
+        for sizes, one in firsts.items()
+    ]
+
+
+def _chosen(
+    kinds: Sequence[_Kind], strategy: str, given: Mapping[str, Partition], memory_limit: float | None
+) -> dict[tuple, dict[str, Partition]]:
+    """The partitions of the operators by name, for the sizes of each kind of block."""
+    problems = []
+    for kind in kinds:
+        problem, fixed = kind.problem, dict(given)
+        if strategy == "megatron":
+            rule = megatron(problem.operators, 0, kind.ranks.bit_length() - 1)
+            fixed = {o.name: p for o, p in zip(problem.operators, rule, strict=True)} | fixed
+        _check_partitions(fixed, kind)
+        choices = {o.name: c for o, c in zip(problem.operators, problem.choices, strict=True)}
+        choices |= {name: (p,) for name, p in fixed.items() if name in choices}
+        problems.append((problem.restricted(choices), kind.count))
+    solutions = solve_apart(problems, memory_limit)
+    # What stands between equal blocks is fixed, so all of them have the partitions of the first.
+    return {
+        kind.first.sizes: {
+            o.name: p for o, p in zip(kind.problem.operators, solution.partitions, strict=False)
+        }
+        for kind, solution in zip(kinds, solutions, strict=True)
+    }
+
+
+def _check_partitions(chosen: Mapping[str, Partition], kind: _Kind) -> None:
+    for name, limits in kind.limits.items():
+        if name in chosen and not _can_run(chosen[name], limits, kind.ranks):
             sizes = ", ".join(f"{d} = {n}" for d, n in limits.items())
             raise UserError(
-                f"partition of {name} of {one.name}",
+                f"partition of {name} of {kind.first.name}",
                 got=str(chosen[name]),
-                expected=f"one over {ranks} ranks whose slices divide {sizes}",
+                expected=f"one over {kind.ranks} ranks whose slices divide {sizes}",
                 do="use fewer ranks, another batch, or strategy primepar without partitions",
             )
 

@@ -73,7 +73,8 @@ def parallelize(
         strategy: "hidup": the fastest that the search finds; one that people choose by hand: "data parallel",
             "expert parallel" (GShard's), "replicated"; or a `Strategy`, or the file of one that was saved.
             "primepar", "megatron": only the linear layers of attention and MLP blocks are partitioned, in
-            place (`parallelize_linears`); of the arguments below `cluster` alone applies. Returns the model.
+            place (`parallelize_linears`); of the arguments below `cluster` and `memory_gb` alone apply, which
+            here limits what is partitioned. Returns the model.
         cluster: search and plan for a cluster (a name, a TOML file) instead of measuring this machine, which
             runs half of the batch on one device.
         memory_gb: of a device: strategies that need more are dropped.
@@ -85,7 +86,12 @@ def parallelize(
     group, mesh = _group(mesh_or_group, next(model.parameters()).device.type)
     if strategy in PARTITIONS_OF_LINEARS:
         return parallelize_linears(
-            model, example_inputs, mesh.get_group(), str(strategy), cluster=cluster or DEFAULT_CLUSTER
+            model,
+            example_inputs,
+            mesh.get_group(),
+            str(strategy),
+            cluster=cluster or DEFAULT_CLUSTER,
+            memory_gb=memory_gb,
         )
     groups = Groups.of_ranks(group)
     _check_choices(model, strategy)

@@ -2,9 +2,10 @@
 
     q  ranks along a side, 2^k      m, n, k  rows, features in and features out of a tile
 
-Rank r * q + c has tile (r, c) of the input and of the output, so that several layers, with element-wise
-functions between them, can follow each other. Nothing is replicated and there are no collectives; tiles are
-shifted between ranks while GEMMs run (PrimePar, ASPLOS '24; `ops.square_linear`, `graph.slices`).
+Rank r * q + c has tile (r, c) of the input and of the output (*straight*), or (r, (r + c) % q) (*skewed*),
+so that several layers, with element-wise functions between them, can follow each other. Nothing is replicated
+and there are no collectives; tiles are shifted between ranks while GEMMs run (PrimePar, ASPLOS '24;
+`ops.square_linear`, `graph.slices`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.slices import FORWARD, GRADIENT, Partition, square
+from lancet_kernels.graph.slices import FORWARD, GRADIENT, Partition, Tile, home_square
 from lancet_kernels.graph.tile_layouts import movements
 from lancet_kernels.ops.groups import group_name, group_rank, group_size
 from lancet_kernels.ops.shift import headers_of_ranks
@@ -38,6 +39,7 @@ from lancet_kernels.training.gradients import set_gradient_group
 
 _SLICES_NEEDED = ((FORWARD, "n"), (FORWARD, "k"), (GRADIENT, "n"))
 BACKENDS = ("torch", "fused")
+STRAIGHT, SKEWED = TILES = ("straight", "skewed")
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -48,8 +50,14 @@ class SquareLinear(nn.Module):
         tile = layer.scatter(x)                 # [..., 1024] on every rank -> [rows, 1024 / q]
         y = layer.gather(layer(tile), x.shape[:-1])
 
-    Sizes that the ranks do not divide are padded with zeros, which stay zero. From the forward to the
-    backward, a rank keeps the last tile of the weight that it multiplied.
+    Sizes that the ranks do not divide are padded with zeros, which stay zero. A rank has no tile of the
+    weight but its own, except while it multiplies.
+
+    A product needs one of input and output skewed. Where both are straight, the narrower one travels once
+    more in the forward and in the backward; nothing does between layers that alternate:
+
+        fc1 = SquareLinear(1024, 4096, takes="skewed")  # gives straight tiles
+        fc2 = SquareLinear(4096, 1024, gives="skewed")  # takes them, and gives what the next fc1 takes
 
     Args:
         in_features, out_features: of the whole layer.
@@ -58,6 +66,9 @@ class SquareLinear(nn.Module):
         backend: "torch": a shift and a GEMM for each step. "fused": one persistent Triton launch for each
             phase, in which tiles of a step are multiplied while those of the next one are put (ranks that
             reach each other by pointers; in the interpreter for proof, not speed).
+        takes, gives: "straight" or "skewed", which tile of input and output rank r * q + c has. A layer must
+            take what the one before gives; `scatter` and `gather` do. Where the tile of the weight lies
+            depends on it: load state dicts into layers that were made alike.
     Raises: UserError for another number of ranks.
 
     Its initial parameters are those of an `nn.Linear` created with the same state of torch's random
@@ -72,21 +83,28 @@ class SquareLinear(nn.Module):
         bias: bool = True,
         *,
         backend: str = "torch",
+        takes: str = "straight",
+        gives: str = "straight",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         linear = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._initialize(linear, group, backend)
+        self._initialize(linear, group, backend, takes, gives)
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, group: dist.ProcessGroup | None = None, backend: str = "torch"
+        cls,
+        linear: nn.Linear,
+        group: dist.ProcessGroup | None = None,
+        backend: str = "torch",
+        takes: str = "straight",
+        gives: str = "straight",
     ) -> SquareLinear:
         """The layer with the weights of a linear layer that every rank has."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._initialize(linear, group, backend)
+        layer._initialize(linear, group, backend, takes, gives)
         return layer
 
     def to_linear(self) -> nn.Linear:
@@ -115,7 +133,7 @@ class SquareLinear(nn.Module):
         rows = x.reshape(-1, x.shape[-1])
         pieces = self._pieces() if self.bias is not None else None
         padding = self._padding() if self._is_padded else None
-        y = square_linear(rows, self.weight, self.bias, pieces, padding, self._movements, self._phases)
+        y = square_linear(rows, self.weight, self.bias, pieces, padding, self.movements, self._phases)
         return y.view(*x.shape[:-1], y.shape[-1])
 
     def scatter(self, x: Tensor) -> Tensor:
@@ -131,7 +149,7 @@ class SquareLinear(nn.Module):
                 expected=f"[..., {self.in_features}]",
                 do="give the whole input",
             )
-        return self._scattered(x.reshape(-1, self.in_features), self._activation_tiles)
+        return self._scattered(x.reshape(-1, self.in_features), self._input_tiles)
 
     def gather(self, y: Tensor, leading: Sequence[int] | None = None) -> Tensor:
         """This rank's tile [rows, out_features / q] -> the whole [*leading, out_features] on every rank.
@@ -141,7 +159,7 @@ class SquareLinear(nn.Module):
             including those that `scatter` added where q does not divide them.
         Raises: UserError if the tiles do not have so many rows.
         """
-        whole = self._gathered(y.reshape(-1, y.shape[-1]), self._activation_tiles)[:, : self.out_features]
+        whole = self._gathered(y.reshape(-1, y.shape[-1]), self._output_tiles)[:, : self.out_features]
         if leading is None:
             return whole
         rows = math.prod(leading)
@@ -158,9 +176,12 @@ class SquareLinear(nn.Module):
         """Sizes of the whole layer, and the number of ranks."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         more = ', backend="fused"' if self.backend == "fused" else ""
+        more += "".join(f', {n}="{t}"' for n, t in self._tiles.items() if t != STRAIGHT)
         return f"{sizes}, bias={self.bias is not None}, ranks={self._side**2}{more}"
 
-    def _initialize(self, linear: nn.Linear, group: dist.ProcessGroup | None, backend: str) -> None:
+    def _initialize(
+        self, linear: nn.Linear, group: dist.ProcessGroup | None, backend: str, takes: str, gives: str
+    ) -> None:
         self._group = group_name(group)
         ranks = group_size(self._group)
         exponent = (ranks.bit_length() - 1) // 2
@@ -178,15 +199,28 @@ class SquareLinear(nn.Module):
                 expected=" or ".join(BACKENDS),
                 do="check the name",
             )
+        self._tiles = {"takes": takes, "gives": gives}
+        for name, given in self._tiles.items():
+            if given not in TILES:
+                raise UserError(
+                    f"{name} of SquareLinear",
+                    got=repr(given),
+                    expected=" or ".join(TILES),
+                    do="check the name",
+                )
         self.backend = backend
         is_fused = backend == "fused" and ranks > 1
         phases = FusedPhases if is_fused else ShiftedPhases
         self._phases: Phases = phases(self._group)
-        self._side, self._movements = 1 << exponent, derived_movements(exponent)
+        self._side = side = 1 << exponent
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self._seen: set[tuple[int, torch.dtype]] = set()
-        partition = Partition((square(exponent),))
-        self._activation_tiles = _tile_numbers(partition, ("m", "k"))
+        skewed = skewed_dimension(self.in_features, self.out_features, takes, gives)
+        self.movements = derived_movements(exponent, skewed, takes, gives)
+        partition = Partition((home_square(exponent, skewed),))
+        self._input_tiles, self._output_tiles = (
+            [row * side + column for _, row, column in activation_tiles(side, how)] for how in (takes, gives)
+        )
         self._weight_tiles = _tile_numbers(partition, ("k", "n"))
         self._slices_of_steps = {key: _slices(partition, *key) for key in _SLICES_NEEDED}
         self._is_padded = bool(self.in_features % self._side or self.out_features % self._side**2)
@@ -266,11 +300,12 @@ class SquareLinear(nn.Module):
         if not self._group or (rows, x.dtype) in self._seen:
             return
         own = [rows, self.in_features, self.out_features, int(self.bias is not None), _DTYPES.index(x.dtype)]
+        own += [TILES.index(how) for how in self._tiles.values()]
         ranks, rank = group_size(self._group), group_rank(self._group)
         for n, header in enumerate(headers_of_ranks(own, self._group, x.device, "SquareLinear's shapes")):
             if header != own:
                 raise UserError(
-                    "SquareLinear across ranks (rows, features in, features out, bias, dtype)",
+                    "SquareLinear across ranks (rows, features in, features out, bias, dtype, takes, gives)",
                     got=f"{_header(own)} on rank {rank} and {_header(header)} on rank {(rank + n) % ranks}",
                     expected="the same on every rank",
                     do="give every rank the same layer and tiles of one scattered input",
@@ -278,12 +313,28 @@ class SquareLinear(nn.Module):
         self._seen.add((rows, x.dtype))
 
 
+def skewed_dimension(in_features: int, out_features: int, takes: str, gives: str) -> str:
+    """Of `home_square`: so that the fewest features travel before or behind it, "n" or "k"."""
+    travelling = {
+        "n": in_features * (takes != SKEWED) + out_features * (gives != STRAIGHT),
+        "k": in_features * (takes != STRAIGHT) + out_features * (gives != SKEWED),
+    }
+    return min(travelling, key=lambda d: travelling[d])
+
+
+def activation_tiles(side: int, how: str) -> list[Tile]:
+    """(batch, row, column) of the tile of each rank."""
+    return [(0, r, (r * (how == SKEWED) + c) % side) for r, c in product(range(side), repeat=2)]
+
+
 @cache
-def derived_movements(exponent: int) -> Movements:
+def derived_movements(
+    exponent: int, skewed: str = "n", takes: str = STRAIGHT, gives: str = STRAIGHT
+) -> Movements:
     """The shifts between 4^exponent ranks, derived from their dimension slice indices."""
-    partition = Partition((square(exponent),))
-    # Layers follow each other: an input has the place of an output.
-    return movements(partition, partition.tiles(FORWARD, ("b", "m", "k"), -1))
+    side = 1 << exponent
+    partition = Partition((home_square(exponent, skewed),))
+    return movements(partition, activation_tiles(side, takes), activation_tiles(side, gives))
 
 
 def _tile_numbers(partition: Partition, dimensions: tuple[str, str]) -> list[int]:
@@ -303,4 +354,5 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _header(header: list[int]) -> tuple:
-    return *header[:3], bool(header[3]), _name(_DTYPES[header[4]])
+    tiles = (TILES[n] for n in header[5:])
+    return *header[:3], bool(header[3]), _name(_DTYPES[header[4]]), *tiles

@@ -42,8 +42,8 @@ class PendingShift:
     sent: list[Tensor]
     received: list[Tensor]
     group: dist.ProcessGroup
-    peers: tuple[int, int]
-    """Places in the group: where tiles come from, and where this rank's go."""
+    peers: tuple[int, ...]
+    """Places in the group: where tiles come from, and where this rank's go; once, if that is one rank."""
     what: str
 
     def wait(self) -> list[Tensor]:
@@ -88,7 +88,8 @@ def start_shift(
     received = [torch.empty_like(tile) for tile in sent]
     size = sum(tile.numel() * tile.element_size() for tile in sent)
     from_rank, to_rank = (dist.get_global_rank(process_group, place) for place in (source, target))
-    with waiting(what, process_group, peers=(source, target)):
+    peers = tuple(dict.fromkeys((source, target)))
+    with waiting(what, process_group, peers=peers):
         transfer = link.start_shift(process_group, source, size, is_cuda)
         works = _Works(
             dist.batch_isend_irecv(
@@ -98,7 +99,7 @@ def start_shift(
         )
     if is_cuda:
         transfer.watch(works)  # the tiles are kept here
-    return PendingShift(works, transfer, sent, received, process_group, (source, target), what)
+    return PendingShift(works, transfer, sent, received, process_group, peers, what)
 
 
 def headers_of_ranks(own: list[int], group: str, device: torch.device, what: str) -> list[list[int]]:

@@ -9,6 +9,7 @@ Regions are made by the first pass with a number of rows, for all three phases, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,7 +80,20 @@ class FusedPhases:
                 what = f"dB, gradient step {t}"
                 (piece,) = start_if_it_moves([piece], moves.gradient_dweight[t - 1], self.group, what).wait()
             piece = piece + sums[own]
-        return [dweight, *start_if_it_moves([piece], moves.dweight_to_weight, self.group, "dB").wait()]
+        return [dweight, piece]
+
+    def both_gradients(
+        self,
+        x: Tensor,
+        dy: Tensor,
+        weight: Tensor,
+        columns: Tensor | None,
+        moves: Movements,
+        on_dx: Callable[[Tensor], None],
+    ) -> list[Tensor]:
+        """One launch behind the other."""
+        on_dx(self.input_gradient(dy, weight, moves)[0])
+        return self.weight_gradient(x, dy, columns, moves)
 
     def _phases(self, tile: Tensor, weight: Tensor, moves: Movements) -> tuple[SquarePhase, ...]:
         key = len(tile), tile.dtype

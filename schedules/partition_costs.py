@@ -35,6 +35,7 @@ from lancet_kernels.graph.slices import (
     Partition,
     Product,
     all_reduces,
+    begins_at_home,
     hand_over,
     shifts,
 )
@@ -169,6 +170,12 @@ def phase_times(cluster: Cluster, operator: Operator, partition: Partition, prod
             # Operands of step t + 1 travel beside step t, a sum that moves on beside the step it moves to.
             if ms := shift_ms(cluster, sources, size):
                 travelling[t + is_result].append((tensor.name, ms))
+    if operator.has_weight and product.phase == GRADIENT and not begins_at_home(partition):
+        # The only tile of the weight goes back to where the forward begins: beside the last step.
+        weight = operator.products[FORWARD].operands[1]
+        back = hand_over(partition, weight, (BACKWARD, -1), (FORWARD, 0))
+        if ms := shift_ms(cluster, back, operator.bytes(weight) / _parts(partition, weight.dimensions)):
+            travelling[-1].append((weight.name, ms))
     groups = all_reduces(partition, product) if product.summed else ()
     collective_ms = all_reduce_ms(cluster, groups, tile_bytes[-1])
     if product.phase == GRADIENT:
@@ -191,11 +198,11 @@ def _alignment_cost(cluster: Cluster, operator: Operator, partition: Partition) 
     """Tiles that one phase leaves elsewhere than the next one wants them."""
     i, weight = operator.products[FORWARD].operands
     do, dweight = operator.products[BACKWARD].operands[0], operator.products[GRADIENT].result
-    ms = 0.0
+    ms, kept = 0.0, 0 if begins_at_home(partition) else -1
     for tensor, before, after in (
-        (weight, (FORWARD, -1), (BACKWARD, 0)),
-        (do, (BACKWARD, -1), (GRADIENT, 0)),
-        (i, (FORWARD, -1), (GRADIENT, 0)),
+        (weight, (FORWARD, kept), (BACKWARD, 0)),
+        (do, (BACKWARD, kept), (GRADIENT, 0)),
+        (i, (FORWARD, kept), (GRADIENT, 0)),
         (dweight, (GRADIENT, -1), (FORWARD, 0)),
     ):
         size = operator.bytes(tensor) / _parts(partition, tensor.dimensions)
@@ -216,8 +223,7 @@ def _memory(operator: Operator, partition: Partition) -> float:
     if operator.has_weight:
         weight = forward.operands[1]
         tile = operator.bytes(weight) / _parts(partition, weight.dimensions)
-        # From the forward to the backward a square keeps its last tile of the weight, too.
-        kept += tile / ITEM * WEIGHT_BYTES + (tile if partition.steps > 1 else 0.0)
+        kept += tile / ITEM * WEIGHT_BYTES
     return kept
 
 

@@ -26,18 +26,34 @@ import numpy as np
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import Cluster
-from lancet_kernels.graph.slices import Partition, Primitive, replicate, split, square
+from lancet_kernels.graph.slices import Partition, Primitive, home_square, replicate, split, square
 from lancet_kernels.schedules.partition_costs import Cost, Operator, edge_costs, intra_cost
 
 PRICES = 24
 """How many prices of memory are tried at the most."""
 
 
-def candidates(operator: Operator, bits: int, node_bits: int, *, squares: bool = True) -> list[Partition]:
+Squares = Callable[[int], tuple[Primitive, ...]]
+"""The squares of 4^k devices, by k, that a search may use."""
+
+
+def slides_squares(k: int) -> tuple[Primitive, ...]:
+    """The paper's."""
+    return (square(k),)
+
+
+def home_squares(k: int) -> tuple[Primitive, ...]:
+    """Both whose phases begin at home."""
+    return home_square(k, "n"), home_square(k, "k")
+
+
+def candidates(
+    operator: Operator, bits: int, node_bits: int, *, squares: Squares | None = slides_squares
+) -> list[Partition]:
     """Every partition of an operator over 2^bits devices, up to the order of splits that stand side by side.
 
     Args: node_bits: how many of the first bits say on which node a device is: splits are not exchanged with
-        others across that border, where they cost something else.
+        others across that border, where they cost something else. squares: None: splits alone.
     A dimension has at least one element in each slice. Without a weight, a bit may also replicate.
     """
     every = _sequences(operator.splits, operator.has_weight, bits, node_bits, squares)
@@ -46,14 +62,15 @@ def candidates(operator: Operator, bits: int, node_bits: int, *, squares: bool =
 
 @cache
 def _sequences(
-    splits: str, has_weight: bool, bits: int, node_bits: int, squares: bool
+    splits: str, has_weight: bool, bits: int, node_bits: int, squares: Squares | None
 ) -> tuple[Partition, ...]:
     """Of primitives. The same objects for models of all sizes: what follows from one is worked out once."""
     alphabet = [split(d) for d in splits]
     if not has_weight:
         alphabet.append(replicate())
     order = {p.name: n for n, p in enumerate(alphabet)}
-    larger = [square(k) for k in range(1, bits // 2 + 1)] if squares and has_weight else []
+    sides = range(1, bits // 2 + 1) if squares and has_weight else ()
+    larger = [primitive for k in sides if squares for primitive in squares(k)]
 
     def sequences(used: int, before: Primitive | None) -> Iterator[tuple[Primitive, ...]]:
         if used == bits:
@@ -93,7 +110,7 @@ class Problem:
         edges: Sequence[tuple[int, int]],
         devices: int,
         *,
-        squares: bool = True,
+        squares: Squares | None = slides_squares,
     ) -> Problem:
         """Every partition of every operator.
 
@@ -191,30 +208,50 @@ def solve(problem: Problem, layers: int = 1, memory_limit: float | None = None) 
             expected="a layer that ends with what it begins with",
             do="begin with the last operator of the layer before",
         )
-    best = _solve_at(problem, layers, 0.0)
-    if memory_limit is None or best.memory_bytes <= memory_limit:
+    return solve_apart([(problem, layers)], memory_limit)[0]
+
+
+def solve_apart(problems: Sequence[tuple[Problem, int]], memory_limit: float | None = None) -> list[Solution]:
+    """The solutions of several problems, of so many equal layers each, that cost least together.
+
+    Args: memory_limit: bytes on each device for all of them. Raises: UserError if nothing fits.
+    """
+
+    def at(price: float) -> list[Solution]:
+        return [_solve_at(problem, layers, price) for problem, layers in problems]
+
+    best = at(0.0)
+    if memory_limit is None or _bytes(best) <= memory_limit:
         return best
     # More than any difference in time can be worth.
-    high = 1e3 * best.ms / memory_limit
-    fits = _solve_at(problem, layers, high)
-    if fits.memory_bytes > memory_limit:
+    high = 1e3 * _ms(best) / max(memory_limit, 1.0)
+    fits = at(high)
+    if _bytes(fits) > memory_limit:
         raise UserError(
             "memory limit",
-            got=f"{memory_limit / 1e9:.2f} GB",
-            expected=f"at least {fits.memory_bytes / 1e9:.2f} GB on each device",
+            got=f"{memory_limit / 1e9:.3g} GB",
+            expected=f"at least {_bytes(fits) / 1e9:.3g} GB on each device",
             do="use more devices, or a smaller batch",
         )
     low = 0.0
     for _ in range(PRICES):
         price = math.sqrt(low * high) if low else high / 16
-        solution = _solve_at(problem, layers, price)
-        if solution.memory_bytes <= memory_limit:
-            fits, high = min(fits, solution, key=lambda s: s.ms), price
+        solutions = at(price)
+        if _bytes(solutions) <= memory_limit:
+            fits, high = min(fits, solutions, key=_ms), price
         else:
             low = price
         if low and high / low < 1.001:
             break
     return fits
+
+
+def _bytes(solutions: Sequence[Solution]) -> float:
+    return sum(s.memory_bytes for s in solutions)
+
+
+def _ms(solutions: Sequence[Solution]) -> float:
+    return sum(s.ms for s in solutions)
 
 
 def _solve_at(problem: Problem, layers: int, price: float) -> Solution:

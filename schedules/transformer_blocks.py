@@ -14,7 +14,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.slices import Partition, replicate, split
 from lancet_kernels.schedules.partition_costs import Operator, linear, pointwise
-from lancet_kernels.schedules.segments import Problem, Solution, solution_of
+from lancet_kernels.schedules.segments import Problem, Solution, Squares, slides_squares, solution_of
 
 EDGES = ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (0, 5), (5, 6), (6, 7), (7, 8), (8, 9), (9, 10), (5, 10))
 MLP = ("fc1", "activation", "fc2")
@@ -69,10 +69,10 @@ def problem(
     sequence: int,
     devices: int,
     *,
-    squares: bool = True,
+    squares: Squares | None = slides_squares,
     microbatches: int = 1,
 ) -> Problem:
-    """All partitions of a block over `devices`; `squares` False: only the purely spatial ones.
+    """All partitions of a block over `devices`; `squares` None: only the purely spatial ones.
 
     Args: batch: of a microbatch. microbatches: of an iteration, at whose end weight gradients are summed.
     """

@@ -44,6 +44,25 @@ def made_up(label=None):
     ]
 
 
+def test_the_table_of_a_ring(tmp_path) -> None:
+    def times(least: float, median: float) -> dict:
+        return {"least": least, "median": median, "rounds": [least, median, 2 * median]}
+
+    of = {"exposed_ms": times(10.0, 30.0), "waited_for_ms": times(100.0, 120.0)}
+    of |= {"late_ranks_ms": times(5.0, 6.0), "peak_mb": 80.0}
+    of |= {"exposed_share": 0.1, "exposed_share_of_medians": 0.25}
+    data = {"rings": {"alternating": of}, "megatron_peak_mb": 100.0, "layers": 2, "width": 4, "hidden": 8}
+    data |= {"rows": 16, "ranks": 4, "device": "made-up CPU", "torch": "2.0", "link": "emulated"}
+    data |= {"link_gbps": 2.0, "datetime": "2026-01-02T03:04:05"}
+    path = tmp_path / "ring.json"
+    path.write_text(json.dumps(data))
+    report.write([str(path)], tmp_path)
+    text = (tmp_path / "report.md").read_text()
+    expected = "| alternating | 10.0 (30.0) | 100.0 (120.0) | 10.0% | 25.0% | 5.0 (6.0) | 80.0 | 80% |"
+    assert expected in text
+    assert "emulated link of 2 Gbit/s, 2026-01-02. ms of a forward and backward: least of 3 rounds" in text
+
+
 def test_a_report_of_a_gpu(tmp_path) -> None:
     folder = tmp_path / "report"
     overlap = ROOT / "bench" / "results" / "overlap-emulated-2-core-cpu.json"

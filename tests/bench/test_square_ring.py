@@ -15,13 +15,15 @@ TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 4".split()
 
 @pytest.mark.long
 def test_the_ring_needs_less_memory_than_megatrons_split() -> None:
-    sizes = "--rows 2048 --width 128 --hidden 512 --layers 4 --json".split()
+    sizes = "--rows 2048 --width 128 --hidden 512 --layers 4 --rounds 2 --json".split()
     done = subprocess.run(
         [sys.executable, *TORCHRUN, str(BENCH), *sizes],
         capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
+    assert list(report["rings"]) == ["alternating", "straight", "slides"]
+    ring = report["rings"]["alternating"]
     u = 2048 * 128 * 4  # bytes of the whole input
     parameters = 4 * (2 * 128 * 512 + 512 + 128)
     # Megatron's split keeps three of these for each layer (the input, and quarters of both wide activations),
@@ -30,6 +32,10 @@ def test_the_ring_needs_less_memory_than_megatrons_split() -> None:
     assert megatron < 1e6 * report["megatron_peak_mb"] < megatron + 5 * u
     # Each layer's own share: a quarter of the input, and of both wide activations, which are 4 times as wide.
     least = 4 * 2.25 * u + 4 * 4 * parameters // 4
-    assert least < 1e6 * report["peak_mb"] < 1e6 * report["megatron_peak_mb"]
-    assert report["exposed_ms"] >= 0
-    assert report["waited_for_ms"] > 0
+    assert least < 1e6 * ring["peak_mb"] < 1e6 * report["megatron_peak_mb"]
+    for of in report["rings"].values():
+        assert all(len(of[name]["rounds"]) == 2 for name in ("exposed_ms", "waited_for_ms", "late_ranks_ms"))
+        assert of["exposed_share"] == of["exposed_ms"]["least"] / of["waited_for_ms"]["least"]
+        assert 0 < of["waited_for_ms"]["least"] <= of["waited_for_ms"]["median"]
+    travelling = [of["waited_for_ms"]["least"] for of in report["rings"].values()]
+    assert travelling == sorted(travelling), "the fewer hand-overs, the less travels"

@@ -18,7 +18,9 @@ from lancet_kernels.graph.slices import (
     Primitive,
     SliceIndex,
     all_reduces,
+    begins_at_home,
     hand_over,
+    home_square,
     moves,
     products,
     replicas,
@@ -158,9 +160,76 @@ def test_a_broken_formula_is_noticed(name: str) -> None:
     assert not holds(Partition((mutant(square(2), phase, dimension, change),)))
 
 
+def hands_over_without_a_move(first: Partition, second: Partition) -> bool:
+    """O of a layer lies where I of the next one begins, and dI of that where dO of the first one begins."""
+    ends = {phase: LINEAR[phase].result.dimensions for phase in (FORWARD, BACKWARD)}
+    begins = {phase: LINEAR[phase].operands[0].dimensions for phase in (FORWARD, BACKWARD)}
+    return first.tiles(FORWARD, ends[FORWARD], -1) == second.tiles(
+        FORWARD, begins[FORWARD], 0
+    ) and second.tiles(BACKWARD, ends[BACKWARD], -1) == first.tiles(BACKWARD, begins[BACKWARD], 0)
+
+
+def holds_at_home(partition: Partition, other: Partition) -> bool:
+    """What a home square promises; `other` is the one that it alternates with."""
+    try:
+        return (
+            collective_free(partition)
+            and free_of_replicas(partition)
+            and all(moves(step) == (tensor.name in ("I", "W", "dO")) for tensor, step in steps_of(partition))
+            and shifts_are_rings(partition)
+            and begins_at_home(partition)
+            and not moves(hand_over(partition, W, (GRADIENT, -1), (FORWARD, 0)))
+            and hands_over_without_a_move(partition, other)
+            and hands_over_without_a_move(other, partition)
+        )
+    except UserError:
+        return False
+
+
+def steps_of(partition: Partition) -> list[tuple[Operand, tuple[int, ...]]]:
+    return [
+        (tensor, step)
+        for phase, p in LINEAR.items()
+        for tensor in (*p.operands, p.result)
+        for step in shifts(partition, phase, tensor)
+    ]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_home_square_returns_nothing_and_hands_over_without_a_move(k: int) -> None:
+    """Sums stay, operands move in rings, each phase begins with what a device keeps; the slides' square does
+    not begin at home, and hands I over."""
+    n, o = (Partition((home_square(k, skewed),)) for skewed in "nk")
+    assert holds_at_home(n, o)
+    assert holds_at_home(o, n)
+    slides = Partition((square(k),))
+    assert not begins_at_home(slides)
+    assert not hands_over_without_a_move(slides, slides)
+
+
+HOME_MUTANTS = {
+    "forward N without the column": (FORWARD, "n", {"column": 0}),
+    "forward N that stands still": (FORWARD, "n", {"step": 0}),
+    "forward N that ends at home": (FORWARD, "n", {"constant": 1}),
+    "backward K that runs backwards from elsewhere": (BACKWARD, "k", {"step": -1, "constant": -1}),
+    "backward N of the slides": (BACKWARD, "n", {"constant": -1}),
+    "gradient M that stands still": (GRADIENT, "m", {"step": 0}),
+    "gradient K with the slides' last step": (GRADIENT, "k", {"constant": -1, "last_step": 1}),
+}
+
+
+@pytest.mark.parametrize("name", HOME_MUTANTS)
+def test_a_broken_formula_of_a_home_square_is_noticed(name: str) -> None:
+    phase, dimension, change = HOME_MUTANTS[name]
+    broken = Partition((mutant(home_square(2, "n"), phase, dimension, change),))
+    assert not holds_at_home(broken, Partition((home_square(2, "k"),)))
+
+
 SEQUENCES = [
     (square(1),),
     (split("n"), square(1)),
+    (home_square(1, "k"), split("m")),
+    (home_square(2, "n"),),
     (split("b"), split("n"), split("k")),
     (square(2),),
     (square(3),),
@@ -168,10 +237,13 @@ SEQUENCES = [
     (square(1), split("b"), split("k")),
     (square(1), square(1)),
     (split("m"), split("n"), split("k"), split("m")),
+    (home_square(3, "k"),),
+    (home_square(1, "n"), home_square(1, "k")),
+    (square(1), home_square(1, "k")),
 ]
 
 
-@pytest.mark.parametrize("partition", few_of(map(Partition, SEQUENCES), 0, 1, 2, 3), ids=str)
+@pytest.mark.parametrize("partition", few_of(map(Partition, SEQUENCES), 0, 1, 2, 3, 4, 5), ids=str)
 def test_emulated_devices_get_the_product(partition: Partition) -> None:
     """Forward, backward and gradient in fp64; every tile comes from where it was derived to come from."""
     rng = np.random.default_rng(0)
@@ -184,12 +256,17 @@ def test_emulated_devices_get_the_product(partition: Partition) -> None:
     operand_i, operand_w = LINEAR[FORWARD].operands
     operand_do = LINEAR[BACKWARD].operands[0]
     i_tiles, w_tiles = tiles_of(i, operand_i, partition, FORWARD), tiles_of(w, operand_w, partition, FORWARD)
-    o_tiles, (i_tiles, w_tiles) = run_phase(partition, LINEAR[FORWARD], [i_tiles, w_tiles])
-    w_tiles = handed_over(w_tiles, operand_w, partition, (FORWARD, -1), (BACKWARD, 0))
+    kept = 0 if begins_at_home(partition) else -1
+    home = i_tiles, w_tiles
+    o_tiles, last = run_phase(partition, LINEAR[FORWARD], [i_tiles, w_tiles])
+    i_tiles, w_tiles = last if kept else home
+    w_tiles = handed_over(w_tiles, operand_w, partition, (FORWARD, kept), (BACKWARD, 0))
     do_tiles = tiles_of(do, operand_do, partition, BACKWARD)
-    di_tiles, (do_tiles, w_tiles) = run_phase(partition, LINEAR[BACKWARD], [do_tiles, w_tiles])
-    do_tiles = handed_over(do_tiles, operand_do, partition, (BACKWARD, -1), (GRADIENT, 0))
-    i_tiles = handed_over(i_tiles, operand_i, partition, (FORWARD, -1), (GRADIENT, 0))
+    di_tiles, (last_do_tiles, w_tiles) = run_phase(partition, LINEAR[BACKWARD], [do_tiles, w_tiles])
+    do_tiles = handed_over(
+        last_do_tiles if kept else do_tiles, operand_do, partition, (BACKWARD, kept), (GRADIENT, 0)
+    )
+    i_tiles = handed_over(i_tiles, operand_i, partition, (FORWARD, kept), (GRADIENT, 0))
     dw_tiles, _ = run_phase(partition, LINEAR[GRADIENT], [i_tiles, do_tiles])
     w_tiles = handed_over(w_tiles, operand_w, partition, (BACKWARD, -1), (FORWARD, 0))
 
@@ -247,6 +324,8 @@ def test_formulas_in_words() -> None:
 def test_one_line_for_bad_input() -> None:
     with pytest.raises(UserError, match="square primitive: got k = -1"):
         square(-1)
+    with pytest.raises(UserError, match="home square: got k = 1, skewed in 'm'"):
+        home_square(1, "m")
     with pytest.raises(UserError, match="two operands -> one result"):
         products("m n -> n m")
     with pytest.raises(UserError, match=r"tile \(1,\) for device 1, which no device holds"):

@@ -16,7 +16,6 @@ from lancet_kernels.graph.communication import point_to_point_ms
 from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Kind, Phase, Program
-from lancet_kernels.graph.slices import moves
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.square_layer import derived_movements
 from tests.ranks import RankPool
@@ -44,11 +43,8 @@ def program_of_square(ranks: int) -> Program:
 def test_every_derived_shift_is_an_instruction_of_its_own_kind(ranks: int) -> None:
     program = program_of_square(ranks)
     shifts = [program.instructions[i] for i in program.positions(Kind.POINT_TO_POINT)]
-    expected: Counter[tuple[int, ...]] = Counter()
-    for name, sources in derived_movements((ranks.bit_length() - 1) // 2)._asdict().items():
-        steps = sources if sources and isinstance(sources[0], tuple) else (sources,)
-        # Nobody needs dO without the backward.
-        expected.update(tuple(step) for step in steps if moves(step) and name != "dy_directly")
+    every = derived_movements((ranks.bit_length() - 1) // 2).every()
+    expected = Counter(sources for _, _, sources in every)
     assert Counter(tuple(i.attributes["source_of"]) for i in shifts) == expected
     assert {i.op for i in shifts} == {"lancet.shift"}
     for shift in shifts:

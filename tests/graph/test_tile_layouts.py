@@ -80,7 +80,8 @@ def test_sums_of_a_square_and_a_split() -> None:
 def test_without_a_place_only_steps_and_alignments_move() -> None:
     moves = movements(Partition((P2, K)))
     stay = tuple(range(8))
-    assert moves.enter == moves.leave == moves.dy_to_backward == stay
+    assert moves.x_to_forward == moves.y_from_forward == moves.dy_to_backward == stay
+    assert moves.dx_from_backward == stay
     assert len(moves.forward_x) == len(moves.gradient_dweight) == 1
     assert all(source != rank for rank, source in enumerate(moves.forward_x[0]))
 

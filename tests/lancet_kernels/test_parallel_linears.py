@@ -194,6 +194,31 @@ def test_squares_and_splits_on_sixteen_ranks(pool_of_16: RankPool) -> None:
     check(pool_of_16.run(train_on_rank, "opt", "primepar", partitions, ranks=16, timeout_s=300))
 
 
+def limited_on_rank(memory_gb: float | None) -> tuple[str, list[int], float]:
+    """A large batch, for which rows are cut and weights replicated where memory allows it. -> message, into
+    how many tiles weights are cut, error of the output."""
+    whole, parted = make_model("opt"), make_model("opt")
+    x = torch.randn(256, SEQUENCE, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    try:
+        parallelize(parted, (x,), strategy="primepar", cluster=slow_cluster(), memory_gb=memory_gb)
+    except UserError as error:
+        return str(error), [], 0.0
+    layers = [m.partition for m in parted.modules() if isinstance(m, PartitionedLinear)]
+    tiles = [p.slices("n") * p.slices("k") for p in layers]
+    return "", tiles, difference(whole(x), parted(x))
+
+
+def test_a_memory_limit_keeps_weights_from_being_replicated(pool: RankPool) -> None:
+    free, limited, impossible = (
+        pool.run(limited_on_rank, memory_gb, ranks=4)[0] for memory_gb in (None, 4e-4, 1e-5)
+    )
+    assert min(free[1]) == 1
+    assert set(limited[1]) == {4}
+    assert max(free[2], limited[2]) < 1e-9
+    assert re.match(r"memory limit: got 1e-05 GB, expected at least 0.000\d+ GB", impossible[0]), impossible
+    assert impossible[0].endswith("use more devices, or a smaller batch")
+
+
 def refused_on_rank() -> list[str]:
     messages = []
     x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)

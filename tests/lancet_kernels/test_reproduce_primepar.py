@@ -50,6 +50,7 @@ def test_claims_hold_only_where_all_values_do() -> None:
         "speedup_without_communication": 1.3,
         "memory": 0.7,
         "mlp": {"megatron": part, "primepar": primepar_part},
+        "partition": {name: f"{{{name[-1]}}}" for name in ("qkv", "projection", "fc1", "fc2")},
     }
     more = row | {"gpus": 32, "speedup": 1.7, "memory": 0.9}
     three = {
@@ -74,6 +75,9 @@ def test_claims_hold_only_where_all_values_do() -> None:
     slow = {"OPT 175B": three["OPT 175B"] | {"primepar": {1: 2.9, 2: 2.8}}}
     broken = claims([exposed | {"speedup": 1.1, "memory": 0.94}, more | {"speedup": 1.05}], slow)
     assert "hiding all communication would make Megatron's partition 1.30 times as fast" in broken[0]["why"]
+    assert "takes qkv {v}, projection {n}, fc1 {1}, fc2 {2}" in broken[1]["why"]
+    assert "OPT 6.7B on 4 GPUs, fc1 {1}, fc2 {2}: 1.9 ms of all-reduces and 0.2 ms of" in broken[2]["why"]
+    assert "are left of 2.0 ms of Megatron's, beside 10.0 ms of computation" in broken[2]["why"]
     assert "With 1 stages, its best, Megatron's would be 2.00 times" in broken[-1]["why"]
     assert [c["holds"] for c in broken] == [False, False, False, True, False, False, False]
 

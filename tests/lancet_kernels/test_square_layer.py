@@ -1,7 +1,11 @@
 """SquareLinear on real ranks: what nn.Linear computes, with 1 / 4^k of it on each rank and no collective."""
 
+import os
 import re
+import signal
 from collections import Counter
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +16,9 @@ from torch.nn.functional import gelu
 from lancet_kernels import CommunicationError, SquareLinear, UserError
 from lancet_kernels.graph.slices import moves
 from lancet_kernels.ops.link import emulate_link, link
-from lancet_kernels.square_layer import derived_movements
+from lancet_kernels.square_layer import derived_movements, skewed_dimension
 from tests.grids import few_of
+from tests.processes import processes
 from tests.ranks import RankPool
 
 STEPS = 3
@@ -44,14 +49,17 @@ def called_by(block: Block, tile: Tensor) -> Counter[str]:
     return Counter(e.name for e in profile.events() if e.name.startswith("c10d::"))
 
 
-def train_on_rank(rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool, gbps: float | None) -> dict:
+def train_on_rank(
+    rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool, alternating: bool = False
+) -> dict:
     """Train a block whole and in tiles, side by side; what differs, what is held, what was called."""
     n, _, k = sizes
     whole = make_block(*sizes, bias, torch.float64)
-    tiled = Block(SquareLinear.from_linear(whole.first), SquareLinear.from_linear(whole.second))
+    first, second = ({"takes": "skewed"}, {"gives": "skewed"}) if alternating else ({}, {})
+    tiled = Block(
+        SquareLinear.from_linear(whole.first, **first), SquareLinear.from_linear(whole.second, **second)
+    )
     whole_adam, tiled_adam = (torch.optim.Adam(b.parameters(), 1e-2) for b in (whole, tiled))
-    if gbps:
-        emulate_link(gbps)
     errors = {"output": 0.0, "input gradient": 0.0, "parameter": 0.0}
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
@@ -95,40 +103,42 @@ def check_training(results: list[dict], ranks: int, share: float | None = None) 
 
 
 @pytest.mark.parametrize(
-    ("rows", "sizes", "bias"),
+    ("rows", "sizes", "bias", "alternating"),
     few_of(
         [
-            ((2, 4), (8, 16, 8), True),
-            ((3, 3), (5, 7, 5), True),
-            ((8,), (8, 16, 4), False),
-            ((1,), (1, 3, 2), True),
+            ((2, 4), (8, 16, 8), True, False),
+            ((3, 3), (5, 7, 5), True, True),
+            ((3, 3), (5, 7, 5), True, False),
+            ((8,), (8, 16, 4), False, True),
+            ((1,), (1, 3, 2), True, False),
         ],
         0,
         1,
     ),
 )
 def test_four_ranks_train_what_one_trains(
-    pool: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool
+    pool: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool, alternating: bool
 ) -> None:
-    results = pool.run(train_on_rank, rows, sizes, bias, None, ranks=4)
+    results = pool.run(train_on_rank, rows, sizes, bias, alternating, ranks=4)
     is_even = all(size % 4 == 0 for size in sizes)
     check_training(results, 4, share=1 / 4 if is_even else None)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("rows", "sizes"), [((16,), (32, 48, 32)), ((3, 5), (13, 21, 13)), ((2,), (64, 16, 64))]
+    ("rows", "sizes", "alternating"),
+    [((16,), (32, 48, 32), True), ((3, 5), (13, 21, 13), False), ((2,), (64, 16, 64), True)],
 )
 def test_sixteen_ranks_train_what_one_trains(
-    pool_of_16: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int]
+    pool_of_16: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int], alternating: bool
 ) -> None:
-    results = pool_of_16.run(train_on_rank, rows, sizes, True, None, ranks=16, timeout_s=300)
+    results = pool_of_16.run(train_on_rank, rows, sizes, True, alternating, ranks=16, timeout_s=300)
     is_even = all(size % 16 == 0 for size in sizes)
     check_training(results, 16, share=1 / 16 if is_even else None)
 
 
 def test_one_rank_needs_no_group() -> None:
-    result = train_on_rank((2, 3), (5, 6, 5), True, None)
+    result = train_on_rank((2, 3), (5, 6, 5), True)
     check_training([result], 1, share=1.0)
 
 
@@ -142,16 +152,12 @@ def traffic_on_rank(gbps: float) -> tuple[int, int, int]:
     layer(tile).sum().backward()
     traffic, rank = link.read(), dist.get_rank()
     m, n, k, p = 8, 8, 16, 8
-    tiles = {"x": m * n, "dy": m * k, "weight": k * n + p, "dweight": k * n + p}
+    tiles = {"x": m * n, "dx": m * n, "dy": m * k, "weight": k * n + p, "dweight": k * n + p}
     expected = count = 0
-    for name, sources in derived_movements(1)._asdict().items():
-        steps = sources if sources and isinstance(sources[0], tuple) else (sources,)
-        size = tiles.get(name.rpartition("_")[2], m * n)  # `enter`, `leave`
-        if name == "backward_weight":
-            size = k * n
-        if name != "dy_directly":
-            count += sum(s[rank] != rank for s in steps)
-            expected += 8 * size * sum(s[rank] != rank for s in steps)
+    for name, tensor, sources in derived_movements(1).every():
+        size = k * n if name == "backward_weight" else tiles[tensor]
+        count += sources[rank] != rank
+        expected += 8 * size * (sources[rank] != rank)
     return traffic.count, count, traffic.bytes_sent - expected
 
 
@@ -182,12 +188,54 @@ def lonely_rank() -> str:
 
 
 def test_a_rank_that_stays_away_is_named(pool: RankPool) -> None:
-    """Rank 1 sends to and gets from ranks 0 and 3."""
+    """Rank 1 gets W from rank 3 and sends its own there, so it names it once."""
     messages = pool.run(lonely_rank, ranks=4, collective_timeout_s=3.0, leave_together=False)
-    assert any(re.search(r"waited \d+\.\d s in shift of [IW].* for rank\(s\) .*3", m) for m in messages), (
+    assert any(re.search(r"waited \d+\.\d s in shift of [IW].* for rank\(s\) 3$", m) for m in messages), (
         messages
     )
     assert not any("no error" in m for m in messages[:3])
+
+
+def killed_rank(rank: int, store: str, results) -> None:
+    """A process of its own: rank 3 dies between forward and backward."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timedelta(seconds=5)
+    )
+    layer, tile = SquareLinear(8, 8), torch.randn(4, 4, requires_grad=True)
+    y = layer(tile).sum()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        y.backward()
+        message = "no error"
+    except CommunicationError as error:
+        message = str(error)
+    results.put((rank, message))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_in_the_ring_is_reported_by_all(tmp_path: Path) -> None:
+    """Within the group's timeout. In the backward every rank exchanges tiles with rank 3 in some step, but it
+    may have to wait earlier for one that has already stopped."""
+    context = processes()
+    results = context.Queue()
+    ranks = [
+        context.Process(target=killed_rank, args=(rank, f"{tmp_path}/store", results)) for rank in range(4)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        messages = dict(results.get(timeout=60) for _ in range(3))
+    finally:
+        for process in ranks:
+            process.kill()
+    asked = r"(lost its connection to one of|waited \d+\.\d s in shift of .* for) rank\(s\) "
+    for rank in range(3):
+        assert re.match(rf"rank {rank} {asked}", messages[rank]), messages
+    assert any("rank(s) 3" in m for m in messages.values()), messages
 
 
 def mismatched_rank() -> str:
@@ -204,7 +252,7 @@ def test_ranks_with_different_rows_all_raise(pool: RankPool) -> None:
     assert all("SquareLinear across ranks" in m and "on rank 2" in m for m in messages), messages
 
 
-def three_ranks() -> str:
+def no_square_of_ranks() -> str:
     try:
         SquareLinear(4, 4)
     except UserError as error:
@@ -212,8 +260,25 @@ def three_ranks() -> str:
     return ""
 
 
+def differently_skewed() -> str:
+    try:
+        SquareLinear(8, 8, takes="skewed" if dist.get_rank() == 1 else "straight")(torch.randn(4, 4))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_take_different_tiles_all_raise(pool: RankPool) -> None:
+    for message in pool.run(differently_skewed, ranks=4):
+        assert re.match(r"SquareLinear across ranks .*takes, gives\): got .*skewed.* on rank", message), (
+            message
+        )
+
+
 def test_bad_input_gets_one_line(pool: RankPool) -> None:
-    assert all("ranks of SquareLinear: got 3" in m for m in pool.run(three_ranks, ranks=3))
+    for ranks in (2, 3):
+        messages = pool.run(no_square_of_ranks, ranks=ranks)
+        assert all(f"ranks of SquareLinear: got {ranks}, expected 1, 4, 16" in m for m in messages), messages
     layer = SquareLinear(4, 6)
     with pytest.raises(UserError, match=r"input tile of SquareLinear: got \(2, 3\) of float32"):
         layer(torch.randn(2, 3))
@@ -223,17 +288,31 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
         layer.scatter(torch.randn(2, 6))
     with pytest.raises(UserError, match="backend of SquareLinear: got 'triton', expected torch or fused"):
         SquareLinear(4, 6, backend="triton")
+    with pytest.raises(UserError, match="takes of SquareLinear: got 'diagonal', expected straight or skewed"):
+        SquareLinear(4, 6, takes="diagonal")
     with pytest.raises(UserError, match="leading dimensions"):
         layer.gather(torch.randn(2, 6), (3,))
 
 
-def test_of_five_alignments_only_the_input_travels() -> None:
-    """The slides' W, I, dO and dW alignments cost nothing here: the weight keeps its place, too."""
-    movements = derived_movements(2)
-    still = ("weight_to_backward", "dy_to_backward", "dy_to_gradient", "x_to_gradient", "dweight_to_weight")
-    assert not any(moves(getattr(movements, name)) for name in still)
-    assert moves(movements.enter)
-    assert moves(movements.leave)
+@pytest.mark.parametrize("side", [2, 4])
+def test_between_layers_that_alternate_nothing_travels(side: int) -> None:
+    """The slides' W, I, dO and dW alignments cost nothing either, and no sum moves on."""
+    exponent = side.bit_length() - 1
+    for skewed, takes, gives in (("n", "skewed", "straight"), ("k", "straight", "skewed")):
+        assert skewed_dimension(8, 8, takes, gives) == skewed
+        movements = derived_movements(exponent, skewed, takes, gives)
+        assert movements.begins_at_home
+        assert {name for name, _, _ in movements.every()} == {
+            "forward_x", "forward_weight", "backward_dy", "backward_weight", "gradient_x", "gradient_dy",
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "travelling"), [((4, 8), "x"), ((8, 4), "y")])
+def test_the_narrower_of_two_straight_ones_travels(sizes: tuple[int, int], travelling: str) -> None:
+    movements = derived_movements(1, skewed_dimension(*sizes, "straight", "straight"))
+    ends = {"x": ("x_to_forward", "dx_from_backward"), "y": ("y_from_forward", "dy_to_backward")}
+    for tensor, names in ends.items():
+        assert [moves(getattr(movements, name)) for name in names] == [tensor == travelling] * 2
 
 
 def train_fused_on_rank(rows: int, sizes: tuple[int, int, int], dtype: torch.dtype) -> dict[str, float]:

@@ -5,10 +5,11 @@ import pytest
 import torch
 
 from lancet_kernels import CommunicationError
+from lancet_kernels.graph.slices import Partition, square
+from lancet_kernels.graph.tile_layouts import movements
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.square_launch import SquareConfig, SquarePhase
 from lancet_kernels.kernels.square_tasks import PUT, TILE, SquareShape, build_square_tasks
-from lancet_kernels.square_layer import derived_movements
 from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
 from tests.ranks import RankPool
@@ -44,7 +45,7 @@ def reference(kind: str, a: list, b: list, sum_sources: tuple) -> torch.Tensor:
 
 def phase_on_rank(memory, kind: str, k: int, sizes, dtype, seed: int, runs: int = 2) -> dict:
     m, n, o = sizes
-    moves = derived_movements(k)
+    moves = movements(Partition((square(k),)))
     a_shape, b_shape, sources = {
         "nt": ((m, n), (o, n), (moves.forward_x, moves.forward_weight, ())),
         "nn": ((m, o), (o, n), (moves.backward_dy, moves.backward_weight, ())),
@@ -98,7 +99,7 @@ def test_phases_on_sixteen_processes(pool_of_16: RankPool) -> None:
 def late_rank() -> str:
     """Rank 3 makes the regions, and then launches nothing."""
     with SharedMemory(timeout_s=60.0) as memory:
-        moves = derived_movements(1)
+        moves = movements(Partition((square(1),)))
         phase = SquarePhase(
             memory, "forward of fc1", "nt", (16, 16), (32, 16), torch.float32,
             moves.forward_x, moves.forward_weight, config=CONFIG, timeout_s=0.5,
@@ -127,12 +128,12 @@ def test_tasks_of_a_step_alternate() -> None:
     """The example of square_tasks.py, and: each chunk and tile of each step once, steps in their order."""
     tasks = build_square_tasks(SquareShape(2, (1, 1), (1, 2), programs=2)).tolist()
     assert tasks == [
-        [PUT, 0, 0, 0], [TILE, 0, 0, 0], [PUT, 0, 1, 0], [TILE, 0, 0, 1], [TILE, 1, 0, 0], [TILE, 1, 0, 1],
+        [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1], [1, 1, 0, 0], [1, 1, 0, 1],
     ]  # fmt: skip
     shape = SquareShape(4, (3, 5), (3, 2), programs=8, comm_programs=2)
     tasks = [tuple(task) for task in build_square_tasks(shape).tolist()]
-    puts = {(PUT, t, o, c) for t in range(3) for o in (0, 1) for c in range(shape.chunks[o])}
-    tiles = {(TILE, t, m, n) for t in range(4) for m in range(3) for n in range(2)}
+    puts = {(PUT.value, t, o, c) for t in range(3) for o in (0, 1) for c in range(shape.chunks[o])}
+    tiles = {(TILE.value, t, m, n) for t in range(4) for m in range(3) for n in range(2)}
     assert len(tasks) == len(puts) + len(tiles)
     assert set(tasks) == puts | tiles
     assert [t for _, t, *_ in tasks] == sorted(t for _, t, *_ in tasks)
