@@ -3,6 +3,7 @@ Program, and the costs of its instructions."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.profiler import Profiler
 from lancet_kernels.graph.program import Program
+from lancet_kernels.guards import Arguments
 from lancet_kernels.model_layers import moe_layers
 from lancet_kernels.ops.fused_graph import register_layer
 from lancet_kernels.ops.groups import Groups, group_size
@@ -102,6 +104,14 @@ class CapturedStep:
         reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
         return captured
 
+    def with_inputs(self, arguments: Arguments) -> CapturedStep:
+        """The same step, with the same fused layers and their exchanges, for inputs of other shapes."""
+        step = copy.copy(self)
+        step.__dict__.pop("captured", None)
+        step.inputs, step.by_name = arguments
+        step._values = {}
+        return step
+
     def graph(self) -> fx.GraphModule:
         """The joint graph, in which the layers to fuse are fused launches."""
         joint = self.captured.joint
@@ -113,8 +123,22 @@ class CapturedStep:
     def _register(self, layer: MatchedLayer) -> int:
         """The number of a fused layer's exchange; a layer is registered only once."""
         if layer.name not in self._layer_numbers:
-            self._layer_numbers[layer.name] = register_layer(_exchange_of(layer))
+            self._layer_numbers[layer.name] = register_layer(self._exchange_of(layer))
         return self._layer_numbers[layer.name]
+
+    def _exchange_of(self, layer: MatchedLayer) -> LayerExchange:
+        """The exchange of a matched layer, with the options of its module if that is a fused one."""
+        from lancet_kernels.ops.fused_experts import LayerExchange
+
+        node = layer.w1
+        while node.op != "placeholder":  # a cast of the parameter
+            node = node.all_input_nodes[0]
+        parameter = dict(self.captured.module.named_parameters()).get(state_name(node) or "")
+        for module in moe_layers(self.model):
+            if module.w1 is parameter and module.exchange is not None:
+                return copy.deepcopy(module.exchange)
+        local_experts, hidden, width = layer.w2.meta["val"].shape
+        return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)
 
     @property
     def layer_numbers(self) -> list[int]:
@@ -189,11 +213,3 @@ class CapturedStep:
         module = copy_of(graph.module)
         cut_ranges(module.graph, graph.program, plan.ranges, self._values)
         return self.profiler.program(module, graph.inputs)
-
-
-def _exchange_of(layer: MatchedLayer) -> LayerExchange:
-    """The exchange of a matched layer."""
-    from lancet_kernels.ops.fused_experts import LayerExchange
-
-    local_experts, hidden, width = layer.w2.meta["val"].shape
-    return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)

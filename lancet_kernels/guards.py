@@ -9,6 +9,7 @@ have.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 
@@ -24,6 +25,9 @@ from lancet_kernels.model_layers import moe_layers
 
 Arguments = tuple[tuple[object, ...], dict[str, object]]
 """Arguments of a call: by position, and by name."""
+
+OTHER_SHAPE = "inputs of another shape"
+"""The reason for which only a shape differs from what was planned (`planned_shapes`)."""
 
 
 def bind(
@@ -53,10 +57,10 @@ def example_arguments(model: nn.Module, example_inputs: Sequence[object] | Mappi
     """
     by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
     by_position = () if isinstance(example_inputs, Mapping) else example_inputs
-    return _to_trace(bind(inspect.signature(model.forward), type(model).__name__, by_position, by_name))
+    return to_trace(bind(inspect.signature(model.forward), type(model).__name__, by_position, by_name))
 
 
-def _to_trace(arguments: Arguments) -> Arguments:
+def to_trace(arguments: Arguments) -> Arguments:
     """The same values in tensors for a capture.
 
     They are dense, because a graph contains strides, and those of a slice differ from those of a new tensor.
@@ -107,14 +111,14 @@ class PlannedInputs:
             if not isinstance(leaf, Tensor) and _description(leaf) != planned:
                 return "another number among the inputs"
         what = ("shape", "dtype", "device", "requires_grad")
-        pairs = zip(leaves, self._leaves, strict=True)
-        other = next(
+        others = {
             what[i]
-            for leaf, planned in pairs
+            for leaf, planned in zip(leaves, self._leaves, strict=True)
             for i, (mine, theirs) in enumerate(zip(_description(leaf), planned, strict=True))
             if mine != theirs
-        )
-        return f"inputs of another {other}"
+        }
+        other = next((other for other in what[1:] if other in others), None)
+        return f"inputs of another {other}" if other else OTHER_SHAPE
 
     def laid_out(self, arguments: Arguments) -> Arguments:
         """The same values, with the strides that the plan is valid for."""
@@ -180,17 +184,22 @@ class Guards:
         module = self._module
         if module.training != self._training:
             return f"the module is in {'training' if module.training else 'evaluation'} mode"
-        if reason := self.inputs.reason(arguments):
-            return reason
         if (now := _autocast(module)) != self._autocast:
             return f"autocast is {_autocast_text(now)}, was {_autocast_text(self._autocast)}"
         if torch.get_default_dtype() is not self._dtype:
             return f"the default dtype is {torch.get_default_dtype()}, was {self._dtype}"
         if _own_calls(module) != self._own:
             return f"the hooks or the forward of {type(module).__name__} itself"
-        if self._assumptions.hold(module):
-            return ""
-        return f"no longer so: {self._assumptions.broken(module) or 'an assumption of the trace'}"
+        if not self._assumptions.hold(module):
+            return f"no longer so: {self._assumptions.broken(module) or 'an assumption of the trace'}"
+        # Last: inputs of another shape can run with the plan if that is all.
+        return self.inputs.reason(arguments)
+
+    def for_inputs(self, arguments: Arguments, assumptions: Assumptions) -> Guards:
+        """The same guards for other inputs, with the assumptions of their trace."""
+        guards = copy.copy(self)
+        guards.inputs, guards._assumptions = PlannedInputs(arguments), assumptions
+        return guards
 
     def refuse_wrappers(self) -> None:
         """Raise UserError inside a DistributedDataParallel that would sum gradients a second time, or sum the

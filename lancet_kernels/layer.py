@@ -52,7 +52,8 @@ class MoELayer(ExpertsByGlobalId):
         bias: biases in the experts (and the shared expert).
         backend: "torch": collectives of `group` and grouped GEMMs. "fused": persistent Triton kernels in
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
-            for proof not speed). Every pass of a fused layer is collective.
+            for proof not speed). Every pass of a fused layer is collective. One rank, which has nothing to
+            overlap, runs grouped GEMMs.
         timeout, banks, max_tokens, receive_factor: only for "fused". Seconds that a rank waits for a peer
             (None: as the group's collectives); how many forward passes may wait for their backward at once
             (None: 2); the most tokens of any pass on a rank, for which memory is allocated once (None: those
@@ -61,6 +62,9 @@ class MoELayer(ExpertsByGlobalId):
         shared_expert_d_ff: hidden width of a shared expert, which processes every token; None: without one.
         group: the expert-parallel process group, or all groups of the job as `Groups`; None: all ranks.
         device, dtype: of the parameters. The router is computed in float32 or wider, for every dtype.
+
+    Memory of a fused layer: see `LayerExchange`. Under activation checkpointing (either kind) only the
+    layer's input is kept, and no bank is taken until the backward.
 
     Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
     Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
@@ -122,7 +126,7 @@ class MoELayer(ExpertsByGlobalId):
                 "backend", got=repr(backend), expected=f"one of {', '.join(BACKENDS)}", do="check the name"
             )
         self.backend = backend
-        self._exchange = None
+        self.exchange = None
         exchange = {
             "timeout": timeout, "banks": banks, "max_tokens": max_tokens, "receive_factor": receive_factor,
         }  # fmt: skip
@@ -131,7 +135,7 @@ class MoELayer(ExpertsByGlobalId):
             # Only here: the kernels need Triton, which not every machine has.
             from lancet_kernels.ops.fused_experts import LayerExchange
 
-            self._exchange = LayerExchange(
+            self.exchange = LayerExchange(
                 self.expert_group, self.local_experts, d_model, d_ff, activation,
                 timeout_s=timeout, banks=banks or 2, max_tokens=max_tokens, receive_factor=receive_factor,
             )  # fmt: skip
@@ -248,14 +252,18 @@ class MoELayer(ExpertsByGlobalId):
     def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int) -> Tensor:
         """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D]."""
         # Captured for a plan, a layer shows its ops; the plan says which of them are fused.
-        if self._exchange is not None and not torch.compiler.is_compiling():
-            from lancet_kernels.ops.fused_experts import fused_experts
+        if self.exchange is not None and not torch.compiler.is_compiling():
+            from lancet_kernels.ops.fused_experts import check_fused, fused_experts
 
-            return fused_experts(
-                x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity,
-                self._cast(self.w1), self._cast(self.b1), self._cast(self.w2), self._cast(self.b2),
-                self._exchange,
-            )  # fmt: skip
+            check_fused(x_TD)
+            # One rank has nothing to overlap: no counts to exchange, no row to put or to wait for. The ops
+            # below are grouped GEMMs on the same compact rows, and need no regions.
+            if self.ranks > 1:
+                return fused_experts(
+                    x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity,
+                    self._cast(self.w1), self._cast(self.b1), self._cast(self.w2), self._cast(self.b2),
+                    self.exchange,
+                )  # fmt: skip
         row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
         received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)
         num_choices = row_TK.numel()
@@ -283,9 +291,7 @@ class MoELayer(ExpertsByGlobalId):
         """Router output [T, E] in float32, in float64 for a float64 model; autocast does not apply."""
         if self.router is None:
             return None
-        dtype = torch.promote_types(self.router.dtype, torch.float32)
-        with torch.autocast(x_TD.device.type, enabled=False):
-            return nn.functional.linear(x_TD.to(dtype), self.router.to(dtype))
+        return ops.router_logits(x_TD, self.router)
 
     def _keys(self, x_TD: Tensor, token_ids: Tensor | None) -> Tensor | None:
         """What a keyed gate routes by, int64 [T]: token ids, or the token's global index mixed with the

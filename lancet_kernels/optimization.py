@@ -32,6 +32,7 @@ from lancet_kernels.layer import BACKENDS
 from lancet_kernels.model_layers import moe_layers, name_layers
 from lancet_kernels.ops.groups import Groups, group_rank
 from lancet_kernels.optimized_module import OptimizedModule
+from lancet_kernels.planned_shapes import PlannedShapes, PlannedStep
 from lancet_kernels.rank_agreement import capture_alike, plans_of_first_rank
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import realize, split_as_planned
@@ -179,12 +180,13 @@ def _module_with(
     run = captured.compile(
         lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder, inner_compile
     )
+    guards = Guards(step.model, captured.assumptions(), arguments, step.reduces_gradients)
+    shapes = PlannedShapes(step, graph.program, plan, PlannedStep(run, guards), recorder, inner_compile)
     return OptimizedModule(
         step.model,
-        run,
         plan,
         timeline,
-        Guards(step.model, captured.assumptions(), arguments, step.reduces_gradients),
+        shapes,
         recorder,
         step.groups if step.reduces_gradients else None,
         host_wait_names,

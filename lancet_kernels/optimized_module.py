@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.utils._pytree as pytree
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Kind, Phase
 from lancet_kernels.graph.run import Recorder
-from lancet_kernels.guards import Guards, bind
+from lancet_kernels.guards import bind
 from lancet_kernels.ops.all_to_all import running_a_plan
 from lancet_kernels.ops.groups import Groups
 from lancet_kernels.ops.link import link
+from lancet_kernels.planned_shapes import PlannedShapes
 from lancet_kernels.schedules.clock import COMPUTE, LINK
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.simulate import Event, Timeline
@@ -29,10 +30,11 @@ from lancet_kernels.training.gradients import call_with_summed_gradients
 class OptimizedModule(nn.Module):
     """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
 
-    With gradients enabled and nothing changed since `optimize`, it runs the plan. After a temporary change
-    (a mode, the shape of a last batch, autocast) it runs the original module, sums its gradients over the
-    ranks as the plan would, and warns once per reason. After a permanent change (parameters, wrappers
-    around the model) it raises a UserError. Without gradients it runs the original module.
+    With gradients enabled and nothing changed since `optimize`, it runs the plan, also for inputs of other
+    shapes, which may differ between ranks (`planned_shapes`). After a temporary change (a mode, autocast) it
+    runs the original module, sums its gradients over the ranks as the plan would, and warns once per reason.
+    After a permanent change (parameters, wrappers around the model) it raises a UserError. Without gradients
+    it runs the original module.
 
     plan: the plan. timeline: the simulated iteration. fallbacks: number of calls with gradients that ran
     without the plan, by reason.
@@ -43,10 +45,9 @@ class OptimizedModule(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        run: Callable[..., object],
         plan: Plan,
         timeline: Timeline,
-        guards: Guards,
+        shapes: PlannedShapes,
         recorder: Recorder,
         groups: Groups | None,
         host_waits: Sequence[str] = (),
@@ -58,7 +59,7 @@ class OptimizedModule(nn.Module):
         self.train(module.training)
         self.plan, self.timeline = plan, timeline
         self.fallbacks: Counter[str] = Counter()
-        self._run, self._recorder, self._guards = run, recorder, guards
+        self._shapes, self._recorder = shapes, recorder
         self._groups = groups
         self._signature = inspect.signature(module.forward)
 
@@ -71,15 +72,16 @@ class OptimizedModule(nn.Module):
         if not torch.is_grad_enabled():
             return self.module(*inputs, **by_name)
         arguments = bind(self._signature, f"the optimized {type(self.module).__name__}", inputs, by_name)
-        reason = self._guards.reason(arguments)
-        if not reason:
-            inputs, by_name = self._guards.inputs.laid_out(arguments)
+        step = self._shapes.step_for(arguments)
+        if not isinstance(step, str):
+            inputs, by_name = step.guards.inputs.laid_out(arguments)
             with running_a_plan():
-                result = self._run(*inputs, **by_name)
+                result = step.run(*inputs, **by_name)
             for leaf in pytree.tree_leaves(result):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(_refuse_double_backward)
             return result
+        reason = step
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
             warnings.warn(

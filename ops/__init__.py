@@ -20,6 +20,7 @@ from lancet_kernels.ops.grouped_gemm import (
 from lancet_kernels.ops.kept_counts import kept_counts
 from lancet_kernels.ops.losses import MoELosses, RoutingSums, moe_losses, routing_sums, sum_over_ranks
 from lancet_kernels.ops.parts import merge_parts, merge_rows, part_rows, window_counts, window_rows
+from lancet_kernels.ops.router_logits import router_logits
 from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.ops.shards import (
     all_gather,
@@ -64,6 +65,7 @@ __all__ = [
     "part_rows",
     "place_shard",
     "reduce_scatter",
+    "router_logits",
     "routing_sums",
     "scatter_tiles",
     "send_rows",

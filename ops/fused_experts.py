@@ -16,6 +16,7 @@ rank, and nothing is made or agreed upon for it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -30,12 +31,15 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
+from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
 from lancet_kernels.kernels.runtime import check_device
+from lancet_kernels.ops.fused_passes import ForwardPass, take_pass, ticket_of
 from lancet_kernels.ops.groups import group_name, group_of, group_timeout_s
 from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.symmetric import SymmetricMemory, create, virtual_memories
+
+_log = logging.getLogger(__name__)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -101,13 +105,23 @@ class LayerExchange:
     Args:
         group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
         banks: how many forward passes may be waiting for their backward at the same time.
-        max_tokens: the most tokens of any pass on this rank; None: those of the first pass. A pass with more
-            creates larger exchanges, which all ranks must do at the same pass.
+        max_tokens: the most tokens of any pass on this rank; None: those of the first pass, and a pass with
+            more creates larger exchanges, which all ranks must do in the same pass (logged as a warning).
         receive_factor: room for that many times the rows that each rank receives if all experts get equally
             many; None: for the most that there can be. A pass that needs more raises UserError.
         timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
             collectives.
         config: tiles and grid of the launches; None: a default for the device.
+
+    Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R rows
+    received at most (W * max_tokens * min(K, L), or receive_factor * S)
+
+        of a layer, once                banks * (R + S) * D      rows received, results that came back
+        of each pass, to its backward   R * (H + F)              values before and after the activation
+        of all layers together          2 * (R + S) * D          the backward exchange
+
+    besides some bytes for each choice (28, of the routing) and some words for each tile. A pass keeps neither
+    its tokens nor the rows to send. Under activation checkpointing a pass keeps nothing.
     """
 
     def __init__(
@@ -153,6 +167,7 @@ class LayerExchange:
             or self._exchanges[key][0] is not memory
             or num_tokens * num_choices > self._exchanges[key][1].send_rows
         ):
+            self._check_tokens(num_tokens, num_choices, self._exchanges.get(key), memory)
             config = self.config or default_overlap_config(
                 self.width, self.hidden, self.activation, like.dtype, like.device
             )
@@ -171,6 +186,24 @@ class LayerExchange:
             forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
             self._exchanges[key] = memory, forward, memory.backward(**sizes), config
         return self._exchanges[key][1:]
+
+    def _check_tokens(
+        self, num_tokens: int, num_choices: int, before: tuple | None, memory: FusedMemory
+    ) -> None:
+        """Raise UserError for more tokens than were declared; say so if exchanges are created anew."""
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise UserError(
+                f"tokens of a pass of {current_layer() or 'a fused layer'}",
+                got=num_tokens,
+                expected=f"at most {self.max_tokens} (max_tokens)",
+                do="declare more when the layer is made",
+            )
+        if before is not None and before[0] is memory:
+            _log.warning(
+                "%s: %d tokens, more than the %d before: larger exchanges are created, which all ranks must "
+                "do in this pass; set max_tokens to create them once",
+                current_layer() or "a fused layer", num_tokens, before[1].send_rows // num_choices,
+            )  # fmt: skip
 
     def _most_rows(
         self, memory: SymmetricMemory, num_tokens: int, num_choices: int, capacity: int
@@ -239,6 +272,15 @@ def fused_experts(
     Raises: UserError for input that the kernels do not support, CommunicationError if a peer did not take
     part.
     """
+    check_fused(x_TD)
+    return _FusedExperts.apply(
+        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2,
+        layer, tuple(forward_dense), tuple(backward_dense),
+    )  # fmt: skip
+
+
+def check_fused(x_TD: Tensor) -> None:
+    """Raise UserError for a dtype or a device that fused kernels do not support."""
     if x_TD.dtype not in DTYPES:
         raise UserError(
             "dtype of an MoE layer with backend='fused'",
@@ -247,13 +289,9 @@ def fused_experts(
             do="use backend='torch' for float64",
         )
     check_device("input of an MoE layer with backend='fused'", x_TD)
-    return _FusedExperts.apply(
-        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2,
-        layer, tuple(forward_dense), tuple(backward_dense),
-    )  # fmt: skip
 
 
-def forward_pass(
+def run_forward(
     x: Tensor,
     expert: Tensor,
     row: Tensor,
@@ -267,9 +305,8 @@ def forward_pass(
     layer: LayerExchange,
     dense: Sequence[DenseGemm],
     copies: int = 1,
-) -> tuple[Tensor, tuple[Exchange, Exchange], SavedPass, Routing, Experts, OverlapConfig]:
-    """A forward pass. -> out [T, D], and what the backward needs; the exchange's bank must still be
-    released."""
+) -> tuple[Tensor, ForwardPass]:
+    """A forward pass. -> out [T, D], and the pass, whose bank must still be released."""
     with waiting("fused_experts", layer.process_group, current_layer()):
         forward, backward, config = layer.of(expert.shape[1], capacity, x, copies)
         count = count_WL.reshape(-1).contiguous()
@@ -278,7 +315,7 @@ def forward_pass(
         experts = Experts(w1.contiguous(), b1, w2.contiguous(), b2, layer.activation)
         out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
         forward.watch()
-    return out, (forward, backward), saved, routing, experts, config
+    return out, ForwardPass((forward, backward), saved, routing, experts, config)
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -287,28 +324,29 @@ class _FusedExperts(torch.autograd.Function):
         ctx, x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense, backward_dense
     ):
         row = send_rows(expert, slot, count_WL)
-        out, exchanges, saved, *rest = forward_pass(
+        out, forward_pass = run_forward(
             x, expert, row, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense
         )
         if any(ctx.needs_input_grad):
-            # The pass is an attribute of the graph: if the graph is deleted, its bank is free again.
-            ctx.saved, ctx.exchanges, ctx.rest, ctx.dense = saved, exchanges, rest, backward_dense
-            ctx.weight_dtype = weight.dtype
+            ctx.save_for_backward(ticket_of(forward_pass))
+            ctx.dense, ctx.weight_dtype = backward_dense, weight.dtype
             ctx.group, ctx.layer = layer.process_group, current_layer()
         else:
-            exchanges[0].release(saved.use)
+            forward_pass.exchanges[0].release(forward_pass.saved.use)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        forward, backward = ctx.exchanges
+        forward_pass = take_pass(*ctx.saved_tensors)
+        forward, backward = forward_pass.exchanges
         enter_layer(ctx.layer)
         with waiting("fused_experts_backward", ctx.group, ctx.layer):
             gradients = moe_backward(
-                forward, ctx.saved, backward, dy.contiguous(), *ctx.rest, dense=ctx.dense
-            )
-            forward.release(ctx.saved.use)
+                forward, forward_pass.saved, backward, dy.contiguous(), forward_pass.routing,
+                forward_pass.experts, forward_pass.config, dense=ctx.dense,
+            )  # fmt: skip
+            forward.release(forward_pass.saved.use)
             backward.watch()
         dweight = gradients.dweight.to(ctx.weight_dtype)
         return (

@@ -1,50 +1,29 @@
 """The fused experts as two graph instructions: one for the forward pass, one for the backward.
 
 A planned graph calls them instead of the ops of an MoE layer (`schedules.fused` inserts them). The forward
-returns its result and a ticket, a number by which the backward finds the tensors that the forward keeps in
-the layer's exchange; nothing else is saved between the two. If the ticket is deleted (a forward without a
-backward), the bank is free again. The backward launch can also compute weight gradients of other layers, or
-of another copy of the step, as fillers.
+returns its result and a ticket (`ops.fused_passes`), by which the backward finds what the forward keeps;
+nothing else is saved between the two. The backward launch can also compute weight gradients of other
+layers, or of another copy of the step, as fillers.
 
     T  tokens     K  choices per token     W  ranks, L experts on each     D, F, H  widths
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from lancet_kernels.errors import UserError
+from lancet_kernels.ops.fused_passes import take_pass, ticket_of
 from lancet_kernels.ops.waiting import current_layer, waiting
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
-    from lancet_kernels.kernels.exchange import Exchange
-    from lancet_kernels.kernels.overlap_config import OverlapConfig
-    from lancet_kernels.kernels.overlap_data import Experts, Routing, SavedPass
     from lancet_kernels.ops.fused_experts import LayerExchange
 
 
-@dataclass
-class _Pass:
-    """A forward pass that waits for its backward: `forward`, `backward` exchanges and what was saved."""
-
-    exchanges: tuple[Exchange, Exchange]
-    saved: SavedPass
-    routing: Routing
-    experts: Experts
-    config: OverlapConfig
-
-
 _layers: dict[int, LayerExchange] = {}
-_passes: dict[int, _Pass] = {}
-_tickets = itertools.count(1)
 
 
 def register_layer(layer: LayerExchange) -> int:
@@ -57,16 +36,6 @@ def watch_layers(numbers: Iterable[int]) -> None:
     """Raise CommunicationError for a pass of these layers that ran out of time, as `Exchange.watch` does."""
     for number in numbers:
         _layers[number].watch()
-
-
-def _ticket_of(forward_pass: _Pass) -> Tensor:
-    """int64 [1]: the number of the pass, which is kept alive as long as the memory of this tensor."""
-    number = next(_tickets)
-    _passes[number] = forward_pass
-    # Autograd may keep another tensor with the same memory; numpy's memory has a finalizer.
-    memory = np.array([number])
-    weakref.finalize(memory, _passes.pop, number, None).atexit = False
-    return torch.from_numpy(memory)
 
 
 @torch.library.custom_op("lancet::fused_experts", mutates_args=())
@@ -89,12 +58,12 @@ def fused_experts_op(
     Args: row_TK: from `send_rows`, or of a part from `part_rows`. copies: how many times the layer runs per
     step, each on a part of the batch.
     """
-    from lancet_kernels.ops.fused_experts import forward_pass
+    from lancet_kernels.ops.fused_experts import run_forward
 
-    out, exchanges, saved, routing, experts, config = forward_pass(
+    out, forward_pass = run_forward(
         x_TD, expert_TK, row_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2, _layers[layer], (), copies
     )
-    return out, _ticket_of(_Pass(exchanges, saved, routing, experts, config))
+    return out, ticket_of(forward_pass)
 
 
 @fused_experts_op.register_fake
@@ -122,15 +91,7 @@ def fused_experts_backward_op(
     from lancet_kernels.kernels.overlap import moe_backward
     from lancet_kernels.kernels.overlap_data import DenseGemm
 
-    number = int(ticket)
-    if number not in _passes:
-        raise UserError(
-            "backward of fused experts",
-            got="a second one",
-            expected="one per forward",
-            do="run forward again",
-        )
-    forward_pass = _passes.pop(number)
+    forward_pass = take_pass(ticket)
     forward, backward = forward_pass.exchanges
     pairs = [(a.contiguous(), b.contiguous()) for a, b in zip(dense_a, dense_b, strict=True)]
     dense = [DenseGemm("tn", a, b, a.new_empty(a.shape[1], b.shape[1])) for a, b in pairs]

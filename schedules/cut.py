@@ -32,11 +32,16 @@ from lancet_kernels.schedules.in_place import mark_join
 @dataclass(frozen=True)
 class Cut:
     """The instructions to cut (names, in any order), the number of parts, and the forms of all their tensors
-    that are not whole."""
+    that are not whole.
+
+    empty_parts: the last parts may have no elements: a batch that is smaller than the one that was planned
+    is cut into as many parts, because its collectives must be those of the plan.
+    """
 
     instructions: tuple[str, ...]
     parts: int
     forms: Forms
+    empty_parts: bool = False
 
 
 def cut_range(
@@ -82,7 +87,14 @@ class _Cutter:
             if node not in self.routing_nodes and any_made_in_parts(cut.forms, tensor_names(node))
         ]
         self.parts = Parts(
-            graph, self.cut, cut.forms, cut.parts, routings, values, lambda node: self.reassembly.whole(node)
+            graph,
+            self.cut,
+            cut.forms,
+            cut.parts,
+            routings,
+            values,
+            lambda node: self.reassembly.whole(node),
+            cut.empty_parts,
         )
         self.reassembly = Reassembly(self.parts)
 

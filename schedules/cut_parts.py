@@ -43,6 +43,7 @@ class Parts:
     Args:
         cut: the nodes that run part by part. count: the number of parts.
         whole: gives the node with the complete sum of a partial tensor.
+        empty: parts may have no elements.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Parts:
         routings: Sequence[Routing],
         values: Values | None,
         whole: Callable[[fx.Node], fx.Node],
+        empty: bool = False,
     ) -> None:
         self.graph, self.forms, self.count, self.routings, self._cut = graph, forms, count, routings, cut
         self.partitioned = {element for node in cut for element in with_elements(node)}
@@ -61,7 +63,7 @@ class Parts:
         self._values, self._whole = values, whole
         self._rows_and_counts: list[dict[Routing, tuple[fx.Node, fx.Node]]] = [{} for _ in range(count)]
         self._windows: dict[tuple[fx.Node, int], fx.Node] = {}
-        self._units = _units(cut, forms, count)
+        self._units = _units(cut, forms, count, 0 if empty else count)
         # The first part is the largest, so that what is allocated for its size is enough for all.
         self._bounds = [-(-self._units * p // count) for p in range(count + 1)]
 
@@ -159,7 +161,7 @@ class Parts:
 
     def _window(self, size: int, part: int) -> tuple[int, int]:
         """Start and end index (exclusive) of a part in a dimension of this size."""
-        scale = size // self._units
+        scale = size // max(1, self._units)
         return self._bounds[part] * scale, self._bounds[part + 1] * scale
 
     def _routing_of(self, node: fx.Node) -> Routing | None:
@@ -216,8 +218,9 @@ class Parts:
         return value
 
 
-def _units(cut: Sequence[fx.Node], forms: Forms, parts: int) -> int:
-    """The size of the shortest dimension that is cut: every other one is a multiple of it."""
+def _units(cut: Sequence[fx.Node], forms: Forms, parts: int, least: int) -> int:
+    """The size of the shortest dimension that is cut, `least` or more: every other one is a multiple of
+    it."""
     sizes = set()
     for node in cut:
         for n in (*node.all_input_nodes, *with_elements(node)):
@@ -226,7 +229,7 @@ def _units(cut: Sequence[fx.Node], forms: Forms, parts: int) -> int:
                 sizes.add(shape_of(n)[form.dimension])
     # Windows of slots fit any number of rows.
     units = min(sizes, default=parts)
-    if units < parts or any(size % units for size in sizes):
+    if units < least or any(size % max(1, units) for size in sizes):
         raise refuse(
             f"{parts} parts of dimensions {sorted(sizes)}",
             "dimensions that are multiples of the shortest one, which has at least one element per part",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 
 import torch
 from torch import Tensor, fx
@@ -21,6 +22,9 @@ from lancet_kernels.schedules.cut_nodes import (
 from lancet_kernels.schedules.cut_parts import MEAN, Parts
 
 aten, lancet = torch.ops.aten, torch.ops.lancet
+
+JOIN_STEP = re.compile(r"_(laid_out(_\d+)?|joined)$")
+"""The end of the names of steps that join parts in the layout of the whole; the last step has none."""
 
 Replacement = tuple[fx.Node, fx.Node, fx.Node]
 """(reader, its old input, its new input)"""
@@ -112,7 +116,10 @@ class Reassembly:
         return next(routing.count for routing in self.parts.routings if routing.dispatch is node)
 
     def _concatenate(self, parts: list[fx.Node], axis: int, whole: Tensor, name: str) -> fx.Node:
-        """The concatenated parts, in the memory layout of the uncut tensor, which its readers may rely on."""
+        """The concatenated parts, in the memory layout of the uncut tensor, which its readers may rely on.
+
+        Names of all steps but the last one end as `JOIN_STEP` says.
+        """
         order = sorted(range(whole.dim()), key=lambda d: -whole.stride()[d])
         if order == list(range(whole.dim())):
             return self.parts.call(aten.cat.default, (parts, axis), {}, name)

@@ -8,7 +8,7 @@ an error.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -24,6 +24,7 @@ from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import instruction_order, reorder, start_early_wait_late
 from lancet_kernels.schedules.copy_fillers import add_fillers, choose_fillers
 from lancet_kernels.schedules.cut import Cut, Values, cut_range
+from lancet_kernels.schedules.cut_wholes import JOIN_STEP
 from lancet_kernels.schedules.fused import WITH_FILLERS_MS
 from lancet_kernels.schedules.in_place import write_in_place
 from lancet_kernels.schedules.plan import Plan
@@ -35,10 +36,12 @@ def cut_ranges(
     program: Program,
     ranges: Sequence[PartitionRange],
     values: Values | None = None,
+    *,
+    empty_parts: bool = False,
 ) -> None:
     """Partition ranges of a joint graph, in pipeline order.
 
-    Args: program: the Program of the graph. values: as in `cut_range`.
+    Args: program: the Program of the graph. values: as in `cut_range`. empty_parts: as in `Cut`.
     Raises: UserError (a range is not in the program), CutError.
     """
     for planned in ranges:
@@ -48,7 +51,7 @@ def cut_ranges(
             (program.instructions[i].name, part)
             for i, part in pipeline_order(program, first, last, planned.forms, planned.parts)
         ]
-        cut_range(graph, Cut(names, planned.parts, planned.forms), order, values)
+        cut_range(graph, Cut(names, planned.parts, planned.forms, empty_parts), order, values)
         add_fillers(graph, planned.fillers)
     if ranges:
         forward_first(graph)
@@ -118,15 +121,29 @@ class GraphCutter:
         return times
 
 
-def realize(module: fx.GraphModule, program: Program, plan: Plan) -> None:
-    """Apply a plan to a joint graph, in place. Args: program: the Program of the graph.
+def realize(module: fx.GraphModule, program: Program, plan: Plan, *, other_sizes: bool = False) -> None:
+    """Apply a plan to a joint graph, in place.
 
+    Args: program: the Program of the graph. other_sizes: its tensors have other sizes than those that were
+        planned (`Plan.for_program`): the last parts may be empty, and steps that join parts in another layout
+        than that in which they lie may be more or fewer.
     Raises: UserError (the plan is for another program, or its order is invalid for this graph), CutError.
     """
     plan.check(program)
-    cut_ranges(module.graph, program, plan.ranges)
-    reorder(module.graph, plan.order)
+    cut_ranges(module.graph, program, plan.ranges, empty_parts=other_sizes)
+    order = _with_joins(plan.order, instruction_order(module.graph)) if other_sizes else plan.order
+    reorder(module.graph, order)
     module.recompile()
+
+
+def _with_joins(order: Sequence[str], present: Sequence[str]) -> list[str]:
+    """The order without what is not present; steps of a join that are new stand before their last one."""
+    in_order, in_graph = set(order), set(present)
+    new = defaultdict(list)
+    for name in present:
+        if name not in in_order:
+            new[JOIN_STEP.sub("", name)].append(name)
+    return [step for name in order if name in in_graph for step in (*new[name], name)]
 
 
 def split_as_planned(

@@ -140,6 +140,14 @@ class Exchange:
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
 
+    def __repr__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        rows = [self.banks, self.receive_rows, self.width]
+        return (
+            f"Exchange({self.name}, PE {self.rank} of {self.world}, symmetric memory: {self.memory.kind}, "
+            f"{dtype} rows {rows}, sends {self.send_rows})"
+        )
+
     def _region(self, what: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Region:
         return self.memory.allocate(f"{self.name}.{what}", shape, dtype)
 
@@ -250,7 +258,8 @@ class Exchange:
         expected, seen = f"tiles {failure.expected}", str(failure.seen)
         if failure.op != WAIT_READY.value:
             expected, seen = f"epoch {failure.expected >> 32}", str(failure.seen >> 32)
-        raise timed_out(self.name, failure, self.timeout_s, expected, seen)
+        kind = self.memory.kind
+        raise timed_out(self.name, failure, self.timeout_s, expected, seen, memory=kind)
 
 
 @triton.jit(do_not_specialize=["rank", "world", "banks"])

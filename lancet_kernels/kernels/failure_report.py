@@ -83,13 +83,22 @@ class FailureReport:
 
 
 def timed_out(
-    name: str, failure: Failure, timeout_s: float, expected: str, seen: str, *, who: str = "PE"
+    name: str,
+    failure: Failure,
+    timeout_s: float,
+    expected: str,
+    seen: str,
+    *,
+    who: str = "PE",
+    memory: str = "",
 ) -> CommunicationError:
-    """The error to raise. expected, seen: in words. who: what a peer is called."""
+    """The error to raise. expected, seen: in words. who: what a peer is called. memory: the kind of
+    symmetric memory."""
     return CommunicationError(
         f"{name}: {who} {failure.rank} waited for {who} {failure.peer} {REPORTED[failure.op]} more than "
         f"{timeout_s:g} s: expected {expected} at signal {failure.signal}, seen {seen}; "
-        f"{who} {failure.peer} is late, dead, or in another layer: look at its log",
+        f"{who} {failure.peer} is late, dead, or in another layer: look at its log"
+        + (f" (symmetric memory: {memory})" if memory else ""),
         missing=(failure.peer,),
         timed_out=True,
     )

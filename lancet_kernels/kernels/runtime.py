@@ -83,6 +83,8 @@ def provide_scratch() -> None:
 LOOK_S = 40e-6 if INTERPRETED else 0.5e-6
 """What a look at a signal takes: on a GPU at least; in the interpreter looks are counted by the clock."""
 
+NAP_S = 500e-6
+
 
 def max_polls(timeout_s: float) -> int:
     """How many looks at a signal `timeout_s` allows."""
@@ -90,7 +92,11 @@ def max_polls(timeout_s: float) -> int:
 
 
 def looks_by_the_clock() -> int:
-    """The time, in looks. Only the interpreter calls it, where a look may take any time."""
+    """The time, in looks. Only the interpreter calls it, where a look may take any time.
+
+    It sleeps for a moment, because the peer that is waited for may need this processor.
+    """
+    time.sleep(NAP_S)
     return int(time.monotonic() / LOOK_S)
 
 

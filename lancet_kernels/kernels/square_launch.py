@@ -219,7 +219,9 @@ class SquarePhase:
             expected, seen = (
                 f"epoch {word >> 32}, step {word & 0xFFFFFFFF}" for word in (failure.expected, failure.seen)
             )
-            raise timed_out(self.name, failure, self.timeout_s, expected, seen, who="rank")
+            raise timed_out(
+                self.name, failure, self.timeout_s, expected, seen, who="rank", memory=self.memory.kind
+            )
 
     def _region(self, what: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Region:
         return self.memory.allocate(f"{self.name}.{what}", shape, dtype)

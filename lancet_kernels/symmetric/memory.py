@@ -67,6 +67,11 @@ class SymmetricMemory(ABC):
         self._regions: dict[str, Region] = {}
         self._open = True
 
+    @property
+    def kind(self) -> str:
+        """Which implementation it is: "torch", "nvshmem", "shared" or "virtual"; `reason` begins with it."""
+        return self.reason.partition(":")[0]
+
     def allocate(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Region:
         """A region of this shape on every PE, filled with zeros. Collective: returns when every PE can put.
 

@@ -102,7 +102,7 @@ def on_ranks(case: StepCase, strategy: str) -> Outcome:
     expected, routing = plain_step(step, inputs)
     with (
         mock.patch.object(optimization, "realize", wraps=optimization.realize) as realized,
-        mock.patch.object(fused_experts, "forward_pass", wraps=fused_experts.forward_pass) as forward,
+        mock.patch.object(fused_experts, "run_forward", wraps=fused_experts.run_forward) as forward,
         mock.patch.object(overlap, "moe_backward", wraps=overlap.moe_backward) as backward,
     ):
         planned = fused(step, inputs, strategy, SLOW)

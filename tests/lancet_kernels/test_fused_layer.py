@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import logging
+import math
+from dataclasses import fields
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import CommunicationError, MoELayer, UserError, reset_exchanges
+from lancet_kernels.ops import fused_experts, fused_passes
 from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
 
@@ -173,6 +178,7 @@ def test_a_layer_works_again_after_a_failed_wait(pool) -> None:
     results = pool.run(fails_and_goes_on, timeout_s=120)
     assert "PE 0 waited for PE 1" in results[0][0]
     assert "more than 3 s" in results[0][0]
+    assert "(symmetric memory: shared)" in results[0][0]
     assert max(worst for _, worst in results) < 1e-5
 
 
@@ -201,7 +207,10 @@ def test_one_rank_without_torch_distributed() -> None:
     plain = MoELayer(16, 24, 4, top_k=2, gate="topk")
     plain.load_state_dict(fused.state_dict())
     x = torch.randn(11, 16)
-    y = fused(x)
+    with mock.patch.object(
+        fused_experts, "create", side_effect=AssertionError("symmetric memory for one rank")
+    ):
+        y = fused(x)
     torch.testing.assert_close(y, plain(x), rtol=1e-5, atol=1e-6)
     y.sum().backward()
     plain(x).sum().backward()
@@ -209,14 +218,40 @@ def test_one_rank_without_torch_distributed() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_without_gradients_any_number_of_passes() -> None:
+def more_tokens() -> tuple[str, list[str]]:
+    """-> the error for more than max_tokens; what is logged without it, in passes of 3, 2, 5 and 4 tokens."""
+    declared = MoELayer(16, 24, 2, backend="fused", max_tokens=5)
+    with pytest.raises(UserError) as error:
+        declared(torch.ones(6, 16))
+    lines: list[str] = []
+    layer = MoELayer(16, 24, 2, backend="fused")
+    with mock.patch.object(
+        logging.getLogger(fused_experts.__name__), "warning", lambda *a: lines.append(a[0] % a[1:])
+    ):
+        for tokens in (3, 2, 5, 4):
+            layer(torch.ones(tokens, 16)).sum().backward()
+    return str(error.value), lines
+
+
+def test_more_tokens_than_before(pool) -> None:
+    for message, lines in pool.run(more_tokens):
+        assert message.startswith("tokens of a pass of an MoE layer: got 6, expected at most 5 (max_tokens)")
+        assert len(lines) == 1
+        assert "5 tokens, more than the 3 before" in lines[0]
+
+
+def without_gradients() -> None:
     layer = MoELayer(16, 24, 2, backend="fused")
     with torch.no_grad():
         outs = [layer(torch.ones(3, 16)) for _ in range(5)]
     assert all(torch.equal(outs[0], out) for out in outs)
 
 
-def test_a_third_forward_before_a_backward_is_refused_and_dropped_passes_are_not() -> None:
+def test_without_gradients_any_number_of_passes(pool) -> None:
+    pool.run(without_gradients)
+
+
+def forwards_before_a_backward() -> None:
     layer = MoELayer(16, 24, 2, backend="fused")
     x = torch.ones(3, 16)
     for _ in range(5):
@@ -229,13 +264,137 @@ def test_a_third_forward_before_a_backward_is_refused_and_dropped_passes_are_not
     layer(x).sum().backward()
 
 
-def test_a_copy_is_a_layer_of_its_own() -> None:
+def test_a_third_forward_before_a_backward_is_refused_and_dropped_passes_are_not(pool) -> None:
+    pool.run(forwards_before_a_backward)
+
+
+def copied() -> None:
     layer = MoELayer(16, 24, 2, backend="fused")
     twin = copy.deepcopy(layer)
     x = torch.ones(3, 16)
     ys = [layer(x), twin(x), layer(x), twin(x)]
     assert all(torch.equal(ys[0], y) for y in ys)
     sum(y.sum() for y in ys).backward()
+
+
+def test_a_copy_is_a_layer_of_its_own(pool) -> None:
+    pool.run(copied)
+
+
+def memory_kept(options: dict) -> dict[str, int]:
+    """Bytes of a layer's regions, of those that layers share, and of what a pass keeps."""
+    layer = MoELayer(16, 24, 4, backend="fused", banks=3, max_tokens=50, top_k=2, gate="topk", **options)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    x = torch.ones(9, 16, requires_grad=True)
+    parameters = {parameter.data_ptr() for parameter in layer.parameters()} | {x.data_ptr()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    ((_, forward, backward, _),) = layer.exchange._exchanges.values()
+    (waiting,) = fused_passes._passes.values()
+    sizes = lambda *regions: sum(region.local.numel() * 4 for region in regions)  # noqa: E731
+    found = {
+        "layer": sizes(forward.rows, forward.results),
+        "shared": sizes(backward.rows, backward.results),
+        "pass": sum(t.numel() * 4 for t in (waiting.saved.pre, waiting.saved.hidden)),
+        "words": sum(region.local.numel() * 8 for region in (forward.arrived, forward.returned)),
+        "routing": sum(
+            getattr(waiting.routing, field.name).numel() * getattr(waiting.routing, field.name).element_size()
+            for field in fields(waiting.routing)
+        ),
+        "saved by autograd": sum(size for at, size in kept.items() if at not in parameters),
+    }
+    y.sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("options", few_of([{"activation": "swiglu", "receive_factor": 1.25}, {}]), ids=str)
+def test_memory_is_as_documented(pool, options) -> None:
+    """The formula of `LayerExchange`, for 2 ranks with 2 experts each, in float32."""
+    tokens, choices, width, hidden, banks = 50, 2, 16, 24, 3
+    sent = tokens * choices
+    received = math.ceil(1.25 * sent) if "receive_factor" in options else 2 * tokens * choices
+    wide = 2 * hidden if options.get("activation") == "swiglu" else hidden
+    for found in pool.run(memory_kept, options | {"capacity_factor": None}, timeout_s=120):
+        assert found["layer"] == 4 * banks * (received + sent) * width
+        assert found["shared"] == 4 * 2 * (received + sent) * width
+        assert found["pass"] == 4 * received * (wide + hidden)
+        assert found["routing"] <= 28 * 9 * choices + 100
+        # Of the gate and of the router; no rows.
+        assert found["saved by autograd"] <= 9 * (4 * 4 + choices * 40) + 200
+        assert found["words"] <= found["layer"]
+
+
+class Blocks(nn.Module):
+    """Fused layers with residuals, each under activation checkpointing; None: without it."""
+
+    def __init__(self, use_reentrant: bool | None, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.use_reentrant = use_reentrant
+        options = {"gate": "topk", "top_k": 2, "capacity_factor": None, "activation": "swiglu"}
+        self.layers = nn.ModuleList(
+            MoELayer(16, 24, 4, backend="fused", banks=1, max_tokens=12, **options) for _ in range(layers)
+        )
+
+    def forward(self, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.use_reentrant is None:
+                y = y + layer(y)
+            else:
+                y = y + checkpoint(layer, y, use_reentrant=self.use_reentrant)
+        return y
+
+    def open_passes(self) -> int:
+        """Banks that wait for a backward, in all layers."""
+        exchanges = [made[1] for layer in self.layers for made in layer.exchange._exchanges.values()]
+        return sum(use() is not None for each in exchanges for use, _ in each._open.values())
+
+
+def checkpointed(use_reentrant: bool | None) -> dict[str, object]:
+    """Two forwards, then their backwards, through layers with one bank each (without checkpointing, one).
+
+    -> gradients, and what is kept between forward and backward: tensors of activations, and open passes.
+    """
+    kept: dict[int, int] = {}
+    model = Blocks(use_reentrant)
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    xs = [torch.randn(12, 16, generator=generator, requires_grad=True) for _ in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ys = [model(x) for x in (xs if use_reentrant is not None else xs[:1])]
+    found: dict[str, object] = {"open": model.open_passes(), "kept": sum(kept.values()) / len(ys)}
+    for x in xs[len(ys) :]:
+        ys[0].square().sum().backward()
+        ys = [model(x)]
+    for y in ys:
+        y.square().sum().backward()
+    found["grads"] = [x.grad for x in xs] + [parameter.grad for parameter in model.parameters()]
+    found["open at the end"] = model.open_passes()
+    return found
+
+
+@pytest.mark.parametrize("use_reentrant", few_of([False, True]))
+def test_activation_checkpointing_keeps_no_pass_open(pool, use_reentrant) -> None:
+    """Layers with one bank: checkpointed, any number of forwards may wait for their backward."""
+    plain, results = (pool.run(checkpointed, each, timeout_s=200) for each in (None, use_reentrant))
+    for expected, got in zip(plain, results, strict=True):
+        assert expected["open"] == 2
+        assert got["open"] == got["open at the end"] == expected["open at the end"] == 0
+        # The inputs of the layers, nothing inside them.
+        assert got["kept"] <= 3 * 12 * 16 * 4 < expected["kept"]
+        for mine, theirs in zip(got["grads"], expected["grads"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_float64_and_a_wrong_name_are_refused() -> None:

@@ -8,14 +8,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from lancet_kernels import OptimizedModule, fused_step, optimize, set_routing_step
+from lancet_kernels import MoELayer, OptimizedModule, fused_step, optimize, set_routing_step
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
-from lancet_kernels.ops import fused_experts
+from lancet_kernels.ops import fused_experts, fused_graph
 from lancet_kernels.schedules import fused
+from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
+from tests.lancet_kernels.test_fused_layer import largest_difference
 from tests.planned_steps import StepCase, build_step
 
 GATES = ("switch", "topk", "hash", "random", "sigmoid")  # every partitionable one
@@ -53,12 +55,7 @@ def compare(case: StepCase, steps: int) -> tuple[float, list[tuple], list[int]]:
         got, planned = train(case, "fused", steps)
     riding = [len(call.kwargs["dense"]) for call in backward.call_args_list]
     assert forward.call_count == len(riding)
-    worst = 0.0
-    for one, other in zip(expected, got, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
-            scale = one[name].abs().max().clamp_min(1e-3)
-            worst = max(worst, float((other[name] - one[name]).abs().max() / scale))
+    worst = largest_difference(expected, got)
     # What a CUDA graph could not capture: on streams sizes travel through the host, forward and backward.
     waiting = {name.partition("_part")[0] for name in on_streams.host_waits}
     assert {"exchange_counts", "all_to_all"} <= waiting or dist.get_world_size() == 1
@@ -90,6 +87,74 @@ def test_steps(pool, gate, ranks, steps, layers) -> None:
         assert len(groups) == moe_layers
         assert all(fused and shown for fused, _, shown in groups), groups
         assert gate != "topk" or sum(riding) > (layers - 2) * steps
+
+
+SHAPES = (((2, 5), (1, 3)), ((1, 4), (2, 5)), ((1, 3), (2, 4)))
+"""Batch and length of each rank, step by step; none more than what was planned."""
+
+
+def train_varying(
+    case: StepCase, backend: str, steps: int
+) -> tuple[list[dict[str, Tensor]], OptimizedModule]:
+    """Loss and gradients of steps with other numbers of tokens on every rank."""
+    step, inputs = build_step(case)
+    planned = optimize(step, inputs, strategy="lancet", backend=backend, cluster=CLUSTER)
+    results = []
+    for number, shapes in enumerate(SHAPES[:steps]):
+        batch, length = shapes[dist.get_rank()]
+        set_routing_step(step, number)
+        loss = planned(*(t[:batch, :length].contiguous() for t in inputs))[0]
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in step.named_parameters() if p.grad is not None}
+        results.append({"loss": loss.detach()} | grads)
+        step.zero_grad()
+    return results, planned
+
+
+def compare_varying(case: StepCase, steps: int) -> tuple[float, dict[str, int], list[str]]:
+    """The largest difference of the two backends; calls without a plan; regions that were made."""
+    made = []
+    allocate = SharedMemory.allocate
+    note = lambda memory, name, *given: made.append(name) or allocate(memory, name, *given)  # noqa: E731
+    expected, on_streams = train_varying(case, "torch", steps)
+    with mock.patch.object(SharedMemory, "allocate", note):
+        got, planned = train_varying(case, "fused", steps)
+    assert planned.fused_layers
+    return largest_difference(expected, got), dict(on_streams.fallbacks + planned.fallbacks), made
+
+
+@pytest.mark.parametrize(("gate", "steps"), few_of([("topk", 2), *((gate, 3) for gate in GATES)]))
+def test_other_numbers_of_tokens_on_every_rank(pool, gate, steps) -> None:
+    """Each rank captures what it needs, with the plan of all; the exchanges stay as they are."""
+    case = StepCase(
+        gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1, layers=2
+    )
+    for worst, fallbacks, made in pool.run(
+        compare_varying, case, steps, timeout_s=500, collective_timeout_s=200
+    ):
+        assert worst < 2e-4
+        assert not fallbacks
+        assert sum(name.endswith(".rows") for name in made) == 2, made
+
+
+class OneLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(16, 16)
+        self.layer = MoELayer(16, 24, 2, backend="fused", banks=3, max_tokens=40, receive_factor=1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.before(x)).square().sum()
+
+
+def test_a_planned_layer_has_the_options_of_its_module() -> None:
+    planned = optimize(OneLayer(), (torch.ones(7, 16),), strategy="lancet-dw", cluster=CLUSTER)
+    (number,) = planned.fused_layers
+    exchange = fused_graph._layers[number]
+    assert (exchange.banks, exchange.max_tokens, exchange.receive_factor) == (3, 40, 1.5)
+    planned(torch.ones(7, 16)).backward()
+    planned(torch.ones(19, 16)).backward()  # more than planned, within max_tokens
+    assert not planned.fallbacks
 
 
 @pytest.mark.long

@@ -247,8 +247,22 @@ def data_parallel_that_sums_alone(_setup: Setup) -> None:
     assert not own.ready.fallbacks
 
 
+def batches_of_other_sizes(_setup: Setup) -> None:
+    """Other ones on every rank, down to one that is smaller than the number of parts, with a plan that cuts.
+
+    Each is captured once; rank 0 meets one size, rank 1 all of them.
+    """
+    own = Setup(strategy="lancet")
+    assert own.ready.plan.ranges
+    for number, size in enumerate((B - 1, 1, B - 1)):
+        own.compare(*batch(number, B - 1 if dist.get_rank() == 0 else size))
+    assert not own.ready.fallbacks
+    assert len(own.ready._shapes._others) == (1 if dist.get_rank() == 0 else 2)
+
+
 WORKS = (
     inputs_by_name,
+    batches_of_other_sizes,
     sliced_and_transposed_inputs,
     sliced_example_inputs,
     the_same_tensor_twice,
@@ -264,11 +278,6 @@ WORKS = (
 )
 
 # ---- Falls back
-
-
-def odd_last_batch(setup: Setup) -> None:
-    """A batch of another shape."""
-    setup.falls_back("inputs of another shape", *batch(size=B - 1))
 
 
 def evaluation_mode(setup: Setup) -> None:
@@ -328,7 +337,6 @@ def autocast_at_optimize(_setup: Setup) -> None:
 
 
 FALLS_BACK = (
-    odd_last_batch,
     evaluation_mode,
     submodule_in_evaluation_mode,
     dropout_changed,

@@ -1,121 +1,251 @@
 """Fused passes of random routings, sizes and delays: do all finish, with every row where it belongs?
 
-    TRITON_INTERPRET=1 python -m tests.lancet_kernels.kernels.fuzz_routings --ranks 2 --passes 1000
+    TRITON_INTERPRET=1 python -m tests.lancet_kernels.kernels.fuzz_routings --ranks 2 --passes 5000
 
-A pass is wrong if a row is missing, if anything was written behind the last one or beside a buffer, or if
-out, dx or the gradient of a weight differ in a bit from what one PE with all experts makes. Naps fall before
-launches and between tasks.
+Every pass has its own numbers of tokens on each rank (0 to 6), routing, capacity and grid; every fifth one
+has a backward. Tiles have 4 rows, so that segments lie in several tiles, and tiles hold rows of several
+sources. Naps fall before passes, between tasks and before releases; nothing else keeps ranks in step.
+
+Inputs are small integers, and values before the activation multiples of 16, where gelu is exactly relu: all
+sums are exact in float32 in any order, so that every result has one right value, which float64 gives.
+
+A pass is wrong if a row is missing or differs in a bit from its source's, if anything was written behind the
+last row or beside a buffer, or if out or a gradient differs from the right value. Rows and results are
+looked at, and poisoned, before their bank is released. A pass hangs if a wait runs out of time.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import time
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from unittest import mock
 
 import torch
+from torch import Tensor
+from triton.runtime import interpreter
 
+from lancet_kernels.kernels import overlap_kernel
+from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from tests.lancet_kernels.kernels.overlap_cases import Case, make_routing
-from tests.lancet_kernels.kernels.overlap_ranks import (
-    GuardedMemory,
-    Layer,
-    alone,
-    make_layer,
-    poisoned_buffers,
-    same_bits,
-)
-from tests.lancet_kernels.kernels.test_overlap_protocol import delays
+from lancet_kernels.kernels.overlap_data import Experts, Routing
+from lancet_kernels.ops.gates.slots import slots_in_token_order
+from tests.lancet_kernels.kernels.overlap_cases import make_routing
+from tests.lancet_kernels.kernels.overlap_ranks import GuardedMemory, poisoned_buffers, same_bits
 from tests.ranks import RankPool
 
-LARGEST = Case(tokens=24, choices=2, local=2, capacity=24, width=16, hidden=16, bias=False)
+TOKENS, CHOICES, WIDTH, HIDDEN = 6, 2, 8, 8
+TILE = OverlapConfig(GemmConfig(4, 8, 8, 1, 1), put_rows=2, put_block=8, reduce_tokens=4, reduce_block=8)
+BACKWARD_EVERY = 5
+WAIT_S = 120.0
 
 
-def random_case(seed: int, world: int) -> Case:
-    """Even, skewed, empty or all to one expert; other numbers of tokens on every rank."""
-    chance = random.Random(seed)
-    choose = chance.choice(("random", "few", "one"))
-    capacity = chance.choice((1, 4, LARGEST.tokens))
-    return replace(
-        LARGEST, world=world, choose=choose, capacity=capacity, seed=seed, uneven=chance.random() < 0.2
+@dataclass(frozen=True)
+class Inputs:
+    """What a rank brings to a pass."""
+
+    x: Tensor
+    dy: Tensor
+    routing: Routing
+
+
+def small_integers(chance: random.Random, most: int, *shape: int) -> Tensor:
+    """float32 integers from -most to most."""
+    generator = torch.Generator().manual_seed(chance.getrandbits(60))
+    return torch.randint(-most, most + 1, shape, generator=generator).float()
+
+
+def experts_of_all(experts: int) -> Experts:
+    """All experts of all ranks."""
+    chance = random.Random(1)
+    w1, w2 = (
+        small_integers(chance, 1, experts, WIDTH, HIDDEN),
+        small_integers(chance, 1, experts, HIDDEN, WIDTH),
     )
+    return Experts(w1, None, w2, None, "gelu")
 
 
-def random_routing(layer: Layer, case: Case) -> None:
-    """Give the layer a rank's tokens and routing of the case, fewer tokens than the case has."""
-    chance = random.Random(1000 * case.seed + layer.rank)
-    layer.load(case)
-    tokens = chance.randint(0, case.tokens_of(layer.rank))
-    layer.x, layer.dy = layer.x[:tokens].contiguous(), layer.dy[:tokens].contiguous()
-    routing = layer.routing
-    expert, weight = routing.expert[:tokens].contiguous(), routing.weight[:tokens].contiguous()
-    if chance.random() < 0.2:
-        expert = expert.new_full(expert.shape, chance.randrange(case.experts))
-        expert[:, 1:] = (expert[:, 1:] + 1) % case.experts
-    slot, used = torch.zeros_like(expert), torch.zeros(case.experts, dtype=torch.int64)
-    for t in range(tokens):
-        for k in range(case.choices):
-            slot[t, k] = used[expert[t, k]]
-            used[expert[t, k]] += 1
-    layer.routing = make_routing(expert, slot, weight, used, case.capacity)
+def inputs_of(seed: int, rank: int, experts: int) -> Inputs:
+    """Of one rank in pass `seed`: any rank can recompute them."""
+    shared = random.Random(seed)
+    kind, capacity = shared.choice(("even", "few", "one")), shared.choice((1, 3, TOKENS, TOKENS))
+    nobody = shared.random() < 0.03
+    favourite = shared.randrange(experts)
+    chance = random.Random(f"{seed} {rank}")
+    tokens = 0 if nobody else chance.randint(0, TOKENS)
+    pools = {"even": range(experts), "few": range(favourite % 2, experts, 2)}
+    expert = torch.tensor(
+        [
+            [favourite, (favourite + 1) % experts] if kind == "one" else chance.sample(pools[kind], CHOICES)
+            for _ in range(tokens)
+        ],
+        dtype=torch.int64,
+    ).view(tokens, CHOICES)
+    slot, used = slots_in_token_order(expert, torch.zeros(experts, dtype=torch.int64))
+    weight = small_integers(chance, 3, tokens, CHOICES)
+    x, dy = 16 * small_integers(chance, 16, tokens, WIDTH), small_integers(chance, 4, tokens, WIDTH)
+    return Inputs(x, dy, make_routing(expert, slot, weight, used, capacity))
+
+
+def rows_for(rank: int, inputs: list[Inputs], local: int, gradients: bool) -> tuple[Tensor, Tensor]:
+    """The rows that a rank receives in that pass, in their order, and the local expert of each."""
+    rows, experts = [torch.empty(0, WIDTH)], [torch.empty(0, dtype=torch.int64)]
+    for e in range(rank * local, (rank + 1) * local):
+        for source in inputs:
+            routing = source.routing
+            first = int(routing.count[:e].sum())
+            choice = routing.choice[first : first + int(routing.count[e])].long()
+            token = choice // CHOICES
+            scaled = source.dy[token] * routing.weight.view(-1)[choice][:, None]
+            rows.append(scaled if gradients else source.x[token])
+            experts.append(torch.full((len(choice),), e - rank * local))
+    return torch.cat(rows), torch.cat(experts)
+
+
+def expert_gradient(dy: Tensor, pre: Tensor, w2: Tensor) -> Tensor:
+    """Of the value before the activation, row by row: gelu' of a multiple of 16 is 0, 1/2 or 1."""
+    slope = (pre > 0).double() + 0.5 * (pre == 0).double()
+    return torch.einsum("nd,nfd->nf", dy, w2) * slope
+
+
+def right_values(rank: int, inputs: list[Inputs], all_experts: Experts, local: int) -> dict[str, Tensor]:
+    """out, dx, dweight of this rank's tokens, and the gradients of its experts, in float64."""
+    w1, w2 = all_experts.w1.double(), all_experts.w2.double()
+    own, routing = inputs[rank], inputs[rank].routing
+    kept = (routing.row >= 0).view(-1)
+    expert, weight = routing.expert.view(-1)[kept], routing.weight.view(-1)[kept].double()
+    token = (torch.arange(kept.numel()) // CHOICES)[kept]
+    x, dy = own.x.double()[token], own.dy.double()[token]
+    pre = torch.einsum("nd,ndf->nf", x, w1[expert])
+    y = torch.einsum("nf,nfd->nd", pre.relu(), w2[expert])
+    dh = expert_gradient(dy * weight[:, None], pre, w2[expert])
+    zeros = torch.zeros_like(own.x, dtype=torch.float64)
+    dweight = torch.zeros(kept.numel(), dtype=torch.float64)
+    dweight[kept] = (dy * y).sum(1)
+    rows, of = rows_for(rank, inputs, local, gradients=False)
+    dy_rows, _ = rows_for(rank, inputs, local, gradients=True)
+    rows, dy_rows, mine = rows.double(), dy_rows.double(), of + rank * local
+    pre_rows = torch.einsum("nd,ndf->nf", rows, w1[mine])
+    dh_rows = expert_gradient(dy_rows, pre_rows, w2[mine])
+    one_hot = torch.nn.functional.one_hot(of, local).double()
+    return {
+        "out": zeros.index_add(0, token, y * weight[:, None]),
+        "dx": zeros.index_add(0, token, torch.einsum("nf,ndf->nd", dh, w1[expert])),
+        "dweight": dweight.view(-1, CHOICES),
+        "dw1": torch.einsum("ne,nd,nf->edf", one_hot, rows, dh_rows),
+        "dw2": torch.einsum("ne,nf,nd->efd", one_hot, pre_rows.relu(), dy_rows),
+    }
+
+
+class Fuzz:
+    """The passes of one rank through one pair of exchanges."""
+
+    def __init__(self, memory: GuardedMemory, local: int, banks: int, nap_s: float, seed: int) -> None:
+        self.memory, self.local, self.rank, self.world = memory, local, memory.rank, memory.world
+        self.experts = self.world * local
+        self.all_experts = experts_of_all(self.experts)
+        mine = slice(self.rank * local, (self.rank + 1) * local)
+        self.own_experts = Experts(self.all_experts.w1[mine], None, self.all_experts.w2[mine], None, "gelu")
+        self.chance, self.nap_s = random.Random(f"{seed} {self.rank}"), nap_s
+        sizes = {
+            "local_experts": local, "send_rows": TOKENS * CHOICES, "width": WIDTH, "dtype": torch.float32,
+            "receive_rows": self.world * TOKENS * min(CHOICES, local), "chunk_rows": TILE.gemm.block_m,
+            "timeout_s": WAIT_S, "banks": banks,
+        }  # fmt: skip
+        self.forward, self.backward = (Exchange(memory, f"{way}{seed}", **sizes) for way in ("x", "dy"))
+        for exchange in (self.forward, self.backward):
+            for region in (exchange.rows, exchange.results):
+                region.local.fill_(float("nan"))
+        memory.barrier()
+        self.expected_rows: dict[int, Tensor] = {}
+        self.tasks = 0
+
+    def nap(self, chance: float) -> None:
+        if self.nap_s and self.chance.random() < chance:
+            time.sleep(self.nap_s * self.chance.random())
+
+    def run(self, seed: int) -> None:
+        """Pass `seed`. Raises AssertionError if it is wrong, CommunicationError if a wait ran out of time."""
+        inputs = [inputs_of(seed, rank, self.experts) for rank in range(self.world)]
+        own, programs = inputs[self.rank], 1 + seed % 5
+        config = replace(TILE, split=seed % 3 == 0, programs=programs, comm_programs=1 + seed // 5 % programs)
+        right = right_values(self.rank, inputs, self.all_experts, self.local)
+        self.seed = seed
+        self.expected_rows = {
+            id(exchange): rows_for(self.rank, inputs, self.local, gradients=exchange is self.backward)[0]
+            for exchange in (self.forward, self.backward)
+        }
+        self.nap(0.5)
+        with poisoned_buffers():
+            out, saved = moe_forward(self.forward, own.x, own.routing, self.own_experts, config)
+            self.forward.check()
+            answers = {"out": out}
+            if seed % BACKWARD_EVERY == 0:
+                self.nap(0.5)
+                gradients = moe_backward(
+                    self.forward, saved, self.backward, own.dy, own.routing, self.own_experts, config
+                )
+                self.backward.check()
+                answers |= {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")}
+            self.forward.release(saved.use)
+        self.memory.check_guards()
+        for name, answer in answers.items():
+            assert torch.equal(answer.double(), right[name]), self.say(f"{name} is wrong")
+
+    def say(self, what: str) -> str:
+        return f"pass {self.seed}, {self.world} ranks, {self.local} experts each, rank {self.rank}: {what}"
+
+    def look_and_poison(self, exchange: Exchange, words: Tensor) -> None:
+        """Before a bank is released: the rows in it are the sources' rows, and nothing is behind them."""
+        bank = int(words[0]) % exchange.banks
+        rows, expected = exchange.rows.local[bank], self.expected_rows[id(exchange)]
+        assert same_bits(rows[: len(expected)], expected), self.say(f"rows of {exchange.name}")
+        behind = rows[len(expected) :].isnan().all()
+        assert behind, self.say(f"written behind the {len(expected)} rows of {exchange.name}")
+        rows.fill_(float("nan"))
+        exchange.results.local[bank].fill_(float("nan"))
+        self.nap(0.3)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, releases and tasks go through this object."""
+        send, find_task = Exchange._send_release, overlap_kernel.find_task
+
+        def look_and_send(exchange: Exchange, words: Tensor) -> None:
+            self.look_and_poison(exchange, words)
+            send(exchange, words)
+
+        def nap_and_find(*given):
+            self.tasks += 1
+            self.nap(0.05)
+            return find_task(*given)
+
+        nap_and_find.__triton_builtin__ = True
+        # Indices of these sizes cannot overflow; looking for it takes half of the interpreter's time.
+        options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+        with (
+            mock.patch.object(Exchange, "_send_release", look_and_send),
+            mock.patch.object(overlap_kernel, "find_task", nap_and_find),
+            mock.patch.object(interpreter.interpreter_builder, "options", options),
+        ):
+            yield
 
 
 def fuzz_on_rank(first: int, passes: int, nap_s: float) -> int:
     """-> how many tasks were launched. Raises for the first pass that is wrong or does not finish."""
-    tasks = 0
-    with GuardedMemory(timeout_s=120) as memory:
-        world = memory.world
-        case = replace(LARGEST, world=world)
-        layer = make_layer(memory, "layer", case)
-        layer.forward.timeout_s = layer.backward.timeout_s = 60.0
-        one = alone(case, memory.rank)
-        chance = random.Random(17 * first + memory.rank)
-        for seed in range(first, first + passes):
-            case = random_case(seed, world)
-            random_routing(layer, case)
-            split = seed % 3 == 0
-            layer.config = config_of(layer.config, split, seed)
-            for exchange in (layer.forward, layer.backward):
-                exchange.rows.local.fill_(float("nan"))
-            # Nobody puts before all have poisoned their rows.
-            memory.barrier()
-            time.sleep(nap_s * chance.random())
-            with poisoned_buffers():
-                if nap_s and seed % 20 == 0:
-                    with delays(seed + memory.rank, nap_s / 20) as kernel:
-                        answer = layer.run()
-                        tasks += kernel.tasks
-                else:
-                    answer = layer.run()
-            layer.check()
-            memory.check_guards()
-            check_received(layer, seed)
-            one.x, one.dy, one.routing = layer.x, layer.dy, layer.routing
-            expected = one.run()
-            for name in ("out", "dx", "dweight"):
-                same = same_bits(getattr(answer, name), getattr(expected, name))
-                assert same, f"{case} of seed {seed}, rank {memory.rank}: {name} differs"
+    with GuardedMemory(timeout_s=WAIT_S) as memory:
+        local = 1 + first // passes % 2 if memory.world > 2 else 2
+        fuzz = Fuzz(memory, local, banks=1 + first // passes % 3, nap_s=nap_s, seed=first)
+        with fuzz.watched():
+            for seed in range(first, first + passes):
+                fuzz.run(seed)
         memory.barrier()
-    return tasks
-
-
-def config_of(config: OverlapConfig, split: bool, seed: int) -> OverlapConfig:
-    """Grids of one and of several programs, of which some or all put."""
-    programs = 1 + seed % 5
-    return replace(config, split=split, programs=programs, comm_programs=1 + seed // 5 % programs)
-
-
-def check_received(layer: Layer, seed: int) -> None:
-    """As many rows as the counts that the peers put were written, the first ones, and no other."""
-    forward = layer.forward
-    bank = int(forward._epoch) % forward.banks
-    mine = slice(layer.rank * forward.local_experts, (layer.rank + 1) * forward.local_experts)
-    count = int(forward.counts.local[bank][:, mine].sum())
-    for exchange in (forward, layer.backward):
-        rows = exchange.rows.local[int(exchange._epoch) % exchange.banks]
-        assert rows[:count].isfinite().all(), f"seed {seed}: a row is missing in {exchange.name}"
-        assert rows[count:].isnan().all(), f"seed {seed}: written behind the {count} rows of {exchange.name}"
+    return fuzz.tasks
 
 
 def main() -> None:
@@ -124,16 +254,25 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--passes", type=int, default=1000)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--nap-ms", type=float, default=5.0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first pass")
+    parser.add_argument("--at-once", type=int, default=50, help="passes through one pair of exchanges")
+    parser.add_argument("--nap-ms", type=float, default=5.0, help="longest nap")
     given = parser.parse_args()
-    pool = RankPool()
-    done = 0
+    pool = RankPool(given.ranks)
+    done = tasks = 0
+    begin = time.monotonic()
     while done < given.passes:
-        now = min(10, given.passes - done)
-        pool.run(fuzz_on_rank, given.first + done, now, given.nap_ms / 1e3, ranks=given.ranks, timeout_s=900)
-        done += now
-        print(f"{done} passes on {given.ranks} ranks: all finished, no bit wrong", flush=True)
+        first = given.first + done
+        results = pool.run(
+            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3,
+            ranks=given.ranks, timeout_s=WAIT_S * given.at_once, collective_timeout_s=WAIT_S,
+        )  # fmt: skip
+        done, tasks = done + given.at_once, tasks + sum(results)
+        print(
+            f"{done} passes on {given.ranks} ranks, {tasks} tasks, {time.monotonic() - begin:.0f} s: "
+            "none hung, nothing wrong",
+            flush=True,
+        )
     pool.close()
 
 

@@ -124,7 +124,7 @@ def test_fuzzed_routings(pool, ranks):
     """`fuzz_routings.py` runs any number of these."""
     from tests.lancet_kernels.kernels.fuzz_routings import fuzz_on_rank
 
-    pool.run(fuzz_on_rank, 0, 12, 0.05, ranks=ranks, timeout_s=600)
+    pool.run(fuzz_on_rank, 0, 40, 0.02, ranks=ranks, timeout_s=600)
 
 
 def steps_on_rank(case: Case, steps: int, shared: bool, nap_s: float) -> dict[tuple[int, int], Answer]:
