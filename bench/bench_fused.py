@@ -21,35 +21,30 @@ class Parts:
 
     def __init__(self, passes: FusedPasses) -> None:
         self.w, self.passes = passes.workload, passes
-        routing = passes.routing
-        capacity = passes.workload.capacity
-        # Rows of padded buffers, as fused launches have them.
-        row = routing.expert * capacity + routing.slot
-        self.row, self.weight = torch.where(routing.slot < capacity, row, -1), routing.weight
-        self.count = routing.count[None]
-        shape = (1, self.w.experts, self.w.capacity)
-        self.rows = passes.x.new_zeros(*shape, self.w.width)
-        self.pre = passes.x.new_zeros(*shape, self.w.wide)
-        self.hidden = passes.x.new_zeros(*shape, self.w.hidden)
+        self.row, self.weight, count = passes.routing.row, passes.routing.weight, passes.routing.count
+        self.offset = torch.cat([count.new_zeros(1), count.cumsum(0)])
+        num_rows = int(self.offset[-1])
+        self.rows = passes.x.new_zeros(num_rows, self.w.width)
+        self.pre = passes.x.new_zeros(num_rows, self.w.wide)
+        self.hidden = passes.x.new_zeros(num_rows, self.w.hidden)
 
     def communication(self) -> None:
-        rows = self.rows.view(-1, self.w.width)
-        permute(self.passes.x, self.row, None, len(rows), out=rows)
-        combine(rows, self.row, self.weight)
+        permute(self.passes.x, self.row, None, len(self.rows), out=self.rows)
+        combine(self.rows, self.row, self.weight)
 
     def gemms_forward(self) -> None:
         experts = self.passes.experts
         grouped_gemm_forward(
-            self.rows, self.count, experts.w1, activation=self.w.activation, out=self.hidden, pre=self.pre
+            self.rows, self.offset, experts.w1, activation=self.w.activation, out=self.hidden, pre=self.pre
         )
-        grouped_gemm_forward(self.hidden, self.count, experts.w2)
+        grouped_gemm_forward(self.hidden, self.offset, experts.w2)
 
     def gemms_backward(self) -> None:
         experts = self.passes.experts
-        dh = grouped_gemm_dx(self.rows, self.count, experts.w2, activation=self.w.activation, pre=self.pre)
-        grouped_gemm_dx(dh, self.count, experts.w1)
-        grouped_gemm_dw(self.hidden, self.rows, self.count)
-        grouped_gemm_dw(self.rows, dh, self.count)
+        dh = grouped_gemm_dx(self.rows, self.offset, experts.w2, activation=self.w.activation, pre=self.pre)
+        grouped_gemm_dx(dh, self.offset, experts.w1)
+        grouped_gemm_dw(self.hidden, self.rows, self.offset)
+        grouped_gemm_dw(self.rows, dh, self.offset)
 
 
 def work_of(w: Workload, dtype: torch.dtype, direction: str) -> dict[str, float]:

@@ -18,8 +18,8 @@ def bench_grouped_gemm(measure, workload, device, dtype, kernel, contender) -> N
     x = torch.randn(experts, rows, k, dtype=dtype, device=device)
     dy = torch.randn(experts, rows, n, dtype=dtype, device=device)
     weight = torch.randn(experts, k, n, dtype=dtype, device=device)
-    count = torch.full((1, experts), rows, dtype=torch.int64, device=device)
-    end = (torch.arange(1, experts + 1, device=device) * rows).to(torch.int32)
+    offset = torch.arange(experts + 1, device=device) * rows
+    end = offset[1:].to(torch.int32)
     flat_x, flat_dy = x.view(-1, k), dy.view(-1, n)
     transposed = weight.transpose(1, 2)
 
@@ -28,9 +28,9 @@ def bench_grouped_gemm(measure, workload, device, dtype, kernel, contender) -> N
 
     grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
     ours = {
-        "forward": lambda: grouped_gemm_kernel.grouped_gemm_forward(x[None], count, weight),
-        "dx": lambda: grouped_gemm_kernel.grouped_gemm_dx(dy[None], count, weight),
-        "dw": lambda: grouped_gemm_kernel.grouped_gemm_dw(x[None], dy[None], count),
+        "forward": lambda: grouped_gemm_kernel.grouped_gemm_forward(flat_x, offset, weight),
+        "dx": lambda: grouped_gemm_kernel.grouped_gemm_dx(flat_dy, offset, weight),
+        "dw": lambda: grouped_gemm_kernel.grouped_gemm_dw(flat_x, flat_dy, offset),
     }
     torch_ones = {
         "forward": lambda: grouped_mm(flat_x, weight, offs=end),

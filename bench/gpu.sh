@@ -2,12 +2,15 @@
 # The check on a GPU, in one command and within eight minutes: the tests marked gpu, the measurements, and
 # with what time is left the sanitizer. Needs no network and no installation: plain python3 with torch,
 # Triton and pytest. Every wait is bounded. Last of all a summary; JSON and logs lie in bench/results.
+# Peers to compare with are measured where they can be imported, also from the folder PEERS (bench/peers.py says
+# how to bring their wheels). Before the sanitizer, two ranks on the one GPU, if that works: bench/gpu_node.py.
 # Exit code: 0 all passed and measured, 1 not all, 2 something that it needs is missing (said in one line).
 set -u
 cd "$(dirname "$0")/.." || exit 2
 root=$PWD
 python=$(command -v "${PYTHON:-python3}") || { echo "make gpu: no ${PYTHON:-python3} here" >&2; exit 2; }
 results=$(realpath -m "${RESULTS:-bench/results}")
+peers=${PEERS:+$(realpath -m "$PEERS")}
 # Not resolved: a link into a virtual environment is what makes it one.
 [[ $python == /* ]] || python=$root/$python
 # Seconds in all, and at most for each stage: kernel tests side by side, tests that need the GPU for
@@ -45,7 +48,7 @@ trap 'kill -INT "${running[@]}" 2>/dev/null; wait; rm -rf "$tree"' EXIT
 cp -r "$root/lancet_kernels" "$root/tests" "$root/bench" "$root/pyproject.toml" "$tree/"
 cp -r "$root/ops" "$root/graph" "$root/schedules" "$tree/lancet_kernels/"
 cd "$tree" || exit 2
-export PYTHONPATH=$tree PYTHONDONTWRITEBYTECODE=1 COLUMNS=200
+export PYTHONPATH=$tree${peers:+:$peers} PYTHONDONTWRITEBYTECODE=1 COLUMNS=200
 unset TRITON_INTERPRET
 LANCET_COMMIT=unknown
 if [[ -e $root/.git ]] && commit=$(git -C "$root" rev-parse --short HEAD 2>/dev/null); then
@@ -74,7 +77,10 @@ finish() {
 
 pytest=("$python" -m pytest -v --color=no -p no:cacheprovider -m "gpu and not long")
 # Virtual PEs wait for one another; the others measure times.
-alone=(tests/lancet_kernels/kernels/test_virtual_pes.py tests/graph/test_measure_gpu.py)
+alone=(
+  tests/lancet_kernels/kernels/test_virtual_pes.py tests/bench/test_emulated_wire.py
+  tests/graph/test_measure_gpu.py
+)
 sanitizer=tests/lancet_kernels/kernels/test_sanitizer_gpu.py
 
 # Most of the time of kernel tests is compiling, so several processes share them.
@@ -94,6 +100,19 @@ finish 2-alone
 
 start measure "$measure_s" "$python" bench/gpu_measure.py --budget-s $((measure_s - 15)) --out "$figures"
 finish measure
+
+if ((total_s - SECONDS >= 110)); then
+  start ranks 60 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 bench/gpu_node.py \
+    --device one-gpu --out "${figures%.json}-ranks.json"
+  finish ranks
+  # Not a log of tests. What it says is its first line, or the last error.
+  mv "$logs/ranks.log" "$logs/ranks.txt"
+  said=$(grep -m 1 "^ranks share a GPU" "$logs/ranks.txt" ||
+    grep -E "Error|exit code" "$logs/ranks.txt" | grep -v ChildFailedError | tail -n 2 | head -n 1)
+  echo "two ranks on one GPU: $said" >"$logs/ranks-said.txt"
+else
+  echo "two ranks on one GPU: not run, $((total_s - SECONDS)) s are left" >"$logs/ranks-said.txt"
+fi
 
 left_s=$((total_s - SECONDS))
 if ((left_s >= 40)); then

@@ -2,8 +2,7 @@
 
 Gate, dispatch, experts, combine; no communication. Ours is `MoELayer(backend="fused")`; peers are those of
 `peers.py` that can be had, our unfused layer among them: which is the fastest is decided by the medians of
-the same rounds. Capacity 1.25 for ours; the other libraries drop nothing. Parameters are random, so loads
-are near balance, and little or nothing is dropped.
+the same rounds. Nobody drops a token. Parameters are random, so loads are near balance.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -118,7 +118,7 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
     from lancet_kernels.tuning.workloads import WORKLOADS
 
     device, dtype = clock.device, torch.float32 if smoke else torch.bfloat16
-    every_size, world, warmup = (SMOKE, 1, 0) if smoke else (SIZES, 2, 3)
+    every_size, world, warmup = (SMOKE[:1], 1, 0) if smoke else (SIZES, 2, 3)
     few = max(1, rounds // 2)
 
     def gemm_part(sizes) -> Part:
@@ -181,14 +181,15 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
         [] if smoke else [(every_size[0], 1, tile) for tile in ((8, 1024), (16, 1024), (4, 2048), (32, 256))]
     )
     layers = [w.small() if smoke else w for w in WORKLOADS.values() if w.name != "gpt2-l-moe"]
-    # The last sizes are those of the model's layers.
+    # The last sizes are those of the model's layers; the first with the same activation need no more kernels.
     paper = every_size[-1]
+    paced = dict.fromkeys((paper, replace(every_size[0], activation=paper.activation)))
     step = (SMOKE_MODEL, SMOKE_STEP) if smoke else (MODELS["gpt2-s-moe"], paper)
     return [
         *map(gemm_part, every_size),
-        *map(overlap_part, every_size),
+        *map(overlap_part, SMOKE if smoke else every_size),
         *(put_part(*put) for put in puts),
-        *map(paced_part, dict.fromkeys((paper, every_size[0]))),
+        *map(paced_part, paced),
         step_part(*step),
         *map(layer_part, layers[:1] if smoke else layers),
         *(put_part(*put) for put in tiles),

@@ -3,8 +3,8 @@
     hidden = 1 - exposed communication of fused / that of none       1: all of it
 
 `gpu_wire.py` says what the ways are and what is exposed. The rate of the wire is chosen so that communication
-takes 40 % of `none`, forward and backward together. All ways run the same kernel's tiles, paced or not, so
-results are equal bit for bit (checked).
+takes 40 % of `none`, forward and backward together. All ways run the same kernel's tiles, so results are
+equal bit for bit (checked).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from gpu_clock import Clock, Times, each_round, spread
 from gpu_overlap import FusedLayer
 from gpu_sizes import Sizes
-from gpu_wire import JITTED, WAYS, Pe, Traffic, on_the_way, pace, played, rate_for
+from gpu_wire import JITTED, WAYS, Pe, Traffic, pace, played, rate_for
+from held_back import staged
 from torch import Tensor
 from virtual_pes import VirtualPes
 
@@ -34,22 +35,21 @@ class PacedLayer:
     def __init__(self, sizes: Sizes, world: int, device: torch.device, dtype: torch.dtype) -> None:
         self.virtual = VirtualPes(world, device)
         self.pes = [Pe(self.virtual, rank) for rank in range(world)]
-        wires = [pe.wire for pe in self.pes]
-        self.layer = FusedLayer(sizes, world, device, dtype, pes=self.virtual, wires=wires)
-        self.traffic = Traffic(self.layer)
+        self.layer = FusedLayer(sizes, world, device, dtype, pes=self.virtual, spare_programs=1)
+        self.traffic = Traffic(self.layer, self.pes)
         self.saved: list = [None] * world
 
     def forward(self, way: str, rank: int) -> Tensor:
         layer, pe = self.layer, self.pes[rank]
-        run, _ = played(way, layer, pe, self.traffic)
-        with on_the_way(way, [layer.forwards[rank]], pe, run):
+        run, _ = played(way, pe, self.traffic)
+        with staged(run):
             out, self.saved[rank] = layer.forward(rank)
         return out
 
     def backward(self, way: str, rank: int) -> tuple[Tensor, ...]:
         layer, pe = self.layer, self.pes[rank]
-        _, run = played(way, layer, pe, self.traffic)
-        with on_the_way(way, [layer.backwards[rank]], pe, run):
+        _, run = played(way, pe, self.traffic)
+        with staged(run):
             g = layer.backward(rank, self.saved[rank])
         layer.forwards[rank].release(self.saved[rank].use)
         return g.dx, g.dw1, g.dw2, g.dweight
@@ -124,7 +124,7 @@ def figure(name: str, taken: Taken, rate: float, bytes_sent: int, has_goals: boo
     over = each_round(lambda streams, fused: streams / fused, ms["streams"], ms["fused"])
     return {
         "figure": f"paced link (emulated), {name}",
-        "link": "emulated: puts paced on the device clock",
+        "link": "emulated: signals handed on by the device clock",
         "gb_per_s": rate,
         "bytes": bytes_sent,
         "wire_ms": bytes_sent / rate * 1e-6,

@@ -13,7 +13,7 @@ from lancet_kernels.training.models import ModelConfig
 
 @dataclass(frozen=True)
 class Sizes:
-    """T tokens in all, D model width, F hidden width, E experts, K choices per token."""
+    """T tokens in all, D model width, F hidden width, E experts, K choices per token; gelu or swiglu."""
 
     name: str
     tokens: int
@@ -21,24 +21,30 @@ class Sizes:
     hidden: int
     experts: int
     choices: int
+    activation: str = "gelu"
+
+    @property
+    def wide(self) -> int:
+        """Columns of the first weight: F, for swiglu 2F."""
+        return 2 * self.hidden if self.activation == "swiglu" else self.hidden
 
     @property
     def rows(self) -> int:
         return self.tokens * self.choices
 
     def letters(self) -> dict[str, int]:
-        values = list(asdict(self).values())[1:]
+        values = list(asdict(self).values())[1:6]
         return dict(zip("TDFEK", values, strict=True))
 
 
 SIZES = (
-    Sizes("wide", 32768, 4096, 1024, 64, 4),
-    Sizes("fine-grained", 40960, 768, 256, 128, 8),
-    Sizes("middle", 24576, 1536, 512, 64, 4),
+    Sizes("wide", 32768, 4096, 1024, 64, 4, "swiglu"),
+    Sizes("fine-grained", 40960, 768, 256, 128, 8, "swiglu"),
+    Sizes("middle", 24576, 1536, 512, 64, 4, "swiglu"),
     Sizes("paper", 12288, 768, 3072, 16, 1),
 )
 # In the interpreter every task of a pass takes milliseconds, whatever its size: few experts.
-SMOKE = (Sizes("smoke", 16, 16, 32, 2, 2),)
+SMOKE = (Sizes("smoke", 16, 16, 32, 2, 2), Sizes("smoke swiglu", 16, 16, 32, 2, 2, "swiglu"))
 SMOKE_STEP = Sizes("smoke", 16, 16, 32, 2, 1)
 SMOKE_MODEL = ModelConfig("smoke", layers=4, width=16, heads=2, sequence=8, vocab=40)
 

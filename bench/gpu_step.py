@@ -31,7 +31,8 @@ from gpu_clock import Clock
 from gpu_overlap import FusedLayer
 from gpu_paced import FAST, Taken, figure
 from gpu_sizes import Sizes, normal
-from gpu_wire import JITTED, WAYS, Pe, Traffic, on_the_way, pace, played, rate_for
+from gpu_wire import JITTED, WAYS, Pe, Traffic, pace, played, rate_for
+from held_back import staged
 from torch import Tensor, nn
 from virtual_pes import VirtualPes, rehearsal
 
@@ -130,12 +131,11 @@ class Step:
         self.model, self.sizes, self.world, self.device, self.dtype = model, sizes, world, device, dtype
         self.virtual = VirtualPes(world, device)
         self.pes = [Pe(self.virtual, rank) for rank in range(world)]
-        wires = [pe.wire for pe in self.pes]
         self.layers = [
-            FusedLayer(sizes, world, device, dtype, pes=self.virtual, wires=wires, name=f"layer{i}.")
+            FusedLayer(sizes, world, device, dtype, pes=self.virtual, spare_programs=1, name=f"layer{i}.")
             for i in range(model.layers // 2)
         ]
-        self.traffic = [Traffic(layer) for layer in self.layers]
+        self.traffic = [Traffic(layer, self.pes) for layer in self.layers]
         self.bytes_of_a_step = 2 * sum(traffic.bytes_of_a_pass for traffic in self.traffic)
         self.tokens = sizes.tokens // world
         batch = self.tokens // model.sequence
@@ -215,8 +215,8 @@ class Step:
         layer, pe = self.layers[number], self.pes[rank]
         _, h, weight = (t.detach() for t in made.outputs)
         made.routing = replace(layer.routings[rank], weight=weight.contiguous())
-        run, _ = played(way, layer, pe, self.traffic[number])
-        with on_the_way(way, [layer.forwards[rank]], pe, run):
+        run, _ = played(way, pe, self.traffic[number])
+        with staged(run):
             y, made.moe = moe_forward(
                 layer.forwards[rank], h.contiguous(), made.routing, layer.experts[rank], layer.config
             )
@@ -232,9 +232,9 @@ class Step:
             riders = [DenseGemm("tn", a, b, a.new_empty(a.shape[1], b.shape[1])) for _, a, b in later]
             kept |= {key: rider.c for (key, _, _), rider in zip(later, riders, strict=True)}
             later.clear()
-        _, run = played(way, layer, pe, self.traffic[number], partial(_weight_gradients, later, kept))
+        _, run = played(way, pe, self.traffic[number], partial(_weight_gradients, later, kept))
         forward, backward = layer.forwards[rank], layer.backwards[rank]
-        with on_the_way(way, [backward], pe, run):
+        with staged(run):
             found = moe_backward(
                 forward, made.moe, backward, dy.reshape(self.tokens, -1).contiguous(), made.routing,
                 layer.experts[rank], layer.config, dense=riders,

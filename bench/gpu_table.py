@@ -56,13 +56,24 @@ def table(found: dict) -> str:
             cell = f"{figure['name']} {value['median']:.3f} ({value['p10']:.3f} {value['p90']:.3f})"
             if goal is not None:
                 cell += f" goal {goal:g} " + ("reached" if value["median"] >= goal else "below")
+                if (following := ratio.get("next_goal")) is not None:
+                    cell += f", then {following:g} " + (
+                        "reached" if value["median"] >= following else "below"
+                    )
             lines.setdefault(f"{figure['figure']}, {ratio['what']}", []).append(cell + mark)
         if "exposed_ms" in figure:
             exposed = ", ".join(f"{way} {v['median']:.2f}" for way, v in figure["exposed_ms"].items())
             cell = f"{figure['name']} {exposed} at {figure['gb_per_s']:.1f} GB/s"
             lines.setdefault(f"{figure['figure']}, exposed ms", []).append(cell)
     head = f"== figures, {found['device']}: median (p10 p90)"
-    return "\n".join([head, *(f"{what}: {'; '.join(cells)}" for what, cells in lines.items())])
+    absent = {who: why for figure in figures for who, why in figure.get("absent", {}).items()}
+    return "\n".join(
+        [
+            head,
+            *(f"{what}: {'; '.join(cells)}" for what, cells in lines.items()),
+            *_first([f"without {who}: {why}" for who, why in absent.items()], MOST_REMARKS),
+        ]
+    )
 
 
 def remarks(found: dict) -> list[str]:
@@ -147,7 +158,8 @@ def summary(found: dict | None, figures: Path, logs: Path) -> tuple[str, bool]:
     for name, stage in found_stages.items():
         lines += stage.lines(name, MOST_NAMES // max(1, failing))
         well = well and not stage.failed and not stage.troubles
-    lines += [note.read_text(encoding="utf-8").rstrip() for note in sorted(logs.glob("*-not-run.txt"))]
+    notes = [*sorted(logs.glob("*-not-run.txt")), *sorted(logs.glob("*-said.txt"))]
+    lines += [note.read_text(encoding="utf-8").rstrip() for note in notes]
     if found is None:
         log = logs / "measure.log"
         said = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines() if log.exists() else []

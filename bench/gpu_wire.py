@@ -9,9 +9,9 @@
 
     exposed communication of a way = its time - its time over an infinitely fast link, same launches
 
-`none` and `streams` are given a good collective: the rows of the way there are stored by a put that takes no
-longer than the wire, those of the way back by the second GEMM for nothing, and waiting takes one warp.
-Its bytes are booked when it starts; it is over when all that was sent to this PE is due.
+`none` and `streams` are given a good collective: on each PE it is over when the wires of all that send to it,
+busy with it from its start, have carried it. The rows of the way there are stored by a put that takes no
+longer than the wire, those of the way back by the second GEMM for nothing; waiting takes one warp.
 """
 
 from __future__ import annotations
@@ -23,56 +23,33 @@ from contextlib import contextmanager
 import torch
 import triton
 import triton.language as tl
+from emulated_wire import Detour, Messages, Wire, relay_kernel
 from gpu_overlap import FusedLayer
-from held_back import HeldLaunch, staged
-from torch import Tensor
+from held_back import HeldLaunch
 from virtual_pes import VirtualPes
 
-from lancet_kernels.errors import CommunicationError
-from lancet_kernels.kernels import device, runtime, wire
-from lancet_kernels.kernels.wire import Wire
+from lancet_kernels.kernels import device, runtime
+from lancet_kernels.kernels.failure_report import WAIT_ROWS, FailureReport, timed_out
 
 WAYS = ("none", "streams", "fused")
 COMM_SHARE = 0.4  # of the time of `none`, as in the Lancet paper's figure 2
 TIMEOUT_S = 10.0
 
 
-@triton.jit(do_not_specialize=["rank", "W", "row_bytes"])
-def send_kernel(
-    epoch_ptr, rows_ptr, row_bytes, signals_ptr, peers_ptr, rank, W, wire_ptr
-):  # fmt: skip
-    """An all-to-all starts: book the wire for rows[p] * row_bytes to each PE p, tell it when they are due.
-
-    Grid: (1,). rows int64 [W]; signals [2, 2, W]: words by parity of the epoch and source, then their dues.
-    Example: epoch 3, rank 0, rows [4, 2], 100 bytes each: PE 1 finds 3 << 32 at [0, 1, 0], at [1, 1, 0] when
-    200 bytes are there.
-    """
-    epoch = tl.load(epoch_ptr) + 1
-    for step in range(1, W + 1):
-        peer = (rank + step) % W
-        due = wire.book(wire_ptr, peer, tl.load(rows_ptr + peer) * row_bytes)
-        index = epoch % 2 * W + rank
-        wire.put_due(signals_ptr, peers_ptr, peer, 2 * W + index, due)
-        device.put_signal(signals_ptr, peers_ptr, peer, index, device.word(epoch, 0), False)
-    tl.store(epoch_ptr, epoch)
-
-
 @triton.jit(do_not_specialize=["rank", "W", "max_polls"])
-def receive_kernel(epoch_ptr, signals_ptr, rank, W, max_polls, report_ptr, wire_ptr):
-    """An all-to-all is over: what every PE sends to this one is due.
+def receive_kernel(epoch_ptr, signals_ptr, rank, W, max_polls, report_ptr):
+    """An all-to-all is over: what every PE sends to this one is here. Those to itself need no wire.
 
-    Grid: (1,). Example: epoch 3, W 2: waits for 3 << 32 at [0, 1, 0] and [0, 1, 1] and their dues.
+    Grid: (1,). signals int64 [W], by source. Example: epoch 3, W 2, rank 0: waits for 3 << 32 at [1].
     """
     epoch = tl.load(epoch_ptr)
-    for peer in range(W):
-        index = epoch % 2 * W + peer
-        device.wait(
-            signals_ptr + index, device.word(epoch, 0), max_polls, report_ptr, rank, peer, 0, index, False,
-            wire_ptr, signals_ptr + 2 * W + index,
-        )  # fmt: skip
+    for step in range(1, W):
+        peer = (rank + step) % W
+        word = device.word(epoch, tl.full((), 0, tl.int64))
+        device.wait(signals_ptr + peer, word, max_polls, report_ptr, rank, peer, WAIT_ROWS, peer)
 
 
-JITTED = (send_kernel, receive_kernel)
+JITTED = (relay_kernel, receive_kernel)
 
 
 class Pe:
@@ -81,30 +58,40 @@ class Pe:
     def __init__(self, pes: VirtualPes, rank: int) -> None:
         memory = pes.memories[rank]
         self.rank, self.world, self.device = rank, pes.world, pes.device
-        # One PE has none to send to: in smoke runs it sends to itself.
-        self.wire = Wire(memory, loopback=pes.world == 1)
-        self._signals = memory.signals("all-to-all", 4 * pes.world)
+        self.wire = Wire(pes.device, rank)
+        self._signals = memory.signals("all-to-all", pes.world)
         self._epoch = torch.zeros(1, dtype=torch.int64, device=pes.device)
-        self._report = torch.zeros(device.REPORT_WORDS.value, dtype=torch.int64, device=pes.device)
+        self._failures = FailureReport(pes.device)
         self._side = _side_stream(pes.device, rank) if pes.device.type == "cuda" else None
 
-    def send(self, rows_W: Tensor, row_bytes: int) -> None:
-        send_kernel[(1,)](
-            self._epoch, rows_W, row_bytes, self._signals.local, self._signals.peers, self.rank, self.world,
-            self.wire.words, num_warps=1,
-        )  # fmt: skip
+    def messages(self, bytes_to: list[int]) -> Messages:
+        """One to each other PE, with so many bytes; one PE has none to send to, and sends to itself."""
+        peers = self._signals.peers.tolist()
+        far = [p for p in range(self.world) if p != self.rank or self.world == 1]
+        words = [[peers[p] + 8 * self.rank for p in far]]
+        target = torch.tensor(words, dtype=torch.int64, device=self.device)
+        num_bytes = torch.tensor([bytes_to[p] for p in far], dtype=torch.int64, device=self.device)
+        return Messages(torch.zeros_like(target), target, num_bytes)
+
+    def send(self, messages: Messages) -> None:
+        """An all-to-all starts: the wire carries it, beside what the current stream is given."""
+        self._epoch += 1
+        self.wire.carry(messages, self._epoch)
 
     def receive(self) -> None:
+        """It is over: what this PE sent and what it is sent has been carried."""
+        self.wire.join()
         receive_kernel[(1,)](
             self._epoch, self._signals.local, self.rank, self.world, runtime.max_polls(TIMEOUT_S),
-            self._report, self.wire.words, num_warps=1,
+            self._failures.words, num_warps=1,
         )  # fmt: skip
 
     def check(self) -> None:
         """Raise CommunicationError if an all-to-all was not over in time."""
-        claimed, rank, peer, *_ = self._report.tolist()
-        if claimed:
-            raise CommunicationError(f"emulated all-to-all: PE {rank} waited for PE {peer} too long")
+        failure = self._failures.first()
+        if failure is not None:
+            expected, seen = (f"epoch {word >> 32}" for word in (failure.expected, failure.seen))
+            raise timed_out("emulated all-to-all", failure, TIMEOUT_S, expected, seen)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
@@ -134,30 +121,41 @@ def pace(pes: list[Pe], gb_per_s: float) -> None:
 
 
 class Traffic:
-    """What a layer's routing sends: rows[p] of this PE to PE p on the way there, and on the way back."""
+    """What a layer's routing sends, in one pass.
 
-    def __init__(self, layer: FusedLayer) -> None:
-        count = torch.stack([routing.count.view(layer.world, -1).sum(1) for routing in layer.routings])
-        self.there = list(count)
-        self.back = [c.contiguous() for c in count.t()]
-        self.row_bytes = layer.sizes.width * layer.x[0].element_size()
-        away = count if layer.world == 1 else count * ~torch.eye(layer.world, dtype=bool, device=count.device)
-        # Of the PE that has most to send, each way.
-        self.bytes_of_a_pass = int(away.sum(1).max() + away.sum(0).max()) * self.row_bytes
+    Attributes:
+        there, back: by PE, the messages of an all-to-all of all rows, and of their results.
+        forwards, backwards: by PE, the detours of the signals of its exchanges.
+        bytes_of_a_pass: of the PE that has most to send, each way.
+    """
+
+    def __init__(self, layer: FusedLayer, pes: list[Pe]) -> None:
+        count_WE = torch.stack([routing.count for routing in layer.routings])
+        row_bytes = layer.sizes.width * layer.x[0].element_size()
+        bytes_WW = count_WE.view(layer.world, layer.world, -1).sum(2) * row_bytes
+        self.there = [pe.messages(sent) for pe, sent in zip(pes, bytes_WW.tolist(), strict=True)]
+        self.back = [pe.messages(sent) for pe, sent in zip(pes, bytes_WW.t().tolist(), strict=True)]
+        self.forwards, self.backwards = (
+            [Detour(exchange, count_WE.tolist(), loopback=layer.world == 1) for exchange in exchanges]
+            for exchanges in (layer.forwards, layer.backwards)
+        )
+        if layer.world > 1:
+            bytes_WW.fill_diagonal_(0)
+        self.bytes_of_a_pass = int(bytes_WW.sum(1).max() + bytes_WW.sum(0).max())
 
 
 def played(
-    way: str, layer: FusedLayer, pe: Pe, traffic: Traffic, beside: Callable[[], object] = lambda: None
+    way: str, pe: Pe, traffic: Traffic, beside: Callable[[], object] = lambda: None
 ) -> tuple[Callable[[HeldLaunch], None], Callable[[HeldLaunch], None]]:
     """How the launch of a forward and of a backward pass of a PE is done the given way.
 
     beside: other work that a plan puts beside the backward's first all-to-all; done there on streams, before
         the pass blocking, and not at all fused, where it rides along in the launch.
     """
-    there, back, row_bytes = traffic.there[pe.rank], traffic.back[pe.rank], traffic.row_bytes
+    there, back = traffic.there[pe.rank], traffic.back[pe.rank]
 
-    def all_to_all(launch: HeldLaunch | None, rows_W: Tensor) -> None:
-        pe.send(rows_W, row_bytes)
+    def all_to_all(launch: HeldLaunch | None, messages: Messages) -> None:
+        pe.send(messages)
         if launch is not None:
             launch("put")
         pe.receive()
@@ -193,23 +191,14 @@ def played(
         pe.join()
         launch("reduce")
 
-    def one(launch: HeldLaunch) -> None:
-        launch("put in out wgrad dense reduce dweight")
+    def fused(detour: Detour) -> Callable[[HeldLaunch], None]:
+        return lambda launch: detour.launch(launch, pe.wire)
 
     return {
         "none": (forward, backward_blocking),
         "streams": (forward, backward_streams),
-        "fused": (one, one),
+        "fused": (fused(traffic.forwards[pe.rank]), fused(traffic.backwards[pe.rank])),
     }[way]
-
-
-@contextmanager
-def on_the_way(way: str, exchanges: list, pe: Pe, run: Callable[[HeldLaunch], None]) -> Iterator[None]:
-    """Inside, a pass of a PE is launched by `run`; chunks and tiles take the wire only if fused."""
-    for exchange in exchanges:
-        exchange.wire = pe.wire if way == "fused" else None
-    with staged(run):
-        yield
 
 
 def rate_for(bytes_sent: int, none_ms: float) -> float:
@@ -218,5 +207,5 @@ def rate_for(bytes_sent: int, none_ms: float) -> float:
     Example: 60 ms and 1 GB: 40 ms of wire make 100 ms, so 25 GB/s.
     """
     if runtime.INTERPRETED:
-        none_ms = 0.01  # on its clock, which counts looks
+        none_ms = 0.001  # on its clock, which counts looks: a few
     return bytes_sent / (COMM_SHARE / (1 - COMM_SHARE) * none_ms) * 1e-6

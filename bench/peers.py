@@ -2,15 +2,23 @@
 
 Ours, fused and unfused (`backend="torch"`: op by op, on a GPU by our kernels too); what torch alone gives,
 which is always at hand; other libraries, of which none has been run by us yet: whoever has a GPU and
-installs one gets it in the same table.
+installs one gets it in the same table. None drops a token.
+
+To bring them to a machine without a network, where there is one
+
+    pip download -d wheels --no-deps liger-cute-kernels quack-kernels scattermoe ...
+
+and there `pip install --no-index --no-deps --target peers wheels/*.whl`, then PEERS=peers make gpu.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
@@ -26,7 +34,7 @@ class Absent(Exception):
 
 
 class TorchGrouped(nn.Module):
-    """Rows sorted by expert through torch._grouped_mm, as torchtitan's experts do it; nothing is dropped."""
+    """Rows sorted by expert through torch's grouped_mm, as torchtitan's experts do it; nothing is dropped."""
 
     def __init__(self, w: Workload, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
@@ -44,8 +52,10 @@ class TorchGrouped(nn.Module):
         ends = count.scatter_add_(0, expert, torch.ones_like(expert)).cumsum(0).to(torch.int32)
         token = order // w.choices
         # index_select and index_add are each other's backward; that of x[token] sorts.
-        hidden = activate(torch._grouped_mm(x.index_select(0, token), self.w1, offs=ends), w.activation)
-        y = torch._grouped_mm(hidden, self.w2, offs=ends)
+        hidden = activate(
+            torch.nn.functional.grouped_mm(x.index_select(0, token), self.w1, offs=ends), w.activation
+        )
+        y = torch.nn.functional.grouped_mm(hidden, self.w2, offs=ends)
         weight = weight_TK.flatten().index_select(0, order)
         return torch.zeros_like(x).index_add(0, token, (y * weight[:, None]).to(x.dtype))
 
@@ -95,7 +105,80 @@ def _megablocks(w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Mod
     return _Called(lambda x: layer(x[:, None])[0], layer)
 
 
-PEERS = {"torch grouped_mm": TorchGrouped, "scattermoe": _scattermoe, "megablocks": _megablocks}
+class _LigerCuteExperts(torch.autograd.Function):
+    """The fused pass of liger-cute-kernels: gate and up [E, F, D], down [E, D, F], choices int32 [T, K]."""
+
+    @staticmethod
+    def forward(ctx, x, weight_TK, expert_TK, gate, up, down, library, team, keeps):
+        shape = {"num_experts": len(gate), "top_k": expert_TK.shape[1], "team_handle": team}
+        operands = expert_TK, weight_TK, gate, up, down
+        made = library.moe_fused_fwd_bf16(x, *operands, **shape)
+        ctx.library, ctx.shape, ctx.operands, ctx.made = library, shape, operands, made
+        if not keeps:
+            library.moe_pop_fwd()
+        return made[0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        _, rows, results, offsets, slots, tiles, tile_rows = ctx.made
+        dx, dgate, dup, ddown, dweight = ctx.library.moe_fused_bwd_bf16(
+            dy.contiguous(), results, rows, slots, tiles, offsets, *ctx.operands, **ctx.shape,
+            fwd_tile_m=tile_rows,
+        )  # fmt: skip
+        ctx.library.moe_pop_fwd()
+        return dx, dweight, None, dgate, dup, ddown, None, None, None
+
+
+def _liger_cute(w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """github.com/linkedin/Liger-Kernel: fused expert-parallel kernels, here on one rank."""
+    library = importlib.import_module("liger_cute_kernels.tvm_ffi")
+    nvshmem = importlib.import_module("liger_cute_kernels.nvshmem")
+    if w.activation != "swiglu" or dtype != torch.bfloat16:
+        raise ValueError(f"{w.activation} in {dtype}: only swiglu in bfloat16")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    nvshmem.init_from_pg()
+    library.moe_configure_symmetric(
+        max_tokens=w.tokens, hidden_dim=w.width, max_num_experts=w.experts, max_top_k=w.choices, num_pes=1,
+        num_hosts=1, gpus_per_host=1,
+    )  # fmt: skip
+    make = {"device": device, "dtype": dtype}
+    layer = nn.Module()
+    layer.router = nn.Linear(w.width, w.experts, bias=False, **make)
+    for name, shape in (
+        ("gate", (w.hidden, w.width)),
+        ("up", (w.hidden, w.width)),
+        ("down", (w.width, w.hidden)),
+    ):
+        setattr(layer, name, nn.Parameter(torch.randn(w.experts, *shape, **make) * 0.02))
+
+    def run(x: Tensor) -> Tensor:
+        weight_TK, expert_TK = layer.router(x).float().softmax(-1).topk(w.choices)
+        return _LigerCuteExperts.apply(
+            x, weight_TK.to(dtype).contiguous(), expert_TK.int().contiguous(), layer.gate, layer.up,
+            layer.down, library, nvshmem.team_world(), torch.is_grad_enabled(),
+        )  # fmt: skip
+
+    return _Called(run, layer)
+
+
+def quack_gemm(device: torch.device) -> Callable[..., Tensor]:
+    """quack's `gemm(A, B, out, cu_seqlens_m= or cu_seqlens_k=)`, not tuned. Raises Absent."""
+    if device.type != "cuda":
+        raise Absent("quack needs a GPU")
+    try:
+        gemm = importlib.import_module("quack.gemm_interface").gemm
+    except ImportError as error:
+        raise Absent(f"quack is not installed ({error})") from error
+    return partial(gemm, tuned=False)
+
+
+PEERS = {
+    "torch grouped_mm": TorchGrouped,
+    "liger-cute-kernels": _liger_cute,
+    "scattermoe": _scattermoe,
+    "megablocks": _megablocks,
+}
 
 
 class Dense(nn.Module):
@@ -177,7 +260,7 @@ def make_layer(name: str, w: Workload, dtype: torch.dtype, device: torch.device)
     if name not in OURS:
         return make_peer(name, w, dtype, device)
     return MoELayer(
-        w.width, w.hidden, w.experts, top_k=w.choices, gate="topk", capacity_factor=1.25,
+        w.width, w.hidden, w.experts, top_k=w.choices, gate="topk", capacity_factor=None,
         activation=w.activation, backend=OURS[name], device=device, dtype=dtype,
     )  # fmt: skip
 

@@ -77,7 +77,7 @@ def expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
         from lancet_kernels.kernels.activation import activation
 
-        return activation(h_RF.contiguous()[None], count_WL.sum().view(1), kind)[0]
+        return activation(h_RF.contiguous(), count_WL.sum().view(1), kind)
     h_RF = h_RF.contiguous()
     if kind not in GATED:
         return activate(h_RF, kind)
@@ -114,8 +114,7 @@ def expert_activation_backward(da_RF: Tensor, h_RF: Tensor, count_WL: Tensor, ki
     if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
         from lancet_kernels.kernels.activation import activation_backward
 
-        rows = da_RF.contiguous()[None], h_RF.contiguous()[None]
-        return activation_backward(*rows, count_WL.sum().view(1), kind)[0]
+        return activation_backward(da_RF.contiguous(), h_RF.contiguous(), count_WL.sum().view(1), kind)
     dtype = torch.promote_types(h_RF.dtype, torch.float32)
     dh_RF = torch.empty_like(h_RF, memory_format=torch.contiguous_format)
     if dtype == h_RF.dtype:

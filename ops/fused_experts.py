@@ -35,7 +35,7 @@ from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.ops.groups import group_name, group_of, group_timeout_s
 from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
-from lancet_kernels.symmetric import SymmetricMemory, create
+from lancet_kernels.symmetric import SymmetricMemory, create, virtual_memories
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -65,7 +65,11 @@ class FusedMemory:
         process_group = group_of(group) if group else None
         of_device = cls._of_group.setdefault(process_group or ALONE, {})
         if device not in of_device:
-            of_device[device] = cls(create(process_group, device, timeout_s))
+            # A group of one rank has no name, also where there are other ranks.
+            alone = process_group is None
+            of_device[device] = cls(
+                virtual_memories(1, device)[0] if alone else create(process_group, device, timeout_s)
+            )
         return of_device[device]
 
     @classmethod

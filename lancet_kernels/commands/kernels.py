@@ -15,8 +15,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.options import positive_int
 
 if TYPE_CHECKING:
-    from lancet_kernels.kernels.compile_pool import Row
-    from lancet_kernels.kernels.specimen import Specimen
+    from lancet_kernels.compiling.compile_pool import Row
+    from lancet_kernels.compiling.specimen import Specimen
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 COLUMNS = ("registers", "spills", "stack", "shared_bytes", "wgmma", "tma", "tcgen05", "seconds")
@@ -52,7 +52,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Compile and print. -> 1 if a kernel has a problem, else 0."""
     # Imported here, because it needs Triton, which is not available on every platform.
-    from lancet_kernels.kernels import compile, compile_pool, nvshmem_bitcode
+    from lancet_kernels.compiling import compile, compile_pool
+    from lancet_kernels.kernels import nvshmem_bitcode
 
     arch = int(arguments.arch.removeprefix("sm_"))
     chosen = [

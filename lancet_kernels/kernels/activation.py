@@ -1,16 +1,14 @@
 """The nonlinearity of the experts as a separate op on real rows, and its derivative.
 
-    G  groups of rows (rank, expert)      C  capacity: rows of a group's buffer, of which count[g] are real
-    F  hidden width                       H  width of the input: F, or 2F for swiglu, [gate | up]
+    R  rows, of which the first `count` are real
+    F  hidden width      H  width of the input: F, or 2F for swiglu, [gate | up]
 
     activation             a = act(h)             gelu (exact), silu, or swiglu: silu(gate) * up
     activation_backward    dh = act'(h) da
 
-Counts are read on the device, so the host need not know them. Rows that are not real are neither read nor
+The count is read on the device, so the host need not know it. Rows that are not real are neither read nor
 written. Computed in float32, rounded once.
 """
-
-from collections.abc import Iterator
 
 import torch
 import triton
@@ -24,7 +22,6 @@ from lancet_kernels.kernels.gemm_tile import activate, dgelu, dsilu, silu
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.runtime import needs_upcast
-from lancet_kernels.kernels.specimen import Specimen
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A program's tile: 16 values a thread, so that a few loads of 16 bytes are in flight.
@@ -32,35 +29,30 @@ VALUES, WARPS = 2048, 4
 
 
 @triton.jit
-def _tile(count_ptr, C, F, BR: tl.constexpr, BD: tl.constexpr):
-    """-> flat indices of the program's rows, its columns, and which elements are real.
+def _tile(count_ptr, R, F, BR: tl.constexpr, BD: tl.constexpr):
+    """-> the program's rows and columns, and which elements are real.
 
-    Example: C = 5, BR = 4, F = 8, BD = 8, count = [5, 2]: program 1 has row 4 of group 0, program 2 rows 5
-    and 6 (0 and 1 of group 1), program 3 nothing.
+    Example: R = 10, BR = 4, F = 8, BD = 8, count = 5: program 1 has row 4, program 2 nothing.
     """
     num_columns = tl.cdiv(F, BD)
-    i_block = tl.program_id(0) // num_columns
-    blocks = tl.cdiv(C, BR)
-    group = i_block // blocks
-    i_r = (i_block % blocks) * BR + tl.arange(0, BR)
+    i_r = (tl.program_id(0) // num_columns).to(tl.int64) * BR + tl.arange(0, BR)
     i_d = (tl.program_id(0) % num_columns) * BD + tl.arange(0, BD)
-    m = (i_r < tl.minimum(tl.load(count_ptr + group), C))[:, None] & (i_d < F)[None, :]
-    return group.to(tl.int64) * C + i_r, i_d, m
+    return i_r, i_d, (i_r < tl.minimum(tl.load(count_ptr), R))[:, None] & (i_d < F)[None, :]
 
 
 @triton.jit
-def _activation_kernel(
-    h_ptr, count_ptr, a_ptr, C, F,
+def activation_kernel(
+    h_ptr, count_ptr, a_ptr, R, F,
     KIND: tl.constexpr, EMULATE_BF16: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """a = act(h) on the real rows.
 
-    Grid: (G * ceil(C / BR) * ceil(F / BD),), columns first. Each program owns a BR x BD tile of a.
-    Shapes: h [G, C, H], count [G] int64, a [G, C, F].
-    Floor: R real rows: reads R H, writes R F elements; some 20 FLOPs each.
-    Example: silu, C = 2, F = 1, count = [1], h = [[1], [NaN]] -> a = [[0.7311], not written].
+    Grid: (ceil(R / BR) * ceil(F / BD),), columns first. Each program owns a BR x BD tile of a.
+    Shapes: h [R, H], count [1] int64, a [R, F].
+    Floor for N real rows: reads N H, writes N F elements; some 20 FLOPs each.
+    Example: silu, R = 2, F = 1, count = [1], h = [[1], [NaN]] -> a = [[0.7311], not written].
     """
-    i_r, i_d, m = _tile(count_ptr, C, F, BR, BD)
+    i_r, i_d, m = _tile(count_ptr, R, F, BR, BD)
     if KIND == "swiglu":
         p_gate = h_ptr + i_r[:, None] * (2 * F) + i_d[None, :]
         gate = tl.load(p_gate, mask=m, other=0.0).to(tl.float32)
@@ -72,17 +64,17 @@ def _activation_kernel(
 
 
 @triton.jit
-def _activation_backward_kernel(
-    da_ptr, h_ptr, count_ptr, dh_ptr, C, F,
+def activation_backward_kernel(
+    da_ptr, h_ptr, count_ptr, dh_ptr, R, F,
     KIND: tl.constexpr, EMULATE_BF16: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dh = act'(h) da on the real rows.
 
-    Grid and tiles: as the forward's. Shapes: da [G, C, F]; h, dh [G, C, H]; count [G] int64.
-    Floor: R real rows: reads R (F + H), writes R H elements; some 30 FLOPs each.
+    Grid and tiles: as the forward's. Shapes: da [R, F]; h, dh [R, H]; count [1] int64.
+    Floor for N real rows: reads N (F + H), writes N H elements; some 30 FLOPs each.
     Example: silu, h = 0, da = 2 -> dh = 1; swiglu, gate = 0, up = 4, da = 2 -> dgate = 4, dup = 0.
     """
-    i_r, i_d, m = _tile(count_ptr, C, F, BR, BD)
+    i_r, i_d, m = _tile(count_ptr, R, F, BR, BD)
     da = tl.load(da_ptr + i_r[:, None] * F + i_d[None, :], mask=m, other=0.0).to(tl.float32)
     H = 2 * F if KIND == "swiglu" else F
     p_h = h_ptr + i_r[:, None] * H + i_d[None, :]
@@ -99,83 +91,59 @@ def _activation_backward_kernel(
     tl.store(p_dh, round_to(dh, dh_ptr.dtype.element_ty, EMULATE_BF16), mask=m)
 
 
-def activation(h_GCH: Tensor, count_G: Tensor, kind: str) -> Tensor:
-    """-> [G, C, F]: the activation of the real rows; the others are not written.
+def activation(h_RH: Tensor, count: Tensor, kind: str) -> Tensor:
+    """-> [R, F]: the activation of the real rows; the others are not written.
 
-    Args: h: float32, bfloat16 or float16; count_G: int64. kind: "gelu", "silu" or "swiglu".
+    Args: h: float32, bfloat16 or float16; count: int64 [1]. kind: "gelu", "silu" or "swiglu".
     Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
-    hidden = _check(h_GCH, count_G, kind)
-    a_GCF = torch.empty(*h_GCH.shape[:2], hidden, dtype=h_GCH.dtype, device=h_GCH.device)
-    if a_GCF.numel():
-        grid, tile = _grid(a_GCF)
+    hidden = _check(h_RH, count, kind)
+    a_RF = torch.empty(len(h_RH), hidden, dtype=h_RH.dtype, device=h_RH.device)
+    if a_RF.numel():
+        grid, tile = _grid(a_RF)
         launch(
-            _activation_kernel, grid,
-            h_GCH, count_G, a_GCF, a_GCF.shape[1], hidden,
-            KIND=kind, EMULATE_BF16=needs_upcast(h_GCH.dtype), **tile,
+            activation_kernel, grid, h_ptr=h_RH, count_ptr=count, a_ptr=a_RF, R=len(h_RH), F=hidden,
+            KIND=kind, EMULATE_BF16=needs_upcast(h_RH.dtype), **tile,
         )  # fmt: skip
-    return a_GCF
+    return a_RF
 
 
-def activation_backward(da_GCF: Tensor, h_GCH: Tensor, count_G: Tensor, kind: str) -> Tensor:
-    """-> [G, C, H]: the gradient of h on the real rows; the others are not written.
+def activation_backward(da_RF: Tensor, h_RH: Tensor, count: Tensor, kind: str) -> Tensor:
+    """-> [R, H]: the gradient of h on the real rows; the others are not written.
 
-    Args: da_GCF: gradient of the output, in the dtype of h; the others as of `activation`.
+    Args: da_RF: gradient of the output, in the dtype of h; the others as of `activation`.
     Raises: UserError for wrong dtypes, shapes, layouts or devices.
     """
-    hidden = _check(h_GCH, count_G, kind)
-    check_tensor("da_GCF", da_GCF, shape=(*h_GCH.shape[:2], hidden), dtype=h_GCH.dtype, device=h_GCH.device)
-    dh_GCH = torch.empty_like(h_GCH)
-    if da_GCF.numel():
-        grid, tile = _grid(da_GCF)
+    hidden = _check(h_RH, count, kind)
+    check_tensor("da_RF", da_RF, shape=(len(h_RH), hidden), dtype=h_RH.dtype, device=h_RH.device)
+    dh_RH = torch.empty_like(h_RH)
+    if da_RF.numel():
+        grid, tile = _grid(da_RF)
         launch(
-            _activation_backward_kernel, grid,
-            da_GCF, h_GCH, count_G, dh_GCH, da_GCF.shape[1], hidden,
-            KIND=kind, EMULATE_BF16=needs_upcast(h_GCH.dtype), **tile,
+            activation_backward_kernel, grid,
+            da_ptr=da_RF, h_ptr=h_RH, count_ptr=count, dh_ptr=dh_RH, R=len(h_RH), F=hidden,
+            KIND=kind, EMULATE_BF16=needs_upcast(h_RH.dtype), **tile,
         )  # fmt: skip
-    return dh_GCH
+    return dh_RH
 
 
-def _check(h_GCH: Tensor, count_G: Tensor, kind: str) -> int:
+def _check(h_RH: Tensor, count: Tensor, kind: str) -> int:
     """-> F."""
     check_activation(kind)
-    check_tensor("h_GCH", h_GCH, shape=(None, None, None), dtype=DTYPES)
-    check_tensor("count_G", count_G, shape=h_GCH.shape[:1], dtype=torch.int64, device=h_GCH.device)
+    check_tensor("h_RH", h_RH, shape=(None, None), dtype=DTYPES)
+    check_tensor("count", count, shape=(1,), dtype=torch.int64, device=h_RH.device)
     halves = 2 if kind == "swiglu" else 1
-    if h_GCH.shape[2] % halves:
+    if h_RH.shape[1] % halves:
         raise UserError(
-            "width of h_GCH", got=h_GCH.shape[2], expected="an even one", do="swiglu takes two halves"
+            "width of h_RH", got=h_RH.shape[1], expected="an even one", do="swiglu takes two halves"
         )
-    return h_GCH.shape[2] // halves
+    return h_RH.shape[1] // halves
 
 
-def _grid(a_GCF: Tensor) -> tuple[tuple[int], dict[str, int]]:
-    groups, capacity, hidden = a_GCF.shape
+def _grid(a_RF: Tensor) -> tuple[tuple[int], dict[str, int]]:
+    num_rows, hidden = a_RF.shape
     columns = min(1024, triton.next_power_of_2(hidden))
     rows = VALUES // columns
-    programs = groups * triton.cdiv(capacity, rows) * triton.cdiv(hidden, columns)
+    programs = triton.cdiv(num_rows, rows) * triton.cdiv(hidden, columns)
     check_number("tiles of the activation", programs, 1, 2**31 - 1)
     return (programs,), {"BR": rows, "BD": columns, "num_warps": WARPS, **UNFUSED}
-
-
-def specimens(arch: int) -> Iterator[Specimen]:
-    """Both kernels for bf16 and float32, with one and with two halves."""
-    tile = {"EMULATE_BF16": False, "BR": 2, "BD": 1024}
-    for dtype, kind in (("bf16", "gelu"), ("bf16", "swiglu"), ("fp32", "gelu"), ("fp32", "swiglu")):
-        rows, sizes = f"*{dtype}", {"C": "i32", "F": "i32"}
-        forward = {"h_ptr": rows, "count_ptr": "*i64", "a_ptr": rows}
-        backward = {"da_ptr": rows, "h_ptr": rows, "count_ptr": "*i64", "dh_ptr": rows}
-        for name, kernel, pointers in (
-            ("activation", _activation_kernel, forward),
-            ("activation_backward", _activation_backward_kernel, backward),
-        ):
-            yield Specimen(
-                name=name,
-                config=f"{dtype} {kind}",
-                kernel=kernel,
-                signature={**pointers, **sizes},
-                constexprs={"KIND": kind, **tile},
-                aligned=(*pointers, "F"),
-                num_warps=WARPS,
-                options=UNFUSED,
-            )

@@ -26,7 +26,7 @@ def check_tensor(
             f"dtype of {what}",
             got=tensor.dtype,
             expected=" or ".join(map(str, dtypes)),
-            do="convert it, or use the torch op",
+            do="convert it, or use backend='torch'",
         )
     fits = len(shape) == tensor.ndim and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
     if not fits:

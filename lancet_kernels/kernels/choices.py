@@ -2,25 +2,12 @@
 
     t  tokens [BT], m_t which of them exist    K  choices per token    D  width of a row
 
-Compact rows [S, D]: choice k of token t is at row[t, k]; a negative row means dropped. Padded buffers [E, C,
-D], for
-fused launches: at expert[t, k], slot[t, k]; a slot >= C means dropped. The row of a dropped choice is never
-read, and counts as zero. K may be a constexpr or an argument.
+Choice k of token t is at row[t, k] of [S, D]; a negative row means dropped. The row of a dropped choice is
+never read, and counts as zero. K may be a constexpr or an argument.
 """
 
 import triton
 import triton.language as tl
-
-
-@triton.jit
-def place(expert_ptr, slot_ptr, i, m, C, D):
-    """Offset of the rows of choices `i` in a [E, C, D] buffer, and which of them are kept.
-
-    Example: C = 4, D = 10: expert 2, slot 1 is at (2 * 4 + 1) * 10 = 90 and kept; slot 4 would not be.
-    """
-    b_slot = tl.load(slot_ptr + i, mask=m, other=C)
-    b_expert = tl.load(expert_ptr + i, mask=m, other=0)
-    return (b_expert * C + b_slot) * D, m & (b_slot < C)
 
 
 @triton.jit
@@ -63,22 +50,3 @@ def dot_row(
         b_row = tl.load(rows_ptr + offset[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
         acc += b_x * b_row
     tl.store(dweight_ptr + i, tl.sum(acc, 1), mask=m_t)
-
-
-@triton.jit
-def add_choice(
-    acc, k, buffer_ptr, expert_ptr, slot_ptr, weight_ptr, t, m_t, i_d, m_d, C, D, K, WEIGHTED: tl.constexpr
-):  # fmt: skip
-    """`add_row` of each token's choice k in a padded buffer."""
-    offset, m_kept = place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
-    return add_row(acc, buffer_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
-
-
-@triton.jit
-def dot_choice(
-    k, x_ptr, buffer_ptr, expert_ptr, slot_ptr, dweight_ptr, t, m_t, C, D, K,
-    BT: tl.constexpr, BD: tl.constexpr,
-):  # fmt: skip
-    """`dot_row` of each token's choice k in a padded buffer."""
-    offset, m_kept = place(expert_ptr, slot_ptr, t * K + k, m_t, C, D)
-    dot_row(x_ptr, buffer_ptr, dweight_ptr, t * K + k, t, m_t, offset, m_kept, D, BT, BD)

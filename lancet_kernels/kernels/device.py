@@ -19,15 +19,12 @@ Memory order. A put is plain stores by all threads of the program; `put_signal` 
 what the others wrote. `wait` reads with acquire at system scope and hands the value to all threads through
 a barrier. Rows that a TMA load then reads were written by ordinary stores of another PE, through another
 proxy: call `fence_tma` between the wait and such a load.
-
-With a `wire_ptr` a wait is paced: it lasts until an emulated wire would have carried the rows (`wire.py`).
-Without one nothing of that is compiled.
 """
 
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels import nvshmem_device, runtime, wire
+from lancet_kernels.kernels import nvshmem_device, runtime
 from lancet_kernels.kernels.runtime import looks_by_the_clock
 
 # A report (int64 [8]) says which wait ran out of time first:
@@ -183,35 +180,22 @@ def report_failure(report_ptr, rank, peer, op, index, expected, seen):
 
 
 @triton.jit
-def _look(signal_ptr, at_least, wire_ptr, due_ptr):
-    """The signal word; a value below `at_least` while the data that it announces is on an emulated link."""
-    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
-    if wire_ptr is not None:
-        if seen >= at_least:
-            if wire.travels(due_ptr, wire_ptr):
-                seen = at_least - 1
-    return seen
-
-
-@triton.jit
 def wait(
-    signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False,
-    wire_ptr=None, due_ptr=None,
+    signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False
 ):  # fmt: skip
     """Wait until the word is `at_least`, but not longer than `max_polls` looks. -> the word seen last.
 
     When time is up the first to notice writes rank, peer, op, index, expected and seen to the report, and
     every later wait of this PE looks only once: the launch ends, and its caller raises. With NVSHMEM, rows
-    that came over the network before the signal are visible after it as well. wire, due: of a paced wait,
-    whose word counts as seen when it is due.
+    that came over the network before the signal are visible after it as well.
     """
-    seen = _look(signal_ptr, at_least, wire_ptr, due_ptr)
+    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
     if seen < at_least:
         polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
         if INTERPRETED:
             begin = looks_by_the_clock() - polls
         while (seen < at_least) & (polls < max_polls):
-            seen = _look(signal_ptr, at_least, wire_ptr, due_ptr)
+            seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
             polls += 1
             if INTERPRETED:
                 polls = looks_by_the_clock() - begin
@@ -224,35 +208,29 @@ def wait(
 
 
 @triton.jit
-def _missing(signal_ptrs, mask, at_least, SIZE: tl.constexpr, wire_ptr, due_ptrs):
-    """-> the words [SIZE], and 1 for each that `mask` asks for and that is too small, or not due yet."""
+def _missing(signal_ptrs, mask, at_least, SIZE: tl.constexpr):
+    """-> the words [SIZE], and 1 for each that `mask` asks for and that is too small."""
     nothing = tl.zeros([SIZE], tl.int64)
     seen = tl.atomic_add(signal_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
-    missing = mask & (seen < at_least)
-    if wire_ptr is not None:
-        # Other threads than those that acquired the words may load what was written before them.
-        tl.debug_barrier()
-        due = tl.load(due_ptrs, mask=mask & (seen >= at_least), other=0, volatile=True)
-        missing = missing | (mask & (due > wire.now_ns(wire_ptr)))
-    return seen, missing.to(tl.int32)
+    return seen, (mask & (seen < at_least)).to(tl.int32)
 
 
 @triton.jit
 def wait_all(
     signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr,
-    NVSHMEM: tl.constexpr = False, wire_ptr=None, due_ptrs=None,
+    NVSHMEM: tl.constexpr = False,
 ):  # fmt: skip
     """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`. -> are they?
 
-    signal_ptrs, mask, peers, indices, due_ptrs: [SIZE]. A report names the first that is missing.
+    signal_ptrs, mask, peers, indices: [SIZE]. A report names the first that is missing.
     """
-    seen, missing = _missing(signal_ptrs, mask, at_least, SIZE, wire_ptr, due_ptrs)
+    seen, missing = _missing(signal_ptrs, mask, at_least, SIZE)
     if tl.sum(missing, 0) > 0:
         polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
         if INTERPRETED:
             begin = looks_by_the_clock() - polls
         while (tl.sum(missing, 0) > 0) & (polls < max_polls):
-            seen, missing = _missing(signal_ptrs, mask, at_least, SIZE, wire_ptr, due_ptrs)
+            seen, missing = _missing(signal_ptrs, mask, at_least, SIZE)
             polls += 1
             if INTERPRETED:
                 polls = looks_by_the_clock() - begin

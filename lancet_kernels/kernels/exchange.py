@@ -13,9 +13,6 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
     stage    [S, D], [R, D]       only where NVSHMEM carries rows: those sent, and results, on their way out
 
-With an emulated wire (`wire.py`) `arrived` and `returned` are twice as long, [2 * B, ...]: words, then
-their dues.
-
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
 3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
 or rows of epoch e it waits until the peer has released epoch e - B of that bank. Results need no credit of
@@ -39,8 +36,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lancet_kernels.errors import CommunicationError, UserError
+from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import device, runtime
+from lancet_kernels.kernels.failure_report import TOO_MANY_ROWS, WAIT_READY, FailureReport, timed_out
 from lancet_kernels.kernels.nvshmem_launch import launch, small_kernel
 from lancet_kernels.kernels.schedule import (
     TILES_AT_ONCE,
@@ -50,22 +48,11 @@ from lancet_kernels.kernels.schedule import (
     schedule_kernel,
     table_words,
 )
-from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
 # use.words: the epoch, then one task counter for each launch of the use.
 EPOCH, FIRST_COUNTER = 0, 1
 USE_WORDS = 8
-
-# What a report's op says (device.wait); REPORTED[op] completes "PE 0 waited for PE 1 ...".
-WAIT_RELEASE, WAIT_ROWS, WAIT_READY, WAIT_RESULTS, WAIT_COUNTS, TOO_MANY_ROWS = range(6)
-REPORTED = (
-    "to release the bank (its backward of an earlier pass)",
-    "to send its rows (dispatch)",
-    "to finish the first GEMM of those rows",
-    "to return results (combine)",
-    "to send its counts (dispatch)",
-)
 
 
 @dataclass
@@ -106,10 +93,6 @@ class Exchange:
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
         timeout_s: how long a wait may last.
-        wire: this PE's emulated wire, on every PE or on none; None: rows arrive when they are there.
-
-    Attributes:
-        wire: that one. Between launches it may be taken away and put back: those without it are not paced.
     """
 
     def __init__(
@@ -125,7 +108,6 @@ class Exchange:
         chunk_rows: int,
         banks: int = 2,
         timeout_s: float = 60.0,
-        wire: Wire | None = None,
     ) -> None:
         if banks < 1:
             raise UserError("banks", got=banks, expected="at least 1", do="one for each pass open at once")
@@ -138,15 +120,14 @@ class Exchange:
         self.chunks = most_chunks(send_rows, experts, chunk_rows)
         self.rows = self._region("rows", (banks, receive_rows, width), dtype)
         self.results = self._region("results", (banks, send_rows, width), dtype)
-        self.wire = wire
-        words = banks if wire is None else 2 * banks
-        self.arrived = self._region("arrived", (words, self.tiles, self.world))
-        self.returned = self._region("returned", (words, self.chunks))
+        self.arrived = self._region("arrived", (banks, self.tiles, self.world))
+        self.returned = self._region("returned", (banks, self.chunks))
         self.counts = self._region("counts", (banks, self.world, experts), torch.int32)
         self.counted = self._region("counted", (banks, self.world))
         self.released = self._region("released", (banks, self.world))
         self._epoch = torch.zeros(1, dtype=torch.int64, device=memory.device)
-        self.report = torch.zeros(device.REPORT_WORDS.value, dtype=torch.int64, device=memory.device)
+        self._failures = FailureReport(memory.device)
+        self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
         self.stage: tuple[Region, Region] | None = None
@@ -155,7 +136,6 @@ class Exchange:
                 self._region("stage of rows", (send_rows, width), dtype),
                 self._region("stage of results", (receive_rows, width), dtype),
             )
-        self._watched: tuple[Tensor, torch.cuda.Event] | None = None
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
@@ -207,14 +187,17 @@ class Exchange:
         blocks = {"BE": triton.next_power_of_2(experts), "BW": triton.next_power_of_2(self.world)}
         launch(
             exchange_counts_kernel, (1,),
-            use.words, count, self.counts.local, self.counts.peers, self.counted.local, self.counted.peers,
-            self.released.local, use.table, self.report, self.rank, self.world, self.local_experts,
-            self.receive_rows, self.max_polls(),
+            use_ptr=use.words, kept_ptr=count, counts_ptr=self.counts.local,
+            counts_peers_ptr=self.counts.peers, counted_ptr=self.counted.local,
+            counted_peers_ptr=self.counted.peers, released_ptr=self.released.local, table_ptr=use.table,
+            report_ptr=self.report, rank=self.rank, W=self.world, L=self.local_experts, R=self.receive_rows,
+            max_polls=self.max_polls(),
             BANKS=self.banks, NVSHMEM=self.nvshmem, BM=self.chunk_rows, **blocks, num_warps=4,
         )  # fmt: skip
         launch(
             schedule_kernel, (self.local_experts,),
-            use.table, self.rank, self.world, self.local_experts, self.tiles, self.chunks,
+            table_ptr=use.table, rank=self.rank, W=self.world, L=self.local_experts, tiles=self.tiles,
+            puts=self.chunks,
             BM=self.chunk_rows, BT=TILES_AT_ONCE, **blocks, num_warps=4,
         )  # fmt: skip
 
@@ -236,7 +219,8 @@ class Exchange:
     def _send_release(self, words: Tensor) -> None:
         launch(
             release_kernel, (self.world,),
-            words, self.released.local, self.released.peers, self.rank, self.world, self.banks,
+            use_ptr=words, released_ptr=self.released.local, released_peers_ptr=self.released.peers,
+            rank=self.rank, world=self.world, banks=self.banks,
             NVSHMEM=self.nvshmem, **small_kernel(self.nvshmem),
         )  # fmt: skip
 
@@ -248,39 +232,25 @@ class Exchange:
 
         On a GPU the report of the latest pass is still to come: the next call, or `check`, raises it.
         """
-        if self.report.device.type != "cuda":
+        if self._failures.is_failed():
             self.check()
-        elif not torch.cuda.is_current_stream_capturing():
-            if self._watched is None:
-                self._watched = torch.zeros_like(self.report, device="cpu").pin_memory(), torch.cuda.Event()
-            elif self._watched[1].query() and self._watched[0][0]:
-                self.check()
-            copy, event = self._watched
-            copy.copy_(self.report, non_blocking=True)
-            event.record()
 
     def check(self) -> None:
         """Raise CommunicationError if a wait of this PE ran out of time. Waits for the device."""
-        claimed, rank, peer, op, index, expected, seen, _ = self.report.tolist()
-        if not claimed:
+        failure = self._failures.first()
+        if failure is None:
             return
-        if op == TOO_MANY_ROWS:
+        if failure.op == TOO_MANY_ROWS.value:
             raise UserError(
-                f"rows that PE {peer} receives in {self.name}, on PE {rank}",
-                got=f"{expected} (nothing was sent)",
-                expected=f"at most {seen}",
+                f"rows that PE {failure.peer} receives in {self.name}, on PE {failure.rank}",
+                got=f"{failure.expected} (nothing was sent)",
+                expected=f"at most {failure.seen}",
                 do="set a larger receive_factor, or None for the most rows that there can be",
             )
-        what = "tiles"
-        if op != WAIT_READY:
-            what, expected, seen = "epoch", expected >> 32, seen >> 32
-        raise CommunicationError(
-            f"{self.name}: PE {rank} waited for PE {peer} {REPORTED[op]} more than {self.timeout_s:g} s: "
-            f"expected {what} {expected} at signal {index}, seen {seen}; "
-            f"PE {peer} is late, dead, or in another layer: look at its log",
-            missing=(peer,),
-            timed_out=True,
-        )
+        expected, seen = f"tiles {failure.expected}", str(failure.seen)
+        if failure.op != WAIT_READY.value:
+            expected, seen = f"epoch {failure.expected >> 32}", str(failure.seen >> 32)
+        raise timed_out(self.name, failure, self.timeout_s, expected, seen)
 
 
 @triton.jit(do_not_specialize=["rank", "world", "banks"])

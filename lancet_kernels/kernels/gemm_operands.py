@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import ACTIVATIONS
+from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.gemm_config import GemmConfig, default_config
-from lancet_kernels.kernels.runtime import INTERPRETED, check_device, needs_upcast, provide_scratch
+from lancet_kernels.kernels.runtime import INTERPRETED, needs_upcast, provide_scratch
 from lancet_kernels.kernels.tuning import tuned
 
 EPILOGUES = ("none", *ACTIVATIONS)
@@ -20,71 +21,33 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 INTERPRETED_PROGRAMS = 2
 
 
-@dataclass(frozen=True)
-class GroupLayout:
-    """Where the groups' rows are: buffers [W, L, C, ..], or compact rows (W = 1, C = all rows)."""
-
-    W: int
-    L: int
-    C: int
-    compact: bool
-
-    @property
-    def padded_groups(self) -> int:
-        return triton.next_power_of_2(self.W * self.L)
-
-    @property
-    def rows_per_group(self) -> int:
-        """What a tile's height is chosen for: the most rows of a group, or compact the mean."""
-        return self.C // max(self.L, 1) if self.compact else self.C
-
-    def most_tiles(self, config: GemmConfig, n: int) -> int:
-        """An upper bound that does not depend on the counts."""
-        row_tiles = triton.cdiv(self.C, config.block_m)
-        row_tiles = row_tiles + self.L if self.compact else row_tiles * self.W * self.L
-        return row_tiles * triton.cdiv(n, config.block_n)
+def most_tiles(config: GemmConfig, rows: int, num_experts: int, n: int) -> int:
+    """An upper bound of the tiles of [rows, n] that does not depend on the offsets."""
+    return (triton.cdiv(rows, config.block_m) + num_experts) * triton.cdiv(n, config.block_n)
 
 
-def group_layout(what: str, rows: Tensor, count: Tensor, weight: Tensor | None = None) -> GroupLayout:
-    """The layout that these shapes mean. Raises UserError if they mean none, or if no kernel runs there."""
-    check_device(what, rows)
-    if count.dtype != torch.int64 or not count.is_contiguous() or count.device != rows.device:
-        raise UserError(
-            f"{what}: count",
-            got=f"{count.dtype} on {count.device}, strides {count.stride()}",
-            expected=f"contiguous torch.int64 on {rows.device}",
-            do="convert it",
+def check_groups(what: str, rows: Tensor, offset: Tensor, weight: Tensor | None = None) -> int:
+    """-> the number of experts.
+
+    Raises UserError if offsets, rows and weights do not fit one another, or if no kernel runs there.
+    """
+    check_tensor(f"{what}: rows", rows, shape=(None, None), dtype=tuple(DTYPES))
+    if weight is not None:
+        check_tensor(
+            f"{what}: weight", weight, shape=(None, None, None), dtype=rows.dtype, device=rows.device
         )
-    if weight is not None and weight.dim() != 3:
-        raise UserError(
-            f"{what}: weight", got=tuple(weight.shape), expected="[L, A, B]", do="stack the experts"
-        )
-    compact = rows.dim() == 2
-    num_experts = count.shape[-1] - compact if weight is None else weight.shape[0]
-    shape = (num_experts + 1,) if compact else tuple(rows.shape[:2])
-    if rows.dim() not in (2, 4) or tuple(count.shape) != shape or (not compact and shape[1] != num_experts):
-        raise UserError(
-            f"{what}: rows and count",
-            got=f"{tuple(rows.shape)} and {tuple(count.shape)}",
-            expected=f"[W, L, C, ..] and counts [W, L], or [R, ..] and offsets [L + 1], L = {num_experts}",
-            do="pass buffers with counts, or compact rows with offsets",
-        )
-    return GroupLayout(1 if compact else rows.shape[0], num_experts, rows.shape[-2], compact)
+    num_experts = max(1, offset.numel() - 1 if weight is None else weight.shape[0])
+    check_tensor(
+        f"{what}: offset", offset, shape=(num_experts + 1,), dtype=torch.int64, device=rows.device
+    )  # fmt: skip
+    return num_experts
 
 
 def check_operand(what: str, tensor: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """The tensor if it has this shape, no gaps, and dtype and device of `like`; a new one for None."""
     if tensor is None:
         return like.new_empty(shape)
-    same = tensor.dtype == like.dtype and tensor.device == like.device
-    if tuple(tensor.shape) != shape or not tensor.is_contiguous() or not same or tensor.dtype not in DTYPES:
-        dtype = like.dtype if like.dtype in DTYPES else "one of " + ", ".join(DTYPES.values())
-        raise UserError(
-            what,
-            got=f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, strides {tensor.stride()}",
-            expected=f"{shape} {dtype} on {like.device}, contiguous",
-            do="check the operands, or call .contiguous()",
-        )
+    check_tensor(what, tensor, shape=shape, dtype=like.dtype, device=like.device)
     return tensor
 
 

@@ -3,8 +3,8 @@
     rows  real rows of the group        BM, BN  the tile of the output        BK  step along the contraction
     K     contraction                   N       columns of the output (of one half, for swiglu)
 
-Pointers already point at the group's first row and at the expert's weight; matrices are row-major and
-`ld*` is the distance of two rows in elements. Accumulation is in float32; there is one rounding, at the
+Pointers already point at the group's first row and at the expert's weight; matrices are row-major, without
+gaps. Accumulation is in float32; there is one rounding, at the
 store. Rows from `rows` on do not affect a result and are not written, even if they contain NaN.
 
 There are two ways to load. TMA=True (sm_90 and newer) creates tensor descriptors on the device, whose extent
@@ -19,7 +19,11 @@ The caller must have waited for the rows, and have called `device.fence_tma` if 
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels.device import low_word
+# Kinds of products, by what is transposed.
+NN = tl.constexpr(0)  # c [M, N] = a [M, K] @ b [K, N]
+NT = tl.constexpr(1)  # c [M, N] = a [M, K] @ b [N, K]^T
+TN = tl.constexpr(2)  # c [M, N] = a [K, M]^T @ b [K, N]
+KINDS = {"nn": NN.value, "nt": NT.value, "tn": TN.value}
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -120,7 +124,7 @@ def _add_bias(acc, bias_ptr, n0, N, BN: tl.constexpr):
 
 @triton.jit
 def rows_times_weight(
-    x_ptr, w_ptr, rows, m0, n0, K, N, ldx,
+    x_ptr, w_ptr, rows, m0, n0, K, N,
     PAIR: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +133,7 @@ def rows_times_weight(
     Without PAIR the second result is unused, and costs nothing.
     """
     ldw = 2 * N if PAIR else N
-    x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, ldx, m0, 0, BM, BK, TMA)
+    x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, K, m0, 0, BM, BK, TMA)
     w_desc, p_w, _, i_n = _block(w_ptr, K, ldw, ldw, 0, n0, BK, BN, TMA)
     acc = tl.zeros((BM, BN), tl.float32)
     acc_up = acc
@@ -147,7 +151,7 @@ def rows_times_weight(
 
 @triton.jit
 def _finish_forward(
-    acc, acc_up, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, N, ld_out,
+    acc, acc_up, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, N,
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Bias, pre-activation and activation of a block of columns; `acc_up` counts for swiglu only."""
@@ -165,12 +169,12 @@ def _finish_forward(
         acc = silu(acc) * acc_up
     else:
         acc = activate(acc, ACT)
-    _store(out_ptr, acc, m0, n0, rows, N, ld_out, BM, BN)
+    _store(out_ptr, acc, m0, n0, rows, N, N, BM, BN)
 
 
 @triton.jit
 def forward_tile(
-    x_ptr, w_ptr, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N, ldx, ld_out,
+    x_ptr, w_ptr, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N,
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, UPCAST: tl.constexpr,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -187,13 +191,13 @@ def forward_tile(
     """
     PAIR: tl.constexpr = ACT == "swiglu"
     acc, acc_up = rows_times_weight(
-        x_ptr, w_ptr, rows, m0, n0, K, N, ldx, PAIR, UPCAST, TMA, BM, BN, BK
+        x_ptr, w_ptr, rows, m0, n0, K, N, PAIR, UPCAST, TMA, BM, BN, BK
     )  # fmt: skip
     quarter = _quarters(acc, BM, BN)
     quarter_up = _quarters(acc_up, BM, BN)
     for q in tl.static_range(4):
         _finish_forward(
-            quarter[q], quarter_up[q], bias_ptr, pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ld_out,
+            quarter[q], quarter_up[q], bias_ptr, pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N,
             ACT, HAS_BIAS, SAVE_PRE, BM, BN // 4,
         )  # fmt: skip
 
@@ -208,29 +212,30 @@ def _load_pre(pre_ptr, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _finish_dgrad(
-    acc, pre_ptr, out_ptr, rows, m0, n0, N, ld_out,
+    acc, pre_ptr, out_ptr, rows, m0, n0, N,
     ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """The activation's backward on a block of columns, and the store."""
+    ld = 2 * N if ACT == "swiglu" else N
     if ACT == "swiglu":
-        b_gate = _load_pre(pre_ptr, m0, n0, rows, N, 2 * N, BM, BN)
-        _store(out_ptr + N, acc * silu(b_gate), m0, n0, rows, N, ld_out, BM, BN)
-        b_up = _load_pre(pre_ptr + N, m0, n0, rows, N, 2 * N, BM, BN)
+        b_gate = _load_pre(pre_ptr, m0, n0, rows, N, ld, BM, BN)
+        _store(out_ptr + N, acc * silu(b_gate), m0, n0, rows, N, ld, BM, BN)
+        b_up = _load_pre(pre_ptr + N, m0, n0, rows, N, ld, BM, BN)
         acc = acc * b_up * dsilu(b_gate)
     elif ACT == "gelu":
         acc = acc * dgelu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
     elif ACT == "silu":
         acc = acc * dsilu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
-    _store(out_ptr, acc, m0, n0, rows, N, ld_out, BM, BN)
+    _store(out_ptr, acc, m0, n0, rows, N, ld, BM, BN)
 
 
 @triton.jit
 def rows_times_transposed(
-    x_ptr, w_ptr, rows, m0, n0, K, N, ldx,
+    x_ptr, w_ptr, rows, m0, n0, K, N,
     UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """-> float32 [BM, BN] of x @ w^T; x [rows, K], w [N, K]."""
-    x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, ldx, m0, 0, BM, BK, TMA)
+    x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, K, m0, 0, BM, BK, TMA)
     w_desc, p_w, i_n, _ = _block(w_ptr, N, K, K, n0, 0, BN, BK, TMA)
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(0, K, BK):
@@ -264,7 +269,7 @@ def store_to_rows(
 
 @triton.jit
 def dgrad_tile(
-    dy_ptr, w_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N, ld_dy, ld_out,
+    dy_ptr, w_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N,
     ACT: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
@@ -278,25 +283,25 @@ def dgrad_tile(
 
     Example: dy = [[1, 2]], w = [[1, 0], [0, 1], [1, 1]], ACT "none" -> out = [[1, 2, 3]].
     """
-    acc = rows_times_transposed(dy_ptr, w_ptr, rows, m0, n0, K, N, ld_dy, UPCAST, TMA, BM, BN, BK)
+    acc = rows_times_transposed(dy_ptr, w_ptr, rows, m0, n0, K, N, UPCAST, TMA, BM, BN, BK)
     quarter = _quarters(acc, BM, BN)
     for q in tl.static_range(4):
         _finish_dgrad(
-            quarter[q], pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ld_out, ACT, BM, BN // 4
+            quarter[q], pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ACT, BM, BN // 4
         )  # fmt: skip
 
 
 @triton.jit
 def add_outer_products(
-    acc, x_ptr, dy_ptr, rows, m0, n0, A, B, ldx, ld_dy,
+    acc, x_ptr, dy_ptr, rows, m0, n0, A, B,
     UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """-> acc + x[:rows, m0:m0+BM]^T @ dy[:rows, n0:n0+BN], float32 [BM, BN]. Nothing happens for no rows."""
-    x_desc, p_x, i_r, i_m = _block(x_ptr, rows, A, ldx, 0, m0, BK, BM, TMA)
-    dy_desc, p_dy, _, i_n = _block(dy_ptr, rows, B, ld_dy, 0, n0, BK, BN, TMA)
+    x_desc, p_x, i_r, i_m = _block(x_ptr, rows, A, A, 0, m0, BK, BM, TMA)
+    dy_desc, p_dy, _, i_n = _block(dy_ptr, rows, B, B, 0, n0, BK, BN, TMA)
     if not TMA:
         # sm_80 copies asynchronously what reaches the dot as it is; a transposed block it would not.
-        p_x = x_ptr + i_r[None, :].to(tl.int64) * ldx + i_m[:, None]
+        p_x = x_ptr + i_r[None, :].to(tl.int64) * A + i_m[:, None]
     for r in range(0, rows, BK):
         m_r = i_r < rows - r
         if TMA:
@@ -305,19 +310,19 @@ def add_outer_products(
             b_x = tl.load(p_x, mask=m_r[None, :] & (i_m < A)[:, None], other=0.0)
         b_dy = _load(dy_desc, p_dy, m_r[:, None] & (i_n < B)[None, :], r, n0, TMA)
         acc = _dot(b_x, b_dy, acc, UPCAST)
-        p_x += tl.cast(ldx, tl.int64) * BK
-        p_dy += tl.cast(ld_dy, tl.int64) * BK
+        p_x += tl.cast(A, tl.int64) * BK
+        p_dy += tl.cast(B, tl.int64) * BK
     return acc
 
 
 @triton.jit
-def add_column_sums(acc, dy_ptr, rows, n0, B, ld_dy, BN: tl.constexpr, BK: tl.constexpr):
+def add_column_sums(acc, dy_ptr, rows, n0, B, BN: tl.constexpr, BK: tl.constexpr):
     """-> acc + the sum of dy[:rows, n0:n0+BN] over its rows, float32 [BN]."""
-    _, p_dy, i_r, i_n = _block(dy_ptr, rows, B, ld_dy, 0, n0, BK, BN, False)
+    _, p_dy, i_r, i_n = _block(dy_ptr, rows, B, B, 0, n0, BK, BN, False)
     for r in range(0, rows, BK):
         b_dy = tl.load(p_dy, mask=(i_r < rows - r)[:, None] & (i_n < B)[None, :], other=0.0)
         acc += tl.sum(b_dy.to(tl.float32), 0)
-        p_dy += tl.cast(ld_dy, tl.int64) * BK
+        p_dy += tl.cast(B, tl.int64) * BK
     return acc
 
 
@@ -346,45 +351,3 @@ def store_bias_gradient(dbias_ptr, acc, n0, B, BN: tl.constexpr):
     """dbias[n0:n0+BN] = acc, rounded once."""
     i_n = n0 + tl.arange(0, BN)
     tl.store(dbias_ptr + i_n, acc.to(dbias_ptr.dtype.element_ty), mask=i_n < B)
-
-
-@triton.jit
-def wgrad_tile(
-    x_ptr, dy_ptr, dw_ptr, dbias_ptr,
-    first, num_segments, segment_step, segment_stride_rows, count_ptr, count_stride,
-    m0, n0, A, B, ldx, ld_dy,
-    HAS_DBIAS: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """dw[m0:m0+BM, n0:n0+BN] = sum over segments of x^T dy over each one's real rows; zero if there are none.
-
-    x [.., A] and dy [.., B] are the buffers' bases; dw [A, B], dbias [B] the expert's. Segment s is number
-    i = first + s * segment_step: it starts at row i * segment_stride_rows, and the low 32 bits of the
-    int64 at count_ptr + i * count_stride say how many rows are real (at most segment_stride_rows). The
-    tiles with m0 == 0 write dbias, the column sums of dy, in a second look at rows that their dot has just
-    brought into L2.
-
-    Floor: 2 * R * BM * BN FLOPs and R * (BM + BN) elements read for R rows in all segments.
-
-    Example: buffers [W = 2, L = 3, C = 4, ..] and expert l = 1: first = 1, num_segments = 2,
-    segment_step = 3, segment_stride_rows = 4: segments 1 and 4 start at rows 4 and 16, their counts are at
-    count_ptr + 1 and count_ptr + 4.
-    """
-    acc = tl.zeros((BM, BN), tl.float32)
-    for s in range(num_segments):
-        i = first + s * segment_step
-        rows = tl.minimum(low_word(tl.load(count_ptr + i * count_stride)), segment_stride_rows)
-        row = tl.cast(i, tl.int64) * segment_stride_rows
-        acc = add_outer_products(
-            acc, x_ptr + row * ldx, dy_ptr + row * ld_dy, rows, m0, n0, A, B, ldx, ld_dy,
-            UPCAST, TMA, BM, BN, BK,
-        )  # fmt: skip
-    store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM, BN)
-    if HAS_DBIAS and m0 == 0:
-        sums = tl.zeros((BN,), tl.float32)
-        for s in range(num_segments):
-            i = first + s * segment_step
-            rows = tl.minimum(low_word(tl.load(count_ptr + i * count_stride)), segment_stride_rows)
-            row = tl.cast(i, tl.int64) * segment_stride_rows
-            sums = add_column_sums(sums, dy_ptr + row * ld_dy, rows, n0, B, ld_dy, BN, BK)
-        store_bias_gradient(dbias_ptr, sums, n0, B, BN)

@@ -1,37 +1,30 @@
-"""Grouped GEMM over the real rows: every expert's rows times its weight, dX and dW, each in one launch.
+"""Grouped GEMM over compact rows: every expert's rows times its weight, dX and dW, each in one launch.
 
-    W  ranks, L experts here, C capacity      A  input width, B  output width of the weights [L, A, B]
-    group  the rows that one rank sent to one expert, which are contiguous
+    R  rows, by expert      L  experts here      A  input width, B  output width of the weights [L, A, B]
 
-There are two layouts of rows. Buffers [W, L, C, ..] with `count` [W, L]: group (w, l) starts at row (w * L +
-l) * C and has count[w, l] real rows. Compact rows [R, ..] with offsets [L + 1]: expert l has the rows
-offsets[l] to offsets[l + 1]. Counts and offsets stay on the device, so the host need not know them, and
-launches can be captured in CUDA graphs.
+Expert l has the rows offset[l] to offset[l + 1]; offsets [L + 1] stay on the device, so the host need not
+know them, and launches can be captured in CUDA graphs. Rows from offset[L] on are never written, and their
+contents do not affect results.
 
 A persistent kernel with one or a few programs per SM: program p computes tiles p, p + P, p + 2P, ... of the
-real rows; empty groups have no tiles. `grouped_tiles` has the order of the tiles.
-
-Rows beyond the counts are never written, and their contents do not affect results.
+real rows; an expert without rows has no tiles. `grouped_tiles` has the order of the tiles.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
-from lancet_kernels.kernels.gemm_config import GemmConfig, default_config
+from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_operands import (
-    DTYPES,
     EPILOGUES,
     Launch,
+    check_groups,
     check_operand,
-    group_layout,
+    most_tiles,
 )
 from lancet_kernels.kernels.gemm_tile import (
     add_column_sums,
@@ -40,105 +33,82 @@ from lancet_kernels.kernels.gemm_tile import (
     forward_tile,
     store_bias_gradient,
     store_weight_gradient,
-    wgrad_tile,
 )
 from lancet_kernels.kernels.grouped_tiles import groups, in_bands, locate
 from lancet_kernels.kernels.kernel_launch import on_device
-from lancet_kernels.kernels.specimen import Specimen, pointers
 
 
 @triton.jit
 def grouped_gemm_forward_kernel(
-    x_ptr, count_ptr, w_ptr, bias_ptr, pre_ptr, out_ptr, W, L, C, K, N, ldx, ld_out,
-    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, COMPACT: tl.constexpr,
+    x_ptr, offset_ptr, w_ptr, bias_ptr, pre_ptr, out_ptr, R, L, K, N,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
     GROUPS: tl.constexpr, GROUP_M: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out = act(x @ weight[expert of the row] + bias), one launch for all experts.
 
     Grid: (programs,), resident ones; each walks over every programs-th tile of [BM, BN].
-    x [rows, K], w [L, K, N] (swiglu: [L, K, 2N] = gate | up), bias [L, N or 2N], pre as wide, out [rows, N].
-    GROUPS is a power of two >= W * L. An absent bias or pre is any pointer; it is not used.
+    x [R, K], w [L, K, N] (swiglu: [L, K, 2N] = gate | up), bias [L, N or 2N], pre as wide, out [R, N].
+    GROUPS is a power of two >= L. An absent bias or pre is any pointer; it is not used.
 
     Floor for R real rows: 2 * R * K * N FLOPs (swiglu twice that); R * K + L * K * N + R * N elements moved.
 
-    Example: W = 1, L = C = 2, counts = [[1, 2]], K = N = 1: x = [[[3], [.]], [[1], [2]]], w = [[[10]],
-    [[100]]] -> out = [[[30], [.]], [[100], [200]]], where "." is not touched.
+    Example: L = 2, offset = [0, 1, 3], K = N = 1: x = [[3], [1], [2]], w = [[[10]], [[100]]] -> out = [[30],
+    [100], [200]].
     """
     NW = 2 * N if ACT == "swiglu" else N
     num_n = tl.cdiv(N, BN)
-    rows_G, first_G, end_G = groups(count_ptr, W, L, C, COMPACT, GROUPS, BM)
-    for tile in range(tl.program_id(0), tl.max(end_G, 0) * num_n, tl.num_programs(0)):
-        expert, first, rows, m0, i_n = locate(tile, rows_G, first_G, end_G, W, num_n, GROUPS, GROUP_M, BM)
+    rows_L, first_L, end_L = groups(offset_ptr, L, R, GROUPS, BM)
+    for tile in range(tl.program_id(0), tl.max(end_L, 0) * num_n, tl.num_programs(0)):
+        expert, first, rows, m0, i_n = locate(tile, rows_L, first_L, end_L, num_n, GROUPS, GROUP_M, BM)
         forward_tile(
-            x_ptr + first * ldx, w_ptr + expert.to(tl.int64) * K * NW, bias_ptr + expert * NW,
-            pre_ptr + first * NW, out_ptr + first * ld_out,
-            rows, m0, i_n * BN, K, N, ldx, ld_out, ACT, HAS_BIAS, SAVE_PRE, UPCAST, TMA, BM, BN, BK,
+            x_ptr + first * K, w_ptr + expert.to(tl.int64) * K * NW, bias_ptr + expert * NW,
+            pre_ptr + first * NW, out_ptr + first * N,
+            rows, m0, i_n * BN, K, N, ACT, HAS_BIAS, SAVE_PRE, UPCAST, TMA, BM, BN, BK,
         )  # fmt: skip
 
 
 @triton.jit
 def grouped_gemm_dx_kernel(
-    dy_ptr, count_ptr, w_ptr, pre_ptr, out_ptr, W, L, C, K, N, ld_dy, ld_out,
-    ACT: tl.constexpr, COMPACT: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr,
+    dy_ptr, offset_ptr, w_ptr, pre_ptr, out_ptr, R, L, K, N,
+    ACT: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr,
     UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out = (dy @ weight[expert of the row]^T) * act'(pre), one launch for all experts.
 
     Grid: (programs,), resident ones; each walks over every programs-th tile of [BM, BN].
-    dy [rows, K], w [L, N, K], pre and out [rows, N] (swiglu: [rows, 2N] = gate | up).
+    dy [R, K], w [L, N, K], pre and out [R, N] (swiglu: [R, 2N] = gate | up).
 
     Floor for R real rows: 2 * R * K * N FLOPs; R * K + L * K * N + R * N elements moved, and those of pre.
 
-    Example: W = L = 1, counts = [[1]], K = 1, N = 2: dy = [[[[3]]]], w = [[[10], [20]]] -> [[[[30, 60]]]].
+    Example: L = 1, offset = [0, 1], K = 1, N = 2: dy = [[3]], w = [[[10], [20]]] -> [[30, 60]].
     """
     num_n = tl.cdiv(N, BN)
-    ld_pre = 2 * N if ACT == "swiglu" else N
-    rows_G, first_G, end_G = groups(count_ptr, W, L, C, COMPACT, GROUPS, BM)
-    for tile in range(tl.program_id(0), tl.max(end_G, 0) * num_n, tl.num_programs(0)):
-        expert, first, rows, m0, i_n = locate(tile, rows_G, first_G, end_G, W, num_n, GROUPS, GROUP_M, BM)
+    ld_out = 2 * N if ACT == "swiglu" else N
+    rows_L, first_L, end_L = groups(offset_ptr, L, R, GROUPS, BM)
+    for tile in range(tl.program_id(0), tl.max(end_L, 0) * num_n, tl.num_programs(0)):
+        expert, first, rows, m0, i_n = locate(tile, rows_L, first_L, end_L, num_n, GROUPS, GROUP_M, BM)
         dgrad_tile(
-            dy_ptr + first * ld_dy, w_ptr + expert.to(tl.int64) * K * N, pre_ptr + first * ld_pre,
-            out_ptr + first * ld_out, rows, m0, i_n * BN, K, N, ld_dy, ld_out,
-            ACT, UPCAST, TMA, BM, BN, BK,
+            dy_ptr + first * K, w_ptr + expert.to(tl.int64) * K * N, pre_ptr + first * ld_out,
+            out_ptr + first * ld_out, rows, m0, i_n * BN, K, N, ACT, UPCAST, TMA, BM, BN, BK,
         )  # fmt: skip
 
 
 @triton.jit
-def _compact_wgrad_tile(
-    x_ptr, dy_ptr, dw_ptr, dbias_ptr, offset_ptr, R, m0, n0, A, B, ldx, ld_dy,
-    HAS_DBIAS: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """`wgrad_tile` for the rows offset[0] to offset[1]."""
-    first = tl.load(offset_ptr)
-    rows = (tl.minimum(tl.load(offset_ptr + 1), R) - first).to(tl.int32)
-    x_ptr += first * ldx
-    dy_ptr += first * ld_dy
-    acc = tl.zeros((BM, BN), tl.float32)
-    acc = add_outer_products(
-        acc, x_ptr, dy_ptr, rows, m0, n0, A, B, ldx, ld_dy, UPCAST, TMA, BM, BN, BK
-    )  # fmt: skip
-    store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM, BN)
-    if HAS_DBIAS and m0 == 0:
-        sums = add_column_sums(tl.zeros((BN,), tl.float32), dy_ptr, rows, n0, B, ld_dy, BN, BK)
-        store_bias_gradient(dbias_ptr, sums, n0, B, BN)
-
-
-@triton.jit
 def grouped_gemm_dw_kernel(
-    x_ptr, dy_ptr, count_ptr, dw_ptr, dbias_ptr, W, L, C, A, B, ldx, ld_dy,
-    HAS_DBIAS: tl.constexpr, COMPACT: tl.constexpr, GROUP_M: tl.constexpr,
+    x_ptr, dy_ptr, offset_ptr, dw_ptr, dbias_ptr, R, L, A, B,
+    HAS_DBIAS: tl.constexpr, GROUP_M: tl.constexpr,
     UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """dw[l] = sum over expert l's real rows of x^T dy, dbias[l] = sum of dy; zero for an expert without rows.
+    """dw[l] = sum over expert l's rows of x^T dy, dbias[l] = sum of dy; zero for an expert without rows.
 
     Grid: (programs,), resident ones; each walks over every programs-th of the L * cdiv(A, BM) * cdiv(B, BN)
-    tiles. x [rows, A], dy [rows, B], dw [L, A, B], dbias [L, B].
+    tiles. x [R, A], dy [R, B], dw [L, A, B], dbias [L, B]. The tiles with m0 = 0 write dbias, in a second
+    look at rows that their dot has just brought into L2.
 
     Floor for R real rows: 2 * R * A * B FLOPs; R * (A + B) + L * A * B elements moved.
 
-    Example: W = 2, L = C = 1, counts = [[1], [1]], A = B = 1: x = [2], [3]; dy = [10], [100] -> [[[320]]].
+    Example: L = 1, offset = [0, 2], A = B = 1: x = [[2], [3]]; dy = [[10], [100]] -> [[[320]]].
     """
     num_m = tl.cdiv(A, BM)
     num_n = tl.cdiv(B, BN)
@@ -147,22 +117,22 @@ def grouped_gemm_dw_kernel(
         i_m, i_n = in_bands(tile % (num_m * num_n), num_m, num_n, GROUP_M)
         m0 = i_m * BM
         n0 = i_n * BN
-        p_dw = dw_ptr + tl.cast(expert, tl.int64) * A * B
-        if COMPACT:
-            _compact_wgrad_tile(
-                x_ptr, dy_ptr, p_dw, dbias_ptr + expert * B, count_ptr + expert, C, m0, n0, A, B, ldx, ld_dy,
-                HAS_DBIAS, UPCAST, TMA, BM, BN, BK,
-            )  # fmt: skip
-        else:
-            wgrad_tile(
-                x_ptr, dy_ptr, p_dw, dbias_ptr + expert * B, expert, W, L, C, count_ptr, 1, m0, n0, A, B,
-                ldx, ld_dy, HAS_DBIAS, UPCAST, TMA, BM, BN, BK,
-            )  # fmt: skip
+        first = tl.load(offset_ptr + expert)
+        rows = (tl.minimum(tl.load(offset_ptr + expert + 1), R) - first).to(tl.int32)
+        p_dy = dy_ptr + first * B
+        acc = tl.zeros((BM, BN), tl.float32)
+        acc = add_outer_products(
+            acc, x_ptr + first * A, p_dy, rows, m0, n0, A, B, UPCAST, TMA, BM, BN, BK
+        )  # fmt: skip
+        store_weight_gradient(dw_ptr + tl.cast(expert, tl.int64) * A * B, acc, m0, n0, A, B, BM, BN)
+        if HAS_DBIAS and m0 == 0:
+            sums = add_column_sums(tl.zeros((BN,), tl.float32), p_dy, rows, n0, B, BN, BK)
+            store_bias_gradient(dbias_ptr + expert * B, sums, n0, B, BN)
 
 
 def grouped_gemm_forward(
     x: Tensor,
-    count: Tensor,
+    offset: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
@@ -176,13 +146,13 @@ def grouped_gemm_forward(
     """act(x @ weight[expert] + bias[expert]) on the real rows. -> (out, the value before the activation).
 
     Args:
-        x: [W, L, C, A], or compact [R, A]; bf16, fp16 or fp32, like all the others; no gaps.
-        count: int64 [W, L], or offsets [L + 1].
+        x: [R, A]; bf16, fp16 or fp32, like all the others; no gaps.
+        offset: int64 [L + 1], first row of each expert, and the end of the last.
         weight: [L, A, B], for swiglu [L, A, 2B] = gate | up; bias: [L, B] or [L, 2B].
         activation: "none", "gelu" (exact), "silu" or "swiglu".
         save_pre: also store the value before the activation (giving `pre` asks for it too); else None.
         out, pre: where to write, shaped like x with B (pre of swiglu: 2B) columns. New ones are not zeroed:
-            rows beyond the counts are not changed.
+            rows that belong to nobody are not changed.
         config: default_config if None. Its block_n is the width of each of swiglu's two accumulators.
         num_programs: how many walk over the tiles; None fills the GPU.
 
@@ -192,32 +162,33 @@ def grouped_gemm_forward(
     what = "grouped_gemm_forward"
     check_activation(activation, f"{what}: activation", EPILOGUES)
     halves = 2 if activation == "swiglu" else 1
-    layout = group_layout(what, x, count, weight)
-    num_experts, K, NW = weight.shape
+    num_experts = check_groups(what, x, offset, weight)
+    rows, (_, K, NW) = x.shape[0], weight.shape
     N = NW // halves
-    check_operand(f"{what}: x", x, (*x.shape[:-1], K), x)
+    check_operand(f"{what}: x", x, (rows, K), x)
     check_operand(f"{what}: weight", weight, (num_experts, K, N * halves), x)
     if bias is not None:
         check_operand(f"{what}: bias", bias, (num_experts, NW), x)
-    out = check_operand(f"{what}: out", out, (*x.shape[:-1], N), x)
+    out = check_operand(f"{what}: out", out, (rows, N), x)
     if save_pre or pre is not None:
-        pre = check_operand(f"{what}: pre", pre, (*x.shape[:-1], NW), x)
+        pre = check_operand(f"{what}: pre", pre, (rows, NW), x)
     if out.numel() == 0:
         return out, pre
-    launch = Launch.of(what, config, layout.rows_per_group, N, K, (x, weight), halves)
+    launch = Launch.of(what, config, rows // num_experts, N, K, (x, weight), halves)
+    num_tiles = most_tiles(launch.config, rows, num_experts, N)
     with on_device(x.device):
-        grouped_gemm_forward_kernel[launch.grid(layout.most_tiles(launch.config, N), num_programs)](
-            x, count, weight, out if bias is None else bias, out if pre is None else pre, out,
-            layout.W, layout.L, layout.C, K, N, K, N,
-            ACT=activation, HAS_BIAS=bias is not None, SAVE_PRE=pre is not None, COMPACT=layout.compact,
-            GROUPS=layout.padded_groups, **launch.options(),
+        grouped_gemm_forward_kernel[launch.grid(num_tiles, num_programs)](
+            x_ptr=x, offset_ptr=offset, w_ptr=weight, bias_ptr=out if bias is None else bias,
+            pre_ptr=out if pre is None else pre, out_ptr=out, R=rows, L=num_experts, K=K, N=N,
+            ACT=activation, HAS_BIAS=bias is not None, SAVE_PRE=pre is not None,
+            GROUPS=triton.next_power_of_2(num_experts), **launch.options(),
         )  # fmt: skip
     return out, pre
 
 
 def grouped_gemm_dx(
     dy: Tensor,
-    count: Tensor,
+    offset: Tensor,
     weight: Tensor,
     *,
     activation: str = "none",
@@ -229,7 +200,7 @@ def grouped_gemm_dx(
     """(dy @ weight[expert]^T) * act'(pre) on the real rows.
 
     Args:
-        dy: [W, L, C, B] or compact [R, B]; count, config, num_programs: as for `grouped_gemm_forward`.
+        dy: [R, B]; offset, config, num_programs: as for `grouped_gemm_forward`.
         weight: [L, A, B], as the forward has it.
         activation: of the layer *before* this GEMM, whose output was this GEMM's input; with one, `pre` is
             what went into it, shaped like dy with A (swiglu: 2A) columns, and the result is the gradient of
@@ -249,21 +220,22 @@ def grouped_gemm_dx(
             do="pass what went into the activation, or activation='none'",
         )
     halves = 2 if activation == "swiglu" else 1
-    layout = group_layout(what, dy, count, weight)
-    num_experts, N, K = weight.shape
-    check_operand(f"{what}: dy", dy, (*dy.shape[:-1], K), dy)
+    num_experts = check_groups(what, dy, offset, weight)
+    rows, (_, N, K) = dy.shape[0], weight.shape
+    check_operand(f"{what}: dy", dy, (rows, K), dy)
     check_operand(f"{what}: weight", weight, (num_experts, N, K), dy)
     if pre is not None:
-        check_operand(f"{what}: pre", pre, (*dy.shape[:-1], N * halves), dy)
-    out = check_operand(f"{what}: out", out, (*dy.shape[:-1], N * halves), dy)
+        check_operand(f"{what}: pre", pre, (rows, N * halves), dy)
+    out = check_operand(f"{what}: out", out, (rows, N * halves), dy)
     if out.numel() == 0:
         return out
-    launch = Launch.of(what, config, layout.rows_per_group, N, K, (dy, weight), halves)
+    launch = Launch.of(what, config, rows // num_experts, N, K, (dy, weight), halves)
+    num_tiles = most_tiles(launch.config, rows, num_experts, N)
     with on_device(dy.device):
-        grouped_gemm_dx_kernel[launch.grid(layout.most_tiles(launch.config, N), num_programs)](
-            dy, count, weight, out if pre is None else pre, out,
-            layout.W, layout.L, layout.C, K, N, K, N * halves,
-            ACT=activation, COMPACT=layout.compact, GROUPS=layout.padded_groups, **launch.options(),
+        grouped_gemm_dx_kernel[launch.grid(num_tiles, num_programs)](
+            dy_ptr=dy, offset_ptr=offset, w_ptr=weight, pre_ptr=out if pre is None else pre, out_ptr=out,
+            R=rows, L=num_experts, K=K, N=N,
+            ACT=activation, GROUPS=triton.next_power_of_2(num_experts), **launch.options(),
         )  # fmt: skip
     return out
 
@@ -271,7 +243,7 @@ def grouped_gemm_dx(
 def grouped_gemm_dw(
     x: Tensor,
     dy: Tensor,
-    count: Tensor,
+    offset: Tensor,
     *,
     with_dbias: bool = False,
     dw: Tensor | None = None,
@@ -282,8 +254,7 @@ def grouped_gemm_dw(
     """dw[l] = sum of x^T dy over expert l's real rows; dbias[l] = sum of dy. -> (dw, dbias or None).
 
     Args:
-        x: [W, L, C, A] and dy [W, L, C, B], or compact [R, A] and [R, B]; count, config, num_programs: as for
-            `grouped_gemm_forward`.
+        x: [R, A], dy: [R, B]; offset, config, num_programs: as for `grouped_gemm_forward`.
         with_dbias: also sum dy (giving `dbias` asks for it too).
         dw, dbias: where to write, [L, A, B] and [L, B]; every element is written.
 
@@ -291,100 +262,20 @@ def grouped_gemm_dw(
         UserError: as `grouped_gemm_forward`.
     """
     what = "grouped_gemm_dw"
-    layout = group_layout(what, x, count)
-    A, B = x.shape[-1], dy.shape[-1]
-    check_operand(f"{what}: x", x, tuple(x.shape), x)
-    check_operand(f"{what}: dy", dy, (*x.shape[:-1], B), x)
-    dw = check_operand(f"{what}: dw", dw, (layout.L, A, B), x)
+    num_experts = check_groups(what, x, offset)
+    rows, A, B = *x.shape, dy.shape[-1]
+    check_operand(f"{what}: x", x, (rows, A), x)
+    check_operand(f"{what}: dy", dy, (rows, B), x)
+    dw = check_operand(f"{what}: dw", dw, (num_experts, A, B), x)
     if with_dbias or dbias is not None:
-        dbias = check_operand(f"{what}: dbias", dbias, (layout.L, B), x)
+        dbias = check_operand(f"{what}: dbias", dbias, (num_experts, B), x)
     if dw.numel() == 0:
         return dw, None if dbias is None else dbias.zero_()
-    launch = Launch.of(what, config, A, B, layout.rows_per_group, (x, dy), 1)
-    num_tiles = layout.L * triton.cdiv(A, launch.config.block_m) * triton.cdiv(B, launch.config.block_n)
+    launch = Launch.of(what, config, A, B, rows // num_experts, (x, dy), 1)
+    num_tiles = num_experts * triton.cdiv(A, launch.config.block_m) * triton.cdiv(B, launch.config.block_n)
     with on_device(x.device):
         grouped_gemm_dw_kernel[launch.grid(num_tiles, num_programs)](
-            x, dy, count, dw, dw if dbias is None else dbias,
-            layout.W, layout.L, layout.C, A, B, A, B,
-            HAS_DBIAS=dbias is not None, COMPACT=layout.compact, **launch.options(),
+            x_ptr=x, dy_ptr=dy, offset_ptr=offset, dw_ptr=dw, dbias_ptr=dw if dbias is None else dbias,
+            R=rows, L=num_experts, A=A, B=B, HAS_DBIAS=dbias is not None, **launch.options(),
         )  # fmt: skip
     return dw, dbias
-
-
-def _forward_specimen(act: str, dtype: str, constexprs: dict) -> tuple:
-    signature = dict.fromkeys(("x_ptr", "w_ptr", "bias_ptr", "pre_ptr", "out_ptr"), f"*{dtype}")
-    signature |= {"count_ptr": "*i64"} | dict.fromkeys(("W", "L", "C", "K", "N", "ldx", "ld_out"), "i32")
-    constexprs |= {"ACT": act, "HAS_BIAS": True, "SAVE_PRE": True, "COMPACT": False, "GROUPS": 64}
-    return grouped_gemm_forward_kernel, signature, constexprs, ("K", "N", "ldx", "ld_out")
-
-
-def _dx_specimen(act: str, dtype: str, constexprs: dict) -> tuple:
-    signature = dict.fromkeys(("dy_ptr", "w_ptr", "pre_ptr", "out_ptr"), f"*{dtype}")
-    signature |= {"count_ptr": "*i64"} | dict.fromkeys(("W", "L", "C", "K", "N", "ld_dy", "ld_out"), "i32")
-    constexprs |= {"ACT": act, "COMPACT": False, "GROUPS": 64}
-    return grouped_gemm_dx_kernel, signature, constexprs, ("K", "N", "ld_dy", "ld_out")
-
-
-def _dw_specimen(act: str, dtype: str, constexprs: dict) -> tuple:
-    signature = dict.fromkeys(("x_ptr", "dy_ptr", "dw_ptr", "dbias_ptr"), f"*{dtype}")
-    signature |= {"count_ptr": "*i64"} | dict.fromkeys(("W", "L", "C", "A", "B", "ldx", "ld_dy"), "i32")
-    constexprs |= {"HAS_DBIAS": True, "COMPACT": act == "compact"}
-    return grouped_gemm_dw_kernel, signature, constexprs, ("A", "B", "ldx", "ld_dy")
-
-
-# (what makes it, activation or layout, dtypes); 16-bit types differ in nothing but the instruction's name.
-_SPECIMENS = (
-    (_forward_specimen, "none", (torch.bfloat16,)),
-    (_forward_specimen, "gelu", (torch.bfloat16, torch.float16, torch.float32)),
-    (_forward_specimen, "swiglu", (torch.bfloat16, torch.float32)),
-    (_dx_specimen, "none", (torch.bfloat16, torch.float32)),
-    (_dx_specimen, "gelu", (torch.bfloat16,)),
-    (_dx_specimen, "swiglu", (torch.bfloat16, torch.float16, torch.float32)),
-    (_dw_specimen, "buffers", (torch.bfloat16, torch.float16, torch.float32)),
-    (_dw_specimen, "compact", (torch.bfloat16,)),
-)
-
-
-def specimen(
-    make: Callable, kind: str, dtype: torch.dtype, config: GemmConfig, arch: int, *, odd: bool = False
-) -> Specimen:
-    """One kernel of `_SPECIMENS` with one configuration. odd: widths that are aligned to nothing."""
-    half = dtype.itemsize == 2
-    tma = half and arch >= 90 and not odd
-    constexprs = {"GROUP_M": config.group_m, "UPCAST": False, "TMA": tma}
-    constexprs |= {"BM": config.block_m, "BN": config.block_n, "BK": config.block_k}
-    kernel, signature, constexprs, widths = make(kind, DTYPES[dtype], constexprs)
-    return Specimen(
-        name=kernel.fn.__name__.removesuffix("_kernel"),
-        config=f"{kind} {config} {DTYPES[dtype]}{' odd' if odd else ''}",
-        kernel=kernel,
-        signature=signature,
-        constexprs=constexprs,
-        aligned=pointers(signature) + (() if odd else widths),
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        wgmma=half and arch == 90,
-        tma=tma,
-    )
-
-
-# Name of the launcher -> what makes a specimen of its kernel.
-SPECIMEN_OF = {
-    "grouped_gemm_forward": _forward_specimen,
-    "grouped_gemm_dx": _dx_specimen,
-    "grouped_gemm_dw": _dw_specimen,
-}
-
-
-def specimens(arch: int) -> Iterator[Specimen]:
-    """The kernels with the default configurations for many rows, narrow outputs, few rows, odd widths."""
-    for make, kind, dtypes in _SPECIMENS:
-        accumulators = 2 if kind == "swiglu" else 1
-        for dtype in dtypes:
-            shapes = ((4096, 4096), (4096, 64), (64, 4096))
-            configs = {default_config(m, n, 4096, dtype, arch, accumulators) for m, n in shapes}
-            for config in sorted(configs, key=str):
-                yield specimen(make, kind, dtype, config, arch)
-        if kind in ("swiglu", "buffers"):
-            config = default_config(4096, 4096, 4096, torch.bfloat16, min(arch, 80), accumulators)
-            yield specimen(make, kind, torch.bfloat16, config, arch, odd=True)

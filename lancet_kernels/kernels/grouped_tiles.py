@@ -1,13 +1,11 @@
 """The order of the tiles of a grouped GEMM, computed on the device: which tile has number n?
 
-    W  ranks, L experts here, C capacity      group  the contiguous rows of one rank for one expert
+The order is chosen for L2: expert by expert, and within an expert in bands of GROUP_M row tiles, column by
+column. So programs that run at the same time share columns of one weight, and the weight is read from HBM
+about once per band. Experts without rows have no tiles.
 
-The order is chosen for L2: expert by expert, and within an expert in bands of GROUP_M row tiles (of all its
-groups), column by column. So programs that run at the same time share columns of one weight, and the weight
-is read from HBM about once per band. Empty groups have no tiles.
-
-The data of all groups is in vectors of GROUPS elements, a power of two >= W * L, in registers. Compiled for
-sm_90 (Triton 3.6 and 3.9), no kernel spills because of them at 512 groups; at 2048 some do, with at most 44
+The data of all L experts is in vectors of GROUPS elements, a power of two >= L, in registers. Compiled for
+sm_90 (Triton 3.6 and 3.9), no kernel spills because of them at 512 experts; at 2048 some do, with at most 44
 moves.
 """
 
@@ -28,45 +26,33 @@ def in_bands(i_tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def groups(count_ptr, W, L, C, COMPACT: tl.constexpr, GROUPS: tl.constexpr, BM: tl.constexpr):
-    """-> [GROUPS] each, expert by expert: real rows, first row in the buffer, end of its row tiles.
+def groups(offset_ptr, L, R, GROUPS: tl.constexpr, BM: tl.constexpr):
+    """-> [GROUPS] each, by expert: rows, first row, end of its row tiles. No row beyond R counts.
 
-    Example: W = 2, L = 2, C = 8, counts = [[5, 0], [8, 1]], BM = 4: groups (0,0) (1,0) (0,1) (1,1) have
-    rows 5, 8, 0, 1, start at rows 0, 16, 8, 24, and their row tiles end at 2, 4, 4, 5.
+    Example: L = 3, offset = [0, 5, 5, 14], BM = 4: rows 5, 0, 9 from 0, 5, 5 on; row tiles end at 2, 2, 5.
     """
-    i_g = tl.arange(0, GROUPS)
-    m_g = i_g < W * L
-    if COMPACT:
-        first = tl.load(count_ptr + i_g, mask=m_g, other=0)
-        rows = tl.minimum(tl.load(count_ptr + i_g + 1, mask=m_g, other=0), C) - first
-    else:
-        i = (i_g % W) * L + i_g // W
-        first = i.to(tl.int64) * C
-        rows = tl.minimum(tl.load(count_ptr + i, mask=m_g, other=0), C)
+    i_e = tl.arange(0, GROUPS)
+    m_e = i_e < L
+    first = tl.load(offset_ptr + i_e, mask=m_e, other=0)
+    rows = tl.minimum(tl.load(offset_ptr + i_e + 1, mask=m_e, other=0), R) - first
     rows = tl.maximum(rows, 0).to(tl.int32)
-    return rows, first.to(tl.int64), tl.cumsum((rows + BM - 1) // BM, 0)
+    return rows, first, tl.cumsum((rows + BM - 1) // BM, 0)
 
 
 @triton.jit
 def locate(
-    tile, rows_G, first_G, end_G, W, num_n,
-    GROUPS: tl.constexpr, GROUP_M: tl.constexpr, BM: tl.constexpr,
+    tile, rows_L, first_L, end_L, num_n, GROUPS: tl.constexpr, GROUP_M: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
-    """-> of tile number `tile`: expert, first row and number of rows of its group, m0 there, column of tiles.
+    """-> of tile number `tile`: expert, its first row and number of rows, m0 there, column of tiles.
 
     Each expert has num_n tiles per row tile, so tile // num_n names a row tile of the right expert; which
     one of that expert's it is, and the column, follow from the bands.
     """
-    i_g = tl.arange(0, GROUPS)
-    tiles_G = (rows_G + BM - 1) // BM
-    expert = tl.sum((end_G <= tile // num_n).to(tl.int32), 0) // W
-    num_m = tl.sum(tl.where(i_g // W == expert, tiles_G, 0), 0)
-    first_m = tl.sum(tl.where(i_g < expert * W, tiles_G, 0), 0)
+    expert = tl.sum((end_L <= tile // num_n).to(tl.int32), 0)
+    here = tl.arange(0, GROUPS) == expert
+    rows = tl.sum(tl.where(here, rows_L, 0), 0)
+    first = tl.sum(tl.where(here, first_L, 0), 0)
+    num_m = (rows + BM - 1) // BM
+    first_m = tl.sum(tl.where(here, end_L, 0), 0) - num_m
     i_m, i_n = in_bands(tile - first_m * num_n, num_m, num_n, GROUP_M)
-    i_m += first_m
-    group = tl.sum((end_G <= i_m).to(tl.int32), 0)
-    here = i_g == group
-    rows = tl.sum(tl.where(here, rows_G, 0), 0)
-    first = tl.sum(tl.where(here, first_G, 0), 0)
-    m0 = (i_m - tl.sum(tl.where(i_g < group, tiles_G, 0), 0)) * BM
-    return expert, first, rows, m0, i_n
+    return expert, first, rows, i_m * BM, i_n

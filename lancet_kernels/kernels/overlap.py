@@ -26,6 +26,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.exchange import Exchange, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.kernel_launch import on_device
 from lancet_kernels.kernels.nvshmem_launch import launch
 from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
@@ -37,7 +38,6 @@ from lancet_kernels.kernels.overlap_config import (
     plain_tile,
 )
 from lancet_kernels.kernels.overlap_data import (
-    DENSE_KINDS,
     DenseGemm,
     ExpertGradients,
     Experts,
@@ -225,7 +225,7 @@ class _Launch:
             dweight_out_ptr=get("dweight_out"), dbias_out_ptr=get("dbias_out"),
             out_ptr=get("out"), expert_ptr=routing.expert, row_ptr=routing.row, weight_ptr=routing.weight,
             saved_results_ptr=get("saved_results"), dweight_ptr=tensors.get("dweight", routing.weight),
-            problems_ptr=problems, wire_ptr=None if exchange.wire is None else exchange.wire.words,
+            problems_ptr=problems,
             HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
             # Not by how many tokens there are: none today must not mean another variant of the kernel.
             HAS_WGRAD=shape.wgrad, HAS_REDUCE=shape.tiles_out > 0 or shape.reduce_blocks > 0,
@@ -256,7 +256,7 @@ class _Launch:
 def dense_kinds(problems: Sequence[DenseGemm]) -> int:
     """The kernel's DENSE_KINDS: none, weight gradients ("tn") only, or all, so that variants stay few."""
     kinds = {problem.kind for problem in problems}
-    return sum(1 << DENSE_KINDS[kind] for kind in (DENSE_KINDS if kinds - {"tn"} else kinds))
+    return sum(1 << KINDS[kind] for kind in (KINDS if kinds - {"tn"} else kinds))
 
 
 def dense_table(problems: Sequence[DenseGemm], tile: GemmConfig, device: torch.device) -> tuple[Tensor, int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
@@ -44,7 +45,7 @@ def check_pass(
     )
     for name, tensor, shape, dtype in checks:
         if tensor is not None:
-            check_tensor(f"{name} of the fused experts", tensor, shape, dtype, x)
+            check_tensor(f"{name} of the fused experts", tensor, shape=shape, dtype=dtype, device=x.device)
     if num_tokens * num_choices > exchange.send_rows:
         raise UserError(
             f"rows to send through {exchange.name}",
@@ -62,19 +63,6 @@ def check_pass(
             got=config.gemm.block_m,
             expected=f"{exchange.chunk_rows} (rows of a tile of {exchange.name})",
             do="make the exchange with chunk_rows=config.gemm.block_m",
-        )
-
-
-def check_tensor(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, like: Tensor) -> None:
-    """Raise UserError unless the tensor has this shape and dtype, no gaps, and the device of `like`."""
-    fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.is_contiguous()
-    if not fits or tensor.device != like.device:
-        layout = "contiguous" if tensor.is_contiguous() else "not contiguous"
-        raise UserError(
-            name,
-            got=f"{tensor.dtype} {list(tensor.shape)}, {layout}, on {tensor.device}",
-            expected=f"{dtype} {list(shape)}, contiguous, on {like.device}",
-            do="convert it, or use backend='torch'",
         )
 
 
@@ -96,9 +84,10 @@ def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
         rows, contraction = problem.a.shape if problem.kind != "tn" else problem.a.shape[::-1]
         columns = problem.b.shape[0] if problem.kind == "nt" else problem.b.shape[1]
         b_shape = (columns, contraction) if problem.kind == "nt" else (contraction, columns)
-        check_tensor(f"a of {name}", problem.a, tuple(problem.a.shape), x.dtype, x)
-        check_tensor(f"b of {name}", problem.b, b_shape, x.dtype, x)
-        check_tensor(f"c of {name}", problem.c, (rows, columns), x.dtype, x)
+        shapes = {"a": tuple(problem.a.shape), "b": b_shape, "c": (rows, columns)}
+        for which, shape in shapes.items():
+            operand = getattr(problem, which)
+            check_tensor(f"{which} of {name}", operand, shape=shape, dtype=x.dtype, device=x.device)
 
 
 def check_same_exchange(forward: Exchange, backward: Exchange) -> None:

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.kernels.exchange import Use
-from lancet_kernels.kernels.overlap_tiles import NN, NT, TN
-
-DENSE_KINDS = {"nn": NN.value, "nt": NT.value, "tn": TN.value}
+from lancet_kernels.kernels.gemm_tile import KINDS
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class DenseGemm:
         """Its row in the kernel's table: kind, a, b, c, M, N, K, the number of its first tile."""
         contraction = self.a.shape[0] if self.kind == "tn" else self.a.shape[1]
         pointers = [t.data_ptr() for t in (self.a, self.b, self.c)]
-        return [DENSE_KINDS[self.kind], *pointers, *self.c.shape, contraction, first]
+        return [KINDS[self.kind], *pointers, *self.c.shape, contraction, first]
 
 
 @dataclass

@@ -119,8 +119,6 @@ def overlap_kernel(
     saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     # Combine and the gradient of its weights, and independent GEMMs.
     out_ptr, expert_ptr, row_ptr, weight_ptr, saved_results_ptr, dweight_ptr, problems_ptr,
-    # An emulated wire that paces what is put, or None.
-    wire_ptr,
     HAS_PUT: tl.constexpr, HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, HAS_WGRAD: tl.constexpr,
     HAS_REDUCE: tl.constexpr, HAS_DWEIGHT: tl.constexpr, DENSE_KINDS: tl.constexpr,
     BACKWARD: tl.constexpr,
@@ -165,7 +163,7 @@ def overlap_kernel(
                 put_chunk(
                     a, b, epoch, rank, W, L, D, R, tiles, table_ptr, source_ptr, token_ptr, scale_ptr,
                     put_stage_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
-                    max_polls, report_ptr, BANKS, SCALED, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK, wire_ptr,
+                    max_polls, report_ptr, BANKS, SCALED, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK,
                 )  # fmt: skip
         if HAS_IN:
             if kind == TILE_IN:
@@ -173,7 +171,6 @@ def overlap_kernel(
                     a, b, epoch, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, arrived_ptr,
                     weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
                     BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, NVSHMEM, UPCAST, TMA, BM, BN_IN, BK, BW,
-                    wire_ptr,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:
@@ -181,7 +178,7 @@ def overlap_kernel(
                     a, b, epoch, rank, sound, W, L, D, F, H, R, S, tiles, chunks, table_ptr, ready_ptr,
                     weight_out_ptr, bias_out_ptr, hidden_ptr, stage_ptr, results_ptr, results_peers_ptr,
                     returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr,
-                    HAS_IN, BACKWARD, HAS_BIAS, BANKS, NVSHMEM, UPCAST, TMA, BM, BN, BN_IN, BK, wire_ptr,
+                    HAS_IN, BACKWARD, HAS_BIAS, BANKS, NVSHMEM, UPCAST, TMA, BM, BN, BN_IN, BK,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
@@ -205,7 +202,7 @@ def overlap_kernel(
                 reduce_block(
                     a, epoch, rank, sound, W, L, D, S, T, K, chunks, table_ptr, results_ptr, returned_ptr,
                     expert_ptr, row_ptr, weight_ptr, out_ptr, max_polls, report_ptr, WEIGHTED, NVSHMEM,
-                    BANKS, BM, BT, BD, wire_ptr,
+                    BANKS, BM, BT, BD,
                 )  # fmt: skip
         i = tl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(tl.int32)
     if HAS_PUT:

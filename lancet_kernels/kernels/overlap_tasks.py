@@ -6,23 +6,16 @@
     T  tokens here                D  model width        B  banks
     S  most rows sent             R  most rows received
 
-With a `wire_ptr` what is put takes an emulated wire (`wire.py`): due times lie behind all words of `arrived`
-and `returned`. Without one nothing of that is compiled.
-
 Index arithmetic is 64 bits wide where elements are counted: R * D passes 2^31 soon.
 """
 
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels import device, wire
+from lancet_kernels.kernels import device
 from lancet_kernels.kernels.choices import add_row, dot_row, place_row
-from lancet_kernels.kernels.schedule import WAIT_RELEASE, chunk_number, group, in_tile, segment
-
-# What a wait was for, in a report; the words are exchange.REPORTED's.
-WAIT_ROWS = tl.constexpr(1)
-WAIT_READY = tl.constexpr(2)
-WAIT_RESULTS = tl.constexpr(3)
+from lancet_kernels.kernels.failure_report import WAIT_READY, WAIT_RELEASE, WAIT_RESULTS, WAIT_ROWS
+from lancet_kernels.kernels.schedule import chunk_number, group, in_tile, segment
 
 
 @triton.jit
@@ -31,7 +24,7 @@ def put_chunk(
     source_ptr, token_ptr, scale_ptr, stage_ptr, rows_ptr, rows_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
     BANKS: tl.constexpr, SCALED: tl.constexpr, NVSHMEM: tl.constexpr,
-    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, wire_ptr=None,
+    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """PUT: send those rows for `expert` that lie in its tile m, to their final place, then signal them.
 
@@ -56,10 +49,6 @@ def put_chunk(
         end = tl.minimum((m + 1) * BM - before, count)
         row = bank * R + first_row + before
         signal = (bank * tiles + first_tile + m) * W + rank
-        if wire_ptr is not None:
-            # The wire carries the first rows while the last ones are copied.
-            due = wire.book(wire_ptr, peer, num_bytes(end - begin, D, rows_ptr))
-            wire.put_due(arrived_ptr, arrived_peers_ptr, peer, BANKS * tiles * W + signal, due)
         for r in range(begin, end, ROWS):
             device.put_rows(
                 rows_ptr, rows_peers_ptr, peer, (row + r) * D,
@@ -72,16 +61,9 @@ def put_chunk(
 
 
 @triton.jit
-def num_bytes(rows, columns, like_ptr):
-    """Of a tile (int64) of the type that `like_ptr` points to."""
-    return tl.cast(rows, tl.int64) * columns * (like_ptr.dtype.element_ty.primitive_bitwidth // 8)
-
-
-@triton.jit
 def wait_rows(
     tile, m, expert, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
     NVSHMEM: tl.constexpr, TMA: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
-    wire_ptr=None,
 ):  # fmt: skip
     """Wait until all rows of the tile, which is tile m of its expert, are here. -> whether they are.
 
@@ -92,12 +74,9 @@ def wait_rows(
     count, before, _ = segment(table_ptr, W, W * L, i_w, expert, i_w < W)
     index = ((epoch % BANKS) * tiles + tile) * W + i_w
     word = device.word(epoch, tl.full((), 0, tl.int64))
-    due_ptrs = None
-    if wire_ptr is not None:
-        due_ptrs = arrived_ptr + BANKS * tiles * W + index
     here = device.wait_all(
         arrived_ptr + index, in_tile(count, before, m, BM), word, max_polls, report_ptr, rank, i_w,
-        WAIT_ROWS, index, BW, NVSHMEM, wire_ptr, due_ptrs,
+        WAIT_ROWS, index, BW, NVSHMEM,
     )  # fmt: skip
     device.fence_tma(TMA)
     return here
@@ -153,7 +132,7 @@ def result_rows(
 def return_tile(
     tile, m, n, expert, first_row, epoch, rank, W, L, D, S, tiles, chunks, table_ptr,
     stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, wire_ptr=None,
+    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """TILE_OUT is stored at the sources, or in stage [R, D] where no pointer reaches them: the last signals.
 
@@ -163,24 +142,16 @@ def return_tile(
     bank = epoch % BANKS
     E = W * L
     columns = tl.cdiv(D, BN)
-    width = tl.minimum(D - n * BN, BN)
     tl.debug_barrier()
-    for w in range(W):
-        count, before, first_send = segment(table_ptr, W, E, w, expert)
-        if in_tile(count, before, m, BM):
-            begin = tl.maximum(before, m * BM)
-            end = tl.minimum(before + count, (m + 1) * BM)
-            if wire_ptr is not None:
-                # Each tile takes the wire as it ends; the signal of all is due with the last of them.
-                index = (BANKS + bank) * chunks + chunk_number(first_send, before, expert, m, BM)
-                due = wire.book(wire_ptr, w, num_bytes(end - begin, width, results_ptr))
-                wire.put_due(returned_ptr, returned_peers_ptr, w, index, due)
-            if NVSHMEM:
-                if tl.load(results_peers_ptr + w) == 0:
-                    for i in range(begin, end):
-                        target = (bank * S + first_send + i - before) * D + n * BN
-                        staged = tl.cast(first_row + i, tl.int64) * D + n * BN
-                        device.put_row(results_ptr + target, stage_ptr + staged, width, w, NVSHMEM)
+    if NVSHMEM:
+        width = tl.minimum(D - n * BN, BN)
+        for w in range(W):
+            count, before, first_send = segment(table_ptr, W, E, w, expert)
+            if tl.load(results_peers_ptr + w) == 0:
+                for i in range(tl.maximum(before, m * BM), tl.minimum(before + count, (m + 1) * BM)):
+                    target = (bank * S + first_send + i - before) * D + n * BN
+                    staged = tl.cast(first_row + i, tl.int64) * D + n * BN
+                    device.put_row(results_ptr + target, stage_ptr + staged, width, w, NVSHMEM)
     # Not a fence: the program that signals may be another one.
     device.quiet(NVSHMEM)
     done = tl.atomic_add(done_ptr + tile, 1, sem="acq_rel", scope="gpu")
@@ -213,7 +184,7 @@ def reduce_block(
     block, epoch, rank, sound, W, L, D, S, T, K, chunks, table_ptr,
     results_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, max_polls, report_ptr,
     WEIGHTED: tl.constexpr, NVSHMEM: tl.constexpr, BANKS: tl.constexpr,
-    BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, wire_ptr=None,
+    BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """REDUCE: out[t] = sum over k, in order, of weight[t, k] * results[row[t, k]], float32.
 
@@ -232,12 +203,9 @@ def reduce_block(
         _, before, first_send = segment(table_ptr, W, W * L, rank, expert, kept)
         m = (before + row - first_send) // BM
         index = bank * chunks + chunk_number(first_send, before, expert, m, BM)
-        due_ptrs = None
-        if wire_ptr is not None:
-            due_ptrs = returned_ptr + BANKS * chunks + index
         device.wait_all(
             returned_ptr + index, kept, word, max_polls, report_ptr, rank, expert // L,
-            WAIT_RESULTS, index, BT, NVSHMEM, wire_ptr, due_ptrs,
+            WAIT_RESULTS, index, BT, NVSHMEM,
         )  # fmt: skip
     poison = tl.where(device.failed(report_ptr) | (sound == 0), float("nan"), 0.0)
     results_ptr += bank * S * D

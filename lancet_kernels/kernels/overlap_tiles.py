@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels.gemm_tile import (
+    NN,
+    NT,
+    TN,
     add_column_sums,
     add_outer_products,
     dgrad_tile,
@@ -38,11 +41,6 @@ from lancet_kernels.kernels.overlap_tasks import (
 from lancet_kernels.kernels.schedule import group, tile_ptr
 from lancet_kernels.kernels.tasks import DENSE_WORDS
 
-# Kinds of independent GEMMs, by what is transposed.
-NN = tl.constexpr(0)  # c [M, N] = a [M, K] @ b [K, N]
-NT = tl.constexpr(1)  # c [M, N] = a [M, K] @ b [N, K]^T
-TN = tl.constexpr(2)  # c [M, N] = a [K, M]^T @ b [K, N]
-
 
 @triton.jit
 def tile_in(
@@ -50,7 +48,7 @@ def tile_in(
     rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
     BACKWARD: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, wire_ptr=None,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """TILE_IN: wait for the rows of a tile, whoever sends them, multiply them, count the column as ready.
 
@@ -64,7 +62,7 @@ def tile_in(
     m = tile - first_tile
     here = wait_rows(
         tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
-        NVSHMEM, TMA, BANKS, BM, BW, wire_ptr,
+        NVSHMEM, TMA, BANKS, BM, BW,
     )  # fmt: skip
     if here:
         row = first_row.to(tl.int64)
@@ -72,10 +70,10 @@ def tile_in(
         pre_ptr += row * H
         if BACKWARD:
             dgrad_tile(x_ptr, weight_ptr + local.to(tl.int64) * D * F, pre_ptr, hidden_ptr + row * H,
-                       rows, m * BM, n * BN, D, F, D, H, ACT, UPCAST, TMA, BM, BN, BK)  # fmt: skip
+                       rows, m * BM, n * BN, D, F, ACT, UPCAST, TMA, BM, BN, BK)  # fmt: skip
         else:
             forward_tile(x_ptr, weight_ptr + local.to(tl.int64) * D * H, bias_ptr + local * H, pre_ptr,
-                         hidden_ptr + row * F, rows, m * BM, n * BN, D, F, D, F,
+                         hidden_ptr + row * F, rows, m * BM, n * BN, D, F,
                          ACT, HAS_BIAS, SAVE_PRE, UPCAST, TMA, BM, BN, BK)  # fmt: skip
         finish_ready(ready_ptr, tile, local, tiles)
 
@@ -88,7 +86,6 @@ def tile_out(
     HAS_IN: tl.constexpr, BACKWARD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
-    wire_ptr=None,
 ):  # fmt: skip
     """TILE_OUT: multiply a tile of the first GEMM's result, store each row at its source; the last n signals.
 
@@ -110,12 +107,12 @@ def tile_out(
         row = first_row.to(tl.int64)
         if BACKWARD:
             acc = rows_times_transposed(
-                hidden_ptr + row * H, weight_ptr + local.to(tl.int64) * D * H, rows, m * BM, n * BN, H, D, H,
+                hidden_ptr + row * H, weight_ptr + local.to(tl.int64) * D * H, rows, m * BM, n * BN, H, D,
                 UPCAST, TMA, BM, BN, BK,
             )  # fmt: skip
         else:
             acc, _ = rows_times_weight(
-                hidden_ptr + row * F, weight_ptr + local.to(tl.int64) * F * D, rows, m * BM, n * BN, F, D, F,
+                hidden_ptr + row * F, weight_ptr + local.to(tl.int64) * F * D, rows, m * BM, n * BN, F, D,
                 False, UPCAST, TMA, BM, BN, BK,
             )  # fmt: skip
         p_row, m_row = result_rows(
@@ -126,7 +123,7 @@ def tile_out(
         return_tile(
             tile, m, n, expert, first_row, epoch, rank, W, L, D, S, tiles, chunks, table_ptr,
             stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-            BANKS, NVSHMEM, BM, BN, wire_ptr,
+            BANKS, NVSHMEM, BM, BN,
         )  # fmt: skip
 
 
@@ -166,12 +163,12 @@ def tile_wgrad(
     if hidden_is_here:
         acc = tl.zeros((BM, BN), tl.float32)
         acc = add_outer_products(
-            acc, x_ptr, dy_ptr, rows, m * BM, n * BN, A, B, A, B, UPCAST, TMA, BM, BN, BK
+            acc, x_ptr, dy_ptr, rows, m * BM, n * BN, A, B, UPCAST, TMA, BM, BN, BK
         )  # fmt: skip
         store_weight_gradient(dw_ptr, acc, m * BM, n * BN, A, B, BM, BN)
         if HAS_BIAS:
             if m == 0:
-                sums = add_column_sums(tl.zeros((BN,), tl.float32), dy_ptr, rows, n * BN, B, B, BN, BK)
+                sums = add_column_sums(tl.zeros((BN,), tl.float32), dy_ptr, rows, n * BN, B, BN, BK)
                 store_bias_gradient(db_ptr, sums, n * BN, B, BN)
     else:
         poison_wgrad(dw_ptr, db_ptr, m * BM, n * BN, A, B, HAS_BIAS, BM, BN)
@@ -202,16 +199,16 @@ def dense_tile(
         c_ptr = tl.multiple_of(c_ptr, 16)
     if KINDS & 1:
         if kind == NN:
-            forward_tile(a_ptr, b_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N, K, N,
+            forward_tile(a_ptr, b_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N,
                          "none", False, False, UPCAST, TMA, BM, BN, BK)  # fmt: skip
     if KINDS & 2:
         if kind == NT:
-            dgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N, K, N,
+            dgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N,
                        "none", UPCAST, TMA, BM, BN, BK)  # fmt: skip
     if KINDS & 4:
         if kind == TN:
             acc = add_outer_products(
-                tl.zeros((BM, BN), tl.float32), a_ptr, b_ptr, K, m * BM, n * BN, M, N, M, N,
+                tl.zeros((BM, BN), tl.float32), a_ptr, b_ptr, K, m * BM, n * BN, M, N,
                 UPCAST, TMA, BM, BN, BK,
             )  # fmt: skip
             store_weight_gradient(c_ptr, acc, m * BM, n * BN, M, N, BM, BN)

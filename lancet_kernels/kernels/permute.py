@@ -15,7 +15,6 @@ order that depends only on D and on the configuration, so parts of a batch get b
 whole batch.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.row_config import RowConfig
 from lancet_kernels.kernels.runtime import needs_upcast
-from lancet_kernels.kernels.specimen import Specimen
 from lancet_kernels.kernels.tuning import tuned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -52,7 +50,7 @@ def _put_choice(
 
 
 @triton.jit
-def _permute_kernel(
+def permute_kernel(
     x_ptr, row_ptr, weight_ptr, rows_ptr, T, D,
     K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -82,7 +80,7 @@ def _permute_kernel(
 
 
 @triton.jit
-def _combine_kernel(
+def combine_kernel(
     rows_ptr, row_ptr, weight_ptr, out_ptr, T, D,
     K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +111,7 @@ def _combine_kernel(
 
 
 @triton.jit
-def _combine_dweight_kernel(
+def combine_dweight_kernel(
     x_ptr, rows_ptr, row_ptr, dweight_ptr, T, D,
     K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
@@ -156,27 +154,26 @@ def _check_weight(weight_TK: Tensor | None, row_TK: Tensor, dtype: torch.dtype) 
 
 def _move_rows(
     kernel: Any,
-    source: Tensor,
-    target: Tensor,
     row_TK: Tensor,
     weight_TK: Tensor | None,
     config: RowConfig,
+    **operands: Tensor,
 ) -> None:
-    """Launch the permute or the combine kernel."""
-    (num_tokens, top_k), width = row_TK.shape, source.shape[1]
+    """Launch the permute or the combine kernel. operands: x and rows, or rows and out."""
+    rows = operands["rows_ptr"]
+    (num_tokens, top_k), width = row_TK.shape, rows.shape[1]
     grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
     launch(
         kernel,
         (grid,),
-        source,
-        row_TK,
-        row_TK if weight_TK is None else weight_TK,
-        target,
-        num_tokens,
-        width,
+        **operands,
+        row_ptr=row_TK,
+        weight_ptr=row_TK if weight_TK is None else weight_TK,
+        T=num_tokens,
+        D=width,
         K=top_k,
         WEIGHTED=weight_TK is not None,
-        EMULATE_BF16=needs_upcast(source.dtype),
+        EMULATE_BF16=needs_upcast(rows.dtype),
         BT=config.block_tokens,
         BD=config.block_width,
         num_warps=config.num_warps,
@@ -211,7 +208,7 @@ def permute(
     _check("x_TD", x_TD, out, row_TK, config)
     _check_weight(weight_TK, row_TK, x_TD.dtype)
     if x_TD.numel() and out.numel():
-        _move_rows(_permute_kernel, x_TD, out, row_TK, weight_TK, config)
+        _move_rows(permute_kernel, row_TK, weight_TK, config, x_ptr=x_TD, rows_ptr=out)
     return out
 
 
@@ -231,7 +228,7 @@ def combine(
     _check("out", out_TD, rows_SD, row_TK, config)
     _check_weight(weight_TK, row_TK, dtype)
     if out_TD.numel():
-        _move_rows(_combine_kernel, rows_SD, out_TD, row_TK, weight_TK, config)
+        _move_rows(combine_kernel, row_TK, weight_TK, config, rows_ptr=rows_SD, out_ptr=out_TD)
     return out_TD
 
 
@@ -252,14 +249,14 @@ def combine_dweight(
     if dweight_TK.numel():
         top_k = row_TK.shape[1]
         launch(
-            _combine_dweight_kernel,
+            combine_dweight_kernel,
             (triton.cdiv(num_tokens, config.block_tokens) * top_k,),
-            x_TD,
-            rows_SD,
-            row_TK,
-            dweight_TK,
-            num_tokens,
-            width,
+            x_ptr=x_TD,
+            rows_ptr=rows_SD,
+            row_ptr=row_TK,
+            dweight_ptr=dweight_TK,
+            T=num_tokens,
+            D=width,
             K=top_k,
             BT=config.block_tokens,
             BD=config.block_width,
@@ -267,49 +264,3 @@ def combine_dweight(
             **UNFUSED,
         )
     return dweight_TK
-
-
-_SIZES = {"T": "i32", "D": "i32"}
-_INDICES = {"row_ptr": "*i64"}
-
-
-def specimen(kernel: str, dtype: str, top_k: int, weighted: bool, config: RowConfig) -> Specimen:
-    """ "permute", "combine" or "combine_dweight" for one dtype, number of choices and tile."""
-    weights = {"weight_ptr": "*fp32" if weighted else "*i64"}
-    x, rows = {"x_ptr": f"*{dtype}"}, {"rows_ptr": f"*{dtype}"}
-    constexprs = {"K": top_k, "BT": config.block_tokens, "BD": config.block_width}
-    if kernel == "combine_dweight":
-        function, signature = (
-            _combine_dweight_kernel,
-            {**x, **rows, **_INDICES, "dweight_ptr": "*fp32"},
-        )
-    else:
-        constexprs |= {"WEIGHTED": weighted, "EMULATE_BF16": False}
-        function, signature = (
-            (_permute_kernel, {**x, **_INDICES, **weights, **rows})
-            if kernel == "permute"
-            else (_combine_kernel, {**rows, **_INDICES, **weights, "out_ptr": f"*{dtype}"})
-        )
-    return Specimen(
-        name=kernel,
-        config=f"{dtype} K{top_k}" + (" weighted" if weighted else ""),
-        kernel=function,
-        signature={**signature, **_SIZES},
-        constexprs=constexprs,
-        aligned=(*signature, "D"),
-        num_warps=config.num_warps,
-        options=UNFUSED,
-    )
-
-
-def specimens(arch: int) -> Iterator[Specimen]:
-    """The three kernels for bf16 and float32 rows, two, eight and many choices."""
-    config = RowConfig.default(4096)
-    for dtype, top_k, weighted in (
-        ("bf16", 8, True),
-        ("bf16", 2, False),
-        ("fp32", 2, True),
-        ("bf16", 64, True),
-    ):
-        for kernel in ("permute", "combine", "combine_dweight"):
-            yield specimen(kernel, dtype, top_k, weighted, config)

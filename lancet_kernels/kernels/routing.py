@@ -1,4 +1,4 @@
-"""Routing: from scores to experts, to slots within the capacity, and to the token of each slot.
+"""Routing: from scores to experts, and to slots within the capacity.
 
     T  tokens on this rank      E  experts in all      B  blocks of tokens
     K  choices per token        C  capacity
@@ -7,7 +7,7 @@ Three launches for every gate:
 
     1. choose    the K best experts of each token, counted per block  topk_kernel.py
     2. prefix    counts of earlier blocks, used', number of rows      slots_kernel.py
-    3. slots     the slot of each choice, and the inverse tables      slots_kernel.py
+    3. slots     the slot of each choice                              slots_kernel.py
 
 All results are integers, and bitwise equal to those of `lancet_kernels.ops.gates`. Weights are not computed
 here: exp in Triton and in torch may differ in the last bit, and then ranks with and without kernels would
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from lancet_kernels.kernels import slots_kernel as slot_kernels
 from lancet_kernels.kernels.checks import check_number, check_tensor
-from lancet_kernels.kernels.slots_kernel import inverse_tables
 from lancet_kernels.kernels.topk_kernel import MAX_EXPERTS, RoutingConfig, choose_by_key, choose_by_score
 from lancet_kernels.kernels.tuning import tuned
 
@@ -36,14 +35,12 @@ class Routed(NamedTuple):
     """Where the choices of T tokens go.
 
     The rows of this call sit in slots min(used, C) to min(used', C) - 1 of their expert; `kept_E` is how many
-    those are. Entries of the [E, C] tables for other slots are undefined.
+    those are.
     """
 
     expert_TK: Tensor  # int64
     slot_TK: Tensor  # int64; >= C: dropped
     used_E: Tensor  # int64: used'
-    token_of_slot_EC: Tensor  # int32: t
-    choice_of_slot_EC: Tensor  # int32: k
     kept_E: Tensor  # int64
 
 
@@ -117,16 +114,13 @@ def _in_token_order(
     expert_TK: Tensor, count_BE: Tensor, used_E: Tensor, capacity: int, config: RoutingConfig
 ) -> Routed:
     used_out_E, kept_E = slot_kernels.prefix(count_BE, used_E, capacity)
-    slot_TK, token_of_slot_EC, choice_of_slot_EC = slot_kernels.slots(
-        expert_TK, count_BE, used_E, capacity, config
-    )
-    return Routed(expert_TK, slot_TK, used_out_E, token_of_slot_EC, choice_of_slot_EC, kept_E)
+    slot_TK = slot_kernels.slots(expert_TK, count_BE, used_E, config)
+    return Routed(expert_TK, slot_TK, used_out_E, kept_E)
 
 
 __all__ = [
     "Routed",
     "RoutingConfig",
-    "inverse_tables",
     "route_choices",
     "route_keys",
     "route_scores",

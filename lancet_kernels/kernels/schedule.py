@@ -65,6 +65,7 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels import device
+from lancet_kernels.kernels.failure_report import TOO_MANY_ROWS, WAIT_COUNTS, WAIT_RELEASE
 
 HEADER_WORDS = 8
 # Tiles of an expert that a program of `schedule_kernel` numbers in one step.
@@ -74,11 +75,6 @@ VOID = tl.constexpr(0)
 NUM_PUTS = tl.constexpr(1)
 NUM_TILES = tl.constexpr(2)
 RECEIVED = tl.constexpr(3)
-
-# What a report's op says: the waits of exchange.REPORTED, and rows that do not fit.
-WAIT_RELEASE = tl.constexpr(0)
-WAIT_COUNTS = tl.constexpr(4)
-TOO_MANY_ROWS = tl.constexpr(5)
 
 
 def most_tiles(rows: int, local_experts: int, block_m: int) -> int:
@@ -99,11 +95,6 @@ def table_words(world: int, experts: int, tiles: int, puts: int) -> int:
 @triton.jit
 def before_ptr(table_ptr, W, E):
     return table_ptr + HEADER + W * E
-
-
-@triton.jit
-def first_send_ptr(table_ptr, W, E):
-    return table_ptr + HEADER + 2 * W * E
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Assigns a slot to each choice, and inverts that: the token in each slot.
+"""Assigns a slot to each choice.
 
     T  tokens      K  choices per token, N = T * K choices      B  blocks of choices
     E  experts     C  capacity: slots per expert
@@ -6,13 +6,10 @@
     1. histogram   choices of each expert in each block of tokens            count [B, E]
                    (`topk_kernel` counts while it chooses; `count_choices` counts existing choices)
     2. prefix      the counts of earlier blocks; used'; the number of rows   before [B, E], in place
-    3. slots       used + before + rank inside the block; the inverse tables
+    3. slots       used + before + rank inside the block
 
 No atomics: a slot depends only on the order of the tokens, not on the order of the programs.
 """
-
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
@@ -22,19 +19,16 @@ from torch import Tensor
 from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED
-from lancet_kernels.kernels.specimen import Specimen, pointers
 from lancet_kernels.kernels.topk_kernel import RoutingConfig
 
 # The prefix walks this many blocks at a time, for this many experts in a program: 32 bytes of a row each.
 PREFIX_BLOCKS, PREFIX_EXPERTS = 256, 8
-# Choices a program of the inverse takes.
-INVERSE_CHOICES = 512
-# Comparisons in one tile: 32 per thread of 4 warps, about 115 registers in `_slots_kernel`.
+# Comparisons in one tile: 32 per thread of 4 warps, about 115 registers in `slots_kernel`.
 PAIRS = 4096
 
 
 @triton.jit
-def _count_choices_kernel(
+def count_choices_kernel(
     expert_ptr, count_ptr, N,
     E: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +53,7 @@ def _count_choices_kernel(
 
 
 @triton.jit
-def _prefix_kernel(
+def prefix_kernel(
     count_ptr, used_ptr, used_out_ptr, kept_ptr, B, C, E,
     BB: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -91,19 +85,17 @@ def _prefix_kernel(
 
 
 @triton.jit
-def _slots_kernel(
-    expert_ptr, before_ptr, used_ptr, slot_ptr, token_of_slot_ptr, choice_of_slot_ptr, N, C,
-    E: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
+def slots_kernel(
+    expert_ptr, before_ptr, used_ptr, slot_ptr, N,
+    E: tl.constexpr, CHOICES: tl.constexpr, BN: tl.constexpr, BJ: tl.constexpr,
 ):  # fmt: skip
-    """The slot of each choice, and for each slot below C its token and which of the token's choices it is.
+    """The slot of each choice.
 
     Grid: (B,). Each program owns CHOICES = block tokens * K choices in token order: (t, 0), (t, 1), ...
-    Shapes: expert, slot [T, K] int64 (N = T * K); before [B, E] int32, from `_prefix_kernel`;
-    used [E] int64; token_of_slot, choice_of_slot [E, C] int32, written only where a choice sits.
-    Floor: reads 8 N bytes, writes 8 N + 8 per kept choice; BN comparisons per choice.
+    Shapes: expert, slot [T, K] int64 (N = T * K); before [B, E] int32, from `prefix_kernel`; used [E] int64.
+    Floor: reads and writes 8 N bytes; BN comparisons per choice.
 
-    Example: C = 6, K = 2, expert = [[2, 0], [2, 1]], used = [5, 0, 1], before = 0
-    -> slot = [[1, 5], [2, 0]], token_of_slot[2] = [?, 0, 1, ...], choice_of_slot[0] = [..., 1].
+    Example: expert = [[2, 0], [2, 1]], used = [5, 0, 1], before = 0 -> slot = [[1, 5], [2, 0]].
     """
     i_block = tl.program_id(0).to(tl.int64)
     first = i_block * CHOICES
@@ -120,32 +112,6 @@ def _slots_kernel(
     b_used = tl.load(used_ptr + b_expert, mask=m, other=0)
     b_slot = b_used + tl.load(before_ptr + i_block * E + b_expert, mask=m, other=0) + rank
     tl.store(slot_ptr + first + i, b_slot, mask=m)
-    m_kept = m & (b_slot < C)
-    place = b_expert.to(tl.int64) * C + b_slot
-    tl.store(token_of_slot_ptr + place, ((first + i) // K).to(tl.int32), mask=m_kept)
-    tl.store(choice_of_slot_ptr + place, ((first + i) % K).to(tl.int32), mask=m_kept)
-
-
-@triton.jit
-def _inverse_tables_kernel(
-    expert_ptr, slot_ptr, token_of_slot_ptr, choice_of_slot_ptr, N, C,
-    K: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """For each slot below C with a choice: its token, and which of the token's choices it is.
-
-    Grid: (ceil(N / BN),). Each program owns BN choices, in any order: no two kept ones share a slot.
-    Shapes: expert, slot [T, K] int64 (N = T * K); token_of_slot, choice_of_slot [E, C] int32.
-    Floor: reads 16 N bytes, writes 8 per kept choice.
-
-    Example: C = 2, K = 1, expert = [[1], [0], [1]], slot = [[1], [2], [0]] -> token_of_slot[1] = [2, 0].
-    """
-    n = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
-    m = n < N
-    b_slot = tl.load(slot_ptr + n, mask=m, other=C)
-    place = tl.load(expert_ptr + n, mask=m, other=0) * C + b_slot
-    m_kept = m & (b_slot < C)
-    tl.store(token_of_slot_ptr + place, (n // K).to(tl.int32), mask=m_kept)
-    tl.store(choice_of_slot_ptr + place, (n % K).to(tl.int32), mask=m_kept)
 
 
 def block_of_choices(config: RoutingConfig, top_k: int) -> tuple[int, int, int]:
@@ -169,11 +135,11 @@ def count_choices(expert_TK: Tensor, num_experts: int, config: RoutingConfig) ->
     count_BE = torch.empty(blocks, num_experts, dtype=torch.int32, device=expert_TK.device)
     if blocks:
         launch(
-            _count_choices_kernel,
+            count_choices_kernel,
             (blocks,),
-            expert_TK,
-            count_BE,
-            expert_TK.numel(),
+            expert_ptr=expert_TK,
+            count_ptr=count_BE,
+            N=expert_TK.numel(),
             E=num_experts,
             CHOICES=choices,
             BN=tile,
@@ -194,17 +160,18 @@ def prefix(count_BE: Tensor, used_E: Tensor, capacity: int) -> tuple[Tensor, Ten
     check_tensor("count_BE", count_BE, shape=(None, None), dtype=torch.int32)
     blocks, num_experts = count_BE.shape
     check_tensor("used_E", used_E, shape=(num_experts,), dtype=torch.int64, device=count_BE.device)
+    check_number("capacity", capacity, 0, 2**31 - 1)
     used_out_E, kept_E = torch.empty_like(used_E), torch.empty_like(used_E)
     launch(
-        _prefix_kernel,
+        prefix_kernel,
         (triton.cdiv(num_experts, PREFIX_EXPERTS),),
-        count_BE,
-        used_E,
-        used_out_E,
-        kept_E,
-        blocks,
-        capacity,
-        num_experts,
+        count_ptr=count_BE,
+        used_ptr=used_E,
+        used_out_ptr=used_out_E,
+        kept_ptr=kept_E,
+        B=blocks,
+        C=capacity,
+        E=num_experts,
         BB=PREFIX_BLOCKS,
         BE=PREFIX_EXPERTS,
         num_warps=4,
@@ -213,17 +180,14 @@ def prefix(count_BE: Tensor, used_E: Tensor, capacity: int) -> tuple[Tensor, Ten
     return used_out_E, kept_E
 
 
-def slots(
-    expert_TK: Tensor, before_BE: Tensor, used_E: Tensor, capacity: int, config: RoutingConfig
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> slot_TK int64, token_of_slot_EC and choice_of_slot_EC int32 (undefined for empty slots).
+def slots(expert_TK: Tensor, before_BE: Tensor, used_E: Tensor, config: RoutingConfig) -> Tensor:
+    """-> slot_TK int64.
 
     Args: before_BE: from `prefix`, counted with the same `config`.
     Raises: UserError for wrong dtypes, shapes, layouts or sizes.
     """
     num_tokens, top_k = expert_TK.shape
     num_experts = used_E.shape[0]
-    token_of_slot_EC, choice_of_slot_EC = _empty_tables(num_experts, capacity, expert_TK.device)
     slot_TK = torch.empty_like(expert_TK)
     choices, tile, step = block_of_choices(config, top_k)
     blocks = triton.cdiv(num_tokens, config.block_tokens)
@@ -232,110 +196,18 @@ def slots(
     )
     if blocks:
         launch(
-            _slots_kernel,
+            slots_kernel,
             (blocks,),
-            expert_TK,
-            before_BE,
-            used_E,
-            slot_TK,
-            token_of_slot_EC,
-            choice_of_slot_EC,
-            expert_TK.numel(),
-            capacity,
+            expert_ptr=expert_TK,
+            before_ptr=before_BE,
+            used_ptr=used_E,
+            slot_ptr=slot_TK,
+            N=expert_TK.numel(),
             E=num_experts,
-            K=top_k,
             CHOICES=choices,
             BN=tile,
             BJ=step,
             num_warps=config.num_warps,
             **UNFUSED,
         )
-    return slot_TK, token_of_slot_EC, choice_of_slot_EC
-
-
-def _empty_tables(num_experts: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    check_number("capacity", capacity, 0, 2**31 - 1)
-    shape = (num_experts, capacity)
-    return (
-        torch.empty(shape, dtype=torch.int32, device=device),
-        torch.empty(shape, dtype=torch.int32, device=device),
-    )
-
-
-def inverse_tables(
-    expert_TK: Tensor, slot_TK: Tensor, num_experts: int, capacity: int
-) -> tuple[Tensor, Tensor]:
-    """The token in each slot, for the slots of any gate. -> token_of_slot_EC, choice_of_slot_EC, int32.
-
-    Args: expert_TK, slot_TK int64, from the gate; a slot >= capacity is dropped; no two kept ones share one.
-    Returns: the entries of empty slots are undefined.
-    Raises: UserError for wrong dtypes, shapes, layouts or sizes.
-    """
-    check_tensor("expert_TK", expert_TK, shape=(None, None), dtype=torch.int64)
-    check_tensor("slot_TK", slot_TK, shape=expert_TK.shape, dtype=torch.int64, device=expert_TK.device)
-    check_number("number of tokens", expert_TK.shape[0], 0, 2**31 - 1)
-    token_of_slot_EC, choice_of_slot_EC = _empty_tables(num_experts, capacity, expert_TK.device)
-    if expert_TK.numel():
-        launch(
-            _inverse_tables_kernel,
-            (triton.cdiv(expert_TK.numel(), INVERSE_CHOICES),),
-            expert_TK,
-            slot_TK,
-            token_of_slot_EC,
-            choice_of_slot_EC,
-            expert_TK.numel(),
-            capacity,
-            K=expert_TK.shape[1],
-            BN=INVERSE_CHOICES,
-            num_warps=4,
-            **UNFUSED,
-        )
-    return token_of_slot_EC, choice_of_slot_EC
-
-
-def _specimen(
-    name: str, config: str, kernel: Any, signature: dict[str, str], constexprs: dict[str, Any], *aligned: str
-) -> Specimen:
-    """aligned: the integers that are multiples of 16; all pointers are."""
-    aligned = (*pointers(signature), *aligned)
-    return Specimen(name, config, kernel, signature, constexprs, aligned, options=UNFUSED)
-
-
-def specimens(arch: int) -> Iterator[Specimen]:
-    """Counting, prefix, slots and inverse tables, for one choice per token and for eight of 64 and 512."""
-    tables = {"token_of_slot_ptr": "*i32", "choice_of_slot_ptr": "*i32"}
-    routed = {"expert_ptr": "*i64", "slot_ptr": "*i64"}
-    for experts, top_k in ((8, 1), (64, 6), (512, 8)):
-        config = RoutingConfig.default(experts, top_k)
-        choices, tile, step = block_of_choices(config, top_k)
-        name = f"E{experts} K{top_k}"
-        constexprs = {"E": experts, "CHOICES": choices, "BN": tile}
-        counted = {"expert_ptr": "*i64", "count_ptr": "*i32", "N": "i32"}
-        block_experts = min(triton.next_power_of_2(experts), max(16, PAIRS // tile))
-        yield _specimen(
-            "count_choices", name, _count_choices_kernel, counted, constexprs | {"BE": block_experts}
-        )
-        signature = {
-            "expert_ptr": "*i64",
-            "before_ptr": "*i32",
-            "used_ptr": "*i64",
-            "slot_ptr": "*i64",
-            **tables,
-            "N": "i32",
-            "C": "i32",
-        }
-        yield _specimen("slots", name, _slots_kernel, signature, constexprs | {"K": top_k, "BJ": step})
-    signature = {
-        "count_ptr": "*i32",
-        "used_ptr": "*i64",
-        "used_out_ptr": "*i64",
-        "kept_ptr": "*i64",
-        **dict.fromkeys(("B", "C", "E"), "i32"),
-    }
-    constexprs = {"BB": PREFIX_BLOCKS, "BE": PREFIX_EXPERTS}
-    name = f"{PREFIX_BLOCKS}x{PREFIX_EXPERTS}"
-    yield _specimen("prefix", name, _prefix_kernel, signature, constexprs, "E")
-    signature = {**routed, **tables, "N": "i32", "C": "i32"}
-    for top_k in (1, 6):
-        constexprs = {"K": top_k, "BN": INVERSE_CHOICES}
-        yield _specimen("inverse_tables", f"K{top_k}", _inverse_tables_kernel, signature, constexprs)
+    return slot_TK

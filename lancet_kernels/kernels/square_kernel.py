@@ -17,38 +17,30 @@ The product is, by KIND:
 
 A task waits only for puts and sums of earlier steps, which stand before it in every rank's list: so a launch
 ends even with one program per rank. Inboxes are free again once their rank has sent a release, after the
-launch (`release_kernel`); a PUT waits for the release of the epoch before.
+launch (`exchange.release_kernel`); a PUT waits for the release of the epoch before.
 """
 
 import triton
 import triton.language as tl
 
 from lancet_kernels.kernels import device
+from lancet_kernels.kernels.failure_report import WAIT_INBOX, WAIT_STEP, WAIT_SUM, WAIT_TILE
 from lancet_kernels.kernels.gemm_tile import (
+    NN,
+    NT,
+    TN,
     add_outer_products,
     rows_times_transposed,
     rows_times_weight,
     store_added,
 )
-
-TASK_WORDS = tl.constexpr(4)
-PUT = tl.constexpr(0)
-TILE = tl.constexpr(1)
-NT = tl.constexpr(0)
-NN = tl.constexpr(1)
-TN = tl.constexpr(2)
+from lancet_kernels.kernels.square_tasks import PUT, TASK_WORDS
 
 # A row of the routes, for what this rank multiplies at step t: whom it comes from, and, of its own tile of
 # the step before, to whom that goes.
 ROUTE_WORDS = tl.constexpr(6)
 FROM = tl.constexpr(0)  # + operand; 2: the sum
 TO = tl.constexpr(3)
-
-# What a report's op says (`square_launch.REPORTED`).
-WAIT_CHUNK = tl.constexpr(0)
-WAIT_RELEASE = tl.constexpr(1)
-WAIT_STEP = tl.constexpr(2)
-WAIT_SUM = tl.constexpr(3)
 
 
 @triton.jit
@@ -62,7 +54,7 @@ def _wait_chunks(
     for i in range(first, end):
         index = (t - 1) * chunks + i
         seen = device.wait(
-            arrived_ptr + index, expected, max_polls, report_ptr, rank, source, WAIT_CHUNK, index
+            arrived_ptr + index, expected, max_polls, report_ptr, rank, source, WAIT_TILE, index
         )
         here = here & (seen >= expected)
     return here
@@ -72,7 +64,7 @@ def _wait_chunks(
 def _wait_release(released_ptr, peer, epoch, rank, max_polls, report_ptr):
     """Wait until a peer's inboxes are free of the epoch before. -> are they?"""
     expected = device.word(epoch - 1, 0)
-    seen = device.wait(released_ptr + peer, expected, max_polls, report_ptr, rank, peer, WAIT_RELEASE, peer)
+    seen = device.wait(released_ptr + peer, expected, max_polls, report_ptr, rank, peer, WAIT_INBOX, peer)
     return seen >= expected
 
 
@@ -115,12 +107,12 @@ def _product(
 ):  # fmt: skip
     """-> float32 [BM, BN] of one step."""
     if KIND == NT:
-        acc = rows_times_transposed(a_ptr, b_ptr, M, m0, n0, K, N, K, UPCAST, TMA, BM, BN, BK)
+        acc = rows_times_transposed(a_ptr, b_ptr, M, m0, n0, K, N, UPCAST, TMA, BM, BN, BK)
     elif KIND == NN:
-        acc, _ = rows_times_weight(a_ptr, b_ptr, M, m0, n0, K, N, K, False, UPCAST, TMA, BM, BN, BK)
+        acc, _ = rows_times_weight(a_ptr, b_ptr, M, m0, n0, K, N, False, UPCAST, TMA, BM, BN, BK)
     else:
         acc = add_outer_products(
-            tl.zeros((BM, BN), tl.float32), a_ptr, b_ptr, K, m0, n0, M, N, M, N, UPCAST, TMA, BM, BN, BK
+            tl.zeros((BM, BN), tl.float32), a_ptr, b_ptr, K, m0, n0, M, N, UPCAST, TMA, BM, BN, BK
         )
     return acc
 
@@ -230,13 +222,3 @@ def square_kernel(
                             ready_ptr, ready_peers_ptr, target, index, device.word(epoch, t + 1), False
                         )
         i = tl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
-
-
-@triton.jit(do_not_specialize=["rank"])
-def square_release_kernel(epoch_ptr, released_ptr, released_peers_ptr, rank):
-    """Tell every rank that the inboxes here are free of this epoch: released[rank] = word(epoch, 0) there.
-
-    Grid: (ranks,). Each program tells one. Example: epoch 3, rank 1: word 1 becomes 3 << 32 everywhere.
-    """
-    word = device.word(tl.load(epoch_ptr), tl.full((), 0, tl.int64))
-    device.put_signal(released_ptr, released_peers_ptr, tl.program_id(0), rank, word, False)

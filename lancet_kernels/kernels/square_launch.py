@@ -20,22 +20,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.kernels import device, runtime
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.exchange import release_kernel
+from lancet_kernels.kernels.failure_report import FailureReport, timed_out
 from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.kernel_launch import launch
+from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap_config import most_registers, overlap_tile, plain_tile
-from lancet_kernels.kernels.square_kernel import square_kernel, square_release_kernel
+from lancet_kernels.kernels.square_kernel import square_kernel
 from lancet_kernels.kernels.square_tasks import SquareShape, build_square_tasks
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
-KINDS = {"nt": 0, "nn": 1, "tn": 2}
-REPORTED = (
-    "to put its tile of an operand",
-    "to release its inboxes (its launch before)",
-    "to finish an earlier step of a tile",
-    "to pass its sums on",
-)
 Sources = tuple[int, ...]
 
 
@@ -139,8 +136,7 @@ class SquarePhase:
         where = memory.device
         self._acc = torch.empty(m, n, dtype=torch.float32, device=where)
         self._epoch = torch.zeros(1, dtype=torch.int64, device=where)
-        self._report = torch.zeros(device.REPORT_WORDS.value, dtype=torch.int64, device=where)
-        self._watched: tuple[Tensor, torch.cuda.Event] | None = None
+        self._failures = FailureReport(where)
         shape = SquareShape(
             self.steps, (chunks[0], chunks[1]), self._tiles, self.config.programs, self.config.comm_programs
         )
@@ -170,63 +166,60 @@ class SquarePhase:
         gemm, config = self.config.gemm, self.config
         if config.tma:
             runtime.provide_scratch()
-        operands = [
-            argument
-            for tile, inbox, words in zip((a, b), self._inboxes, self._arrived, strict=True)
-            for argument in (tile, inbox.local, inbox.peers, words.local, words.peers)
-        ]
+        operands: dict[str, Tensor | int] = {}
+        of_each = zip("ab", (a, b), self._inboxes, self._arrived, self._chunk_rows, strict=True)
+        for which, tile, inbox, words, chunk_rows in of_each:
+            operands |= {
+                f"{which}_ptr": tile,
+                f"{which}_inbox_ptr": inbox.local,
+                f"{which}_inbox_peers_ptr": inbox.peers,
+                f"{which}_arrived_ptr": words.local,
+                f"{which}_arrived_peers_ptr": words.peers,
+                f"{which}_rows": tile.shape[0],
+                f"{which}_width": tile.shape[1],
+                f"{which}_chunk_rows": chunk_rows,
+            }
         options = {} if runtime.INTERPRETED else {"maxnreg": most_registers(gemm)}
         launch(
             square_kernel, (config.programs,),
-            self._tasks, len(self._tasks), counter, self._epoch, self._routes, self._row, self._report,
-            self.memory.rank, runtime.max_polls(self.timeout_s), *operands,
-            self._acc, self._sums.local, self._sums.peers, self._ready.local, self._ready.peers,
-            self._released.local, out,
-            *self.a_shape, *self.b_shape, *self.result_shape, self.contraction, *self._chunk_rows,
-            self.steps, self._moved_at,
+            tasks_ptr=self._tasks, num_tasks=len(self._tasks), counter_ptr=counter, epoch_ptr=self._epoch,
+            routes_ptr=self._routes, row_ptr=self._row, report_ptr=self._failures.words,
+            rank=self.memory.rank, max_polls=runtime.max_polls(self.timeout_s), **operands,
+            acc_ptr=self._acc, sums_ptr=self._sums.local, sums_peers_ptr=self._sums.peers,
+            ready_ptr=self._ready.local, ready_peers_ptr=self._ready.peers,
+            released_ptr=self._released.local, out_ptr=out,
+            M=self.result_shape[0], N=self.result_shape[1], K=self.contraction,
+            steps=self.steps, moved_at=self._moved_at,
             KIND=KINDS[self.kind], UPCAST=runtime.needs_upcast(self.dtype), TMA=config.tma,
             BM=gemm.block_m, BN=gemm.block_n, BK=gemm.block_k,
             PUT_ROWS=config.put_rows, PUT_BLOCK=config.put_block,
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, **options,
         )  # fmt: skip
         last = [inbox.local[-1].clone() for inbox in self._inboxes]
-        self._watch()
+        if self._failures.is_failed():
+            self.check()
         launch(
-            square_release_kernel,
+            release_kernel,
             (self.memory.world,),
-            self._epoch,
-            self._released.local,
-            self._released.peers,
-            self.memory.rank,
-            num_warps=1,
+            use_ptr=self._epoch,
+            released_ptr=self._released.local,
+            released_peers_ptr=self._released.peers,
+            rank=self.memory.rank,
+            world=self.memory.world,
+            banks=1,
+            NVSHMEM=False,
+            **small_kernel(False),
         )
         return out, last[0], last[1]
 
-    def _watch(self) -> None:
-        """`check` without waiting for the device: what a GPU reports of a launch, a later one raises."""
-        if self._report.device.type != "cuda":
-            self.check()
-        elif not torch.cuda.is_current_stream_capturing():
-            if self._watched is None:
-                self._watched = torch.zeros_like(self._report, device="cpu").pin_memory(), torch.cuda.Event()
-            elif self._watched[1].query() and self._watched[0][0]:
-                self.check()
-            copy, event = self._watched
-            copy.copy_(self._report, non_blocking=True)
-            event.record()
-
     def check(self) -> None:
         """Raise CommunicationError if a wait of this rank ran out of time. Waits for the device."""
-        claimed, rank, peer, op, index, expected, seen, _ = self._report.tolist()
-        if claimed:
-            raise CommunicationError(
-                f"{self.name}: rank {rank} waited for rank {peer} {REPORTED[op]} more than "
-                f"{self.timeout_s:g} s: expected epoch {expected >> 32}, step {expected & 0xFFFFFFFF} at "
-                f"signal {index}, seen epoch {seen >> 32}, step {seen & 0xFFFFFFFF}; rank {peer} is late, "
-                "dead, or in another layer: look at its log",
-                missing=(peer,),
-                timed_out=True,
+        failure = self._failures.first()
+        if failure is not None:
+            expected, seen = (
+                f"epoch {word >> 32}, step {word & 0xFFFFFFFF}" for word in (failure.expected, failure.seen)
             )
+            raise timed_out(self.name, failure, self.timeout_s, expected, seen, who="rank")
 
     def _region(self, what: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Region:
         return self.memory.allocate(f"{self.name}.{what}", shape, dtype)

@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
+import triton.language as tl
 
-PUT, TILE = 0, 1
+PUT = tl.constexpr(0)
+TILE = tl.constexpr(1)
+# Of a task: its kind and three numbers.
+TASK_WORDS = tl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,12 @@ def build_square_tasks(shape: SquareShape) -> np.ndarray:
         if t + 1 < shape.steps:
             # A chunk of each operand before the second chunk of any.
             puts = [
-                (PUT, t, operand, chunk)
+                (PUT.value, t, operand, chunk)
                 for chunk in range(max(shape.chunks))
                 for operand in (0, 1)
                 if chunk < shape.chunks[operand]
             ]
-        tiles = [(TILE, t, m, n) for m, n in product(*map(range, shape.tiles))]
+        tiles = [(TILE.value, t, m, n) for m, n in product(*map(range, shape.tiles))]
         while puts:
             tasks += puts[: shape.comm_programs] + tiles[:beside]
             puts, tiles = puts[shape.comm_programs :], tiles[beside:]

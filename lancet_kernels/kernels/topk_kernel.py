@@ -10,7 +10,6 @@ Scores are compared as integers, so that results are bitwise those of `top_k_sta
 and 0 are equal, and of equal scores the lower index wins.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +21,6 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.rounding import UNFUSED
-from lancet_kernels.kernels.specimen import Specimen
 
 MAX_EXPERTS = 4096
 GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
@@ -150,7 +148,7 @@ def _choose(
 
 
 @triton.jit
-def _choose_by_score_kernel(
+def choose_by_score_kernel(
     score_ptr, expert_ptr, count_ptr, T,
     E: tl.constexpr, K: tl.constexpr, S: tl.constexpr, TOP_GROUPS: tl.constexpr,
     BT: tl.constexpr, BG: tl.constexpr, BS: tl.constexpr,
@@ -193,7 +191,7 @@ def _splitmix64(x):
 
 
 @triton.jit(do_not_specialize=["salt"])
-def _choose_by_key_kernel(
+def choose_by_key_kernel(
     key_ptr, expert_ptr, count_ptr, T, salt,
     E: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
@@ -258,12 +256,12 @@ def choose_by_score(
     limited = top_groups < groups
     if num_tokens:
         launch(
-            _choose_by_score_kernel,
+            choose_by_score_kernel,
             (count_BE.shape[0],),
-            score_TE,
-            expert_TK,
-            count_BE,
-            num_tokens,
+            score_ptr=score_TE,
+            expert_ptr=expert_TK,
+            count_ptr=count_BE,
+            T=num_tokens,
             E=num_experts,
             K=top_k,
             S=size if limited else num_experts,
@@ -293,13 +291,13 @@ def choose_by_key(
     salt = (seed * GOLDEN.value) % (1 << 64)
     if num_tokens:
         launch(
-            _choose_by_key_kernel,
+            choose_by_key_kernel,
             (count_BE.shape[0],),
-            key_T,
-            expert_TK,
-            count_BE,
-            num_tokens,
-            salt - (1 << 64) if salt >> 63 else salt,
+            key_ptr=key_T,
+            expert_ptr=expert_TK,
+            count_ptr=count_BE,
+            T=num_tokens,
+            salt=salt - (1 << 64) if salt >> 63 else salt,
             E=num_experts,
             K=top_k,
             BT=config.block_tokens,
@@ -308,58 +306,3 @@ def choose_by_key(
             **UNFUSED,
         )
     return expert_TK, count_BE
-
-
-def score_specimen(
-    dtype: str, experts: int, top_k: int, config: RoutingConfig, groups: int = 1, top_groups: int = 0
-) -> Specimen:
-    """`choose_by_score` for "fp32" or "fp64" scores; top_groups 0: all groups are open."""
-    return Specimen(
-        name="choose_by_score",
-        config=f"{dtype} E{experts} K{top_k}" + (f" groups {groups}/{top_groups}" if top_groups else ""),
-        kernel=_choose_by_score_kernel,
-        signature={"score_ptr": f"*{dtype}", "expert_ptr": "*i64", "count_ptr": "*i32", "T": "i32"},
-        constexprs={
-            "E": experts,
-            "K": top_k,
-            "S": experts // groups,
-            "TOP_GROUPS": top_groups,
-            "BT": config.block_tokens,
-            "BG": triton.next_power_of_2(groups),
-            "BS": triton.next_power_of_2(experts // groups),
-        },
-        aligned=("score_ptr", "expert_ptr", "count_ptr"),
-        num_warps=config.num_warps,
-        options=UNFUSED,
-    )
-
-
-def specimens(arch: int) -> Iterator[Specimen]:
-    """The choosing kernels for few and many experts, with and without groups."""
-    for dtype, experts, top_k, groups, top_groups in (
-        ("fp32", 8, 2, 1, 0),
-        ("fp32", 64, 8, 1, 0),
-        ("fp32", 512, 8, 1, 0),
-        ("fp32", 256, 8, 8, 4),
-        ("fp64", 64, 8, 1, 0),
-    ):
-        config = RoutingConfig.default(experts, top_k, int(dtype[2:]))
-        yield score_specimen(dtype, experts, top_k, config, groups, top_groups)
-    for experts, top_k in ((64, 2), (512, 8)):
-        config = RoutingConfig.default(experts, top_k, 64)
-        yield Specimen(
-            name="choose_by_key",
-            config=f"E{experts} K{top_k}",
-            kernel=_choose_by_key_kernel,
-            signature={
-                "key_ptr": "*i64",
-                "expert_ptr": "*i64",
-                "count_ptr": "*i32",
-                "T": "i32",
-                "salt": "i64",
-            },
-            constexprs={"E": experts, "K": top_k, "BT": config.block_tokens, "BE": lanes(experts)},
-            aligned=("key_ptr", "expert_ptr", "count_ptr"),
-            num_warps=config.num_warps,
-            options=UNFUSED,
-        )

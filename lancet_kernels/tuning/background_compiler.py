@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
 from contextlib import ExitStack
 
-from lancet_kernels.kernels.compile import SHARED_LIMIT
-from lancet_kernels.kernels.compile_pool import CompilePool, Row
-from lancet_kernels.kernels.specimen import Specimen
+from lancet_kernels.compiling.compile import SHARED_LIMIT
+from lancet_kernels.compiling.compile_pool import CompilePool, Row
+from lancet_kernels.compiling.specimen import Specimen
 from lancet_kernels.tuning.candidates import Outcome
 
 

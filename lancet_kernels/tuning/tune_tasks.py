@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from lancet_kernels import ops
-from lancet_kernels.kernels import (
-    gemm_config,
-    grouped_gemm_kernel,
+from lancet_kernels.compiling import (
+    grouped_gemm_specimens,
     overlap_specimens,
-    permute,
-    topk_kernel,
+    routing_specimens,
+    row_specimens,
 )
+from lancet_kernels.compiling.specimen import Specimen
+from lancet_kernels.kernels import gemm_config, grouped_gemm_kernel, permute
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_operands import DTYPES
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.row_config import RowConfig
-from lancet_kernels.kernels.specimen import Specimen
 from lancet_kernels.kernels.topk_kernel import RoutingConfig
 from lancet_kernels.kernels.tuned_entry import KINDS, Shape, key_of
 from lancet_kernels.tuning.place import Place
@@ -106,9 +106,8 @@ def _gemm_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 
 def _gemm_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    layout = "buffers" if task.kind == "grouped_gemm_dw" else "none"
-    make = grouped_gemm_kernel.SPECIMEN_OF[task.kind]
-    return [grouped_gemm_kernel.specimen(make, layout, task.dtype, config, arch)]
+    make = grouped_gemm_specimens.SPECIMEN_OF[task.kind]
+    return [grouped_gemm_specimens.specimen(make, "none", task.dtype, config, arch)]
 
 
 def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
@@ -116,17 +115,19 @@ def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[
     experts = task.workload.experts
     make = lambda *shape: torch.randn(*shape, dtype=task.dtype, device=device)  # noqa: E731
     rows = k if task.kind == "grouped_gemm_dw" else m
-    count = torch.full((1, experts), rows, dtype=torch.int64, device=device)
+    offset = torch.arange(experts + 1, device=device) * rows
     if task.kind == "grouped_gemm_dw":
-        x, dy, dw = make(1, experts, k, m), make(1, experts, k, n), make(experts, m, n)
-        return lambda config: lambda: grouped_gemm_kernel.grouped_gemm_dw(x, dy, count, dw=dw, config=config)
-    x, out = make(1, experts, m, k), make(1, experts, m, n)
+        x, dy, dw = make(experts * k, m), make(experts * k, n), make(experts, m, n)
+        return lambda config: lambda: grouped_gemm_kernel.grouped_gemm_dw(x, dy, offset, dw=dw, config=config)
+    x, out = make(experts * m, k), make(experts * m, n)
     if task.kind == "grouped_gemm_dx":
         w = make(experts, n, k)
-        return lambda config: lambda: grouped_gemm_kernel.grouped_gemm_dx(x, count, w, out=out, config=config)
+        return lambda config: (
+            lambda: grouped_gemm_kernel.grouped_gemm_dx(x, offset, w, out=out, config=config)
+        )
     w = make(experts, k, n)
     return lambda config: (
-        lambda: grouped_gemm_kernel.grouped_gemm_forward(x, count, w, out=out, config=config)
+        lambda: grouped_gemm_kernel.grouped_gemm_forward(x, offset, w, out=out, config=config)
     )
 
 
@@ -143,7 +144,7 @@ def _row_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 def _row_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
     weighted = task.kind == "combine"
-    return [permute.specimen(task.kind, DTYPES[task.dtype], task.workload.choices, weighted, config)]
+    return [row_specimens.specimen(task.kind, DTYPES[task.dtype], task.workload.choices, weighted, config)]
 
 
 def routed(w: Workload, device: torch.device) -> tuple[torch.Tensor, Any]:
@@ -186,7 +187,7 @@ def _routing_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 
 def _routing_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    return [topk_kernel.score_specimen("fp32", task.workload.experts, task.workload.choices, config)]
+    return [routing_specimens.score_specimen("fp32", task.workload.experts, task.workload.choices, config)]
 
 
 def _routing_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:

@@ -78,14 +78,14 @@ def test_every_measurement_runs(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found["label"] == "smoke: interpreter, no figures"
     assert found["complete"]
-    assert len(found["planned"]) == 6
+    assert len(found["planned"]) == 7
     assert found["not_measured"] == found["wrong"] == []
     assert {"date", "device", "versions", "commit"} <= found.keys()
     names = [figure["figure"] for figure in found["figures"]]
     assert [name for name in names if name.startswith("grouped GEMM")] == [
         "grouped GEMM forward", "grouped GEMM dX", "grouped GEMM dW",
     ]  # fmt: skip
-    assert sum(name.startswith("overlap efficiency") for name in names) == 6
+    assert sum(name.startswith("overlap efficiency") for name in names) == 6 + 2
     assert sum(name.startswith("put bandwidth, tile ") for name in names) == 1
     assert names[-6:] == [
         "paced link (emulated), layer", "paced link (emulated), layer forward",

@@ -56,6 +56,14 @@ def test_table_in_few_lines_says_what_is_wrong() -> None:
     ]
 
 
+def test_table_says_the_next_goal_and_who_is_absent() -> None:
+    one = figure("wide", absent={"quack": "quack is not installed"})
+    one["ratios"] = [ratio(0.92, 0.9) | {"next_goal": 0.95}]
+    lines = gpu_table.table(report(one, one)).splitlines()
+    assert "goal 0.9 reached, then 0.95 below" in lines[1]
+    assert lines[2:] == ["without quack: quack is not installed"]
+
+
 PASSED = """\
 tests/a.py::test_a[some GEMM] PASSED                          [ 50%]
 tests/a.py::test_b SKIPPED (no NVLink)                        [100%]
@@ -113,8 +121,10 @@ def test_summary(tmp_path: Path) -> None:
 @pytest.mark.parametrize("log", [PASSED, PASSED.replace("exit code 0", "exit code 3")])
 def test_a_stage_without_an_exit_code_of_zero_is_not_well(tmp_path: Path, log: str) -> None:
     (tmp_path / "2-alone.log").write_text(log)
-    _, well = gpu_table.summary(report(figure("wide")), tmp_path / "x.json", tmp_path)
+    (tmp_path / "ranks-said.txt").write_text("two ranks on one GPU: no way\n")
+    text, well = gpu_table.summary(report(figure("wide")), tmp_path / "x.json", tmp_path)
     assert well == (log == PASSED)
+    assert "\ntwo ranks on one GPU: no way\n" in text
 
 
 def test_without_figures_it_says_what_the_measurements_said(tmp_path: Path, capsys) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from peers import Absent, TorchGrouped, make_peer
+from peers import Absent, TorchGrouped, make_peer, quack_gemm
 
 from lancet_kernels.ops.expert_activation import activate
 from lancet_kernels.tuning.workloads import Workload
@@ -40,3 +40,9 @@ def test_a_peer_that_cannot_be_had_says_why() -> None:
     w = Workload("small", 8, 8, 8, 2, 1)
     with pytest.raises(Absent, match="scattermoe needs a GPU"):
         make_peer("scattermoe", w, torch.float32, torch.device("cpu"))
+    with pytest.raises(Absent, match="liger-cute-kernels needs a GPU"):
+        make_peer("liger-cute-kernels", w, torch.bfloat16, torch.device("cpu"))
+    with pytest.raises(Absent, match="liger-cute-kernels is not installed"):
+        make_peer("liger-cute-kernels", w, torch.bfloat16, torch.device("cuda"))
+    with pytest.raises(Absent, match="quack is not installed"):
+        quack_gemm(torch.device("cuda"))

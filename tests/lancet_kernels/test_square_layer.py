@@ -245,8 +245,8 @@ def killed_rank(rank: int, store: str, results) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_dies_in_the_ring_is_reported_by_all(tmp_path: Path) -> None:
-    """Within the timeout of the group. In the backward every rank exchanges tiles with rank 3, but some may
-    have to wait earlier for one that has already stopped."""
+    """Within the group's timeout. In the backward every rank exchanges tiles with rank 3 in some step, but it
+    may have to wait earlier for one that has already stopped."""
     context = processes()
     results = context.Queue()
     ranks = [

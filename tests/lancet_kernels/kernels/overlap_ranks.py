@@ -14,7 +14,6 @@ from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, SavedPass
-from lancet_kernels.kernels.wire import Wire
 from lancet_kernels.symmetric import SharedMemory, SymmetricMemory, virtual_memories
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, experts_of, routing_of, stored, tokens_of
 
@@ -130,11 +129,9 @@ def make_exchange(memory: SymmetricMemory, name: str, case: Case, **changes: obj
     return exchange
 
 
-def make_layer(
-    memory: SymmetricMemory, name: str, case: Case, wire: Wire | None = None, **changes: object
-) -> Layer:
+def make_layer(memory: SymmetricMemory, name: str, case: Case, **changes: object) -> Layer:
     """Collective. Returns when every rank has poisoned its regions."""
-    made = [make_exchange(memory, f"{name}.{way}", case, wire=wire) for way in ("forward", "backward")]
+    made = [make_exchange(memory, f"{name}.{way}", case) for way in ("forward", "backward")]
     memory.barrier()
     return Layer(case, memory.rank, *made, replace(CONFIG, **changes))
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
+from lancet_kernels.compiling.specimen import Specimen
 from lancet_kernels.kernels import device
-from lancet_kernels.kernels.specimen import Specimen
 
 
 @triton.jit

@@ -128,12 +128,12 @@ def test_tasks_of_a_step_alternate() -> None:
     """The example of square_tasks.py, and: each chunk and tile of each step once, steps in their order."""
     tasks = build_square_tasks(SquareShape(2, (1, 1), (1, 2), programs=2)).tolist()
     assert tasks == [
-        [PUT, 0, 0, 0], [TILE, 0, 0, 0], [PUT, 0, 1, 0], [TILE, 0, 0, 1], [TILE, 1, 0, 0], [TILE, 1, 0, 1],
+        [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1], [1, 1, 0, 0], [1, 1, 0, 1],
     ]  # fmt: skip
     shape = SquareShape(4, (3, 5), (3, 2), programs=8, comm_programs=2)
     tasks = [tuple(task) for task in build_square_tasks(shape).tolist()]
-    puts = {(PUT, t, o, c) for t in range(3) for o in (0, 1) for c in range(shape.chunks[o])}
-    tiles = {(TILE, t, m, n) for t in range(4) for m in range(3) for n in range(2)}
+    puts = {(PUT.value, t, o, c) for t in range(3) for o in (0, 1) for c in range(shape.chunks[o])}
+    tiles = {(TILE.value, t, m, n) for t in range(4) for m in range(3) for n in range(2)}
     assert len(tasks) == len(puts) + len(tiles)
     assert set(tasks) == puts | tiles
     assert [t for _, t, *_ in tasks] == sorted(t for _, t, *_ in tasks)

@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels.kernels import schedule
+from lancet_kernels.kernels.failure_report import TOO_MANY_ROWS
 from lancet_kernels.kernels.overlap_kernel import find_task
 from lancet_kernels.kernels.schedule import schedule_kernel
 from lancet_kernels.kernels.tasks import LaunchShape, num_wgrads
@@ -237,7 +238,7 @@ def test_example_in_the_docstring() -> None:
 def test_rows_that_do_not_fit_make_the_table_void_on_every_pe(rank: int) -> None:
     table, report, *_ = device_table(EXAMPLE, rank, room=10)
     assert table[:3].tolist() == [1, 0, 0]
-    assert report[:7].tolist() == [1, rank, 0, schedule.TOO_MANY_ROWS.value, 0, 11, 10]
+    assert report[:7].tolist() == [1, rank, 0, TOO_MANY_ROWS.value, 0, 11, 10]
     assert not device_table(EXAMPLE, rank, room=11)[1].any()
 
 

@@ -152,8 +152,9 @@ def test_a_killed_writer_leaves_no_lock(cache) -> None:
 
 def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) -> None:
     """A task nobody looks up would be tuned for nothing."""
+    from lancet_kernels.compiling import grouped_gemm_specimens
     from lancet_kernels.fused_pass import FusedPasses
-    from lancet_kernels.kernels import gemm_operands, grouped_gemm_kernel, overlap, permute, routing
+    from lancet_kernels.kernels import gemm_operands, overlap, permute, routing
     from lancet_kernels.tuning.tune_tasks import make_tasks
     from lancet_kernels.tuning.workloads import Workload
 
@@ -176,7 +177,7 @@ def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) 
     with pytest.raises(AttributeError):
         overlap.default_overlap_config(16, 32, "swiglu", torch.float32, torch.device("cuda", 0))
     assert {(task.kind, task.shape, task.dtype) for task in tasks} <= asked
-    assert grouped_gemm_kernel.SPECIMEN_OF.keys() <= {task.kind for task in tasks}
+    assert grouped_gemm_specimens.SPECIMEN_OF.keys() <= {task.kind for task in tasks}
 
 
 def test_no_table_ships_before_one_is_measured() -> None:

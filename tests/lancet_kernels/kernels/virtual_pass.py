@@ -11,7 +11,6 @@ from virtual_pes import VirtualPes
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
-from lancet_kernels.kernels.wire import Wire
 from tests.lancet_kernels.kernels.overlap_cases import (
     Answer,
     Case,
@@ -45,8 +44,7 @@ def data_of(case: Case, rank: int) -> Data:
 class VirtualPass:
     """Forward and backward of a case on all its PEs.
 
-    split: two launches per direction. dense: independent GEMMs ride along in both. paced: over an emulated
-    wire of each PE.
+    split: two launches per direction. dense: independent GEMMs ride along in both.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class VirtualPass:
         *,
         split: bool = False,
         dense: bool = False,
-        paced: bool = False,
         timeout_s: float = 8.0,
     ) -> None:
         self.case = case
@@ -66,8 +63,6 @@ class VirtualPass:
         )
         self.config = replace(default, split=split)
         memories = self.pes.memories
-        # One PE has only itself to send to.
-        self.wires = [Wire(memory, loopback=case.world == 1) if paced else None for memory in memories]
         self.forwards, self.backwards = (
             [
                 Exchange(
@@ -80,9 +75,8 @@ class VirtualPass:
                     dtype=case.dtype,
                     chunk_rows=self.config.gemm.block_m,
                     timeout_s=timeout_s,
-                    wire=wire,
                 )
-                for memory, wire in zip(memories, self.wires, strict=True)
+                for memory in memories
             ]
             for name in ("forward", "backward")
         )

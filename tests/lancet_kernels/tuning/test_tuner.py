@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 import lancet_kernels
 from lancet_kernels.cli import main
+from lancet_kernels.compiling.compile import CompiledKernel
+from lancet_kernels.compiling.compile_pool import Row
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.compile import CompiledKernel
-from lancet_kernels.kernels.compile_pool import Row
 from lancet_kernels.kernels.gemm_config import default_config
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.row_config import RowConfig

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from lancet_kernels.compiling.compile import CompiledKernel, compile_specimen, problems
+from lancet_kernels.compiling.specimen import Specimen
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.compile import CompiledKernel, compile_specimen, problems
-from lancet_kernels.kernels.specimen import Specimen
 
 TIMEOUT_S = 600.0
 
@@ -146,7 +146,7 @@ class _Worker:
         # The worker must import modules from the same paths as this process.
         environment["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         return subprocess.Popen(
-            [sys.executable, "-m", "lancet_kernels.kernels.compile_pool"],
+            [sys.executable, "-m", "lancet_kernels.compiling.compile_pool"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

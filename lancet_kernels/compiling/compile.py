@@ -24,10 +24,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 
+import lancet_kernels.compiling
 import lancet_kernels.kernels
+from lancet_kernels.compiling.specimen import Specimen
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import nvshmem_bitcode, runtime
-from lancet_kernels.kernels.specimen import Specimen
 
 # Architecture -> maximal shared memory of a thread block, in bytes (CUDA programming guide, 227 KB on Hopper
 # and Blackwell, 163 KB on Ampere).
@@ -136,9 +137,12 @@ def check_arch(arch: int) -> None:
 
 
 def kernel_modules() -> list[ModuleType]:
-    """Every module of this folder that has a function `specimens`."""
-    folder = lancet_kernels.kernels
-    names = [f"{folder.__name__}.{module.name}" for module in pkgutil.iter_modules(folder.__path__)]
+    """Every module beside this one, or of `kernels`, that has a function `specimens`."""
+    names = [
+        f"{folder.__name__}.{module.name}"
+        for folder in (lancet_kernels.compiling, lancet_kernels.kernels)
+        for module in pkgutil.iter_modules(folder.__path__)
+    ]
     return [module for module in map(importlib.import_module, names) if hasattr(module, "specimens")]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels.specimen import Specimen
+from lancet_kernels.compiling.specimen import Specimen
 
 
 @triton.jit

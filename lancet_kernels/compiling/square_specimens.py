@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 
+from lancet_kernels.compiling.specimen import Specimen, pointers
+from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.overlap_config import most_registers
-from lancet_kernels.kernels.specimen import Specimen, pointers
-from lancet_kernels.kernels.square_kernel import square_kernel, square_release_kernel
-from lancet_kernels.kernels.square_launch import KINDS, SquareConfig, square_tile
+from lancet_kernels.kernels.square_kernel import square_kernel
+from lancet_kernels.kernels.square_launch import SquareConfig, square_tile
 
 _WORDS = (
     "counter epoch report a_inbox_peers a_arrived a_arrived_peers b_inbox_peers b_arrived b_arrived_peers"
@@ -29,16 +30,6 @@ def specimens(arch: int) -> Iterator[Specimen]:
         for phase in _PHASES:
             yield specimen(phase, dtype, arch, aligned=True)
             yield specimen(phase, dtype, arch, aligned=False)
-    words = ("epoch_ptr", "released_ptr", "released_peers_ptr")
-    yield Specimen(
-        name="square_release",
-        config="pointers",
-        kernel=square_release_kernel,
-        signature=dict.fromkeys(words, "*i64") | {"rank": "i32"},
-        constexprs={},
-        aligned=words,
-        num_warps=1,
-    )
 
 
 def specimen(phase: str, dtype: torch.dtype, arch: int, *, aligned: bool) -> Specimen:

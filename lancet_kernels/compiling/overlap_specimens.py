@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from lancet_kernels.compiling.specimen import Specimen, pointers
 from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap_config import (
@@ -19,7 +20,6 @@ from lancet_kernels.kernels.overlap_config import (
 from lancet_kernels.kernels.overlap_kernel import overlap_kernel
 from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
 from lancet_kernels.kernels.schedule import TILES_AT_ONCE, exchange_counts_kernel, schedule_kernel
-from lancet_kernels.kernels.specimen import Specimen, pointers
 
 # Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
 _INTEGERS = (
@@ -32,7 +32,7 @@ _TYPES = {
     **dict.fromkeys(("scale_ptr", "weight_ptr", "dweight_ptr"), "*fp32"),
     "max_polls": "i64",
 }
-_WORDS = "use earlier_use report arrived released returned ready done expert row problems wire".split()
+_WORDS = "use earlier_use report arrived released returned ready done expert row problems".split()
 _TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
 _TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned")}
 _STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE", "HAS_DWEIGHT")
@@ -56,7 +56,7 @@ def specimens(arch: int) -> Iterator[Specimen]:
     """Every combination that the launchers use, at the default tile of `arch`.
 
     Every combination of stages over both transports with GELU in bfloat16; every activation, type and lack of
-    biases in both directions; those over an emulated wire that measurements launch.
+    biases in both directions.
     """
     for nvshmem in (False, True):
         for fused in _FUSED:
@@ -68,7 +68,6 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "", arch, activation="swiglu")
         yield specimen(fused, "", arch, dtype=torch.float16)
         yield specimen(fused, "", arch, dtype=torch.float32)
-        yield specimen(fused, "", arch, paced=True)
         # An operand that is not aligned for descriptors: the layer's own, or only one that rides along.
         for activation in ("gelu", "swiglu"):
             yield specimen(fused, "", arch, activation=activation, plain="odd")
@@ -77,7 +76,6 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "+dense", arch, plain="odd")
         yield specimen(fused, "+dense", arch, plain="odd riders")
         yield specimen(fused, "+dense", arch, activation="swiglu", plain="odd")
-    yield specimen("backward", "+dw", arch, paced=True)
     yield _write_dense_row()
     for nvshmem in (False, True):
         yield _release(nvshmem)
@@ -151,13 +149,12 @@ def specimen(
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = True,
     nvshmem: bool = False,
-    paced: bool = False,
     plain: str = "",
     config: OverlapConfig | None = None,
 ) -> Specimen:
     """The fused kernel with the stages `fused`, independent GEMMs `riders`, and one configuration.
 
-    paced: over an emulated wire. plain: why there are no tensor descriptors; "odd": widths are not multiples
+    plain: why there are no tensor descriptors; "odd": widths are not multiples
     of 16, "odd riders": only those of independent GEMMs. config: None means the default of the architecture.
     """
     stages, backward = _FUSED[fused]
@@ -177,11 +174,9 @@ def specimen(
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block,
     }  # fmt: skip
-    if not paced:
-        constexprs["wire_ptr"] = None
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
     signature = {name: _TYPES.get(name, f"*{short}") for name in arguments}
-    said = {"no bias": not bias, "nvshmem": nvshmem, "paced": paced, plain: bool(plain)}
+    said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain)}
     more = "".join(f" {what}" for what, holds in said.items() if holds)
     widths = () if plain == "odd" else ("D", "F", "H")
     return Specimen(

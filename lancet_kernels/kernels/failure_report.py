@@ -1,0 +1,95 @@
+"""Which wait of a PE ran out of time first? Kernels write it (`device.report_failure`), the host reads it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from lancet_kernels.errors import CommunicationError
+from lancet_kernels.kernels.device import REPORT_WORDS
+
+# What was waited for: a report's op. The exchange of rows first, then the square (`square_kernel.py`).
+WAIT_RELEASE = tl.constexpr(0)
+WAIT_ROWS = tl.constexpr(1)
+WAIT_READY = tl.constexpr(2)
+WAIT_RESULTS = tl.constexpr(3)
+WAIT_COUNTS = tl.constexpr(4)
+WAIT_TILE = tl.constexpr(5)
+WAIT_INBOX = tl.constexpr(6)
+WAIT_STEP = tl.constexpr(7)
+WAIT_SUM = tl.constexpr(8)
+# No wait: `peer` would receive `expected` rows, more than its region holds, `seen`.
+TOO_MANY_ROWS = tl.constexpr(9)
+
+# REPORTED[op] completes "PE 0 waited for PE 1 ...".
+REPORTED = (
+    "to release the bank (its backward of an earlier pass)",
+    "to send its rows (dispatch)",
+    "to finish the first GEMM of those rows",
+    "to return results (combine)",
+    "to send its counts (dispatch)",
+    "to put its tile of an operand",
+    "to release its inboxes (its launch before)",
+    "to finish an earlier step of a tile",
+    "to pass its sums on",
+)
+
+
+class Failure(NamedTuple):
+    """PE `rank` waited for `peer`; op: one of the constants above; expected, seen: words at a signal."""
+
+    rank: int
+    peer: int
+    op: int
+    signal: int
+    expected: int
+    seen: int
+
+
+class FailureReport:
+    """The report of one PE.
+
+    Attributes:
+        words: int64 [8] on its device, as `device.wait` writes them.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        self.words = torch.zeros(REPORT_WORDS.value, dtype=torch.int64, device=where)
+        self._copy: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def is_failed(self) -> bool:
+        """Has a wait run out of time? Does not wait for the device: what a GPU reports of a launch, a later
+        call says."""
+        if self.words.device.type != "cuda":
+            return bool(self.words[0])
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        if self._copy is None:
+            self._copy = torch.zeros_like(self.words, device="cpu").pin_memory(), torch.cuda.Event()
+        elif self._copy[1].query() and self._copy[0][0]:
+            return True
+        copy, event = self._copy
+        copy.copy_(self.words, non_blocking=True)
+        event.record()
+        return False
+
+    def first(self) -> Failure | None:
+        """What ran out of time first. Waits for the device."""
+        claimed, *words, _ = self.words.tolist()
+        return Failure(*words) if claimed else None
+
+
+def timed_out(
+    name: str, failure: Failure, timeout_s: float, expected: str, seen: str, *, who: str = "PE"
+) -> CommunicationError:
+    """The error to raise. expected, seen: in words. who: what a peer is called."""
+    return CommunicationError(
+        f"{name}: {who} {failure.rank} waited for {who} {failure.peer} {REPORTED[failure.op]} more than "
+        f"{timeout_s:g} s: expected {expected} at signal {failure.signal}, seen {seen}; "
+        f"{who} {failure.peer} is late, dead, or in another layer: look at its log",
+        missing=(failure.peer,),
+        timed_out=True,
+    )
