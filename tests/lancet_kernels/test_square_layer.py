@@ -142,6 +142,33 @@ def test_one_rank_needs_no_group() -> None:
     check_training([result], 1, share=1.0)
 
 
+def one_gradient_on_rank(sizes: tuple[int, int], needs_dx: bool) -> float:
+    """Only the gradient of the input, or only those of the parameters. -> the largest difference."""
+    torch.manual_seed(0)
+    whole = nn.Linear(*sizes, dtype=torch.float64).requires_grad_(not needs_dx)
+    layer = SquareLinear.from_linear(whole)
+    layer.requires_grad_(not needs_dx)
+    x = torch.randn(6, sizes[0], dtype=torch.float64)
+    inputs = [x.clone().requires_grad_(needs_dx) for _ in range(2)]
+    whole(inputs[0]).square().sum().backward()
+    layer.gather(layer(layer.scatter(inputs[1])), (6,)).square().sum().backward()
+    if needs_dx:
+        assert layer.weight.grad is None
+        return difference(inputs[0].grad, inputs[1].grad)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(parameter.grad)
+    gradients = layer.to_linear()
+    pairs = (gradients.weight, whole.weight.grad), (gradients.bias, whole.bias.grad)
+    return max(difference(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("needs_dx", [True, False])
+@pytest.mark.parametrize("sizes", [(6, 4), (4, 6)], ids=str)
+def test_one_of_both_gradients(pool: RankPool, sizes: tuple[int, int], needs_dx: bool) -> None:
+    assert max(pool.run(one_gradient_on_rank, sizes, needs_dx, ranks=4)) < 1e-12
+
+
 def traffic_on_rank(gbps: float) -> tuple[int, int, int]:
     """Transfers and bytes of a forward and backward over the emulated link, and what they should be."""
     layer = SquareLinear(16, 32, dtype=torch.float64)

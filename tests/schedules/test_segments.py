@@ -22,7 +22,7 @@ from lancet_kernels.graph.slices import (
 )
 from lancet_kernels.schedules.partition_costs import Cost, inter_cost, intra_cost, linear, pointwise
 from lancet_kernels.schedules.partition_program import partition_program
-from lancet_kernels.schedules.segments import Problem, candidates, cuts, solution_of, solve
+from lancet_kernels.schedules.segments import Problem, candidates, cuts, solution_of, solve, solve_apart
 from lancet_kernels.schedules.simulate import simulate
 from lancet_kernels.schedules.transformer_blocks import (
     EDGES,
@@ -129,6 +129,26 @@ def test_memory_is_a_limit(seed: int) -> None:
     assert solve(p, memory_limit=free.memory_bytes).ms == free.ms
     with pytest.raises(UserError, match="memory limit"):
         solve(p, memory_limit=least * 0.99)
+
+
+def test_problems_that_stand_apart_share_a_limit() -> None:
+    """One of the two may need more than half of the memory; the limit binds their sum."""
+    first, second = (made_up(GRAPHS["residual"], 3, seed) for seed in (0, 1))
+    free = solve_apart([(first, 2), (second, 1)])
+    assert [s.ms for s in free] == [solve(first, 2).ms, solve(second).ms]
+    every = [
+        [solution_of(p, chosen) for chosen in itertools.product(range(3), repeat=len(p.operators))]
+        for p in (first, second)
+    ]
+    needed = sum(s.memory_bytes for s in solve_apart([(first, 1), (second, 1)]))
+    least = sum(min(s.memory_bytes for s in solutions) for solutions in every)
+    for limit in np.linspace(least * 1.0001, needed, 4):
+        fits = solve_apart([(first, 1), (second, 1)], limit)
+        pairs = ((a.ms + b.ms, a.memory_bytes + b.memory_bytes) for a, b in itertools.product(*every))
+        assert sum(s.memory_bytes for s in fits) <= limit
+        assert min(ms for ms, size in pairs if size <= limit) <= sum(s.ms for s in fits) + 1e-12
+    with pytest.raises(UserError, match="memory limit"):
+        solve_apart([(first, 1), (second, 1)], least * 0.99)
 
 
 def test_the_slides_mlp_block() -> None:
