@@ -249,12 +249,13 @@ def test_every_launch_is_a_specimen(arch):
 
 
 def test_every_kernel_that_is_launched_has_a_specimen():
-    """By the text of the modules: name[grid](...), or launch(name, ...)."""
+    """By the text of the modules: name[grid](...), launch(name, ...), or partial(launch, name)."""
     declared = {specimen.kernel.__name__ for _, specimen in all_specimens(90)}
     folder = nvshmem_launch.__spec__.origin.rpartition("/")[0]
     launched = set()
     for path in Path(folder).glob("*.py"):
-        launched |= set(re.findall(r"\b(\w*kernel)\[|\blaunch\(\s*(\w*_kernel),", path.read_text()))
+        launched |= set(re.findall(r"\b(\w*kernel)\[|\blaunch(?:\(\s*|, )(\w*_kernel)[,)]", path.read_text()))
     names = {a or b for a, b in launched} - {"kernel"}
-    assert {"overlap_kernel", "exchange_counts_kernel", "schedule_kernel", "release_kernel"} <= names
+    launchers = {"overlap_kernel", "gluon_overlap_kernel", "exchange_counts_kernel", "release_kernel"}
+    assert launchers <= names
     assert names <= declared, f"without a specimen: {sorted(names - declared)}"
