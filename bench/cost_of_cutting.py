@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from lancet_kernels.captured_step import CapturedStep
-from lancet_kernels.graph.capture import copy_of
+from lancet_kernels.graph.captured_graph import copy_of
 from lancet_kernels.graph.part_instruction import whole_name
 from lancet_kernels.graph.program import Kind, Program
 from lancet_kernels.measuring.overlap_bench import slow_link

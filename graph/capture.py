@@ -4,16 +4,14 @@
     captured.joint            one fx graph of aten and lancet ops, forward and backward
     captured.compile(split)   a function of the module's inputs that runs the graphs of `split` under autograd
 
-Nothing is executed: tensors are fake during capture, so a model may be larger than this machine. This file
-and `trace` are the only ones that use torch's private interfaces.
+Nothing is executed: tensors are fake during capture, so a model may be larger than this machine. This file,
+`trace` and `captured_graph` are the only ones that use torch's private interfaces.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +25,7 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     ParamAOTInput,
-    PlainAOTInput,
     PlainAOTOutput,
-    TangentAOTInput,
 )
 from torch._functorch.aot_autograd import (
     aot_compile_joint_with_descriptors,
@@ -38,9 +34,9 @@ from torch._functorch.aot_autograd import (
 from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.captured_graph import output_node, set_value
 from lancet_kernels.graph.from_fx import forward_first
 from lancet_kernels.graph.garbage import without_garbage_collection
 from lancet_kernels.graph.program import Phase
@@ -175,21 +171,6 @@ def capture(
     return Captured(traced, joint.graph_module, assumptions, joint, context)
 
 
-def copy_of(joint: fx.GraphModule) -> fx.GraphModule:
-    """A copy of the graph module, with the names and `meta` of its nodes."""
-    return fx.GraphModule(joint, copy_of_graph(joint))
-
-
-def copy_of_graph(joint: fx.GraphModule) -> fx.Graph:
-    """A copy of the graph alone, which cannot be run."""
-    with warnings.catch_warnings():
-        # A warning of torch about copying its own data structures; users cannot avoid it.
-        warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
-        graph = copy.deepcopy(joint.graph)
-    graph.owning_module = joint
-    return graph
-
-
 def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
     """Replace the symbolic sizes of a graph by the numbers that they stand for, so that sizes can be
     compared.
@@ -243,50 +224,6 @@ def _drop_repeated(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
         if node.op == "call_function" and node.name in ran and not node.users:
             backward.graph.erase_node(node)
     backward.recompile()
-
-
-def output_node(module: fx.GraphModule) -> fx.Node:
-    """The output node of a graph."""
-    return next(node for node in reversed(module.graph.nodes) if node.op == "output")
-
-
-@contextlib.contextmanager
-def fake_mode_of(node: fx.Node) -> Iterator[None]:
-    """A context in which ops can be called on the `meta["val"]`s of the node's graph, to get fake results."""
-    value = node.meta["val"]
-    with (value[0] if isinstance(value, (tuple, list)) else value).fake_mode, expected_sizes():
-        yield
-
-
-def is_fake(value: object) -> bool:
-    """Is this a fake tensor, which has no contents?"""
-    return isinstance(value, FakeTensor)
-
-
-def set_value(node: fx.Node, value: object) -> None:
-    """Set the fake result of a new node, as tracing would have."""
-    node.meta["val"] = value
-    if isinstance(value, Tensor):
-        # Without it, torch's partitioner assumes that the result is a tuple.
-        node.meta["tensor_meta"] = _extract_tensor_metadata(value)
-
-
-def is_tangent(node: fx.Node) -> bool:
-    """Is this placeholder of a joint graph the gradient of an output?"""
-    return isinstance(node.meta.get("desc"), TangentAOTInput)
-
-
-def input_position(node: fx.Node) -> int | None:
-    """Index of the module input that a placeholder stands for, in the flattened inputs; None: not an
-    input."""
-    descriptor = node.meta.get("desc")
-    return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
-
-
-def state_name(node: fx.Node) -> str | None:
-    """Name of the parameter or buffer that a placeholder of a joint graph stands for; None: an input or
-    tangent."""
-    return getattr(node.meta.get("desc"), "target", None)
 
 
 def _attribute(module: nn.Module, name: str) -> Tensor:

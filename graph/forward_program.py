@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from torch import fx, nn
 
-from lancet_kernels.graph.capture import Captured, capture, fake_mode_of, output_node, set_value
+from lancet_kernels.graph.capture import Captured, capture
+from lancet_kernels.graph.captured_graph import fake_mode_of, output_node, set_value
 from lancet_kernels.graph.forms import WHOLE, Forms
 from lancet_kernels.graph.from_fx import forward_nodes, op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program import Phase, Program

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lancet_kernels.graph.capture import Captured, output_node, state_name
+from lancet_kernels.graph.capture import Captured
+from lancet_kernels.graph.captured_graph import output_node, state_name
 from lancet_kernels.graph.from_fx import tensor_names
 from lancet_kernels.graph.program import Instruction, Phase, Program, TensorSpec
 

@@ -14,14 +14,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from lancet_kernels.graph.capture import (
-    Captured,
-    capture,
-    copy_of,
-    input_position,
-    is_tangent,
-    state_name,
-)
+from lancet_kernels.graph.capture import Captured, capture
+from lancet_kernels.graph.captured_graph import copy_of, input_position, is_tangent, state_name
 from lancet_kernels.graph.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs import Cost, CostModel
 from lancet_kernels.graph.from_fx import program_from_fx

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.expert_names import ExpertsByGlobalId
-from lancet_kernels.graph.capture import is_fake
+from lancet_kernels.graph.captured_graph import is_fake
 from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
 from lancet_kernels.layer_checks import (
     check_capacity_factor,

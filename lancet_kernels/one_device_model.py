@@ -13,14 +13,8 @@ from torch import Tensor, fx, nn
 from torch._ops import HigherOrderOperator
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import (
-    Captured,
-    capture,
-    input_position,
-    is_tangent,
-    output_node,
-    state_name,
-)
+from lancet_kernels.graph.capture import Captured, capture
+from lancet_kernels.graph.captured_graph import input_position, is_tangent, output_node, state_name
 from lancet_kernels.graph.forms import WHOLE, Form
 from lancet_kernels.graph.forward_program import forward_graph, forward_of, on_part_of_batch, runs_graph
 from lancet_kernels.graph.from_fx import GENERATOR, op_name, program_from_fx

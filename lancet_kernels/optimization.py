@@ -19,7 +19,7 @@ from torch import nn
 from lancet_kernels.captured_step import CapturedStep, CostedGraph
 from lancet_kernels.errors import UserError
 from lancet_kernels.fused_step import FusedChoice, fuse_layers
-from lancet_kernels.graph.capture import copy_of
+from lancet_kernels.graph.captured_graph import copy_of
 from lancet_kernels.graph.clusters import Cluster
 from lancet_kernels.graph.costs import source_of
 from lancet_kernels.graph.garbage import without_garbage_collection

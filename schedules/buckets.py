@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from lancet_kernels.graph.capture import fake_mode_of, output_node, set_value
+from lancet_kernels.graph.captured_graph import fake_mode_of, output_node, set_value
 
 BUCKET_BYTES = 1 << 20
 

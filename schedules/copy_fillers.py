@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import set_value
+from lancet_kernels.graph.captured_graph import set_value
 from lancet_kernels.graph.communication import Points, interpolated
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.from_fx import op_name

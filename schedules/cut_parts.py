@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lancet_kernels.graph.capture import fake_mode_of, set_value
+from lancet_kernels.graph.captured_graph import fake_mode_of, set_value
 from lancet_kernels.graph.forms import PARTIAL, WHOLE, WINDOW, Form, Forms
 from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.graph.part_instruction import part_name

@@ -8,7 +8,7 @@ import re
 import torch
 from torch import Tensor, fx
 
-from lancet_kernels.graph.capture import set_value
+from lancet_kernels.graph.captured_graph import set_value
 from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WINDOW
 from lancet_kernels.graph.from_fx import is_view, tensor_names
 from lancet_kernels.schedules.cut_nodes import (

@@ -23,7 +23,7 @@ from dataclasses import replace
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import fake_mode_of, set_value
+from lancet_kernels.graph.captured_graph import fake_mode_of, set_value
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.graph.part_instruction import whole_name

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor, fx
 
-from lancet_kernels.graph.capture import set_value
+from lancet_kernels.graph.captured_graph import set_value
 from lancet_kernels.graph.from_fx import WRITTEN_INTO, is_view, tensor_names
 
 aten = torch.ops.aten

@@ -16,7 +16,8 @@ from itertools import pairwise
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import copy_of_graph, split_joint
+from lancet_kernels.graph.capture import split_joint
+from lancet_kernels.graph.captured_graph import copy_of_graph
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.from_fx import forward_first, program_from_graph
 from lancet_kernels.graph.part_instruction import is_cut, part_instruction, part_name

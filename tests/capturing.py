@@ -10,7 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor, fx, nn
 
-from lancet_kernels.graph.capture import capture, input_position, is_tangent, state_name
+from lancet_kernels.graph.capture import capture
+from lancet_kernels.graph.captured_graph import input_position, is_tangent, state_name
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Program
 from lancet_kernels.schedules.apply import reorder

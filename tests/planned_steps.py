@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 
 from lancet_kernels import expert_parameters, moe_losses, set_routing_step
 from lancet_kernels.captured_step import CapturedStep, CostedGraph
-from lancet_kernels.graph.capture import is_tangent, output_node
+from lancet_kernels.graph.captured_graph import is_tangent, output_node
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program

@@ -6,14 +6,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import (
-    CaptureError,
-    capture,
-    input_position,
-    is_tangent,
-    split_joint,
-    state_name,
-)
+from lancet_kernels.graph.capture import CaptureError, capture, split_joint
+from lancet_kernels.graph.captured_graph import input_position, is_tangent, state_name
 from lancet_kernels.graph.from_fx import op_name, program_from_fx, tensor_names
 from lancet_kernels.graph.program import Phase
 from tests.grids import few_of

@@ -10,7 +10,8 @@ from torch import fx, nn
 
 from lancet_kernels import MoELayer
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import capture, copy_of
+from lancet_kernels.graph.capture import capture
+from lancet_kernels.graph.captured_graph import copy_of
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.forms import CARRIED, PARTIAL
 from lancet_kernels.graph.from_fx import program_from_fx

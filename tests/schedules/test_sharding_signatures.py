@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lancet_kernels.graph.capture import capture, input_position, output_node, state_name
+from lancet_kernels.graph.capture import capture
+from lancet_kernels.graph.captured_graph import input_position, output_node, state_name
 from lancet_kernels.graph.forms import PARTIAL, WHOLE
 from lancet_kernels.graph.forward_program import forward_of
 from lancet_kernels.graph.rules import rule_for

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given as hypothesis_given
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import copy_of
+from lancet_kernels.graph.captured_graph import copy_of
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.forms import PARTIAL, WINDOW
