@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.paper.drawing import picture
 from lancet_kernels.paper.pictures import DECOMPOSITION, stack
 
 OURS, PEER = "#e45756", "#4c78a8"
@@ -272,17 +273,9 @@ def iteration_parts(data: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def _picture(path: Path, draw, found, where: str) -> None:
-    # Not pyplot: it looks for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panel = figure.subplots()
-    panel.spines[["top", "right"]].set_visible(False)
-    title = draw(panel, found)
-    figure.suptitle(f"{title}\n{where}", fontsize=10)
-    figure.savefig(path, dpi=110)
+    with picture(str(path), 10, 6, "", dpi=110) as figure:
+        title = draw(figure.subplots(), found)
+        figure.suptitle(f"{title}\n{where}", fontsize=10)
 
 
 def _roofline(panel, rows: Sequence[Mapping[str, Any]]) -> str:

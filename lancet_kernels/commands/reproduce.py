@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 from tqdm import tqdm
@@ -12,8 +14,12 @@ from tqdm import tqdm
 from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import UserError
 
-ALL = ("11", "12", "13", "14", "15", "16")
-HIDUP = ("6", "7", "8", "11", "12", "14", "table 4", "table 5")
+FIGURES = {
+    "lancet": ("11", "12", "13", "14", "15", "16"),
+    "hidup": ("6", "7", "8", "11", "12", "14", "table 4", "table 5"),
+    "primepar": (),
+}
+"""Of each paper, those that can be chosen. Each has a module `lancet_kernels.paper.<paper>_report`."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -24,9 +30,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Simulate the experiments of a paper on its clusters and print them beside the paper's "
         "numbers: figures 11 to 16 of Lancet, HiDup's, or PrimePar's. Needs no GPU; some minutes on 2 cores.",
     )
-    command.add_argument(
-        "--paper", choices=("lancet", "hidup", "primepar"), default="lancet", help="default: %(default)s"
-    )
+    command.add_argument("--paper", choices=tuple(FIGURES), default="lancet", help="default: %(default)s")
     command.add_argument(
         "--figures",
         type=_figures,
@@ -48,128 +52,66 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Simulate, draw and print. -> exit code."""
-    if arguments.paper == "primepar":
-        return _primepar(arguments)
-    if arguments.paper == "hidup":
-        return _hidup(arguments)
-    arguments.figures = _of_paper(arguments.figures, ALL, "lancet")
-    # Imported here, because it imports the solver.
-    from lancet_kernels.paper import pictures, tables
-    from lancet_kernels.paper.figures import run_figures
-
+    layers = arguments.layers
+    if layers is not None and (layers < 2 or layers % 2):
+        raise UserError("--layers", got=layers, expected="an even number", do="every other layer has experts")
+    numbers = _of_paper(arguments.figures, arguments.paper)
     # Created before the simulation, which takes minutes, so that an error comes early.
-    folder = _folder(arguments.output_folder)
-    with tqdm(desc="simulating", unit="setting", disable=not sys.stderr.isatty(), leave=False) as bar:
+    folder = Path(arguments.output_folder)
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    # Imported here, because it imports the models and the solver.
+    report = import_module(f"lancet_kernels.paper.{arguments.paper}_report")
+    with tqdm(desc="simulating", disable=not sys.stderr.isatty(), leave=False) as bar:
 
         def progress(done: int, of: int) -> None:
             bar.total = of
             bar.update(done - bar.n)
 
-        figures = run_figures(arguments.figures or ALL, progress)
-    files = {}
-    for number, data in figures.items():
-        files[number] = str(folder / f"figure{number}.png")
-        try:
-            pictures.save(number, data, Path(files[number]))
-        except OSError as error:
-            raise _not_writable(files[number], error) from error
+        data = report.simulate(numbers, layers, progress)
+    with _writing(folder):
+        files = report.save_pictures(data, folder)
     if arguments.json:
-        assumptions = [*tables.ASSUMPTIONS, *tables.FURTHER_ASSUMPTIONS]
-        print(
-            json_text({"simulated": True, "assumptions": assumptions, "figures": figures, "pictures": files})
-        )
+        facts = {"simulated": True, "assumptions": report.ASSUMPTIONS}
+        print(json_text({**facts, **report.as_json(data), "pictures": files}))
     else:
-        print(tables.text(figures))
-        print(f"\nPictures: {', '.join(files.values())}")
-    return 0
-
-
-def _primepar(arguments: argparse.Namespace) -> int:
-    from lancet_kernels.paper import primepar, primepar_report
-
-    if arguments.figures:
-        raise UserError(
-            "--figures",
-            got=",".join(arguments.figures),
-            expected="none with --paper primepar",
-            do="leave it out",
-        )
-    folder = _folder(arguments.output_folder)
-    with tqdm(desc="searching", unit="setting", disable=not sys.stderr.isatty(), leave=False) as bar:
-
-        def progress(done: int, of: int) -> None:
-            bar.total = of
-            bar.update(done - bar.n)
-
-        data = primepar.reproduce(progress=progress)
-    try:
-        files = primepar_report.save_pictures(data, folder)
-    except OSError as error:
-        raise _not_writable(str(folder), error) from error
-    if arguments.json:
-        print(json_text({"simulated": True, "assumptions": primepar.ASSUMPTIONS, **data, "pictures": files}))
-    else:
-        print(primepar_report.text(data))
-        print(f"\nPictures: {', '.join(files.values())}")
+        print(report.text(data))
+        if files:
+            print(f"\nPictures: {', '.join(files.values())}")
     return 0
 
 
 def _figures(text: str) -> tuple[str, ...]:
     """Example: `13,11` -> ("11", "13")."""
     names = {part.strip() for part in text.split(",")}
-    known = [*sorted({*ALL, *HIDUP[:-2]}, key=int), *HIDUP[-2:]]
+    known = sorted({name for figures in FIGURES.values() for name in figures}, key=lambda n: (len(n), n))
     if not names or not names <= set(known):
         raise argparse.ArgumentTypeError(f"got {text}, expected some of {','.join(known)}")
     return tuple(name for name in known if name in names)
 
 
-def _of_paper(chosen: tuple[str, ...], figures: tuple[str, ...], paper: str) -> tuple[str, ...]:
+def _of_paper(chosen: tuple[str, ...], paper: str) -> tuple[str, ...]:
+    figures = FIGURES[paper]
     others = [number for number in chosen if number not in figures]
     if others:
         raise UserError(
             f"figures of paper {paper}",
             got=",".join(others),
-            expected=f"some of {','.join(figures)}",
+            expected=f"some of {','.join(figures)}" if figures else "none: all is simulated together",
             do="name others, or another --paper",
         )
     return chosen or figures
 
 
-def _hidup(arguments: argparse.Namespace) -> int:
-    # Imported here, because it imports the models.
-    from lancet_kernels.paper import hidup, hidup_report
-
-    layers = arguments.layers
-    if layers is not None and (layers < 2 or layers % 2):
-        raise UserError("--layers", got=layers, expected="an even number", do="every other layer has experts")
-    numbers = _of_paper(arguments.figures, HIDUP, "hidup")
-    folder = _folder(arguments.output_folder)
-    with tqdm(desc="figures", total=len(numbers), disable=not sys.stderr.isatty(), leave=False) as bar:
-        figures = hidup.run_figures(numbers, layers, bar.update)
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Turns the error of a file or folder that cannot be written into a UserError."""
     try:
-        files = hidup_report.save_pictures(figures, folder)
+        yield
     except OSError as error:
-        raise _not_writable(str(folder), error) from error
-    if arguments.json:
-        data = {"simulated": True, "paper": "hidup", "assumptions": list(hidup.ASSUMPTIONS)}
-        claims = hidup_report.claims(figures)
-        print(json_text({**data, "figures": figures, "claims": claims, "pictures": files}))
-    else:
-        print(hidup_report.text(figures))
-        if files:
-            print(f"\nPictures: {', '.join(files.values())}")
-    return 0
-
-
-def _folder(name: str) -> Path:
-    try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _not_writable(name, error) from error
-    return Path(name)
-
-
-def _not_writable(name: str, error: OSError) -> UserError:
-    return UserError(
-        "output folder", got=f"{name} ({error.strerror})", expected="a writable folder", do="name another one"
-    )
+        raise UserError(
+            "output folder",
+            got=f"{error.filename or folder} ({error.strerror})",
+            expected="a writable folder",
+            do="name another one",
+        ) from error

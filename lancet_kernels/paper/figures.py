@@ -21,6 +21,8 @@ UNPADDED = "lancet, unpadded"
 """The plan of `lancet` with all-to-alls that send only real rows."""
 
 Results = Mapping[Setting, Measured]
+Progress = Callable[[int, int], None]
+"""Called with (number that is done, of all)."""
 
 
 def _setting(cluster: str, model: str, gpus: int, gate: str = "switch") -> Setting:
@@ -187,11 +189,8 @@ FIGURES = {
 }
 
 
-def run_figures(
-    numbers: Sequence[str], progress: Callable[[int, int], None] = lambda done, of: None
-) -> dict[str, dict[str, Any]]:
-    """The data of the figures; each setting is simulated once, on all cores. Args: progress: called with
-    (number of settings done, of all)."""
+def run_figures(numbers: Sequence[str], progress: Progress) -> dict[str, dict[str, Any]]:
+    """The data of the figures; each setting is simulated once, on all cores."""
     what_if_of: dict[Setting, bool] = {}
     for number in numbers:
         for setting in FIGURES[number].settings():
@@ -200,7 +199,7 @@ def run_figures(
     return {number: FIGURES[number].of(results) for number in numbers}
 
 
-def _measure_all(what_if_of: Mapping[Setting, bool], progress: Callable[[int, int], None]) -> Results:
+def _measure_all(what_if_of: Mapping[Setting, bool], progress: Progress) -> Results:
     # Deep models first, so that the last simulations are short.
     order = sorted(what_if_of, key=lambda s: -(s.layers or (24 if "-l-" in s.model else 12)))
     results: dict[Setting, Measured] = {}

@@ -362,12 +362,9 @@ SHARED = (("8", "11", "12", "table 4", "table 5"), ("6", "7"), ("14",))
 
 
 def run_figures(
-    numbers: Sequence[str], layers: int | None = None, on_done: Callable[[int], object] | None = None
+    numbers: Sequence[str], layers: int | None, progress: Callable[[int, int], None]
 ) -> dict[str, object]:
-    """Figures by number, worked out by a process per core.
-
-    Args: on_done: called with how many figures were finished by a process.
-    """
+    """Figures by number, worked out by a process per core. Args: progress: called with (done, of)."""
     groups = [chosen for group in SHARED if (chosen := [n for n in group if n in numbers])]
     if len(groups) == 1:
         figures = _figures_of(groups[0], layers)
@@ -376,8 +373,7 @@ def run_figures(
         with ProcessPoolExecutor(cpu_cores(), mp_context=get_context("spawn")) as pool:
             for done in as_completed([pool.submit(_figures_of, group, layers) for group in groups]):
                 figures |= done.result()
-                if on_done is not None:
-                    on_done(len(done.result()))
+                progress(len(figures), len(numbers))
     return {number: figures[number] for number in numbers}
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lancet_kernels.paper.drawing import grouped_bars, picture
 from lancet_kernels.paper.hidup import ASSUMPTIONS
-from lancet_kernels.paper.tables import table
+from lancet_kernels.paper.hidup import run_figures as simulate
+from lancet_kernels.paper.text_table import table
+
+__all__ = ["ASSUMPTIONS", "as_json", "claims", "save_pictures", "simulate", "text"]
 
 PAPER_TABLE_4 = {
     ("one machine", "hidup"): (297.2, 294.8, 29.7, 0.9192),
@@ -26,6 +32,7 @@ PAPER_TABLE_5 = {
     "-20% communication": 1.0,
     "-50% communication": 1.172,
 }
+CLAIM = {"claim": "{name}", "paper": "{paper}", "simulated": "{ours}", "holds": "{holds}"}
 COMPARABLE = 0.9
 MOST_SLOPE = 1.2
 """Of the second half of a curve, as a multiple of the first half's, in one that is linear but for noise."""
@@ -183,6 +190,11 @@ def _range(speedups: list[float]) -> str:
     return f"{min(speedups):.2f}x to {max(speedups):.2f}x"
 
 
+def as_json(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `--json`."""
+    return {"paper": "hidup", "figures": figures, "claims": claims(figures)}
+
+
 def text(figures: Mapping[str, Any]) -> str:
     """Figures, tables and claims."""
     lines = ["HiDup (SoCC '22) by simulation: nothing here was run on a GPU."]
@@ -202,9 +214,7 @@ def text(figures: Mapping[str, Any]) -> str:
     if "14" in figures:
         rows = [row for of in figures["14"].values() for row in of]
         lines += ["", "Figure 14: CPU time of the search, measured on this machine"]
-        lines += table(
-            ("layers", "GPUs", "s"), [(str(r["layers"]), str(r["gpus"]), f"{r['seconds']:.1f}") for r in rows]
-        )
+        lines += table({"layers": "{layers}", "GPUs": "{gpus}", "s": "{seconds:.1f}"}, rows)
     if "table 4" in figures:
         lines += ["", "Table 4: an iteration of BERT-SGMoE, ms", *_breakdown(figures["table 4"])]
     if "table 5" in figures:
@@ -213,121 +223,93 @@ def text(figures: Mapping[str, Any]) -> str:
             "Table 5: time with a strategy found with wrong costs, over the one found with right costs",
         ]
         lines += table(
-            ("noise", "simulated", "most", "paper"),
-            [
-                (r["noise"], f"{r['relative']:.1%}", f"{r['most']:.1%}", f"{PAPER_TABLE_5[r['noise']]:.1%}")
-                for r in figures["table 5"]
-            ],
+            {"noise": "{noise}", "simulated": "{relative:.1%}", "most": "{most:.1%}", "paper": "{paper:.1%}"},
+            [r | {"paper": PAPER_TABLE_5[r["noise"]]} for r in figures["table 5"]],
         )
     rows = claims(figures)
     lines += ["", "Claims of the paper"]
-    lines += table(
-        ("claim", "paper", "simulated", "holds"),
-        [(c["name"], c["paper"], c["ours"], "yes" if c["holds"] else "no") for c in rows],
-    )
+    lines += table(CLAIM, [c | {"holds": "yes" if c["holds"] else "no"} for c in rows])
     lines += [f"  {c['name']}: {c['why']}." for c in rows if "why" in c]
     return "\n".join([*lines, "", "Assumptions", *(f"  - {a}" for a in ASSUMPTIONS)])
 
 
 def _iterations(rows: list[dict[str, Any]]) -> list[str]:
-    heads = (
-        "model",
-        "GPUs",
-        "machines",
-        "Gbit/s",
-        "hidup ms",
-        "no faster than",
-        "gap",
-        "best other",
-        "speedup",
+    columns = {
+        "model": "{model}",
+        "GPUs": "{gpus}",
+        "machines": "{machines}",
+        "Gbit/s": "{link}",
+        "hidup ms": "{hidup_ms:.1f}",
+        "no faster than": "{lower_bound_ms:.1f}",
+        "gap": "{gap:.1%}",
+        "best other": "{other[1]:.1f} ({other[0]})",
+        "speedup": "{speedup:.2f}x",
+        "overlapped": "{overlapped:.0%}",
+        "GB a GPU": "{memory_gb:.1f}",
+    }
+    further = (
+        {
+            "link": "" if r["machines"] == 1 else r["gbit_per_s"] or 9.71,
+            "gap": r["hidup_ms"] / r["lower_bound_ms"] - 1,
+            "other": min(r["baselines_ms"].items(), key=lambda item: item[1]),
+        }
+        for r in rows
     )
-    return table(
-        (*heads, "overlapped", "GB a GPU"),
-        [
-            (
-                r["model"],
-                str(r["gpus"]),
-                str(r["machines"]),
-                "" if r["machines"] == 1 else str(r["gbit_per_s"] or 9.71),
-                f"{r['hidup_ms']:.1f}",
-                f"{r['lower_bound_ms']:.1f}",
-                f"{r['hidup_ms'] / r['lower_bound_ms'] - 1:.1%}",
-                "{1:.1f} ({0})".format(*min(r["baselines_ms"].items(), key=lambda item: item[1])),
-                f"{r['speedup']:.2f}x",
-                f"{r['overlapped']:.0%}",
-                f"{r['memory_gb']:.1f}",
-            )
-            for r in rows
-        ],
-    )
+    return table(columns, map(operator.or_, rows, further))
 
 
 def _placements(rows: list[dict[str, Any]]) -> list[str]:
-    return table(
-        ("Gbit/s", "replicated", "sharded", "as published: replicated", "sharded"),
-        [
-            tuple(
-                str(r[k])
-                for k in ("gbit_per_s", "replicated", "sharded", "replicated_published", "sharded_published")
-            )
-            for r in rows
-        ],
-    )
+    columns = {
+        "Gbit/s": "{gbit_per_s}",
+        "replicated": "{replicated}",
+        "sharded": "{sharded}",
+        "as published: replicated": "{replicated_published}",
+        "as published: sharded": "{sharded_published}",
+    }
+    return table(columns, rows)
 
 
 def _breakdown(rows: list[dict[str, Any]]) -> list[str]:
-    def times(values: tuple[float, ...]) -> list[str]:
-        return [*(f"{ms:.0f}" for ms in values[:3]), f"{values[3]:.0%}"]
+    columns = {
+        "setting": "{setting}",
+        "system": "{system}",
+        "iteration": "{wall_ms:.0f}",
+        "computation": "{computation_ms:.0f}",
+        "communication": "{communication_ms:.0f}",
+        "overlapped": "{overlapped:.0%}",
+    }
+    names = list(columns)[2:]
 
-    lines = []
-    for r in rows:
-        ours = (r["wall_ms"], r["computation_ms"], r["communication_ms"], r["overlapped"])
-        paper = PAPER_TABLE_4.get((r["setting"], r["system"]))
-        lines.append(
-            (r["setting"], r["system"], *times(ours), *(times(paper) if paper else ["", "", "", ""]))
-        )
-    columns = ("iteration", "computation", "communication", "overlapped")
-    return table(("setting", "system", *columns, *(f"paper: {c}" for c in columns)), lines)
+    def paper(row: Mapping[str, Any]) -> dict[str, str]:
+        values = PAPER_TABLE_4.get((row["setting"], row["system"]))
+        shown = [*(f"{ms:.0f}" for ms in values[:3]), f"{values[3]:.0%}"] if values else [""] * 4
+        return dict(zip(names, shown, strict=True))
+
+    columns |= {f"paper: {name}": f"{{paper[{name}]}}" for name in names}
+    return table(columns, [r | {"paper": paper(r)} for r in rows])
 
 
 def save_pictures(figures: Mapping[str, Any], folder: Path) -> dict[str, str]:
     """One picture per figure. -> their paths. Raises: OSError."""
     draw: dict[str, Callable[[Any, Any], None]] = dict.fromkeys(("6", "7", "8"), _draw_bars)
     draw |= {"11": _draw_placements, "12": _draw_layers, "14": _draw_seconds}
-    files: dict[str, str] = {}
-    # Not pyplot: it looks for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    for number in draw:
-        if number in figures:
-            height = 3 if number == "12" else 5
-            figure = Figure(figsize=(11, height), layout="constrained")
-            FigureCanvasAgg(figure)
+    files = {number: str(folder / f"hidup-figure{number}.png") for number in draw if number in figures}
+    for number, path in files.items():
+        title = f"Figure {number} of the HiDup paper (simulated)"
+        with picture(path, 11, 3 if number == "12" else 5, title) as figure:
             draw[number](figure, figures[number])
-            figure.suptitle(f"Figure {number} of the HiDup paper (simulated)", fontsize=11)
-            files[number] = str(folder / f"hidup-figure{number}.png")
-            figure.savefig(files[number], dpi=100)
     return files
 
 
 def _draw_bars(figure: Any, rows: list[dict[str, Any]]) -> None:
     """Milliseconds of an iteration: hidup beside the baselines, one group for each setting."""
     panel = figure.subplots()
-    names = ["hidup", *dict.fromkeys(name for r in rows for name in r["baselines_ms"])]
-    for n, name in enumerate(names):
-        bars = [
-            (place, value)
-            for place, r in enumerate(rows)
-            for value in ([r["hidup_ms"]] if name == "hidup" else [r["baselines_ms"].get(name)])
-            if value is not None
-        ]
-        places = [place + (n - (len(names) - 1) / 2) * 0.8 / len(names) for place, _ in bars]
-        panel.bar(places, [value for _, value in bars], 0.8 / len(names), label=name)
+    names = dict.fromkeys(name for r in rows for name in r["baselines_ms"])
+    series = {name: [r["baselines_ms"].get(name, math.nan) for r in rows] for name in names}
     where = [f"{r['model']}\n{r['gpus']} GPUs" for r in rows]
     if rows[0]["gbit_per_s"]:
         where = [f"{w}\n{r['gbit_per_s']} Gbit/s" for w, r in zip(where, rows, strict=True)]
-    panel.set_xticks(range(len(rows)), where, fontsize=8)
+    grouped_bars(panel, where, {"hidup": [r["hidup_ms"] for r in rows], **series})
     panel.set_ylabel("ms an iteration")
     panel.legend()
 

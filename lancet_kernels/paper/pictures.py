@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lancet_kernels.paper import claims
+from lancet_kernels.paper.drawing import grouped_bars, legend_below, picture, stacked_bars
 
 COLOURS = {
     "none": "#9d9d9d",
@@ -22,18 +23,15 @@ DECOMPOSITION = {
 }
 
 
-def save(number: str, data: Mapping[str, Any], path: Path) -> None:
-    """Draw figure `number` to `path` (.png)."""
-    # Not pyplot: it looks for a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    FigureCanvasAgg(figure)
-    note = _DRAW[number](figure, data)
-    heading = f"Figure {number} of the Lancet paper: {data['title']} ({data['how']})"
-    figure.suptitle("\n".join(filter(None, (heading, note))), fontsize=11)
-    figure.savefig(path, dpi=100)
+def save_pictures(figures: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, str]:
+    """One picture per figure. -> their paths. Raises: OSError."""
+    files = {number: str(folder / f"figure{number}.png") for number in figures}
+    for number, data in figures.items():
+        heading = f"Figure {number} of the Lancet paper: {data['title']} ({data['how']})"
+        with picture(files[number], 11, 8, heading) as figure:
+            if note := _DRAW[number](figure, data):
+                figure.suptitle(f"{heading}\n{note}", fontsize=11)
+    return files
 
 
 def _panels(figure, data: Mapping[str, Any]):
@@ -43,34 +41,19 @@ def _panels(figure, data: Mapping[str, Any]):
         for model in claims.MODELS:
             panel = next(axes)
             panel.set_title(f"{model}, {device} ({cluster})", fontsize=10)
-            panel.spines[["top", "right"]].set_visible(False)
             yield panel, [r for r in data["rows"] if (r["cluster"], r["model"]) == (cluster, model)]
-
-
-def _bars(panel, groups: list[str], series: Mapping[str, list[float]]) -> None:
-    """Groups of bars beside each other, one colour per strategy."""
-    width = 0.8 / len(series)
-    for n, (name, heights) in enumerate(series.items()):
-        places = [g + (n - (len(series) - 1) / 2) * width for g in range(len(groups))]
-        panel.bar(places, heights, width, color=COLOURS[name], label=name)
-    panel.set_xticks(range(len(groups)), groups)
-
-
-def _legend_below(figure) -> None:
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
 
 
 def _throughput(figure, data: Mapping[str, Any]) -> str:
     for panel, rows in _panels(figure, data):
         series = {s: [r["iteration_ms"][s] for r in rows] for s in rows[0]["iteration_ms"]}
-        _bars(panel, [f"{r['gpus']}\n{r['speedup']:.2f}x" for r in rows], series)
+        grouped_bars(panel, [f"{r['gpus']}\n{r['speedup']:.2f}x" for r in rows], series, COLOURS)
         for group, r in enumerate(rows):
             for n, name in enumerate(series):
                 if name in r["out_of_memory"]:
                     panel.text(group + (n - 2) * 0.16, 0, "x", color="red", ha="center", va="bottom")
         panel.set_ylabel("iteration, ms")
-    _legend_below(figure)
+    legend_below(figure)
     paper = (
         f"{claims.DEVICE[c]} {p['mean']:.2f}x mean, {p['most']:.2f}x most"
         for c, p in data["paper"]["speedup"].items()
@@ -83,11 +66,8 @@ def _throughput(figure, data: Mapping[str, Any]) -> str:
 
 def stack(panel, names: list[str], parts: Mapping[str, Mapping[str, float]]) -> None:
     """Bars of what an iteration consists of, one for each name; parts: see DECOMPOSITION."""
-    bottom = [0.0] * len(names)
-    for part, (label, colour) in DECOMPOSITION.items():
-        values = [parts[part][n] for n in names]
-        panel.bar(range(len(names)), values, 0.7, bottom=bottom, color=colour, label=label)
-        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    heights = {part: [parts[part][n] for n in names] for part in DECOMPOSITION}
+    stacked_bars(panel, range(len(names)), heights, DECOMPOSITION)
     panel.set_xticks(range(len(names)), [n.replace("-", "-\n").replace(", ", ",\n") for n in names])
     panel.tick_params(axis="x", labelsize=8)
     panel.set_ylabel("ms")
@@ -97,7 +77,7 @@ def _decomposition(figure, data: Mapping[str, Any]) -> None:
     for panel, rows in _panels(figure, data):
         (row,) = rows
         stack(panel, list(row["iteration_ms"]), row)
-    _legend_below(figure)
+    legend_below(figure)
 
 
 def _accuracy(figure, data: Mapping[str, Any]) -> str:
@@ -131,7 +111,6 @@ def _planning(figure, data: Mapping[str, Any]) -> None:
     for panel in (by_gpus, by_layers):
         panel.set_ylim(bottom=0)
         panel.set_ylabel("planning, CPU seconds (measured here)")
-        panel.spines[["top", "right"]].set_visible(False)
 
 
 def _ablation(figure, data: Mapping[str, Any]) -> None:
@@ -139,14 +118,13 @@ def _ablation(figure, data: Mapping[str, Any]) -> None:
     for panel, (cluster, device) in zip(axes, claims.DEVICE.items(), strict=True):
         rows = [r for r in data["rows"] if r["cluster"] == cluster]
         series = {s: [r["speedup"][s] for r in rows] for s in rows[0]["speedup"]}
-        _bars(panel, [r["model"] for r in rows], series)
+        grouped_bars(panel, [r["model"] for r in rows], series, COLOURS)
         for container in panel.containers:
             panel.bar_label(container, fmt="%.2fx", fontsize=8)
         panel.axhline(1.0, color="black", linewidth=0.8)
         panel.set_title(f"{device} ({cluster}), {claims.ABLATION_GPUS} GPUs", fontsize=10)
         panel.set_ylabel("speedup over none (RAF)")
-        panel.spines[["top", "right"]].set_visible(False)
-    _legend_below(figure)
+    legend_below(figure)
 
 
 _DRAW = {

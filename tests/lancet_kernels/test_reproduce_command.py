@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lancet_kernels.cli import main
 from lancet_kernels.graph.program import Kind
-from lancet_kernels.paper import claims, figures, pictures, tables
+from lancet_kernels.paper import claims, figures, lancet_report
 from lancet_kernels.paper.measured_figures import WHAT_IF, Decomposition, Measured, measure
 from lancet_kernels.simulation import Setting, simulate_setting
 
@@ -82,7 +83,7 @@ def test_ablation(data):
 
 
 def test_text_names_the_paper_and_the_assumptions(data):
-    text = tables.text(data)
+    text = lancet_report.text(data)
     assert text.startswith("Figures of the Lancet paper (MLSys 2024) by simulation")
     for number in figures.FIGURES:
         assert f"Figure {number}: " in text
@@ -92,15 +93,13 @@ def test_text_names_the_paper_and_the_assumptions(data):
     assert "3.83%" in text
     assert "paper 77%" in text
     assert "! does not fit" in text
-    for assumption in (*tables.ASSUMPTIONS, *tables.FURTHER_ASSUMPTIONS):
+    for assumption in lancet_report.ASSUMPTIONS:
         assert assumption in text
 
 
 @pytest.mark.long
 def test_every_picture_is_drawn(data, tmp_path):
-    for number, figure in data.items():
-        path = tmp_path / f"{number}.png"
-        pictures.save(number, figure, path)
+    for path in map(Path, lancet_report.save_pictures(data, tmp_path).values()):
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
         assert path.stat().st_size > 15_000
 

@@ -303,17 +303,17 @@ def kill_and_resume(lancet, tmp_path: Path, what: str, *arguments: object) -> No
 
 def test_killed_rank_ends_the_job_which_resumes_with_the_very_losses(lancet, tmp_path):
     """Steps behind the last checkpoint are taken a second time: the same. The others are kept."""
-    options = ["--steps", 40, "--checkpoint-every", 10, "--gate", "sigmoid", "--top-k", 2, "--bias-rate", 0.1]
+    options = ["--steps", 24, "--checkpoint-every", 5, "--gate", "sigmoid", "--top-k", 2, "--bias-rate", 0.1]
     process = lancet(*options, "--name", "killed")
     run = tmp_path / "runs" / "killed"
-    wait_for_step(run, 15)
+    wait_for_step(run, 7)
     kill_rank(process, 1)
     before = metrics_of(run)
-    assert 15 <= len(before) < 40, "killed too late"
+    assert 7 <= len(before) < 24, "killed too late"
     # With nothing but the name: the options are those of the run.
     out, _ = finish(lancet("--resume", "killed", "--json", fresh=False))
     after = metrics_of(run)
-    assert [m["step"] for m in after] == list(range(1, 41))
+    assert [m["step"] for m in after] == list(range(1, 25))
     assert exact(after[: len(before)]) == exact(before)
     check_summary(out, run)
 
@@ -457,12 +457,15 @@ def test_a_rank_with_nan_in_its_router_is_the_one_that_failed(tmp_path, text, la
         "train",
     ]
     job = [*command, *TINY, "--data", str(text), "--steps", "5", "--timeout", "60"]
-    result = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    result = subprocess.run(job, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode != 0
     line = "rank 1 failed: UserError: router logits: got NaN or infinity"
     if launcher == "own":
         assert result.stderr.startswith(line)
         assert len(result.stderr.splitlines()) == 1, result.stderr
+        traceback = re.search(r" \(traceback in (.*)\)$", result.stderr)
+        assert "step_with_nan" in Path(traceback[1]).read_text()
     else:
         assert result.stderr.count(line.replace("UserError: ", "")) == 1
         assert "rank 0 failed" not in result.stderr

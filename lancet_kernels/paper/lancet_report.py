@@ -1,14 +1,20 @@
-"""The figures as text."""
+"""The figures of the Lancet paper: simulated, as text and pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lancet_kernels.paper import claims
-from lancet_kernels.simulation import ASSUMPTIONS, Setting
+from lancet_kernels.paper import claims, figures
+from lancet_kernels.paper.pictures import save_pictures
+from lancet_kernels.paper.text_table import table
+from lancet_kernels.simulation import ASSUMPTIONS as OF_THE_SIMULATION
+from lancet_kernels.simulation import Setting
 
-FURTHER_ASSUMPTIONS = (
+__all__ = ["ASSUMPTIONS", "as_json", "save_pictures", "simulate", "text"]
+
+ASSUMPTIONS = (
+    *OF_THE_SIMULATION,
     *Setting.assumptions,
     "all-to-alls and experts are priced by their capacity, 1.25 (padding), as in the paper's cost model; "
     "`lancet, unpadded` in figure 13 sends real rows only, as Lancet's irregular all-to-all does, while the "
@@ -21,6 +27,16 @@ FURTHER_ASSUMPTIONS = (
 )
 
 
+def simulate(numbers: Sequence[str], layers: int | None, progress: figures.Progress) -> dict[str, Any]:
+    """The figures of these numbers. Args: layers: of no effect here."""
+    return figures.run_figures(numbers, progress)
+
+
+def as_json(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `--json`."""
+    return {"figures": figures}
+
+
 def text(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """All figures and their assumptions, as text."""
     lines = [
@@ -30,21 +46,16 @@ def text(figures: Mapping[str, Mapping[str, Any]]) -> str:
     for number, data in figures.items():
         lines += [f"Figure {number}: {data['title']} ({data['how']})", *_TABLES[number](data), ""]
     lines.append("Assumptions")
-    lines += [f"  - {a}" for a in (*ASSUMPTIONS, *FURTHER_ASSUMPTIONS)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  - {a}" for a in ASSUMPTIONS)])
 
 
 def _throughput(data: Mapping[str, Any]) -> list[str]:
     strategies = list(data["rows"][0]["iteration_ms"])
     rows = [
-        (
-            *_where(r),
-            *(f"{r['iteration_ms'][s]:.0f}{'!' if s in r['out_of_memory'] else ''}" for s in strategies),
-            f"{r['speedup']:.2f}x",
-        )
-        for r in data["rows"]
+        r | {"full": {s: "!" if s in r["out_of_memory"] else "" for s in strategies}} for r in data["rows"]
     ]
-    lines = table((*_WHERE, *(f"{s} ms" for s in strategies), "speedup"), rows)
+    times = {f"{s} ms": f"{{iteration_ms[{s}]:.0f}}{{full[{s}]}}" for s in strategies}
+    lines = table(_WHERE | times | {"speedup": "{speedup:.2f}x"}, rows)
     if any(r["out_of_memory"] for r in data["rows"]):
         lines.append("  ! does not fit into the GPU's memory")
     for cluster, simulated in data["speedup"].items():
@@ -58,19 +69,19 @@ def _throughput(data: Mapping[str, Any]) -> list[str]:
 
 
 def _decomposition(data: Mapping[str, Any]) -> list[str]:
-    rows = [
-        (
-            *_where(r),
-            name,
-            f"{r['computation_ms'][name]:.0f}",
-            f"{r['overlapped_ms'][name]:.0f}",
-            f"{r['communication_ms'][name]:.0f}",
-        )
+    parts = ("computation_ms", "overlapped_ms", "communication_ms")
+    columns = {
+        "strategy": "{strategy}",
+        "computation ms": "{computation_ms:.0f}",
+        "overlapped ms": "{overlapped_ms:.0f}",
+        "exposed communication ms": "{communication_ms:.0f}",
+    }
+    rows = (
+        r | {"strategy": name} | {part: r[part][name] for part in parts}
         for r in data["rows"]
         for name in r["computation_ms"]
-    ]
-    header = (*_WHERE, "strategy", "computation ms", "overlapped ms", "exposed communication ms")
-    lines = table(header, rows)
+    )
+    lines = table(_WHERE | columns, rows)
     for cluster, paper in data["paper"]["most_less_exposed"].items():
         simulated, unpadded = data["most_less_exposed"][cluster], data["most_less_exposed_unpadded"][cluster]
         for than, name in (("none", "RAF (none)"), ("tutel", "Tutel")):
@@ -88,29 +99,21 @@ def _accuracy(data: Mapping[str, Any]) -> list[str]:
         *(f"  {sentence}." for sentence in data["why"].split("; ")),
         "  Instead: the same plans, simulated with times that differ from those that they assume.",
     ]
-    rows = [
-        (
-            *_where(r),
-            r["what_if"],
-            f"{r['planned_ms']:.0f}",
-            f"{r['iteration_ms']:.0f}",
-            f"{r['planned_speedup']:.2f}x",
-            f"{r['speedup']:.2f}x",
-        )
-        for r in data["rows"]
-    ]
-    header = (*_WHERE, "what if", "planned ms", "then ms", "planned speedup", "then speedup")
-    return lines + table(header, rows)
+    columns = {
+        "what if": "{what_if}",
+        "planned ms": "{planned_ms:.0f}",
+        "then ms": "{iteration_ms:.0f}",
+        "planned speedup": "{planned_speedup:.2f}x",
+        "then speedup": "{speedup:.2f}x",
+    }
+    return lines + table(_WHERE | columns, data["rows"])
 
 
 def _planning(data: Mapping[str, Any]) -> list[str]:
-    rows = [(*_where(r), str(r["instructions"]), f"{r['seconds']:.2f}") for r in data["rows"]]
-    lines = table((*_WHERE, "instructions", "CPU seconds"), rows)
+    columns = {"instructions": "{instructions}", "CPU seconds": "{seconds:.2f}"}
+    lines = table(_WHERE | columns, data["rows"])
     lines.append("  gpt2-l-moe with other depths, p4de, 16 GPUs:")
-    lines += table(
-        ("layers", "instructions", "CPU seconds"),
-        [(str(r["layers"]), str(r["instructions"]), f"{r['seconds']:.2f}") for r in data["by_layers"]],
-    )
+    lines += table({"layers": "{layers}"} | columns, data["by_layers"])
     growth = data["growth"]
     lines.append(
         f"  {growth['layers']:.0f} times the layers take {growth['seconds']:.1f} times as long; measured "
@@ -121,8 +124,7 @@ def _planning(data: Mapping[str, Any]) -> list[str]:
 
 def _ablation(data: Mapping[str, Any]) -> list[str]:
     strategies = list(data["rows"][0]["speedup"])
-    rows = [(*_where(r), *(f"{r['speedup'][s]:.2f}x" for s in strategies)) for r in data["rows"]]
-    lines = table((*_WHERE, *strategies), rows)
+    lines = table(_WHERE | {s: f"{{speedup[{s}]:.2f}}x" for s in strategies}, data["rows"])
     lines.append("  speedup over none (RAF)")
     for key, claim in (("each_half_helps", "each half helps"), ("both_help_more", "both help more than one")):
         lines.append(f"  {claim}: {'yes' if data[key] else 'no'}, simulated; paper yes")
@@ -138,23 +140,4 @@ _TABLES = {
     "16": _ablation,
 }
 
-_WHERE = ("cluster", "model", "GPUs")
-
-
-def _where(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    return row["cluster"], row["model"], str(row["gpus"])
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns as wide as their widest cell; names to the left, numbers to the right."""
-    cells = [tuple(header), *map(tuple, rows)]
-    widths = [max(len(row[c]) for row in cells) for c in range(len(header))]
-    left = [all(not row[c][:1].isdigit() for row in cells[1:]) for c in range(len(header))]
-    return [
-        "  "
-        + "  ".join(
-            cell.ljust(w) if to_left else cell.rjust(w)
-            for cell, w, to_left in zip(row, widths, left, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
+_WHERE = {"cluster": "{cluster}", "model": "{model}", "GPUs": "{gpus}"}
