@@ -6,49 +6,34 @@ buffer of that size: the same bucket gives the same bits in every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.ops.groups import group_of
-from lancet_kernels.ops.link import Transfer, link
+from lancet_kernels.ops.link import link
+from lancet_kernels.ops.pending import Here, Pending, Result, Started
 from lancet_kernels.ops.waiting import waiting
 
 
-@dataclass
-class PendingAllReduce:
-    """A bucket in flight."""
-
-    flat: Tensor
-    shapes: list[torch.Size]
-    work: dist.Work | None
-    group: dist.ProcessGroup | None = None
-    transfer: Transfer | None = None
-
-    def wait(self) -> list[Tensor]:
-        """The sums, in the order of the bucket; views of one buffer. Raises: CommunicationError."""
-        if self.work is not None:
-            with waiting("all_reduce", self.group):
-                self.work.wait()
-                if self.transfer is not None:
-                    self.transfer.pace()
-        pieces = self.flat.split([shape.numel() for shape in self.shapes])
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
-
-
-def start_all_reduce(gradients: list[Tensor], group: str) -> PendingAllReduce:
-    """Start to sum a bucket over the ranks of the group (a name from `group_name`)."""
+def start_all_reduce(gradients: list[Tensor], group: str) -> Started[list[Tensor]]:
+    """Start to sum a bucket over the ranks of the group (a name from `group_name`). The sums come in the
+    order of the bucket; they are views of one buffer."""
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    shapes = [gradient.shape for gradient in gradients]
-    if not group:
-        return PendingAllReduce(flat, shapes, None)
+    pieces = flat.split([gradient.numel() for gradient in gradients])
+    sums = [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
+    return start_sum(flat, group, lambda: sums) if group else Here(sums)
+
+
+def start_sum(total: Tensor, group: str, finish: Callable[[], Result]) -> Pending[Result]:
+    """Start to replace a contiguous tensor by its sum over the ranks. Args: finish: makes the result then."""
     process_group = group_of(group)
     with waiting("all_reduce", process_group):
-        transfer = link.start_all_reduce(process_group, flat.numel() * flat.element_size(), flat.is_cuda)
-        work = dist.all_reduce(flat, group=process_group, async_op=True)
-    return PendingAllReduce(flat, shapes, work, process_group, transfer)
+        transfer = link.start_all_reduce(process_group, total.numel() * total.element_size(), total.is_cuda)
+        work = dist.all_reduce(total, group=process_group, async_op=True)
+    return Pending("all_reduce", process_group, work, transfer, finish)
 
 
 @torch.library.custom_op("lancet::all_reduce_bucket", mutates_args=())

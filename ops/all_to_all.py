@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,8 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.groups import counts_group, group_of
-from lancet_kernels.ops.link import Transfer, link
+from lancet_kernels.ops.link import link
+from lancet_kernels.ops.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.rows import expert_major, rank_major, traced_rows
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 
@@ -103,37 +103,6 @@ def _(count_WL, width, dtype, group):
     return torch.empty_like(count_WL)
 
 
-@dataclass
-class PendingAllToAll:
-    """An all-to-all in flight. `wait` returns the received rows."""
-
-    work: dist.Work
-    transfer: Transfer
-    received_RD: Tensor
-    count_WL: Tensor
-    to_experts: bool
-    group: dist.ProcessGroup
-    layer: str = ""
-
-    def wait(self) -> Tensor:
-        """-> [R, D]. Bounded by the process group's timeout; raises CommunicationError."""
-        with waiting("all_to_all", self.group, self.layer):
-            self.transfer.finish(self.work)
-        # A collective delivers rank by rank.
-        return expert_major(self.received_RD, self.count_WL) if self.to_experts else self.received_RD
-
-
-@dataclass
-class NothingToWaitFor:
-    """The all-to-all of a single rank."""
-
-    rows_RD: Tensor
-
-    def wait(self) -> Tensor:
-        """-> the rows that were sent: with one rank, both sides have the same order."""
-        return self.rows_RD
-
-
 def start_all_to_all(
     rows_SD: Tensor,
     send_count_WL: Tensor,
@@ -141,13 +110,14 @@ def start_all_to_all(
     group: str,
     to_experts: bool,
     num_rows: int | None = None,
-) -> PendingAllToAll | NothingToWaitFor:
+) -> Started[Tensor]:
     """Start to send rows, which must not change until `wait`.
 
     Args: as of `all_to_all`.
     """
     if not group:
-        return NothingToWaitFor(rows_SD)
+        # With one rank, both sides have the same order.
+        return Here(rows_SD)
     process_group = group_of(group)
     rank = process_group.rank()
     send_rows, receive_rows = send_count_WL.sum(1).tolist(), receive_count_WL.sum(1).tolist()
@@ -167,7 +137,12 @@ def start_all_to_all(
             received_RD, sent_SD, receive_rows, send_rows, group=process_group, async_op=True
         )
     transfer.watch(work, sent_SD)
-    return PendingAllToAll(work, transfer, received_RD, receive_count_WL, to_experts, process_group, layer)
+
+    def finish() -> Tensor:
+        # A collective delivers rank by rank.
+        return expert_major(received_RD, receive_count_WL) if to_experts else received_RD
+
+    return Pending("all_to_all", process_group, work, transfer, finish, layer)
 
 
 @torch.library.custom_op("lancet::all_to_all", mutates_args=())
@@ -188,9 +163,7 @@ def all_to_all(
         num_rows: the number of received rows, if the caller knows it.
     """
     pending = start_all_to_all(rows_SD, send_count_WL, receive_count_WL, group, to_experts)
-    rows_RD = pending.wait()
-    # An op's result may not be its input.
-    return rows_RD.clone(memory_format=torch.contiguous_format) if rows_RD is rows_SD else rows_RD
+    return apart(pending.wait(), rows_SD)
 
 
 @all_to_all.register_fake

@@ -198,7 +198,7 @@ class _Boards:
 
 
 class Transfer:
-    """One collective on the link, from its start until `finish` (all-to-all) or `pace` (all-reduce)."""
+    """One collective on the link, from its start until `finish`."""
 
     def __init__(
         self, link: Link, group: dist.ProcessGroup, size: int, cuda: bool, is_urgent: bool = True
@@ -243,8 +243,12 @@ class Transfer:
             self._events.arrived.record()
 
     def finish(self, work: Waitable) -> None:
-        """Wait for the transfer (and for the emulated wire), and account for it."""
+        """Wait for the transfer (and for the emulated wire), and account for it if it is no all-reduce."""
         link, before = self._link, time.monotonic()
+        if not self.is_urgent:
+            work.wait()
+            self.pace()
+            return
         if self._events is not None:
             self._events.asked.record()
             work.wait()

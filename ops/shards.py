@@ -21,57 +21,21 @@ were whole already.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lancet_kernels.ops.all_reduce import start_sum
 from lancet_kernels.ops.groups import group_of, group_rank, group_size
-from lancet_kernels.ops.link import Transfer, link
+from lancet_kernels.ops.link import link
+from lancet_kernels.ops.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.waiting import waiting
 
 # As torch 2.13 and older ones call them.
 _ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass
-class PendingShards:
-    """A collective under way. `wait` puts what arrives together."""
-
-    what: str
-    received: Tensor
-    finish: Callable[[Tensor], Tensor]
-    work: dist.Work
-    group: dist.ProcessGroup
-    transfer: Transfer | None
-    is_exchange: bool = True
-
-    def wait(self) -> Tensor:
-        """The result. Bounded by the process group's timeout. Raises: CommunicationError."""
-        with waiting(self.what, self.group):
-            if self.transfer is not None and self.is_exchange:
-                self.transfer.finish(self.work)
-            else:
-                self.work.wait()
-                if self.transfer is not None:
-                    self.transfer.pace()
-        return self.finish(self.received)
-
-
-@dataclass
-class ShardsHere:
-    """The same among one rank."""
-
-    result: Tensor
-
-    def wait(self) -> Tensor:
-        return self.result
-
-
-Pending = PendingShards | ShardsHere
-"""What the `start_` functions return."""
 
 
 def shard_of(whole: Tensor, dim: int, group: str) -> Tensor:
@@ -80,10 +44,10 @@ def shard_of(whole: Tensor, dim: int, group: str) -> Tensor:
     return whole.narrow(dim, size * group_rank(group), size)
 
 
-def start_all_gather(shard: Tensor, dim: int, group: str, gradient_is_whole: bool = False) -> Pending:
+def start_all_gather(shard: Tensor, dim: int, group: str, gradient_is_whole: bool = False) -> Started[Tensor]:
     """Start to gather the shards of all ranks along a dimension."""
     if not group:
-        return ShardsHere(shard)
+        return Here(shard)
     sent = shard.contiguous()
     received = sent.new_empty(group_size(group), *sent.shape)
 
@@ -93,19 +57,19 @@ def start_all_gather(shard: Tensor, dim: int, group: str, gradient_is_whole: boo
     return _started("all_gather", _ALL_GATHER, received, sent, joined, group)
 
 
-def start_reduce_scatter(summand: Tensor, dim: int, group: str) -> Pending:
+def start_reduce_scatter(summand: Tensor, dim: int, group: str) -> Started[Tensor]:
     """Start to add up the summands of all ranks, of which each gets its slice along a dimension."""
     if not group:
-        return ShardsHere(summand)
+        return Here(summand)
     sent = _slices(summand, dim, group_size(group))
     received = sent.new_empty(sent.shape[1:])
     return _started("reduce_scatter", _REDUCE_SCATTER, received, sent, _itself, group)
 
 
-def start_exchange_shards(shard: Tensor, source: int, target: int, group: str) -> Pending:
+def start_exchange_shards(shard: Tensor, source: int, target: int, group: str) -> Started[Tensor]:
     """Start to make slices along `target` of slices along `source`."""
     if not group:
-        return ShardsHere(shard)
+        return Here(shard)
     sent = _slices(shard, target, group_size(group))
 
     def joined(shards: Tensor) -> Tensor:
@@ -114,16 +78,14 @@ def start_exchange_shards(shard: Tensor, source: int, target: int, group: str) -
     return _started("exchange_shards", dist.all_to_all_single, torch.empty_like(sent), sent, joined, group)
 
 
-def start_all_reduce_summands(summand: Tensor, group: str, gradient_is_whole: bool = False) -> Pending:
+def start_all_reduce_summands(
+    summand: Tensor, group: str, gradient_is_whole: bool = False
+) -> Started[Tensor]:
     """Start to add up the summands of all ranks."""
     if not group:
-        return ShardsHere(summand)
-    process_group = group_of(group)
+        return Here(summand)
     total = summand.clone(memory_format=torch.contiguous_format)
-    with waiting("all_reduce", process_group):
-        transfer = link.start_all_reduce(process_group, _bytes(total), total.is_cuda)
-        work = dist.all_reduce(total, group=process_group, async_op=True)
-    return PendingShards("all_reduce", total, _itself, work, process_group, transfer, is_exchange=False)
+    return start_sum(total, group, lambda: total)
 
 
 def _started(
@@ -133,7 +95,7 @@ def _started(
     sent: Tensor,
     finish: Callable[[Tensor], Tensor],
     group: str,
-) -> PendingShards:
+) -> Pending[Tensor]:
     """Of the larger of the two tensors, all but this rank's own slice travels, in both directions."""
     process_group = group_of(group)
     size = max(_bytes(sent), _bytes(received))
@@ -144,7 +106,7 @@ def _started(
         transfer = link.start(process_group, sent=size, received=size, cuda=sent.is_cuda)
         work = collective(*wires, group=process_group, async_op=True)
     transfer.watch(work, sent)
-    return PendingShards(what, received, finish, work, process_group, transfer)
+    return Pending(what, process_group, work, transfer, partial(finish, received))
 
 
 def _slices(tensor: Tensor, dim: int, ranks: int) -> Tensor:
@@ -160,13 +122,6 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _result(pending: Pending) -> Tensor:
-    """The result of a collective in one piece; an op's result may not be its input."""
-    result = pending.wait()
-    here = isinstance(pending, ShardsHere)
-    return result.clone(memory_format=torch.contiguous_format) if here else result
-
-
 def _resized(tensor: Tensor, sizes: dict[int, int]) -> Tensor:
     shape = [sizes.get(dim, int(size)) for dim, size in enumerate(tensor.shape)]
     return tensor.new_empty(shape)
@@ -175,7 +130,7 @@ def _resized(tensor: Tensor, sizes: dict[int, int]) -> Tensor:
 @torch.library.custom_op("lancet::all_gather", mutates_args=())
 def all_gather(shard: Tensor, dim: int, group: str, gradient_is_whole: bool = False) -> Tensor:
     """The shards of all ranks along a dimension, after waiting for them."""
-    return _result(start_all_gather(shard, dim, group))
+    return apart(start_all_gather(shard, dim, group).wait(), shard)
 
 
 @all_gather.register_fake
@@ -186,7 +141,7 @@ def _(shard, dim, group, gradient_is_whole=False):
 @torch.library.custom_op("lancet::reduce_scatter", mutates_args=())
 def reduce_scatter(summand: Tensor, dim: int, group: str) -> Tensor:
     """This rank's slice of the sum over the ranks, after waiting for it."""
-    return _result(start_reduce_scatter(summand, dim, group))
+    return apart(start_reduce_scatter(summand, dim, group).wait(), summand)
 
 
 @reduce_scatter.register_fake
@@ -197,7 +152,7 @@ def _(summand, dim, group):
 @torch.library.custom_op("lancet::exchange_shards", mutates_args=())
 def exchange_shards(shard: Tensor, source: int, target: int, group: str) -> Tensor:
     """A slice along `target` of a tensor of which this rank has a slice along `source`: an all-to-all."""
-    return _result(start_exchange_shards(shard, source, target, group))
+    return apart(start_exchange_shards(shard, source, target, group).wait(), shard)
 
 
 @exchange_shards.register_fake
@@ -209,7 +164,7 @@ def _(shard, source, target, group):
 @torch.library.custom_op("lancet::all_reduce", mutates_args=())
 def all_reduce(summand: Tensor, group: str, gradient_is_whole: bool = False) -> Tensor:
     """The sum over the ranks, after waiting for it."""
-    return _result(start_all_reduce_summands(summand, group))
+    return apart(start_all_reduce_summands(summand, group).wait(), summand)
 
 
 @all_reduce.register_fake

@@ -10,7 +10,6 @@ tiles have the same shapes on all ranks. A shift is its own adjoint, the other w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.groups import group_of, group_size
-from lancet_kernels.ops.link import Transfer, link
+from lancet_kernels.ops.link import link
+from lancet_kernels.ops.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.waiting import waiting
 
 
@@ -33,41 +33,9 @@ class _Works:
             work.wait()
 
 
-@dataclass
-class PendingShift:
-    """A shift under way. `wait` gives the tiles that came."""
-
-    works: _Works
-    transfer: Transfer
-    sent: list[Tensor]
-    received: list[Tensor]
-    group: dist.ProcessGroup
-    peers: tuple[int, ...]
-    """Places in the group: where tiles come from, and where this rank's go; once, if that is one rank."""
-    what: str
-
-    def wait(self) -> list[Tensor]:
-        """Bounded by the process group's timeout; raises CommunicationError."""
-        with waiting(self.what, self.group, peers=self.peers):
-            self.transfer.finish(self.works)
-        self.sent = []
-        return self.received
-
-
-@dataclass
-class TilesHere:
-    """A shift in which nothing comes to this rank from another one."""
-
-    tiles: list[Tensor]
-
-    def wait(self) -> list[Tensor]:
-        """-> the tiles that were given, themselves."""
-        return self.tiles
-
-
 def start_shift(
     tiles: list[Tensor], source_of: Sequence[int], group: str, what: str = "", after: Tensor | None = None
-) -> PendingShift | TilesHere:
+) -> Started[list[Tensor]]:
     """Begin to send tiles, which must stay as they are until `wait`.
 
     Args: group: a name from `group_name`. what: travels, for the message if a rank stays away.
@@ -76,14 +44,14 @@ def start_shift(
     """
     _check_permutation(source_of, group)
     if not group:
-        return TilesHere(tiles)
+        return Here(tiles)
     process_group, what = group_of(group), f"shift of {what}" if what else "shift"
     rank = process_group.rank()
     source, target = source_of[rank], list(source_of).index(rank)
     is_cuda = tiles[0].is_cuda
     if source == rank:
         link.skip_shift(process_group)
-        return TilesHere(tiles)
+        return Here(tiles)
     sent = [tile.contiguous() for tile in tiles]
     received = [torch.empty_like(tile) for tile in sent]
     size = sum(tile.numel() * tile.element_size() for tile in sent)
@@ -99,7 +67,7 @@ def start_shift(
         )
     if is_cuda:
         transfer.watch(works)  # the tiles are kept here
-    return PendingShift(works, transfer, sent, received, process_group, peers, what)
+    return Pending(what, process_group, works, transfer, lambda: received, peers=peers, sent=sent)
 
 
 def headers_of_ranks(own: list[int], group: str, device: torch.device, what: str) -> list[list[int]]:
@@ -135,10 +103,7 @@ def shift(
     Returns: the tiles of the source, of the same shapes.
     """
     received = start_shift(tiles, source_of, group, what).wait()
-    if received is not tiles:
-        return received
-    # An op's results may not be its inputs.
-    return [tile.clone(memory_format=torch.contiguous_format) for tile in tiles]
+    return list(map(apart, received, tiles))
 
 
 @shift.register_fake

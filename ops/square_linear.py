@@ -27,10 +27,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
-from lancet_kernels.ops.shift import PendingShift, TilesHere, shift, start_shift
+from lancet_kernels.ops.all_reduce import start_all_reduce
+from lancet_kernels.ops.pending import Here, Started
+from lancet_kernels.ops.shift import shift, start_shift
 
 Sources = tuple[int, ...]
+PendingTiles = Started[list[Tensor]]
 
 
 class Movements(NamedTuple):
@@ -99,12 +101,6 @@ class Padding(NamedTuple):
 
     weight_KN: Tensor
     piece_P: Tensor
-
-
-def naive_square_linear(x: Tensor, weight_KN: Tensor, bias_K: Tensor | None = None) -> Tensor:
-    """The reference: x [..., N] on one rank."""
-    y = x @ weight_KN.T
-    return y if bias_K is None else y + bias_K
 
 
 class Phases(Protocol):
@@ -182,7 +178,7 @@ class _SquareLinear(torch.autograd.Function):
         x, weight, columns, real_weight, real_piece = ctx.saved_tensors
         moves, phases, group = ctx.movements, ctx.phases, ctx.phases.group
         needs_dx, needs_dweight, *_ = ctx.needs_input_grad
-        leaving: list[PendingShift | PendingAllReduce | TilesHere] = []
+        leaving: list[PendingTiles] = []
 
         def handed_over(tile: Tensor, sources: Sources, what: str) -> Tensor:
             return start_if_it_moves([tile], sources, group, what).wait()[0]
@@ -241,7 +237,7 @@ class _Operands:
     ) -> None:
         self._group, self._phase, self._after = group, phase, after
         self._tiles, self._sources = tiles, sources
-        self._coming: dict[str, PendingShift | TilesHere] = {}
+        self._coming: dict[str, PendingTiles] = {}
 
     def at(self, t: int) -> list[list[Tensor]]:
         """The tiles of step t, waited for; those of the next one start to travel. Steps come in order."""
@@ -381,9 +377,9 @@ class ShiftedPhases:
         return gradient.sums
 
 
-def _summed(tile: Tensor, group: str) -> PendingAllReduce | TilesHere:
+def _summed(tile: Tensor, group: str) -> PendingTiles:
     """An all-reduce in two halves; nothing where the tile is complete."""
-    return start_all_reduce([tile], group) if group else TilesHere([tile])
+    return start_all_reduce([tile], group) if group else Here([tile])
 
 
 def _moves(sources: Sequence[int]) -> bool:
@@ -392,13 +388,13 @@ def _moves(sources: Sequence[int]) -> bool:
 
 def start_if_it_moves(
     tiles: list[Tensor], sources: Sequence[int], group: str, what: str, after: Tensor | None = None
-) -> PendingShift | TilesHere:
+) -> PendingTiles:
     """A shift in two halves; in a graph that is captured in one piece, which a plan takes apart.
 
     after: the gradient behind which it belongs, where it reads none: else it would go into the forward.
     """
     if not _moves(sources):
-        return TilesHere(tiles)
+        return Here(tiles)
     if torch.compiler.is_compiling():
-        return TilesHere(shift(tiles, list(sources), group, what, after))
+        return Here(shift(tiles, list(sources), group, what, after))
     return start_shift(tiles, sources, group, what)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.model_layers import expert_parameters, moe_layers
-from lancet_kernels.ops.all_reduce import PendingAllReduce, start_all_reduce
+from lancet_kernels.ops.all_reduce import start_all_reduce
 from lancet_kernels.ops.groups import Groups, group_name, group_of, group_size
+from lancet_kernels.ops.pending import Started
 from lancet_kernels.ops.waiting import waiting
 
 _MARK = "_lancet_gradient_groups"
@@ -32,7 +33,7 @@ class _Bucket:
     parameters: list[nn.Parameter]
     group: str
     missing: int
-    pending: PendingAllReduce | None = None
+    pending: Started[list[Tensor]] | None = None
 
 
 def set_gradient_group(
