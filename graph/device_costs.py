@@ -6,14 +6,12 @@ each entry has its device model, torch version and source ("measured").
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lancet_kernels.atomic import locked, write_json_atomically
+from lancet_kernels.cache_file import CacheFile
 from lancet_kernels.graph.communication import Points, interpolated
 from lancet_kernels.graph.program import Instruction, TensorSpec
 
@@ -80,7 +78,7 @@ class DeviceCostsFile:
     """The file of measured device costs. A file that cannot be read counts as empty, with a warning."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self._file = CacheFile(path, FORMAT, VERSION, "they will be measured again")
 
     def get(self, device: str, torch: str) -> DeviceCosts | None:
         """The costs measured on this device model with this version of torch, or None."""
@@ -88,30 +86,20 @@ class DeviceCostsFile:
 
     def put(self, costs: DeviceCosts) -> None:
         """Save, atomically. Other devices, and shares that another process saved, are preserved."""
-        with locked(self.path):
+        with self._file.changed() as sections:
             others = []
             for saved in self._read():
                 if (saved.device, saved.torch) == (costs.device, costs.torch):
                     costs = replace(costs, shares={**saved.shares, **costs.shares})
                 else:
                     others.append(saved)
-            devices = [asdict(c) for c in (*others, costs)]
-            write_json_atomically(self.path, {"format": FORMAT, "version": VERSION, "devices": devices})
+            sections["devices"] = [asdict(c) for c in (*others, costs)]
 
     def _read(self) -> list[DeviceCosts]:
-        try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
-            if (data["format"], data["version"]) != (FORMAT, VERSION):
-                raise ValueError(f"format {data['format']}, version {data['version']}")
-            return [device_costs_from_json(entry) for entry in data["devices"]]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            warnings.warn(
-                f"device costs in {self.path} are not readable ({error}); they will be measured again",
-                stacklevel=3,
-            )
-            return []
+        def parse(entries: Any) -> list[DeviceCosts]:
+            return [device_costs_from_json(entry) for entry in entries]
+
+        return self._file.section("devices", "device costs", parse, [])
 
 
 def device_costs_from_json(data: Mapping[str, Any]) -> DeviceCosts:

@@ -6,18 +6,18 @@ stores times; `graph.profiler` measures.
 
 from __future__ import annotations
 
-import json
 import math
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from lancet_kernels.atomic import locked, write_json_atomically
+from lancet_kernels.cache_file import CacheFile
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Instruction, TensorSpec
 
 FORMAT = "lancet-measured-times"
 VERSION = 1
+IGNORED = "they are ignored and will be measured again"
 
 
 def measurement_key(instruction: Instruction, tensors: Mapping[str, TensorSpec], device: str) -> str:
@@ -37,8 +37,8 @@ class MeasuredTimes:
     """Milliseconds by `measurement_key`. A file that cannot be read counts as empty, with one warning."""
 
     def __init__(self, path: str | Path | None = None):
-        self.path = Path(path) if path is not None else None
-        self._times: dict[str, float] = self._read(self.path) if self.path is not None else {}
+        self._file = None if path is None else CacheFile(path, FORMAT, VERSION, IGNORED)
+        self._times: dict[str, float] = {} if self._file is None else self._read(self._file)
 
     def __len__(self) -> int:
         return len(self._times)
@@ -62,30 +62,17 @@ class MeasuredTimes:
     def save(self) -> None:
         """Write atomically: readers see the old file or the new one. Entries of other processes are
         preserved."""
-        if self.path is None:
+        if self._file is None:
             return
-        with locked(self.path):
-            self._times = dict(sorted({**self._read(self.path), **self._times}.items()))
-            data = {"format": FORMAT, "version": VERSION, "milliseconds": self._times}
-            write_json_atomically(self.path, data)
+        with self._file.changed() as sections:
+            self._times = dict(sorted({**self._read(self._file), **self._times}.items()))
+            sections["milliseconds"] = self._times
 
-    def _read(self, path: Path) -> dict[str, float]:
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if (data["format"], data["version"]) != (FORMAT, VERSION):
-                raise ValueError(f"format {data['format']}, version {data['version']}")
-            times = data["milliseconds"]
-            if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in times.values()):
-                raise ValueError("a time that is not a number >= 0")
-            return {str(k): float(v) for k, v in times.items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if not getattr(self, "_warned", False):
-                self._warned = True
-                warnings.warn(
-                    f"measured times in {path} are not readable ({error}); they are ignored and will be"
-                    " measured again",
-                    stacklevel=3,
-                )
-            return {}
+    def _read(self, file: CacheFile) -> dict[str, float]:
+        return file.section("milliseconds", "measured times", _times_from_json, {})
+
+
+def _times_from_json(times: Any) -> dict[str, float]:
+    if not all(isinstance(v, int | float) and math.isfinite(v) and v >= 0 for v in times.values()):
+        raise ValueError("a time that is not a number >= 0")
+    return {str(k): float(v) for k, v in times.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.saved_json import versioned_fields
 
 FORMAT = "lancet-program"
 VERSION = 1
@@ -48,11 +49,7 @@ def program_from_json(data: dict[str, Any]) -> Program:
     Raises:
         UserError: not a program of this version, or the program it describes is not valid.
     """
-    version = (data.get("format"), data.get("version")) if isinstance(data, dict) else type(data).__name__
-    if version != (FORMAT, VERSION):
-        raise UserError(
-            "program JSON", got=version, expected=(FORMAT, VERSION), do="write it again with program_to_json"
-        )
+    versioned_fields(data, "program", (FORMAT, VERSION), "write it again with program_to_json")
     try:
         tensors = [
             TensorSpec(name, tuple(shape), dtype, size, alias_of)

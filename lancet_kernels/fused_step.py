@@ -12,10 +12,10 @@ from torch import fx
 from lancet_kernels.captured_step import CapturedStep, CostedGraph
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.clusters import Cluster
+from lancet_kernels.graph.cost_entry import CostEntry, LayerKind
 from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.measured_launches import measured_launches
 from lancet_kernels.graph.program import Program
-from lancet_kernels.kernels.cost_entry import CostEntry, LayerKind
-from lancet_kernels.kernels.tuning import measured_cost
 from lancet_kernels.rank_agreement import capture_alike, fused_groups_of_first_rank
 from lancet_kernels.schedules.fused import CHOICES, choose_groups
 from lancet_kernels.schedules.plan import FusedGroup, Plan
@@ -104,7 +104,7 @@ class FusedChoice:
     def _measured_of(self, kind: LayerKind) -> tuple[CostEntry | None, str]:
         if not self.here:
             return None, "the plan is for another machine"
-        return measured_cost(kind, self.device)
+        return measured_launches(kind, self.device)
 
 
 def _stored_groups(file: str | Path, program: Program) -> tuple[FusedGroup, ...]:

@@ -24,11 +24,11 @@ from torch import fx
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.captured_graph import fake_mode_of, set_value
+from lancet_kernels.graph.cost_entry import CostEntry
 from lancet_kernels.graph.costs import Cost
 from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.graph.part_instruction import whole_name
 from lancet_kernels.graph.program import Kind, Program
-from lancet_kernels.kernels.cost_entry import CostEntry
 from lancet_kernels.ops import fused_graph
 from lancet_kernels.schedules.clock import COMPUTE, LINK
 from lancet_kernels.schedules.fused_layers import MatchedLayer, independent_gradients, match_layers

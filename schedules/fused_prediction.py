@@ -1,6 +1,6 @@
 """Predicted times of the fused launches of a layer: from measured launches, or without these by a formula.
 
-measured    interpolated between the launches that `lancet tune` timed on this device (`kernels.cost_entry`).
+measured    interpolated between the launches that `lancet tune` timed on this device (`graph.cost_entry`).
             Riders with more FLOPs than were measured take their time on a stream for the excess.
 formula     max(communication, GEMMs) / EFFICIENCY + LAUNCH_MS, from the times of the ops on streams
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lancet_kernels.kernels.cost_entry import CostEntry, LayerKind
+from lancet_kernels.graph.cost_entry import CostEntry, LayerKind
 from lancet_kernels.ops.groups import group_size
 from lancet_kernels.schedules.fused_layers import MatchedLayer
 

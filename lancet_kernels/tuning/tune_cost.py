@@ -1,4 +1,4 @@
-"""Measures fused launches by rows and riders, for the planner (`kernels.cost_entry`).
+"""Measures fused launches by rows and riders, for the planner (`graph.cost_entry`).
 
 The winning configuration of a shape is timed with T, T/2 and T/4 tokens, in turns: forward, backward, and
 backward with one and with four riders. A rider is a weight gradient [D, D] over T tokens of another layer;
@@ -23,7 +23,8 @@ import triton
 from lancet_kernels import symmetric
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.fused_pass import TIMEOUT_S, FusedPasses
-from lancet_kernels.kernels.cost_entry import INTERPRETER, CostEntry, CostPoint, LayerKind
+from lancet_kernels.graph.cost_entry import INTERPRETER, CostEntry, CostPoint, LayerKind
+from lancet_kernels.graph.measured_launches import MeasuredLaunches
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.kernels.tuned_entry import MEASURED, config_fields
@@ -88,9 +89,9 @@ def cost_of_winner(
 
     Args: in_time: False: the next run shall do it.
     """
-    launches = len(launches_of(task.workload))
+    launches, stored = len(launches_of(task.workload)), MeasuredLaunches(cache.path)
     kind = _kind_of(task, ranks.world)
-    cached = ranks.from_first(None if force else cache.costs().get(kind.key(_device(place, clock))))
+    cached = ranks.from_first(None if force else stored.entries().get(kind.key(_device(place, clock))))
     if cached is not None and (cached.config, cached.triton) == (config_fields(config), triton.__version__):
         return CostOutcome("known", len(cached.points), _summary(cached), cached)
     if not ranks.from_first(in_time):
@@ -107,7 +108,7 @@ def cost_of_winner(
         triton.__version__, date.today().isoformat(),
     )  # fmt: skip
     if save:
-        cache.put([], [entry])
+        stored.put([entry])
     return CostOutcome("measured", len(points), _summary(entry), entry)
 
 

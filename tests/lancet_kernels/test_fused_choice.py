@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from lancet_kernels.fused_step import FusedChoice
+from lancet_kernels.graph.cost_entry import INTERPRETER, CostPoint, LayerKind
 from lancet_kernels.kernels import tuning
-from lancet_kernels.kernels.cost_entry import INTERPRETER, CostPoint, LayerKind
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.schedules.fused import best_fit
 from lancet_kernels.schedules.fused_layers import match_layers
 from lancet_kernels.schedules.fused_prediction import FormulaLaunch, MeasuredLaunch, Rider, kind_of
 from lancet_kernels.schedules.plan import Prediction
-from tests.lancet_kernels.kernels.cost_points import GPU, Truth, cost_entry, fast, slow, tuned_entry
+from tests.graph.cost_points import GPU, Truth, cost_entry, fast, put, slow, tuned_entry
 from tests.planned_steps import SmallStep, StepCase, dear_communication
 
 BY_FORMULA = "by formula at efficiency 0.85: "
@@ -58,7 +58,7 @@ def chosen(step: SmallStep, *, lowering: str = "auto", here: bool = True) -> lis
 
 
 def store(cache: TunedCache, kind: LayerKind, truth: Truth) -> None:
-    cache.put([tuned_entry(kind)], [cost_entry(kind, truth)])
+    put(cache, [tuned_entry(kind)], [cost_entry(kind, truth)])
     tuning.forget()
 
 
@@ -79,7 +79,7 @@ def test_measured_points_change_the_decision_there_and_back(cache, kind, step) -
 
 def test_the_prediction_is_the_line_at_the_rows_of_the_layer(cache, kind, step) -> None:
     points = [CostPoint(d, rows, 0.0, rows / 10) for d in ("forward", "backward") for rows in (10, 110)]
-    cache.put([tuned_entry(kind)], [cost_entry(kind, points=tuple(points))])
+    put(cache, [tuned_entry(kind)], [cost_entry(kind, points=tuple(points))])
     tuning.forget()
     group = chosen(step, lowering="fused")[0]
     # 48 tokens, 4 experts, capacity factor 0.75: 9 slots each.
@@ -97,9 +97,9 @@ def test_corrupt_few_foreign_or_old_measurements_leave_the_formula_and_say_so(ca
         assert all(f"{BY_FORMULA}{because}" in group.why for group in groups)
 
     entry = cost_entry(kind, slow)
-    cache.put([tuned_entry(kind)], [replace(entry, points=entry.points[:3])])
+    put(cache, [tuned_entry(kind)], [replace(entry, points=entry.points[:3])])
     formula_is_taken("there are too few measurements for overlap width=8")
-    cache.put([tuned_entry(kind, replace(tuned_entry(kind).configuration(), comm_programs=8))], [entry])
+    put(cache, [tuned_entry(kind, replace(tuned_entry(kind).configuration(), comm_programs=8))], [entry])
     formula_is_taken("the measurements for overlap width=8")
     cache.path.write_text(cache.path.read_text().replace('"ms"', '"seconds"'))
     with pytest.warns(UserWarning, match="measured cost .* is ignored"):
@@ -108,7 +108,7 @@ def test_corrupt_few_foreign_or_old_measurements_leave_the_formula_and_say_so(ca
     foreign = cost_entry(kind, slow, device=INTERPRETER, how=INTERPRETER)
     elsewhere = cost_entry(kind, slow, device="NVIDIA A100-SXM4-80GB")
     more_ranks = cost_entry(replace(kind, ranks=8), slow)
-    cache.put([tuned_entry(kind)], [foreign, elsewhere, more_ranks])
+    put(cache, [tuned_entry(kind)], [foreign, elsewhere, more_ranks])
     formula_is_taken("nothing is measured for overlap width=8")
 
 

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from lancet_kernels.cli import main
+from lancet_kernels.graph.cost_entry import INTERPRETER, LayerKind
+from lancet_kernels.graph.measured_launches import measured_launches
 from lancet_kernels.kernels import tuning
-from lancet_kernels.kernels.cost_entry import INTERPRETER, LayerKind
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.tuning import TunedCache, measured_cost
+from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.tuning import tune_cost, tune_tasks
 from lancet_kernels.tuning.background_compiler import BackgroundCompiler
@@ -26,6 +27,7 @@ from lancet_kernels.tuning.tune_ranks import Ranks
 from lancet_kernels.tuning.tune_tasks import make_tasks
 from lancet_kernels.tuning.tuner import tune
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload
+from tests.graph.cost_points import costs_of
 
 TINY = Workload("tiny", 16, 16, 16, 4, 2)
 # Four programs, of which one puts: enough for every kind of launch to differ.
@@ -110,15 +112,15 @@ def test_what_the_interpreter_took_is_stored_as_that_and_never_taken_for_a_gpu(
     task = small_task(monkeypatch)
     (outcome,) = tune([task], PLACE, cache, clock=CPU, rounds=1)
     assert (outcome.status, outcome.cost.status) == ("tuned", "measured")
-    ((key, entry),) = cache.costs().items()
+    ((key, entry),) = costs_of(cache).entries().items()
     assert (entry.device, entry.how) == (INTERPRETER, INTERPRETER)
     assert key.endswith("on interpreter, 1 ranks")
     assert len(entry.points) == outcome.cost.launches == len(launches_of(TINY))
     monkeypatch.setenv("LANCET_TUNED", str(cache.path))
     monkeypatch.setattr(tuning, "device_name", lambda device: (PLACE.name, 90))
     kind = LayerKind(16, 16, "gelu", "float32", 1)
-    assert measured_cost(kind, torch.device("cuda", 0))[0] is None
-    assert measured_cost(kind, torch.device("cpu"))[0] is None
+    assert measured_launches(kind, torch.device("cuda", 0))[0] is None
+    assert measured_launches(kind, torch.device("cpu"))[0] is None
     # A second run finds both, the configuration and its cost.
     monkeypatch.setattr(tune_cost, "measure_points", None)
     (again,) = tune([task], PLACE, cache, clock=CPU, rounds=1)
@@ -164,7 +166,7 @@ def test_no_time_leaves_it_for_the_next_run_and_what_does_not_run_is_said(cache,
     assert late == CostOutcome("left", len(launches_of(TINY)))
     failed = tune_cost.cost_of_winner(task, SMALL, PLACE, cache, Ranks(), CPU, in_time=True, **common)
     assert (failed.status, failed.text) == ("failed", "does not run: no shared memory")
-    assert cache.costs() == {}
+    assert costs_of(cache).entries() == {}
 
 
 @without_gpu

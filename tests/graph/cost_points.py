@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lancet_kernels.kernels.cost_entry import CostEntry, CostPoint, LayerKind
+from lancet_kernels.graph.cost_entry import CostEntry, CostPoint, LayerKind
+from lancet_kernels.graph.measured_launches import MeasuredLaunches
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.tuned_entry import MEASURED, Entry, config_fields
+from lancet_kernels.kernels.tuning import TunedCache
 
 GPU = "NVIDIA H100 80GB HBM3"
 # A tile for any dtype.
@@ -60,3 +62,15 @@ def tuned_entry(kind: LayerKind, config: OverlapConfig = CONFIG) -> Entry:
         "3.6.0",
         "2026-11-21",
     )
+
+
+def put(cache: TunedCache, entries: Sequence[Entry], costs: Sequence[CostEntry] = ()) -> None:
+    """Store both in the file of a cache."""
+    cache.put(entries)
+    if costs:
+        costs_of(cache).put(costs)
+
+
+def costs_of(cache: TunedCache) -> MeasuredLaunches:
+    """The measured launches in the same file."""
+    return MeasuredLaunches(cache.path)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from lancet_kernels.kernels.cost_entry import CostEntry, CostPoint, LayerKind
-from tests.lancet_kernels.kernels.cost_points import cost_entry, fast, made_up_points
+from lancet_kernels.graph.cost_entry import CostEntry, CostPoint, LayerKind
+from tests.graph.cost_points import cost_entry, fast, made_up_points
 
 KIND = LayerKind(2048, 2048, "gelu", "bfloat16", 8)
 

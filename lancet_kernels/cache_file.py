@@ -1,0 +1,88 @@
+"""Files of measurements that processes share. What cannot be read in one is ignored, and written anew."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lancet_kernels.atomic import locked, write_json_atomically
+
+Content = TypeVar("Content")
+_WRONG = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What reading a file, or content of other types than expected, can raise."""
+
+
+class CacheFile:
+    """A JSON object in a file: its format, its version, and sections. Args: consequence: of what cannot be
+    read, for the warning."""
+
+    def __init__(
+        self, path: str | Path, format: str, version: int, consequence: str = "they are ignored"
+    ) -> None:
+        self.path = Path(path)
+        self._version = {"format": format, "version": version}
+        self._consequence = consequence
+        self._warned: set[str] = set()
+
+    def section(self, name: str, what: str, parse: Callable[[Any], Content], empty: Content) -> Content:
+        """`parse` of a section; `empty`, with one warning, if the file cannot be read or `parse` raises.
+
+        Args: what: the content, for the warning.
+        """
+        try:
+            sections = self._sections()
+            return parse(sections[name]) if name in sections else empty
+        except FileNotFoundError:
+            return empty
+        except _WRONG as error:
+            self._warn(f"{what} in {self.path} are not readable ({error}); {self._consequence}")
+            return empty
+
+    def records(self, name: str, what: str, parse: Callable[[Any], Content | None]) -> dict[str, Content]:
+        """The valid records of a section by their `key`; a warning for each other one, but none where `parse`
+        gives None.
+
+        Args: what: one of them, for the warning.
+        """
+        valid: dict[str, Content] = {}
+        for key, raw in self.section(name, f"{what}s", dict, {}).items():
+            try:
+                record: Any = parse(raw)
+                if record is not None and record.key != key:
+                    raise ValueError(f"its content is {record.key}")
+            except _WRONG as error:
+                self._warn(f"{what} {key!r} in {self.path} is ignored: {error}")
+                continue
+            if record is not None:
+                valid[key] = record
+        return valid
+
+    @contextlib.contextmanager
+    def changed(self) -> Iterator[dict[str, Any]]:
+        """The sections, unchecked, to be changed in the block while no other process changes the file.
+
+        Written atomically: readers see the old file or the new one. Raises: UserError if that cannot be.
+        """
+        with locked(self.path):
+            try:
+                sections = self._sections()
+            except _WRONG:
+                sections = {}
+            yield sections
+            write_json_atomically(self.path, {**self._version, **sections})
+
+    def _sections(self) -> dict[str, Any]:
+        data = json.loads(self.path.read_text(encoding="utf-8"))
+        version = {name: data.pop(name) for name in self._version}
+        if version != self._version:
+            raise ValueError(f"format {version['format']}, version {version['version']}")
+        return data
+
+    def _warn(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)
