@@ -49,7 +49,8 @@ class CacheFile:
         Args: what: one of them, for the warning.
         """
         valid: dict[str, Content] = {}
-        for key, raw in self.section(name, f"{what}s", dict, {}).items():
+        raw_records: dict[str, Any] = self.section(name, f"{what}s", dict, {})
+        for key, raw in raw_records.items():
             try:
                 record: Any = parse(raw)
                 if record is not None and record.key != key:
