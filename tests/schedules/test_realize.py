@@ -8,6 +8,7 @@ from lancet_kernels.graph.capture import capture
 from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.graph.program import Kind
 from lancet_kernels.schedules.apply import instruction_order, reorder
+from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.realize import check_halves, realize, split_as_planned
 from lancet_kernels.schedules.sink import sink_statistics
 from lancet_kernels.schedules.strategies import PlanningOptions
@@ -39,7 +40,7 @@ def test_a_plan_trains_as_the_module_does(name, strategy):
     captured = capture(model, inputs)
     reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
     program = program_from_fx(captured.joint)
-    plan = make_plan(program, slow_link, strategy, PlanningOptions(memory_limit_gb=1.0), captured.joint)
+    plan = make_plan(program, slow_link, strategy, PlanningOptions(PartitionOptions(most_parts=4), 1.0), captured.joint)
     assert plan.ranges
     realize(captured.joint, program, plan)
     came = instruction_order(captured.joint.graph)

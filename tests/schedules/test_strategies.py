@@ -90,7 +90,7 @@ def test_each_half_helps_and_both_help_more(plans):
 
 
 def test_batch_prioritized_gates_are_never_inside_a_range():
-    setting = paper_setting("gpt2-s-moe", "p3dn", 16, gate="batch-prioritized", layers=4)
+    setting = paper_setting("gpt2-s-moe", "p3dn", 16, gate="batch-prioritized", layers=2)
     plan, step = planner(setting).plan("lancet"), setting.program
     assert plan.ranges
     for r in plan.ranges:
@@ -99,7 +99,7 @@ def test_batch_prioritized_gates_are_never_inside_a_range():
 
 
 def test_memory_limit():
-    step = paper_setting("gpt2-s-moe", "p4de", 16, layers=4)
+    step = paper_setting("gpt2-s-moe", "p4de", 16, layers=2)
     need = planner(step).plan("none").predicted.peak_memory_gb
     for name, plan in planner(step, PlanningOptions(memory_limit_gb=need)).plans().items():
         assert plan.predicted.peak_memory_gb <= need, name
