@@ -6,7 +6,8 @@ buffer of that size: the same bucket gives the same bits in every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,28 @@ from lancet_kernels.ops.groups import group_of
 from lancet_kernels.ops.link import link
 from lancet_kernels.ops.pending import Here, Pending, Result, Started
 from lancet_kernels.ops.waiting import waiting
+
+Gradient = TypeVar("Gradient")
+
+
+def cut_into_buckets(
+    gradients: Iterable[tuple[Gradient, torch.dtype, str, int]], bucket_bytes: int
+) -> list[tuple[str, list[Gradient]]]:
+    """Gradients in buckets, each with its group. One dtype and one group per bucket; a bucket closes when it
+    has reached `bucket_bytes`, so that its sum can start.
+
+    Args: gradients: (gradient, dtype, group, bytes), in the order in which they are finished.
+    """
+    buckets: list[tuple[str, list[Gradient]]] = []
+    open_bucket: dict[tuple[torch.dtype, str], tuple[list[Gradient], int]] = {}
+    for gradient, dtype, group, num_bytes in gradients:
+        bucket, size = open_bucket.get((dtype, group), ([], bucket_bytes))
+        if size >= bucket_bytes:
+            bucket, size = [], 0
+            buckets.append((group, bucket))
+        bucket.append(gradient)
+        open_bucket[dtype, group] = bucket, size + num_bytes
+    return buckets
 
 
 def start_all_reduce(gradients: list[Tensor], group: str) -> Started[list[Tensor]]:

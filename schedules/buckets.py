@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from lancet_kernels.graph.captured_graph import fake_mode_of, output_node, set_value
+from lancet_kernels.ops.all_reduce import cut_into_buckets
 
 BUCKET_BYTES = 1 << 20
 
@@ -25,8 +26,6 @@ def insert_all_reduces(
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[str]:
     """Put `lancet.all_reduce_bucket` between the gradients of a joint graph and its outputs.
-
-    A bucket has one dtype and one group.
 
     Args:
         parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
@@ -43,18 +42,15 @@ def insert_all_reduces(
         for i, name in parameter_of_output.items()
         if group_of_parameter[name] and isinstance(results[i], fx.Node)
     ]
-    buckets: list[tuple[str, list[int]]] = []
-    open_bucket: dict[tuple[torch.dtype, str], tuple[list[int], int]] = {}
-    for i in sorted(summed, key=lambda i: place[results[i]]):
-        value, group = results[i].meta["val"], group_of_parameter[parameter_of_output[i]]
-        bucket, size = open_bucket.get((value.dtype, group), ([], bucket_bytes))
-        if size >= bucket_bytes:
-            bucket, size = [], 0
-            buckets.append((group, bucket))
-        bucket.append(i)
-        open_bucket[value.dtype, group] = bucket, size + value.numel() * value.element_size()
+
+    def finished(i: int) -> tuple[int, torch.dtype, str, int]:
+        value = results[i].meta["val"]
+        group = group_of_parameter[parameter_of_output[i]]
+        return i, value.dtype, group, value.numel() * value.element_size()
+
+    in_order = sorted(summed, key=lambda i: place[results[i]])
     names = []
-    for group, bucket in buckets:
+    for group, bucket in cut_into_buckets(map(finished, in_order), bucket_bytes):
         node = _insert(graph, group, bucket, results, place)
         if group == replica_group:
             node.meta["group"] = "replica"

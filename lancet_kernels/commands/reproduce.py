@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 
 from tqdm import tqdm
 
-from lancet_kernels.atomic import json_text
+from lancet_kernels.atomic import file_errors, json_text
 from lancet_kernels.errors import UserError
 
 FIGURES = {
@@ -58,7 +57,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     numbers = _of_paper(arguments.figures, arguments.paper)
     # Created before the simulation, which takes minutes, so that an error comes early.
     folder = Path(arguments.output_folder)
-    with _writing(folder):
+    with file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     # Imported here, because it imports the models and the solver.
     report = import_module(f"lancet_kernels.paper.{arguments.paper}_report")
@@ -69,7 +68,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
             bar.update(done - bar.n)
 
         data = report.simulate(numbers, layers, progress)
-    with _writing(folder):
+    with file_errors(folder):
         files = report.save_pictures(data, folder)
     if arguments.json:
         facts = {"simulated": True, "assumptions": report.ASSUMPTIONS}
@@ -101,17 +100,3 @@ def _of_paper(chosen: tuple[str, ...], paper: str) -> tuple[str, ...]:
             do="name others, or another --paper",
         )
     return chosen or figures
-
-
-@contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """Turns the error of a file or folder that cannot be written into a UserError."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            "output folder",
-            got=f"{error.filename or folder} ({error.strerror})",
-            expected="a writable folder",
-            do="name another one",
-        ) from error

@@ -11,7 +11,7 @@ parameters alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.model_layers import expert_parameters, moe_layers
-from lancet_kernels.ops.all_reduce import start_all_reduce
+from lancet_kernels.ops.all_reduce import cut_into_buckets, start_all_reduce
 from lancet_kernels.ops.groups import Groups, group_name, group_of, group_size
 from lancet_kernels.ops.pending import Started
 from lancet_kernels.ops.waiting import waiting
@@ -95,26 +95,14 @@ def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]
     return group_of
 
 
-def cut_into_buckets(
-    group_of_parameter: Mapping[nn.Parameter, str], bucket_bytes: int
-) -> list[list[nn.Parameter]]:
-    """Trained parameters in reverse order (about the order in which backward finishes them).
-
-    One dtype and one group per bucket; a bucket closes when it has reached `bucket_bytes`.
-    """
-    buckets: list[list[nn.Parameter]] = []
-    open_bucket: dict[tuple[torch.dtype, str], tuple[list[nn.Parameter], int]] = {}
+def as_backward_finishes(
+    group_of_parameter: Mapping[nn.Parameter, str],
+) -> Iterator[tuple[nn.Parameter, torch.dtype, str, int]]:
+    """(parameter, dtype, group, bytes) of those whose gradient is summed, about in the order of the backward:
+    from the last one to the first."""
     for parameter, group in reversed([*group_of_parameter.items()]):
-        if not parameter.requires_grad or not group:
-            continue
-        kind = parameter.dtype, group
-        bucket, size = open_bucket.get(kind, ([], bucket_bytes))
-        if size >= bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        open_bucket[kind] = bucket, size + parameter.numel() * parameter.element_size()
-    return buckets
+        if parameter.requires_grad and group:
+            yield parameter, parameter.dtype, group, parameter.numel() * parameter.element_size()
 
 
 class GradientBuckets:
@@ -125,9 +113,8 @@ class GradientBuckets:
     """
 
     def __init__(self, model: nn.Module, groups: Groups, bucket_bytes: int = 4 << 20) -> None:
-        over = gradient_groups(model, groups)
-        cuts = cut_into_buckets(over, bucket_bytes)
-        self._buckets = [_Bucket(cut, over[cut[0]], len(cut)) for cut in cuts]
+        buckets = cut_into_buckets(as_backward_finishes(gradient_groups(model, groups)), bucket_bytes)
+        self._buckets = [_Bucket(parameters, group, len(parameters)) for group, parameters in buckets]
         self._next = 0
         for bucket in self._buckets:
             for parameter in bucket.parameters:

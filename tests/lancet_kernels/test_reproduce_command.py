@@ -184,7 +184,7 @@ def test_the_command_prints_tables(monkeypatch, capsys, tmp_path):
         (["--figures", "6"], "figures of paper lancet: got 6, expected some of 11,12,13,14,15,16"),
         (["--paper", "hidup", "--figures", "13"], "figures of paper hidup: got 13, expected some of 6,7,8"),
         (["--paper", "hidup", "--layers", "3"], "--layers: got 3, expected an even number"),
-        (["--output-folder", "/dev/null/x"], "output folder: got /dev/null/x"),
+        (["--output-folder", "/dev/null/x"], "file to write: got /dev/null/x"),
     ],
 )
 def test_wrong_input_is_one_line(capsys, arguments, message):

@@ -40,7 +40,9 @@ def test_a_plan_trains_as_the_module_does(name, strategy):
     captured = capture(model, inputs)
     reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
     program = program_from_fx(captured.joint)
-    plan = make_plan(program, slow_link, strategy, PlanningOptions(PartitionOptions(most_parts=4), 1.0), captured.joint)
+    plan = make_plan(
+        program, slow_link, strategy, PlanningOptions(PartitionOptions(most_parts=4), 1.0), captured.joint
+    )
     assert plan.ranges
     realize(captured.joint, program, plan)
     came = instruction_order(captured.joint.graph)

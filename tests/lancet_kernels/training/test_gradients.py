@@ -9,11 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import Groups, MoELayer, UserError
+from lancet_kernels.ops.all_reduce import cut_into_buckets
 from lancet_kernels.training.gradients import (
     GradientBuckets,
+    as_backward_finishes,
     broadcast_replicated,
     clip_gradients,
-    cut_into_buckets,
     gradient_groups,
     set_gradient_group,
 )
@@ -120,6 +121,12 @@ def test_second_backward_before_finish_is_refused(pool):
         assert "no error" not in answer
 
 
+def buckets_of(over: dict[nn.Parameter, str], bucket_bytes: int) -> list[list[nn.Parameter]]:
+    cut = cut_into_buckets(as_backward_finishes(over), bucket_bytes)
+    assert all(over[p] == group for group, bucket in cut for p in bucket)
+    return [bucket for _, bucket in cut]
+
+
 def test_cut_into_buckets():
     sizes = [
         (4, torch.float32),
@@ -131,12 +138,12 @@ def test_cut_into_buckets():
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in sizes]
     over = dict.fromkeys(parameters, "all")
     # One dtype per bucket; what is of another kind does not close it.
-    assert sizes_of(cut_into_buckets(over, bucket_bytes=24)) == [[5, 1], [8], [2, 4]]
-    assert sizes_of(cut_into_buckets(over, bucket_bytes=32)) == [[5, 1, 2], [8], [4]]
+    assert sizes_of(buckets_of(over, 24)) == [[5, 1], [8], [2, 4]]
+    assert sizes_of(buckets_of(over, 32)) == [[5, 1, 2], [8], [4]]
     over[parameters[1]], over[parameters[3]] = "others", ""
-    assert sizes_of(cut_into_buckets(over, bucket_bytes=24)) == [[5, 4], [8], [2]]
-    assert cut_into_buckets({}, 24) == []
-    flat = [p for cut in cut_into_buckets(dict.fromkeys(parameters, "all"), 1) for p in cut]
+    assert sizes_of(buckets_of(over, 24)) == [[5, 4], [8], [2]]
+    assert buckets_of({}, 24) == []
+    flat = [p for cut in buckets_of(dict.fromkeys(parameters, "all"), 1) for p in cut]
     assert all(a is b for a, b in zip(flat, reversed(parameters), strict=True))
 
 
