@@ -25,7 +25,7 @@ from lancet_kernels.graph.tile_layouts import (
 )
 from lancet_kernels.ops.groups import group_name, group_rank, group_size, subgroup
 from lancet_kernels.ops.redistribute import Redistribution, moved, redistribute
-from lancet_kernels.ops.shift import headers_of_ranks
+from lancet_kernels.ops.shift import check_alike
 from lancet_kernels.ops.square_linear import ShiftedPhases, Sums, square_linear
 from lancet_kernels.training.gradients import SumOverRanks, set_gradient_group
 
@@ -126,16 +126,9 @@ class PartitionedLinear(nn.Module):
         rows = x.shape[:-1].numel()
         if not self._group or rows in self._seen:
             return
-        own, rank, ranks = [rows, *self.weight.shape], group_rank(self._group), group_size(self._group)
-        headers = headers_of_ranks(own, self._group, x.device, "PartitionedLinear's shapes")
-        for n, header in enumerate(headers):
-            if header != own:
-                raise UserError(
-                    "PartitionedLinear across ranks (rows, features of the weight's tile)",
-                    got=f"{tuple(own)} on rank {rank} and {tuple(header)} on rank {(rank + n) % ranks}",
-                    expected="the same on every rank",
-                    do="give every rank the same model and the same inputs",
-                )
+        own, numbers = [rows, *self.weight.shape], "rows, features of the weight's tile"
+        do = "give every rank the same model and the same inputs"
+        check_alike(own, self._group, x.device, "PartitionedLinear", numbers, do)
         self._seen.add(rows)
 
     def whole_parameters(self) -> dict[str, Tensor]:

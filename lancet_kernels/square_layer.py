@@ -23,8 +23,8 @@ from torch.nn.functional import pad
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.slices import FORWARD, GRADIENT, Partition, Tile, home_square
 from lancet_kernels.graph.tile_layouts import movements
-from lancet_kernels.ops.groups import group_name, group_rank, group_size
-from lancet_kernels.ops.shift import headers_of_ranks
+from lancet_kernels.ops.groups import group_name, group_size
+from lancet_kernels.ops.shift import check_alike
 from lancet_kernels.ops.square_fused import FusedPhases
 from lancet_kernels.ops.square_linear import (
     Movements,
@@ -301,15 +301,9 @@ class SquareLinear(nn.Module):
             return
         own = [rows, self.in_features, self.out_features, int(self.bias is not None), _DTYPES.index(x.dtype)]
         own += [TILES.index(how) for how in self._tiles.values()]
-        ranks, rank = group_size(self._group), group_rank(self._group)
-        for n, header in enumerate(headers_of_ranks(own, self._group, x.device, "SquareLinear's shapes")):
-            if header != own:
-                raise UserError(
-                    "SquareLinear across ranks (rows, features in, features out, bias, dtype, takes, gives)",
-                    got=f"{_header(own)} on rank {rank} and {_header(header)} on rank {(rank + n) % ranks}",
-                    expected="the same on every rank",
-                    do="give every rank the same layer and tiles of one scattered input",
-                )
+        numbers = "rows, features in, features out, bias, dtype, takes, gives"
+        do = "give every rank the same layer and tiles of one scattered input"
+        check_alike(own, self._group, x.device, "SquareLinear", numbers, do, _described)
         self._seen.add((rows, x.dtype))
 
 
@@ -353,6 +347,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _header(header: list[int]) -> tuple:
+def _described(header: list[int]) -> tuple:
     tiles = (TILES[n] for n in header[5:])
     return *header[:3], bool(header[3]), _name(_DTYPES[header[4]]), *tiles

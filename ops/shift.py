@@ -9,14 +9,14 @@ tiles have the same shapes on all ranks. A shift is its own adjoint, the other w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.groups import group_of, group_size
+from lancet_kernels.ops.groups import group_of, group_rank, group_size
 from lancet_kernels.ops.link import link
 from lancet_kernels.ops.pending import Here, Pending, Started, apart
 from lancet_kernels.ops.waiting import waiting
@@ -70,16 +70,37 @@ def start_shift(
     return Pending(what, process_group, works, transfer, lambda: received, peers=peers, sent=sent)
 
 
-def headers_of_ranks(own: list[int], group: str, device: torch.device, what: str) -> list[list[int]]:
-    """So many numbers of every rank: this one's, then those of the ranks before it in the ring.
+def check_alike(
+    own: list[int],
+    group: str,
+    device: torch.device,
+    what: str,
+    numbers: str,
+    do: str,
+    describe: Callable[[list[int]], object] = tuple,
+) -> None:
+    """Raise UserError on every rank unless all of them have the same numbers; before shapes that they stand
+    for travel.
 
-    To compare shapes before anything of them travels. Raises: CommunicationError.
+    Each rank gets those of the ranks behind it in the ring, one by one.
+
+    Args: what: has the numbers. numbers: their names. describe: what to show of them. do: the advice.
+    Raises: CommunicationError.
     """
-    ranks, headers = group_size(group), [torch.tensor(own, device=device)]
+    ranks, rank, header = group_size(group), group_rank(group), torch.tensor(own, device=device)
     around = [(place + 1) % ranks for place in range(ranks)]
+    headers = []
     for _ in range(ranks - 1):
-        headers += start_shift([headers[-1]], around, group, what).wait()
-    return [header.tolist() for header in headers]
+        (header,) = start_shift([header], around, group, f"{what}'s shapes").wait()
+        headers.append(header.tolist())
+    for n, other in enumerate(headers, start=1):
+        if other != own:
+            raise UserError(
+                f"{what} across ranks ({numbers})",
+                got=f"{describe(own)} on rank {rank} and {describe(other)} on rank {(rank + n) % ranks}",
+                expected="the same on every rank",
+                do=do,
+            )
 
 
 def _check_permutation(source_of: Sequence[int], group: str) -> None:

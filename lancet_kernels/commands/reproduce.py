@@ -97,6 +97,6 @@ def _of_paper(chosen: tuple[str, ...], paper: str) -> tuple[str, ...]:
             f"figures of paper {paper}",
             got=",".join(others),
             expected=f"some of {','.join(figures)}" if figures else "none: all is simulated together",
-            do="name others, or another --paper",
+            do="name others, or another --paper" if figures else "leave --figures out",
         )
     return chosen or figures
