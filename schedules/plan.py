@@ -11,21 +11,15 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-from lancet_kernels.atomic import file_errors, write_json_atomically
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import check_fingerprint
-from lancet_kernels.graph.saved_json import read_json, versioned_fields
+from lancet_kernels.graph.saved_json import SavedJson
 from lancet_kernels.schedules.lower_bound import lower_bound_ms
 from lancet_kernels.schedules.ranges import LaunchFillers, PartitionRange
 from lancet_kernels.schedules.simulate import Timeline
-
-FORMAT = "lancet-plan"
-VERSION = 4
 
 _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
 
@@ -85,7 +79,7 @@ class FusedGroup:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(SavedJson):
     """One way to run a Program.
 
     order: names of all instructions of the partitioned graph, in the order of issue.
@@ -101,6 +95,8 @@ class Plan:
     memory_limit_gb: the memory limit of the planner. without_limit_ms: the predicted iteration without a
     limit.
     """
+
+    KIND, VERSION, AGAIN = "plan", 4, "plan again"
 
     program: str
     program_fingerprint: str
@@ -144,48 +140,20 @@ class Plan:
         """The same plan, with the predictions of other strategies in `compared`."""
         return replace(self, compared=dict(compared))
 
-    def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values."""
-        fields = asdict(replace(self, ranges=()))
-        return {"format": FORMAT, "version": VERSION, **fields, "ranges": [*map(_range_to_json, self.ranges)]}
+    def fields_to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        return {**asdict(replace(self, ranges=())), "ranges": [*map(_range_to_json, self.ranges)]}
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
-        """The plan that `to_json` wrote.
-
-        Raises:
-            UserError: not a plan of this version.
-        """
-        fields = versioned_fields(data, "plan", (FORMAT, VERSION), "plan again")
-        try:
-            fields["ranges"] = tuple(_range_from_json(saved) for saved in fields["ranges"])
-            fields["predicted"] = Prediction(**fields["predicted"])
-            fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
-            fields["fused"] = tuple(map(FusedGroup.from_json, fields.get("fused", ())))
-            for name in ("order", "blocking", "without_rule"):
-                fields[name] = tuple(fields[name])
-            return cls(**fields)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                "plan JSON", got=repr(error), expected="every field of its version", do="plan again"
-            ) from error
-
-    def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, atomically. Raises: UserError if the file cannot be written."""
-        with file_errors(path):
-            write_json_atomically(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path, program: Program | None = None) -> Plan:
-        """Read a plan; with `program`, refuse a plan that belongs to another program.
-
-        Raises:
-            UserError: the file is not readable as a plan, or belongs to another program.
-        """
-        plan = cls.from_json(read_json(path, "plan", "a saved plan", "plan again"))
-        if program is not None:
-            plan.check(program)
-        return plan
+    def from_fields(cls, fields: dict[str, Any]) -> Plan:
+        """The plan with the fields that `fields_to_json` gave."""
+        fields["ranges"] = tuple(_range_from_json(saved) for saved in fields["ranges"])
+        fields["predicted"] = Prediction(**fields["predicted"])
+        fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
+        fields["fused"] = tuple(map(FusedGroup.from_json, fields.get("fused", ())))
+        for name in ("order", "blocking", "without_rule"):
+            fields[name] = tuple(fields[name])
+        return cls(**fields)
 
     def explain(self) -> str:
         """The plan and its predictions as text for people: what is moved, cut and fused, and what that

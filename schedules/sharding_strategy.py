@@ -8,21 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from lancet_kernels.atomic import file_errors, write_json_atomically
-from lancet_kernels.errors import UserError
 from lancet_kernels.graph.forms import Form
 from lancet_kernels.graph.program import Program
 from lancet_kernels.graph.program_json import check_fingerprint
-from lancet_kernels.graph.saved_json import read_json, versioned_fields
+from lancet_kernels.graph.saved_json import SavedJson
 from lancet_kernels.schedules.conversions import ADJOINT
 from lancet_kernels.schedules.sharding_costs import BACKWARD, COPIES
 
-FORMAT = "lancet-sharding"
-VERSION = 1
 WIDTH = 118
 
 
@@ -59,7 +54,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Strategy:
+class Strategy(SavedJson):
     """One way to run a Program on `ranks` ranks.
 
     parameters: the form in which each rests. predicted_ms: both microbatches, forward and backward: psi of
@@ -67,6 +62,8 @@ class Strategy:
     where the search dropped dominated strategies only. memory_bytes: weights, gradients, Adam's moments, and
     the activations that backward reads.
     """
+
+    KIND, VERSION, AGAIN = "sharding", 1, "search again"
 
     name: str
     program: str
@@ -108,8 +105,8 @@ class Strategy:
         shorter = min(self.computation_ms, self.communication_ms)
         return (self.serial_ms - self.predicted_ms) / shorter if shorter else 0.0
 
-    def to_json(self) -> dict[str, Any]:
-        """A dict of JSON values."""
+    def fields_to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
         fields = asdict(replace(self, stages=(), parameters={}))
         stages = [
             {
@@ -124,8 +121,6 @@ class Strategy:
         ]
         parameters = {t: str(form) for t, form in self.parameters.items()}
         return {
-            "format": FORMAT,
-            "version": VERSION,
             **fields,
             "shapes": {t: list(shape) for t, shape in self.shapes.items()},
             "stages": stages,
@@ -133,31 +128,12 @@ class Strategy:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Strategy:
-        """The strategy that `to_json` wrote. Raises: UserError: none of this version."""
-        fields = versioned_fields(data, "sharding", (FORMAT, VERSION), "search again")
-        try:
-            fields["parameters"] = {t: Form.parse(form) for t, form in fields["parameters"].items()}
-            fields["stages"] = tuple(_stage_from_json(stage) for stage in fields["stages"])
-            fields["shapes"] = {t: tuple(shape) for t, shape in fields["shapes"].items()}
-            return cls(**fields)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                "sharding JSON", got=repr(error), expected="every field of its version", do="search again"
-            ) from error
-
-    def save(self, path: str | Path) -> None:
-        """Write the strategy as JSON, atomically. Raises: UserError if that cannot be."""
-        with file_errors(path):
-            write_json_atomically(path, self.to_json())
-
-    @classmethod
-    def load(cls, path: str | Path, program: Program | None = None) -> Strategy:
-        """Read a strategy; with `program`, refuse one for another. Raises: UserError."""
-        strategy = cls.from_json(read_json(path, "sharding", "a saved strategy", "search again"))
-        if program is not None:
-            strategy.check(program)
-        return strategy
+    def from_fields(cls, fields: dict[str, Any]) -> Strategy:
+        """The strategy with the fields that `fields_to_json` gave."""
+        fields["parameters"] = {t: Form.parse(form) for t, form in fields["parameters"].items()}
+        fields["stages"] = tuple(_stage_from_json(stage) for stage in fields["stages"])
+        fields["shapes"] = {t: tuple(shape) for t, shape in fields["shapes"].items()}
+        return cls(**fields)
 
     def check(self, program: Program) -> None:
         """Raise UserError unless the strategy is for this program."""

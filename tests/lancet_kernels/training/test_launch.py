@@ -123,11 +123,11 @@ def worker(job: Path, mode: str, *rest: str) -> list[str]:
     return [str(job / "worker.py"), str(job), mode, *rest]
 
 
-def failure_of(job: Path, mode: str, **options) -> str:
+def failure_of(job: Path, mode: str, *rest: str, **options) -> str:
     """The one line that `launch` raises, with all ranks gone well before any of them would time out."""
     start = time.monotonic()
     with pytest.raises(RankFailed) as caught:
-        launch(2, worker(job, mode), **options)
+        launch(2, worker(job, mode, *rest), **options)
     assert time.monotonic() - start < RANKS_TIMEOUT_S / 2
     # On a busy machine the other rank may be ended before it could write its number.
     assert len(pids(job)) in (1, 2)
@@ -136,29 +136,41 @@ def failure_of(job: Path, mode: str, **options) -> str:
     return str(caught.value)
 
 
+REST = ("a b", "$$x ${local_rank} $", "")
+
+
+def seen_by(job: Path, rank: int) -> str:
+    return (job / f"seen-{rank}").read_text()
+
+
+def expected_by(rank: int) -> str:
+    """Arguments and environment as given, and torch's compiler not imported: it would double the time until
+    the ranks meet."""
+    return repr([2, rank, 3.0, 1, "1", "1", False, list(REST)])
+
+
+@pytest.mark.long  # by default: with a rank that raises, below
 def test_ranks_meet_and_get_arguments_and_environment_as_given(job, capfd):
-    """Nor do they import torch's compiler, which would double the time until they meet."""
     before = dict(os.environ)
-    launch(2, worker(job, "work", "a b", "$$x ${local_rank} $", ""), environment={"EXTRA": "1"})
-    for rank in (0, 1):
-        seen = (job / f"seen-{rank}").read_text()
-        assert seen == repr([2, rank, 3.0, 1, "1", "1", False, ["a b", "$$x ${local_rank} $", ""]])
+    launch(2, worker(job, "work", *REST), environment={"EXTRA": "1"})
+    assert all(seen_by(job, rank) == expected_by(rank) for rank in (0, 1))
     assert dict(os.environ) == before
     assert sorted(file.name for file in job.iterdir() if file.name.startswith("lancet")) == []
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.long  # by default: test_train_loop.py, a rank with NaN in its router
-@pytest.mark.parametrize(("mode", "text"), [("raise", "boom second line"), ("early", "early")])
+@pytest.mark.parametrize(("mode", "text"), few_of([("raise", "boom second line"), ("early", "early")]))
 def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, mode, text):
-    handler = signal.getsignal(signal.SIGINT)
-    line = failure_of(job, mode, environment={"LOG_FOLDER": str(job / "logs")})
+    handler, before = signal.getsignal(signal.SIGINT), dict(os.environ)
+    line = failure_of(job, mode, *REST, environment={"EXTRA": "1", "LOG_FOLDER": str(job / "logs")})
     file = job / "logs" / "rank-1.traceback.txt"
     assert line == f"rank 1 failed: ValueError: {text} (traceback in {file})"
     assert "worker.py" in file.read_text()
     assert "ValueError: " in file.read_text()
     assert capfd.readouterr().err == ""
     assert signal.getsignal(signal.SIGINT) is handler
+    assert dict(os.environ) == before
+    assert mode == "early" or seen_by(job, 1) == expected_by(1)
 
 
 @pytest.mark.long

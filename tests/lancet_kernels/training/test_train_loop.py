@@ -457,15 +457,12 @@ def test_a_rank_with_nan_in_its_router_is_the_one_that_failed(tmp_path, text, la
         "train",
     ]
     job = [*command, *TINY, "--data", str(text), "--steps", "5", "--timeout", "60"]
-    environment = os.environ | {"TMPDIR": str(tmp_path)}
-    result = subprocess.run(job, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert result.returncode != 0
     line = "rank 1 failed: UserError: router logits: got NaN or infinity"
     if launcher == "own":
         assert result.stderr.startswith(line)
         assert len(result.stderr.splitlines()) == 1, result.stderr
-        traceback = re.search(r" \(traceback in (.*)\)$", result.stderr)
-        assert "step_with_nan" in Path(traceback[1]).read_text()
     else:
         assert result.stderr.count(line.replace("UserError: ", "")) == 1
         assert "rank 0 failed" not in result.stderr
