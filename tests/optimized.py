@@ -5,8 +5,9 @@ from torch import nn
 import lancet_kernels.captured_step as library
 from lancet_kernels.optimization import optimize
 from lancet_kernels.optimized_module import OptimizedModule
+from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.realize import GraphCutter
-from lancet_kernels.schedules.strategies import Planner
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from tests.planned_steps import Outcome, dear_communication, gradients, sum_over_ranks
 
 BOUND = 1e-10
@@ -19,7 +20,8 @@ def plan_dearly(program, _cost, options, cut, _with_fillers):
 
 
 def optimized(module: nn.Module, inputs: tuple, strategy: str = "lancet", **options) -> OptimizedModule:
-    """`optimize` without measuring, with plans that cut."""
+    """`optimize` without measuring, with plans that cut, in at most 4 parts: 8 take twice as long to plan."""
+    options.setdefault("options", PlanningOptions(PartitionOptions(most_parts=4)))
     library.Planner = plan_dearly
     try:
         return optimize(module, inputs, strategy=strategy, cluster="p3dn", **options)
