@@ -61,12 +61,14 @@ def cluster_names() -> list[str]:
     return sorted(f.name.removesuffix(".toml") for f in folder.iterdir() if f.name.endswith(".toml"))
 
 
-def load_cluster(name: str | Path) -> Cluster:
-    """A cluster by its name, or from your own TOML file (a path that ends in `.toml`).
+def load_cluster(name: str | Path | Cluster) -> Cluster:
+    """A cluster by its name, or from your own TOML file (a path that ends in `.toml`); a Cluster is given back.
 
     Raises:
         UserError: no such cluster or file, a key is missing or unknown, or a number is not positive.
     """
+    if isinstance(name, Cluster):
+        return name
     own = str(name).endswith(".toml")
     if not own and name not in cluster_names():
         raise UserError(

@@ -43,13 +43,13 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
 
 
 class CostedGraph(NamedTuple):
-    """The joint graph of a step, example values of its inputs, its Program and the costs of its
-    instructions."""
+    """The joint graph of a step, its Program, which may have more instructions (the optimizer's), and their
+    costs. inputs: example values, if it is to be measured."""
 
     module: fx.GraphModule
-    inputs: list[object]
     program: Program
     cost: Cost
+    inputs: Sequence[object] = ()
 
     @property
     def cutter(self) -> GraphCutter:
@@ -165,19 +165,18 @@ class CapturedStep:
         return values
 
     def costed(
-        self, module: fx.GraphModule, inputs: list[object], cluster: str | Path | Cluster | None
+        self, module: fx.GraphModule, inputs: Sequence[object], cluster: str | Path | Cluster | None
     ) -> CostedGraph:
         """A graph of the step with the costs of its instructions: measured here, or estimated for a
         cluster."""
         if cluster is not None:
-            cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
-            estimate = CostModel.for_cluster(cluster, ranks, expert_ranks=expert_ranks)
-            return CostedGraph(module, inputs, program_from_fx(module), estimate)
+            estimate = CostModel.for_cluster(load_cluster(cluster), ranks, expert_ranks=expert_ranks)
+            return CostedGraph(module, program_from_fx(module), estimate, inputs)
         program = self.profiler.program(module, inputs)
         layers = moe_layers(self.model)
         cost = self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)
-        return CostedGraph(module, inputs, program, cost)
+        return CostedGraph(module, program, cost, inputs)
 
     def planned(
         self, graph: CostedGraph, plans: Sequence[Plan], measured: bool

@@ -14,35 +14,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from lancet_kernels.captured_step import CapturedStep
+from lancet_kernels.captured_step import CapturedStep, CostedGraph
 from lancet_kernels.errors import UserError
 from lancet_kernels.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.graph.clusters import Cluster, load_cluster
-from lancet_kernels.graph.costs import Cost, CostModel
-from lancet_kernels.graph.program import Program
+from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.guards import example_arguments, refuse_sharded
-from lancet_kernels.schedules.realize import GraphCutter
 
 _RETURNS = "(module, example inputs), the inputs a tuple by position or a dict by name"
-
-
-class PricedStep(NamedTuple):
-    """A training step for a planner; `program` may have more instructions than the graph (the
-    optimizer's)."""
-
-    module: fx.GraphModule
-    program: Program
-    cost: Cost
-
-    @property
-    def cutter(self) -> GraphCutter:
-        """Gives the program with ranges cut."""
-        return GraphCutter(self.module, self.program, self.cost)
 
 
 @dataclass(frozen=True)
@@ -63,7 +46,7 @@ class OwnStep:
         return load_cluster(self.cluster)
 
     @cached_property
-    def priced(self) -> PricedStep:
+    def priced(self) -> CostedGraph:
         """The program that `optimize` would plan on these ranks, with its costs there.
 
         Raises: UserError for GPUs that are not whole nodes, and for errors in the file, the function or the
@@ -75,8 +58,7 @@ class OwnStep:
         with fake_ranks(self.gpus):
             model, inputs = self._call(make_step)
             step = capture_step(model, inputs)
-            graph = step.costed(step.captured.joint, [], self.hardware)
-            return PricedStep(graph.module, graph.program, graph.cost)
+            return step.costed(step.captured.joint, (), self.hardware)
 
     def _call(self, make_step: Callable[[], object]) -> tuple[nn.Module, Sequence | Mapping[str, object]]:
         try:

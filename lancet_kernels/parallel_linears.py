@@ -144,16 +144,12 @@ def parallelize_linears(
     # All ranks have to use one result, also where a search ends in a tie.
     name = group_name(group)
     rows, sequence = from_first_rank(_rows(model, example_inputs, blocks[0]), name, "rows of a batch")
-    kinds = _kinds(blocks, _loaded(cluster), rows, sequence, ranks)
+    kinds = _kinds(blocks, load_cluster(cluster), rows, sequence, ranks)
     limit = None if memory_gb is None else 1e9 * memory_gb
     chosen = from_first_rank(_chosen(kinds, strategy, partitions or {}, limit), name, "partitions")
     for one in blocks:
         _replace(one, chosen[one.sizes], group)
     return model
-
-
-def _loaded(cluster: str | Path | Cluster) -> Cluster:
-    return cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
 
 
 def _blocks(model: nn.Module) -> Iterator[_Block]:

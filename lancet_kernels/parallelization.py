@@ -193,8 +193,7 @@ def _strategy(
         if cluster is None:
             program, cost = _measured(model, groups, times)
         else:
-            cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-            cost = CostModel.for_cluster(cluster, ranks)
+            cost = CostModel.for_cluster(load_cluster(cluster), ranks)
 
     def make() -> Strategy:
         if isinstance(strategy, str):

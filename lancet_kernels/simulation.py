@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 import torch
 from torch import fx
 
+from lancet_kernels.captured_step import CostedGraph
 from lancet_kernels.errors import UserError
 from lancet_kernels.fake_ranks import fake_ranks, without_contents
 from lancet_kernels.graph.clusters import Cluster, load_cluster
@@ -25,7 +26,7 @@ from lancet_kernels.graph.sgd import with_sgd
 from lancet_kernels.layer import MoELayer
 from lancet_kernels.model_layers import moe_layers
 from lancet_kernels.ops.gates import parse_gate
-from lancet_kernels.own_step import OwnStep, PricedStep, capture_step
+from lancet_kernels.own_step import OwnStep, capture_step
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.realize import GraphCutter
@@ -107,13 +108,13 @@ class Setting:
         return config if self.layers is None else replace(config, layers=self.layers)
 
     @cached_property
-    def priced(self) -> PricedStep:
+    def priced(self) -> CostedGraph:
         """The training step of a rank, with SGD with momentum, and its costs. Raises: UserError."""
         # The cost model first, because a number of GPUs that does not fill nodes gives the clearer error.
         cost = CostModel.for_cluster(self.hardware, self.gpus)
         dtype = getattr(torch, self._checked_dtype())
         captured = captured_program(self.config, self.gpus, self.sequences, dtype=dtype, padded=self.padded)
-        return PricedStep(*captured, cost)
+        return CostedGraph(*captured, cost)
 
     def _checked_dtype(self) -> str:
         dtypes = self.hardware.peak_tflops

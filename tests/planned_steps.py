@@ -188,7 +188,7 @@ class SmallStep:
 
     def costed(self, cost: Cost = dear_communication) -> CostedGraph:
         """The graph, with what its instructions cost."""
-        return CostedGraph(self.joint, self.values, self.program, cost)
+        return CostedGraph(self.joint, self.program, cost, self.values)
 
     def plain(self) -> Outcome:
         """The module as it stands, without any graph."""

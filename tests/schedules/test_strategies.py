@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given as hypothesis_given
 
+from lancet_kernels.captured_step import CostedGraph
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.captured_graph import copy_of
 from lancet_kernels.graph.clusters import load_cluster
 from lancet_kernels.graph.costs import CostModel
 from lancet_kernels.graph.forms import PARTIAL, WINDOW
 from lancet_kernels.graph.program import Kind
-from lancet_kernels.own_step import PricedStep
 from lancet_kernels.schedules.apply import instruction_order
 from lancet_kernels.schedules.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan, Prediction
@@ -65,7 +65,7 @@ def test_predictions_are_what_the_planned_graph_simulates_to(small, planner_of_s
 
 
 def test_none_hides_nothing_of_the_all_to_alls(small, plans):
-    _, step, cost = small
+    _, step, cost, _ = small
     all_to_all = sum(cost(i, step.tensors) for i in step.instructions if i.kind is Kind.ALL_TO_ALL)
     assert plans["none"].predicted.exposed_ms >= all_to_all
     assert plans["none"].ranges == ()
@@ -126,7 +126,7 @@ def test_fewer_parts_where_memory_is_short():
     """Every part of an irregular buffer has the size of the whole: on many parts, memory decides."""
     config = ModelConfig("wide", 2, 64, 4, 32, vocab=64, num_experts=32, capacity_factor=16.0)
     cost = CostModel.for_cluster(load_cluster("p3dn"), 16)
-    step = PricedStep(*captured_program(config, 16, 64, padded=True), cost)
+    step = CostedGraph(*captured_program(config, 16, 64, padded=True), cost)
     free = planner(step).plan("lancet-partition")
     limit = free.predicted.peak_memory_gb * 0.9
     bound = planner(step, PlanningOptions(memory_limit_gb=limit))
@@ -214,7 +214,7 @@ def test_gradients_of_ten_thousand_instructions_are_scheduled():
 def test_group_size_and_range_length_are_respected():
     setting = paper_setting("gpt2-s-moe", "p4de", 16, layers=4)
     options = PlanningOptions(PartitionOptions(most_parts=2, longest_range_ms=8.0))
-    plan, (_, step, cost) = planner(setting, options).plan("lancet-partition"), setting
+    plan, (_, step, cost, _) = planner(setting, options).plan("lancet-partition"), setting
     assert all(r.parts <= 2 for r in plan.ranges)
     for r in plan.ranges:
         inside = step.instructions[step.index[r.first] : step.index[r.last] + 1]
