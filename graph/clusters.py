@@ -62,7 +62,7 @@ def cluster_names() -> list[str]:
 
 
 def load_cluster(name: str | Path | Cluster) -> Cluster:
-    """A cluster by its name, or from your own TOML file (a path that ends in `.toml`); a Cluster is given back.
+    """A cluster by its name, or from your own TOML file (a path that ends in `.toml`); a Cluster as it is.
 
     Raises:
         UserError: no such cluster or file, a key is missing or unknown, or a number is not positive.
