@@ -35,10 +35,10 @@ def test_the_readmes_step_is_planned_for_64_ranks(capsys):
 def test_the_figures_follow_the_ranks_and_the_cluster():
     """128 rows of 64 floats a rank: priced as the cluster prices them, all-to-all among all ranks."""
     few, many = (OwnStep(README_STEP, "p4de", ranks).priced for ranks in (8, 64))
-    for _, program, _ in (few, many):
-        sizes = {i.bytes for i in program.instructions if i.op == "lancet.all_to_all"}
+    for step in (few, many):
+        sizes = {i.bytes for i in step.program.instructions if i.op == "lancet.all_to_all"}
         assert sizes == {128 * 64 * 4.0}
-        assert not any(i.op == "lancet.sgd" for i in program.instructions)
+        assert not any(i.op == "lancet.sgd" for i in step.program.instructions)
     (weight,) = {i.inputs[2] for i in many.program.instructions if i.name == "grouped_gemm"}
     assert many.program.tensors[weight].shape == (1, 64, 256)
     first = next(i for i in many.program.instructions if i.op == "lancet.all_to_all")
