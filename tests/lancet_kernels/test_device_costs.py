@@ -70,7 +70,7 @@ def fake_gpu(monkeypatch):
 def costs_of(step: SmallStep, folder, model: str = "cuda Fake GPU, 1 threads") -> MeasuredCosts:
     profiler = step._step.profiler = Profiler(step._step.groups, torch.device("cpu"), folder / "times.json")
     profiler.device_model = model
-    _, _, step.program, cost = step._step.costed(step.joint, step.values, None)
+    _, step.program, cost, _ = step._step.costed(step.joint, step.values, None)
     return cost
 
 
