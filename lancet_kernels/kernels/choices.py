@@ -1,4 +1,4 @@
-"""The rows of a token's choices: their place, their weighted sum, and their dot products.
+"""The rows of a token's choices: their place, the first one for a PE, their weighted sum, their dot products.
 
     t  tokens [BT], m_t which of them exist    K  choices per token    D  width of a row
 
@@ -18,6 +18,24 @@ def place_row(row_ptr, i, m, D):
     """
     b_row = tl.load(row_ptr + i, mask=m, other=-1)
     return b_row * D, m & (b_row >= 0)
+
+
+@triton.jit
+def leader(token, m_token, peer, L, K, expert_ptr, row_ptr, i_choice):
+    """-> the first row that each token sends to `peer`, and its expert, among the kept choices.
+
+    token [ROWS], m_token which of them exist; i_choice: 0, 1, .. to a power of 2 that is at least K.
+    Example: L = 2, peer = 1, a token's experts [3, 0, 2] in rows [9, 1, 6]: row 6, expert 2.
+    """
+    i = token[:, None].to(tl.int64) * K + i_choice[None, :]
+    m = m_token[:, None] & (i_choice < K)[None, :]
+    # [ROWS, choices]
+    expert = tl.load(expert_ptr + i, mask=m, other=0).to(tl.int32)
+    row = tl.load(row_ptr + i, mask=m, other=-1).to(tl.int32)
+    there = (row >= 0) & (expert // L == peer)
+    first = tl.min(tl.where(there, row, 0x7FFFFFFF), 1)
+    leads = there & (row == first[:, None])
+    return first, tl.sum(tl.where(leads, expert, 0), 1)
 
 
 @triton.jit

@@ -62,9 +62,11 @@ def low_word(seen):
 def put_rows(
     region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, scale_ptr, num_rows, D,
     SCALED: tl.constexpr, NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
-    i_row=None, i_column=None,
+    i_row=None, i_column=None, chosen=None,
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
+
+    chosen: which of them, a block of ROWS; None: all.
 
     With SCALED, row i is multiplied by scale[i] in float32 and rounded once. Over NVSHMEM the rows go through
     `stage`, [ROWS, D] for this call alone, which must stay until `quiet`. It is symmetric memory: a network
@@ -82,6 +84,8 @@ def put_rows(
         i_row = tl.arange(0, ROWS)
         i_column = tl.arange(0, BLOCK)
     m_row = i_row < num_rows
+    if chosen is not None:
+        m_row &= chosen
     row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
     if SCALED:
         scale = tl.load(scale_ptr + i_row, mask=m_row, other=0.0).to(tl.float32)
@@ -96,7 +100,33 @@ def put_rows(
     if NVSHMEM:
         if base == 0:
             tl.debug_barrier()
-            nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
+            if chosen is None:
+                nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
+            else:
+                for i in range(num_rows):
+                    if tl.sum((m_row & (i_row == i)).to(tl.int32), 0) > 0:
+                        nvshmem_device.put_row(region_ptr + offset + i * D, stage_ptr + i * D, D, peer)
+
+
+@triton.jit
+def put_words(
+    region_ptr, peers_ptr, peer, offset, value, i_word, num_words, stage_ptr, NVSHMEM: tl.constexpr
+):  # fmt: skip
+    """Store value[:num_words], a block, at `offset` of the peer's region. i_word: 0, 1, ... of the block.
+
+    Where no pointer reaches the peer it goes through `stage`, symmetric memory for this call alone, which
+    must stay until `quiet`.
+    """
+    base = tl.load(peers_ptr + peer)
+    target_ptr = base.to(region_ptr.dtype) + offset
+    if NVSHMEM:
+        if base == 0:
+            target_ptr = stage_ptr
+    tl.store(target_ptr + i_word, value, mask=i_word < num_words)
+    if NVSHMEM:
+        if base == 0:
+            tl.debug_barrier()
+            nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_words, peer)
 
 
 @triton.jit

@@ -7,11 +7,13 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
     rows     [B, R, D]            rows received, by local expert, then source, then slot
     arrived  [B, tiles, W]        word(epoch, 0): what source w sends into that tile of rows is here
+    origin   [B, R]               only with dedup: word(tile, row) of the leader of each row received
     results  [B, S, D]            what the experts made of the rows that this PE sent, in the order of sending
     returned [B, chunks]          word(epoch, 0): the results of that chunk are here
     counts   [B, W, E]            rows of PE w for every expert; counted [B, W]: word(epoch, 0): they are here
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
-    stage    [S, D], [R, D]       only where NVSHMEM carries rows: those sent, and results, on their way out
+    stage    [S, D], [R, D]       only where NVSHMEM carries rows: those sent, and results, on their way out;
+                                  with dedup also [S], the origins sent
 
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
 3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
@@ -38,12 +40,19 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import device, runtime
-from lancet_kernels.kernels.failure_report import TOO_MANY_ROWS, WAIT_READY, FailureReport, timed_out
+from lancet_kernels.kernels.failure_report import (
+    TOO_MANY_ROWS,
+    WAIT_FANNED,
+    WAIT_READY,
+    FailureReport,
+    timed_out,
+)
 from lancet_kernels.kernels.nvshmem_launch import launch, small_kernel
 from lancet_kernels.kernels.schedule import (
     TILES_AT_ONCE,
     exchange_counts_kernel,
     most_chunks,
+    most_puts,
     most_tiles,
     schedule_kernel,
     table_words,
@@ -64,6 +73,7 @@ class Use:
         words: int64 [8], the epoch, then the task counters of its launches.
         ready: int64 [tiles + L], finished column tiles of the first GEMM by tile, then by expert.
         done: int64 [tiles], finished column tiles of the second GEMM by tile.
+        fanned: int64 [tiles], 1 where all rows of a tile are there, the copied ones too; only with dedup.
         table: int32, where rows lie and which task has which number (`schedule.py`); a backward's use has
             that of its forward.
     """
@@ -72,6 +82,7 @@ class Use:
     words: Tensor
     ready: Tensor
     done: Tensor
+    fanned: Tensor
     table: Tensor
     launches: int = 0
     open: bool = True
@@ -91,6 +102,7 @@ class Exchange:
         memory: symmetric memory. name: unique in it.
         local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
+        dedup: a token with several rows for one PE is put there once, and copied there (`schedule.py`).
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
         timeout_s: how long a wait may last.
     """
@@ -106,6 +118,7 @@ class Exchange:
         width: int,
         dtype: torch.dtype,
         chunk_rows: int,
+        dedup: bool = False,
         banks: int = 2,
         timeout_s: float = 60.0,
     ) -> None:
@@ -115,10 +128,12 @@ class Exchange:
         self.world, self.rank = memory.world, memory.rank
         self.local_experts, self.width, self.dtype = local_experts, width, dtype
         self.send_rows, self.receive_rows, self.chunk_rows = send_rows, receive_rows, chunk_rows
+        self.dedup = dedup
         experts = self.world * local_experts
         self.tiles = most_tiles(receive_rows, local_experts, chunk_rows)
         self.chunks = most_chunks(send_rows, experts, chunk_rows)
         self.rows = self._region("rows", (banks, receive_rows, width), dtype)
+        self.origin = self._region("origin", (banks, receive_rows)) if dedup else None
         self.results = self._region("results", (banks, send_rows, width), dtype)
         self.arrived = self._region("arrived", (banks, self.tiles, self.world))
         self.returned = self._region("returned", (banks, self.chunks))
@@ -131,11 +146,13 @@ class Exchange:
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
         self.stage: tuple[Region, Region] | None = None
+        self.origin_stage: Region | None = None
         if self.nvshmem:
             self.stage = (
                 self._region("stage of rows", (send_rows, width), dtype),
                 self._region("stage of results", (receive_rows, width), dtype),
             )
+            self.origin_stage = self._region("stage of origins", (send_rows,)) if dedup else None
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
@@ -174,13 +191,15 @@ class Exchange:
         words[EPOCH : EPOCH + 1].copy_(self._epoch)
         # `done` begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
         first_done = -(-(self.tiles + self.local_experts) // 2) * 2
-        counters = words.new_zeros(first_done + self.tiles)
+        # So does `fanned`, behind it.
+        even = -(-self.tiles // 2) * 2
+        counters = words.new_zeros(first_done + even + (self.tiles if self.dedup else 0))
         ready, done = counters[: self.tiles + self.local_experts], counters[first_done:]
         if table is None:
             experts = self.world * self.local_experts
-            size = table_words(self.world, experts, self.tiles, self.chunks)
+            size = table_words(self.world, experts, self.tiles, self.most_puts)
             table = torch.zeros(size, dtype=torch.int32, device=self.memory.device)
-        use = Use(bank, words, ready, done, table)
+        use = Use(bank, words, ready, done[: self.tiles], done[even:], table)
         self._open[bank] = weakref.ref(use), words
         return use
 
@@ -205,8 +224,8 @@ class Exchange:
         launch(
             schedule_kernel, (self.local_experts,),
             table_ptr=use.table, rank=self.rank, W=self.world, L=self.local_experts, tiles=self.tiles,
-            puts=self.chunks,
-            BM=self.chunk_rows, BT=TILES_AT_ONCE, **blocks, num_warps=4,
+            puts=self.most_puts,
+            BM=self.chunk_rows, BT=TILES_AT_ONCE, DEDUP=self.dedup, **blocks, num_warps=4,
         )  # fmt: skip
 
     def release(self, use: Use) -> None:
@@ -232,6 +251,10 @@ class Exchange:
             NVSHMEM=self.nvshmem, **small_kernel(self.nvshmem),
         )  # fmt: skip
 
+    @property
+    def most_puts(self) -> int:
+        return most_puts(self.chunks, self.tiles, self.dedup)
+
     def max_polls(self) -> int:
         return runtime.max_polls(self.timeout_s)
 
@@ -256,7 +279,7 @@ class Exchange:
                 do="set a larger receive_factor, or None for the most rows that there can be",
             )
         expected, seen = f"tiles {failure.expected}", str(failure.seen)
-        if failure.op != WAIT_READY.value:
+        if failure.op not in (WAIT_READY.value, WAIT_FANNED.value):
             expected, seen = f"epoch {failure.expected >> 32}", str(failure.seen >> 32)
         kind = self.memory.kind
         raise timed_out(self.name, failure, self.timeout_s, expected, seen, memory=kind)

@@ -220,6 +220,7 @@ class _Launch:
             rows_ptr=exchange.rows.local, rows_peers_ptr=exchange.rows.peers,
             arrived_ptr=exchange.arrived.local, arrived_peers_ptr=exchange.arrived.peers,
             released_ptr=exchange.released.local,
+            **self._origins(),
             results_ptr=exchange.results.local, results_peers_ptr=exchange.results.peers,
             returned_ptr=exchange.returned.local, returned_peers_ptr=exchange.returned.peers,
             weight_in_ptr=get("weight_in"), bias_in_ptr=get("bias_in"), pre_ptr=get("pre"),
@@ -244,8 +245,20 @@ class _Launch:
             BW=triton.next_power_of_2(exchange.world),
             PUT_ROWS=config.put_rows, PUT_BLOCK=config.put_block,
             BT=config.reduce_tokens, BD=config.reduce_block,
+            DEDUP=triton.next_power_of_2(routing.expert.shape[1]) if exchange.dedup and shape.put else 0,
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),
         )  # fmt: skip
+
+    def _origins(self) -> dict[str, Tensor]:
+        """Of duplicates that are sent once."""
+        exchange = self.exchange
+        nothing = exchange.arrived
+        origin = nothing if exchange.origin is None else exchange.origin
+        stage = nothing if exchange.origin_stage is None else exchange.origin_stage
+        return {
+            "origin_ptr": origin.local, "origin_peers_ptr": origin.peers, "origin_stage_ptr": stage.local,
+            "fanned_ptr": self.use.fanned,
+        }  # fmt: skip
 
     def _fit_tma(self, tensors: Iterable[Tensor | Use | int | None]) -> bool:
         """Descriptors need bases and row distances that are multiples of 16 bytes. Stores rely on it, too."""

@@ -28,6 +28,8 @@ class OverlapConfig:
         comm_programs: how many of them put while the rest has tiles that need not wait.
         split: two launches per direction instead of one.
         tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
+        dedup: put a token with several rows for one PE there once, and copy it there (`dedup_pays`); as the
+            exchange, which has regions for it.
         bodies: "triton", or "gluon": the warp-specialised kernel for sm_90 (`gluon_kernel.py`), in launches
             with tensor descriptors.
     """
@@ -41,6 +43,7 @@ class OverlapConfig:
     comm_programs: int = 1
     split: bool = False
     tma: bool = False
+    dedup: bool = False
     bodies: str = "triton"
 
     def __post_init__(self) -> None:

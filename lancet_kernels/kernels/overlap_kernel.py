@@ -13,12 +13,13 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels import device
-from lancet_kernels.kernels.overlap_tasks import dweight_block, put_chunk, reduce_block
+from lancet_kernels.kernels.overlap_tasks import dweight_block, fan_tile, put_chunk, reduce_block
 from lancet_kernels.kernels.overlap_tiles import dense_tile, tile_in, tile_out, tile_wgrad
 from lancet_kernels.kernels.schedule import NUM_PUTS, NUM_TILES, VOID, tile_ptr
 from lancet_kernels.kernels.tasks import (
     DENSE,
     DWEIGHT,
+    FAN,
     PUT,
     REDUCE,
     TILE_IN,
@@ -38,7 +39,7 @@ def find_task(
     i, num_puts, num_tiles, num_wgrad, dweight_blocks, dense_tiles, num_problems, tiles_in, tiles_out, lag,
     programs, comm_programs, problems_ptr, tile_puts_ptr, put_expert_ptr, puts, L, D, F, H,
     HAS_PUT: tl.constexpr, HAS_TILES: tl.constexpr, HAS_WGRAD: tl.constexpr, HAS_DENSE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_FAN: tl.constexpr = False,
 ):  # fmt: skip
     """-> kind, and up to four numbers, of task i; `tasks.py` says what they mean.
 
@@ -72,7 +73,11 @@ def find_task(
                 kind = PUT + i * 0
                 a = tl.load(put_expert_ptr + i - j - 1)
                 b = tl.load(put_expert_ptr + puts + i - j - 1)
-    if kind != PUT:
+                if HAS_FAN:
+                    if a < 0:
+                        kind = FAN + i * 0
+                        a = b
+    if (kind != PUT) & (kind != FAN):
         a = j
         y = j - independent
         if y >= 0:
@@ -112,6 +117,8 @@ def overlap_kernel(
     # Symmetric regions and their peers.
     rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
     results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
+    # Only with DEDUP.
+    origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr,
     # The two GEMMs of an expert, in the order of this direction.
     weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, weight_out_ptr, bias_out_ptr, stage_ptr,
     ready_ptr, done_ptr,
@@ -127,12 +134,15 @@ def overlap_kernel(
     BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
     BW: tl.constexpr, PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    DEDUP: tl.constexpr,
 ):  # fmt: skip
     """One launch. Its tasks follow from the table (`schedule.py`) and the numbers of `tasks.LaunchShape`.
 
     Tiles are [BM, BN], those of the first GEMM [BM, BN_IN]: swiglu's has two accumulators.
 
-    Grid: (programs,), at most what is resident; one is enough. limit: no more than so many tasks.
+    Grid: (programs,), at most what is resident; one is enough. limit: no more than so many tasks. DEDUP: a
+    power of 2, at least K, if FANs stand among the puts, else 0; scaled rows of a token differ, and are all
+    sent.
     Floor: FLOPs of the GEMMs (2 * rows * D * H and 2 * rows * F * D forward) over the peak, or the bytes put
     (rows * D * element size, each direction) over the link, whichever is longer.
     Example, backward, 2 PEs: PUT sends dy of 6 rows to expert 1; the peer's TILE_IN makes dh of them with
@@ -144,8 +154,14 @@ def overlap_kernel(
     tile_puts_ptr = tile_ptr(table_ptr, W, W * L) + tiles
     num_tiles = tl.load(table_ptr + NUM_TILES)
     num_puts = 0
+    most_puts = chunks
+    # Of the leaders: what is sent once.
+    ONCE: tl.constexpr = 0 if SCALED else DEDUP
     if HAS_PUT:
         num_puts = tl.load(table_ptr + NUM_PUTS)
+        if DEDUP > 0:
+            num_puts += num_tiles
+            most_puts += tiles
     num_wgrad = 0
     if HAS_WGRAD:
         num_wgrad = num_wgrads(L, D, F, H, BM, BN)
@@ -155,22 +171,30 @@ def overlap_kernel(
     while i < num_tasks:
         kind, a, b, c, d = find_task(
             i, num_puts, num_tiles, num_wgrad, dweight_blocks, dense_tiles, num_problems, tiles_in, tiles_out,
-            lag, programs, comm_programs, problems_ptr, tile_puts_ptr, tile_puts_ptr + tiles, chunks,
-            L, D, F, H, HAS_PUT, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN,
+            lag, programs, comm_programs, problems_ptr, tile_puts_ptr, tile_puts_ptr + tiles, most_puts,
+            L, D, F, H, HAS_PUT, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN, DEDUP > 0,
         )  # fmt: skip
         if HAS_PUT:
             if kind == PUT:
                 put_chunk(
                     a, b, epoch, rank, W, L, D, R, tiles, table_ptr, source_ptr, token_ptr, scale_ptr,
                     put_stage_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
-                    max_polls, report_ptr, BANKS, SCALED, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK,
+                    max_polls, report_ptr, K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr,
+                    origin_stage_ptr, BANKS, SCALED, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK, ONCE,
+                )  # fmt: skip
+        if ONCE > 0:
+            if kind == FAN:
+                fan_tile(
+                    a, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr,
+                    fanned_ptr, max_polls, report_ptr, NVSHMEM, BANKS, BM, BW, PUT_ROWS, PUT_BLOCK,
                 )  # fmt: skip
         if HAS_IN:
             if kind == TILE_IN:
                 tile_in(
                     a, b, epoch, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, arrived_ptr,
-                    weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
-                    BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, NVSHMEM, UPCAST, TMA, BM, BN_IN, BK, BW,
+                    weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, ready_ptr, fanned_ptr, max_polls,
+                    report_ptr, BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, NVSHMEM, UPCAST, TMA,
+                    BM, BN_IN, BK, BW, ONCE > 0,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:

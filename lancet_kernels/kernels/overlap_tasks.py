@@ -16,9 +16,15 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels import device
-from lancet_kernels.kernels.choices import add_row, dot_row, place_row
-from lancet_kernels.kernels.failure_report import WAIT_READY, WAIT_RELEASE, WAIT_RESULTS, WAIT_ROWS
-from lancet_kernels.kernels.schedule import chunk_number, group, in_tile, segment
+from lancet_kernels.kernels.choices import add_row, dot_row, leader, place_row
+from lancet_kernels.kernels.failure_report import (
+    WAIT_FANNED,
+    WAIT_READY,
+    WAIT_RELEASE,
+    WAIT_RESULTS,
+    WAIT_ROWS,
+)
+from lancet_kernels.kernels.schedule import chunk_number, group, in_tile, segment, tile_ptr
 
 
 @triton.jit
@@ -26,14 +32,17 @@ def put_chunk(
     expert, m, epoch, rank, W, L, D, R, tiles, table_ptr,
     source_ptr, token_ptr, scale_ptr, stage_ptr, rows_ptr, rows_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
+    K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr,
     BANKS: tl.constexpr, SCALED: tl.constexpr, NVSHMEM: tl.constexpr,
-    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, i_row=None, i_column=None,
+    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEDUP: tl.constexpr,
+    i_row=None, i_column=None, i_choice=None,
 ):  # fmt: skip
     """PUT: send those rows for `expert` that lie in its tile m, to their final place, then signal them.
 
     source [T, D]; token int32 [S], which row of source each row to send is; scale float32 [S]; stage [S, D],
     symmetric memory through which rows go where no pointer reaches. Into a bank that the peer has not
-    released in time nothing is put.
+    released in time nothing is put. DEDUP > 0: only leaders, and for each row of the chunk its origin, the
+    word (tile, row) of its leader at the peer; expert, row [T, K] are the routing.
     Example: BM = 4, 3 rows from first_send = 4 on, behind 2 rows of other sources: with m = 0 rows 4 and 5 go
     to rows 2 and 3 of the expert, with m = 1 row 6 goes to row 4.
     """
@@ -52,13 +61,33 @@ def put_chunk(
         end = tl.minimum((m + 1) * BM - before, count)
         row = bank * R + first_row + before
         signal = (bank * tiles + first_tile + m) * W + rank
+        if DEDUP > 0:
+            if i_row is None:
+                i_row = tl.arange(0, ROWS)
+                i_column = tl.arange(0, BLOCK)
+                i_choice = tl.arange(0, DEDUP)
         for r in range(begin, end, ROWS):
+            chosen = None
+            if DEDUP > 0:
+                send = first_send + r + i_row
+                m_row = r + i_row < end
+                token = tl.load(token_ptr + send, mask=m_row, other=0)
+                lead, lead_expert = leader(token, m_row, peer, L, K, expert_ptr, row_ptr, i_choice)
+                _, lead_before, lead_first_send = segment(table_ptr, W, E, rank, lead_expert, m_row)
+                _, lead_first_row, lead_first_tile = group(table_ptr, W, E, lead_expert)
+                slot = lead_before + lead - lead_first_send
+                origin = device.word(lead_first_tile + slot // BM, lead_first_row + slot)
+                device.put_words(
+                    origin_ptr, origin_peers_ptr, peer, row + r, origin, i_row, end - r,
+                    origin_stage_ptr + first_send + r, NVSHMEM,
+                )  # fmt: skip
+                chosen = lead == send
             device.put_rows(
                 rows_ptr, rows_peers_ptr, peer, (row + r) * D,
                 source_ptr, token_ptr + first_send + r, scale_ptr + first_send + r,
                 tl.minimum(end - r, ROWS), D,
                 SCALED, NVSHMEM, ROWS, BLOCK, stage_ptr + tl.cast(first_send + r, tl.int64) * D,
-                i_row, i_column,
+                i_row, i_column, chosen,
             )  # fmt: skip
         word = device.word(epoch, 0)
         device.put_signal(arrived_ptr, arrived_peers_ptr, peer, signal, word, NVSHMEM)
@@ -86,6 +115,71 @@ def wait_rows(
     )  # fmt: skip
     device.fence_tma(TMA)
     return here
+
+
+@triton.jit
+def fan_tile(
+    tile, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr,
+    max_polls, report_ptr,
+    NVSHMEM: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, i_row=None, i_column=None, i_w=None,
+):  # fmt: skip
+    """FAN: copy those rows of a tile that were not sent from their leaders, then say that all are here.
+
+    A leader was put by the same source: into this tile, or into one whose word is waited for, too. Leaders
+    are never copies themselves. If rows did not come in time nobody is told.
+    Example: BM = 4, a token of PE 1 in rows 2 and 9: PE 1 puts row 2, and (0, 2) as the origin of both; FAN
+    of the tile of row 9 waits for PE 1's words of that tile and of tile 0, and copies row 2 to row 9.
+    """
+    if i_row is None:
+        i_row = tl.arange(0, ROWS)
+        i_column = tl.arange(0, BLOCK)
+    expert = rank * L + tl.load(tile_ptr(table_ptr, W, W * L) + tile)
+    _, first_row, first_tile = group(table_ptr, W, W * L, expert)
+    m = tile - first_tile
+    here = wait_rows(
+        tile, m, expert, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
+        NVSHMEM, False, BANKS, BM, BW, i_w,
+    )  # fmt: skip
+    if here:
+        bank = epoch % BANKS
+        word = device.word(epoch, 0)
+        missing = rank * 0
+        for w in range(W):
+            count, before, _ = segment(table_ptr, W, W * L, w, expert)
+            end = tl.minimum(before + count, (m + 1) * BM)
+            for r in range(tl.maximum(before, m * BM), end, ROWS):
+                row = first_row + r + i_row
+                m_row = r + i_row < end
+                origin = tl.load(origin_ptr + bank * R + row, mask=m_row, other=0)
+                lead = device.low_word(origin)
+                copied = m_row & (lead != row)
+                index = (bank * tiles + (origin >> 32)) * W + w
+                came = device.wait_all(
+                    arrived_ptr + index, copied, word, max_polls, report_ptr, rank, i_row * 0 + w,
+                    WAIT_ROWS, index, ROWS, NVSHMEM,
+                )  # fmt: skip
+                if came:
+                    source_ptr = rows_ptr + (bank * R + lead)[:, None] * D
+                    target_ptr = rows_ptr + (bank * R + row)[:, None] * D
+                    for d in range(0, D, BLOCK):
+                        i_d = (d + i_column)[None, :]
+                        m_d = copied[:, None] & (i_d < D)
+                        tl.store(target_ptr + i_d, tl.load(source_ptr + i_d, mask=m_d), mask=m_d)
+                else:
+                    missing += 1
+        if missing == 0:
+            tl.debug_barrier()
+            tl.atomic_xchg(fanned_ptr + tile, tl.cast(1, tl.int64), sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_fanned(tile, rank, fanned_ptr, max_polls, report_ptr, TMA: tl.constexpr):
+    """Wait until all rows of the tile are here, copied by FAN where they were not sent. -> are they?"""
+    one = tl.cast(1, tl.int64)
+    seen = device.wait(fanned_ptr + tile, one, max_polls, report_ptr, rank, rank, WAIT_FANNED, tile)
+    device.fence_tma(TMA)
+    return seen >= one
 
 
 @triton.jit

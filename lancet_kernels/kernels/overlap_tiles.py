@@ -35,6 +35,7 @@ from lancet_kernels.kernels.overlap_tasks import (
     poison_wgrad,
     result_rows,
     return_tile,
+    wait_fanned,
     wait_ready,
     wait_rows,
 )
@@ -45,10 +46,11 @@ from lancet_kernels.kernels.tasks import DENSE_WORDS
 @triton.jit
 def tile_in(
     tile, n, epoch, rank, W, L, D, F, H, R, tiles, table_ptr,
-    rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
+    rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, fanned_ptr,
+    max_polls, report_ptr,
     BACKWARD: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, DEDUP: tl.constexpr,
 ):  # fmt: skip
     """TILE_IN: wait for the rows of a tile, whoever sends them, multiply them, count the column as ready.
 
@@ -60,10 +62,13 @@ def tile_in(
     local = tl.load(tile_ptr(table_ptr, W, W * L) + tile)
     rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
     m = tile - first_tile
-    here = wait_rows(
-        tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
-        NVSHMEM, TMA, BANKS, BM, BW,
-    )  # fmt: skip
+    if DEDUP:
+        here = wait_fanned(tile, rank, fanned_ptr, max_polls, report_ptr, TMA)
+    else:
+        here = wait_rows(
+            tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls,
+            report_ptr, NVSHMEM, TMA, BANKS, BM, BW,
+        )  # fmt: skip
     if here:
         row = first_row.to(tl.int64)
         x_ptr = rows_ptr + ((epoch % BANKS) * R + row) * D

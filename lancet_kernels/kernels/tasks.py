@@ -2,7 +2,8 @@
 
     kind      numbers      needs                                     provides
     PUT       expert, tile (released, and counts: earlier launches)  rows arrived in that tile of the expert
-    TILE_IN   tile, n      rows of all sources of the tile           one column tile of its first GEMM ready
+    FAN       tile         rows of all sources of the tile, leaders  all rows of that tile, with dedup
+    TILE_IN   tile, n      rows of all sources of the tile (or FAN)  one column tile of its first GEMM ready
     TILE_OUT  tile, n      all n of that tile ready                  with the last n: returned to the sources
     WGRAD     which, local, m, n    all tiles of the expert ready    -
     DENSE     problem, m, n         -                                -
@@ -30,6 +31,7 @@ WGRAD = tl.constexpr(3)
 DENSE = tl.constexpr(4)
 REDUCE = tl.constexpr(5)
 DWEIGHT = tl.constexpr(6)
+FAN = tl.constexpr(7)
 # A row of the table of independent GEMMs: kind, a, b, c, M, N, K, number of its first task.
 DENSE_WORDS = tl.constexpr(8)
 DENSE_N = tl.constexpr(5)

@@ -131,7 +131,8 @@ def make_exchange(memory: SymmetricMemory, name: str, case: Case, **changes: obj
 
 def make_layer(memory: SymmetricMemory, name: str, case: Case, **changes: object) -> Layer:
     """Collective. Returns when every rank has poisoned its regions."""
-    made = [make_exchange(memory, f"{name}.{way}", case) for way in ("forward", "backward")]
+    dedup = bool(changes.get("dedup"))
+    made = [make_exchange(memory, f"{name}.{way}", case, dedup=dedup) for way in ("forward", "backward")]
     memory.barrier()
     return Layer(case, memory.rank, *made, replace(CONFIG, **changes))
 
