@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
-from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_config import OverlapConfig, dedup_pays
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
 from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.ops.fused_passes import ForwardPass, take_pass, ticket_of
@@ -111,7 +112,8 @@ class LayerExchange:
             many; None: for the most that there can be. A pass that needs more raises UserError.
         timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
             collectives.
-        config: tiles and grid of the launches; None: a default for the device.
+        config: tiles and grid of the launches; None: a default for the device, and on a GPU duplicates of a
+            token are sent once where `dedup_pays` says so.
 
     Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R rows
     received at most (W * max_tokens * min(K, L), or receive_factor * S)
@@ -168,9 +170,7 @@ class LayerExchange:
             or num_tokens * num_choices > self._exchanges[key][1].send_rows
         ):
             self._check_tokens(num_tokens, num_choices, self._exchanges.get(key), memory)
-            config = self.config or default_overlap_config(
-                self.width, self.hidden, self.activation, like.dtype, like.device
-            )
+            config = self.config or self._default_config(memory.memory.world, num_choices, like)
             send_rows, receive_rows = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
             sizes: dict[str, Any] = {
                 "local_experts": self.local_experts,
@@ -179,6 +179,7 @@ class LayerExchange:
                 "width": self.width,
                 "dtype": like.dtype,
                 "chunk_rows": config.gemm.block_m,
+                "dedup": config.dedup,
                 "timeout_s": self.timeout_s,
             }
             memory.layers += 1
@@ -186,6 +187,12 @@ class LayerExchange:
             forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
             self._exchanges[key] = memory, forward, memory.backward(**sizes), config
         return self._exchanges[key][1:]
+
+    def _default_config(self, world: int, num_choices: int, like: Tensor) -> OverlapConfig:
+        config = default_overlap_config(self.width, self.hidden, self.activation, like.dtype, like.device)
+        # On CPU ranks a copy costs what a put costs. Entries of the tuner name neither ranks nor choices.
+        gpu = like.device.type == "cuda"
+        return replace(config, dedup=gpu and dedup_pays(world, self.local_experts, num_choices))
 
     def _check_tokens(
         self, num_tokens: int, num_choices: int, before: tuple | None, memory: FusedMemory

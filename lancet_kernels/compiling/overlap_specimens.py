@@ -33,8 +33,9 @@ TYPES = {
     "max_polls": "i64",
 }
 _WORDS = "use earlier_use report arrived released returned ready done expert row problems".split()
+_WORDS += "origin origin_stage fanned".split()
 TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
-TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned")}
+TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned", "origin")}
 STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE", "HAS_DWEIGHT")
 # What is fused -> (stages in the launch, backward); one launch per direction, or its two halves.
 FUSED = {
@@ -49,6 +50,8 @@ FUSED = {
 DENSE = {"": 0, "+dw": 4, "+dense": 7}
 # Words of a tile that are looked at together: a PE each.
 PES = 8
+# Choices of a token, where duplicates are sent once.
+CHOICES = 8
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -76,11 +79,16 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "+dense", arch, plain="odd")
         yield specimen(fused, "+dense", arch, plain="odd riders")
         yield specimen(fused, "+dense", arch, activation="swiglu", plain="odd")
+        for nvshmem in (False, True):
+            yield specimen(fused, "", arch, nvshmem=nvshmem, dedup=True)
+        yield specimen(fused, "", arch, activation="swiglu", dedup=True)
+        yield specimen(fused, "", arch, plain="odd", dedup=True)
     yield _write_dense_row()
     for nvshmem in (False, True):
         yield _release(nvshmem)
         yield _exchange_counts(nvshmem)
-    yield _schedule()
+    for dedup in (False, True):
+        yield _schedule(dedup)
 
 
 def _write_dense_row() -> Specimen:
@@ -128,13 +136,13 @@ def _exchange_counts(nvshmem: bool) -> Specimen:
     )
 
 
-def _schedule() -> Specimen:
+def _schedule(dedup: bool) -> Specimen:
     return Specimen(
         name="schedule",
-        config="64 experts on 8 PEs",
+        config="64 experts on 8 PEs, dedup" if dedup else "64 experts on 8 PEs",
         kernel=schedule_kernel,
         signature={"table_ptr": "*i32", **dict.fromkeys(("rank", "W", "L", "tiles", "puts"), "i32")},
-        constexprs={"BM": 128, "BE": 64, "BW": 8, "BT": TILES_AT_ONCE},
+        constexprs={"BM": 128, "BE": 64, "BW": 8, "BT": TILES_AT_ONCE, "DEDUP": dedup},
         aligned=("table_ptr",),
         num_warps=4,
     )
@@ -150,12 +158,14 @@ def specimen(
     bias: bool = True,
     nvshmem: bool = False,
     plain: str = "",
+    dedup: bool = False,
     config: OverlapConfig | None = None,
 ) -> Specimen:
     """The fused kernel with the stages `fused`, independent GEMMs `riders`, and one configuration.
 
     plain: why there are no tensor descriptors; "odd": widths are not multiples
-    of 16, "odd riders": only those of independent GEMMs. config: None means the default of the architecture.
+    of 16, "odd riders": only those of independent GEMMs. dedup: duplicates are sent once. config: None means
+    the default of the architecture.
     """
     stages, backward = FUSED[fused]
     short = SHORT[dtype]
@@ -173,10 +183,11 @@ def specimen(
         "BN_IN": first_columns(tile, activation, backward=backward),
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block,
+        "DEDUP": CHOICES if dedup and "HAS_PUT" in stages else 0,
     }  # fmt: skip
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
     signature = {name: TYPES.get(name, f"*{short}") for name in arguments}
-    said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain)}
+    said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain), "dedup": dedup}
     more = "".join(f" {what}" for what, holds in said.items() if holds)
     widths = () if plain == "odd" else ("D", "F", "H")
     return Specimen(

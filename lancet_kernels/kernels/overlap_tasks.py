@@ -28,6 +28,19 @@ from lancet_kernels.kernels.schedule import chunk_number, group, in_tile, segmen
 
 
 @triton.jit
+def find_leaders(
+    send, m_row, peer, rank, W, L, K, table_ptr, token_ptr, expert_ptr, row_ptr, i_choice, BM: tl.constexpr
+):  # fmt: skip
+    """-> of rows to send to `peer`: the row to send that leads each, and word(tile, row) of where it goes."""
+    token = tl.load(token_ptr + send, mask=m_row, other=0)
+    lead, expert = leader(token, m_row, peer, L, K, expert_ptr, row_ptr, i_choice)
+    _, before, first_send = segment(table_ptr, W, W * L, rank, expert, m_row)
+    _, first_row, first_tile = group(table_ptr, W, W * L, expert)
+    slot = before + lead - first_send
+    return lead, device.word(first_tile + slot // BM, first_row + slot)
+
+
+@triton.jit
 def put_chunk(
     expert, m, epoch, rank, W, L, D, R, tiles, table_ptr,
     source_ptr, token_ptr, scale_ptr, stage_ptr, rows_ptr, rows_peers_ptr,
@@ -46,6 +59,10 @@ def put_chunk(
     Example: BM = 4, 3 rows from first_send = 4 on, behind 2 rows of other sources: with m = 0 rows 4 and 5 go
     to rows 2 and 3 of the expert, with m = 1 row 6 goes to row 4.
     """
+    if DEDUP > 0 and i_row is None:
+        i_row = tl.arange(0, ROWS)
+        i_column = tl.arange(0, BLOCK)
+        i_choice = tl.arange(0, DEDUP)
     E = W * L
     peer = expert // L
     bank = epoch % BANKS
@@ -61,22 +78,14 @@ def put_chunk(
         end = tl.minimum((m + 1) * BM - before, count)
         row = bank * R + first_row + before
         signal = (bank * tiles + first_tile + m) * W + rank
-        if DEDUP > 0:
-            if i_row is None:
-                i_row = tl.arange(0, ROWS)
-                i_column = tl.arange(0, BLOCK)
-                i_choice = tl.arange(0, DEDUP)
         for r in range(begin, end, ROWS):
             chosen = None
             if DEDUP > 0:
                 send = first_send + r + i_row
-                m_row = r + i_row < end
-                token = tl.load(token_ptr + send, mask=m_row, other=0)
-                lead, lead_expert = leader(token, m_row, peer, L, K, expert_ptr, row_ptr, i_choice)
-                _, lead_before, lead_first_send = segment(table_ptr, W, E, rank, lead_expert, m_row)
-                _, lead_first_row, lead_first_tile = group(table_ptr, W, E, lead_expert)
-                slot = lead_before + lead - lead_first_send
-                origin = device.word(lead_first_tile + slot // BM, lead_first_row + slot)
+                lead, origin = find_leaders(
+                    send, r + i_row < end, peer, rank, W, L, K, table_ptr, token_ptr, expert_ptr, row_ptr,
+                    i_choice, BM,
+                )  # fmt: skip
                 device.put_words(
                     origin_ptr, origin_peers_ptr, peer, row + r, origin, i_row, end - r,
                     origin_stage_ptr + first_send + r, NVSHMEM,

@@ -145,7 +145,9 @@ def right_values(rank: int, inputs: list[Inputs], all_experts: Experts, local: i
 class Fuzz:
     """The passes of one rank through one pair of exchanges."""
 
-    def __init__(self, memory: GuardedMemory, local: int, banks: int, nap_s: float, seed: int) -> None:
+    def __init__(
+        self, memory: GuardedMemory, local: int, banks: int, nap_s: float, seed: int, dedup: bool
+    ) -> None:
         self.memory, self.local, self.rank, self.world = memory, local, memory.rank, memory.world
         self.experts = self.world * local
         self.all_experts = experts_of_all(self.experts)
@@ -155,7 +157,7 @@ class Fuzz:
         sizes = {
             "local_experts": local, "send_rows": TOKENS * CHOICES, "width": WIDTH, "dtype": torch.float32,
             "receive_rows": self.world * TOKENS * min(CHOICES, local), "chunk_rows": TILE.gemm.block_m,
-            "timeout_s": WAIT_S, "banks": banks,
+            "timeout_s": WAIT_S, "banks": banks, "dedup": dedup,
         }  # fmt: skip
         self.forward, self.backward = (Exchange(memory, f"{way}{seed}", **sizes) for way in ("x", "dy"))
         for exchange in (self.forward, self.backward):
@@ -174,6 +176,7 @@ class Fuzz:
         inputs = [inputs_of(seed, rank, self.experts) for rank in range(self.world)]
         own, programs = inputs[self.rank], 1 + seed % 5
         config = replace(TILE, split=seed % 3 == 0, programs=programs, comm_programs=1 + seed // 5 % programs)
+        config = replace(config, dedup=self.forward.dedup)
         right = right_values(self.rank, inputs, self.all_experts, self.local)
         self.seed = seed
         self.expected_rows = {
@@ -236,11 +239,13 @@ class Fuzz:
             yield
 
 
-def fuzz_on_rank(first: int, passes: int, nap_s: float) -> int:
+def fuzz_on_rank(first: int, passes: int, nap_s: float, dedup: bool = False) -> int:
     """-> how many tasks were launched. Raises for the first pass that is wrong or does not finish."""
     with GuardedMemory(timeout_s=WAIT_S) as memory:
         local = 1 + first // passes % 2 if memory.world > 2 else 2
-        fuzz = Fuzz(memory, local, banks=1 + first // passes % 3, nap_s=nap_s, seed=first)
+        # More experts on a PE, so that a token has more rows for one.
+        local += 2 * dedup
+        fuzz = Fuzz(memory, local, banks=1 + first // passes % 3, nap_s=nap_s, seed=first, dedup=dedup)
         with fuzz.watched():
             for seed in range(first, first + passes):
                 fuzz.run(seed)
@@ -257,6 +262,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first pass")
     parser.add_argument("--at-once", type=int, default=50, help="passes through one pair of exchanges")
     parser.add_argument("--nap-ms", type=float, default=5.0, help="longest nap")
+    parser.add_argument("--dedup", action="store_true", help="duplicates of a token are sent once")
     given = parser.parse_args()
     pool = RankPool(given.ranks)
     done = tasks = 0
@@ -264,7 +270,7 @@ def main() -> None:
     while done < given.passes:
         first = given.first + done
         results = pool.run(
-            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3,
+            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3, given.dedup,
             ranks=given.ranks, timeout_s=WAIT_S * given.at_once, collective_timeout_s=WAIT_S,
         )  # fmt: skip
         done, tasks = done + given.at_once, tasks + sum(results)

@@ -13,6 +13,9 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     signal               tl.atomic_xchg(sem="release", scope="sys") of device.put_signal
     wait arrived         device.wait_all in overlap_tasks.wait_rows: the words of all sources of the tile
     read rows            the loads of forward_tile and dgrad_tile (TILE_IN) after wait_rows
+    put origins          device.put_words in put_chunk; with dedup it puts the rows of leaders only
+    copies               overlap_tasks.fan_tile: wait arrived, read origins, wait for the leaders' words, copy
+    wait fanned          device.wait in overlap_tasks.wait_fanned (TILE_IN), instead of wait arrived
     count itself         tl.atomic_add(sem="acq_rel") on done_ptr in overlap_tasks.return_tile
     wait returned        device.wait_all in overlap_tasks.reduce_block; "read results" is what follows it
     backward             whatever reads rows and results of the use later, wherever it runs (dX, dW, gate)
@@ -69,6 +72,15 @@ BROKEN = {
     "offsets of the last epoch": "rows are put where the counts of the epoch before would have them",
     "counter without epoch": "the sources of a tile add up in one word that nobody sets back",
     "counts without release": "counts are put while the peer may still read those of the bank's last use",
+    "copies without the leader's word": "rows are copied when the words of their own tile have come",
+    "origins before their word": "origins are read before the words of their tile have come",
+    "leader of another source": "a row's origin is a row of another PE, whose word nobody waits for",
+    "copy of a copy": "a row's origin is itself a copy, which no word of its source says to be there",
+    "copies without fence": "the word of the copies is sent by one warp before the others have stored",
+    "relaxed copies": "the word of the copies may overtake them",
+    "copied word without epoch": "it stays from use to use of a bank, and says only that rows were copied",
+    "tile without its copies": "a tile is read when the words of its sources have come",
+    "release before the copies": "the bank is released before its rows have been copied",
 }
 
 
@@ -84,6 +96,7 @@ class Config:
         gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
             reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
         gradient_banks: of that exchange; 0: as many as `banks`. Fewer where layers share it.
+        dedup: of the units from a source to a peer only the first is sent; the others are copied from it.
         sparse: how many units there are depends on epoch, source and peer; else all are there.
         landing: of stores and signals; exact: waits for equality (weak_memory).
         broken: a key of BROKEN, or "" for the protocol as it is.
@@ -99,6 +112,7 @@ class Config:
     programs: int = 1
     gradients: bool = False
     gradient_banks: int = 0
+    dedup: bool = False
     sparse: bool = False
     landing: str = SIGNAL
     exact: bool = False
@@ -116,6 +130,12 @@ class Config:
         """(source, unit) of every unit that a peer receives, in the order in which they lie."""
         sources = range(self.ranks)
         return [(source, unit) for source in sources for unit in range(self.filled(epoch, source, peer))]
+
+    def leader(self, unit: int) -> int:
+        """Which unit of the same source has the same content, and is sent."""
+        if self.broken == "copy of a copy":
+            return max(0, unit - 1)
+        return 0 if self.dedup else unit
 
     def arrivals(self, epoch: int, peer: int) -> list[list[tuple[int, int]]]:
         """The same, tile by tile."""
@@ -190,13 +210,14 @@ class Task:
         self.covered |= first
         self.steps.append((SEND, first | sum(others), f"puts {text}"))
 
-    def fence(self) -> None:
-        if self.broken != "no fence":
+    def fence(self, broken: str = "no fence") -> None:
+        if self.broken != broken:
             self.covered |= self.other_warps
             self.steps.append((FENCE, None, "fences"))
 
     def signal(self, key: Key, word: int, add: bool = False) -> Message:
-        covers = 0 if self.broken == "relaxed signal" else self.covered
+        relaxed = {"relaxed signal", "relaxed copies" if key[0] == "fanned" else ""} - {""}
+        covers = 0 if self.broken in relaxed else self.covered
         name, peer, *index = key
         text = f"PE {peer}'s {self.script.exchange}{name}{index} {'+' if add else ':'}= {word >> LOW}"
         message = Message(self.script.place(*key), word, text, True, covers, add)
@@ -256,9 +277,11 @@ class Script:
                 if self.config.gradients:
                     # Passes of the second exchange are counted in the order of the backwards.
                     self.exchange = "gradient "
-                    backward += self._forward(rank, backwards)
+                    early = self.config.broken == "release before the copies"
+                    own = self._release(rank, backwards)
+                    backward += self._forward(rank, backwards, own if early else [])
                     self._keep(rank, backwards, launch=len(launches) + late)
-                    release = self._release(rank, backwards) + release
+                    release = ([] if early else own) + release
                     self.exchange = ""
                 self._keep(rank, epoch, launch=len(launches) + late)
                 if late:
@@ -270,7 +293,7 @@ class Script:
         return launches
 
     def _keep(self, rank: int, epoch: int, launch: int) -> None:
-        for place, value in self._kept(rank, epoch):
+        for place, value in self._kept(rank, epoch) + self._origins(rank, epoch):
             self.needed_until.setdefault(place, {})[value] = rank, launch
 
     def _kept(self, rank: int, epoch: int, peers: range | None = None) -> list[tuple[int, int]]:
@@ -283,6 +306,18 @@ class Script:
             if source in peers
         ]
         return rows + self._results(rank, epoch, peers)
+
+    def _origins(self, rank: int, epoch: int, units: list[tuple[int, int]] | None = None) -> list:
+        """The origins of these units, or of all received, as they must be."""
+        if not self.config.dedup:
+            return []
+        received = self.config.received(epoch, rank)
+        return [
+            (place, tag(epoch, source, self.config.leader(unit)))
+            for source, unit in received
+            for place in self.whole(("origin", rank, self.bank(epoch), received.index((source, unit))))
+            if units is None or (source, unit) in units
+        ]
 
     def _results(self, rank: int, epoch: int, owners: range) -> list[tuple[int, int]]:
         return [
@@ -322,8 +357,11 @@ class Script:
         task.read(reads, f"counts[{bank}]")
         return [task.steps]
 
-    def _forward(self, rank: int, epoch: int) -> list[list[Step]]:
-        """One launch in the order of schedule.py: puts by tile of where they go, tiles, the reduction."""
+    def _forward(self, rank: int, epoch: int, release: list[list[Step]] = ()) -> list[list[Step]]:
+        """One launch in the order of schedule.py: puts by tile of where they go, tiles, the reduction.
+
+        release: tasks that come behind the puts, where they must not be.
+        """
         config = self.config
         peers = [(rank + step) % config.ranks for step in range(1, config.ranks + 1)]
         arrivals = {peer: config.arrivals(epoch, peer) for peer in peers}
@@ -333,6 +371,10 @@ class Script:
             for peer in peers
             if any(source == rank for source, _ in (arrivals[peer] + [[]] * (tile + 1))[tile])
         ]
+        tasks += release
+        if config.dedup:
+            # Among the puts, ahead of the tiles.
+            tasks += [self._copies(rank, epoch, *one) for one in enumerate(arrivals[rank])]
         for tile, units in enumerate(arrivals[rank]):
             tasks += self._tiles(rank, epoch, tile, units)
         tasks.append(self._combine(rank, epoch))
@@ -358,9 +400,12 @@ class Script:
         for i, (source, unit) in enumerate(config.arrivals(epoch, peer)[tile]):
             if source == rank:
                 row = tile * config.per_tile + i + shift
-                task.put(
-                    ("rows", peer, bank, row), tag(epoch, rank, unit), f"PE {peer}'s rows[{bank}, {row}]"
-                )
+                where = f"PE {peer}'s rows[{bank}, {row}]"
+                if not config.dedup or unit == 0:
+                    task.put(("rows", peer, bank, row), tag(epoch, rank, unit), where)
+                if config.dedup:
+                    lead = tag(epoch, rank, config.leader(unit))
+                    task.put(("origin", peer, bank, row), lead, f"the origin of {where}")
         task.fence()
         if config.broken == "counter without epoch":
             task.signal(("arrived", peer, bank, tile, 0), 1 << LOW, add=True)
@@ -399,7 +444,62 @@ class Script:
                     signal.covers = covers
         return [task.steps for task in tasks]
 
+    def _copies(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[Step]:
+        """FAN of a tile."""
+        config, bank, word, task = self.config, self.bank(epoch), self.word(epoch), Task(self)
+        received = config.received(epoch, rank)
+        if config.broken != "origins before their word":
+            self._wait_arrived(task, rank, epoch, tile, units)
+        task.read(self._origins(rank, epoch, units), f"origins of tile {tile} of rows[{bank}]")
+        copied = [(source, unit) for source, unit in units if unit]
+        words, reads = [], []
+        for source, unit in copied:
+            lead = source, config.leader(unit)
+            if config.broken == "leader of another source":
+                lead = next((one for one in received if one[0] != source and not one[1]), lead)
+            row = received.index(lead)
+            words.append((self.place("arrived", rank, bank, row // config.per_tile, source), word))
+            reads += [(place, tag(epoch, *lead)) for place in self.whole(("rows", rank, bank, row))]
+        # A source that has no rows in the tile of a wrong leader has no word there.
+        if config.broken == "leader of another source":
+            tiles = config.arrivals(epoch, rank)
+            sent = {
+                self.place("arrived", rank, bank, number, source)
+                for number, in_tile in enumerate(tiles)
+                for source, _ in in_tile
+            }
+            words = [one for one in words if one[0] in sent]
+        if words and config.broken != "copies without the leader's word":
+            task.wait(words, f"arrived[{bank}] >= {word >> LOW} of the leaders of tile {tile}")
+        task.read(reads, f"the leaders of tile {tile} of rows[{bank}]")
+        for source, unit in copied:
+            row = received.index((source, unit))
+            where = f"its own rows[{bank}, {row}]"
+            task.put(("rows", rank, bank, row), tag(epoch, source, unit), where)
+        task.fence("copies without fence")
+        task.signal(*self._fanned(rank, epoch, tile))
+        return task.steps
+
+    def _fanned(self, rank: int, epoch: int, tile: int) -> tuple[Key, int]:
+        """Which word says that a tile's rows are copied, and its value: fresh memory in each use."""
+        if self.config.broken == "copied word without epoch":
+            return ("fanned", rank, self.bank(epoch), tile), 1 << LOW
+        return ("fanned", rank, epoch, tile), 1 << LOW
+
     def _wait_and_read(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:
+        config, bank = self.config, self.bank(epoch)
+        if config.dedup and config.broken != "tile without its copies":
+            key, word = self._fanned(rank, epoch, tile)
+            task.wait([(self.place(*key), word)], f"copies in tile {tile}")
+        else:
+            self._wait_arrived(task, rank, epoch, tile, units)
+        reads = []
+        for i, (source, unit) in enumerate(units):
+            places = self.whole(("rows", rank, bank, tile * config.per_tile + i))
+            reads += [(place, tag(epoch, source, unit)) for place in places]
+        task.read(reads, f"tile {tile} of rows[{bank}]")
+
+    def _wait_arrived(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:
         config, bank, word = self.config, self.bank(epoch), self.word(epoch)
         sources = list(dict.fromkeys(source for source, _ in units))
         words = [(self.place("arrived", rank, bank, tile, source), word) for source in sources]
@@ -408,11 +508,6 @@ class Script:
         elif config.broken == "counter without epoch":
             words = [(self.place("arrived", rank, bank, tile, 0), len(sources) << LOW)]
         task.wait(words, f"arrived[{bank}, {tile}] >= {word >> LOW} of all its sources")
-        reads = []
-        for i, (source, unit) in enumerate(units):
-            places = self.whole(("rows", rank, bank, tile * config.per_tile + i))
-            reads += [(place, tag(epoch, source, unit)) for place in places]
-        task.read(reads, f"tile {tile} of rows[{bank}]")
 
     def _combine(self, rank: int, epoch: int) -> list[Step]:
         """REDUCE of all tokens."""
