@@ -122,7 +122,8 @@ class LayerExchange:
         of each pass, to its backward   R * (H + F)              values before and after the activation
         of all layers together          2 * (R + S) * D          the backward exchange
 
-    besides some bytes for each choice (28, of the routing) and some words for each tile. A pass keeps neither
+    besides some bytes for each choice (28, of the routing), some words for each tile, and, where duplicates
+    are sent once, 8 bytes for each of the R rows. A pass keeps neither
     its tokens nor the rows to send. Under activation checkpointing a pass keeps nothing.
     """
 
