@@ -117,11 +117,13 @@ class LayerExchange:
     received at most (W * max_tokens * min(K, L), or receive_factor * S)
 
         of a layer, once                banks * (R + S) * D      rows received, results that came back
-        of each pass, to its backward   R * (H + F)              values before and after the activation
+        of each pass, to its backward   R * H                    values before the activation
         of all layers together          2 * (R + S) * D          the backward exchange
+        while a launch runs             R * F, backward R * (H + F)
 
     besides some bytes for each choice (28, of the routing) and some words for each tile. A pass keeps neither
-    its tokens nor the rows to send. Under activation checkpointing a pass keeps nothing.
+    its tokens nor the rows to send. Under activation checkpointing a pass keeps nothing. Values after the
+    activation are computed again in the backward, where those before it are at hand for the gradient.
     """
 
     def __init__(

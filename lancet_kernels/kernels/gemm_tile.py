@@ -212,20 +212,24 @@ def _load_pre(pre_ptr, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def _finish_dgrad(
-    acc, pre_ptr, out_ptr, rows, m0, n0, N,
-    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    acc, pre_ptr, out_ptr, hidden_ptr, rows, m0, n0, N,
+    ACT: tl.constexpr, RECOMPUTE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The activation's backward on a block of columns, and the store."""
+    """The activation's backward on a block of columns, and with RECOMPUTE the activation again: stored."""
     ld = 2 * N if ACT == "swiglu" else N
     if ACT == "swiglu":
         b_gate = _load_pre(pre_ptr, m0, n0, rows, N, ld, BM, BN)
-        _store(out_ptr + N, acc * silu(b_gate), m0, n0, rows, N, ld, BM, BN)
+        b_silu = silu(b_gate)
+        _store(out_ptr + N, acc * b_silu, m0, n0, rows, N, ld, BM, BN)
         b_up = _load_pre(pre_ptr + N, m0, n0, rows, N, ld, BM, BN)
+        if RECOMPUTE:
+            _store(hidden_ptr, b_silu * b_up, m0, n0, rows, N, N, BM, BN)
         acc = acc * b_up * dsilu(b_gate)
-    elif ACT == "gelu":
-        acc = acc * dgelu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
-    elif ACT == "silu":
-        acc = acc * dsilu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
+    elif ACT != "none":
+        b_pre = _load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN)
+        if RECOMPUTE:
+            _store(hidden_ptr, activate(b_pre, ACT), m0, n0, rows, N, N, BM, BN)
+        acc = acc * (dgelu(b_pre) if ACT == "gelu" else dsilu(b_pre))
     _store(out_ptr, acc, m0, n0, rows, N, ld, BM, BN)
 
 
@@ -269,8 +273,8 @@ def store_to_rows(
 
 @triton.jit
 def dgrad_tile(
-    dy_ptr, w_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N,
-    ACT: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    dy_ptr, w_ptr, pre_ptr, out_ptr, hidden_ptr, rows, m0, n0, K, N,
+    ACT: tl.constexpr, RECOMPUTE: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[m0:m0+BM, n0:n0+BN] = (dy @ w^T) * act'(pre), for the rows < `rows`.
@@ -278,6 +282,7 @@ def dgrad_tile(
     dy [rows, K]; w [N, K] as the forward has it (its input width is our N); out [rows, N]. `pre` is what the
     activation whose output was the forward's input had as its own input: [rows, N], and out is then the
     gradient of `pre`. For swiglu pre and out are [rows, 2N] = gate | up, and the tile writes both halves.
+    With RECOMPUTE it also writes hidden [rows, N] = act(pre), which nobody then needs to keep.
 
     Floor: 2 * BM * BN * K FLOPs, (BM + BN) * K elements read and those of pre, those of out written.
 
@@ -287,7 +292,8 @@ def dgrad_tile(
     quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
         _finish_dgrad(
-            quarter[q], pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ACT, BM, BN // 4
+            quarter[q], pre_ptr, out_ptr, hidden_ptr, rows, m0, n0 + q * (BN // 4), N, ACT, RECOMPUTE,
+            BM, BN // 4,
         )  # fmt: skip
 
 

@@ -94,10 +94,12 @@ def _finish_forward(
 
 @gluon.jit
 def _finish_backward(
-    acc, p_pre, p_dh, m_row, n0, F, ACT: gl.constexpr,
+    acc, p_pre, p_dh, p_activated, m_row, n0, F, ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
-    """TILE_IN backward: times the derivative of the activation at `pre`. swiglu: both halves of dh.
+    """TILE_IN backward: times the derivative of the activation at `pre`, and the activation itself again.
+
+    swiglu: both halves of dh.
 
     An eighth at a time: with swiglu, gate, up and their gradient are in registers beside the accumulators.
     """
@@ -109,12 +111,14 @@ def _finish_backward(
         value = gl.convert_layout(halves[i % 2], QUARTER, assert_trivial=True)
         b_pre = _load(p_pre, m_row, n, F, WIDTH, ROWS, QUARTER)
         if ACT == "swiglu":
-            _store(p_dh + F, m_row, value * silu(b_pre), n, F, WIDTH, ROWS)
-            value = value * _load(p_pre + F, m_row, n, F, WIDTH, ROWS, QUARTER) * dsilu(b_pre)
-        elif ACT == "gelu":
-            value = value * dgelu(b_pre)
+            b_silu = silu(b_pre)
+            _store(p_dh + F, m_row, value * b_silu, n, F, WIDTH, ROWS)
+            b_up = _load(p_pre + F, m_row, n, F, WIDTH, ROWS, QUARTER)
+            _store(p_activated, m_row, b_silu * b_up, n, F, WIDTH, ROWS)
+            value = value * b_up * dsilu(b_pre)
         else:
-            value = value * dsilu(b_pre)
+            _store(p_activated, m_row, activate(b_pre, ACT), n, F, WIDTH, ROWS)
+            value = value * (dgelu(b_pre) if ACT == "gelu" else dsilu(b_pre))
         _store(p_dh, m_row, value, n, F, WIDTH, ROWS)
 
 
@@ -169,7 +173,8 @@ def _product(
 
 @gluon.jit
 def _finish_in(
-    acc, tile, n, rank, W, L, F, H, tiles, table_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, none,
+    acc, tile, n, rank, W, L, F, H, tiles, table_ptr, bias_ptr, pre_ptr, hidden_ptr, activated_ptr,
+    ready_ptr, none,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -181,9 +186,10 @@ def _finish_in(
         EIGHTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 8, 16])
         NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
-        row = (first_row + i).to(gl.int64) * H
+        row = (first_row + i).to(gl.int64)
         _finish_backward(
-            acc, pre_ptr + row, hidden_ptr + row, i < rows, n * BN_IN, F, ACT, BM, BN, NARROW, EIGHTH
+            acc, pre_ptr + row * H, hidden_ptr + row * H, activated_ptr + row * F, i < rows, n * BN_IN, F,
+            ACT, BM, BN, NARROW, EIGHTH,
         )  # fmt: skip
     else:
         QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
@@ -223,7 +229,7 @@ def _finish_out(
 @gluon.jit
 def _finish_wgrad(
     acc, which, local, m, n, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, table_ptr,
-    rows_ptr, hidden_ptr, saved_rows_ptr, saved_hidden_ptr,
+    rows_ptr, hidden_ptr, saved_rows_ptr, activated_ptr,
     dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, none,
     HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
@@ -232,7 +238,7 @@ def _finish_wgrad(
     rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)
     _, dy_ptr, A, B = wgrad_operands(
         which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-        saved_hidden_ptr, BANKS, EARLIER_BANKS,
+        activated_ptr, BANKS, EARLIER_BANKS,
     )  # fmt: skip
     dw_ptr, db_ptr = wgrad_results(
         which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
@@ -256,7 +262,7 @@ def consume(
     earlier_use_ptr, table_ptr, rank, epoch, W, L, D, F, H, R, S, tiles, chunks,
     results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
     rows_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, ready_ptr, done_ptr,
-    saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
+    saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     problems_ptr, a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
@@ -289,7 +295,7 @@ def consume(
             if kind == TILE_IN:
                 _finish_in(
                     acc, a, b, rank, w, of_each, F, H, tiles, table_ptr, bias_in_ptr, pre_ptr, hidden_ptr,
-                    ready_ptr, none, BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BM, BN, BN_IN, WARPS,
+                    activated_ptr, ready_ptr, none, BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BM, BN, BN_IN, WARPS,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:
@@ -302,7 +308,7 @@ def consume(
             if kind == WGRAD:
                 _finish_wgrad(
                     acc, a, b, c, d, sound, epoch, earlier_use_ptr, rank, w, of_each, D, F, H, R, table_ptr,
-                    rows_ptr, hidden_ptr, saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr,
+                    rows_ptr, hidden_ptr, saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr,
                     dweight_out_ptr, dbias_out_ptr, none, HAS_BIAS, BANKS, EARLIER_BANKS,
                     BM, BN, ROWS, QUARTER, WARPS,
                 )  # fmt: skip

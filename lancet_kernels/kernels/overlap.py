@@ -102,7 +102,7 @@ def moe_forward(
         source=x, weight_in=experts.w1, bias_in=experts.b1, pre=pre, hidden=hidden,
         weight_out=experts.w2, bias_out=experts.b2, out=out,
     )  # fmt: skip
-    return out, SavedPass(use, pre, hidden)
+    return out, SavedPass(use, pre)
 
 
 def moe_backward(
@@ -131,7 +131,9 @@ def moe_backward(
         )
     use = backward.begin(saved.use.table)
     scale = routing.weight_of_row()
+    # Scratch until the last of these launches, which are in one stream: so all layers take the same memory.
     dh = torch.empty_like(saved.pre)
+    activated = saved.pre.new_empty(forward.receive_rows, experts.hidden)
     gradients = ExpertGradients(
         torch.empty_like(dy),
         torch.empty_like(routing.weight),
@@ -144,7 +146,7 @@ def moe_backward(
     launches.run(
         source=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
         earlier=saved.use, forward_banks=forward.banks, saved_rows=forward.rows.local,
-        saved_hidden=saved.hidden, dweight_in=gradients.dw2, dbias_in=gradients.db2,
+        activated=activated, dweight_in=gradients.dw2, dbias_in=gradients.db2,
         dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx,
         saved_results=forward.results.local, dweight=gradients.dweight,
     )  # fmt: skip
@@ -225,7 +227,7 @@ class _Launch:
             weight_in_ptr=get("weight_in"), bias_in_ptr=get("bias_in"), pre_ptr=get("pre"),
             hidden_ptr=get("hidden"), weight_out_ptr=get("weight_out"), bias_out_ptr=get("bias_out"),
             stage_ptr=stages[1].local, ready_ptr=self.use.ready, done_ptr=self.use.done,
-            saved_rows_ptr=get("saved_rows"), saved_hidden_ptr=get("saved_hidden"),
+            saved_rows_ptr=get("saved_rows"), activated_ptr=get("activated"),
             dweight_in_ptr=get("dweight_in"), dbias_in_ptr=get("dbias_in"),
             dweight_out_ptr=get("dweight_out"), dbias_out_ptr=get("dbias_out"),
             out_ptr=get("out"), expert_ptr=routing.expert, row_ptr=routing.row, weight_ptr=routing.weight,

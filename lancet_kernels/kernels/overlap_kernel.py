@@ -116,7 +116,7 @@ def overlap_kernel(
     weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, weight_out_ptr, bias_out_ptr, stage_ptr,
     ready_ptr, done_ptr,
     # Weight gradients.
-    saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
+    saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     # Combine and the gradient of its weights, and independent GEMMs.
     out_ptr, expert_ptr, row_ptr, weight_ptr, saved_results_ptr, dweight_ptr, problems_ptr,
     HAS_PUT: tl.constexpr, HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, HAS_WGRAD: tl.constexpr,
@@ -169,7 +169,8 @@ def overlap_kernel(
             if kind == TILE_IN:
                 tile_in(
                     a, b, epoch, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, arrived_ptr,
-                    weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
+                    weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, activated_ptr, ready_ptr, max_polls,
+                    report_ptr,
                     BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, NVSHMEM, UPCAST, TMA, BM, BN_IN, BK, BW,
                 )  # fmt: skip
         if HAS_OUT:
@@ -184,7 +185,7 @@ def overlap_kernel(
             if kind == WGRAD:
                 tile_wgrad(
                     a, b, c, d, epoch, earlier_use_ptr, rank, sound, W, L, D, F, H, R, tiles, table_ptr,
-                    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
+                    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr,
                     dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, max_polls, report_ptr,
                     HAS_IN, HAS_BIAS, BANKS, EARLIER_BANKS, UPCAST, TMA, BM, BN, BN_IN, BK,
                 )  # fmt: skip

@@ -45,7 +45,8 @@ from lancet_kernels.kernels.tasks import DENSE_WORDS
 @triton.jit
 def tile_in(
     tile, n, epoch, rank, W, L, D, F, H, R, tiles, table_ptr,
-    rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
+    rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, activated_ptr, ready_ptr,
+    max_polls, report_ptr,
     BACKWARD: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
@@ -53,7 +54,8 @@ def tile_in(
     """TILE_IN: wait for the rows of a tile, whoever sends them, multiply them, count the column as ready.
 
     rows [B, R, D]; pre [R, H]. Forward: weight [L, D, H], bias [L, H], hidden [R, F]; backward: weight
-    [L, F, D], hidden [R, H], which is dh. If rows did not come in time, nothing happens.
+    [L, F, D], hidden [R, H], which is dh, and activated [R, F], the forward's hidden again, which WGRAD
+    needs: from `pre`, which is in registers for dh anyway. If rows did not come in time, nothing happens.
     Example: that of `schedule`, PE 0, BM = BN = 4: tile 3 is rows 9 and 10, of local expert 1; n = 3 makes
     hidden[9:11, 12:16], then adds 1 to the ready words of tile 3 and of expert 1.
     """
@@ -70,7 +72,8 @@ def tile_in(
         pre_ptr += row * H
         if BACKWARD:
             dgrad_tile(x_ptr, weight_ptr + local.to(tl.int64) * D * F, pre_ptr, hidden_ptr + row * H,
-                       rows, m * BM, n * BN, D, F, ACT, UPCAST, TMA, BM, BN, BK)  # fmt: skip
+                       activated_ptr + row * F, rows, m * BM, n * BN, D, F,
+                       ACT, True, UPCAST, TMA, BM, BN, BK)  # fmt: skip
         else:
             forward_tile(x_ptr, weight_ptr + local.to(tl.int64) * D * H, bias_ptr + local * H, pre_ptr,
                          hidden_ptr + row * F, rows, m * BM, n * BN, D, F,
@@ -130,13 +133,13 @@ def tile_out(
 @triton.jit
 def wgrad_operands(
     which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-    saved_hidden_ptr, BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr,
+    activated_ptr, BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr,
 ):  # fmt: skip
     """-> x [rows, A], dy [rows, B], A and B of a weight gradient x^T dy: dw2's (which = 0) or dw1's (1)."""
     row = first_row.to(tl.int64)
     bank = epoch % BANKS
     earlier_bank = tl.load(earlier_use_ptr) % EARLIER_BANKS
-    x_ptr, dy_ptr, A, B = saved_hidden_ptr + row * F, rows_ptr + (bank * R + row) * D, F, D
+    x_ptr, dy_ptr, A, B = activated_ptr + row * F, rows_ptr + (bank * R + row) * D, F, D
     if which == 1:
         x_ptr, dy_ptr, A, B = saved_rows_ptr + (earlier_bank * R + row) * D, hidden_ptr + row * H, D, H
     return x_ptr, dy_ptr, A, B
@@ -154,7 +157,7 @@ def wgrad_results(which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_
 @triton.jit
 def tile_wgrad(
     which, local, m, n, epoch, earlier_use_ptr, rank, sound, W, L, D, F, H, R, tiles, table_ptr,
-    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
+    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr,
     dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, max_polls, report_ptr,
     HAS_IN: tl.constexpr, HAS_BIAS: tl.constexpr, BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr,
     UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr,
@@ -162,8 +165,8 @@ def tile_wgrad(
 ):  # fmt: skip
     """WGRAD: one tile of dw2 [F, D] (which = 0) or dw1 [D, H] (1) of an expert, over all its rows.
 
-    rows [B, R, D] is dy, hidden [R, H] dh; saved_rows, x, and saved_hidden [R, F] are the forward's, and x
-    lies in the bank of that use (the epoch at earlier_use). HAS_IN, sound: as of `tile_out`; what rests on
+    rows [B, R, D] is dy, hidden [R, H] dh; activated [R, F] TILE_IN has made again; saved_rows is x, in the
+    bank of the forward's use (the epoch at earlier_use). HAS_IN, sound: as of `tile_out`; what rests on
     rows that did not come is NaN. The tiles with m = 0 write the bias gradients, in a second look at rows
     that their dot has just brought into L2.
     Example: which = 1, local = 2, m = 0, n = 1, BM = BN = 4: dweight_out[2, 0:4, 4:8] and dbias_out[2, 4:8].
@@ -176,7 +179,7 @@ def tile_wgrad(
         )
     x_ptr, dy_ptr, A, B = wgrad_operands(
         which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-        saved_hidden_ptr, BANKS, EARLIER_BANKS,
+        activated_ptr, BANKS, EARLIER_BANKS,
     )  # fmt: skip
     dw_ptr, db_ptr = wgrad_results(
         which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
@@ -231,8 +234,8 @@ def dense_tile(
                          "none", False, False, UPCAST, TMA, BM, BN, BK)  # fmt: skip
     if KINDS & 2:
         if kind == NT:
-            dgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N,
-                       "none", UPCAST, TMA, BM, BN, BK)  # fmt: skip
+            dgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N,
+                       "none", False, UPCAST, TMA, BM, BN, BK)  # fmt: skip
     if KINDS & 4:
         if kind == TN:
             acc = add_outer_products(
