@@ -97,7 +97,7 @@ def gluon_overlap_kernel(
         num_puts = gl.load(table_ptr + NUM_PUTS)
     num_wgrad = 0
     if HAS_WGRAD:
-        num_wgrad = num_wgrads(L, D, F, H, BM, BN)
+        num_wgrad = num_wgrads(L, D, F, H, BM, BN) + own
     num_copies = gl.minimum(num_puts + dweight_blocks + reduce_blocks, limit)
     num_gemms = gl.minimum(dense_tiles + num_tiles * (tiles_in + tiles_out) + num_wgrad, limit)
     put_expert_ptr = tile_ptr(table_ptr, W, W * L) + 2 * tiles
