@@ -127,7 +127,7 @@ def _store_bias_gradient(
     db_ptr, dy_ptr, rows, n0, B, BN: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
     """db[n0:n0+BN] = the sums of dy [rows, B] down its columns, in a second look at what is in L2."""
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
     DEPTH: gl.constexpr = 2 * WARPS
     i_n = n0 + gl.arange(0, BN, gl.SliceLayout(0, wide))
     i_row = gl.arange(0, DEPTH, gl.SliceLayout(1, wide))
@@ -290,7 +290,7 @@ def consume(
         )  # fmt: skip
         # Always 0; what follows from it is not computed ahead of the loop, and then spilled.
         none = sound >> 1
-        w, of_each = W + none, L + none
+        w, of_each, now = W + none, L + none, epoch + none
         if HAS_IN:
             if kind == TILE_IN:
                 _finish_in(
@@ -300,15 +300,15 @@ def consume(
         if HAS_OUT:
             if kind == TILE_OUT:
                 _finish_out(
-                    acc, a, b, epoch, rank, w, of_each, D, S, tiles, chunks, table_ptr, bias_out_ptr,
+                    acc, a, b, now, rank, w, of_each, D, S, tiles, chunks, table_ptr, bias_out_ptr,
                     results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr, none,
                     HAS_BIAS and not BACKWARD, BANKS, BM, BN, ROWS, QUARTER,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
                 _finish_wgrad(
-                    acc, a, b, c, d, sound, epoch, earlier_use_ptr, rank, w, of_each, D, F, H, R, table_ptr,
-                    rows_ptr, hidden_ptr, saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr,
+                    acc, a, b, c, d, sound, now, earlier_use_ptr + none, rank, w, of_each, D, F, H, R,
+                    table_ptr, rows_ptr, hidden_ptr, saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr,
                     dweight_out_ptr, dbias_out_ptr, none, HAS_BIAS, BANKS, EARLIER_BANKS,
                     BM, BN, ROWS, QUARTER, WARPS,
                 )  # fmt: skip

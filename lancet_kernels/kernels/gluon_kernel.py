@@ -49,7 +49,7 @@ from lancet_kernels.kernels.gluon_consumer import consume
 from lancet_kernels.kernels.gluon_copies import copy
 from lancet_kernels.kernels.gluon_pipeline import TASK_WORDS
 from lancet_kernels.kernels.gluon_producer import produce
-from lancet_kernels.kernels.schedule import NUM_PUTS, NUM_TILES, VOID, tile_ptr
+from lancet_kernels.kernels.schedule import NUM_PUTS, NUM_TILES, VOID
 from lancet_kernels.kernels.tasks import num_wgrads
 
 
@@ -97,10 +97,9 @@ def gluon_overlap_kernel(
         num_puts = gl.load(table_ptr + NUM_PUTS)
     num_wgrad = 0
     if HAS_WGRAD:
-        num_wgrad = num_wgrads(L, D, F, H, BM, BN)
+        num_wgrad = num_wgrads(L, D, F, H, BM, BN) + own
     num_copies = gl.minimum(num_puts + dweight_blocks + reduce_blocks, limit)
     num_gemms = gl.minimum(dense_tiles + num_tiles * (tiles_in + tiles_out) + num_wgrad, limit)
-    put_expert_ptr = tile_ptr(table_ptr, W, W * L) + 2 * tiles
 
     element: gl.constexpr = rows_ptr.dtype.element_ty
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], element)
@@ -141,9 +140,9 @@ def gluon_overlap_kernel(
             BM, BN, BN_IN, BK, BW, STAGES, TASKS,
         )),
         (copy, (
-            use_ptr, copy_counter, earlier_use_ptr, table_ptr, report_ptr, rank + own, max_polls, num_copies,
-            num_puts, dweight_blocks, epoch, sound, W + own, L + own, gl.multiple_of(D + own, 16), R + own,
-            S + own, tiles + own, chunks + own, T + own, K + own, put_expert_ptr,
+            use_ptr, copy_counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_copies,
+            num_puts, dweight_blocks, epoch, sound, W, L, D, R,
+            S, tiles, chunks, T, K,
             source_ptr, token_ptr, scale_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr,
             released_ptr, results_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr,
             saved_results_ptr, dweight_ptr, HAS_PUT, HAS_REDUCE, HAS_DWEIGHT, SCALED, WEIGHTED, BANKS,
