@@ -184,7 +184,7 @@ def produce(
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
     STAGES: gl.constexpr, TASKS: gl.constexpr,
 ):  # fmt: skip
-    """The producer's partition: all tasks but puts, gradients of combine weights and reductions.
+    """The producer's partition: all tasks but puts and reductions.
 
     num_tasks: of these kinds. Their numbers are those of `tasks.py` in a launch without puts.
     """
@@ -201,7 +201,7 @@ def produce(
     i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     while i < num_tasks:
         kind, a, b, c, d = find_task(
-            i, 0, num_tiles, num_wgrad, 0, dense_tiles, num_problems, tiles_in, tiles_out, lag, 1, 1,
+            i, 0, num_tiles, num_wgrad, dense_tiles, num_problems, tiles_in, tiles_out, lag, 1, 1,
             problems_ptr, table_ptr, table_ptr, chunks, L, D, F, H,
             False, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN,
         )  # fmt: skip

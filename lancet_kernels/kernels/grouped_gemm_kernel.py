@@ -90,7 +90,7 @@ def grouped_gemm_dx_kernel(
         expert, first, rows, m0, i_n = locate(tile, rows_L, first_L, end_L, num_n, GROUPS, GROUP_M, BM)
         dgrad_tile(
             dy_ptr + first * K, w_ptr + expert.to(tl.int64) * K * N, pre_ptr + first * ld_out,
-            out_ptr + first * ld_out, out_ptr, rows, m0, i_n * BN, K, N, ACT, False, UPCAST, TMA, BM, BN, BK,
+            out_ptr + first * ld_out, rows, m0, i_n * BN, K, N, ACT, UPCAST, TMA, BM, BN, BK,
         )  # fmt: skip
 
 
