@@ -56,7 +56,7 @@ def specimen(
     constexprs: dict[str, object] = {stage: stage in stages for stage in (*STAGES, *stages)}
     constexprs |= {
         "DENSE_KINDS": DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
-        "SAVE_PRE": True, "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
+        "SAVE_PRE": True, "BANKS": 2, "EARLIER_BANKS": 2,
         "BM": tile.block_m, "BN": tile.block_n, "BN_IN": columns_in, "BK": tile.block_k, "BW": PES,
         "STAGES": tile.num_stages, "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block, "TASKS": TASKS, "WARPS": tile.num_warps,

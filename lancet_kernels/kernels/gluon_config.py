@@ -10,10 +10,10 @@ from lancet_kernels.kernels.overlap_config import OverlapConfig
 
 # Warps that copy, in one warpgroup with the one that loads by TMA.
 COPY_WARPS = 2
-# Registers of a thread of their warpgroup; the consumers have 200. More warps would not compile: with 512
+# Registers of a thread of their warpgroup; the consumers have 208. More warps would not compile: with 512
 # threads a kernel starts with 128 registers in each, and ptxas refuses a wgmma with as many accumulators.
-PRODUCER_REGISTERS = 104
-COPY_REGISTERS = 104
+PRODUCER_REGISTERS = 88
+COPY_REGISTERS = 88
 # Bytes of a thread that may be spilled: what a partition computes once, or once a tile. While partitions
 # begin, threads have 24 registers, and epilogues need what the accumulators leave. The largest seen is 392
 # (backward with swiglu, Triton 3.6; 172 with 3.9; 2026-11-22). A test sees to it that the loops over the
@@ -30,8 +30,8 @@ def hopper_config(programs: int = 1) -> OverlapConfig:
         HOPPER_TILE,
         put_rows=4,
         put_block=1024,
-        reduce_tokens=8,
-        reduce_block=256,
+        reduce_tokens=4,
+        reduce_block=512,
         programs=programs,
         tma=True,
         bodies="gluon",

@@ -1,4 +1,4 @@
-"""The copy warps of the Hopper kernel: puts, gradients of combine weights, and reductions.
+"""The copy warps of the Hopper kernel: puts and reductions.
 
 Loads and stores are 16 bytes a thread. Every program has copy warps, so all put at first; how much of a put
 each has in flight is PUT_ROWS * PUT_BLOCK.
@@ -7,20 +7,22 @@ each has in flight is PUT_ROWS * PUT_BLOCK.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lancet_kernels.kernels.overlap_tasks import dweight_block, put_chunk, reduce_block
+from lancet_kernels.kernels.overlap_tasks import put_chunk, reduce_block
+from lancet_kernels.kernels.schedule import tile_ptr
 
 
 @gluon.jit
 def copy(
-    use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_tasks, num_puts,
-    dweight_blocks, epoch, sound, W, L, D, R, S, tiles, chunks, T, K, put_expert_ptr,
-    source_ptr, token_ptr, scale_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
-    results_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, saved_results_ptr, dweight_ptr,
-    HAS_PUT: gl.constexpr, HAS_REDUCE: gl.constexpr, HAS_DWEIGHT: gl.constexpr, SCALED: gl.constexpr,
-    WEIGHTED: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr, BM: gl.constexpr,
-    PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr, WARPS: gl.constexpr,
+    use_ptr, counter, table_ptr, report_ptr, rank, max_polls, num_tasks, num_puts,
+    epoch, sound, W, L, D, R, tiles, chunks, T, K,
+    source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
+    row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr, dots_ptr,
+    spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr,
+    HAS_PUT: gl.constexpr, HAS_REDUCE: gl.constexpr, BACKWARD: gl.constexpr, BANKS: gl.constexpr,
+    BM: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The partition of the copy warps: all puts, then gradients of combine weights, then reductions.
+    """The partition of the copy warps: all puts, then reductions.
 
     num_tasks: of these kinds, numbered in that order.
     """
@@ -29,30 +31,27 @@ def copy(
     # A loop for each kind: what one computes ahead of its loop takes no registers of the others.
     if HAS_PUT:
         while i < gl.minimum(num_puts, num_tasks):
+            none = i >> 31
+            put_expert_ptr = tile_ptr(table_ptr, W, W * L) + 2 * tiles + i
             put_chunk(
-                gl.load(put_expert_ptr + i), gl.load(put_expert_ptr + chunks + i), epoch, rank, W, L, D, R,
-                tiles, table_ptr, source_ptr, token_ptr, scale_ptr, rows_ptr, rows_ptr, rows_peers_ptr,
-                arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr, BANKS, SCALED, False,
-                BM, PUT_ROWS, PUT_BLOCK,
+                gl.load(put_expert_ptr), gl.load(put_expert_ptr + chunks), epoch, rank + none, W + none,
+                L + none, gl.multiple_of(D + none, 16), R + none, tiles + none, table_ptr, source_ptr,
+                token_ptr, send_weights_ptr, rows_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
+                row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
+                BANKS, BACKWARD, False, BM, PUT_ROWS, PUT_BLOCK,
                 gl.arange(0, PUT_ROWS, gl.SliceLayout(1, wide)),
                 gl.arange(0, PUT_BLOCK, gl.SliceLayout(0, wide)),
-            )  # fmt: skip
-            i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
-    if HAS_DWEIGHT:
-        earlier = gl.load(earlier_use_ptr) % EARLIER_BANKS
-        while i < gl.minimum(num_puts + dweight_blocks, num_tasks):
-            dweight_block(
-                i - num_puts, D, T, K, source_ptr, saved_results_ptr + earlier * S * D, row_ptr, dweight_ptr,
-                BT, BD, gl.arange(0, BT, gl.SliceLayout(1, wide)),
-                gl.arange(0, BD, gl.SliceLayout(0, wide)),
+                gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0])),
             )  # fmt: skip
             i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     if HAS_REDUCE:
         while i < num_tasks:
+            none = i >> 31
             reduce_block(
-                i - num_puts - dweight_blocks, epoch, rank, sound, W, L, D, S, T, K, chunks, table_ptr,
-                results_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, max_polls, report_ptr,
-                WEIGHTED, False, BANKS, BM, BT, BD,
+                i - num_puts, epoch + none, rank + none, sound, W + none, L + none,
+                gl.multiple_of(D + none, 16), T + none, K + none, chunks + none, table_ptr, results_ptr,
+                dots_ptr, spoiled_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr,
+                max_polls, report_ptr, BACKWARD, False, BANKS, BM, BT, BD,
                 gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),
             )  # fmt: skip
             i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)

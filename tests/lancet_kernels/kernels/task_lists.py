@@ -9,8 +9,8 @@ from lancet_kernels.kernels import tasks
 from lancet_kernels.kernels.schedule import FAN_LAG
 from lancet_kernels.kernels.tasks import LaunchShape
 
-PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE, DWEIGHT, FAN = (
-    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE DWEIGHT FAN".split()
+PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE, FAN = (
+    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE FAN".split()
 )
 Task = tuple[int, ...]
 Key = tuple[int, int]  # local expert, tile of the expert
@@ -84,7 +84,6 @@ def others(
 
     dense: (row tiles, column tiles) of each independent GEMM; wgrads: tasks of the weight gradients.
     """
-    yield from ((None, (DWEIGHT, block)) for block in range(shape.dweight_blocks))
     for problem, (rows, columns) in enumerate(dense):
         yield from ((None, (DENSE, problem, m, n)) for m in range(rows) for n in range(columns))
     lag = min(shape.lag, len(tiles))
