@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from triton.experimental.gluon import language as gl
 
-from lancet_kernels.compiling.overlap_specimens import DENSE, FUSED, PES, SHORT, STAGES, TYPES
+from lancet_kernels.compiling.overlap_specimens import CHOICES, DENSE, FUSED, PES, SHORT, STAGES, TYPES
 from lancet_kernels.compiling.specimen import Specimen, pointers
 from lancet_kernels.kernels.gluon_config import (
     COPY_REGISTERS,
@@ -37,6 +37,7 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "", activation="silu")
         yield specimen(fused, "", activation="swiglu")
         yield specimen(fused, "", dtype=torch.float16)
+        yield specimen(fused, "", dedup=True)
 
 
 def specimen(
@@ -46,9 +47,10 @@ def specimen(
     activation: str = "gelu",
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = True,
+    dedup: bool = False,
     config: OverlapConfig | None = None,
 ) -> Specimen:
-    """The Hopper kernel with the stages `fused` and independent GEMMs `riders`."""
+    """The Hopper kernel with the stages `fused` and independent GEMMs `riders`. dedup: duplicates once."""
     stages, backward = FUSED[fused]
     config = config or hopper_config()
     tile = config.gemm
@@ -60,6 +62,7 @@ def specimen(
         "BM": tile.block_m, "BN": tile.block_n, "BN_IN": columns_in, "BK": tile.block_k, "BW": PES,
         "STAGES": tile.num_stages, "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block, "TASKS": TASKS, "WARPS": tile.num_warps,
+        "DEDUP": CHOICES if dedup and "HAS_PUT" in stages else 0,
         "COPY_WARPS": COPY_WARPS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS,
     }  # fmt: skip
     arguments = [name for name in gluon_overlap_kernel.arg_names if name not in constexprs]
@@ -70,7 +73,8 @@ def specimen(
         signature[name] = f"tensordesc<{SHORT[dtype]}{box},{layout!r}>"
     return Specimen(
         name="gluon_overlap",
-        config=f"{fused}{riders} {activation} {SHORT[dtype]} {tile}{'' if bias else ' no bias'}",
+        config=f"{fused}{riders} {activation} {SHORT[dtype]} {tile}{'' if bias else ' no bias'}"
+        f"{' dedup' if dedup else ''}",
         kernel=gluon_overlap_kernel,
         signature=signature,
         constexprs=constexprs,

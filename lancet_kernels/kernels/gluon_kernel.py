@@ -23,7 +23,8 @@ still multiply, and long before their epilogue.
 
 Why one resident program per PE is enough. Its warps are resident together, so its copy warps and its producer
 are two chains that both go on. A put waits for nothing that this use makes: only for a release of an earlier
-use. So all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. Of the GEMM
+use. So all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. FANs stand
+among the puts, and wait for puts only: `schedule.py` says why both come to an end then. Of the GEMM
 tasks, take the unfinished one with the smallest number on a PE. It waits for rows, or for the words of tasks
 with smaller numbers, which are finished. The producer that claimed it has claimed only smaller numbers
 before, and waits for nothing else of them: loads need an empty stage, a hand-over an empty place, and the
@@ -67,6 +68,7 @@ def gluon_overlap_kernel(
     rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr,
     results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, spoiled_ptr,
+    origin_ptr, origin_peers_ptr, fanned_ptr,
     bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, row_dots_ptr, ready_ptr, done_ptr,
     saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr, problems_ptr,
@@ -78,7 +80,7 @@ def gluon_overlap_kernel(
     BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
     STAGES: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr,
-    TASKS: gl.constexpr, WARPS: gl.constexpr, COPY_WARPS: gl.constexpr,
+    DEDUP: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr, COPY_WARPS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One launch. Arguments are those of `overlap_kernel`, but for two counters and the descriptors.
@@ -96,6 +98,8 @@ def gluon_overlap_kernel(
     num_puts = 0
     if HAS_PUT:
         num_puts = gl.load(table_ptr + NUM_PUTS)
+        if DEDUP > 0:
+            num_puts += num_tiles
     num_wgrad = 0
     if HAS_WGRAD:
         num_wgrad = num_wgrads(L, D, F, H, BM, BN) + own
@@ -135,11 +139,11 @@ def gluon_overlap_kernel(
             use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank + own, max_polls, num_gemms,
             num_tiles, num_wgrad, epoch, sound, W + own, L + own, D + own, F + own, H + own, R + own,
             tiles + own, chunks, tiles_in + own, tiles_out + own, lag, dense_tiles, num_problems, rows_ptr,
-            arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, problems_ptr,
+            arrived_ptr, fanned_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, problems_ptr,
             rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
             a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
             HAS_IN, HAS_OUT, HAS_WGRAD, DENSE_KINDS, BACKWARD, PAIR, BANKS, EARLIER_BANKS,
-            BM, BN, BN_IN, BK, BW, STAGES, TASKS,
+            BM, BN, BN_IN, BK, BW, STAGES, TASKS, DEDUP,
         )),
         (copy, (
             use_ptr, copy_counter, table_ptr, report_ptr, rank, max_polls, num_copies,
@@ -147,6 +151,7 @@ def gluon_overlap_kernel(
             source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
             row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr, dots_ptr,
             spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr,
-            HAS_PUT, HAS_REDUCE, BACKWARD, BANKS, BM, PUT_ROWS, PUT_BLOCK, BT, BD, COPY_WARPS,
+            origin_ptr, origin_peers_ptr, fanned_ptr,
+            HAS_PUT, HAS_REDUCE, BACKWARD, BANKS, BM, BW, PUT_ROWS, PUT_BLOCK, BT, BD, DEDUP, COPY_WARPS,
         )),
     ], [1, COPY_WARPS], [PRODUCER_REGISTERS, COPY_REGISTERS])  # fmt: skip
