@@ -28,9 +28,9 @@ def hopper_config(programs: int = 1) -> OverlapConfig:
     """The default. A put step is 8 KiB, which each program has in flight; all of them put."""
     return OverlapConfig(
         HOPPER_TILE,
-        put_rows=4,
+        put_rows=2,
         put_block=1024,
-        reduce_tokens=4,
+        reduce_tokens=2,
         reduce_block=512,
         programs=programs,
         tma=True,

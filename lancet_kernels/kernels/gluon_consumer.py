@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from lancet_kernels.kernels import device
 from lancet_kernels.kernels.gemm_tile import NN, NT, TN, activate, dgelu, dsilu, quarters, silu
-from lancet_kernels.kernels.gluon_pipeline import multiply_steps, take_task
+from lancet_kernels.kernels.gluon_pipeline import await_task, multiply_steps, take_task
 from lancet_kernels.kernels.gluon_shim import view
 from lancet_kernels.kernels.overlap_tasks import finish_ready, poison_wgrad, result_rows, return_tile
 from lancet_kernels.kernels.overlap_tiles import dense_problem, wgrad_operands, wgrad_results
@@ -277,14 +277,15 @@ def consume(
     FORMS: gl.constexpr = OF_TILES | (4 if HAS_WGRAD else 0) | DENSE_KINDS
     it = 0
     j = 0
-    kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
+    kind, form, steps = await_task(j, tasks, task_full, TASKS, WARPS)
     while kind >= 0:
         acc, it = _product(
             it, steps, form, a_bufs, b_bufs, a_across, b_across, empty, full, FORMS, MMA, STAGES, BM, BN
         )  # fmt: skip
+        a, b, c, d, sound = take_task(j, tasks, task_empty, TASKS, WARPS)
         # Always 0; what follows from it is not computed ahead of the loop, and then spilled.
         none = sound >> 1
-        w, of_each, now = W + none, L + none, epoch + none
+        w, of_each, now = device.opaque(W), device.opaque(L), epoch + none
         if HAS_IN:
             if kind == TILE_IN:
                 _finish_in(
@@ -294,16 +295,16 @@ def consume(
         if HAS_OUT:
             if kind == TILE_OUT:
                 _finish_out(
-                    acc, a, b, now, rank, w, of_each, D, S, tiles, chunks, table_ptr, bias_out_ptr,
-                    results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr, none,
-                    HAS_BIAS and not BACKWARD, BANKS, BM, BN, ROWS, QUARTER,
+                    acc, a, b, now, rank, w, of_each, D, device.opaque(S), tiles, chunks, table_ptr,
+                    bias_out_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
+                    none, HAS_BIAS and not BACKWARD, BANKS, BM, BN, ROWS, QUARTER,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
                 _finish_wgrad(
-                    acc, a, b, c, d, sound, now, earlier_use_ptr + none, rank, w, of_each, D, F, H, R, table_ptr,
-                    rows_ptr, hidden_ptr, saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr,
-                    dweight_out_ptr, dbias_out_ptr, none, HAS_BIAS, BANKS, EARLIER_BANKS,
+                    acc, a, b, c, d, sound, now, earlier_use_ptr + none, rank, w, of_each, D, F, H, R,
+                    table_ptr, rows_ptr, hidden_ptr, saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr,
+                    dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, none, HAS_BIAS, BANKS, EARLIER_BANKS,
                     BM, BN, ROWS, QUARTER, WARPS,
                 )  # fmt: skip
         if DENSE_KINDS != 0:
@@ -313,4 +314,4 @@ def consume(
                 p_row = c_ptr + i.to(gl.int64) * N
                 _store_tile(acc, p_row, i < M, c_ptr, c * BN, N, False, BM, BN, ROWS, QUARTER)
         j += 1
-        kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
+        kind, form, steps = await_task(j, tasks, task_full, TASKS, WARPS)

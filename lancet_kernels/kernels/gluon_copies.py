@@ -7,6 +7,7 @@ each has in flight is PUT_ROWS * PUT_BLOCK.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from lancet_kernels.kernels.device import opaque
 from lancet_kernels.kernels.overlap_tasks import dweight_block, put_chunk, reduce_block
 from lancet_kernels.kernels.schedule import tile_ptr
 
@@ -25,38 +26,37 @@ def copy(
 
     num_tasks: of these kinds, numbered in that order.
     """
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
     i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
-    # A loop for each kind: what one computes ahead of its loop takes no registers of the others.
+    # A loop for each kind, with opaque sizes: what one computes takes no registers of the others.
     if HAS_PUT:
         while i < gl.minimum(num_puts, num_tasks):
-            none = i >> 31
-            put_expert_ptr = tile_ptr(table_ptr, W, W * L) + 2 * tiles + i
+            w, of_each, in_all = opaque(W), opaque(L), opaque(tiles)
+            put_expert_ptr = tile_ptr(table_ptr, w, w * of_each) + 2 * in_all + i
             put_chunk(
-                gl.load(put_expert_ptr), gl.load(put_expert_ptr + chunks), epoch, rank + none, W + none,
-                L + none, gl.multiple_of(D + none, 16), R + none, tiles + none, table_ptr, source_ptr, token_ptr, scale_ptr, rows_ptr, rows_ptr, rows_peers_ptr,
-                arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr, BANKS, SCALED, False,
-                BM, PUT_ROWS, PUT_BLOCK,
+                gl.load(put_expert_ptr), gl.load(put_expert_ptr + opaque(chunks)), epoch, rank, w, of_each,
+                gl.multiple_of(opaque(D), 16), opaque(R), in_all, table_ptr, source_ptr, token_ptr, scale_ptr,
+                rows_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, max_polls,
+                report_ptr, BANKS, SCALED, False, BM, PUT_ROWS, PUT_BLOCK,
                 gl.arange(0, PUT_ROWS, gl.SliceLayout(1, wide)),
                 gl.arange(0, PUT_BLOCK, gl.SliceLayout(0, wide)),
             )  # fmt: skip
             i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     if HAS_DWEIGHT:
-        earlier = gl.load(earlier_use_ptr) % EARLIER_BANKS
         while i < gl.minimum(num_puts + dweight_blocks, num_tasks):
-            none = i >> 31
+            s, d = opaque(S), gl.multiple_of(opaque(D), 16)
+            earlier = gl.load(earlier_use_ptr) % EARLIER_BANKS
             dweight_block(
-                i - num_puts, gl.multiple_of(D + none, 16), T + none, K + none, source_ptr, saved_results_ptr + earlier * S * D, row_ptr, dweight_ptr,
-                BT, BD, gl.arange(0, BT, gl.SliceLayout(1, wide)),
-                gl.arange(0, BD, gl.SliceLayout(0, wide)),
+                i - num_puts, d, opaque(T), opaque(K), source_ptr, saved_results_ptr + earlier * s * d,
+                row_ptr, dweight_ptr, BT, BD,
+                gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),
             )  # fmt: skip
             i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     if HAS_REDUCE:
         while i < num_tasks:
-            none = i >> 31
             reduce_block(
-                i - num_puts - dweight_blocks, epoch + none, rank + none, sound, W + none, L + none,
-                gl.multiple_of(D + none, 16), S + none, T + none, K + none, chunks + none, table_ptr,
+                i - num_puts - dweight_blocks, epoch, rank, sound, opaque(W), opaque(L),
+                gl.multiple_of(opaque(D), 16), opaque(S), opaque(T), opaque(K), opaque(chunks), table_ptr,
                 results_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, max_polls, report_ptr,
                 WEIGHTED, False, BANKS, BM, BT, BD,
                 gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),

@@ -88,16 +88,13 @@ def gluon_overlap_kernel(
     # What an earlier launch of this use should have made is missing if one of its waits failed.
     sound = ((device.failed(report_ptr) == 0) & (gl.load(table_ptr + VOID) == 0)).to(gl.int32)
     num_tiles = gl.load(table_ptr + NUM_TILES)
-    # What follows from an argument in several partitions is computed ahead of all of them, by threads that
-    # have 24 registers there, and spilled. Through this 0 (VOID is 0 or 1) sizes of the partitions with one
-    # job each are values that no other partition shares.
-    own = gl.load(table_ptr + VOID) >> 1
     num_puts = 0
     if HAS_PUT:
         num_puts = gl.load(table_ptr + NUM_PUTS)
     num_wgrad = 0
     if HAS_WGRAD:
-        num_wgrad = num_wgrads(L, D, F, H, BM, BN) + own
+        # Opaque: else it would be computed in every partition again.
+        num_wgrad = device.opaque(num_wgrads(L, D, F, H, BM, BN))
     num_copies = gl.minimum(num_puts + dweight_blocks + reduce_blocks, limit)
     num_gemms = gl.minimum(dense_tiles + num_tiles * (tiles_in + tiles_out) + num_wgrad, limit)
 
@@ -130,9 +127,9 @@ def gluon_overlap_kernel(
             BM, BN, BN_IN, BK, STAGES, TASKS, WARPS,
         )),
         (produce, (
-            use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank + own, max_polls, num_gemms,
-            num_tiles, num_wgrad, epoch, sound, W + own, L + own, D + own, F + own, H + own, R + own,
-            tiles + own, chunks, tiles_in + own, tiles_out + own, lag, dense_tiles, num_problems, rows_ptr,
+            use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_gemms,
+            num_tiles, num_wgrad, epoch, sound, W, L, D, F, H, R,
+            tiles, chunks, tiles_in, tiles_out, lag, dense_tiles, num_problems, rows_ptr,
             arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr, problems_ptr,
             rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
             a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
