@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.exchange import Exchange, ResultBuffers
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
@@ -62,6 +62,7 @@ class FusedMemory:
         self.memory = memory
         self.layers = 0
         self._backward: dict[tuple, Exchange] = {}
+        self._buffers: dict[tuple, ResultBuffers] = {}
 
     @classmethod
     def of(cls, group: str, device: torch.device, timeout_s: float) -> FusedMemory:
@@ -98,6 +99,13 @@ class FusedMemory:
             self._backward[key] = Exchange(self.memory, name, **sizes)
         return self._backward[key]
 
+    def buffers(self, **sizes) -> ResultBuffers:
+        """What all exchanges of these sizes need only while a launch runs; launches are in one stream."""
+        key = tuple(sorted(sizes.items(), key=str))
+        if key not in self._buffers:
+            self._buffers[key] = ResultBuffers(self.memory, f"buffers{len(self._buffers)}", **sizes)
+        return self._buffers[key]
+
 
 class LayerExchange:
     """The exchanges of one layer, created when a pass first needs them (collective, like the pass itself).
@@ -116,12 +124,19 @@ class LayerExchange:
     Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R rows
     received at most (W * max_tokens * min(K, L), or receive_factor * S)
 
-        of a layer, once                banks * (R + S) * D      rows received, results that came back
-        of each pass, to its backward   R * (H + F)              values before and after the activation
-        of all layers together          2 * (R + S) * D          the backward exchange
+        of a layer, once                banks * R * D            rows received
+        of each pass, to its backward   R * H                    values before the activation
+        of all layers together          (2 * R + S) * D          the backward's rows, results that came back
+        while a launch runs             R * F, in a backward R * (H + F)
 
-    besides some bytes for each choice (28, of the routing) and some words for each tile. A pass keeps neither
-    its tokens nor the rows to send. Under activation checkpointing a pass keeps nothing.
+    besides some bytes for each row (4 * banks) and choice (28, of the routing), and some words for each tile.
+    A pass keeps neither its tokens nor the rows to send. Under activation checkpointing it keeps nothing.
+    Values after the activation are computed again in the backward, where those before it are at hand for the
+    gradient; the gradient of the combine weights needs no results (`kernels.overlap_tiles`).
+
+    Example: bfloat16, swiglu, one bank, balanced (receive_factor 1, so R = S = T K): 2 TKD + 4 TKF bytes for
+    each layer. Keeping x instead of the rows received would be 2 TD, and would send x again in the backward:
+    half as much again as dy and dx.
     """
 
     def __init__(
@@ -172,13 +187,17 @@ class LayerExchange:
                 self.width, self.hidden, self.activation, like.dtype, like.device
             )
             send_rows, receive_rows = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
-            sizes: dict[str, Any] = {
-                "local_experts": self.local_experts,
+            of_rows: dict[str, Any] = {
                 "send_rows": send_rows,
                 "receive_rows": receive_rows,
                 "width": self.width,
                 "dtype": like.dtype,
+            }
+            sizes: dict[str, Any] = {
+                **of_rows,
+                "local_experts": self.local_experts,
                 "chunk_rows": config.gemm.block_m,
+                "buffers": memory.buffers(**of_rows),
                 "timeout_s": self.timeout_s,
             }
             memory.layers += 1

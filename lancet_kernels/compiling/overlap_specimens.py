@@ -23,26 +23,31 @@ from lancet_kernels.kernels.schedule import TILES_AT_ONCE, exchange_counts_kerne
 
 # Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
 _INTEGERS = (
-    "counter copy_counter rank limit W L D F H R S tiles chunks T K tiles_in tiles_out lag dweight_blocks "
+    "counter copy_counter rank limit W L D F H R S tiles chunks T K tiles_in tiles_out lag "
     "dense_tiles num_problems reduce_blocks programs comm_programs"
 ).split()
+_FLOATS = [
+    f"{name}_ptr" for name in "send_weights row_weights row_dots dots dots_stage weight dweight".split()
+]
 TYPES = {
     **dict.fromkeys(_INTEGERS, "i32"),
     **dict.fromkeys(("table_ptr", "token_ptr"), "*i32"),
-    **dict.fromkeys(("scale_ptr", "weight_ptr", "dweight_ptr"), "*fp32"),
+    **dict.fromkeys(_FLOATS, "*fp32"),
     "max_polls": "i64",
 }
-_WORDS = "use earlier_use report arrived released returned ready done expert row problems".split()
+_WORDS = "use earlier_use report arrived released returned ready done expert row problems spoiled".split()
 TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
-TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned")}
-STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE", "HAS_DWEIGHT")
+TYPES |= {
+    f"{name}_peers_ptr": "*i64" for name in ("rows", "row_weights", "arrived", "results", "dots", "returned")
+}
+STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE")
 # What is fused -> (stages in the launch, backward); one launch per direction, or its two halves.
 FUSED = {
     "forward": (("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_REDUCE"), False),
     "backward": (STAGES, True),
     "dispatch+gemm": (("HAS_PUT", "HAS_IN"), False),
     "gemm+combine": (("HAS_OUT", "HAS_REDUCE"), False),
-    "backward dispatch+gemm": (("HAS_PUT", "HAS_IN", "HAS_DWEIGHT"), True),
+    "backward dispatch+gemm": (("HAS_PUT", "HAS_IN"), True),
     "backward gemm+combine": (("HAS_OUT", "HAS_WGRAD", "HAS_REDUCE"), True),
 }
 # Independent GEMMs that ride along: what `overlap.dense_kinds` gives.
@@ -167,7 +172,7 @@ def specimen(
     constexprs: dict[str, object] = {stage: stage in stages for stage in (*STAGES, *stages)}
     constexprs |= {
         "DENSE_KINDS": DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
-        "SAVE_PRE": True, "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
+        "SAVE_PRE": True, "BANKS": 2, "EARLIER_BANKS": 2,
         "NVSHMEM": nvshmem, "UPCAST": False, "TMA": tma,
         "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k, "BW": PES,
         "BN_IN": first_columns(tile, activation, backward=backward),

@@ -60,16 +60,15 @@ def low_word(seen):
 
 @triton.jit
 def put_rows(
-    region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, scale_ptr, num_rows, D,
-    SCALED: tl.constexpr, NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
+    region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, num_rows, D,
+    NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
     i_row=None, i_column=None,
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
 
-    With SCALED, row i is multiplied by scale[i] in float32 and rounded once. Over NVSHMEM the rows go through
-    `stage`, [ROWS, D] for this call alone, which must stay until `quiet`. It is symmetric memory: a network
-    card reads only what is registered with it, which what torch allocates is not. i_row, i_column: 0 to ROWS
-    and 0 to BLOCK, from a Gluon kernel, which lays out its blocks itself.
+    Over NVSHMEM the rows go through `stage`, [ROWS, D] for this call alone, which must stay until `quiet`. It
+    is symmetric memory: a network card reads only what is registered with it, which what torch allocates is
+    not. i_row, i_column: 0 to ROWS and 0 to BLOCK, from a Gluon kernel, which lays out its blocks itself.
     Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
     """
     base = tl.load(peers_ptr + peer)
@@ -83,20 +82,35 @@ def put_rows(
         i_column = tl.arange(0, BLOCK)
     m_row = i_row < num_rows
     row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
-    if SCALED:
-        scale = tl.load(scale_ptr + i_row, mask=m_row, other=0.0).to(tl.float32)
     for d in range(0, D, BLOCK):
         i_d = d + i_column
         m = m_row[:, None] & (i_d < D)[None, :]
         # [ROWS, BLOCK]
         b_x = tl.load(source_ptr + row[:, None] * D + i_d[None, :], mask=m)
-        if SCALED:
-            b_x = (b_x.to(tl.float32) * scale[:, None]).to(region_ptr.dtype.element_ty)
         tl.store(target_ptr + i_row[:, None].to(tl.int64) * D + i_d[None, :], b_x, mask=m)
     if NVSHMEM:
         if base == 0:
             tl.debug_barrier()
             nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
+
+
+@triton.jit
+def put_words(
+    region_ptr, peers_ptr, peer, offset, source_ptr, num, NVSHMEM: tl.constexpr, SIZE: tl.constexpr, i=None
+):  # fmt: skip
+    """Copy source[:num] (num <= SIZE) to `offset` of the peer's region.
+
+    source: symmetric memory, where no pointer reaches the peer, that stays until `quiet`. i: 0 to SIZE, from
+    a Gluon kernel, which lays out its blocks itself.
+    """
+    base = tl.load(peers_ptr + peer)
+    if NVSHMEM and base == 0:
+        nvshmem_device.put_row(region_ptr + offset, source_ptr, num, peer)
+    else:
+        if i is None:
+            i = tl.arange(0, SIZE)
+        value = tl.load(source_ptr + i, mask=i < num)
+        tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
 
 
 @triton.jit

@@ -7,17 +7,21 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
     rows     [B, R, D]            rows received, by local expert, then source, then slot
     arrived  [B, tiles, W]        word(epoch, 0): what source w sends into that tile of rows is here
-    results  [B, S, D]            what the experts made of the rows that this PE sent, in the order of sending
+    row_weights [B, R]            in a backward: what each of these rows counts in its token's sum, float32
+    results  [S, D]               what the experts made of the rows that this PE sent, in the order of sending
+    dots     [S]                  in a backward: gradients of the weights of these rows, float32
     returned [B, chunks]          word(epoch, 0): the results of that chunk are here
     counts   [B, W, E]            rows of PE w for every expert; counted [B, W]: word(epoch, 0): they are here
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
-    stage    [S, D], [R, D]       only where NVSHMEM carries rows: those sent, and results, on their way out
+    stages   [S, D], [S], [R, D], [R]    only where NVSHMEM carries rows: those sent with their weights, and
+                                  results with their dots, on their way out
 
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
 3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
-or rows of epoch e it waits until the peer has released epoch e - B of that bank. Results need no credit of
-their own: a PE returns results of epoch e only after it saw the source's rows of epoch e, and the source
-sends those only when it is through with its results of epoch e - B.
+or rows of epoch e it waits until the peer has released epoch e - B of that bank. Results need neither banks
+nor a credit of their own: a PE returns results of epoch e only after it saw the source's rows of epoch e, and
+the source sends those in a launch behind the one that read its last results. That holds for passes through
+any exchange, so all layers have one region of results (`ResultBuffers`).
 
 The epoch lives in device memory, so a captured CUDA graph counts on in every replay; the host only checks
 that no more than B uses are open, since another one would wait for a release that comes after it.
@@ -30,6 +34,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -84,6 +89,51 @@ class Use:
         return FIRST_COUNTER + self.launches - 1
 
 
+class ResultBuffers:
+    """What an exchange needs only while a launch runs: results, dots, stages. Collective to make.
+
+    Exchanges of the same sizes share them, if every PE launches their passes one behind the other: in one
+    stream, or in streams that wait for each other.
+
+    Attributes:
+        spoiled: int64 [1] on the device: not 0 once a wait in a pass through any of these exchanges failed.
+            What that pass waited for may still come, among results of a later one: all are NaN from then on.
+    """
+
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        name: str,
+        *,
+        send_rows: int,
+        receive_rows: int,
+        width: int,
+        dtype: torch.dtype,
+    ) -> None:
+        def region(what: str, *shape: int, of: torch.dtype = torch.float32) -> Region:
+            return memory.allocate(f"{name}.{what}", shape, of)
+
+        self.results, self.dots = region("results", send_rows, width, of=dtype), region("dots", send_rows)
+        self.spoiled = torch.zeros(1, dtype=torch.int64, device=memory.device)
+        self.stage: Stage | None = None
+        if memory.far:
+            self.stage = Stage(
+                region("stage of rows", send_rows, width, of=dtype),
+                region("stage of weights", send_rows),
+                region("stage of results", receive_rows, width, of=dtype),
+                region("stage of dots", receive_rows),
+            )
+
+
+class Stage(NamedTuple):
+    """Symmetric memory from which NVSHMEM sends."""
+
+    rows: Region
+    weights: Region
+    results: Region
+    dots: Region
+
+
 class Exchange:
     """The regions above on every PE. Collective: every PE makes the same one in the same order.
 
@@ -92,6 +142,7 @@ class Exchange:
         local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
+        buffers: of the same sizes, shared with other exchanges; None: its own.
         timeout_s: how long a wait may last.
     """
 
@@ -107,6 +158,7 @@ class Exchange:
         dtype: torch.dtype,
         chunk_rows: int,
         banks: int = 2,
+        buffers: ResultBuffers | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         if banks < 1:
@@ -119,7 +171,11 @@ class Exchange:
         self.tiles = most_tiles(receive_rows, local_experts, chunk_rows)
         self.chunks = most_chunks(send_rows, experts, chunk_rows)
         self.rows = self._region("rows", (banks, receive_rows, width), dtype)
-        self.results = self._region("results", (banks, send_rows, width), dtype)
+        self.row_weights = self._region("weights of rows", (banks, receive_rows), torch.float32)
+        self.buffers = buffers or ResultBuffers(
+            memory, name, send_rows=send_rows, receive_rows=receive_rows, width=width, dtype=dtype
+        )
+        self.results = self.buffers.results
         self.arrived = self._region("arrived", (banks, self.tiles, self.world))
         self.returned = self._region("returned", (banks, self.chunks))
         self.counts = self._region("counts", (banks, self.world, experts), torch.int32)
@@ -130,12 +186,6 @@ class Exchange:
         self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
-        self.stage: tuple[Region, Region] | None = None
-        if self.nvshmem:
-            self.stage = (
-                self._region("stage of rows", (send_rows, width), dtype),
-                self._region("stage of results", (receive_rows, width), dtype),
-            )
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}

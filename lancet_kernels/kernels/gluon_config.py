@@ -21,6 +21,9 @@ COPY_REGISTERS = 88
 SPILLS_BESIDE_LOOPS = 512
 # Tasks that the producer may be ahead by.
 TASKS = 2
+# Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.
+SHARED_BYTES = 227 * 1024
+EPILOGUE_BYTES = 17 * 1024
 HOPPER_TILE = GemmConfig(128, 256, 64, 8, 4)
 
 
@@ -36,6 +39,12 @@ def hopper_config(programs: int = 1) -> OverlapConfig:
         tma=True,
         bodies="gluon",
     )
+
+
+def put_slots(stages: int, stage_elements: int, step_elements: int) -> int:
+    """Steps of a put that a program has on the way: as many as fit beside operands and epilogue, up to 16."""
+    free = SHARED_BYTES - EPILOGUE_BYTES - 2 * stages * stage_elements
+    return max(2, min(16, free // (2 * step_elements)))
 
 
 def total_warps(tile: GemmConfig) -> int:

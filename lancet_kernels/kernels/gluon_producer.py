@@ -103,7 +103,7 @@ def _load_out(
 @gluon.jit
 def _load_wgrad(
     it, j, which, local, m, n, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, tiles, table_ptr,
-    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr, max_polls, report_ptr,
+    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, max_polls, report_ptr,
     a_across, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
@@ -116,7 +116,7 @@ def _load_wgrad(
         here = here & wait_ready(tiles + local, columns, rank, ready_ptr, max_polls, report_ptr, True)
     x_ptr, dy_ptr, A, B = wgrad_operands(
         which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-        saved_hidden_ptr, BANKS, EARLIER_BANKS,
+        activated_ptr, BANKS, EARLIER_BANKS,
     )  # fmt: skip
     steps = gl.where(here, gl.cdiv(rows, BK), 0)
     j = hand_over(
@@ -177,7 +177,7 @@ def _load_dense(
 def produce(
     use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_tasks, num_tiles,
     num_wgrad, epoch, sound, W, L, D, F, H, R, tiles, chunks, tiles_in, tiles_out, lag, dense_tiles,
-    num_problems, rows_ptr, arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
+    num_problems, rows_ptr, arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr,
     problems_ptr, rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
     a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
@@ -185,7 +185,7 @@ def produce(
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
     STAGES: gl.constexpr, TASKS: gl.constexpr,
 ):  # fmt: skip
-    """The producer's partition: all tasks but puts, gradients of combine weights and reductions.
+    """The producer's partition: all tasks but puts and reductions.
 
     num_tasks: of these kinds. Their numbers are those of `tasks.py` in a launch without puts.
     """
@@ -205,7 +205,7 @@ def produce(
     i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     while i < num_tasks:
         kind, a, b, c, d = find_task(
-            i, 0, num_tiles, num_wgrad, 0, dense_tiles, num_problems, tiles_in, tiles_out, lag, 1, 1,
+            i, 0, num_tiles, num_wgrad, dense_tiles, num_problems, tiles_in, tiles_out, lag, 1, 1,
             problems_ptr, table_ptr, table_ptr, chunks, L, D, F, H,
             False, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN,
         )  # fmt: skip
@@ -227,7 +227,7 @@ def produce(
             if kind == WGRAD:
                 it, j = _load_wgrad(
                     it, j, a, b, c, d, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, tiles,
-                    table_ptr, rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr, max_polls,
+                    table_ptr, rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, max_polls,
                     report_ptr, a_across, b_bufs, empty, full, tasks, task_empty, task_full,
                     HAS_IN, BANKS, EARLIER_BANKS, BM, BN, BN_IN, BK, STAGES, TASKS,
                 )  # fmt: skip

@@ -36,7 +36,7 @@ needed how many rows.
 
 Order of tasks. Programs claim numbers from one counter. Two streams are merged: puts, and all others,
 
-    [gradients of combine weights][independent GEMMs][tiles][weight gradients][reductions]
+    [independent GEMMs][tiles][weight gradients][reductions]
 
 The tiles of the two GEMMs take turns: those of the second one come `lag` tiles behind those of the first.
 Puts are sorted by (local expert, tile) of where they go, and among equals by how far the peer is: rank + 1

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from lancet_kernels.kernels import tasks
 from lancet_kernels.kernels.tasks import LaunchShape
 
-PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE, DWEIGHT = (
-    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE DWEIGHT".split()
+PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE = (
+    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE".split()
 )
 Task = tuple[int, ...]
 Key = tuple[int, int]  # local expert, tile of the expert
@@ -68,7 +68,6 @@ def others(
     dense: (row tiles, column tiles) of each independent GEMM; wgrads: tasks of the weight gradients.
     """
     behind_all = (1 << 30, 0)
-    yield from ((None, (DWEIGHT, block)) for block in range(shape.dweight_blocks))
     for problem, (rows, columns) in enumerate(dense):
         yield from ((None, (DENSE, problem, m, n)) for m in range(rows) for n in range(columns))
     lag = min(shape.lag, len(tiles))

@@ -27,7 +27,6 @@ from lancet_kernels.kernels.tasks import LaunchShape, num_wgrads
 from tests.examples import examples
 from tests.lancet_kernels.kernels.task_lists import (
     DENSE,
-    DWEIGHT,
     PUT,
     REDUCE,
     TILE_IN,
@@ -38,7 +37,7 @@ from tests.lancet_kernels.kernels.task_lists import (
     task_list,
 )
 
-NUMBERS = {PUT: 2, TILE_IN: 2, TILE_OUT: 2, WGRAD: 4, DENSE: 3, REDUCE: 1, DWEIGHT: 1}
+NUMBERS = {PUT: 2, TILE_IN: 2, TILE_OUT: 2, WGRAD: 4, DENSE: 3, REDUCE: 1}
 NAMES = {PUT: "PUT", TILE_IN: "TILE_IN", TILE_OUT: "TILE_OUT", WGRAD: "WGRAD", REDUCE: "REDUCE"}
 Fact = tuple[str | int, ...]
 Lists = list[list[list[Task]]]  # [rank][launch]
@@ -94,7 +93,6 @@ def passes(draw: st.DrawFn, most_experts: int = 4) -> Pass:
                 wgrad=wgrad and launch == third,
                 dense_tiles=draw(st.integers(0, 5)),
                 reduce_blocks=draw(st.integers(0, 3)) if launch == last else 0,
-                dweight_blocks=draw(st.integers(0, 3)) if launch == 0 else 0,
                 programs=programs,
                 comm_programs=comm_programs,
             )
@@ -116,7 +114,7 @@ def offsets_kernel(counts_ptr, table_ptr, report_ptr, rank, W, L, R, BM: tl.cons
 @triton.jit
 def list_tasks_kernel(
     table_ptr, problems_ptr, out_ptr, num_problems, num_tasks, W, L, D, F, H, tiles, chunks,
-    tiles_in, tiles_out, lag, dweight_blocks, dense_tiles, programs, comm_programs,
+    tiles_in, tiles_out, lag, dense_tiles, programs, comm_programs,
     HAS_PUT: tl.constexpr, HAS_WGRAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     tile_puts_ptr = schedule.tile_ptr(table_ptr, W, W * L) + tiles
@@ -124,7 +122,7 @@ def list_tasks_kernel(
     num_wgrad = num_wgrads(L, D, F, H, BM, BN) if HAS_WGRAD else 0
     for i in range(num_tasks):
         kind, a, b, c, d = find_task(
-            i, num_puts, tl.load(table_ptr + schedule.NUM_TILES), num_wgrad, dweight_blocks, dense_tiles,
+            i, num_puts, tl.load(table_ptr + schedule.NUM_TILES), num_wgrad, dense_tiles,
             num_problems, tiles_in, tiles_out, lag, programs, comm_programs, problems_ptr,
             tile_puts_ptr, tile_puts_ptr + tiles, chunks, L, D, F, H, HAS_PUT, True, HAS_WGRAD, True, BM, BN,
         )  # fmt: skip
@@ -173,7 +171,7 @@ def device_list(
     out = torch.zeros(len(expected), 5, dtype=torch.int32)
     list_tasks_kernel[(1,)](
         table, problems, out, len(dense), len(expected), routed.world, routed.local, *sizes, tiles, chunks,
-        shape.tiles_in, shape.tiles_out, shape.lag, shape.dweight_blocks, shape.dense_tiles, shape.programs,
+        shape.tiles_in, shape.tiles_out, shape.lag, shape.dense_tiles, shape.programs,
         shape.comm_programs, HAS_PUT=shape.put, HAS_WGRAD=shape.wgrad, BM=block_m, BN=16,
     )  # fmt: skip
     return [(kind, *numbers[: NUMBERS[kind]]) for kind, *numbers in out.tolist()], expected
@@ -200,7 +198,7 @@ def test_the_device_finds_the_tasks_of_the_rules(routed: Routed, data: st.DataOb
         put=data.draw(st.booleans()), tiles_in=data.draw(st.integers(0, 3)),
         tiles_out=data.draw(st.integers(0, 2)), wgrad=data.draw(st.booleans()),
         dense_tiles=sum(rows * columns for rows, columns in dense),
-        reduce_blocks=data.draw(st.integers(0, 3)), dweight_blocks=data.draw(st.integers(0, 3)),
+        reduce_blocks=data.draw(st.integers(0, 3)),
         programs=programs, comm_programs=data.draw(st.integers(1, programs)),
     )  # fmt: skip
     for rank in range(routed.world):
