@@ -208,7 +208,7 @@ class Fuzz:
         behind = rows[len(expected) :].isnan().all()
         assert behind, self.say(f"written behind the {len(expected)} rows of {exchange.name}")
         rows.fill_(float("nan"))
-        exchange.results.local[bank].fill_(float("nan"))
+        exchange.results.local.fill_(float("nan"))
         self.nap(0.3)
 
     @contextlib.contextmanager
