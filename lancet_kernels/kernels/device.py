@@ -104,11 +104,11 @@ def put_words(
     a Gluon kernel, which lays out its blocks itself.
     """
     base = tl.load(peers_ptr + peer)
+    if i is None:
+        i = tl.arange(0, SIZE)
     if NVSHMEM and base == 0:
         nvshmem_device.put_row(region_ptr + offset, source_ptr, num, peer)
     else:
-        if i is None:
-            i = tl.arange(0, SIZE)
         value = tl.load(source_ptr + i, mask=i < num)
         tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
 

@@ -294,7 +294,7 @@ def reduce_block(
     spoiled = tl.load(spoiled_ptr) != 0
     # A void pass has put nothing, so that nobody returns anything.
     if failed & (tl.load(table_ptr + VOID) == 0):
-        tl.store(spoiled_ptr, tl.cast(1, tl.int64))
+        tl.store(spoiled_ptr, 1)
     poison = tl.where(failed | (sound == 0) | spoiled, float("nan"), 0.0)
     if BACKWARD:
         for k in range(K):

@@ -78,6 +78,7 @@ CAUGHT = {
     "offsets of the last epoch": ((EARLY_READ, OVERWRITE), Config(THREE_NESTED, units=2, sparse=True)),
     "counter without epoch": (EARLY_READ, Config(THREE_BY_TURNS)),
     "counts without release": (OVERWRITE, Config("F1 B1 F2 B2", banks=1, units=0)),
+    "two streams": (OVERWRITE, Config("F1 F2 B2 B1", programs=2)),
 }
 
 
