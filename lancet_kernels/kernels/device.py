@@ -133,11 +133,11 @@ def put_words(
     a Gluon kernel, which lays out its blocks itself.
     """
     base = tl.load(peers_ptr + peer)
+    if i is None:
+        i = tl.arange(0, SIZE)
     if NVSHMEM and base == 0:
         nvshmem_device.put_row(region_ptr + offset, source_ptr, num, peer)
     else:
-        if i is None:
-            i = tl.arange(0, SIZE)
         value = tl.load(source_ptr + i, mask=i < num)
         tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
 
@@ -305,4 +305,19 @@ def fence_tma(TMA: tl.constexpr):
         # Not a flag and not ordering between PEs: the one PTX instruction that Triton has no word for.
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def opaque(value):
+    """value, an int32 of which the compiler knows nothing: what follows from it is computed behind this.
+
+    Otherwise LLVM computes what partitions of a Gluon kernel, or the tasks of one, have in common once and
+    ahead of all, and ptxas spills it. Costs nothing: ptxas removes the move.
+    """
+    if INTERPRETED:
+        return value
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
         )

@@ -15,7 +15,8 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
     counts   [B, W, E]            rows of PE w for every expert; counted [B, W]: word(epoch, 0): they are here
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
     stages   [S, D], [S], [R, D], [R]    only where NVSHMEM carries rows: those sent with their weights, and
-                                  results with their dots, on their way out; with dedup [S], the origins sent
+                                  results with their dots, on their way out
+    stage of origins [S]          only with dedup: the origins sent
 
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
 3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
@@ -200,9 +201,7 @@ class Exchange:
         self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
-        self.origin_stage: Region | None = None
-        if self.nvshmem and dedup:
-            self.origin_stage = self._region("stage of origins", (send_rows,))
+        self.origin_stage = self._region("stage of origins", (send_rows,)) if dedup else None
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}

@@ -25,6 +25,9 @@ NT = tl.constexpr(1)  # c [M, N] = a [M, K] @ b [N, K]^T
 TN = tl.constexpr(2)  # c [M, N] = a [K, M]^T @ b [K, N]
 KINDS = {"nn": NN.value, "nt": NT.value, "tn": TN.value}
 
+# Columns of a block in `add_row_dots`, which 64 would make spill beside the rest of a backward (216 bytes).
+DOT_BLOCK = tl.constexpr(32)
+
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 
@@ -330,10 +333,10 @@ def backward_tile(
 
 
 @triton.jit
-def add_row_dots(acc, x_ptr, b_ptr, rows, m0, K, BM: tl.constexpr, BK: tl.constexpr):
-    """-> acc + x[m0:m0+BM] @ b, float32 [BM]; x [rows, K], b [K]."""
-    _, p_x, i_m, i_k = _block(x_ptr, rows, K, K, m0, 0, BM, BK, False)
-    for k in range(0, K, BK):
+def add_row_dots(acc, x_ptr, b_ptr, rows, m0, K, BM: tl.constexpr):
+    """-> acc + x[m0:m0+BM] @ b, float32 [BM]; x [rows, K], b [K]. In blocks of DOT_BLOCK columns."""
+    _, p_x, i_m, i_k = _block(x_ptr, rows, K, K, m0, 0, BM, DOT_BLOCK, False)
+    for k in range(0, K, DOT_BLOCK):
         b_x = tl.load(p_x + k, mask=(i_m < rows)[:, None] & (i_k < K - k)[None, :], other=0.0)
         b_b = tl.load(b_ptr + k + i_k, mask=i_k < K - k, other=0.0)
         acc += tl.sum(b_x.to(tl.float32) * b_b.to(tl.float32)[None, :], 1)

@@ -17,8 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lancet_kernels.kernels import device
-from lancet_kernels.kernels.gemm_tile import NN, NT, TN, activate, dgelu, dsilu, quarters, silu
-from lancet_kernels.kernels.gluon_pipeline import multiply_steps, take_task
+from lancet_kernels.kernels.gemm_tile import DOT_BLOCK, NN, NT, TN, activate, dgelu, dsilu, quarters, silu
+from lancet_kernels.kernels.gluon_pipeline import await_task, multiply_steps, take_task
 from lancet_kernels.kernels.gluon_shim import view
 from lancet_kernels.kernels.overlap_tasks import (
     finish_ready,
@@ -132,10 +132,10 @@ def _finish_backward(
 
 
 @gluon.jit
-def _add_row_dots(acc, p_row, m_row, b_ptr, K, BK: gl.constexpr, ROWS: gl.constexpr):
+def _add_row_dots(acc, p_row, m_row, b_ptr, K, ROWS: gl.constexpr):
     """`gemm_tile.add_row_dots`: acc plus the rows of K numbers at p_row, each times b [K]."""
-    i_k = gl.arange(0, BK, gl.SliceLayout(0, ROWS))
-    for k in range(0, K, BK):
+    i_k = gl.arange(0, DOT_BLOCK, gl.SliceLayout(0, ROWS))
+    for k in range(0, K, DOT_BLOCK):
         m = m_row[:, None] & (i_k < K - k)[None, :]
         b_x = gl.load(p_row[:, None] + (k + i_k)[None, :], mask=m, other=0.0).to(gl.float32)
         b_b = gl.load(b_ptr + k + i_k, mask=i_k < K - k, other=0.0).to(gl.float32)
@@ -201,8 +201,7 @@ def _finish_in(
     acc, tile, n, epoch, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, bias_ptr, pre_ptr, hidden_ptr,
     activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr, none,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
-    BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr,
-    WARPS: gl.constexpr,
+    BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN: the epilogue of its direction; then one more column of the tile is ready."""
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
@@ -210,7 +209,7 @@ def _finish_in(
     m0 = (tile - first_tile) * BM + none
     if BACKWARD:
         EIGHTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 8, 16])
-        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
+        NARROW: gl.constexpr = gl.BlockedLayout([2, 8], [8, 4], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
         row = (first_row + i).to(gl.int64)
         received = (epoch % BANKS) * R + first_row
@@ -224,11 +223,11 @@ def _finish_in(
         if HAS_BIAS:
             if n == 0:
                 p_row = rows_ptr + (received + i) * D
-                dots = _add_row_dots(dots, p_row, i < rows, bias_ptr + local * D, D, BK, NARROW)
+                dots = _add_row_dots(dots, p_row, i < rows, bias_ptr + local * D, D, NARROW)
         gl.store(row_dots_ptr + gl.cast(n, gl.int64) * R + row, dots, mask=i < rows)
     else:
         QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
-        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+        ROWS: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, ROWS))
         row = (first_row + i).to(gl.int64)
         _finish_forward(
@@ -321,7 +320,7 @@ def consume(
     """The consumers' partition: multiply the operands of each task that is handed over, and store."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [WARPS, 1], [1, 0])
     element: gl.constexpr = a_bufs.dtype
     across_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], element)
     across_b: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], element)
@@ -331,20 +330,21 @@ def consume(
     FORMS: gl.constexpr = OF_TILES | (4 if HAS_WGRAD else 0) | DENSE_KINDS
     it = 0
     j = 0
-    kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
+    kind, form, steps = await_task(j, tasks, task_full, TASKS, WARPS)
     while kind >= 0:
         acc, it = _product(
             it, steps, form, a_bufs, b_bufs, a_across, b_across, empty, full, FORMS, MMA, STAGES, BM, BN
         )  # fmt: skip
+        a, b, c, d, sound = take_task(j, tasks, task_empty, TASKS, WARPS)
         # Always 0; what follows from it is not computed ahead of the loop, and then spilled.
         none = sound >> 1
-        w, of_each, now = W + none, L + none, epoch + none
+        w, of_each, now = device.opaque(W), device.opaque(L), epoch + none
         if HAS_IN:
             if kind == TILE_IN:
                 _finish_in(
                     acc, a, b, now, rank, w, of_each, D, F, H, R, tiles, table_ptr, rows_ptr, bias_in_ptr,
                     pre_ptr, hidden_ptr, activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr, none,
-                    BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, BM, BN, BN_IN, BK, WARPS,
+                    BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, BM, BN, BN_IN, WARPS,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:
@@ -369,4 +369,4 @@ def consume(
                 p_row = c_ptr + i.to(gl.int64) * N
                 _store_tile(acc, p_row, i < M, c_ptr, c * BN, N, False, BM, BN, ROWS, QUARTER)
         j += 1
-        kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
+        kind, form, steps = await_task(j, tasks, task_full, TASKS, WARPS)

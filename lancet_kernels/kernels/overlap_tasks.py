@@ -41,6 +41,35 @@ def find_leaders(
 
 
 @triton.jit
+def wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS: tl.constexpr):
+    """Wait until the peer has released the bank of this epoch. -> has it?"""
+    free = device.word(epoch - BANKS, 0)
+    i_released = epoch % BANKS * W + peer
+    seen = device.wait(
+        released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
+    )
+    return seen >= free
+
+
+@triton.jit
+def chunk_rows(
+    expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """-> begin, end, row, first_send and signal of the rows of this PE for `expert` that lie in its tile m.
+
+    They are begin to end of those for the expert; i of these is first_send + i in the order of sending, and
+    comes to row + i of the peer's rows [B * R]. signal: their word of `arrived`.
+    """
+    bank = epoch % BANKS
+    count, before, first_send = segment(table_ptr, W, W * L, rank, expert)
+    _, first_row, first_tile = group(table_ptr, W, W * L, expert)
+    begin = tl.maximum(m * BM - before, 0)
+    end = tl.minimum((m + 1) * BM - before, count)
+    row = bank * R + first_row + before
+    return begin, end, row, first_send, (bank * tiles + first_tile + m) * W + rank
+
+
+@triton.jit
 def put_chunk(
     expert, m, epoch, rank, W, L, D, R, tiles, table_ptr,
     source_ptr, token_ptr, send_weights_ptr, stage_ptr, rows_ptr, rows_peers_ptr,
@@ -49,7 +78,7 @@ def put_chunk(
     K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr,
     BANKS: tl.constexpr, BACKWARD: tl.constexpr, NVSHMEM: tl.constexpr,
     BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEDUP: tl.constexpr,
-    i_row=None, i_column=None, i_chunk=None, i_choice=None,
+    i_row=None, i_column=None, i_chunk=None,
 ):  # fmt: skip
     """PUT: send those rows for `expert` that lie in its tile m, to their final place, then signal them.
 
@@ -61,35 +90,24 @@ def put_chunk(
     Example: BM = 4, 3 rows from first_send = 4 on, behind 2 rows of other sources: with m = 0 rows 4 and 5 go
     to rows 2 and 3 of the expert, with m = 1 row 6 goes to row 4.
     """
-    if DEDUP > 0 and i_row is None:
-        i_row = tl.arange(0, ROWS)
-        i_column = tl.arange(0, BLOCK)
+    if DEDUP > 0:
+        i_send = tl.arange(0, ROWS)
         i_choice = tl.arange(0, DEDUP)
-    E = W * L
     peer = expert // L
-    bank = epoch % BANKS
-    free = device.word(epoch - BANKS, 0)
-    i_released = bank * W + peer
-    seen = device.wait(
-        released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
-    )
-    if seen >= free:
-        count, before, first_send = segment(table_ptr, W, E, rank, expert)
-        _, first_row, first_tile = group(table_ptr, W, E, expert)
-        begin = tl.maximum(m * BM - before, 0)
-        end = tl.minimum((m + 1) * BM - before, count)
-        row = bank * R + first_row + before
-        signal = (bank * tiles + first_tile + m) * W + rank
+    if wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS):
+        begin, end, row, first_send, signal = chunk_rows(
+            expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS, BM
+        )
         for r in range(begin, end, ROWS):
             chosen = None
             if DEDUP > 0:
-                send = first_send + r + i_row
+                send = first_send + r + i_send
                 lead, origin = find_leaders(
-                    send, r + i_row < end, peer, rank, W, L, K, table_ptr, token_ptr, expert_ptr, row_ptr,
+                    send, r + i_send < end, peer, rank, W, L, K, table_ptr, token_ptr, expert_ptr, row_ptr,
                     i_choice, BM,
                 )  # fmt: skip
                 device.put_values(
-                    origin_ptr, origin_peers_ptr, peer, row + r, origin, i_row, end - r,
+                    origin_ptr, origin_peers_ptr, peer, row + r, origin, i_send, end - r,
                     origin_stage_ptr + first_send + r, NVSHMEM,
                 )  # fmt: skip
                 chosen = lead == send
@@ -133,59 +151,75 @@ def wait_rows(
 
 
 @triton.jit
-def fan_tile(
-    tile, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr,
-    max_polls, report_ptr,
-    NVSHMEM: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, i_row=None, i_column=None, i_w=None,
+def wait_leaders(
+    tile, m, expert, epoch, rank, W, L, R, tiles, table_ptr, arrived_ptr, origin_ptr, max_polls, report_ptr,
+    NVSHMEM: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, i_w=None, i_m=None,
 ):  # fmt: skip
-    """FAN: copy those rows of a tile that were not sent from their leaders, then say that all are here.
+    """FAN waits: until what is sent of a tile is here, and all leaders of its rows. -> are they?
 
-    A leader was put by the same source: into this tile, or into one whose word is waited for, too. Leaders
-    are never copies themselves. If rows did not come in time nobody is told.
-    Example: BM = 4, a token of PE 1 in rows 2 and 9: PE 1 puts row 2, and (0, 2) as the origin of both; FAN
-    of the tile of row 9 waits for PE 1's words of that tile and of tile 0, and copies row 2 to row 9.
+    A leader was put by the same source, into this tile or into an earlier one. Leaders are never copies.
     """
-    if i_row is None:
-        i_row = tl.arange(0, ROWS)
-        i_column = tl.arange(0, BLOCK)
-    expert = rank * L + tl.load(tile_ptr(table_ptr, W, W * L) + tile)
-    _, first_row, first_tile = group(table_ptr, W, W * L, expert)
-    m = tile - first_tile
+    if i_m is None:
+        i_m = tl.arange(0, BM)
     here = wait_rows(
         tile, m, expert, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
         NVSHMEM, False, BANKS, BM, BW, i_w,
     )  # fmt: skip
     if here:
         bank = epoch % BANKS
-        word = device.word(epoch, 0)
-        missing = rank * 0
-        for w in range(W):
-            count, before, _ = segment(table_ptr, W, W * L, w, expert)
-            end = tl.minimum(before + count, (m + 1) * BM)
-            for r in range(tl.maximum(before, m * BM), end, ROWS):
-                row = first_row + r + i_row
-                m_row = r + i_row < end
-                origin = tl.load(origin_ptr + bank * R + row, mask=m_row, other=0)
-                lead = device.low_word(origin)
-                copied = m_row & (lead != row)
-                index = (bank * tiles + (origin >> 32)) * W + w
-                came = device.wait_all(
-                    arrived_ptr + index, copied, word, max_polls, report_ptr, rank, i_row * 0 + w,
-                    WAIT_ROWS, index, ROWS, NVSHMEM,
-                )  # fmt: skip
-                if came:
-                    source_ptr = rows_ptr + (bank * R + lead)[:, None] * D
-                    target_ptr = rows_ptr + (bank * R + row)[:, None] * D
-                    for d in range(0, D, BLOCK):
-                        i_d = (d + i_column)[None, :]
-                        m_d = copied[:, None] & (i_d < D)
-                        tl.store(target_ptr + i_d, tl.load(source_ptr + i_d, mask=m_d), mask=m_d)
-                else:
-                    missing += 1
-        if missing == 0:
-            tl.debug_barrier()
-            tl.atomic_xchg(fanned_ptr + tile, tl.cast(1, tl.int64), sem="release", scope="gpu")
+        rows, first_row, _ = group(table_ptr, W, W * L, expert)
+        i = m * BM + i_m
+        origin = tl.load(origin_ptr + bank * R + first_row + i, mask=i < rows, other=0)
+        copied = (i < rows) & (device.low_word(origin) != first_row + i)
+        source, _row = _sources(expert, i, W, L, table_ptr)
+        index = (bank * tiles + (origin >> 32)) * W + source
+        here = device.wait_all(
+            arrived_ptr + index, copied, device.word(epoch, 0), max_polls, report_ptr, rank, source,
+            WAIT_ROWS, index, BM, NVSHMEM,
+        )  # fmt: skip
+    return here
+
+
+@triton.jit
+def fan_tile(
+    tile, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr,
+    max_polls, report_ptr,
+    NVSHMEM: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """FAN: copy those rows of a tile that were not sent from their leaders, then say that all are here.
+
+    If rows did not come in time nobody is told.
+    Example: BM = 4, a token of PE 1 in rows 2 and 9: PE 1 puts row 2, and (0, 2) as the origin of both; FAN
+    of the tile of row 9 waits for PE 1's words of that tile and of tile 0, and copies row 2 to row 9.
+    """
+    expert = rank * L + tl.load(tile_ptr(table_ptr, W, W * L) + tile)
+    rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
+    m = tile - first_tile
+    if wait_leaders(
+        tile, m, expert, epoch, rank, W, L, R, tiles, table_ptr, arrived_ptr, origin_ptr, max_polls,
+        report_ptr, NVSHMEM, BANKS, BM, BW,
+    ):  # fmt: skip
+        bank = (epoch % BANKS) * R
+        end = first_row + tl.minimum(rows, (m + 1) * BM)
+        for r in range(first_row + m * BM, end, ROWS):
+            row = r + tl.arange(0, ROWS)
+            lead = device.low_word(tl.load(origin_ptr + bank + row, mask=row < end, other=0))
+            copied = (row < end) & (lead != row)
+            for d in range(0, D, BLOCK):
+                i_d = d + tl.arange(0, BLOCK)
+                mask = copied[:, None] & (i_d < D)[None, :]
+                # [ROWS, BLOCK]
+                b_x = tl.load(rows_ptr + (bank + lead)[:, None] * D + i_d[None, :], mask=mask)
+                tl.store(rows_ptr + (bank + row)[:, None] * D + i_d[None, :], b_x, mask=mask)
+        finish_fan(fanned_ptr, tile)
+
+
+@triton.jit
+def finish_fan(fanned_ptr, tile):
+    """FAN is done: all rows of the tile are here."""
+    tl.debug_barrier()
+    tl.atomic_xchg(fanned_ptr + tile, tl.cast(1, tl.int64), sem="release", scope="gpu")
 
 
 @triton.jit
@@ -378,7 +412,7 @@ def reduce_block(
     spoiled = tl.load(spoiled_ptr) != 0
     # A void pass has put nothing, so that nobody returns anything.
     if failed & (tl.load(table_ptr + VOID) == 0):
-        tl.store(spoiled_ptr, tl.full((), 1, tl.int64))
+        tl.store(spoiled_ptr, 1)
     poison = tl.where(failed | (sound == 0) | spoiled, float("nan"), 0.0)
     if BACKWARD:
         for k in range(K):

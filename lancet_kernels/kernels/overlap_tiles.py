@@ -89,7 +89,7 @@ def tile_in(
             )  # fmt: skip
             if HAS_BIAS:
                 if n == 0:
-                    dots = add_row_dots(dots, x_ptr, bias_ptr + local * D, rows, m * BM, D, BM, BK)
+                    dots = add_row_dots(dots, x_ptr, bias_ptr + local * D, rows, m * BM, D, BM)
             i_m = m * BM + tl.arange(0, BM)
             tl.store(row_dots_ptr + tl.cast(n, tl.int64) * R + row + i_m, dots, mask=i_m < rows)
         else:
@@ -220,9 +220,9 @@ def tile_wgrad(
             if m == 0:
                 # Of dy, each row by its weight; dh has it already.
                 p_weight = row_weights_ptr + (epoch % BANKS) * R + first_row
+                weighted = tl.where(which == 0, rows, 0)
                 sums = add_column_sums(
-                    tl.zeros((BN,), tl.float32), dy_ptr, rows, n * BN, B, BN, BK, p_weight,
-                    tl.where(which == 0, rows, 0),
+                    tl.zeros((BN,), tl.float32), dy_ptr, rows, n * BN, B, BN, BK, p_weight, weighted
                 )  # fmt: skip
                 store_bias_gradient(db_ptr, sums, n * BN, B, BN)
     else:

@@ -7,8 +7,10 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     wait released        device.wait in exchange_counts_kernel and put_chunk: the peer is through with e - B
     put counts           device.put_block in schedule.exchange_counts_kernel; "signal counted" follows
     wait counted         device.wait_all there; "read counts" is what _offsets loads
-    put rows             device.put_rows in overlap_tasks.put_chunk, to places that follow from the counts
-    put results          the stores of gemm_tile.store_to_rows (TILE_OUT) to the results of the sources
+    put rows             device.put_rows and put_words in overlap_tasks.put_chunk, to places that follow from
+                         the counts
+    put results          the stores of gemm_tile.store_to_rows (TILE_OUT) to the results of the sources, and
+                         of overlap_tasks.return_dots beside them
     fence                tl.debug_barrier of device.fence and device.quiet: joins the warps of a program
     signal               tl.atomic_xchg(sem="release", scope="sys") of device.put_signal
     wait arrived         device.wait_all in overlap_tasks.wait_rows: the words of all sources of the tile
@@ -18,7 +20,7 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     wait fanned          device.wait in overlap_tasks.wait_fanned (TILE_IN), instead of wait arrived
     count itself         tl.atomic_add(sem="acq_rel") on done_ptr in overlap_tasks.return_tile
     wait returned        device.wait_all in overlap_tasks.reduce_block; "read results" is what follows it
-    backward             whatever reads rows and results of the use later, wherever it runs (dX, dW, gate)
+    backward             whatever reads rows of the use later, wherever it runs (dW)
     release              exchange.release_kernel, in stream order behind the last of these
     the stream           what the host launches; Exchange.begin refuses some orders (`admits`)
 
@@ -28,8 +30,9 @@ thing only: a release comes behind the release before it in the same word.
 
 Rows come in units, `units` of each source at most, of which `per_tile` make a tile: received units lie one
 behind the other, source after source, so that a tile may hold units of several sources, and where a unit
-lies differs from epoch to epoch. The content of a place is a tag: epoch, sender, unit. Every reading must
-find exactly its own epoch's.
+lies differs from epoch to epoch. The content of a place is a tag: exchange, epoch, sender, unit. Every
+reading must find exactly its own. Both exchanges have their results in one place, without banks
+(`ResultBuffers`).
 """
 
 from __future__ import annotations
@@ -81,6 +84,7 @@ BROKEN = {
     "copied word without epoch": "it stays from use to use of a bank, and says only that rows were copied",
     "tile without its copies": "a tile is read when the words of its sources have come",
     "release before the copies": "the bank is released before its rows have been copied",
+    "two streams": "a pass is launched beside another one, which still reads the results that both have",
 }
 
 
@@ -176,12 +180,13 @@ def build(config: Config) -> System:
     )  # fmt: skip
 
 
-def tag(epoch: int, sender: int, unit: int) -> int:
-    return epoch << 16 | sender << 8 | unit
+# In a tag: of the second exchange.
+GRADIENTS = 1 << 15
 
 
 def show(value: int) -> str:
-    return f"(epoch {value >> 16}, of PE {value >> 8 & 255}, unit {value & 255})" if value else "nothing"
+    of = "gradients of " if value & GRADIENTS else ""
+    return f"({of}epoch {value >> 16}, of PE {value >> 8 & 127}, unit {value & 255})" if value else "nothing"
 
 
 class Task:
@@ -236,8 +241,16 @@ class Script:
         self.earlier: dict[tuple[str, Key], int] = {}
         self.needed_until: dict[int, dict[int, tuple[int, int]]] = {}
 
+    def tag(self, epoch: int, sender: int, unit: int) -> int:
+        return epoch << 16 | (GRADIENTS if self.exchange else 0) | sender << 8 | unit
+
     def place(self, *key: str | int) -> int:
-        """("rows", at, bank, row, warp), ("arrived", at, bank, tile, source), and so on."""
+        """("rows", at, bank, row, warp), ("arrived", at, bank, tile, source), and so on.
+
+        ("results", at, row, tile, warp) both exchanges have together.
+        """
+        if key[0] == "results":
+            return self.places.setdefault(key, len(self.places))
         return self.places.setdefault((f"{self.exchange}{key[0]}", *key[1:]), len(self.places))
 
     def whole(self, key: Key) -> list[int]:
@@ -267,7 +280,12 @@ class Script:
         backwards = 0
         for kind, epoch in self.config.passes(rank):
             if kind == "F":
-                launches += [self._counts(rank, epoch, len(launches)), self._forward(rank, epoch)]
+                counts, forward = self._counts(rank, epoch, len(launches)), self._forward(rank, epoch)
+                if self.config.broken == "two streams" and launches:
+                    launches[-1] += counts + forward
+                else:
+                    launches += [counts, forward]
+                self._keep_results(rank, epoch, launch=len(launches) - 1)
                 # Without a backward in the stream: needed for ever.
                 self._keep(rank, epoch, launch=1 << LOW)
             else:
@@ -281,6 +299,7 @@ class Script:
                     own = self._release(rank, backwards)
                     backward += self._forward(rank, backwards, own if early else [])
                     self._keep(rank, backwards, launch=len(launches) + late)
+                    self._keep_results(rank, backwards, launch=len(launches) + late)
                     release = ([] if early else own) + release
                     self.exchange = ""
                 self._keep(rank, epoch, launch=len(launches) + late)
@@ -296,16 +315,19 @@ class Script:
         for place, value in self._kept(rank, epoch) + self._origins(rank, epoch):
             self.needed_until.setdefault(place, {})[value] = rank, launch
 
+    def _keep_results(self, rank: int, epoch: int, launch: int) -> None:
+        for place, value in self._results(rank, epoch):
+            self.needed_until.setdefault(place, {})[value] = rank, launch
+
     def _kept(self, rank: int, epoch: int, peers: range | None = None) -> list[tuple[int, int]]:
-        """What a backward reads: rows that came from the peers, and results that they returned."""
+        """What a backward reads: rows that came from the peers."""
         peers = peers or range(self.config.ranks)
-        rows = [
-            (place, tag(epoch, source, unit))
+        return [
+            (place, self.tag(epoch, source, unit))
             for row, (source, unit) in enumerate(self.config.received(epoch, rank))
             for place in self.whole(("rows", rank, self.bank(epoch), row))
             if source in peers
         ]
-        return rows + self._results(rank, epoch, peers)
 
     def _origins(self, rank: int, epoch: int, units: list[tuple[int, int]] | None = None) -> list:
         """The origins of these units, or of all received, as they must be."""
@@ -313,19 +335,19 @@ class Script:
             return []
         received = self.config.received(epoch, rank)
         return [
-            (place, tag(epoch, source, self.config.leader(unit)))
+            (place, self.tag(epoch, source, self.config.leader(unit)))
             for source, unit in received
             for place in self.whole(("origin", rank, self.bank(epoch), received.index((source, unit))))
             if units is None or (source, unit) in units
         ]
 
-    def _results(self, rank: int, epoch: int, owners: range) -> list[tuple[int, int]]:
+    def _results(self, rank: int, epoch: int) -> list[tuple[int, int]]:
+        """What the reduction reads, as soon as all of it has been returned."""
         return [
-            (place, tag(epoch, owner, unit))
+            (place, self.tag(epoch, owner, unit))
             for row, (owner, unit) in enumerate(self.config.sent(epoch, rank))
             for tile in range(self.config.tiles)
-            for place in self.whole(("results", rank, self.bank(epoch), row, tile))
-            if owner in owners
+            for place in self.whole(("results", rank, row, tile))
         ]
 
     def _credit(self, task: Task, rank: int, epoch: int, peer: int) -> None:
@@ -343,7 +365,8 @@ class Script:
         for peer in peers:
             if config.broken != "counts without release":
                 self._credit(task, rank, epoch, peer)
-            task.put(("counts", peer, bank, rank), tag(epoch, rank, 0), f"PE {peer}'s counts[{bank}, {rank}]")
+            text = f"PE {peer}'s counts[{bank}, {rank}]"
+            task.put(("counts", peer, bank, rank), self.tag(epoch, rank, 0), text)
             task.fence()
             task.signal(("counted", peer, bank, rank), self.word(epoch))
         if config.broken != "counts not waited for":
@@ -351,7 +374,7 @@ class Script:
             task.wait(words, f"counted[{bank}] >= {epoch}")
         reads = []
         for peer in peers:
-            reads += [(place, tag(epoch, peer, 0)) for place in self.whole(("counts", rank, bank, peer))]
+            reads += [(place, self.tag(epoch, peer, 0)) for place in self.whole(("counts", rank, bank, peer))]
         for place, value in reads:
             self.needed_until.setdefault(place, {})[value] = rank, launch
         task.read(reads, f"counts[{bank}]")
@@ -402,9 +425,9 @@ class Script:
                 row = tile * config.per_tile + i + shift
                 where = f"PE {peer}'s rows[{bank}, {row}]"
                 if not config.dedup or unit == 0:
-                    task.put(("rows", peer, bank, row), tag(epoch, rank, unit), where)
+                    task.put(("rows", peer, bank, row), self.tag(epoch, rank, unit), where)
                 if config.dedup:
-                    lead = tag(epoch, rank, config.leader(unit))
+                    lead = self.tag(epoch, rank, config.leader(unit))
                     task.put(("origin", peer, bank, row), lead, f"the origin of {where}")
         task.fence()
         if config.broken == "counter without epoch":
@@ -423,8 +446,8 @@ class Script:
                 self._wait_and_read(task, rank, epoch, tile, units)
             for source, unit in units:
                 row = config.sent(epoch, source).index((rank, unit))
-                text = f"PE {source}'s results[{bank}, {row}, {column}]"
-                task.put(("results", source, bank, row, column), tag(epoch, rank, unit), text)
+                text = f"PE {source}'s results[{row}, {column}]"
+                task.put(("results", source, row, column), self.tag(epoch, rank, unit), text)
             task.fence()
             if len(tasks) > 1:
                 # The counters of a use are fresh memory.
@@ -459,7 +482,7 @@ class Script:
                 lead = next((one for one in received if one[0] != source and not one[1]), lead)
             row = received.index(lead)
             words.append((self.place("arrived", rank, bank, row // config.per_tile, source), word))
-            reads += [(place, tag(epoch, *lead)) for place in self.whole(("rows", rank, bank, row))]
+            reads += [(place, self.tag(epoch, *lead)) for place in self.whole(("rows", rank, bank, row))]
         # A source that has no rows in the tile of a wrong leader has no word there.
         if config.broken == "leader of another source":
             tiles = config.arrivals(epoch, rank)
@@ -475,7 +498,7 @@ class Script:
         for source, unit in copied:
             row = received.index((source, unit))
             where = f"its own rows[{bank}, {row}]"
-            task.put(("rows", rank, bank, row), tag(epoch, source, unit), where)
+            task.put(("rows", rank, bank, row), self.tag(epoch, source, unit), where)
         task.fence("copies without fence")
         task.signal(*self._fanned(rank, epoch, tile))
         return task.steps
@@ -496,7 +519,7 @@ class Script:
         reads = []
         for i, (source, unit) in enumerate(units):
             places = self.whole(("rows", rank, bank, tile * config.per_tile + i))
-            reads += [(place, tag(epoch, source, unit)) for place in places]
+            reads += [(place, self.tag(epoch, source, unit)) for place in places]
         task.read(reads, f"tile {tile} of rows[{bank}]")
 
     def _wait_arrived(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:
@@ -519,7 +542,7 @@ class Script:
             if any(source == rank for source, _ in units)
         ]
         task.wait(conditions, f"all that it expects in returned[{bank}] >= {word >> LOW}")
-        task.read(self._results(rank, epoch, range(config.ranks)), f"results[{bank}]")
+        task.read(self._results(rank, epoch), "results")
         return task.steps
 
     def _backward(self, rank: int, epoch: int) -> list[list[Step]]:
@@ -528,7 +551,7 @@ class Script:
         for peer in range(self.config.ranks):
             task = Task(self)
             task.steps.append((PAUSE, None, f"backward of epoch {epoch}"))
-            text = f"rows[{self.bank(epoch)}, {peer}] and results[{self.bank(epoch)}, {peer}] again"
+            text = f"rows[{self.bank(epoch)}, {peer}] again"
             task.read(self._kept(rank, epoch, range(peer, peer + 1)), text)
             tasks.append(task.steps)
         return tasks

@@ -44,7 +44,7 @@ def far_and_near_on_rank(case: Case, options: dict) -> SimpleNamespace:
         with poisoned_buffers(), network(far_memory) as wires:
             far = make_layer(far_memory, "far", case, **options)
             for way in (far.forward, far.backward):
-                for stage in way.stage:
+                for stage in way.buffers.stage:
                     stage.local.fill_(float("nan"))
                 if way.origin_stage is not None:
                     way.origin_stage.local.fill_(-1)

@@ -99,6 +99,7 @@ CAUGHT = {
     "copied word without epoch": (EARLY_READ, Config("F1 B1 F2 B2", banks=1, programs=2, **TWICE)),
     "tile without its copies": (EARLY_READ, Config("F1 B1", programs=2, **TWICE)),
     "release before the copies": (OVERWRITE, Config("F1 F2 B2 B1", **TWICE, **SHARED)),
+    "two streams": (OVERWRITE, Config("F1 F2 B2 B1", programs=2)),
 }
 
 
