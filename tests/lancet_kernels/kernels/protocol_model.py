@@ -16,7 +16,8 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     wait arrived         device.wait_all in overlap_tasks.wait_rows: the words of all sources of the tile
     read rows            the loads of forward_tile and dgrad_tile (TILE_IN) after wait_rows
     put origins          device.put_words in put_chunk; with dedup it puts the rows of leaders only
-    copies               overlap_tasks.fan_tile: wait arrived, read origins, wait for the leaders' words, copy
+    copies               overlap_tasks.wait_leaders: wait arrived, read origins, wait for the leaders' words;
+                         fan_tile copies, and finish_fan is the signal "fanned"
     wait fanned          device.wait in overlap_tasks.wait_fanned (TILE_IN), instead of wait arrived
     count itself         tl.atomic_add(sem="acq_rel") on done_ptr in overlap_tasks.return_tile
     wait returned        device.wait_all in overlap_tasks.reduce_block; "read results" is what follows it

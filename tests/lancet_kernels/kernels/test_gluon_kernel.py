@@ -16,7 +16,14 @@ if not INTERPRETED:
     pytest.skip("the emulator is for machines without a GPU", allow_module_level=True)
 
 from lancet_kernels.errors import CommunicationError
-from lancet_kernels.kernels import device, gluon_consumer, gluon_pipeline, gluon_producer, overlap_tasks
+from lancet_kernels.kernels import (
+    device,
+    gluon_consumer,
+    gluon_copies,
+    gluon_pipeline,
+    gluon_producer,
+    overlap_tasks,
+)
 from lancet_kernels.kernels.gluon_config import hopper_config
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from tests.grids import few_of
@@ -174,13 +181,16 @@ MUTANTS = {
          "    first = place * TASK_WORDS\n    mbarrier.arrive(task_empty.index(place), count=1)\n"),
     ],
     "copies do not wait for their leaders": [
-        (overlap_tasks.fan_tile, "index, copied, word,", "index, copied, word * 0,"),
+        (overlap_tasks.wait_leaders, "copied, device.word(epoch, 0)", "copied, device.word(0, 0)"),
+    ],
+    "origins are read before the barrier": [
+        (gluon_copies._put_chunk, "            device.fence(False)\n", ""),
     ],
     "copies are published before the barrier": [
-        (overlap_tasks.fan_tile, "            tl.debug_barrier()\n", ""),
+        (overlap_tasks.finish_fan, "    tl.debug_barrier()\n", ""),
     ],
     "copies are published without release": [
-        (overlap_tasks.fan_tile, 'sem="release"', 'sem="relaxed"'),
+        (overlap_tasks.finish_fan, 'sem="release"', 'sem="relaxed"'),
     ],
     "a tile does not wait for its copies": [
         (overlap_tasks.wait_fanned, "    return seen >= one\n", "    return seen >= one * 0\n"),
@@ -200,6 +210,7 @@ CASES = {
     "a stage is released before its product has been waited for": (DEEP, {}),
     "a weight gradient does not wait for the first product": (TINY, {"programs": 2}),
     "copies do not wait for their leaders": (LONG, {"dedup": True, "programs": 2}),
+    "origins are read before the barrier": (TWICE, {"dedup": True}),
     "copies are published before the barrier": (TWICE, {"dedup": True}),
     "copies are published without release": (TWICE, {"dedup": True}),
     "a tile does not wait for its copies": (TWICE, {"dedup": True}),
