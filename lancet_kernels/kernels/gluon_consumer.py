@@ -56,6 +56,12 @@ def _load(p_row, m_row, n0, N, WIDTH: gl.constexpr, ROWS: gl.constexpr, QUARTER:
 
 
 @gluon.jit
+def _rows(ptr, row, width):
+    """Where the rows begin. Not computed ahead for several blocks of columns: an address is two registers."""
+    return ptr + row.to(gl.int64) * gl.multiple_of(device.opaque(width), 16)
+
+
+@gluon.jit
 def _store_tile(
     acc, p_row, m_row, bias_ptr, n0, N, HAS_BIAS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
@@ -72,7 +78,7 @@ def _store_tile(
 
 @gluon.jit
 def _finish_forward(
-    acc, p_pre, p_hidden, m_row, bias_ptr, n0, F, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    acc, pre_ptr, hidden_ptr, row, m_row, bias_ptr, n0, F, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
     SAVE_PRE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN forward: bias, pre-activation, activation. swiglu: the left half is gate, the right one up."""
@@ -81,6 +87,7 @@ def _finish_forward(
     parts = quarters(acc, BM, BN)
     for q in gl.static_range(2 if PAIR else 4):
         n = n0 + q * WIDTH
+        p_hidden, p_pre = _rows(hidden_ptr, row, F), _rows(pre_ptr, row, 2 * F if PAIR else F)
         value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
         if HAS_BIAS:
             value = _add_bias(value, bias_ptr, n, F, WIDTH, QUARTER)
@@ -100,34 +107,40 @@ def _finish_forward(
 
 @gluon.jit
 def _finish_backward(
-    acc, p_pre, p_dh, p_activated, b_weight, m_row, n0, F, ACT: gl.constexpr,
+    acc, pre_ptr, dh_ptr, activated_ptr, row, b_weight, m_row, n0, F, ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN backward: what `gemm_tile.backward_tile` makes of acc. -> float32 [BM], as there.
 
-    An eighth at a time: with swiglu, gate, up and their gradient are in registers beside the accumulators.
+    A sixteenth at a time: with swiglu, gate, up and their gradient are in registers beside the accumulators.
     """
-    WIDTH: gl.constexpr = BN // 8
+    WIDTH: gl.constexpr = BN // 16
     parts = quarters(acc, BM, BN)
     dots = b_weight * 0.0
-    for i in gl.static_range(8):
+    for i in gl.static_range(16):
         n = n0 + i * WIDTH
-        halves = parts[i // 2].reshape(BM, 2, WIDTH).permute(0, 2, 1).split()
+        eighths = parts[i // 4].reshape(BM, 2, 2 * WIDTH).permute(0, 2, 1).split()
+        halves = eighths[i // 2 % 2].reshape(BM, 2, WIDTH).permute(0, 2, 1).split()
         value = gl.convert_layout(halves[i % 2], QUARTER, assert_trivial=True)
+        H = 2 * F if ACT == "swiglu" else F
+        p_pre, p_dh = _rows(pre_ptr, row, H), _rows(dh_ptr, row, H)
         b_pre = _load(p_pre, m_row, n, F, WIDTH, ROWS, QUARTER)
-        weighted = value * b_weight[:, None]
+        # What is needed longest comes last: most registers hold accumulators.
         if ACT == "swiglu":
-            b_act = silu(b_pre)
-            _store(p_dh + F, m_row, weighted * b_act, n, F, WIDTH, ROWS)
             b_up = _load(p_pre + F, m_row, n, F, WIDTH, ROWS, QUARTER)
-            b_act = b_act * b_up
-            weighted = weighted * b_up * dsilu(b_pre)
+            b_silu = silu(b_pre)
+            b_act = b_silu * b_up
         else:
             b_act = activate(b_pre, ACT)
-            weighted = weighted * (dgelu(b_pre) if ACT == "gelu" else dsilu(b_pre))
-        _store(p_dh, m_row, weighted, n, F, WIDTH, ROWS)
-        _store(p_activated, m_row, b_act * b_weight[:, None], n, F, WIDTH, ROWS)
         dots += gl.sum(value * b_act, 1)
+        _store(_rows(activated_ptr, row, F), m_row, b_act * b_weight[:, None], n, F, WIDTH, ROWS)
+        value = value * b_weight[:, None]
+        if ACT == "swiglu":
+            _store(p_dh + F, m_row, value * b_silu, n, F, WIDTH, ROWS)
+            value = value * b_up * dsilu(b_pre)
+        else:
+            value = value * (dgelu(b_pre) if ACT == "gelu" else dsilu(b_pre))
+        _store(p_dh, m_row, value, n, F, WIDTH, ROWS)
     return dots
 
 
@@ -208,16 +221,16 @@ def _finish_in(
     rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
     m0 = (tile - first_tile) * BM + none
     if BACKWARD:
-        EIGHTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 8, 16])
-        NARROW: gl.constexpr = gl.BlockedLayout([2, 8], [8, 4], [WARPS, 1], [1, 0])
+        SLICE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 16, 16])
+        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
-        row = (first_row + i).to(gl.int64)
+        row = first_row + i
         received = (epoch % BANKS) * R + first_row
-        i_weight = m0 + gl.arange(0, BM, gl.SliceLayout(1, EIGHTH))
+        i_weight = m0 + gl.arange(0, BM, gl.SliceLayout(1, SLICE))
         b_weight = gl.load(row_weights_ptr + received + i_weight, mask=i_weight < rows, other=0.0)
         dots = _finish_backward(
-            acc, pre_ptr + row * H, hidden_ptr + row * H, activated_ptr + row * F, b_weight, i < rows,
-            n * BN_IN, F, ACT, BM, BN, NARROW, EIGHTH,
+            acc, pre_ptr, hidden_ptr, activated_ptr, row, b_weight, i < rows, n * BN_IN, F, ACT, BM, BN,
+            NARROW, SLICE,
         )  # fmt: skip
         dots = gl.convert_layout(dots, gl.SliceLayout(1, NARROW))
         if HAS_BIAS:
@@ -227,11 +240,10 @@ def _finish_in(
         gl.store(row_dots_ptr + gl.cast(n, gl.int64) * R + row, dots, mask=i < rows)
     else:
         QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
-        ROWS: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [WARPS, 1], [1, 0])
+        ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, ROWS))
-        row = (first_row + i).to(gl.int64)
         _finish_forward(
-            acc, pre_ptr + row * H, hidden_ptr + row * F, i < rows, bias_ptr + local * H, n * BN_IN, F, ACT,
+            acc, pre_ptr, hidden_ptr, first_row + i, i < rows, bias_ptr + local * H, n * BN_IN, F, ACT,
             HAS_BIAS, SAVE_PRE, BM, BN, ROWS, QUARTER,
         )  # fmt: skip
     device.fence_tma(True)
@@ -320,7 +332,7 @@ def consume(
     """The consumers' partition: multiply the operands of each task that is handed over, and store."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
-    ROWS: gl.constexpr = gl.BlockedLayout([4, 8], [4, 8], [WARPS, 1], [1, 0])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     element: gl.constexpr = a_bufs.dtype
     across_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], element)
     across_b: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], element)
