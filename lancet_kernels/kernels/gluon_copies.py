@@ -99,10 +99,13 @@ def _put_chunk(
         send = first_send + begin
         WHICH: gl.constexpr = PUT_LEADERS if DEDUP > 0 else PUT_ALL
         if DEDUP > 0:
-            lanes: gl.constexpr = gl.BlockedLayout([1, 1], [32 // DEDUP, DEDUP], [WARPS, 1], [1, 0])
+            # One choice for each thread.
+            ACROSS: gl.constexpr = DEDUP if DEDUP < 32 else 32
+            GROUP: gl.constexpr = 32 // ACROSS * WARPS
+            lanes: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
             i_choice = gl.arange(0, DEDUP, gl.SliceLayout(0, lanes))
-            for i in range(0, end - begin, 32):
-                i_send = i + gl.arange(0, 32, gl.SliceLayout(1, lanes))
+            for i in range(0, end - begin, GROUP):
+                i_send = i + gl.arange(0, GROUP, gl.SliceLayout(1, lanes))
                 mask = i_send < end - begin
                 _, origin = find_leaders(
                     send + i_send, mask, peer, rank, W, L, K, table_ptr, token_ptr, expert_ptr, row_ptr,
