@@ -34,10 +34,12 @@ def _put_rows(
     # A step ahead, so that its addresses do not wait for it.
     token = gl.load(token_ptr + i_row, mask=i_row < num_rows, other=0)
     for step in range(steps + SLOTS - 1):
-        i = step // columns * ROWS + i_row
-        d = gl.multiple_of(step % columns * BLOCK, BLOCK) + i_column
-        p = source_ptr + token.to(gl.int64)[:, None] * D + d[None, :]
-        copy_async(ring.index(step % SLOTS), p, mask=(i < num_rows)[:, None] & (d < D)[None, :])
+        # Not masked behind the last step: that would fill places with zeros, which nobody waits for.
+        if step < steps:
+            i = step // columns * ROWS + i_row
+            d = gl.multiple_of(step % columns * BLOCK, BLOCK) + i_column
+            p = source_ptr + token.to(gl.int64)[:, None] * D + d[None, :]
+            copy_async(ring.index(step % SLOTS), p, mask=(i < num_rows)[:, None] & (d < D)[None, :])
         async_copy.commit_group()
         i = (step + 1) // columns * ROWS + i_row
         token = gl.load(token_ptr + i, mask=i < num_rows, other=0)

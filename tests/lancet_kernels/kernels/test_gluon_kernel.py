@@ -16,7 +16,14 @@ if not INTERPRETED:
     pytest.skip("the emulator is for machines without a GPU", allow_module_level=True)
 
 from lancet_kernels.errors import CommunicationError
-from lancet_kernels.kernels import device, gluon_consumer, gluon_pipeline, gluon_producer, overlap_tasks
+from lancet_kernels.kernels import (
+    device,
+    gluon_consumer,
+    gluon_copies,
+    gluon_pipeline,
+    gluon_producer,
+    overlap_tasks,
+)
 from lancet_kernels.kernels.gluon_config import hopper_config
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from tests.grids import few_of
@@ -162,6 +169,12 @@ MUTANTS = {
         (gluon_pipeline.take_task, "    mbarrier.arrive(task_empty.index(place), count=1)\n", ""),
         (gluon_pipeline.take_task, "    first = place * TASK_WORDS\n",
          "    first = place * TASK_WORDS\n    mbarrier.arrive(task_empty.index(place), count=1)\n"),
+    ],
+    "a step of a put is stored before it has come": [
+        (gluon_copies._put_rows, "async_copy.wait_group(SLOTS - 1)", "pass"),
+    ],
+    "a step of a put is copied over one on its way": [
+        (gluon_copies._put_rows, "        if step < steps:\n", "        if True:\n"),
     ],
     "the consumers do not see the end": [
         (gluon_producer.produce, "    hand_over(j, tasks, task_empty, task_full, NO_TASK,", "    max("),
