@@ -121,7 +121,7 @@ def forward(layer: Layer) -> Answer:
 
 
 def differences(a: Sequence[Answer], b: Sequence[Answer]) -> list[str]:
-    """What of which answer differs in a bit; dweight, a sum over columns in blocks of the kernel's own, more."""
+    """What of which answer differs in a bit; dweight, which kernels sum in different orders, in more."""
     return [
         f"{field.name} of answer {number}"
         for field in fields(Answer)
