@@ -17,6 +17,7 @@ from lancet_kernels.kernels.gluon_config import (
     TASKS,
     boxes,
     hopper_config,
+    put_slots,
     total_warps,
 )
 from lancet_kernels.kernels.gluon_kernel import gluon_overlap_kernel
@@ -53,12 +54,16 @@ def specimen(
     config = config or hopper_config()
     tile = config.gemm
     columns_in = first_columns(tile, activation, backward=backward)
+    slots = put_slots(
+        tile.num_stages, (tile.block_m + tile.block_n) * tile.block_k, config.put_rows * config.put_block
+    )
     constexprs: dict[str, object] = {stage: stage in stages for stage in (*STAGES, *stages)}
     constexprs |= {
         "DENSE_KINDS": DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
         "SAVE_PRE": True, "BANKS": 2, "EARLIER_BANKS": 2,
         "BM": tile.block_m, "BN": tile.block_n, "BN_IN": columns_in, "BK": tile.block_k, "BW": PES,
-        "STAGES": tile.num_stages, "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
+        "STAGES": tile.num_stages, "PUT_SLOTS": slots,
+        "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block, "TASKS": TASKS, "WARPS": tile.num_warps,
         "COPY_WARPS": COPY_WARPS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS,
     }  # fmt: skip

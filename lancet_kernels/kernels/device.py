@@ -277,3 +277,18 @@ def fence_tma(TMA: tl.constexpr):
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def opaque(value):
+    """value, an int32 of which the compiler knows nothing: what follows from it is computed behind this.
+
+    Otherwise LLVM computes what partitions of a Gluon kernel, or the tasks of one, have in common once and
+    ahead of all, and ptxas spills it. Costs nothing: ptxas removes the move.
+    """
+    if INTERPRETED:
+        return value
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )

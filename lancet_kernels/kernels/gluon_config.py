@@ -21,6 +21,9 @@ COPY_REGISTERS = 88
 SPILLS_BESIDE_LOOPS = 512
 # Tasks that the producer may be ahead by.
 TASKS = 2
+# Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.
+SHARED_BYTES = 227 * 1024
+EPILOGUE_BYTES = 17 * 1024
 HOPPER_TILE = GemmConfig(128, 256, 64, 8, 4)
 
 
@@ -28,14 +31,20 @@ def hopper_config(programs: int = 1) -> OverlapConfig:
     """The default. A put step is 8 KiB, which each program has in flight; all of them put."""
     return OverlapConfig(
         HOPPER_TILE,
-        put_rows=4,
+        put_rows=2,
         put_block=1024,
-        reduce_tokens=4,
+        reduce_tokens=2,
         reduce_block=512,
         programs=programs,
         tma=True,
         bodies="gluon",
     )
+
+
+def put_slots(stages: int, stage_elements: int, step_elements: int) -> int:
+    """Steps of a put that a program has on the way: as many as fit beside operands and epilogue, up to 16."""
+    free = SHARED_BYTES - EPILOGUE_BYTES - 2 * stages * stage_elements
+    return max(2, min(16, free // (2 * step_elements)))
 
 
 def total_warps(tile: GemmConfig) -> int:

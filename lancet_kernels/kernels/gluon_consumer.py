@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from lancet_kernels.kernels import device
 from lancet_kernels.kernels.gemm_tile import DOT_BLOCK, NN, NT, TN, activate, dgelu, dsilu, quarters, silu
-from lancet_kernels.kernels.gluon_pipeline import multiply_steps, take_task
+from lancet_kernels.kernels.gluon_pipeline import await_task, multiply_steps, take_task
 from lancet_kernels.kernels.gluon_shim import view
 from lancet_kernels.kernels.overlap_tasks import (
     finish_ready,
@@ -56,6 +56,12 @@ def _load(p_row, m_row, n0, N, WIDTH: gl.constexpr, ROWS: gl.constexpr, QUARTER:
 
 
 @gluon.jit
+def _rows(ptr, row, width):
+    """Where the rows begin. Not computed ahead for several blocks of columns: an address is two registers."""
+    return ptr + row.to(gl.int64) * gl.multiple_of(device.opaque(width), 16)
+
+
+@gluon.jit
 def _store_tile(
     acc, p_row, m_row, bias_ptr, n0, N, HAS_BIAS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
@@ -72,7 +78,7 @@ def _store_tile(
 
 @gluon.jit
 def _finish_forward(
-    acc, p_pre, p_hidden, m_row, bias_ptr, n0, F, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    acc, pre_ptr, hidden_ptr, row, m_row, bias_ptr, n0, F, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
     SAVE_PRE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN forward: bias, pre-activation, activation. swiglu: the left half is gate, the right one up."""
@@ -81,6 +87,7 @@ def _finish_forward(
     parts = quarters(acc, BM, BN)
     for q in gl.static_range(2 if PAIR else 4):
         n = n0 + q * WIDTH
+        p_hidden, p_pre = _rows(hidden_ptr, row, F), _rows(pre_ptr, row, 2 * F if PAIR else F)
         value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
         if HAS_BIAS:
             value = _add_bias(value, bias_ptr, n, F, WIDTH, QUARTER)
@@ -100,34 +107,40 @@ def _finish_forward(
 
 @gluon.jit
 def _finish_backward(
-    acc, p_pre, p_dh, p_activated, b_weight, m_row, n0, F, ACT: gl.constexpr,
+    acc, pre_ptr, dh_ptr, activated_ptr, row, b_weight, m_row, n0, F, ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN backward: what `gemm_tile.backward_tile` makes of acc. -> float32 [BM], as there.
 
-    An eighth at a time: with swiglu, gate, up and their gradient are in registers beside the accumulators.
+    A sixteenth at a time: with swiglu, gate, up and their gradient are in registers beside the accumulators.
     """
-    WIDTH: gl.constexpr = BN // 8
+    WIDTH: gl.constexpr = BN // 16
     parts = quarters(acc, BM, BN)
     dots = b_weight * 0.0
-    for i in gl.static_range(8):
+    for i in gl.static_range(16):
         n = n0 + i * WIDTH
-        halves = parts[i // 2].reshape(BM, 2, WIDTH).permute(0, 2, 1).split()
+        eighths = parts[i // 4].reshape(BM, 2, 2 * WIDTH).permute(0, 2, 1).split()
+        halves = eighths[i // 2 % 2].reshape(BM, 2, WIDTH).permute(0, 2, 1).split()
         value = gl.convert_layout(halves[i % 2], QUARTER, assert_trivial=True)
+        H = 2 * F if ACT == "swiglu" else F
+        p_pre, p_dh = _rows(pre_ptr, row, H), _rows(dh_ptr, row, H)
         b_pre = _load(p_pre, m_row, n, F, WIDTH, ROWS, QUARTER)
-        weighted = value * b_weight[:, None]
+        # What is needed longest comes last: most registers hold accumulators.
         if ACT == "swiglu":
-            b_act = silu(b_pre)
-            _store(p_dh + F, m_row, weighted * b_act, n, F, WIDTH, ROWS)
             b_up = _load(p_pre + F, m_row, n, F, WIDTH, ROWS, QUARTER)
-            b_act = b_act * b_up
-            weighted = weighted * b_up * dsilu(b_pre)
+            b_silu = silu(b_pre)
+            b_act = b_silu * b_up
         else:
             b_act = activate(b_pre, ACT)
-            weighted = weighted * (dgelu(b_pre) if ACT == "gelu" else dsilu(b_pre))
-        _store(p_dh, m_row, weighted, n, F, WIDTH, ROWS)
-        _store(p_activated, m_row, b_act * b_weight[:, None], n, F, WIDTH, ROWS)
         dots += gl.sum(value * b_act, 1)
+        _store(_rows(activated_ptr, row, F), m_row, b_act * b_weight[:, None], n, F, WIDTH, ROWS)
+        value = value * b_weight[:, None]
+        if ACT == "swiglu":
+            _store(p_dh + F, m_row, value * b_silu, n, F, WIDTH, ROWS)
+            value = value * b_up * dsilu(b_pre)
+        else:
+            value = value * (dgelu(b_pre) if ACT == "gelu" else dsilu(b_pre))
+        _store(p_dh, m_row, value, n, F, WIDTH, ROWS)
     return dots
 
 
@@ -208,16 +221,16 @@ def _finish_in(
     rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
     m0 = (tile - first_tile) * BM + none
     if BACKWARD:
-        EIGHTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 8, 16])
-        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
+        SLICE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 16, 16])
+        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
-        row = (first_row + i).to(gl.int64)
+        row = first_row + i
         received = (epoch % BANKS) * R + first_row
-        i_weight = m0 + gl.arange(0, BM, gl.SliceLayout(1, EIGHTH))
+        i_weight = m0 + gl.arange(0, BM, gl.SliceLayout(1, SLICE))
         b_weight = gl.load(row_weights_ptr + received + i_weight, mask=i_weight < rows, other=0.0)
         dots = _finish_backward(
-            acc, pre_ptr + row * H, hidden_ptr + row * H, activated_ptr + row * F, b_weight, i < rows,
-            n * BN_IN, F, ACT, BM, BN, NARROW, EIGHTH,
+            acc, pre_ptr, hidden_ptr, activated_ptr, row, b_weight, i < rows, n * BN_IN, F, ACT, BM, BN,
+            NARROW, SLICE,
         )  # fmt: skip
         dots = gl.convert_layout(dots, gl.SliceLayout(1, NARROW))
         if HAS_BIAS:
@@ -229,9 +242,8 @@ def _finish_in(
         QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, ROWS))
-        row = (first_row + i).to(gl.int64)
         _finish_forward(
-            acc, pre_ptr + row * H, hidden_ptr + row * F, i < rows, bias_ptr + local * H, n * BN_IN, F, ACT,
+            acc, pre_ptr, hidden_ptr, first_row + i, i < rows, bias_ptr + local * H, n * BN_IN, F, ACT,
             HAS_BIAS, SAVE_PRE, BM, BN, ROWS, QUARTER,
         )  # fmt: skip
     device.fence_tma(True)
@@ -330,14 +342,15 @@ def consume(
     FORMS: gl.constexpr = OF_TILES | (4 if HAS_WGRAD else 0) | DENSE_KINDS
     it = 0
     j = 0
-    kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
+    kind, form, steps = await_task(j, tasks, task_full, TASKS, WARPS)
     while kind >= 0:
         acc, it = _product(
             it, steps, form, a_bufs, b_bufs, a_across, b_across, empty, full, FORMS, MMA, STAGES, BM, BN
         )  # fmt: skip
+        a, b, c, d, sound = take_task(j, tasks, task_empty, TASKS, WARPS)
         # Always 0; what follows from it is not computed ahead of the loop, and then spilled.
         none = sound >> 1
-        w, of_each, now = W + none, L + none, epoch + none
+        w, of_each, now = device.opaque(W), device.opaque(L), epoch + none
         if HAS_IN:
             if kind == TILE_IN:
                 _finish_in(
@@ -368,4 +381,4 @@ def consume(
                 p_row = c_ptr + i.to(gl.int64) * N
                 _store_tile(acc, p_row, i < M, c_ptr, c * BN, N, False, BM, BN, ROWS, QUARTER)
         j += 1
-        kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
+        kind, form, steps = await_task(j, tasks, task_full, TASKS, WARPS)

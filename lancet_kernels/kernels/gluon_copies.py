@@ -1,14 +1,80 @@
 """The copy warps of the Hopper kernel: puts and reductions.
 
-Loads and stores are 16 bytes a thread. Every program has copy warps, so all put at first; how much of a put
-each has in flight is PUT_ROWS * PUT_BLOCK.
+Loads and stores are 16 bytes a thread. Every program has copy warps, so all put at first. The rows of a put
+go through a ring in shared memory: asynchronous copies fill PUT_SLOTS steps of PUT_ROWS * PUT_BLOCK elements,
+and hold no registers while they are on their way; what has come is stored at the peer, and nobody waits for
+that but the release at the end. A thread reads from the ring what it has copied there itself.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from lancet_kernels.kernels.overlap_tasks import put_chunk, reduce_block
+from lancet_kernels.kernels import device
+from lancet_kernels.kernels.device import opaque
+from lancet_kernels.kernels.gluon_shim import copy_async
+from lancet_kernels.kernels.overlap_tasks import chunk_rows, reduce_block, wait_free
 from lancet_kernels.kernels.schedule import tile_ptr
+
+
+@gluon.jit
+def _put_rows(
+    target_ptr, source_ptr, token_ptr, num_rows, D, ring,
+    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """Copy source[token[i]] for i < num_rows, D wide, to row i of target, in steps of [ROWS, BLOCK].
+
+    The stores of a step come SLOTS - 1 steps behind its loads.
+    Example: D = 1024, BLOCK = 512, ROWS = 2, 3 rows: 4 steps; with 4 slots all are on their way at once.
+    """
+    i_row = gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    i_column = gl.arange(0, BLOCK, gl.SliceLayout(0, WIDE))
+    columns = gl.cdiv(D, BLOCK)
+    steps = gl.cdiv(num_rows, ROWS) * columns
+    # A step ahead, so that its addresses do not wait for it.
+    token = gl.load(token_ptr + i_row, mask=i_row < num_rows, other=0)
+    for step in range(steps + SLOTS - 1):
+        i = step // columns * ROWS + i_row
+        d = gl.multiple_of(step % columns * BLOCK, BLOCK) + i_column
+        p = source_ptr + token.to(gl.int64)[:, None] * D + d[None, :]
+        copy_async(ring.index(step % SLOTS), p, mask=(i < num_rows)[:, None] & (d < D)[None, :])
+        async_copy.commit_group()
+        i = (step + 1) // columns * ROWS + i_row
+        token = gl.load(token_ptr + i, mask=i < num_rows, other=0)
+        async_copy.wait_group(SLOTS - 1)
+        past = step - (SLOTS - 1)
+        if past >= 0:
+            i = past // columns * ROWS + i_row
+            d = gl.multiple_of(past % columns * BLOCK, BLOCK) + i_column
+            value = ring.index(past % SLOTS).load(WIDE)
+            p = target_ptr + i.to(gl.int64)[:, None] * D + d[None, :]
+            gl.store(p, value, mask=(i < num_rows)[:, None] & (d < D)[None, :])
+
+
+@gluon.jit
+def _put_chunk(
+    expert, m, epoch, rank, W, L, D, R, tiles, table_ptr, source_ptr, token_ptr, send_weights_ptr,
+    rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr,
+    released_ptr, max_polls, report_ptr, ring, BANKS: gl.constexpr, BACKWARD: gl.constexpr, BM: gl.constexpr,
+    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """PUT, as `put_chunk` does it, through the ring."""
+    peer = expert // L
+    if wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS):
+        begin, end, row, first_send, signal = chunk_rows(
+            expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS, BM
+        )
+        _put_rows(
+            device.remote_pointer(rows_ptr, rows_peers_ptr, peer) + (row + begin) * D, source_ptr,
+            token_ptr + first_send + begin, end - begin, D, ring, SLOTS, ROWS, BLOCK, WIDE,
+        )  # fmt: skip
+        if BACKWARD:
+            device.put_words(
+                row_weights_ptr, row_weights_peers_ptr, peer, row + begin,
+                send_weights_ptr + first_send + begin, end - begin, False, BM,
+                gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0])),
+            )  # fmt: skip
+        device.put_signal(arrived_ptr, arrived_peers_ptr, peer, signal, device.word(epoch, 0), False)
 
 
 @gluon.jit
@@ -17,41 +83,37 @@ def copy(
     epoch, sound, W, L, D, R, tiles, chunks, T, K,
     source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
     row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr, dots_ptr,
-    spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr,
+    spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr, ring,
     HAS_PUT: gl.constexpr, HAS_REDUCE: gl.constexpr, BACKWARD: gl.constexpr, BANKS: gl.constexpr,
-    BM: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr,
-    WARPS: gl.constexpr,
+    BM: gl.constexpr, PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
+    BT: gl.constexpr, BD: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The partition of the copy warps: all puts, then reductions.
 
     num_tasks: of these kinds, numbered in that order.
     """
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
     i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
-    # A loop for each kind: what one computes ahead of its loop takes no registers of the others.
+    # A loop for each kind, with opaque sizes: what one computes takes no registers of the others.
     if HAS_PUT:
         while i < gl.minimum(num_puts, num_tasks):
-            none = i >> 31
-            put_expert_ptr = tile_ptr(table_ptr, W, W * L) + 2 * tiles + i
-            put_chunk(
-                gl.load(put_expert_ptr), gl.load(put_expert_ptr + chunks), epoch, rank + none, W + none,
-                L + none, gl.multiple_of(D + none, 16), R + none, tiles + none, table_ptr, source_ptr,
-                token_ptr, send_weights_ptr, rows_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
-                row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
-                BANKS, BACKWARD, False, BM, PUT_ROWS, PUT_BLOCK,
-                gl.arange(0, PUT_ROWS, gl.SliceLayout(1, wide)),
-                gl.arange(0, PUT_BLOCK, gl.SliceLayout(0, wide)),
-                gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0])),
+            w, of_each, in_all = opaque(W), opaque(L), opaque(tiles)
+            put_expert_ptr = tile_ptr(table_ptr, w, w * of_each) + 2 * in_all + i
+            _put_chunk(
+                gl.load(put_expert_ptr), gl.load(put_expert_ptr + opaque(chunks)), epoch, rank, w, of_each,
+                gl.multiple_of(opaque(D), 16), opaque(R), in_all, table_ptr, source_ptr, token_ptr,
+                send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
+                arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr, ring,
+                BANKS, BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, wide, WARPS,
             )  # fmt: skip
             i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     if HAS_REDUCE:
         while i < num_tasks:
-            none = i >> 31
             reduce_block(
-                i - num_puts, epoch + none, rank + none, sound, W + none, L + none,
-                gl.multiple_of(D + none, 16), T + none, K + none, chunks + none, table_ptr, results_ptr,
-                dots_ptr, spoiled_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr,
-                max_polls, report_ptr, BACKWARD, False, BANKS, BM, BT, BD,
+                i - num_puts, epoch, rank, sound, opaque(W), opaque(L), gl.multiple_of(opaque(D), 16),
+                opaque(T), opaque(K), opaque(chunks), table_ptr, results_ptr, dots_ptr, spoiled_ptr,
+                returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr, max_polls, report_ptr,
+                BACKWARD, False, BANKS, BM, BT, BD,
                 gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),
             )  # fmt: skip
             i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)

@@ -77,8 +77,8 @@ def gluon_overlap_kernel(
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
     BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
-    STAGES: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr,
-    TASKS: gl.constexpr, WARPS: gl.constexpr, COPY_WARPS: gl.constexpr,
+    STAGES: gl.constexpr, PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
+    BT: gl.constexpr, BD: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr, COPY_WARPS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One launch. Arguments are those of `overlap_kernel`, but for two counters and the descriptors.
@@ -89,16 +89,13 @@ def gluon_overlap_kernel(
     # What an earlier launch of this use should have made is missing if one of its waits failed.
     sound = ((device.failed(report_ptr) == 0) & (gl.load(table_ptr + VOID) == 0)).to(gl.int32)
     num_tiles = gl.load(table_ptr + NUM_TILES)
-    # What follows from an argument in several partitions is computed ahead of all of them, by threads that
-    # have 24 registers there, and spilled. Through this 0 (VOID is 0 or 1) sizes of the partitions with one
-    # job each are values that no other partition shares.
-    own = gl.load(table_ptr + VOID) >> 1
     num_puts = 0
     if HAS_PUT:
         num_puts = gl.load(table_ptr + NUM_PUTS)
     num_wgrad = 0
     if HAS_WGRAD:
-        num_wgrad = num_wgrads(L, D, F, H, BM, BN) + own
+        # Opaque: else it would be computed in every partition again.
+        num_wgrad = device.opaque(num_wgrads(L, D, F, H, BM, BN))
     num_copies = gl.minimum(num_puts + reduce_blocks, limit)
     num_gemms = gl.minimum(dense_tiles + num_tiles * (tiles_in + tiles_out) + num_wgrad, limit)
 
@@ -107,6 +104,10 @@ def gluon_overlap_kernel(
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN], element)
     a_bufs = gl.allocate_shared_memory(element, [STAGES, BM, BK], a_layout)
     b_bufs = gl.allocate_shared_memory(element, [STAGES, BK, BN], b_layout)
+    # Without puts a single word: what is not used still takes shared memory.
+    ring_shape: gl.constexpr = [PUT_SLOTS, PUT_ROWS, PUT_BLOCK] if HAS_PUT else [1, 1, 1]
+    ring_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ring = gl.allocate_shared_memory(element, ring_shape, ring_layout)
     one_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tasks = gl.allocate_shared_memory(gl.int32, [TASKS * TASK_WORDS, 1], one_word)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -132,9 +133,9 @@ def gluon_overlap_kernel(
             BM, BN, BN_IN, BK, STAGES, TASKS, WARPS,
         )),
         (produce, (
-            use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank + own, max_polls, num_gemms,
-            num_tiles, num_wgrad, epoch, sound, W + own, L + own, D + own, F + own, H + own, R + own,
-            tiles + own, chunks, tiles_in + own, tiles_out + own, lag, dense_tiles, num_problems, rows_ptr,
+            use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_gemms,
+            num_tiles, num_wgrad, epoch, sound, W, L, D, F, H, R,
+            tiles, chunks, tiles_in, tiles_out, lag, dense_tiles, num_problems, rows_ptr,
             arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, problems_ptr,
             rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
             a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
@@ -146,7 +147,7 @@ def gluon_overlap_kernel(
             num_puts, epoch, sound, W, L, D, R, tiles, chunks, T, K,
             source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
             row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr, dots_ptr,
-            spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr,
-            HAS_PUT, HAS_REDUCE, BACKWARD, BANKS, BM, PUT_ROWS, PUT_BLOCK, BT, BD, COPY_WARPS,
+            spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr, ring,
+            HAS_PUT, HAS_REDUCE, BACKWARD, BANKS, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, BT, BD, COPY_WARPS,
         )),
     ], [1, COPY_WARPS], [PRODUCER_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -22,6 +22,35 @@ from lancet_kernels.kernels.schedule import VOID, chunk_number, group, in_tile, 
 
 
 @triton.jit
+def wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS: tl.constexpr):
+    """Wait until the peer has released the bank of this epoch. -> has it?"""
+    free = device.word(epoch - BANKS, 0)
+    i_released = epoch % BANKS * W + peer
+    seen = device.wait(
+        released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
+    )
+    return seen >= free
+
+
+@triton.jit
+def chunk_rows(
+    expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """-> begin, end, row, first_send and signal of the rows of this PE for `expert` that lie in its tile m.
+
+    They are begin to end of those for the expert; i of these is first_send + i in the order of sending, and
+    comes to row + i of the peer's rows [B * R]. signal: their word of `arrived`.
+    """
+    bank = epoch % BANKS
+    count, before, first_send = segment(table_ptr, W, W * L, rank, expert)
+    _, first_row, first_tile = group(table_ptr, W, W * L, expert)
+    begin = tl.maximum(m * BM - before, 0)
+    end = tl.minimum((m + 1) * BM - before, count)
+    row = bank * R + first_row + before
+    return begin, end, row, first_send, (bank * tiles + first_tile + m) * W + rank
+
+
+@triton.jit
 def put_chunk(
     expert, m, epoch, rank, W, L, D, R, tiles, table_ptr,
     source_ptr, token_ptr, send_weights_ptr, stage_ptr, rows_ptr, rows_peers_ptr,
@@ -39,21 +68,11 @@ def put_chunk(
     Example: BM = 4, 3 rows from first_send = 4 on, behind 2 rows of other sources: with m = 0 rows 4 and 5 go
     to rows 2 and 3 of the expert, with m = 1 row 6 goes to row 4.
     """
-    E = W * L
     peer = expert // L
-    bank = epoch % BANKS
-    free = device.word(epoch - BANKS, 0)
-    i_released = bank * W + peer
-    seen = device.wait(
-        released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
-    )
-    if seen >= free:
-        count, before, first_send = segment(table_ptr, W, E, rank, expert)
-        _, first_row, first_tile = group(table_ptr, W, E, expert)
-        begin = tl.maximum(m * BM - before, 0)
-        end = tl.minimum((m + 1) * BM - before, count)
-        row = bank * R + first_row + before
-        signal = (bank * tiles + first_tile + m) * W + rank
+    if wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS):
+        begin, end, row, first_send, signal = chunk_rows(
+            expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS, BM
+        )
         for r in range(begin, end, ROWS):
             device.put_rows(
                 rows_ptr, rows_peers_ptr, peer, (row + r) * D,
