@@ -35,19 +35,15 @@ def add_row(acc, rows_ptr, weight_ptr, i, offset, m_kept, i_d, m_d, WEIGHTED: tl
 
 @triton.jit
 def dot_row(
-    x_ptr, rows_ptr, dweight_ptr, i, t, m_t, offset, m_kept, D, BT: tl.constexpr, BD: tl.constexpr,
-    i_column=None,
+    x_ptr, rows_ptr, dweight_ptr, i, t, m_t, offset, m_kept, D, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """dweight[i] = x[t] . the row at `offset`, summed in the dtype of dweight, in blocks of BD columns.
 
-    i_column: 0 to BD, from a Gluon kernel, which lays out its blocks itself.
     Example: x[t] = [1, 2], a row [3, 4]: 11; for a dropped choice 0.
     """
-    if i_column is None:
-        i_column = tl.arange(0, BD)
-    acc = tl.cast(t[:, None] * 0 + i_column[None, :] * 0, dweight_ptr.dtype.element_ty)
+    acc = tl.zeros([BT, BD], dweight_ptr.dtype.element_ty)
     for d in range(0, D, BD):
-        i_d = d + i_column
+        i_d = d + tl.arange(0, BD)
         m = m_kept[:, None] & (i_d < D)[None, :]
         # [BT, BD]
         b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(acc.dtype)

@@ -403,6 +403,7 @@ def killed_on_rank() -> list[str]:
                 with pytest.raises(CommunicationError) as error:
                     layer.forward.check()
                 told.append(str(error.value))
+                assert layer.forward.buffers.spoiled.item() == 1
             elif os.waitpid(child, 0)[1] != signal.SIGKILL:
                 raise AssertionError("the child went on")
             memory.barrier()
