@@ -33,6 +33,13 @@ from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
 
 
 @gluon.jit
+def _row_indices(BM: gl.constexpr, LAYOUT: gl.constexpr, PERIOD: gl.constexpr):
+    """0 to BM. A thread's rows are PERIOD apart, and kept between tasks as one number, not as one each."""
+    i = gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
+    return device.opaque(i % PERIOD) + i // PERIOD * PERIOD
+
+
+@gluon.jit
 def _add_bias(value, bias_ptr, n0, N, WIDTH: gl.constexpr, QUARTER: gl.constexpr):
     i_n = n0 + gl.arange(0, WIDTH, gl.SliceLayout(0, QUARTER))
     b_bias = gl.load(bias_ptr + i_n, mask=i_n < N, other=0.0).to(gl.float32)
@@ -226,7 +233,7 @@ def _finish_in(
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
         row = first_row + i
         received = (epoch % BANKS) * R + first_row
-        i_weight = m0 + gl.arange(0, BM, gl.SliceLayout(1, SLICE))
+        i_weight = m0 + _row_indices(BM, SLICE, 8)
         b_weight = gl.load(row_weights_ptr + received + i_weight, mask=i_weight < rows, other=0.0)
         dots = _finish_backward(
             acc, pre_ptr, hidden_ptr, activated_ptr, row, b_weight, i < rows, n * BN_IN, F, ACT, BM, BN,
@@ -241,7 +248,7 @@ def _finish_in(
     else:
         QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-        i = m0 + gl.arange(0, BM, gl.SliceLayout(1, ROWS))
+        i = m0 + _row_indices(BM, ROWS, 4 * WARPS)
         _finish_forward(
             acc, pre_ptr, hidden_ptr, first_row + i, i < rows, bias_ptr + local * H, n * BN_IN, F, ACT,
             HAS_BIAS, SAVE_PRE, BM, BN, ROWS, QUARTER,
@@ -255,14 +262,14 @@ def _finish_out(
     acc, tile, n, epoch, rank, W, L, D, F, R, tiles, chunks, table_ptr, bias_ptr, results_ptr,
     results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
     none, BACKWARD: gl.constexpr, HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BN_IN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
+    BN: gl.constexpr, BN_IN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """TILE_OUT: to the sources; with the last column of the tile, signal them."""
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
     expert = rank * L + local
     rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
     m = tile - first_tile
-    i_m = gl.arange(0, BM, gl.SliceLayout(1, ROWS)) + none
+    i_m = _row_indices(BM, ROWS, 4 * WARPS) + none
     p_row, m_row = result_rows(
         expert, m, rows, first_row, W, L, D, table_ptr, results_ptr, results_ptr, results_peers_ptr,
         False, BM, i_m,
@@ -300,7 +307,7 @@ def _finish_wgrad(
         which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
     )  # fmt: skip
     if sound != 0:
-        i = m * BM + gl.arange(0, BM, gl.SliceLayout(1, ROWS)) + none
+        i = m * BM + _row_indices(BM, ROWS, 4 * WARPS) + none
         p_row = dw_ptr + i.to(gl.int64) * B
         _store_tile(acc, p_row, i < A, dw_ptr, n * BN, B, False, BM, BN, ROWS, QUARTER)
         if HAS_BIAS:
@@ -364,7 +371,7 @@ def consume(
                     acc, a, b, now, rank, w, of_each, D, F, R, tiles, chunks, table_ptr, bias_out_ptr,
                     results_ptr, results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr,
                     returned_peers_ptr, done_ptr, none, BACKWARD, HAS_BIAS, BANKS, BM, BN, BN_IN, ROWS,
-                    QUARTER,
+                    QUARTER, WARPS,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
@@ -377,7 +384,7 @@ def consume(
         if DENSE_KINDS != 0:
             if kind == DENSE:
                 _, _, _, c_ptr, M, N, _ = dense_problem(problems_ptr, a, rows_ptr, True)
-                i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, ROWS)) + none
+                i = b * BM + _row_indices(BM, ROWS, 4 * WARPS) + none
                 p_row = c_ptr + i.to(gl.int64) * N
                 _store_tile(acc, p_row, i < M, c_ptr, c * BN, N, False, BM, BN, ROWS, QUARTER)
         j += 1

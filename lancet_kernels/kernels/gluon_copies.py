@@ -61,9 +61,11 @@ def _put_rows(
     # A step ahead, so that its addresses do not wait for it.
     token, wanted = _source_row(token_ptr, origin_ptr, first, i_row, num_rows, WHICH)
     for step in range(steps + SLOTS - 1):
-        d = gl.multiple_of(step % columns * BLOCK, BLOCK) + i_column
-        p = source_ptr + token.to(gl.int64)[:, None] * D + d[None, :]
-        copy_async(ring.index(step % SLOTS), p, mask=wanted[:, None] & (d < D)[None, :])
+        # Not masked behind the last step: that would fill places with zeros, which nobody waits for.
+        if step < steps:
+            d = gl.multiple_of(step % columns * BLOCK, BLOCK) + i_column
+            p = source_ptr + token.to(gl.int64)[:, None] * D + d[None, :]
+            copy_async(ring.index(step % SLOTS), p, mask=wanted[:, None] & (d < D)[None, :])
         async_copy.commit_group()
         i = (step + 1) // columns * ROWS + i_row
         token, wanted = _source_row(token_ptr, origin_ptr, first, i, num_rows, WHICH)
