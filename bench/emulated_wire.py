@@ -230,12 +230,12 @@ class Detour:
                 # One launch after the other: nothing may wait for what is carried later.
                 launch("put")
                 wire.carry(self.there, epoch)
-                launch("in out wgrad dense dweight")
+                launch("in out wgrad dense")
                 wire.carry(self.back, epoch)
                 launch("reduce")
             else:
                 wire.carry(self.both, epoch)
-                launch("put in out wgrad dense reduce dweight")
+                launch("put in out wgrad dense reduce")
         wire.join()
 
 

@@ -11,12 +11,11 @@ launch, in the two launches of `split`, and each stage alone. The same kernel ru
 so results are equal bit for bit (checked), and only the launches' contents differ.
 
     stage    what it does                           counts as
-    put      rows (backward: weighted dy) to peers  T_comm
+    put      rows (backward: dy) to peers           T_comm
     in       first GEMM of the rows                 T_gemm
     out      second GEMM, stored at the peer        T_gemm
     wgrad    dW2, dW1                               T_gemm
     reduce   weighted sum of what came back         neither: eta is the lower for it
-    dweight  gradient of the combine weights        neither
 
 Rows that travel back are stored by the second GEMM itself. What that costs alone is taken to be what the
 same rows cost on their way out: T_comm of a launch with `out` is that of a put of the rows.
@@ -48,10 +47,10 @@ GOAL, NEXT_GOAL = 0.90, 0.95
 # Ways to launch a pass: launches, each with its stages. Every way holds every stage of its direction.
 FORWARD = ("put in out reduce", "put in|out reduce", "put|in|out|reduce", "put|in out|reduce")
 BACKWARD = (
-    "put in out wgrad reduce dweight",
-    "put in dweight|out wgrad reduce",
-    "put|in|out wgrad|reduce dweight",
-    "put|in out wgrad|reduce dweight",
+    "put in out wgrad reduce",
+    "put in|out wgrad reduce",
+    "put|in|out wgrad|reduce",
+    "put|in out wgrad|reduce",
 )
 # Of swiglu the whole passes, and what their eta needs: every other launch is one more kernel to compile, for
 # longer than it is measured.
@@ -61,9 +60,9 @@ EFFICIENCIES = (
     ("dispatch + GEMM", "forward", "put in", 1, "in"),
     ("GEMM + combine", "forward", "out reduce", 1, "out"),
     ("layer forward", "forward", "put in out reduce", 2, "in out"),
-    ("dispatch + dX", "backward", "put in dweight", 1, "in"),
+    ("dispatch + dX", "backward", "put in", 1, "in"),
     ("dX, dW + combine", "backward", "out wgrad reduce", 1, "out wgrad"),
-    ("layer backward", "backward", "put in out wgrad reduce dweight", 2, "in out wgrad"),
+    ("layer backward", "backward", "put in out wgrad reduce", 2, "in out wgrad"),
 )
 
 

@@ -2,7 +2,7 @@
 
     none      stage by stage: put, all-to-all over, GEMMs, all-to-all back, the rest. Nothing overlaps.
     streams   the same launches; an all-to-all is on a second stream, beside it what a plan puts there: in the
-              backward pass weight gradients of other layers and dweight beside the first, this layer's own
+              backward pass weight gradients of other layers beside the first, this layer's own
               weight gradients beside the second. A layer's forward pass alone has nothing to put there: it is
               that of `none`.
     fused     one launch; every chunk of rows and every tile of results counts as arrived when it is due.
@@ -169,7 +169,6 @@ def played(
 
     def backward_blocking(launch: HeldLaunch) -> None:
         beside()
-        launch("dweight")
         all_to_all(launch, there)
         launch("in")
         launch("out")
@@ -180,7 +179,6 @@ def played(
     def backward_streams(launch: HeldLaunch) -> None:
         with pe.beside():
             all_to_all(launch, there)
-        launch("dweight")
         beside()
         pe.join()
         launch("in")

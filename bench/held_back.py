@@ -7,13 +7,12 @@
             launch(stages)
 
     stage    what it does
-    put      puts of rows (backward: of weighted dy) to peers
+    put      puts of rows (backward: of dy and weights) to peers
     in       first GEMM of the rows
     out      second GEMM, with results stored at the peer
     wgrad    dW2, dW1
     dense    independent GEMMs
     reduce   weighted sum of the returned rows
-    dweight  gradient of the combine weights
 
 Every stage of a pass must be launched on every PE, in this order, because stages wait for earlier ones.
 """
@@ -37,7 +36,6 @@ STAGES: dict[str, tuple[str, Any]] = {
     "wgrad": ("wgrad", False),
     "dense": ("dense_tiles", 0),
     "reduce": ("reduce_blocks", 0),
-    "dweight": ("dweight_blocks", 0),
 }
 
 

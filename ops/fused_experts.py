@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -28,9 +29,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.exchange import Exchange, ResultBuffers
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
-from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_config import OverlapConfig, dedup_pays
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
 from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.ops.fused_passes import ForwardPass, take_pass, ticket_of
@@ -62,6 +63,7 @@ class FusedMemory:
         self.memory = memory
         self.layers = 0
         self._backward: dict[tuple, Exchange] = {}
+        self._buffers: dict[tuple, ResultBuffers] = {}
 
     @classmethod
     def of(cls, group: str, device: torch.device, timeout_s: float) -> FusedMemory:
@@ -98,6 +100,13 @@ class FusedMemory:
             self._backward[key] = Exchange(self.memory, name, **sizes)
         return self._backward[key]
 
+    def buffers(self, **sizes) -> ResultBuffers:
+        """What all exchanges of these sizes need only while a launch runs; launches are in one stream."""
+        key = tuple(sorted(sizes.items(), key=str))
+        if key not in self._buffers:
+            self._buffers[key] = ResultBuffers(self.memory, f"buffers{len(self._buffers)}", **sizes)
+        return self._buffers[key]
+
 
 class LayerExchange:
     """The exchanges of one layer, created when a pass first needs them (collective, like the pass itself).
@@ -111,17 +120,26 @@ class LayerExchange:
             many; None: for the most that there can be. A pass that needs more raises UserError.
         timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
             collectives.
-        config: tiles and grid of the launches; None: a default for the device.
+        config: tiles and grid of the launches; None: a default for the device, and on a GPU duplicates of a
+            token are sent once where `dedup_pays` says so.
 
     Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R rows
     received at most (W * max_tokens * min(K, L), or receive_factor * S)
 
-        of a layer, once                banks * (R + S) * D      rows received, results that came back
-        of each pass, to its backward   R * (H + F)              values before and after the activation
-        of all layers together          2 * (R + S) * D          the backward exchange
+        of a layer, once                banks * R * D            rows received
+        of each pass, to its backward   R * H                    values before the activation
+        of all layers together          (2 * R + S) * D          the backward's rows, results that came back
+        while a launch runs             R * F, in a backward R * (H + F)
 
-    besides some bytes for each choice (28, of the routing) and some words for each tile. A pass keeps neither
-    its tokens nor the rows to send. Under activation checkpointing a pass keeps nothing.
+    besides some bytes for each row (4 * banks, and 8 * banks more where duplicates are sent once) and choice
+    (28, of the routing), and some words for each tile.
+    A pass keeps neither its tokens nor the rows to send. Under activation checkpointing it keeps nothing.
+    Values after the activation are computed again in the backward, where those before it are at hand for the
+    gradient; the gradient of the combine weights needs no results (`kernels.overlap_tiles`).
+
+    Example: bfloat16, swiglu, one bank, balanced (receive_factor 1, so R = S = T K): 2 TKD + 4 TKF bytes for
+    each layer. Keeping x instead of the rows received would be 2 TD, and would send x again in the backward:
+    half as much again as dy and dx.
     """
 
     def __init__(
@@ -168,17 +186,20 @@ class LayerExchange:
             or num_tokens * num_choices > self._exchanges[key][1].send_rows
         ):
             self._check_tokens(num_tokens, num_choices, self._exchanges.get(key), memory)
-            config = self.config or default_overlap_config(
-                self.width, self.hidden, self.activation, like.dtype, like.device
-            )
+            config = self.config or self._default_config(memory.memory.world, num_choices, like)
             send_rows, receive_rows = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
-            sizes: dict[str, Any] = {
-                "local_experts": self.local_experts,
+            of_rows: dict[str, Any] = {
                 "send_rows": send_rows,
                 "receive_rows": receive_rows,
                 "width": self.width,
                 "dtype": like.dtype,
+            }
+            sizes: dict[str, Any] = {
+                **of_rows,
+                "local_experts": self.local_experts,
                 "chunk_rows": config.gemm.block_m,
+                "dedup": config.dedup,
+                "buffers": memory.buffers(**of_rows),
                 "timeout_s": self.timeout_s,
             }
             memory.layers += 1
@@ -186,6 +207,12 @@ class LayerExchange:
             forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
             self._exchanges[key] = memory, forward, memory.backward(**sizes), config
         return self._exchanges[key][1:]
+
+    def _default_config(self, world: int, num_choices: int, like: Tensor) -> OverlapConfig:
+        config = default_overlap_config(self.width, self.hidden, self.activation, like.dtype, like.device)
+        # On CPU ranks a copy costs what a put costs. Entries of the tuner name neither ranks nor choices.
+        gpu = like.device.type == "cuda"
+        return replace(config, dedup=gpu and dedup_pays(world, self.local_experts, num_choices))
 
     def _check_tokens(
         self, num_tokens: int, num_choices: int, before: tuple | None, memory: FusedMemory

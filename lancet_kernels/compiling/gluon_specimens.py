@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from triton.experimental.gluon import language as gl
 
-from lancet_kernels.compiling.overlap_specimens import DENSE, FUSED, PES, SHORT, STAGES, TYPES
+from lancet_kernels.compiling.overlap_specimens import CHOICES, DENSE, FUSED, PES, SHORT, STAGES, TYPES
 from lancet_kernels.compiling.specimen import Specimen, pointers
 from lancet_kernels.kernels.gluon_config import (
     COPY_REGISTERS,
@@ -17,6 +17,7 @@ from lancet_kernels.kernels.gluon_config import (
     TASKS,
     boxes,
     hopper_config,
+    put_slots,
     total_warps,
 )
 from lancet_kernels.kernels.gluon_kernel import gluon_overlap_kernel
@@ -37,6 +38,7 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "", activation="silu")
         yield specimen(fused, "", activation="swiglu")
         yield specimen(fused, "", dtype=torch.float16)
+        yield specimen(fused, "", dedup=True)
 
 
 def specimen(
@@ -46,20 +48,26 @@ def specimen(
     activation: str = "gelu",
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = True,
+    dedup: bool = False,
     config: OverlapConfig | None = None,
 ) -> Specimen:
-    """The Hopper kernel with the stages `fused` and independent GEMMs `riders`."""
+    """The Hopper kernel with the stages `fused` and independent GEMMs `riders`. dedup: duplicates once."""
     stages, backward = FUSED[fused]
     config = config or hopper_config()
     tile = config.gemm
     columns_in = first_columns(tile, activation, backward=backward)
+    slots = put_slots(
+        tile.num_stages, (tile.block_m + tile.block_n) * tile.block_k, config.put_rows * config.put_block
+    )
     constexprs: dict[str, object] = {stage: stage in stages for stage in (*STAGES, *stages)}
     constexprs |= {
         "DENSE_KINDS": DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
-        "SAVE_PRE": True, "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
+        "SAVE_PRE": True, "BANKS": 2, "EARLIER_BANKS": 2,
         "BM": tile.block_m, "BN": tile.block_n, "BN_IN": columns_in, "BK": tile.block_k, "BW": PES,
-        "STAGES": tile.num_stages, "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
+        "STAGES": tile.num_stages, "PUT_SLOTS": slots,
+        "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block, "TASKS": TASKS, "WARPS": tile.num_warps,
+        "DEDUP": CHOICES if dedup and "HAS_PUT" in stages else 0,
         "COPY_WARPS": COPY_WARPS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS,
     }  # fmt: skip
     arguments = [name for name in gluon_overlap_kernel.arg_names if name not in constexprs]
@@ -70,7 +78,8 @@ def specimen(
         signature[name] = f"tensordesc<{SHORT[dtype]}{box},{layout!r}>"
     return Specimen(
         name="gluon_overlap",
-        config=f"{fused}{riders} {activation} {SHORT[dtype]} {tile}{'' if bias else ' no bias'}",
+        config=f"{fused}{riders} {activation} {SHORT[dtype]} {tile}{'' if bias else ' no bias'}"
+        f"{' dedup' if dedup else ''}",
         kernel=gluon_overlap_kernel,
         signature=signature,
         constexprs=constexprs,

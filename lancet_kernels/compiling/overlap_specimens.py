@@ -23,32 +23,41 @@ from lancet_kernels.kernels.schedule import TILES_AT_ONCE, exchange_counts_kerne
 
 # Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
 _INTEGERS = (
-    "counter copy_counter rank limit W L D F H R S tiles chunks T K tiles_in tiles_out lag dweight_blocks "
+    "counter copy_counter rank limit W L D F H R S tiles chunks T K tiles_in tiles_out lag "
     "dense_tiles num_problems reduce_blocks programs comm_programs"
 ).split()
+_FLOATS = [
+    f"{name}_ptr" for name in "send_weights row_weights row_dots dots dots_stage weight dweight".split()
+]
 TYPES = {
     **dict.fromkeys(_INTEGERS, "i32"),
     **dict.fromkeys(("table_ptr", "token_ptr"), "*i32"),
-    **dict.fromkeys(("scale_ptr", "weight_ptr", "dweight_ptr"), "*fp32"),
+    **dict.fromkeys(_FLOATS, "*fp32"),
     "max_polls": "i64",
 }
-_WORDS = "use earlier_use report arrived released returned ready done expert row problems".split()
+_WORDS = "use earlier_use report arrived released returned ready done expert row problems spoiled".split()
+_WORDS += "origin origin_stage fanned".split()
 TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
-TYPES |= {f"{name}_peers_ptr": "*i64" for name in ("rows", "arrived", "results", "returned")}
-STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE", "HAS_DWEIGHT")
+TYPES |= {
+    f"{name}_peers_ptr": "*i64"
+    for name in ("rows", "row_weights", "arrived", "results", "dots", "returned", "origin")
+}
+STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE")
 # What is fused -> (stages in the launch, backward); one launch per direction, or its two halves.
 FUSED = {
     "forward": (("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_REDUCE"), False),
     "backward": (STAGES, True),
     "dispatch+gemm": (("HAS_PUT", "HAS_IN"), False),
     "gemm+combine": (("HAS_OUT", "HAS_REDUCE"), False),
-    "backward dispatch+gemm": (("HAS_PUT", "HAS_IN", "HAS_DWEIGHT"), True),
+    "backward dispatch+gemm": (("HAS_PUT", "HAS_IN"), True),
     "backward gemm+combine": (("HAS_OUT", "HAS_WGRAD", "HAS_REDUCE"), True),
 }
 # Independent GEMMs that ride along: what `overlap.dense_kinds` gives.
 DENSE = {"": 0, "+dw": 4, "+dense": 7}
 # Words of a tile that are looked at together: a PE each.
 PES = 8
+# Choices of a token, where duplicates are sent once.
+CHOICES = 8
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -76,11 +85,16 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "+dense", arch, plain="odd")
         yield specimen(fused, "+dense", arch, plain="odd riders")
         yield specimen(fused, "+dense", arch, activation="swiglu", plain="odd")
+        for nvshmem in (False, True):
+            yield specimen(fused, "", arch, nvshmem=nvshmem, dedup=True)
+        yield specimen(fused, "", arch, activation="swiglu", dedup=True)
+        yield specimen(fused, "", arch, plain="odd", dedup=True)
     yield _write_dense_row()
     for nvshmem in (False, True):
         yield _release(nvshmem)
         yield _exchange_counts(nvshmem)
-    yield _schedule()
+    for dedup in (False, True):
+        yield _schedule(dedup)
 
 
 def _write_dense_row() -> Specimen:
@@ -128,13 +142,13 @@ def _exchange_counts(nvshmem: bool) -> Specimen:
     )
 
 
-def _schedule() -> Specimen:
+def _schedule(dedup: bool) -> Specimen:
     return Specimen(
         name="schedule",
-        config="64 experts on 8 PEs",
+        config="64 experts on 8 PEs, dedup" if dedup else "64 experts on 8 PEs",
         kernel=schedule_kernel,
         signature={"table_ptr": "*i32", **dict.fromkeys(("rank", "W", "L", "tiles", "puts"), "i32")},
-        constexprs={"BM": 128, "BE": 64, "BW": 8, "BT": TILES_AT_ONCE},
+        constexprs={"BM": 128, "BE": 64, "BW": 8, "BT": TILES_AT_ONCE, "DEDUP": dedup},
         aligned=("table_ptr",),
         num_warps=4,
     )
@@ -150,12 +164,14 @@ def specimen(
     bias: bool = True,
     nvshmem: bool = False,
     plain: str = "",
+    dedup: bool = False,
     config: OverlapConfig | None = None,
 ) -> Specimen:
     """The fused kernel with the stages `fused`, independent GEMMs `riders`, and one configuration.
 
     plain: why there are no tensor descriptors; "odd": widths are not multiples
-    of 16, "odd riders": only those of independent GEMMs. config: None means the default of the architecture.
+    of 16, "odd riders": only those of independent GEMMs. dedup: duplicates are sent once. config: None means
+    the default of the architecture.
     """
     stages, backward = FUSED[fused]
     short = SHORT[dtype]
@@ -167,16 +183,17 @@ def specimen(
     constexprs: dict[str, object] = {stage: stage in stages for stage in (*STAGES, *stages)}
     constexprs |= {
         "DENSE_KINDS": DENSE[riders], "BACKWARD": backward, "ACT": activation, "HAS_BIAS": bias,
-        "SAVE_PRE": True, "SCALED": backward, "WEIGHTED": not backward, "BANKS": 2, "EARLIER_BANKS": 2,
+        "SAVE_PRE": True, "BANKS": 2, "EARLIER_BANKS": 2,
         "NVSHMEM": nvshmem, "UPCAST": False, "TMA": tma,
         "BM": tile.block_m, "BN": tile.block_n, "BK": tile.block_k, "BW": PES,
         "BN_IN": first_columns(tile, activation, backward=backward),
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block,
+        "DEDUP": CHOICES if dedup and "HAS_PUT" in stages else 0,
     }  # fmt: skip
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
     signature = {name: TYPES.get(name, f"*{short}") for name in arguments}
-    said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain)}
+    said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain), "dedup": dedup}
     more = "".join(f" {what}" for what, holds in said.items() if holds)
     widths = () if plain == "odd" else ("D", "F", "H")
     return Specimen(

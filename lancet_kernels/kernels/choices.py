@@ -1,4 +1,4 @@
-"""The rows of a token's choices: their place, their weighted sum, and their dot products.
+"""The rows of a token's choices: their place, the first one for a PE, their weighted sum, their dot products.
 
     t  tokens [BT], m_t which of them exist    K  choices per token    D  width of a row
 
@@ -21,6 +21,24 @@ def place_row(row_ptr, i, m, D):
 
 
 @triton.jit
+def leader(token, m_token, peer, L, K, expert_ptr, row_ptr, i_choice):
+    """-> the first row that each token sends to `peer`, and its expert, among the kept choices.
+
+    token [ROWS], m_token which of them exist; i_choice: 0, 1, .. to a power of 2 that is at least K.
+    Example: L = 2, peer = 1, a token's experts [3, 0, 2] in rows [9, 1, 6]: row 6, expert 2.
+    """
+    i = token[:, None].to(tl.int64) * K + i_choice[None, :]
+    m = m_token[:, None] & (i_choice < K)[None, :]
+    # [ROWS, choices]
+    expert = tl.load(expert_ptr + i, mask=m, other=0).to(tl.int32)
+    row = tl.load(row_ptr + i, mask=m, other=-1).to(tl.int32)
+    there = (row >= 0) & (expert // L == peer)
+    first = tl.min(tl.where(there, row, 0x7FFFFFFF), 1)
+    leads = there & (row == first[:, None])
+    return first, tl.sum(tl.where(leads, expert, 0), 1)
+
+
+@triton.jit
 def add_row(acc, rows_ptr, weight_ptr, i, offset, m_kept, i_d, m_d, WEIGHTED: tl.constexpr):
     """-> acc [BT, BD] + the columns i_d of the rows at `offset`, times weight[i] if WEIGHTED.
 
@@ -35,19 +53,15 @@ def add_row(acc, rows_ptr, weight_ptr, i, offset, m_kept, i_d, m_d, WEIGHTED: tl
 
 @triton.jit
 def dot_row(
-    x_ptr, rows_ptr, dweight_ptr, i, t, m_t, offset, m_kept, D, BT: tl.constexpr, BD: tl.constexpr,
-    i_column=None,
+    x_ptr, rows_ptr, dweight_ptr, i, t, m_t, offset, m_kept, D, BT: tl.constexpr, BD: tl.constexpr
 ):  # fmt: skip
     """dweight[i] = x[t] . the row at `offset`, summed in the dtype of dweight, in blocks of BD columns.
 
-    i_column: 0 to BD, from a Gluon kernel, which lays out its blocks itself.
     Example: x[t] = [1, 2], a row [3, 4]: 11; for a dropped choice 0.
     """
-    if i_column is None:
-        i_column = tl.arange(0, BD)
-    acc = tl.cast(t[:, None] * 0 + i_column[None, :] * 0, dweight_ptr.dtype.element_ty)
+    acc = tl.zeros([BT, BD], dweight_ptr.dtype.element_ty)
     for d in range(0, D, BD):
-        i_d = d + i_column
+        i_d = d + tl.arange(0, BD)
         m = m_kept[:, None] & (i_d < D)[None, :]
         # [BT, BD]
         b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m, other=0.0).to(acc.dtype)

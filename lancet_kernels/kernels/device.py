@@ -60,16 +60,16 @@ def low_word(seen):
 
 @triton.jit
 def put_rows(
-    region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, scale_ptr, num_rows, D,
-    SCALED: tl.constexpr, NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
-    i_row=None, i_column=None,
+    region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, num_rows, D,
+    NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
+    i_row=None, i_column=None, chosen=None,
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
 
-    With SCALED, row i is multiplied by scale[i] in float32 and rounded once. Over NVSHMEM the rows go through
-    `stage`, [ROWS, D] for this call alone, which must stay until `quiet`. It is symmetric memory: a network
-    card reads only what is registered with it, which what torch allocates is not. i_row, i_column: 0 to ROWS
-    and 0 to BLOCK, from a Gluon kernel, which lays out its blocks itself.
+    chosen: which of them, a block of ROWS; None: all. Over NVSHMEM the rows go through `stage`, [ROWS, D] for
+    this call alone, which must stay until `quiet`. It is symmetric memory: a network card reads only what is
+    registered with it, which what torch allocates is not. i_row, i_column: 0 to ROWS and 0 to BLOCK, from a
+    Gluon kernel, which lays out its blocks itself.
     Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
     """
     base = tl.load(peers_ptr + peer)
@@ -82,21 +82,64 @@ def put_rows(
         i_row = tl.arange(0, ROWS)
         i_column = tl.arange(0, BLOCK)
     m_row = i_row < num_rows
+    if chosen is not None:
+        m_row &= chosen
     row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
-    if SCALED:
-        scale = tl.load(scale_ptr + i_row, mask=m_row, other=0.0).to(tl.float32)
     for d in range(0, D, BLOCK):
         i_d = d + i_column
         m = m_row[:, None] & (i_d < D)[None, :]
         # [ROWS, BLOCK]
         b_x = tl.load(source_ptr + row[:, None] * D + i_d[None, :], mask=m)
-        if SCALED:
-            b_x = (b_x.to(tl.float32) * scale[:, None]).to(region_ptr.dtype.element_ty)
         tl.store(target_ptr + i_row[:, None].to(tl.int64) * D + i_d[None, :], b_x, mask=m)
     if NVSHMEM:
         if base == 0:
             tl.debug_barrier()
-            nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
+            if chosen is None:
+                nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
+            else:
+                for i in range(num_rows):
+                    if tl.sum((m_row & (i_row == i)).to(tl.int32), 0) > 0:
+                        nvshmem_device.put_row(region_ptr + offset + i * D, stage_ptr + i * D, D, peer)
+
+
+@triton.jit
+def put_values(
+    region_ptr, peers_ptr, peer, offset, value, i, num, stage_ptr, NVSHMEM: tl.constexpr
+):  # fmt: skip
+    """Store value[:num], a block, at `offset` of the peer's region. i: 0, 1, ... of the block.
+
+    Where no pointer reaches the peer it goes through `stage`, symmetric memory for this call alone, which
+    must stay until `quiet`.
+    """
+    base = tl.load(peers_ptr + peer)
+    target_ptr = base.to(region_ptr.dtype) + offset
+    if NVSHMEM:
+        if base == 0:
+            target_ptr = stage_ptr
+    tl.store(target_ptr + i, value, mask=i < num)
+    if NVSHMEM:
+        if base == 0:
+            tl.debug_barrier()
+            nvshmem_device.put_row(region_ptr + offset, stage_ptr, num, peer)
+
+
+@triton.jit
+def put_words(
+    region_ptr, peers_ptr, peer, offset, source_ptr, num, NVSHMEM: tl.constexpr, SIZE: tl.constexpr, i=None
+):  # fmt: skip
+    """Copy source[:num] (num <= SIZE) to `offset` of the peer's region.
+
+    source: symmetric memory, where no pointer reaches the peer, that stays until `quiet`. i: 0 to SIZE, from
+    a Gluon kernel, which lays out its blocks itself.
+    """
+    base = tl.load(peers_ptr + peer)
+    if i is None:
+        i = tl.arange(0, SIZE)
+    if NVSHMEM and base == 0:
+        nvshmem_device.put_row(region_ptr + offset, source_ptr, num, peer)
+    else:
+        value = tl.load(source_ptr + i, mask=i < num)
+        tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
 
 
 @triton.jit
@@ -262,4 +305,19 @@ def fence_tma(TMA: tl.constexpr):
         # Not a flag and not ordering between PEs: the one PTX instruction that Triton has no word for.
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def opaque(value):
+    """value, an int32 of which the compiler knows nothing: what follows from it is computed behind this.
+
+    Otherwise LLVM computes what partitions of a Gluon kernel, or the tasks of one, have in common once and
+    ahead of all, and ptxas spills it. Costs nothing: ptxas removes the move.
+    """
+    if INTERPRETED:
+        return value
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
         )

@@ -7,17 +7,23 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
     rows     [B, R, D]            rows received, by local expert, then source, then slot
     arrived  [B, tiles, W]        word(epoch, 0): what source w sends into that tile of rows is here
-    results  [B, S, D]            what the experts made of the rows that this PE sent, in the order of sending
+    origin   [B, R]               only with dedup: word(tile, row) of the leader of each row received
+    row_weights [B, R]            in a backward: what each of these rows counts in its token's sum, float32
+    results  [S, D]               what the experts made of the rows that this PE sent, in the order of sending
+    dots     [S]                  in a backward: gradients of the weights of these rows, float32
     returned [B, chunks]          word(epoch, 0): the results of that chunk are here
     counts   [B, W, E]            rows of PE w for every expert; counted [B, W]: word(epoch, 0): they are here
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
-    stage    [S, D], [R, D]       only where NVSHMEM carries rows: those sent, and results, on their way out
+    stages   [S, D], [S], [R, D], [R]    only where NVSHMEM carries rows: those sent with their weights, and
+                                  results with their dots, on their way out
+    stage of origins [S]          only with dedup: the origins sent
 
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
 3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
-or rows of epoch e it waits until the peer has released epoch e - B of that bank. Results need no credit of
-their own: a PE returns results of epoch e only after it saw the source's rows of epoch e, and the source
-sends those only when it is through with its results of epoch e - B.
+or rows of epoch e it waits until the peer has released epoch e - B of that bank. Results need neither banks
+nor a credit of their own: a PE returns results of epoch e only after it saw the source's rows of epoch e, and
+the source sends those in a launch behind the one that read its last results. That holds for passes through
+any exchange, so all layers have one region of results (`ResultBuffers`).
 
 The epoch lives in device memory, so a captured CUDA graph counts on in every replay; the host only checks
 that no more than B uses are open, since another one would wait for a release that comes after it.
@@ -30,6 +36,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -38,12 +45,19 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import device, runtime
-from lancet_kernels.kernels.failure_report import TOO_MANY_ROWS, WAIT_READY, FailureReport, timed_out
+from lancet_kernels.kernels.failure_report import (
+    TOO_MANY_ROWS,
+    WAIT_FANNED,
+    WAIT_READY,
+    FailureReport,
+    timed_out,
+)
 from lancet_kernels.kernels.nvshmem_launch import launch, small_kernel
 from lancet_kernels.kernels.schedule import (
     TILES_AT_ONCE,
     exchange_counts_kernel,
     most_chunks,
+    most_puts,
     most_tiles,
     schedule_kernel,
     table_words,
@@ -64,6 +78,7 @@ class Use:
         words: int64 [8], the epoch, then the task counters of its launches.
         ready: int64 [tiles + L], finished column tiles of the first GEMM by tile, then by expert.
         done: int64 [tiles], finished column tiles of the second GEMM by tile.
+        fanned: int64 [tiles], 1 where all rows of a tile are there, the copied ones too; only with dedup.
         table: int32, where rows lie and which task has which number (`schedule.py`); a backward's use has
             that of its forward.
     """
@@ -72,6 +87,7 @@ class Use:
     words: Tensor
     ready: Tensor
     done: Tensor
+    fanned: Tensor
     table: Tensor
     launches: int = 0
     open: bool = True
@@ -84,6 +100,51 @@ class Use:
         return FIRST_COUNTER + self.launches - 1
 
 
+class ResultBuffers:
+    """What an exchange needs only while a launch runs: results, dots, stages. Collective to make.
+
+    Exchanges of the same sizes share them, if every PE launches their passes one behind the other: in one
+    stream, or in streams that wait for each other.
+
+    Attributes:
+        spoiled: int64 [1] on the device: not 0 once a wait in a pass through any of these exchanges failed.
+            What that pass waited for may still come, among results of a later one: all are NaN from then on.
+    """
+
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        name: str,
+        *,
+        send_rows: int,
+        receive_rows: int,
+        width: int,
+        dtype: torch.dtype,
+    ) -> None:
+        def region(what: str, *shape: int, of: torch.dtype = torch.float32) -> Region:
+            return memory.allocate(f"{name}.{what}", shape, of)
+
+        self.results, self.dots = region("results", send_rows, width, of=dtype), region("dots", send_rows)
+        self.spoiled = torch.zeros(1, dtype=torch.int64, device=memory.device)
+        self.stage: Stage | None = None
+        if memory.far:
+            self.stage = Stage(
+                region("stage of rows", send_rows, width, of=dtype),
+                region("stage of weights", send_rows),
+                region("stage of results", receive_rows, width, of=dtype),
+                region("stage of dots", receive_rows),
+            )
+
+
+class Stage(NamedTuple):
+    """Symmetric memory from which NVSHMEM sends."""
+
+    rows: Region
+    weights: Region
+    results: Region
+    dots: Region
+
+
 class Exchange:
     """The regions above on every PE. Collective: every PE makes the same one in the same order.
 
@@ -91,7 +152,9 @@ class Exchange:
         memory: symmetric memory. name: unique in it.
         local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
+        dedup: a token with several rows for one PE is put there once, and copied there (`schedule.py`).
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
+        buffers: of the same sizes, shared with other exchanges; None: its own.
         timeout_s: how long a wait may last.
     """
 
@@ -106,7 +169,9 @@ class Exchange:
         width: int,
         dtype: torch.dtype,
         chunk_rows: int,
+        dedup: bool = False,
         banks: int = 2,
+        buffers: ResultBuffers | None = None,
         timeout_s: float = 60.0,
     ) -> None:
         if banks < 1:
@@ -115,11 +180,17 @@ class Exchange:
         self.world, self.rank = memory.world, memory.rank
         self.local_experts, self.width, self.dtype = local_experts, width, dtype
         self.send_rows, self.receive_rows, self.chunk_rows = send_rows, receive_rows, chunk_rows
+        self.dedup = dedup
         experts = self.world * local_experts
         self.tiles = most_tiles(receive_rows, local_experts, chunk_rows)
         self.chunks = most_chunks(send_rows, experts, chunk_rows)
         self.rows = self._region("rows", (banks, receive_rows, width), dtype)
-        self.results = self._region("results", (banks, send_rows, width), dtype)
+        self.origin = self._region("origin", (banks, receive_rows)) if dedup else None
+        self.row_weights = self._region("weights of rows", (banks, receive_rows), torch.float32)
+        self.buffers = buffers or ResultBuffers(
+            memory, name, send_rows=send_rows, receive_rows=receive_rows, width=width, dtype=dtype
+        )
+        self.results = self.buffers.results
         self.arrived = self._region("arrived", (banks, self.tiles, self.world))
         self.returned = self._region("returned", (banks, self.chunks))
         self.counts = self._region("counts", (banks, self.world, experts), torch.int32)
@@ -130,12 +201,7 @@ class Exchange:
         self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
-        self.stage: tuple[Region, Region] | None = None
-        if self.nvshmem:
-            self.stage = (
-                self._region("stage of rows", (send_rows, width), dtype),
-                self._region("stage of results", (receive_rows, width), dtype),
-            )
+        self.origin_stage = self._region("stage of origins", (send_rows,)) if dedup else None
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
@@ -174,13 +240,15 @@ class Exchange:
         words[EPOCH : EPOCH + 1].copy_(self._epoch)
         # `done` begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
         first_done = -(-(self.tiles + self.local_experts) // 2) * 2
-        counters = words.new_zeros(first_done + self.tiles)
+        # So does `fanned`, behind it.
+        even = -(-self.tiles // 2) * 2
+        counters = words.new_zeros(first_done + even + (self.tiles if self.dedup else 0))
         ready, done = counters[: self.tiles + self.local_experts], counters[first_done:]
         if table is None:
             experts = self.world * self.local_experts
-            size = table_words(self.world, experts, self.tiles, self.chunks)
+            size = table_words(self.world, experts, self.tiles, self.most_puts)
             table = torch.zeros(size, dtype=torch.int32, device=self.memory.device)
-        use = Use(bank, words, ready, done, table)
+        use = Use(bank, words, ready, done[: self.tiles], done[even:], table)
         self._open[bank] = weakref.ref(use), words
         return use
 
@@ -205,8 +273,8 @@ class Exchange:
         launch(
             schedule_kernel, (self.local_experts,),
             table_ptr=use.table, rank=self.rank, W=self.world, L=self.local_experts, tiles=self.tiles,
-            puts=self.chunks,
-            BM=self.chunk_rows, BT=TILES_AT_ONCE, **blocks, num_warps=4,
+            puts=self.most_puts,
+            BM=self.chunk_rows, BT=TILES_AT_ONCE, DEDUP=self.dedup, **blocks, num_warps=4,
         )  # fmt: skip
 
     def release(self, use: Use) -> None:
@@ -232,6 +300,10 @@ class Exchange:
             NVSHMEM=self.nvshmem, **small_kernel(self.nvshmem),
         )  # fmt: skip
 
+    @property
+    def most_puts(self) -> int:
+        return most_puts(self.chunks, self.tiles, self.dedup)
+
     def max_polls(self) -> int:
         return runtime.max_polls(self.timeout_s)
 
@@ -256,7 +328,7 @@ class Exchange:
                 do="set a larger receive_factor, or None for the most rows that there can be",
             )
         expected, seen = f"tiles {failure.expected}", str(failure.seen)
-        if failure.op != WAIT_READY.value:
+        if failure.op not in (WAIT_READY.value, WAIT_FANNED.value):
             expected, seen = f"epoch {failure.expected >> 32}", str(failure.seen >> 32)
         kind = self.memory.kind
         raise timed_out(self.name, failure, self.timeout_s, expected, seen, memory=kind)

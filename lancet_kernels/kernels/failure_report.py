@@ -21,8 +21,9 @@ WAIT_TILE = tl.constexpr(5)
 WAIT_INBOX = tl.constexpr(6)
 WAIT_STEP = tl.constexpr(7)
 WAIT_SUM = tl.constexpr(8)
+WAIT_FANNED = tl.constexpr(9)
 # No wait: `peer` would receive `expected` rows, more than its region holds, `seen`.
-TOO_MANY_ROWS = tl.constexpr(9)
+TOO_MANY_ROWS = tl.constexpr(10)
 
 # REPORTED[op] completes "PE 0 waited for PE 1 ...".
 REPORTED = (
@@ -35,6 +36,7 @@ REPORTED = (
     "to release its inboxes (its launch before)",
     "to finish an earlier step of a tile",
     "to pass its sums on",
+    "to copy rows of tokens that were put once",
 )
 
 

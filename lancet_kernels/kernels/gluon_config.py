@@ -10,10 +10,10 @@ from lancet_kernels.kernels.overlap_config import OverlapConfig
 
 # Warps that copy, in one warpgroup with the one that loads by TMA.
 COPY_WARPS = 2
-# Registers of a thread of their warpgroup; the consumers have 200. More warps would not compile: with 512
+# Registers of a thread of their warpgroup; the consumers have 208. More warps would not compile: with 512
 # threads a kernel starts with 128 registers in each, and ptxas refuses a wgmma with as many accumulators.
-PRODUCER_REGISTERS = 104
-COPY_REGISTERS = 104
+PRODUCER_REGISTERS = 88
+COPY_REGISTERS = 88
 # Bytes of a thread that may be spilled: what a partition computes once, or once a tile. While partitions
 # begin, threads have 24 registers, and epilogues need what the accumulators leave. The largest seen is 392
 # (backward with swiglu, Triton 3.6; 172 with 3.9; 2026-11-22). A test sees to it that the loops over the
@@ -21,6 +21,9 @@ COPY_REGISTERS = 104
 SPILLS_BESIDE_LOOPS = 512
 # Tasks that the producer may be ahead by.
 TASKS = 2
+# Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.
+SHARED_BYTES = 227 * 1024
+EPILOGUE_BYTES = 17 * 1024
 HOPPER_TILE = GemmConfig(128, 256, 64, 8, 4)
 
 
@@ -28,14 +31,20 @@ def hopper_config(programs: int = 1) -> OverlapConfig:
     """The default. A put step is 8 KiB, which each program has in flight; all of them put."""
     return OverlapConfig(
         HOPPER_TILE,
-        put_rows=4,
+        put_rows=2,
         put_block=1024,
-        reduce_tokens=8,
-        reduce_block=256,
+        reduce_tokens=2,
+        reduce_block=512,
         programs=programs,
         tma=True,
         bodies="gluon",
     )
+
+
+def put_slots(stages: int, stage_elements: int, step_elements: int) -> int:
+    """Steps of a put that a program has on the way: as many as fit beside operands and epilogue, up to 16."""
+    free = SHARED_BYTES - EPILOGUE_BYTES - 2 * stages * stage_elements
+    return max(2, min(16, free // (2 * step_elements)))
 
 
 def total_warps(tile: GemmConfig) -> int:

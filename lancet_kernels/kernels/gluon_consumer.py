@@ -1,7 +1,7 @@
 """The consumers of the Hopper kernel: two warpgroups that multiply, and store what the tasks are for.
 
     W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu
-    R, S  most rows received and sent                 BM, BN  the tile of the output
+    R  most rows received                             BM, BN  the tile of the output
 
 A tile is stored a quarter of its columns at a time. The accumulators' layout has 4 bytes of a row in a
 thread, so a quarter goes through shared memory into the layout ROWS, 16 bytes a thread and at least 128
@@ -17,13 +17,26 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from lancet_kernels.kernels import device
-from lancet_kernels.kernels.gemm_tile import NN, NT, TN, activate, dgelu, dsilu, quarters, silu
-from lancet_kernels.kernels.gluon_pipeline import multiply_steps, take_task
+from lancet_kernels.kernels.gemm_tile import DOT_BLOCK, NN, NT, TN, activate, dgelu, dsilu, quarters, silu
+from lancet_kernels.kernels.gluon_pipeline import await_task, multiply_steps, take_task
 from lancet_kernels.kernels.gluon_shim import view
-from lancet_kernels.kernels.overlap_tasks import finish_ready, poison_wgrad, result_rows, return_tile
+from lancet_kernels.kernels.overlap_tasks import (
+    finish_ready,
+    poison_wgrad,
+    result_rows,
+    return_dots,
+    return_tile,
+)
 from lancet_kernels.kernels.overlap_tiles import dense_problem, wgrad_operands, wgrad_results
 from lancet_kernels.kernels.schedule import group, tile_ptr
 from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
+
+
+@gluon.jit
+def _row_indices(BM: gl.constexpr, LAYOUT: gl.constexpr, PERIOD: gl.constexpr):
+    """0 to BM. A thread's rows are PERIOD apart, and kept between tasks as one number, not as one each."""
+    i = gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
+    return device.opaque(i % PERIOD) + i // PERIOD * PERIOD
 
 
 @gluon.jit
@@ -50,6 +63,12 @@ def _load(p_row, m_row, n0, N, WIDTH: gl.constexpr, ROWS: gl.constexpr, QUARTER:
 
 
 @gluon.jit
+def _rows(ptr, row, width):
+    """Where the rows begin. Not computed ahead for several blocks of columns: an address is two registers."""
+    return ptr + row.to(gl.int64) * gl.multiple_of(device.opaque(width), 16)
+
+
+@gluon.jit
 def _store_tile(
     acc, p_row, m_row, bias_ptr, n0, N, HAS_BIAS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
@@ -66,7 +85,7 @@ def _store_tile(
 
 @gluon.jit
 def _finish_forward(
-    acc, p_pre, p_hidden, m_row, bias_ptr, n0, F, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
+    acc, pre_ptr, hidden_ptr, row, m_row, bias_ptr, n0, F, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
     SAVE_PRE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN forward: bias, pre-activation, activation. swiglu: the left half is gate, the right one up."""
@@ -75,6 +94,7 @@ def _finish_forward(
     parts = quarters(acc, BM, BN)
     for q in gl.static_range(2 if PAIR else 4):
         n = n0 + q * WIDTH
+        p_hidden, p_pre = _rows(hidden_ptr, row, F), _rows(pre_ptr, row, 2 * F if PAIR else F)
         value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
         if HAS_BIAS:
             value = _add_bias(value, bias_ptr, n, F, WIDTH, QUARTER)
@@ -94,36 +114,64 @@ def _finish_forward(
 
 @gluon.jit
 def _finish_backward(
-    acc, p_pre, p_dh, m_row, n0, F, ACT: gl.constexpr,
+    acc, pre_ptr, dh_ptr, activated_ptr, row, b_weight, m_row, n0, F, ACT: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
-    """TILE_IN backward: times the derivative of the activation at `pre`. swiglu: both halves of dh.
+    """TILE_IN backward: what `gemm_tile.backward_tile` makes of acc. -> float32 [BM], as there.
 
-    An eighth at a time: with swiglu, gate, up and their gradient are in registers beside the accumulators.
+    A sixteenth at a time: with swiglu, gate, up and their gradient are in registers beside the accumulators.
     """
-    WIDTH: gl.constexpr = BN // 8
+    WIDTH: gl.constexpr = BN // 16
     parts = quarters(acc, BM, BN)
-    for i in gl.static_range(8):
+    dots = b_weight * 0.0
+    for i in gl.static_range(16):
         n = n0 + i * WIDTH
-        halves = parts[i // 2].reshape(BM, 2, WIDTH).permute(0, 2, 1).split()
+        eighths = parts[i // 4].reshape(BM, 2, 2 * WIDTH).permute(0, 2, 1).split()
+        halves = eighths[i // 2 % 2].reshape(BM, 2, WIDTH).permute(0, 2, 1).split()
         value = gl.convert_layout(halves[i % 2], QUARTER, assert_trivial=True)
+        H = 2 * F if ACT == "swiglu" else F
+        p_pre, p_dh = _rows(pre_ptr, row, H), _rows(dh_ptr, row, H)
         b_pre = _load(p_pre, m_row, n, F, WIDTH, ROWS, QUARTER)
+        # What is needed longest comes last: most registers hold accumulators.
         if ACT == "swiglu":
-            _store(p_dh + F, m_row, value * silu(b_pre), n, F, WIDTH, ROWS)
-            value = value * _load(p_pre + F, m_row, n, F, WIDTH, ROWS, QUARTER) * dsilu(b_pre)
-        elif ACT == "gelu":
-            value = value * dgelu(b_pre)
+            b_up = _load(p_pre + F, m_row, n, F, WIDTH, ROWS, QUARTER)
+            b_silu = silu(b_pre)
+            b_act = b_silu * b_up
         else:
-            value = value * dsilu(b_pre)
+            b_act = activate(b_pre, ACT)
+        dots += gl.sum(value * b_act, 1)
+        _store(_rows(activated_ptr, row, F), m_row, b_act * b_weight[:, None], n, F, WIDTH, ROWS)
+        value = value * b_weight[:, None]
+        if ACT == "swiglu":
+            _store(p_dh + F, m_row, value * b_silu, n, F, WIDTH, ROWS)
+            value = value * b_up * dsilu(b_pre)
+        else:
+            value = value * (dgelu(b_pre) if ACT == "gelu" else dsilu(b_pre))
         _store(p_dh, m_row, value, n, F, WIDTH, ROWS)
+    return dots
+
+
+@gluon.jit
+def _add_row_dots(acc, p_row, m_row, b_ptr, K, ROWS: gl.constexpr):
+    """`gemm_tile.add_row_dots`: acc plus the rows of K numbers at p_row, each times b [K]."""
+    i_k = gl.arange(0, DOT_BLOCK, gl.SliceLayout(0, ROWS))
+    for k in range(0, K, DOT_BLOCK):
+        m = m_row[:, None] & (i_k < K - k)[None, :]
+        b_x = gl.load(p_row[:, None] + (k + i_k)[None, :], mask=m, other=0.0).to(gl.float32)
+        b_b = gl.load(b_ptr + k + i_k, mask=i_k < K - k, other=0.0).to(gl.float32)
+        acc += gl.sum(b_x * b_b[None, :], 1)
+    return acc
 
 
 @gluon.jit
 def _store_bias_gradient(
-    db_ptr, dy_ptr, rows, n0, B, BN: gl.constexpr, WARPS: gl.constexpr
+    db_ptr, dy_ptr, weight_ptr, weighted, rows, n0, B, BN: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """db[n0:n0+BN] = the sums of dy [rows, B] down its columns, in a second look at what is in L2."""
-    wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    """db[n0:n0+BN] = the sums of dy [rows, B] down its columns, in a second look at what is in L2.
+
+    weight: float32, by which the first `weighted` rows count; the others count once.
+    """
+    wide: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [1, WARPS], [1, 0])
     DEPTH: gl.constexpr = 2 * WARPS
     i_n = n0 + gl.arange(0, BN, gl.SliceLayout(0, wide))
     i_row = gl.arange(0, DEPTH, gl.SliceLayout(1, wide))
@@ -131,7 +179,8 @@ def _store_bias_gradient(
     for r in range(0, rows, DEPTH):
         p = dy_ptr + (r + i_row)[:, None].to(gl.int64) * B + i_n[None, :]
         m = (i_row < rows - r)[:, None] & (i_n < B)[None, :]
-        sums += gl.load(p, mask=m, other=0.0).to(gl.float32)
+        b_weight = gl.load(weight_ptr + r + i_row, mask=i_row < weighted - r, other=1.0)
+        sums += gl.load(p, mask=m, other=0.0).to(gl.float32) * b_weight[:, None]
     gl.store(db_ptr + i_n, gl.sum(sums, 0).to(db_ptr.dtype.element_ty), mask=i_n < B)
 
 
@@ -169,29 +218,39 @@ def _product(
 
 @gluon.jit
 def _finish_in(
-    acc, tile, n, rank, W, L, F, H, tiles, table_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, none,
+    acc, tile, n, epoch, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, bias_ptr, pre_ptr, hidden_ptr,
+    activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr, none,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, WARPS: gl.constexpr,
+    BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN: the epilogue of its direction; then one more column of the tile is ready."""
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
     rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
     m0 = (tile - first_tile) * BM + none
     if BACKWARD:
-        EIGHTH: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 8, 16])
-        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [WARPS, 1], [1, 0])
+        SLICE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 16, 16])
+        NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
-        row = (first_row + i).to(gl.int64) * H
-        _finish_backward(
-            acc, pre_ptr + row, hidden_ptr + row, i < rows, n * BN_IN, F, ACT, BM, BN, NARROW, EIGHTH
+        row = first_row + i
+        received = (epoch % BANKS) * R + first_row
+        i_weight = m0 + _row_indices(BM, SLICE, 8)
+        b_weight = gl.load(row_weights_ptr + received + i_weight, mask=i_weight < rows, other=0.0)
+        dots = _finish_backward(
+            acc, pre_ptr, hidden_ptr, activated_ptr, row, b_weight, i < rows, n * BN_IN, F, ACT, BM, BN,
+            NARROW, SLICE,
         )  # fmt: skip
+        dots = gl.convert_layout(dots, gl.SliceLayout(1, NARROW))
+        if HAS_BIAS:
+            if n == 0:
+                p_row = rows_ptr + (received + i) * D
+                dots = _add_row_dots(dots, p_row, i < rows, bias_ptr + local * D, D, NARROW)
+        gl.store(row_dots_ptr + gl.cast(n, gl.int64) * R + row, dots, mask=i < rows)
     else:
         QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-        i = m0 + gl.arange(0, BM, gl.SliceLayout(1, ROWS))
-        row = (first_row + i).to(gl.int64)
+        i = m0 + _row_indices(BM, ROWS, 4 * WARPS)
         _finish_forward(
-            acc, pre_ptr + row * H, hidden_ptr + row * F, i < rows, bias_ptr + local * H, n * BN_IN, F, ACT,
+            acc, pre_ptr, hidden_ptr, first_row + i, i < rows, bias_ptr + local * H, n * BN_IN, F, ACT,
             HAS_BIAS, SAVE_PRE, BM, BN, ROWS, QUARTER,
         )  # fmt: skip
     device.fence_tma(True)
@@ -200,30 +259,40 @@ def _finish_in(
 
 @gluon.jit
 def _finish_out(
-    acc, tile, n, epoch, rank, W, L, D, S, tiles, chunks, table_ptr, bias_ptr, results_ptr, results_peers_ptr,
-    returned_ptr, returned_peers_ptr, done_ptr, none, HAS_BIAS: gl.constexpr, BANKS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
+    acc, tile, n, epoch, rank, W, L, D, F, R, tiles, chunks, table_ptr, bias_ptr, results_ptr,
+    results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
+    none, BACKWARD: gl.constexpr, HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, BN_IN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """TILE_OUT: to the sources; with the last column of the tile, signal them."""
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
     expert = rank * L + local
     rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
     m = tile - first_tile
+    i_m = _row_indices(BM, ROWS, 4 * WARPS) + none
     p_row, m_row = result_rows(
-        expert, m, rows, first_row, epoch, W, L, D, S, table_ptr, results_ptr, results_ptr,
-        results_peers_ptr, BANKS, False, BM, gl.arange(0, BM, gl.SliceLayout(1, ROWS)) + none,
+        expert, m, rows, first_row, W, L, D, table_ptr, results_ptr, results_ptr, results_peers_ptr,
+        False, BM, i_m,
     )  # fmt: skip
-    _store_tile(acc, p_row, m_row, bias_ptr + local * D, n * BN, D, HAS_BIAS, BM, BN, ROWS, QUARTER)
+    bias_ptr += local * D
+    _store_tile(acc, p_row, m_row, bias_ptr, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN, ROWS, QUARTER)
+    if BACKWARD:
+        if n == 0:
+            return_dots(
+                expert, m, rows, first_row, gl.cdiv(F, BN_IN), W, L, R, table_ptr, row_dots_ptr, dots_ptr,
+                dots_ptr, dots_peers_ptr, False, BM, i_m,
+            )  # fmt: skip
     return_tile(
-        tile, m, n, expert, first_row, epoch, rank, W, L, D, S, tiles, chunks, table_ptr, results_ptr,
-        results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr, BANKS, False, BM, BN,
+        tile, m, n, expert, first_row, epoch, rank, W, L, D, tiles, chunks, table_ptr, results_ptr,
+        results_ptr, results_peers_ptr, dots_ptr, dots_ptr, returned_ptr, returned_peers_ptr, done_ptr,
+        BACKWARD, BANKS, False, BM, BN,
     )  # fmt: skip
 
 
 @gluon.jit
 def _finish_wgrad(
     acc, which, local, m, n, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, table_ptr,
-    rows_ptr, hidden_ptr, saved_rows_ptr, saved_hidden_ptr,
+    rows_ptr, row_weights_ptr, hidden_ptr, saved_rows_ptr, activated_ptr,
     dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, none,
     HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
@@ -232,18 +301,20 @@ def _finish_wgrad(
     rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)
     _, dy_ptr, A, B = wgrad_operands(
         which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-        saved_hidden_ptr, BANKS, EARLIER_BANKS,
+        activated_ptr, BANKS, EARLIER_BANKS,
     )  # fmt: skip
     dw_ptr, db_ptr = wgrad_results(
         which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
     )  # fmt: skip
     if sound != 0:
-        i = m * BM + gl.arange(0, BM, gl.SliceLayout(1, ROWS)) + none
+        i = m * BM + _row_indices(BM, ROWS, 4 * WARPS) + none
         p_row = dw_ptr + i.to(gl.int64) * B
         _store_tile(acc, p_row, i < A, dw_ptr, n * BN, B, False, BM, BN, ROWS, QUARTER)
         if HAS_BIAS:
             if m == 0:
-                _store_bias_gradient(db_ptr, dy_ptr, rows, n * BN, B, BN, WARPS)
+                p_weight = row_weights_ptr + (epoch % BANKS) * R + first_row
+                weighted = gl.where(which == 0, rows, 0)
+                _store_bias_gradient(db_ptr, dy_ptr, p_weight, weighted, rows, n * BN, B, BN, WARPS)
     else:
         poison_wgrad(
             dw_ptr, db_ptr, m * BM, n * BN, A, B, HAS_BIAS, BM, BN,
@@ -253,10 +324,11 @@ def _finish_wgrad(
 
 @gluon.jit
 def consume(
-    earlier_use_ptr, table_ptr, rank, epoch, W, L, D, F, H, R, S, tiles, chunks,
-    results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
-    rows_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, ready_ptr, done_ptr,
-    saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
+    earlier_use_ptr, table_ptr, rank, epoch, W, L, D, F, H, R, tiles, chunks,
+    results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr,
+    rows_ptr, row_weights_ptr, row_dots_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, ready_ptr,
+    done_ptr,
+    saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     problems_ptr, a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
@@ -277,40 +349,43 @@ def consume(
     FORMS: gl.constexpr = OF_TILES | (4 if HAS_WGRAD else 0) | DENSE_KINDS
     it = 0
     j = 0
-    kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
+    kind, form, steps = await_task(j, tasks, task_full, TASKS, WARPS)
     while kind >= 0:
         acc, it = _product(
             it, steps, form, a_bufs, b_bufs, a_across, b_across, empty, full, FORMS, MMA, STAGES, BM, BN
         )  # fmt: skip
+        a, b, c, d, sound = take_task(j, tasks, task_empty, TASKS, WARPS)
         # Always 0; what follows from it is not computed ahead of the loop, and then spilled.
         none = sound >> 1
-        w, of_each = W + none, L + none
+        w, of_each, now = device.opaque(W), device.opaque(L), epoch + none
         if HAS_IN:
             if kind == TILE_IN:
                 _finish_in(
-                    acc, a, b, rank, w, of_each, F, H, tiles, table_ptr, bias_in_ptr, pre_ptr, hidden_ptr,
-                    ready_ptr, none, BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BM, BN, BN_IN, WARPS,
+                    acc, a, b, now, rank, w, of_each, D, F, H, R, tiles, table_ptr, rows_ptr, bias_in_ptr,
+                    pre_ptr, hidden_ptr, activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr, none,
+                    BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, BM, BN, BN_IN, WARPS,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:
                 _finish_out(
-                    acc, a, b, epoch, rank, w, of_each, D, S, tiles, chunks, table_ptr, bias_out_ptr,
-                    results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr, none,
-                    HAS_BIAS and not BACKWARD, BANKS, BM, BN, ROWS, QUARTER,
+                    acc, a, b, now, rank, w, of_each, D, F, R, tiles, chunks, table_ptr, bias_out_ptr,
+                    results_ptr, results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr,
+                    returned_peers_ptr, done_ptr, none, BACKWARD, HAS_BIAS, BANKS, BM, BN, BN_IN, ROWS,
+                    QUARTER, WARPS,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
                 _finish_wgrad(
-                    acc, a, b, c, d, sound, epoch, earlier_use_ptr, rank, w, of_each, D, F, H, R, table_ptr,
-                    rows_ptr, hidden_ptr, saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr,
-                    dweight_out_ptr, dbias_out_ptr, none, HAS_BIAS, BANKS, EARLIER_BANKS,
-                    BM, BN, ROWS, QUARTER, WARPS,
+                    acc, a, b, c, d, sound, now, earlier_use_ptr + none, rank, w, of_each, D, F, H, R,
+                    table_ptr, rows_ptr, row_weights_ptr, hidden_ptr, saved_rows_ptr, activated_ptr,
+                    dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, none, HAS_BIAS, BANKS,
+                    EARLIER_BANKS, BM, BN, ROWS, QUARTER, WARPS,
                 )  # fmt: skip
         if DENSE_KINDS != 0:
             if kind == DENSE:
                 _, _, _, c_ptr, M, N, _ = dense_problem(problems_ptr, a, rows_ptr, True)
-                i = b * BM + gl.arange(0, BM, gl.SliceLayout(1, ROWS)) + none
+                i = b * BM + _row_indices(BM, ROWS, 4 * WARPS) + none
                 p_row = c_ptr + i.to(gl.int64) * N
                 _store_tile(acc, p_row, i < M, c_ptr, c * BN, N, False, BM, BN, ROWS, QUARTER)
         j += 1
-        kind, a, b, c, d, form, steps, sound = take_task(j, tasks, task_empty, task_full, TASKS, WARPS)
+        kind, form, steps = await_task(j, tasks, task_full, TASKS, WARPS)

@@ -1,18 +1,18 @@
 """The overlap kernel for Hopper, in Gluon: the tasks, table and signals of `overlap_kernel`, other bodies.
 
     W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu
-    T  tokens here               K  choices per token    S, R  most rows sent and received
+    T  tokens here               K  choices per token    R  most rows received
 
 The warps of a program have three jobs, and go on independently of each other:
 
     consumers    8 warps   two warpgroups that multiply (wgmma m64n256k16) and store   `gluon_consumer.py`
     producer     1 warp    claims GEMM tasks, waits, loads operands by TMA             `gluon_producer.py`
-    copy warps   2 warps   puts, gradients of combine weights, reductions              `gluon_copies.py`
+    copy warps   2 warps   puts, reductions                                            `gluon_copies.py`
 
 What is claimed, waited for and signalled are the functions of `overlap_kernel`; see `schedule.py` for the
 rows, words and order. Two counters instead of one: the copy warps claim
 
-    [puts][gradients of combine weights][reductions]
+    [puts][reductions]
 
 in that order, the producers claim all others, in the order of a launch without puts,
 
@@ -23,13 +23,14 @@ still multiply, and long before their epilogue.
 
 Why one resident program per PE is enough. Its warps are resident together, so its copy warps and its producer
 are two chains that both go on. A put waits for nothing that this use makes: only for a release of an earlier
-use. So all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. Of the GEMM
+use. So all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. FANs stand
+among the puts, and wait for puts only: `schedule.py` says why both come to an end then. Of the GEMM
 tasks, take the unfinished one with the smallest number on a PE. It waits for rows, or for the words of tasks
 with smaller numbers, which are finished. The producer that claimed it has claimed only smaller numbers
 before, and waits for nothing else of them: loads need an empty stage, a hand-over an empty place, and the
 consumers empty both, as they take tasks in the order of the hand-over and wait for no signal themselves. So
 the task is finished: a contradiction. So all tiles of all PEs end, and the reductions, which wait for them
-and stand behind all puts and gradients in the copy warps' list, end too. Waits inside a program (mbarriers)
+and stand behind all puts in the copy warps' list, end too. Waits inside a program (mbarriers)
 need no bound of their own: whom they wait for waits for bounded signals only.
 
 What each release covers. `put_signal` and `finish_ready` are called by one partition, after its own stores
@@ -49,34 +50,37 @@ from lancet_kernels.kernels.gluon_consumer import consume
 from lancet_kernels.kernels.gluon_copies import copy
 from lancet_kernels.kernels.gluon_pipeline import TASK_WORDS
 from lancet_kernels.kernels.gluon_producer import produce
-from lancet_kernels.kernels.schedule import NUM_PUTS, NUM_TILES, VOID, tile_ptr
+from lancet_kernels.kernels.schedule import NUM_PUTS, NUM_TILES, VOID
 from lancet_kernels.kernels.tasks import num_wgrads
 
 
 @gluon.jit(
     do_not_specialize=[
-        "limit", "counter", "copy_counter", "rank", "max_polls", "W", "L", "R", "S", "tiles", "chunks", "T",
-        "K", "tiles_in", "tiles_out", "lag", "dweight_blocks", "dense_tiles", "num_problems", "reduce_blocks",
+        "limit", "counter", "copy_counter", "rank", "max_polls", "W", "L", "R", "tiles", "chunks", "T",
+        "K", "tiles_in", "tiles_out", "lag", "dense_tiles", "num_problems", "reduce_blocks",
     ]
 )  # fmt: skip
 def gluon_overlap_kernel(
     use_ptr, counter, copy_counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, limit,
-    W, L, D, F, H, R, S, tiles, chunks, T, K,
-    tiles_in, tiles_out, lag, dweight_blocks, dense_tiles, num_problems, reduce_blocks,
-    source_ptr, token_ptr, scale_ptr,
-    rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
-    results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
-    bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, ready_ptr, done_ptr,
-    saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
-    out_ptr, expert_ptr, row_ptr, weight_ptr, saved_results_ptr, dweight_ptr, problems_ptr,
+    W, L, D, F, H, R, tiles, chunks, T, K,
+    tiles_in, tiles_out, lag, dense_tiles, num_problems, reduce_blocks,
+    source_ptr, token_ptr, send_weights_ptr,
+    rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
+    arrived_ptr, arrived_peers_ptr, released_ptr,
+    results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, spoiled_ptr,
+    origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr,
+    bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, row_dots_ptr, ready_ptr, done_ptr,
+    saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
+    out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr, problems_ptr,
     # Of rows, hidden (backward: dh) and the weights of both GEMMs, in the order of this direction.
     rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
     HAS_PUT: gl.constexpr, HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr,
-    HAS_REDUCE: gl.constexpr, HAS_DWEIGHT: gl.constexpr, DENSE_KINDS: gl.constexpr,
+    HAS_REDUCE: gl.constexpr, DENSE_KINDS: gl.constexpr,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
-    SCALED: gl.constexpr, WEIGHTED: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
+    BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
-    STAGES: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr,
+    STAGES: gl.constexpr, PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
+    BT: gl.constexpr, BD: gl.constexpr, DEDUP: gl.constexpr,
     TASKS: gl.constexpr, WARPS: gl.constexpr, COPY_WARPS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -88,25 +92,27 @@ def gluon_overlap_kernel(
     # What an earlier launch of this use should have made is missing if one of its waits failed.
     sound = ((device.failed(report_ptr) == 0) & (gl.load(table_ptr + VOID) == 0)).to(gl.int32)
     num_tiles = gl.load(table_ptr + NUM_TILES)
-    # What follows from an argument in several partitions is computed ahead of all of them, by threads that
-    # have 24 registers there, and spilled. Through this 0 (VOID is 0 or 1) sizes of the partitions with one
-    # job each are values that no other partition shares.
-    own = gl.load(table_ptr + VOID) >> 1
     num_puts = 0
     if HAS_PUT:
         num_puts = gl.load(table_ptr + NUM_PUTS)
+        if DEDUP > 0:
+            num_puts += num_tiles
     num_wgrad = 0
     if HAS_WGRAD:
-        num_wgrad = num_wgrads(L, D, F, H, BM, BN)
-    num_copies = gl.minimum(num_puts + dweight_blocks + reduce_blocks, limit)
+        # Opaque: else it would be computed in every partition again.
+        num_wgrad = device.opaque(num_wgrads(L, D, F, H, BM, BN))
+    num_copies = gl.minimum(num_puts + reduce_blocks, limit)
     num_gemms = gl.minimum(dense_tiles + num_tiles * (tiles_in + tiles_out) + num_wgrad, limit)
-    put_expert_ptr = tile_ptr(table_ptr, W, W * L) + 2 * tiles
 
     element: gl.constexpr = rows_ptr.dtype.element_ty
     a_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BK], element)
     b_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN], element)
     a_bufs = gl.allocate_shared_memory(element, [STAGES, BM, BK], a_layout)
     b_bufs = gl.allocate_shared_memory(element, [STAGES, BK, BN], b_layout)
+    # Without puts a single word: what is not used still takes shared memory.
+    ring_shape: gl.constexpr = [PUT_SLOTS, PUT_ROWS, PUT_BLOCK] if HAS_PUT else [1, 1, 1]
+    ring_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ring = gl.allocate_shared_memory(element, ring_shape, ring_layout)
     one_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tasks = gl.allocate_shared_memory(gl.int32, [TASKS * TASK_WORDS, 1], one_word)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -122,31 +128,33 @@ def gluon_overlap_kernel(
     PAIR: gl.constexpr = ACT == "swiglu" and not BACKWARD
     gl.warp_specialize([
         (consume, (
-            earlier_use_ptr, table_ptr, rank, epoch, W, L, D, F, H, R, S, tiles, chunks,
-            results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
-            rows_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, ready_ptr, done_ptr,
-            saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
+            earlier_use_ptr, table_ptr, rank, epoch, W, L, D, F, H, R, tiles, chunks,
+            results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr,
+            rows_ptr, row_weights_ptr, row_dots_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr,
+            ready_ptr, done_ptr,
+            saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
             problems_ptr, a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
             HAS_IN, HAS_OUT, HAS_WGRAD, DENSE_KINDS, BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, EARLIER_BANKS,
             BM, BN, BN_IN, BK, STAGES, TASKS, WARPS,
         )),
         (produce, (
-            use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank + own, max_polls, num_gemms,
-            num_tiles, num_wgrad, epoch, sound, W + own, L + own, D + own, F + own, H + own, R + own,
-            tiles + own, chunks, tiles_in + own, tiles_out + own, lag, dense_tiles, num_problems, rows_ptr,
-            arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr, problems_ptr,
+            use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_gemms,
+            num_tiles, num_wgrad, epoch, sound, W, L, D, F, H, R,
+            tiles, chunks, tiles_in, tiles_out, lag, dense_tiles, num_problems, rows_ptr,
+            arrived_ptr, fanned_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, problems_ptr,
             rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
             a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
             HAS_IN, HAS_OUT, HAS_WGRAD, DENSE_KINDS, BACKWARD, PAIR, BANKS, EARLIER_BANKS,
-            BM, BN, BN_IN, BK, BW, STAGES, TASKS,
+            BM, BN, BN_IN, BK, BW, STAGES, TASKS, DEDUP,
         )),
         (copy, (
-            use_ptr, copy_counter, earlier_use_ptr, table_ptr, report_ptr, rank + own, max_polls, num_copies,
-            num_puts, dweight_blocks, epoch, sound, W + own, L + own, gl.multiple_of(D + own, 16), R + own,
-            S + own, tiles + own, chunks + own, T + own, K + own, put_expert_ptr,
-            source_ptr, token_ptr, scale_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr,
-            released_ptr, results_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr,
-            saved_results_ptr, dweight_ptr, HAS_PUT, HAS_REDUCE, HAS_DWEIGHT, SCALED, WEIGHTED, BANKS,
-            EARLIER_BANKS, BM, PUT_ROWS, PUT_BLOCK, BT, BD, COPY_WARPS,
+            use_ptr, copy_counter, table_ptr, report_ptr, rank, max_polls, num_copies,
+            num_puts, epoch, sound, W, L, D, R, tiles, chunks, T, K,
+            source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
+            row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr, dots_ptr,
+            spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr,
+            origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr, ring,
+            HAS_PUT, HAS_REDUCE, BACKWARD, BANKS, BM, BW, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, BT, BD, DEDUP,
+            COPY_WARPS,
         )),
     ], [1, COPY_WARPS], [PRODUCER_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -9,7 +9,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lancet_kernels.kernels.gluon_config import COPY_REGISTERS, COPY_WARPS, PRODUCER_REGISTERS, TASKS, boxes
+from lancet_kernels.kernels.gluon_config import (
+    COPY_REGISTERS,
+    COPY_WARPS,
+    PRODUCER_REGISTERS,
+    TASKS,
+    boxes,
+    put_slots,
+)
 from lancet_kernels.kernels.gluon_kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.kernel_launch import launch
 
@@ -26,6 +33,11 @@ def launch_gluon(copy_counter: int, grid: tuple[int, ...], **arguments: Any) -> 
         "copy_counter": copy_counter,
         "STAGES": arguments["num_stages"],
         "WARPS": arguments["num_warps"],
+        "PUT_SLOTS": put_slots(
+            arguments["num_stages"],
+            (arguments["BM"] + arguments["BN"]) * arguments["BK"],
+            arguments["PUT_ROWS"] * arguments["PUT_BLOCK"],
+        ),
         "TASKS": TASKS,
         "COPY_WARPS": COPY_WARPS,
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,

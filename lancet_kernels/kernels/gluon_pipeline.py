@@ -122,19 +122,28 @@ def hand_over(
 
 
 @gluon.jit
-def take_task(j, tasks, task_empty, task_full, TASKS: gl.constexpr, WARPS: gl.constexpr):
-    """-> what `hand_over` got for the j-th task: kind, a, b, c, d, form, steps and sound."""
+def await_task(j, tasks, task_full, TASKS: gl.constexpr, WARPS: gl.constexpr):
+    """Wait for the j-th task. -> what the product needs of what `hand_over` got: kind, form and steps."""
     place = j % TASKS
     mbarrier.wait(task_full.index(place), (j // TASKS) & 1)
     first = place * TASK_WORDS
-    kind = _word(tasks, first, WARPS)
+    return _word(tasks, first, WARPS), _word(tasks, first + 5, WARPS), _word(tasks, first + 6, WARPS)
+
+
+@gluon.jit
+def take_task(j, tasks, task_empty, TASKS: gl.constexpr, WARPS: gl.constexpr):
+    """-> what the epilogue needs of the j-th task, read behind the product: a, b, c, d and sound.
+
+    Then its place is empty. No task is late for that: one that is two ahead is claimed when all steps of the
+    one between are loaded, or wait for places that the products before them still use.
+    """
+    place = j % TASKS
+    first = place * TASK_WORDS
     a = _word(tasks, first + 1, WARPS)
     b = _word(tasks, first + 2, WARPS)
     c = _word(tasks, first + 3, WARPS)
     d = _word(tasks, first + 4, WARPS)
-    form = _word(tasks, first + 5, WARPS)
-    steps = _word(tasks, first + 6, WARPS)
     sound = _word(tasks, first + 7, WARPS)
     barrier()
     mbarrier.arrive(task_empty.index(place), count=1)
-    return kind, a, b, c, d, form, steps, sound
+    return a, b, c, d, sound

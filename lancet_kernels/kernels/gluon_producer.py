@@ -19,11 +19,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from lancet_kernels.kernels.device import opaque
 from lancet_kernels.kernels.gemm_tile import NN, NT, TN
 from lancet_kernels.kernels.gluon_pipeline import NO_TASK, hand_over, load_steps, wait_for_loads
 from lancet_kernels.kernels.gluon_shim import view
 from lancet_kernels.kernels.overlap_kernel import find_task
-from lancet_kernels.kernels.overlap_tasks import wait_ready, wait_rows
+from lancet_kernels.kernels.overlap_tasks import wait_fanned, wait_ready, wait_rows
 from lancet_kernels.kernels.overlap_tiles import dense_problem, wgrad_operands
 from lancet_kernels.kernels.schedule import group, tile_ptr
 from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
@@ -31,10 +32,12 @@ from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
 
 @gluon.jit
 def _load_in(
-    it, j, tile, n, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
-    rows_desc, weight_desc, a_bufs, b_bufs, b_across, b_halves, empty, full, tasks, task_empty, task_full,
+    it, j, tile, n, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr, fanned_ptr, max_polls,
+    report_ptr, rows_desc, weight_desc,
+    a_bufs, b_bufs, b_across, b_halves, empty, full, tasks, task_empty, task_full,
     BACKWARD: gl.constexpr, PAIR: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
+    DEDUP: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN: wait for the rows of the tile, hand it over, load. -> it, j."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -42,10 +45,13 @@ def _load_in(
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
     _, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
     m = tile - first_tile
-    here = wait_rows(
-        tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
-        False, True, BANKS, BM, BW, gl.arange(0, BW, lanes),
-    )  # fmt: skip
+    if DEDUP > 0:
+        here = wait_fanned(tile, rank, fanned_ptr, max_polls, report_ptr, True)
+    else:
+        here = wait_rows(
+            tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls,
+            report_ptr, False, True, BANKS, BM, BW, gl.arange(0, BW, lanes),
+        )  # fmt: skip
     if here:
         steps = gl.cdiv(D, BK)
         row = (epoch % BANKS).to(gl.int32) * R + first_row + m * BM
@@ -102,7 +108,7 @@ def _load_out(
 @gluon.jit
 def _load_wgrad(
     it, j, which, local, m, n, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, tiles, table_ptr,
-    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr, max_polls, report_ptr,
+    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, max_polls, report_ptr,
     a_across, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
@@ -115,7 +121,7 @@ def _load_wgrad(
         here = here & wait_ready(tiles + local, columns, rank, ready_ptr, max_polls, report_ptr, True)
     x_ptr, dy_ptr, A, B = wgrad_operands(
         which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-        saved_hidden_ptr, BANKS, EARLIER_BANKS,
+        activated_ptr, BANKS, EARLIER_BANKS,
     )  # fmt: skip
     steps = gl.where(here, gl.cdiv(rows, BK), 0)
     j = hand_over(
@@ -176,15 +182,15 @@ def _load_dense(
 def produce(
     use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_tasks, num_tiles,
     num_wgrad, epoch, sound, W, L, D, F, H, R, tiles, chunks, tiles_in, tiles_out, lag, dense_tiles,
-    num_problems, rows_ptr, arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
+    num_problems, rows_ptr, arrived_ptr, fanned_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr,
     problems_ptr, rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
     a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
     BACKWARD: gl.constexpr, PAIR: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
-    STAGES: gl.constexpr, TASKS: gl.constexpr,
+    STAGES: gl.constexpr, TASKS: gl.constexpr, DEDUP: gl.constexpr,
 ):  # fmt: skip
-    """The producer's partition: all tasks but puts, gradients of combine weights and reductions.
+    """The producer's partition: all tasks but puts and reductions.
 
     num_tasks: of these kinds. Their numbers are those of `tasks.py` in a launch without puts.
     """
@@ -196,21 +202,26 @@ def produce(
     a_across = view(a_bufs, [STAGES, BK, BM], across_a)
     b_across = view(b_bufs, [STAGES, BN, BK], across_b)
     b_halves = view(b_bufs, [2 * STAGES, BK, BN // 2], half)
+    W, L, D, F, H, R = opaque(W), opaque(L), opaque(D), opaque(F), opaque(H), opaque(R)
+    D, F, H = gl.multiple_of(D, 16), gl.multiple_of(F, 16), gl.multiple_of(H, 16)
+    tiles, tiles_in, tiles_out, rank = opaque(tiles), opaque(tiles_in), opaque(tiles_out), opaque(rank)
     it = 0
     j = 0
     i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     while i < num_tasks:
         kind, a, b, c, d = find_task(
-            i, 0, num_tiles, num_wgrad, 0, dense_tiles, num_problems, tiles_in, tiles_out, lag, 1, 1,
+            i, 0, num_tiles, num_wgrad, dense_tiles, num_problems, tiles_in, tiles_out, lag, 1, 1,
             problems_ptr, table_ptr, table_ptr, chunks, L, D, F, H,
             False, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN,
         )  # fmt: skip
         if HAS_IN:
             if kind == TILE_IN:
                 it, j = _load_in(
-                    it, j, a, b, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr, max_polls,
-                    report_ptr, rows_desc, weight_in_desc, a_bufs, b_bufs, b_across, b_halves, empty, full,
+                    it, j, a, b, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr, fanned_ptr,
+                    max_polls, report_ptr, rows_desc, weight_in_desc,
+                    a_bufs, b_bufs, b_across, b_halves, empty, full,
                     tasks, task_empty, task_full, BACKWARD, PAIR, BANKS, BM, BN, BN_IN, BK, BW, STAGES, TASKS,
+                    DEDUP,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:
@@ -223,7 +234,7 @@ def produce(
             if kind == WGRAD:
                 it, j = _load_wgrad(
                     it, j, a, b, c, d, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, tiles,
-                    table_ptr, rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr, max_polls,
+                    table_ptr, rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, max_polls,
                     report_ptr, a_across, b_bufs, empty, full, tasks, task_empty, task_full,
                     HAS_IN, BANKS, EARLIER_BANKS, BM, BN, BN_IN, BK, STAGES, TASKS,
                 )  # fmt: skip

@@ -3,11 +3,12 @@
     T  tokens here     E  experts in all, W PEs with L = E / W each    K  choices per token
     D  model width     F  hidden width    H  F, or 2F for swiglu       R  most rows received
 
-Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put weighted dy -> dh
-= (dy @ w2^T) act' -> dx = dh @ w1^T, put back -> sum; dW2, dW1 and their biases fill the way back. By default
-each direction is one launch; `split` makes it two (dispatch+GEMM, GEMM+combine). Independent GEMMs (dW of
-another layer, say) can ride along in any of them: `DenseGemm`. Before the forward two small launches exchange
-counts and find where all rows lie (`schedule.py`); the backward's rows lie where the forward's did.
+Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights ->
+dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the weights' gradients -> sum; dW2, dW1 and
+their biases fill the way back. By default each direction is one launch; `split` makes it two (dispatch+GEMM,
+GEMM+combine). Independent GEMMs (dW of another layer, say) can ride along in any of them: `DenseGemm`. Before
+the forward two small launches exchange counts and find where all rows lie (`schedule.py`); the backward's
+rows lie where the forward's did.
 
 The launchers do not synchronise with the device. A wait that ran out of time is in the exchange's report;
 `Exchange.check()` raises it.
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.exchange import Exchange, Use
+from lancet_kernels.kernels.exchange import Exchange, Stage, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.gluon_launch import launch_gluon
@@ -102,7 +103,7 @@ def moe_forward(
         source=x, weight_in=experts.w1, bias_in=experts.b1, pre=pre, hidden=hidden,
         weight_out=experts.w2, bias_out=experts.b2, out=out,
     )  # fmt: skip
-    return out, SavedPass(use, pre, hidden)
+    return out, SavedPass(use, pre)
 
 
 def moe_backward(
@@ -130,8 +131,9 @@ def moe_backward(
             do="release a pass after its only backward",
         )
     use = backward.begin(saved.use.table)
-    scale = routing.weight_of_row()
+    # Scratch until the last of these launches, which are in one stream: so all layers take the same memory.
     dh = torch.empty_like(saved.pre)
+    activated = saved.pre.new_empty(forward.receive_rows, experts.hidden)
     gradients = ExpertGradients(
         torch.empty_like(dy),
         torch.empty_like(routing.weight),
@@ -142,11 +144,10 @@ def moe_backward(
     )
     launches = _Launch(backward, use, routing, experts, config, dense, backward=True)
     launches.run(
-        source=dy, scale=scale, weight_in=experts.w2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
+        source=dy, weight_in=experts.w2, bias_in=experts.b2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
         earlier=saved.use, forward_banks=forward.banks, saved_rows=forward.rows.local,
-        saved_hidden=saved.hidden, dweight_in=gradients.dw2, dbias_in=gradients.db2,
-        dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx,
-        saved_results=forward.results.local, dweight=gradients.dweight,
+        activated=activated, dweight_in=gradients.dw2, dbias_in=gradients.db2,
+        dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx, dweight=gradients.dweight,
     )  # fmt: skip
     backward.release(use)
     return gradients
@@ -170,6 +171,18 @@ class _Launch:
         self.gemm = gemm = launch_tile(gemm, backward=self.backward, nvshmem=exchange.nvshmem)
         self.columns_in = first_columns(gemm, self.experts.activation, backward=self.backward)
         self.token = self.routing.token_of_row()
+        # Float32 that a forward never looks at.
+        self.weights = self.row_dots = self.routing.weight
+        if self.backward:
+            self.weights = self.routing.weight_of_row()
+            self.row_dots = self.weights.new_empty(
+                triton.cdiv(self.hidden, self.columns_in), exchange.receive_rows
+            )
+            if exchange.buffers.stage is not None:
+                staged = exchange.buffers.stage.weights.local
+                rows = min(len(staged), len(self.weights))
+                staged[:rows] = self.weights[:rows]
+                self.weights = staged
         self.problems, dense_tiles = None, 0
         if self.dense:
             self.problems, dense_tiles = dense_table(self.dense, gemm, exchange.memory.device)
@@ -178,7 +191,6 @@ class _Launch:
             "put": True,
             "tiles_in": triton.cdiv(self.hidden, self.columns_in),
             "dense_tiles": dense_tiles,
-            "dweight_blocks": blocks if self.backward else 0,
         }
         second: dict[str, Any] = {}
         rest = second if config.split else first
@@ -197,7 +209,8 @@ class _Launch:
         earlier = given.get("earlier")
         earlier = earlier if isinstance(earlier, Use) else self.use
         problems = exchange.report if self.problems is None else self.problems
-        stages = (exchange.rows, exchange.rows) if exchange.stage is None else exchange.stage
+        buffers = exchange.buffers
+        stage = buffers.stage or Stage(exchange.rows, buffers.dots, exchange.rows, buffers.dots)
         if self.tma:
             runtime.provide_scratch()
         start = partial(launch, overlap_kernel)
@@ -209,43 +222,56 @@ class _Launch:
             table_ptr=self.use.table, report_ptr=exchange.report, rank=exchange.rank,
             max_polls=exchange.max_polls(), limit=0 if runtime.without_tasks else ALL_TASKS,
             W=exchange.world, L=exchange.local_experts, D=exchange.width, F=self.hidden, H=self.width_in,
-            R=exchange.receive_rows, S=exchange.send_rows, tiles=exchange.tiles, chunks=exchange.chunks,
+            R=exchange.receive_rows, tiles=exchange.tiles, chunks=exchange.chunks,
             T=routing.expert.shape[0], K=routing.expert.shape[1],
             tiles_in=shape.tiles_in, tiles_out=shape.tiles_out, lag=shape.lag,
-            dweight_blocks=shape.dweight_blocks, dense_tiles=shape.dense_tiles,
-            num_problems=len(self.dense), reduce_blocks=shape.reduce_blocks,
+            dense_tiles=shape.dense_tiles, num_problems=len(self.dense), reduce_blocks=shape.reduce_blocks,
             programs=shape.programs, comm_programs=shape.comm_programs,
-            source_ptr=get("source"), token_ptr=self.token,
-            scale_ptr=tensors.get("scale", routing.weight), put_stage_ptr=stages[0].local,
+            source_ptr=get("source"), token_ptr=self.token, send_weights_ptr=self.weights,
+            put_stage_ptr=stage.rows.local,
             rows_ptr=exchange.rows.local, rows_peers_ptr=exchange.rows.peers,
+            row_weights_ptr=exchange.row_weights.local, row_weights_peers_ptr=exchange.row_weights.peers,
             arrived_ptr=exchange.arrived.local, arrived_peers_ptr=exchange.arrived.peers,
             released_ptr=exchange.released.local,
+            **self._origins(),
             results_ptr=exchange.results.local, results_peers_ptr=exchange.results.peers,
+            dots_ptr=buffers.dots.local, dots_peers_ptr=buffers.dots.peers, spoiled_ptr=buffers.spoiled,
             returned_ptr=exchange.returned.local, returned_peers_ptr=exchange.returned.peers,
             weight_in_ptr=get("weight_in"), bias_in_ptr=get("bias_in"), pre_ptr=get("pre"),
             hidden_ptr=get("hidden"), weight_out_ptr=get("weight_out"), bias_out_ptr=get("bias_out"),
-            stage_ptr=stages[1].local, ready_ptr=self.use.ready, done_ptr=self.use.done,
-            saved_rows_ptr=get("saved_rows"), saved_hidden_ptr=get("saved_hidden"),
+            stage_ptr=stage.results.local, row_dots_ptr=self.row_dots, dots_stage_ptr=stage.dots.local,
+            ready_ptr=self.use.ready, done_ptr=self.use.done,
+            saved_rows_ptr=get("saved_rows"), activated_ptr=get("activated"),
             dweight_in_ptr=get("dweight_in"), dbias_in_ptr=get("dbias_in"),
             dweight_out_ptr=get("dweight_out"), dbias_out_ptr=get("dbias_out"),
             out_ptr=get("out"), expert_ptr=routing.expert, row_ptr=routing.row, weight_ptr=routing.weight,
-            saved_results_ptr=get("saved_results"), dweight_ptr=tensors.get("dweight", routing.weight),
-            problems_ptr=problems,
+            dweight_ptr=tensors.get("dweight", routing.weight), problems_ptr=problems,
             HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
             # Not by how many tokens there are: none today must not mean another variant of the kernel.
             HAS_WGRAD=shape.wgrad, HAS_REDUCE=shape.tiles_out > 0 or shape.reduce_blocks > 0,
-            HAS_DWEIGHT=self.backward and (shape.put or shape.dweight_blocks > 0),
             DENSE_KINDS=dense_kinds(self.dense) if shape.dense_tiles else 0,
             BACKWARD=self.backward, ACT=self.experts.activation, HAS_BIAS=self.experts.b1 is not None,
-            SAVE_PRE=True, SCALED="scale" in given, WEIGHTED=not self.backward, BANKS=exchange.banks,
+            SAVE_PRE=True, BANKS=exchange.banks,
             EARLIER_BANKS=given.get("forward_banks", exchange.banks),
             NVSHMEM=exchange.nvshmem, UPCAST=runtime.needs_upcast(exchange.dtype), TMA=self.tma,
             BM=gemm.block_m, BN=gemm.block_n, BN_IN=self.columns_in, BK=gemm.block_k,
             BW=triton.next_power_of_2(exchange.world),
             PUT_ROWS=config.put_rows, PUT_BLOCK=config.put_block,
             BT=config.reduce_tokens, BD=config.reduce_block,
+            DEDUP=triton.next_power_of_2(routing.expert.shape[1]) if exchange.dedup and shape.put else 0,
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),
         )  # fmt: skip
+
+    def _origins(self) -> dict[str, Tensor]:
+        """Of duplicates that are sent once."""
+        exchange = self.exchange
+        nothing = exchange.arrived
+        origin = nothing if exchange.origin is None else exchange.origin
+        stage = nothing if exchange.origin_stage is None else exchange.origin_stage
+        return {
+            "origin_ptr": origin.local, "origin_peers_ptr": origin.peers, "origin_stage_ptr": stage.local,
+            "fanned_ptr": self.use.fanned,
+        }  # fmt: skip
 
     def _fit_tma(self, tensors: Iterable[Tensor | Use | int | None]) -> bool:
         """Descriptors need bases and row distances that are multiples of 16 bytes. Stores rely on it, too."""

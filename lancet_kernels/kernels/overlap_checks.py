@@ -65,6 +65,13 @@ def check_pass(
             expected=f"{exchange.chunk_rows} (rows of a tile of {exchange.name})",
             do="make the exchange with chunk_rows=config.gemm.block_m",
         )
+    if config.dedup != exchange.dedup:
+        raise UserError(
+            "config.dedup",
+            got=config.dedup,
+            expected=f"{exchange.dedup}, as {exchange.name} has",
+            do="make the exchange with dedup=config.dedup",
+        )
     check_gluon(config, width, hidden, exchange.dtype, x.device, exchange.nvshmem)
 
 
@@ -94,7 +101,17 @@ def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
 
 def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
     """Raise UserError unless rows of a forward pass have the same places in both. Banks may differ."""
-    names = ("world", "rank", "local_experts", "send_rows", "receive_rows", "width", "dtype", "chunk_rows")
+    names = (
+        "world",
+        "rank",
+        "local_experts",
+        "send_rows",
+        "receive_rows",
+        "width",
+        "dtype",
+        "chunk_rows",
+        "dedup",
+    )
     for name in names:
         if getattr(forward, name) != getattr(backward, name):
             raise UserError(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import comb
 
 import torch
 
@@ -14,6 +15,9 @@ from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.tasks import check_comm_programs
 
 BODIES = ("triton", "gluon")
+# Bandwidth of NVLink, one direction, over that of the memory: 0.10 (B200, H200) to 0.15 (A100), from data
+# sheets.
+LINK_OVER_MEMORY = 0.15
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,8 @@ class OverlapConfig:
         comm_programs: how many of them put while the rest has tiles that need not wait.
         split: two launches per direction instead of one.
         tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
+        dedup: put a token with several rows for one PE there once, and copy it there (`dedup_pays`); as the
+            exchange, which has regions for it.
         bodies: "triton", or "gluon": the warp-specialised kernel for sm_90 (`gluon_kernel.py`), in launches
             with tensor descriptors.
     """
@@ -41,6 +47,7 @@ class OverlapConfig:
     comm_programs: int = 1
     split: bool = False
     tma: bool = False
+    dedup: bool = False
     bodies: str = "triton"
 
     def __post_init__(self) -> None:
@@ -69,6 +76,32 @@ class OverlapConfig:
             comm_programs=max(1, programs // 8),
             tma=arch >= 90 and aligned,
         )
+
+
+def pes_of_token(world: int, local_experts: int, choices: int) -> float:
+    """How many PEs a token is sent to on average, if all sets of `choices` experts are equally likely.
+
+    With many experts on each PE that is W (1 - (1 - 1/W)^K). Example: 8 PEs, 8 experts each, 8 choices: 5.4.
+    """
+    experts = world * local_experts
+    return world * (1 - comb(experts - local_experts, choices) / comb(experts, choices))
+
+
+def dedup_pays(world: int, local_experts: int, choices: int) -> bool:
+    """Does the dispatch take a tenth less time if duplicates are sent once and copied?
+
+    A token has K rows, for d = `pes_of_token` PEs; (W - 1) / W of what is put goes over the link. The other
+    K - d rows are copied, which reads and writes them in memory, whose bandwidth is 1 / g that of the link:
+
+        all rows    K (W - 1) / W                       in the time that one row takes on the link
+        once        d (W - 1) / W + 2 g (K - d)
+
+    No GPU has measured it. Example: 8 PEs with 16 experts each: 2 choices no, 4 and 8 yes; 1 expert each: no.
+    """
+    if choices > world * local_experts:
+        return False
+    rows, away = pes_of_token(world, local_experts, choices), (world - 1) / world
+    return rows * away + 2 * LINK_OVER_MEMORY * (choices - rows) < 0.9 * choices * away
 
 
 def overlap_tile(activation: str, dtype: torch.dtype, arch: int) -> GemmConfig:

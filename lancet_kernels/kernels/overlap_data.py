@@ -83,12 +83,11 @@ class DenseGemm:
 
 @dataclass
 class SavedPass:
-    """What the backward needs of a forward pass: its use of the exchange, the value before the activation
-    [R, H] and after it [R, F]. The rows are still in the exchange."""
+    """What the backward needs of a forward pass: its use of the exchange, and the value before the activation
+    [R, H], from which it makes the one after it again. The rows are still in the exchange."""
 
     use: Use
     pre: Tensor
-    hidden: Tensor
 
 
 @dataclass(frozen=True)

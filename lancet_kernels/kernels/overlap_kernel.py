@@ -1,7 +1,7 @@
 """The persistent kernel in which puts, expert GEMMs, weight gradients and independent GEMMs share one launch.
 
     W  PEs, L experts on each    D  model width    F  hidden width    H  F, or 2F for swiglu    B  banks
-    T  tokens here               K  choices per token    S, R  most rows sent and received
+    T  tokens here               K  choices per token    R  most rows received
 
 Every program claims the next task number from one counter until there is none (`tasks.py` and `schedule.py`
 have the order and the reason why it cannot deadlock); the bodies are in `overlap_tiles.py`, those of the
@@ -13,12 +13,12 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels import device
-from lancet_kernels.kernels.overlap_tasks import dweight_block, put_chunk, reduce_block
+from lancet_kernels.kernels.overlap_tasks import fan_tile, put_chunk, reduce_block
 from lancet_kernels.kernels.overlap_tiles import dense_tile, tile_in, tile_out, tile_wgrad
 from lancet_kernels.kernels.schedule import NUM_PUTS, NUM_TILES, VOID, tile_ptr
 from lancet_kernels.kernels.tasks import (
     DENSE,
-    DWEIGHT,
+    FAN,
     PUT,
     REDUCE,
     TILE_IN,
@@ -35,18 +35,18 @@ from lancet_kernels.kernels.tasks import (
 
 @triton.jit
 def find_task(
-    i, num_puts, num_tiles, num_wgrad, dweight_blocks, dense_tiles, num_problems, tiles_in, tiles_out, lag,
+    i, num_puts, num_tiles, num_wgrad, dense_tiles, num_problems, tiles_in, tiles_out, lag,
     programs, comm_programs, problems_ptr, tile_puts_ptr, put_expert_ptr, puts, L, D, F, H,
     HAS_PUT: tl.constexpr, HAS_TILES: tl.constexpr, HAS_WGRAD: tl.constexpr, HAS_DENSE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, HAS_FAN: tl.constexpr = False,
 ):  # fmt: skip
     """-> kind, and up to four numbers, of task i; `tasks.py` says what they mean.
 
     Example: that of `schedule`, PE 1, one program: task 3 is PUT 3 1, its fourth put: expert 3, tile 1.
     """
-    independent = dweight_blocks + dense_tiles
+    independent = dense_tiles
     j = i
-    kind = DWEIGHT + i * 0
+    kind = DENSE + i * 0
     a, b, c, d = i * 0, i * 0, i * 0, i * 0
     if HAS_PUT:
         j = i - num_puts
@@ -72,7 +72,11 @@ def find_task(
                 kind = PUT + i * 0
                 a = tl.load(put_expert_ptr + i - j - 1)
                 b = tl.load(put_expert_ptr + puts + i - j - 1)
-    if kind != PUT:
+                if HAS_FAN:
+                    if a < 0:
+                        kind = FAN + i * 0
+                        a = b
+    if (kind != PUT) & (kind != FAN):
         a = j
         y = j - independent
         if y >= 0:
@@ -87,52 +91,53 @@ def find_task(
                     kind = WGRAD + i * 0
                     a, b, c, d = wgrad_task(y - gemms, L, D, F, H, BM, BN)
         elif HAS_DENSE:
-            if j >= dweight_blocks:
-                kind = DENSE + i * 0
-                a, b, c = dense_task(j - dweight_blocks, problems_ptr, num_problems, BN)
+            a, b, c = dense_task(j, problems_ptr, num_problems, BN)
     return kind, a, b, c, d
 
 
 # Not a variant for each size, and none in which a 1 is a constant.
 @triton.jit(
     do_not_specialize=[
-        "limit", "counter", "rank", "max_polls", "W", "L", "R", "S", "tiles", "chunks", "T", "K",
-        "tiles_in", "tiles_out", "lag", "dweight_blocks", "dense_tiles", "num_problems", "reduce_blocks",
+        "limit", "counter", "rank", "max_polls", "W", "L", "R", "tiles", "chunks", "T", "K",
+        "tiles_in", "tiles_out", "lag", "dense_tiles", "num_problems", "reduce_blocks",
         "programs", "comm_programs",
     ]
 )  # fmt: skip
 def overlap_kernel(
     # The use it belongs to, and what to do.
     use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, limit,
-    W, L, D, F, H, R, S, tiles, chunks, T, K,
-    tiles_in, tiles_out, lag, dweight_blocks, dense_tiles, num_problems, reduce_blocks,
+    W, L, D, F, H, R, tiles, chunks, T, K,
+    tiles_in, tiles_out, lag, dense_tiles, num_problems, reduce_blocks,
     programs, comm_programs,
-    # Dispatch: rows of source by send row.
-    source_ptr, token_ptr, scale_ptr, put_stage_ptr,
+    # Dispatch: rows of source by send row, and in a backward their weights.
+    source_ptr, token_ptr, send_weights_ptr, put_stage_ptr,
     # Symmetric regions and their peers.
-    rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
-    results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr,
+    rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
+    arrived_ptr, arrived_peers_ptr, released_ptr,
+    results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, spoiled_ptr,
+    # Only with DEDUP.
+    origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr,
     # The two GEMMs of an expert, in the order of this direction.
     weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, weight_out_ptr, bias_out_ptr, stage_ptr,
-    ready_ptr, done_ptr,
+    row_dots_ptr, dots_stage_ptr, ready_ptr, done_ptr,
     # Weight gradients.
-    saved_rows_ptr, saved_hidden_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
+    saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     # Combine and the gradient of its weights, and independent GEMMs.
-    out_ptr, expert_ptr, row_ptr, weight_ptr, saved_results_ptr, dweight_ptr, problems_ptr,
+    out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr, problems_ptr,
     HAS_PUT: tl.constexpr, HAS_IN: tl.constexpr, HAS_OUT: tl.constexpr, HAS_WGRAD: tl.constexpr,
-    HAS_REDUCE: tl.constexpr, HAS_DWEIGHT: tl.constexpr, DENSE_KINDS: tl.constexpr,
-    BACKWARD: tl.constexpr,
-    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, SCALED: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    HAS_REDUCE: tl.constexpr, DENSE_KINDS: tl.constexpr, BACKWARD: tl.constexpr,
+    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
     BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
     BW: tl.constexpr, PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    DEDUP: tl.constexpr,
 ):  # fmt: skip
     """One launch. Its tasks follow from the table (`schedule.py`) and the numbers of `tasks.LaunchShape`.
 
     Tiles are [BM, BN], those of the first GEMM [BM, BN_IN]: swiglu's has two accumulators.
 
-    Grid: (programs,), at most what is resident; one is enough. limit: no more than so many tasks.
+    Grid: (programs,), at most what is resident; one is enough. limit: no more than so many tasks. DEDUP: a
+    power of 2, at least K, if duplicates are sent once, else 0.
     Floor: FLOPs of the GEMMs (2 * rows * D * H and 2 * rows * F * D forward) over the peak, or the bytes put
     (rows * D * element size, each direction) over the link, whichever is longer.
     Example, backward, 2 PEs: PUT sends dy of 6 rows to expert 1; the peer's TILE_IN makes dh of them with
@@ -144,65 +149,74 @@ def overlap_kernel(
     tile_puts_ptr = tile_ptr(table_ptr, W, W * L) + tiles
     num_tiles = tl.load(table_ptr + NUM_TILES)
     num_puts = 0
+    most_puts = chunks
     if HAS_PUT:
         num_puts = tl.load(table_ptr + NUM_PUTS)
+        if DEDUP > 0:
+            num_puts += num_tiles
+            most_puts += tiles
     num_wgrad = 0
     if HAS_WGRAD:
         num_wgrad = num_wgrads(L, D, F, H, BM, BN)
-    num_tasks = num_puts + dweight_blocks + dense_tiles + num_tiles * (tiles_in + tiles_out)
+    num_tasks = num_puts + dense_tiles + num_tiles * (tiles_in + tiles_out)
     num_tasks = tl.minimum(num_tasks + num_wgrad + reduce_blocks, limit)
     i = tl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(tl.int32)
     while i < num_tasks:
         kind, a, b, c, d = find_task(
-            i, num_puts, num_tiles, num_wgrad, dweight_blocks, dense_tiles, num_problems, tiles_in, tiles_out,
-            lag, programs, comm_programs, problems_ptr, tile_puts_ptr, tile_puts_ptr + tiles, chunks,
-            L, D, F, H, HAS_PUT, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN,
+            i, num_puts, num_tiles, num_wgrad, dense_tiles, num_problems, tiles_in, tiles_out,
+            lag, programs, comm_programs, problems_ptr, tile_puts_ptr, tile_puts_ptr + tiles, most_puts,
+            L, D, F, H, HAS_PUT, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN, DEDUP > 0,
         )  # fmt: skip
         if HAS_PUT:
             if kind == PUT:
                 put_chunk(
-                    a, b, epoch, rank, W, L, D, R, tiles, table_ptr, source_ptr, token_ptr, scale_ptr,
-                    put_stage_ptr, rows_ptr, rows_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr,
-                    max_polls, report_ptr, BANKS, SCALED, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK,
+                    a, b, epoch, rank, W, L, D, R, tiles, table_ptr, source_ptr, token_ptr, send_weights_ptr,
+                    put_stage_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
+                    arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
+                    K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr,
+                    BANKS, BACKWARD, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK, DEDUP,
+                )  # fmt: skip
+        if DEDUP > 0:
+            if kind == FAN:
+                fan_tile(
+                    a, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr,
+                    fanned_ptr, max_polls, report_ptr, NVSHMEM, BANKS, BM, BW, PUT_ROWS, PUT_BLOCK,
                 )  # fmt: skip
         if HAS_IN:
             if kind == TILE_IN:
                 tile_in(
                     a, b, epoch, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, arrived_ptr,
-                    weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
+                    weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, activated_ptr, row_weights_ptr,
+                    row_dots_ptr, ready_ptr, fanned_ptr, max_polls, report_ptr,
                     BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, NVSHMEM, UPCAST, TMA, BM, BN_IN, BK, BW,
+                    DEDUP > 0,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:
                 tile_out(
-                    a, b, epoch, rank, sound, W, L, D, F, H, R, S, tiles, chunks, table_ptr, ready_ptr,
+                    a, b, epoch, rank, sound, W, L, D, F, H, R, tiles, chunks, table_ptr, ready_ptr,
                     weight_out_ptr, bias_out_ptr, hidden_ptr, stage_ptr, results_ptr, results_peers_ptr,
-                    returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr,
+                    row_dots_ptr, dots_stage_ptr, dots_ptr, dots_peers_ptr, returned_ptr,
+                    returned_peers_ptr, done_ptr, max_polls, report_ptr,
                     HAS_IN, BACKWARD, HAS_BIAS, BANKS, NVSHMEM, UPCAST, TMA, BM, BN, BN_IN, BK,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
                 tile_wgrad(
                     a, b, c, d, epoch, earlier_use_ptr, rank, sound, W, L, D, F, H, R, tiles, table_ptr,
-                    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
+                    rows_ptr, row_weights_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr,
                     dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, max_polls, report_ptr,
                     HAS_IN, HAS_BIAS, BANKS, EARLIER_BANKS, UPCAST, TMA, BM, BN, BN_IN, BK,
                 )  # fmt: skip
         if DENSE_KINDS != 0:
             if kind == DENSE:
                 dense_tile(problems_ptr, a, b, c, rows_ptr, DENSE_KINDS, UPCAST, TMA, BM, BN, BK)
-        if HAS_DWEIGHT:
-            if kind == DWEIGHT:
-                earlier = tl.load(earlier_use_ptr) % EARLIER_BANKS
-                dweight_block(
-                    a, D, T, K, source_ptr, saved_results_ptr + earlier * S * D, row_ptr, dweight_ptr, BT, BD
-                )
         if HAS_REDUCE:
             if kind == REDUCE:
                 reduce_block(
-                    a, epoch, rank, sound, W, L, D, S, T, K, chunks, table_ptr, results_ptr, returned_ptr,
-                    expert_ptr, row_ptr, weight_ptr, out_ptr, max_polls, report_ptr, WEIGHTED, NVSHMEM,
-                    BANKS, BM, BT, BD,
+                    a, epoch, rank, sound, W, L, D, T, K, chunks, table_ptr, results_ptr, dots_ptr,
+                    spoiled_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr,
+                    max_polls, report_ptr, BACKWARD, NVSHMEM, BANKS, BM, BT, BD,
                 )  # fmt: skip
         i = tl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(tl.int32)
     if HAS_PUT:

@@ -16,49 +16,111 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels import device
-from lancet_kernels.kernels.choices import add_row, dot_row, place_row
-from lancet_kernels.kernels.failure_report import WAIT_READY, WAIT_RELEASE, WAIT_RESULTS, WAIT_ROWS
-from lancet_kernels.kernels.schedule import chunk_number, group, in_tile, segment
+from lancet_kernels.kernels.choices import add_row, leader, place_row
+from lancet_kernels.kernels.failure_report import (
+    WAIT_FANNED,
+    WAIT_READY,
+    WAIT_RELEASE,
+    WAIT_RESULTS,
+    WAIT_ROWS,
+)
+from lancet_kernels.kernels.schedule import VOID, chunk_number, group, in_tile, segment, tile_ptr
+
+
+@triton.jit
+def find_leaders(
+    send, m_row, peer, rank, W, L, K, table_ptr, token_ptr, expert_ptr, row_ptr, i_choice, BM: tl.constexpr
+):  # fmt: skip
+    """-> of rows to send to `peer`: the row to send that leads each, and word(tile, row) of where it goes."""
+    token = tl.load(token_ptr + send, mask=m_row, other=0)
+    lead, expert = leader(token, m_row, peer, L, K, expert_ptr, row_ptr, i_choice)
+    _, before, first_send = segment(table_ptr, W, W * L, rank, expert, m_row)
+    _, first_row, first_tile = group(table_ptr, W, W * L, expert)
+    slot = before + lead - first_send
+    return lead, device.word(first_tile + slot // BM, first_row + slot)
+
+
+@triton.jit
+def wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS: tl.constexpr):
+    """Wait until the peer has released the bank of this epoch. -> has it?"""
+    free = device.word(epoch - BANKS, 0)
+    i_released = epoch % BANKS * W + peer
+    seen = device.wait(
+        released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
+    )
+    return seen >= free
+
+
+@triton.jit
+def chunk_rows(
+    expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """-> begin, end, row, first_send and signal of the rows of this PE for `expert` that lie in its tile m.
+
+    They are begin to end of those for the expert; i of these is first_send + i in the order of sending, and
+    comes to row + i of the peer's rows [B * R]. signal: their word of `arrived`.
+    """
+    bank = epoch % BANKS
+    count, before, first_send = segment(table_ptr, W, W * L, rank, expert)
+    _, first_row, first_tile = group(table_ptr, W, W * L, expert)
+    begin = tl.maximum(m * BM - before, 0)
+    end = tl.minimum((m + 1) * BM - before, count)
+    row = bank * R + first_row + before
+    return begin, end, row, first_send, (bank * tiles + first_tile + m) * W + rank
 
 
 @triton.jit
 def put_chunk(
     expert, m, epoch, rank, W, L, D, R, tiles, table_ptr,
-    source_ptr, token_ptr, scale_ptr, stage_ptr, rows_ptr, rows_peers_ptr,
+    source_ptr, token_ptr, send_weights_ptr, stage_ptr, rows_ptr, rows_peers_ptr,
+    row_weights_ptr, row_weights_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
-    BANKS: tl.constexpr, SCALED: tl.constexpr, NVSHMEM: tl.constexpr,
-    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, i_row=None, i_column=None,
+    K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr,
+    BANKS: tl.constexpr, BACKWARD: tl.constexpr, NVSHMEM: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEDUP: tl.constexpr,
+    i_row=None, i_column=None, i_chunk=None,
 ):  # fmt: skip
     """PUT: send those rows for `expert` that lie in its tile m, to their final place, then signal them.
 
-    source [T, D]; token int32 [S], which row of source each row to send is; scale float32 [S]; stage [S, D],
-    symmetric memory through which rows go where no pointer reaches. Into a bank that the peer has not
-    released in time nothing is put.
+    source [T, D]; token int32 [S], which row of source each row to send is; stage [S, D], symmetric memory
+    through which rows go where no pointer reaches. In a backward the weight of each row goes with it, from
+    send_weights to row_weights [B, R], float32. Into a bank that the peer has not released in time nothing is
+    put. DEDUP > 0: only leaders are, and for each row of the chunk its origin, the word (tile, row) of its
+    leader at the peer; expert, row [T, K] are the routing.
     Example: BM = 4, 3 rows from first_send = 4 on, behind 2 rows of other sources: with m = 0 rows 4 and 5 go
     to rows 2 and 3 of the expert, with m = 1 row 6 goes to row 4.
     """
-    E = W * L
+    if DEDUP > 0:
+        i_send = tl.arange(0, ROWS)
+        i_choice = tl.arange(0, DEDUP)
     peer = expert // L
-    bank = epoch % BANKS
-    free = device.word(epoch - BANKS, 0)
-    i_released = bank * W + peer
-    seen = device.wait(
-        released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
-    )
-    if seen >= free:
-        count, before, first_send = segment(table_ptr, W, E, rank, expert)
-        _, first_row, first_tile = group(table_ptr, W, E, expert)
-        begin = tl.maximum(m * BM - before, 0)
-        end = tl.minimum((m + 1) * BM - before, count)
-        row = bank * R + first_row + before
-        signal = (bank * tiles + first_tile + m) * W + rank
+    if wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS):
+        begin, end, row, first_send, signal = chunk_rows(
+            expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS, BM
+        )
         for r in range(begin, end, ROWS):
+            chosen = None
+            if DEDUP > 0:
+                send = first_send + r + i_send
+                lead, origin = find_leaders(
+                    send, r + i_send < end, peer, rank, W, L, K, table_ptr, token_ptr, expert_ptr, row_ptr,
+                    i_choice, BM,
+                )  # fmt: skip
+                device.put_values(
+                    origin_ptr, origin_peers_ptr, peer, row + r, origin, i_send, end - r,
+                    origin_stage_ptr + first_send + r, NVSHMEM,
+                )  # fmt: skip
+                chosen = lead == send
             device.put_rows(
                 rows_ptr, rows_peers_ptr, peer, (row + r) * D,
-                source_ptr, token_ptr + first_send + r, scale_ptr + first_send + r,
-                tl.minimum(end - r, ROWS), D,
-                SCALED, NVSHMEM, ROWS, BLOCK, stage_ptr + tl.cast(first_send + r, tl.int64) * D,
-                i_row, i_column,
+                source_ptr, token_ptr + first_send + r, tl.minimum(end - r, ROWS), D,
+                NVSHMEM, ROWS, BLOCK, stage_ptr + tl.cast(first_send + r, tl.int64) * D,
+                i_row, i_column, chosen,
+            )  # fmt: skip
+        if BACKWARD:
+            device.put_words(
+                row_weights_ptr, row_weights_peers_ptr, peer, row + begin,
+                send_weights_ptr + first_send + begin, end - begin, NVSHMEM, BM, i_chunk,
             )  # fmt: skip
         word = device.word(epoch, 0)
         device.put_signal(arrived_ptr, arrived_peers_ptr, peer, signal, word, NVSHMEM)
@@ -89,6 +151,87 @@ def wait_rows(
 
 
 @triton.jit
+def wait_leaders(
+    tile, m, expert, epoch, rank, W, L, R, tiles, table_ptr, arrived_ptr, origin_ptr, max_polls, report_ptr,
+    NVSHMEM: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr, i_w=None, i_m=None,
+):  # fmt: skip
+    """FAN waits: until what is sent of a tile is here, and all leaders of its rows. -> are they?
+
+    A leader was put by the same source, into this tile or into an earlier one. Leaders are never copies.
+    """
+    if i_m is None:
+        i_m = tl.arange(0, BM)
+    here = wait_rows(
+        tile, m, expert, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
+        NVSHMEM, False, BANKS, BM, BW, i_w,
+    )  # fmt: skip
+    if here:
+        bank = epoch % BANKS
+        rows, first_row, _ = group(table_ptr, W, W * L, expert)
+        i = m * BM + i_m
+        origin = tl.load(origin_ptr + bank * R + first_row + i, mask=i < rows, other=0)
+        copied = (i < rows) & (device.low_word(origin) != first_row + i)
+        source, _row = _sources(expert, i, W, L, table_ptr)
+        index = (bank * tiles + (origin >> 32)) * W + source
+        here = device.wait_all(
+            arrived_ptr + index, copied, device.word(epoch, 0), max_polls, report_ptr, rank, source,
+            WAIT_ROWS, index, BM, NVSHMEM,
+        )  # fmt: skip
+    return here
+
+
+@triton.jit
+def fan_tile(
+    tile, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr,
+    max_polls, report_ptr,
+    NVSHMEM: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """FAN: copy those rows of a tile that were not sent from their leaders, then say that all are here.
+
+    If rows did not come in time nobody is told.
+    Example: BM = 4, a token of PE 1 in rows 2 and 9: PE 1 puts row 2, and (0, 2) as the origin of both; FAN
+    of the tile of row 9 waits for PE 1's words of that tile and of tile 0, and copies row 2 to row 9.
+    """
+    expert = rank * L + tl.load(tile_ptr(table_ptr, W, W * L) + tile)
+    rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
+    m = tile - first_tile
+    if wait_leaders(
+        tile, m, expert, epoch, rank, W, L, R, tiles, table_ptr, arrived_ptr, origin_ptr, max_polls,
+        report_ptr, NVSHMEM, BANKS, BM, BW,
+    ):  # fmt: skip
+        bank = (epoch % BANKS) * R
+        end = first_row + tl.minimum(rows, (m + 1) * BM)
+        for r in range(first_row + m * BM, end, ROWS):
+            row = r + tl.arange(0, ROWS)
+            lead = device.low_word(tl.load(origin_ptr + bank + row, mask=row < end, other=0))
+            copied = (row < end) & (lead != row)
+            for d in range(0, D, BLOCK):
+                i_d = d + tl.arange(0, BLOCK)
+                mask = copied[:, None] & (i_d < D)[None, :]
+                # [ROWS, BLOCK]
+                b_x = tl.load(rows_ptr + (bank + lead)[:, None] * D + i_d[None, :], mask=mask)
+                tl.store(rows_ptr + (bank + row)[:, None] * D + i_d[None, :], b_x, mask=mask)
+        finish_fan(fanned_ptr, tile)
+
+
+@triton.jit
+def finish_fan(fanned_ptr, tile):
+    """FAN is done: all rows of the tile are here."""
+    tl.debug_barrier()
+    tl.atomic_xchg(fanned_ptr + tile, tl.cast(1, tl.int64), sem="release", scope="gpu")
+
+
+@triton.jit
+def wait_fanned(tile, rank, fanned_ptr, max_polls, report_ptr, TMA: tl.constexpr):
+    """Wait until all rows of the tile are here, copied by FAN where they were not sent. -> are they?"""
+    one = tl.cast(1, tl.int64)
+    seen = device.wait(fanned_ptr + tile, one, max_polls, report_ptr, rank, rank, WAIT_FANNED, tile)
+    device.fence_tma(TMA)
+    return seen >= one
+
+
+@triton.jit
 def finish_ready(ready_ptr, tile, local, tiles):
     """TILE_IN is done: one more column of its tile, and of its expert."""
     tl.debug_barrier()
@@ -110,25 +253,33 @@ def wait_ready(index, columns, rank, ready_ptr, max_polls, report_ptr, TMA: tl.c
 
 
 @triton.jit
-def result_rows(
-    expert, m, rows, first_row, epoch, W, L, D, S, table_ptr, stage_ptr, results_ptr, results_peers_ptr,
-    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, i_m=None,
-):  # fmt: skip
-    """-> where the results of the rows of tile m go, addresses [BM] at their sources, and which of them are.
+def _sources(expert, i, W, L, table_ptr):
+    """-> of rows i of an expert: who sent them, and as which of its rows, int64.
 
-    Where no pointer reaches the source: to stage [R, D], at the place of the row here.
-    Example: that of `schedule`, expert 0 of PE 0, m = 0: rows 0 and 1 of results of PE 0, 0 and 1 of PE 1.
+    Example: that of `schedule`, expert 0 of PE 0, i = 0 to 3: PEs 0, 0, 1, 1 and rows 0, 1, 0, 1.
     """
-    if i_m is None:
-        i_m = tl.arange(0, BM)
-    i = m * BM + i_m
     source = i * 0
     for w in range(W):
         count, before, _ = segment(table_ptr, W, W * L, w, expert)
         source += (i >= before + count).to(tl.int32)
     source = tl.minimum(source, W - 1)
     _, before, first_send = segment(table_ptr, W, W * L, source, expert)
-    row = (epoch % BANKS) * S + first_send + i - before
+    return source, (first_send + i - before).to(tl.int64)
+
+
+@triton.jit
+def result_rows(
+    expert, m, rows, first_row, W, L, D, table_ptr, stage_ptr, results_ptr, results_peers_ptr,
+    NVSHMEM: tl.constexpr, BM: tl.constexpr, i_m=None,
+):  # fmt: skip
+    """-> where the results of the rows of tile m go, addresses [BM] at their sources, and which of them are.
+
+    Where no pointer reaches the source: to stage [R, D], at the place of the row here.
+    """
+    if i_m is None:
+        i_m = tl.arange(0, BM)
+    i = m * BM + i_m
+    source, row = _sources(expert, i, W, L, table_ptr)
     base = tl.load(results_peers_ptr + source)
     p = tl.multiple_of(base.to(results_ptr.dtype), [16]) + row * D
     if NVSHMEM:
@@ -137,10 +288,36 @@ def result_rows(
 
 
 @triton.jit
+def return_dots(
+    expert, m, rows, first_row, columns, W, L, R, table_ptr, row_dots_ptr, dots_stage_ptr, dots_ptr,
+    dots_peers_ptr, NVSHMEM: tl.constexpr, BM: tl.constexpr, i_m=None,
+):  # fmt: skip
+    """Gradients of the rows' weights, to dots of their sources: sums of row_dots over column tiles, in order.
+
+    row_dots [columns, R], of TILE_IN; dots [S], in the order of sending; dots_stage [R], ours, for a source
+    that no pointer reaches: all float32.
+    """
+    if i_m is None:
+        i_m = tl.arange(0, BM)
+    i = m * BM + i_m
+    p_dot = row_dots_ptr + first_row + i
+    dot = tl.cast(i * 0, tl.float32)
+    for n in range(columns):
+        dot += tl.load(p_dot + tl.cast(n, tl.int64) * R, mask=i < rows, other=0.0)
+    source, row = _sources(expert, i, W, L, table_ptr)
+    base = tl.load(dots_peers_ptr + source)
+    p = base.to(dots_ptr.dtype) + row
+    if NVSHMEM:
+        p = tl.where(base == 0, dots_stage_ptr + first_row + i, p)
+    tl.store(p, dot, mask=i < rows)
+
+
+@triton.jit
 def return_tile(
-    tile, m, n, expert, first_row, epoch, rank, W, L, D, S, tiles, chunks, table_ptr,
-    stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    tile, m, n, expert, first_row, epoch, rank, W, L, D, tiles, chunks, table_ptr,
+    stage_ptr, results_ptr, results_peers_ptr, dots_stage_ptr, dots_ptr,
+    returned_ptr, returned_peers_ptr, done_ptr,
+    BACKWARD: tl.constexpr, BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """TILE_OUT is stored at the sources, or in stage [R, D] where no pointer reaches them: the last signals.
 
@@ -156,10 +333,18 @@ def return_tile(
         for w in range(W):
             count, before, first_send = segment(table_ptr, W, E, w, expert)
             if tl.load(results_peers_ptr + w) == 0:
-                for i in range(tl.maximum(before, m * BM), tl.minimum(before + count, (m + 1) * BM)):
-                    target = (bank * S + first_send + i - before) * D + n * BN
+                begin = tl.maximum(before, m * BM)
+                end = tl.minimum(before + count, (m + 1) * BM)
+                for i in range(begin, end):
+                    target = tl.cast(first_send + i - before, tl.int64) * D + n * BN
                     staged = tl.cast(first_row + i, tl.int64) * D + n * BN
                     device.put_row(results_ptr + target, stage_ptr + staged, width, w, NVSHMEM)
+                if BACKWARD:
+                    if (n == 0) & (begin < end):
+                        device.put_row(
+                            dots_ptr + first_send + begin - before, dots_stage_ptr + first_row + begin,
+                            end - begin, w, NVSHMEM,
+                        )  # fmt: skip
     # Not a fence: the program that signals may be another one.
     device.quiet(NVSHMEM)
     done = tl.atomic_add(done_ptr + tile, 1, sem="acq_rel", scope="gpu")
@@ -192,15 +377,17 @@ def poison_wgrad(
 
 @triton.jit
 def reduce_block(
-    block, epoch, rank, sound, W, L, D, S, T, K, chunks, table_ptr,
-    results_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, max_polls, report_ptr,
-    WEIGHTED: tl.constexpr, NVSHMEM: tl.constexpr, BANKS: tl.constexpr,
+    block, epoch, rank, sound, W, L, D, T, K, chunks, table_ptr, results_ptr, dots_ptr, spoiled_ptr,
+    returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr, max_polls, report_ptr,
+    BACKWARD: tl.constexpr, NVSHMEM: tl.constexpr, BANKS: tl.constexpr,
     BM: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, i_row=None, i_column=None,
 ):  # fmt: skip
     """REDUCE: out[t] = sum over k, in order, of weight[t, k] * results[row[t, k]], float32.
 
-    Dropped choices (row < 0) add zero, whatever the buffer holds. NaN if the table is void (not `sound`), and
-    then nothing is waited for, or if any wait of this PE failed.
+    In a backward without the weights, and dweight[t, k] = dots[row[t, k]]. Dropped choices (row < 0) are
+    zero, whatever the buffers hold. NaN if the table is void (not `sound`), and then nothing is waited for,
+    or if any wait of this PE failed: in this exchange or, before, in another one with these buffers
+    (`spoiled`), since what comes too late for that pass lands among the results of a later one.
     """
     bank = epoch % BANKS
     word = device.word(epoch, 0)
@@ -221,8 +408,17 @@ def reduce_block(
             returned_ptr + index, kept, word, max_polls, report_ptr, rank, expert // L,
             WAIT_RESULTS, index, BT, NVSHMEM,
         )  # fmt: skip
-    poison = tl.where(device.failed(report_ptr) | (sound == 0), float("nan"), 0.0)
-    results_ptr += bank * S * D
+    failed = device.failed(report_ptr)
+    spoiled = tl.load(spoiled_ptr) != 0
+    # A void pass has put nothing, so that nobody returns anything.
+    if failed & (tl.load(table_ptr + VOID) == 0):
+        tl.store(spoiled_ptr, 1)
+    poison = tl.where(failed | (sound == 0) | spoiled, float("nan"), 0.0)
+    if BACKWARD:
+        for k in range(K):
+            offset, m_kept = place_row(row_ptr, t * K + k, m_t, 1)
+            dot = tl.load(dots_ptr + offset, mask=m_kept, other=0.0)
+            tl.store(dweight_ptr + t * K + k, dot + poison, mask=m_t)
     for d in range(0, D, BD):
         i_d = d + i_column
         m_d = i_d < D
@@ -230,26 +426,6 @@ def reduce_block(
         b_sum = tl.cast(i_row[:, None] * 0 + i_column[None, :] * 0, tl.float32)
         for k in range(K):
             offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
-            b_sum = add_row(b_sum, results_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
+            b_sum = add_row(b_sum, results_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, not BACKWARD)
         out = (b_sum + poison).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + t[:, None].to(tl.int64) * D + i_d[None, :], out, mask=m_t[:, None] & m_d[None, :])
-
-
-@triton.jit
-def dweight_block(
-    block, D, T, K, dy_ptr, results_ptr, row_ptr, dweight_ptr, BT: tl.constexpr, BD: tl.constexpr,
-    i_row=None, i_column=None,
-):  # fmt: skip
-    """DWEIGHT: dweight[t, k] = dy[t] . results[row[t, k]] in float32; zero where dropped.
-
-    results [S, D]: those of the forward pass, which its bank still holds.
-    Example: BT = 8, block 1: tokens 8 to 15, all their choices.
-    """
-    if i_row is None:
-        i_row = tl.arange(0, BT)
-        i_column = tl.arange(0, BD)
-    t = block.to(tl.int64) * BT + i_row
-    for k in range(K):
-        i = t * K + k
-        offset, m_kept = place_row(row_ptr, i, t < T, D)
-        dot_row(dy_ptr, results_ptr, dweight_ptr, i, t, t < T, offset, m_kept, D, BT, BD, i_column)

@@ -8,7 +8,10 @@ is the first in the direction of the launch, TILE_OUT the second:
 
                TILE_IN                          TILE_OUT              WGRAD
     forward    hidden = act(x @ w1 + b1)        y = hidden @ w2 + b2
-    backward   dh = (dy @ w2^T) * act'(pre)     dx = dh @ w1^T        dw2 = hidden^T dy, dw1 = x^T dh
+    backward   dh = w (dy @ w2^T) * act'(pre)   dx = dh @ w1^T        dw2 = (w hidden)^T dy, dw1 = x^T dh
+
+w is the weight of a row in its token's sum. Its gradient is dy . y = (dy @ w2^T) . hidden + dy . b2, which
+TILE_IN has in registers: so nobody keeps the results y of the forward.
 
 The tiles themselves are those of `gemm_tile.py`; what is put and waited for is in `overlap_tasks.py`.
 """
@@ -22,6 +25,8 @@ from lancet_kernels.kernels.gemm_tile import (
     TN,
     add_column_sums,
     add_outer_products,
+    add_row_dots,
+    backward_tile,
     dgrad_tile,
     forward_tile,
     rows_times_transposed,
@@ -34,7 +39,9 @@ from lancet_kernels.kernels.overlap_tasks import (
     finish_ready,
     poison_wgrad,
     result_rows,
+    return_dots,
     return_tile,
+    wait_fanned,
     wait_ready,
     wait_rows,
 )
@@ -45,32 +52,46 @@ from lancet_kernels.kernels.tasks import DENSE_WORDS
 @triton.jit
 def tile_in(
     tile, n, epoch, rank, W, L, D, F, H, R, tiles, table_ptr,
-    rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, ready_ptr, max_polls, report_ptr,
+    rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, activated_ptr,
+    row_weights_ptr, row_dots_ptr, ready_ptr, fanned_ptr, max_polls, report_ptr,
     BACKWARD: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, DEDUP: tl.constexpr,
 ):  # fmt: skip
     """TILE_IN: wait for the rows of a tile, whoever sends them, multiply them, count the column as ready.
 
-    rows [B, R, D]; pre [R, H]. Forward: weight [L, D, H], bias [L, H], hidden [R, F]; backward: weight
-    [L, F, D], hidden [R, H], which is dh. If rows did not come in time, nothing happens.
+    rows [B, R, D]; pre [R, H]. Forward: weight [L, D, H], bias [L, H], hidden [R, F]. Backward: weight
+    [L, F, D], bias [L, D], row_weights [B, R], float32; hidden [R, H], which is dh; activated [R, F], the
+    forward's hidden again, weighted; row_dots [columns, R], float32, each row's share of the gradient of its
+    weight. If rows did not come in time, nothing happens.
     Example: that of `schedule`, PE 0, BM = BN = 4: tile 3 is rows 9 and 10, of local expert 1; n = 3 makes
     hidden[9:11, 12:16], then adds 1 to the ready words of tile 3 and of expert 1.
     """
     local = tl.load(tile_ptr(table_ptr, W, W * L) + tile)
     rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
     m = tile - first_tile
-    here = wait_rows(
-        tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls, report_ptr,
-        NVSHMEM, TMA, BANKS, BM, BW,
-    )  # fmt: skip
+    if DEDUP:
+        here = wait_fanned(tile, rank, fanned_ptr, max_polls, report_ptr, TMA)
+    else:
+        here = wait_rows(
+            tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls,
+            report_ptr, NVSHMEM, TMA, BANKS, BM, BW,
+        )  # fmt: skip
     if here:
         row = first_row.to(tl.int64)
         x_ptr = rows_ptr + ((epoch % BANKS) * R + row) * D
         pre_ptr += row * H
         if BACKWARD:
-            dgrad_tile(x_ptr, weight_ptr + local.to(tl.int64) * D * F, pre_ptr, hidden_ptr + row * H,
-                       rows, m * BM, n * BN, D, F, ACT, UPCAST, TMA, BM, BN, BK)  # fmt: skip
+            dots = backward_tile(
+                x_ptr, weight_ptr + local.to(tl.int64) * D * F, pre_ptr,
+                row_weights_ptr + (epoch % BANKS) * R + row, hidden_ptr + row * H, activated_ptr + row * F,
+                rows, m * BM, n * BN, D, F, ACT, UPCAST, TMA, BM, BN, BK,
+            )  # fmt: skip
+            if HAS_BIAS:
+                if n == 0:
+                    dots = add_row_dots(dots, x_ptr, bias_ptr + local * D, rows, m * BM, D, BM)
+            i_m = m * BM + tl.arange(0, BM)
+            tl.store(row_dots_ptr + tl.cast(n, tl.int64) * R + row + i_m, dots, mask=i_m < rows)
         else:
             forward_tile(x_ptr, weight_ptr + local.to(tl.int64) * D * H, bias_ptr + local * H, pre_ptr,
                          hidden_ptr + row * F, rows, m * BM, n * BN, D, F,
@@ -80,9 +101,10 @@ def tile_in(
 
 @triton.jit
 def tile_out(
-    tile, n, epoch, rank, sound, W, L, D, F, H, R, S, tiles, chunks, table_ptr,
+    tile, n, epoch, rank, sound, W, L, D, F, H, R, tiles, chunks, table_ptr,
     ready_ptr, weight_ptr, bias_ptr, hidden_ptr, stage_ptr, results_ptr, results_peers_ptr,
-    returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr,
+    row_dots_ptr, dots_stage_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
+    max_polls, report_ptr,
     HAS_IN: tl.constexpr, BACKWARD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
@@ -90,11 +112,12 @@ def tile_out(
     """TILE_OUT: multiply a tile of the first GEMM's result, store each row at its source; the last n signals.
 
     Forward: hidden [R, F], weight [L, F, D], bias [L, D]; backward: hidden (dh) [R, H], weight [L, D, H].
-    results [B, S, D] of a source are in its order of sending; stage [R, D] is ours, for a source that no
-    pointer reaches. HAS_IN: this launch makes hidden, in columns of BN_IN, so wait for it; else an earlier
-    launch of this use has, if it was `sound`. What is missing is not made up: nothing is stored, nobody told.
-    Example: that of `schedule`, PE 0, BM = BN = 4: tile 3, n = 0 goes to results[bank, 6, 0:4] of PE 0 (its
-    fifth row for expert 1) and to results[bank, 3, 0:4] of PE 1.
+    results [S, D] of a source are in its order of sending; stage [R, D] is ours, for a source that no
+    pointer reaches. A backward's n = 0 also returns the gradients of the rows' weights. HAS_IN: this
+    launch makes hidden, in columns of BN_IN, so wait for it; else an earlier launch of this use has, if
+    it was `sound`. What is missing is not made up: nothing is stored, nobody told.
+    Example: that of `schedule`, PE 0, BM = BN = 4: tile 3, n = 0 goes to results[6, 0:4] of PE 0 (its fifth
+    row for expert 1) and to results[3, 0:4] of PE 1.
     """
     local = tl.load(tile_ptr(table_ptr, W, W * L) + tile)
     expert = rank * L + local
@@ -116,27 +139,33 @@ def tile_out(
                 False, UPCAST, TMA, BM, BN, BK,
             )  # fmt: skip
         p_row, m_row = result_rows(
-            expert, m, rows, first_row, epoch, W, L, D, S, table_ptr, stage_ptr, results_ptr,
-            results_peers_ptr, BANKS, NVSHMEM, BM,
+            expert, m, rows, first_row, W, L, D, table_ptr, stage_ptr, results_ptr, results_peers_ptr,
+            NVSHMEM, BM,
         )  # fmt: skip
         store_to_rows(p_row, m_row, acc, bias_ptr + local * D, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN)
+        if BACKWARD:
+            if n == 0:
+                return_dots(
+                    expert, m, rows, first_row, tl.cdiv(F, BN_IN), W, L, R, table_ptr, row_dots_ptr,
+                    dots_stage_ptr, dots_ptr, dots_peers_ptr, NVSHMEM, BM,
+                )  # fmt: skip
         return_tile(
-            tile, m, n, expert, first_row, epoch, rank, W, L, D, S, tiles, chunks, table_ptr,
-            stage_ptr, results_ptr, results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-            BANKS, NVSHMEM, BM, BN,
+            tile, m, n, expert, first_row, epoch, rank, W, L, D, tiles, chunks, table_ptr,
+            stage_ptr, results_ptr, results_peers_ptr, dots_stage_ptr, dots_ptr,
+            returned_ptr, returned_peers_ptr, done_ptr, BACKWARD, BANKS, NVSHMEM, BM, BN,
         )  # fmt: skip
 
 
 @triton.jit
 def wgrad_operands(
     which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-    saved_hidden_ptr, BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr,
+    activated_ptr, BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr,
 ):  # fmt: skip
     """-> x [rows, A], dy [rows, B], A and B of a weight gradient x^T dy: dw2's (which = 0) or dw1's (1)."""
     row = first_row.to(tl.int64)
     bank = epoch % BANKS
     earlier_bank = tl.load(earlier_use_ptr) % EARLIER_BANKS
-    x_ptr, dy_ptr, A, B = saved_hidden_ptr + row * F, rows_ptr + (bank * R + row) * D, F, D
+    x_ptr, dy_ptr, A, B = activated_ptr + row * F, rows_ptr + (bank * R + row) * D, F, D
     if which == 1:
         x_ptr, dy_ptr, A, B = saved_rows_ptr + (earlier_bank * R + row) * D, hidden_ptr + row * H, D, H
     return x_ptr, dy_ptr, A, B
@@ -154,7 +183,7 @@ def wgrad_results(which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_
 @triton.jit
 def tile_wgrad(
     which, local, m, n, epoch, earlier_use_ptr, rank, sound, W, L, D, F, H, R, tiles, table_ptr,
-    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, saved_hidden_ptr,
+    rows_ptr, row_weights_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr,
     dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, max_polls, report_ptr,
     HAS_IN: tl.constexpr, HAS_BIAS: tl.constexpr, BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr,
     UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr,
@@ -162,10 +191,10 @@ def tile_wgrad(
 ):  # fmt: skip
     """WGRAD: one tile of dw2 [F, D] (which = 0) or dw1 [D, H] (1) of an expert, over all its rows.
 
-    rows [B, R, D] is dy, hidden [R, H] dh; saved_rows, x, and saved_hidden [R, F] are the forward's, and x
-    lies in the bank of that use (the epoch at earlier_use). HAS_IN, sound: as of `tile_out`; what rests on
-    rows that did not come is NaN. The tiles with m = 0 write the bias gradients, in a second look at rows
-    that their dot has just brought into L2.
+    rows [B, R, D] is dy, hidden [R, H] dh; activated [R, F] the weighted hidden, both made by TILE_IN;
+    saved_rows is x, in the bank of the forward's use (the epoch at earlier_use). HAS_IN, sound: as of
+    `tile_out`; what rests on rows that did not come is NaN. The tiles with m = 0 write the bias
+    gradients, in a second look at rows that their dot has just brought into L2.
     Example: which = 1, local = 2, m = 0, n = 1, BM = BN = 4: dweight_out[2, 0:4, 4:8] and dbias_out[2, 4:8].
     """
     rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)
@@ -176,7 +205,7 @@ def tile_wgrad(
         )
     x_ptr, dy_ptr, A, B = wgrad_operands(
         which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-        saved_hidden_ptr, BANKS, EARLIER_BANKS,
+        activated_ptr, BANKS, EARLIER_BANKS,
     )  # fmt: skip
     dw_ptr, db_ptr = wgrad_results(
         which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
@@ -189,7 +218,12 @@ def tile_wgrad(
         store_weight_gradient(dw_ptr, acc, m * BM, n * BN, A, B, BM, BN)
         if HAS_BIAS:
             if m == 0:
-                sums = add_column_sums(tl.zeros((BN,), tl.float32), dy_ptr, rows, n * BN, B, BN, BK)
+                # Of dy, each row by its weight; dh has it already.
+                p_weight = row_weights_ptr + (epoch % BANKS) * R + first_row
+                weighted = tl.where(which == 0, rows, 0)
+                sums = add_column_sums(
+                    tl.zeros((BN,), tl.float32), dy_ptr, rows, n * BN, B, BN, BK, p_weight, weighted
+                )  # fmt: skip
                 store_bias_gradient(db_ptr, sums, n * BN, B, BN)
     else:
         poison_wgrad(dw_ptr, db_ptr, m * BM, n * BN, A, B, HAS_BIAS, BM, BN)

@@ -91,8 +91,8 @@ def _put(
         for row in range(chunk * chunk_rows, end, PUT_ROWS):
             device.put_rows(
                 inbox_ptr, inbox_peers_ptr, target, t * size + tl.cast(row, tl.int64) * width,
-                source_ptr, row_ptr + row, None, end - row, width,
-                SCALED=False, NVSHMEM=False, ROWS=PUT_ROWS, BLOCK=PUT_BLOCK,
+                source_ptr, row_ptr + row, end - row, width,
+                NVSHMEM=False, ROWS=PUT_ROWS, BLOCK=PUT_BLOCK,
             )  # fmt: skip
         device.put_signal(
             arrived_ptr, arrived_peers_ptr, target, t * chunks + chunk, device.word(epoch, 1), False

@@ -2,12 +2,12 @@
 
     kind      numbers      needs                                     provides
     PUT       expert, tile (released, and counts: earlier launches)  rows arrived in that tile of the expert
-    TILE_IN   tile, n      rows of all sources of the tile           one column tile of its first GEMM ready
+    FAN       tile         rows of all sources of the tile, leaders  all rows of that tile, with dedup
+    TILE_IN   tile, n      rows of all sources of the tile (or FAN)  one column tile of its first GEMM ready
     TILE_OUT  tile, n      all n of that tile ready                  with the last n: returned to the sources
     WGRAD     which, local, m, n    all tiles of the expert ready    -
     DENSE     problem, m, n         -                                -
     REDUCE    block        returned, of the tokens in it             -
-    DWEIGHT   block        (results of an earlier launch)            -
 
 `schedule.py` has the order, and why one resident program per PE is enough. Nothing of it is a list on the
 host: how many puts and tiles there are follows from the counts, and `find_task` finds the task of a number.
@@ -29,7 +29,7 @@ TILE_OUT = tl.constexpr(2)
 WGRAD = tl.constexpr(3)
 DENSE = tl.constexpr(4)
 REDUCE = tl.constexpr(5)
-DWEIGHT = tl.constexpr(6)
+FAN = tl.constexpr(6)
 # A row of the table of independent GEMMs: kind, a, b, c, M, N, K, number of its first task.
 DENSE_WORDS = tl.constexpr(8)
 DENSE_N = tl.constexpr(5)
@@ -45,7 +45,6 @@ class LaunchShape:
         wgrad: weight gradients of the experts.
         dense_tiles: tiles of independent GEMMs.
         reduce_blocks: blocks of tokens to add up; 0: none.
-        dweight_blocks: blocks of tokens whose gradient of the combine weights is wanted; 0: none.
         programs, comm_programs: size of the grid, and how many of it put while the others have tiles.
     """
 
@@ -55,7 +54,6 @@ class LaunchShape:
     wgrad: bool = False
     dense_tiles: int = 0
     reduce_blocks: int = 0
-    dweight_blocks: int = 0
     programs: int = 1
     comm_programs: int = 1
 

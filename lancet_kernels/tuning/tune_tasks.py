@@ -230,7 +230,8 @@ def _overlap_candidates(task: Task, place: Place) -> Sequence[Any]:
     """The default, and changes of one property at a time: programs that put, split, put step, tile.
 
     All put steps have 4096 elements, in few long pieces of rows or many short ones. All combinations would be
-    several hundred configurations, which take too long to compile.
+    several hundred configurations, which take too long to compile. Whether duplicates are sent once depends
+    on ranks and choices, which an entry does not name: `overlap_config.dedup_pays` decides.
     """
     w = task.workload
     default = OverlapConfig.for_gpu(w.width, w.hidden, w.activation, task.dtype, place.arch, place.sms)

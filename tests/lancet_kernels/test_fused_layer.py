@@ -298,10 +298,11 @@ def memory_kept(options: dict) -> dict[str, int]:
     (waiting,) = fused_passes._passes.values()
     sizes = lambda *regions: sum(region.local.numel() * 4 for region in regions)  # noqa: E731
     found = {
-        "layer": sizes(forward.rows, forward.results),
-        "shared": sizes(backward.rows, backward.results),
-        "pass": sum(t.numel() * 4 for t in (waiting.saved.pre, waiting.saved.hidden)),
-        "words": sum(region.local.numel() * 8 for region in (forward.arrived, forward.returned)),
+        "layer": sizes(forward.rows),
+        "shared": sizes(backward.rows, backward.buffers.results),
+        "alike": forward.buffers is backward.buffers,
+        "pass": sum(t.numel() * 4 for t in vars(waiting.saved).values() if isinstance(t, Tensor)),
+        "words": sum(r.local.nbytes for r in (forward.arrived, forward.returned, forward.row_weights)),
         "routing": sum(
             getattr(waiting.routing, field.name).numel() * getattr(waiting.routing, field.name).element_size()
             for field in fields(waiting.routing)
@@ -320,9 +321,10 @@ def test_memory_is_as_documented(pool, options) -> None:
     received = math.ceil(1.25 * sent) if "receive_factor" in options else 2 * tokens * choices
     wide = 2 * hidden if options.get("activation") == "swiglu" else hidden
     for found in pool.run(memory_kept, options | {"capacity_factor": None}, timeout_s=120):
-        assert found["layer"] == 4 * banks * (received + sent) * width
-        assert found["shared"] == 4 * 2 * (received + sent) * width
-        assert found["pass"] == 4 * received * (wide + hidden)
+        assert found["layer"] == 4 * banks * received * width
+        assert found["shared"] == 4 * (2 * received + sent) * width
+        assert found["alike"]
+        assert found["pass"] == 4 * received * wide
         assert found["routing"] <= 28 * 9 * choices + 100
         # Of the gate and of the router; no rows.
         assert found["saved by autograd"] <= 9 * (4 * 4 + choices * 40) + 200

@@ -92,19 +92,21 @@ def inputs_of(seed: int, rank: int, experts: int) -> Inputs:
     return Inputs(x, dy, make_routing(expert, slot, weight, used, capacity))
 
 
-def rows_for(rank: int, inputs: list[Inputs], local: int, gradients: bool) -> tuple[Tensor, Tensor]:
-    """The rows that a rank receives in that pass, in their order, and the local expert of each."""
-    rows, experts = [torch.empty(0, WIDTH)], [torch.empty(0, dtype=torch.int64)]
+def rows_for(rank: int, inputs: list[Inputs], local: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a rank receives in that pass, in order: rows of x, of dy, their weights, and local experts."""
+    x, dy = [torch.empty(0, WIDTH)], [torch.empty(0, WIDTH)]
+    weights, experts = [torch.empty(0)], [torch.empty(0, dtype=torch.int64)]
     for e in range(rank * local, (rank + 1) * local):
         for source in inputs:
             routing = source.routing
             first = int(routing.count[:e].sum())
             choice = routing.choice[first : first + int(routing.count[e])].long()
             token = choice // CHOICES
-            scaled = source.dy[token] * routing.weight.view(-1)[choice][:, None]
-            rows.append(scaled if gradients else source.x[token])
+            x.append(source.x[token])
+            dy.append(source.dy[token])
+            weights.append(routing.weight.view(-1)[choice])
             experts.append(torch.full((len(choice),), e - rank * local))
-    return torch.cat(rows), torch.cat(experts)
+    return torch.cat(x), torch.cat(dy), torch.cat(weights), torch.cat(experts)
 
 
 def expert_gradient(dy: Tensor, pre: Tensor, w2: Tensor) -> Tensor:
@@ -127,9 +129,8 @@ def right_values(rank: int, inputs: list[Inputs], all_experts: Experts, local: i
     zeros = torch.zeros_like(own.x, dtype=torch.float64)
     dweight = torch.zeros(kept.numel(), dtype=torch.float64)
     dweight[kept] = (dy * y).sum(1)
-    rows, of = rows_for(rank, inputs, local, gradients=False)
-    dy_rows, _ = rows_for(rank, inputs, local, gradients=True)
-    rows, dy_rows, mine = rows.double(), dy_rows.double(), of + rank * local
+    rows, dy_rows, weights, of = rows_for(rank, inputs, local)
+    rows, dy_rows, mine = rows.double(), dy_rows.double() * weights[:, None], of + rank * local
     pre_rows = torch.einsum("nd,ndf->nf", rows, w1[mine])
     dh_rows = expert_gradient(dy_rows, pre_rows, w2[mine])
     one_hot = torch.nn.functional.one_hot(of, local).double()
@@ -145,7 +146,9 @@ def right_values(rank: int, inputs: list[Inputs], all_experts: Experts, local: i
 class Fuzz:
     """The passes of one rank through one pair of exchanges."""
 
-    def __init__(self, memory: GuardedMemory, local: int, banks: int, nap_s: float, seed: int) -> None:
+    def __init__(
+        self, memory: GuardedMemory, local: int, banks: int, nap_s: float, seed: int, dedup: bool
+    ) -> None:
         self.memory, self.local, self.rank, self.world = memory, local, memory.rank, memory.world
         self.experts = self.world * local
         self.all_experts = experts_of_all(self.experts)
@@ -155,7 +158,7 @@ class Fuzz:
         sizes = {
             "local_experts": local, "send_rows": TOKENS * CHOICES, "width": WIDTH, "dtype": torch.float32,
             "receive_rows": self.world * TOKENS * min(CHOICES, local), "chunk_rows": TILE.gemm.block_m,
-            "timeout_s": WAIT_S, "banks": banks,
+            "timeout_s": WAIT_S, "banks": banks, "dedup": dedup,
         }  # fmt: skip
         self.forward, self.backward = (Exchange(memory, f"{way}{seed}", **sizes) for way in ("x", "dy"))
         for exchange in (self.forward, self.backward):
@@ -163,6 +166,7 @@ class Fuzz:
                 region.local.fill_(float("nan"))
         memory.barrier()
         self.expected_rows: dict[int, Tensor] = {}
+        self.expected_weights = torch.empty(0)
         self.tasks = 0
 
     def nap(self, chance: float) -> None:
@@ -174,12 +178,12 @@ class Fuzz:
         inputs = [inputs_of(seed, rank, self.experts) for rank in range(self.world)]
         own, programs = inputs[self.rank], 1 + seed % 5
         config = replace(TILE, split=seed % 3 == 0, programs=programs, comm_programs=1 + seed // 5 % programs)
+        config = replace(config, dedup=self.forward.dedup)
         right = right_values(self.rank, inputs, self.all_experts, self.local)
         self.seed = seed
-        self.expected_rows = {
-            id(exchange): rows_for(self.rank, inputs, self.local, gradients=exchange is self.backward)[0]
-            for exchange in (self.forward, self.backward)
-        }
+        x_rows, dy_rows, weights, _ = rows_for(self.rank, inputs, self.local)
+        self.expected_rows = {id(self.forward): x_rows, id(self.backward): dy_rows}
+        self.expected_weights = weights
         self.nap(0.5)
         with poisoned_buffers():
             out, saved = moe_forward(self.forward, own.x, own.routing, self.own_experts, config)
@@ -205,10 +209,13 @@ class Fuzz:
         bank = int(words[0]) % exchange.banks
         rows, expected = exchange.rows.local[bank], self.expected_rows[id(exchange)]
         assert same_bits(rows[: len(expected)], expected), self.say(f"rows of {exchange.name}")
+        if exchange is self.backward:
+            got = exchange.row_weights.local[bank, : len(expected)]
+            assert same_bits(got, self.expected_weights), self.say(f"weights of {exchange.name}")
         behind = rows[len(expected) :].isnan().all()
         assert behind, self.say(f"written behind the {len(expected)} rows of {exchange.name}")
         rows.fill_(float("nan"))
-        exchange.results.local[bank].fill_(float("nan"))
+        exchange.results.local.fill_(float("nan"))
         self.nap(0.3)
 
     @contextlib.contextmanager
@@ -236,11 +243,13 @@ class Fuzz:
             yield
 
 
-def fuzz_on_rank(first: int, passes: int, nap_s: float) -> int:
+def fuzz_on_rank(first: int, passes: int, nap_s: float, dedup: bool = False) -> int:
     """-> how many tasks were launched. Raises for the first pass that is wrong or does not finish."""
     with GuardedMemory(timeout_s=WAIT_S) as memory:
         local = 1 + first // passes % 2 if memory.world > 2 else 2
-        fuzz = Fuzz(memory, local, banks=1 + first // passes % 3, nap_s=nap_s, seed=first)
+        # More experts on a PE, so that a token has more rows for one.
+        local += 2 * dedup
+        fuzz = Fuzz(memory, local, banks=1 + first // passes % 3, nap_s=nap_s, seed=first, dedup=dedup)
         with fuzz.watched():
             for seed in range(first, first + passes):
                 fuzz.run(seed)
@@ -257,6 +266,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first pass")
     parser.add_argument("--at-once", type=int, default=50, help="passes through one pair of exchanges")
     parser.add_argument("--nap-ms", type=float, default=5.0, help="longest nap")
+    parser.add_argument("--dedup", action="store_true", help="duplicates of a token are sent once")
     given = parser.parse_args()
     pool = RankPool(given.ranks)
     done = tasks = 0
@@ -264,7 +274,7 @@ def main() -> None:
     while done < given.passes:
         first = given.first + done
         results = pool.run(
-            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3,
+            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3, given.dedup,
             ranks=given.ranks, timeout_s=WAIT_S * given.at_once, collective_timeout_s=WAIT_S,
         )  # fmt: skip
         done, tasks = done + given.at_once, tasks + sum(results)

@@ -164,8 +164,9 @@ def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
 def same_dtype(case: Case, tokens: Case | None = None) -> list[Answer]:
     """All ranks' answers in plain torch with what a pass stores rounded to its dtype, and nothing else.
 
-    Stored are the value before the activation, the one after it, results, weighted dy, dh, dx by slot, and
-    the answers. Products and sums are float32, as torch accumulates 16-bit matrix products.
+    Stored are the value before the activation, the one after it (in the backward made from the former,
+    rounded, and weighted), results, dh, dx by slot, and the answers. Products and sums are float32, as torch
+    accumulates 16-bit matrix products.
     """
     round_ = lambda t: stored(t, case.dtype).float()  # noqa: E731
     experts = [experts_of(case, rank) for rank in range(case.world)]
@@ -189,13 +190,15 @@ def same_dtype(case: Case, tokens: Case | None = None) -> list[Answer]:
                 hidden = round_(activate(pre, case.activation))
                 y = round_(hidden @ w2 if b2 is None else hidden @ w2 + b2)
                 out[mine] += y * weight
-                dweight[mine, k] = (dy[mine] * y).sum(1)
-                dy_rows = round_(dy[mine] * weight)
                 h = round_(pre).requires_grad_()
-                dh = round_(torch.autograd.grad(activate(h, case.activation), h, dy_rows @ w2.T)[0])
+                again, d_again = activate(h, case.activation), dy[mine] @ w2.T
+                dh = round_(torch.autograd.grad(again, h, d_again * weight)[0])
+                again = again.detach()
+                dweight[mine, k] = (d_again * again).sum(1) + (0 if b2 is None else dy[mine] @ b2)
+                dw2 = round_(again * weight).T @ dy[mine]
                 dx[mine] += round_(dh @ w1.T)
                 for sum_, rows in zip(
-                    sums[owner], (x[mine].T @ dh, dh.sum(0), hidden.T @ dy_rows, dy_rows.sum(0)), strict=True
+                    sums[owner], (x[mine].T @ dh, dh.sum(0), dw2, (dy[mine] * weight).sum(0)), strict=True
                 ):
                     if sum_ is not None:
                         sum_[local] += rows

@@ -15,17 +15,17 @@ from lancet_kernels.kernels import device
 
 @triton.jit
 def ping(
-    source_ptr, row_ptr, scale_ptr, stage_ptr,  # [rows, D], int32 [ROWS], fp32 [ROWS] and [ROWS, D] if SCALED
+    source_ptr, row_ptr, stage_ptr,  # [rows, D], int32 [ROWS], [ROWS, D]
     region_ptr, peers_ptr,  # [>= ROWS, D] on every PE, int64 [W]
     signals_ptr, signal_peers_ptr, index,  # int64 on every PE, int64 [W]
     out_ptr, report_ptr,  # [ROWS, D], int64 [8]
     to, origin, rank, num_rows, epoch, max_polls,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    SCALED: tl.constexpr, TMA: tl.constexpr, NVSHMEM: tl.constexpr,
+    TMA: tl.constexpr, NVSHMEM: tl.constexpr,
 ):  # fmt: skip
     """Put rows to PE `to`, signal, wait for PE `origin`'s signal, copy what has arrived to out.
 
-    The rows are source[row[i]] for i < num_rows, times scale[i] if SCALED.
+    The rows are source[row[i]] for i < num_rows.
     Grid: (1,). Word `index` of the signals becomes `epoch << 32 | num_rows`; rows beyond the num_rows that
     travelled with the signal are zero in out.
     Floor: no FLOPs; 2 * num_rows * D elements put, as many copied.
@@ -34,8 +34,8 @@ def ping(
     region, waits for the two rows of PE 1, and out holds PE 1's source[3], source[1].
     """
     device.put_rows(
-        region_ptr, peers_ptr, to, 0, source_ptr, row_ptr, scale_ptr, num_rows, D,
-        SCALED=SCALED, NVSHMEM=NVSHMEM, ROWS=ROWS, BLOCK=BLOCK, stage_ptr=stage_ptr,
+        region_ptr, peers_ptr, to, 0, source_ptr, row_ptr, num_rows, D,
+        NVSHMEM=NVSHMEM, ROWS=ROWS, BLOCK=BLOCK, stage_ptr=stage_ptr,
     )  # fmt: skip
     device.put_signal(signals_ptr, signal_peers_ptr, to, index, device.word(epoch, num_rows), NVSHMEM)
     seen = device.wait(
@@ -57,17 +57,16 @@ def ping(
 
 
 def specimens(arch: int) -> Iterator[Specimen]:
-    """What `lancet kernels` compiles: both transports, with and without scaling, and TMA behind the wait."""
+    """What `lancet kernels` compiles: both transports, and TMA behind the wait."""
     signature = dict.fromkeys(("peers_ptr", "signals_ptr", "signal_peers_ptr", "report_ptr"), "*i64")
     signature |= dict.fromkeys(("index", "to", "origin", "rank", "num_rows", "epoch"), "i32")
-    signature |= {"row_ptr": "*i32", "scale_ptr": "*fp32", "max_polls": "i64"}
-    variants = [("bf16", "pointers", ""), ("fp32", "pointers", "scaled")]
-    variants += [("bf16", "nvshmem", ""), ("bf16", "nvshmem", "scaled")]
+    signature |= {"row_ptr": "*i32", "max_polls": "i64"}
+    variants = [("bf16", "pointers", ""), ("fp32", "pointers", ""), ("bf16", "nvshmem", "")]
     if arch >= 90:
         variants += [("bf16", "pointers", "tma"), ("bf16", "nvshmem", "tma")]
     for dtype, transport, more in variants:
         data = dict.fromkeys(("source_ptr", "region_ptr", "stage_ptr", "out_ptr"), f"*{dtype}")
-        flags = {"SCALED": more == "scaled", "TMA": more == "tma", "NVSHMEM": transport == "nvshmem"}
+        flags = {"TMA": more == "tma", "NVSHMEM": transport == "nvshmem"}
         yield Specimen(
             name="ping",
             config=f"4x256 {dtype} {transport} {more}".rstrip(),

@@ -7,15 +7,21 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     wait released        device.wait in exchange_counts_kernel and put_chunk: the peer is through with e - B
     put counts           device.put_block in schedule.exchange_counts_kernel; "signal counted" follows
     wait counted         device.wait_all there; "read counts" is what _offsets loads
-    put rows             device.put_rows in overlap_tasks.put_chunk, to places that follow from the counts
-    put results          the stores of gemm_tile.store_to_rows (TILE_OUT) to the results of the sources
+    put rows             device.put_rows and put_words in overlap_tasks.put_chunk, to places that follow from
+                         the counts
+    put results          the stores of gemm_tile.store_to_rows (TILE_OUT) to the results of the sources, and
+                         of overlap_tasks.return_dots beside them
     fence                tl.debug_barrier of device.fence and device.quiet: joins the warps of a program
     signal               tl.atomic_xchg(sem="release", scope="sys") of device.put_signal
     wait arrived         device.wait_all in overlap_tasks.wait_rows: the words of all sources of the tile
     read rows            the loads of forward_tile and dgrad_tile (TILE_IN) after wait_rows
+    put origins          device.put_words in put_chunk; with dedup it puts the rows of leaders only
+    copies               overlap_tasks.wait_leaders: wait arrived, read origins, wait for the leaders' words;
+                         fan_tile copies, and finish_fan is the signal "fanned"
+    wait fanned          device.wait in overlap_tasks.wait_fanned (TILE_IN), instead of wait arrived
     count itself         tl.atomic_add(sem="acq_rel") on done_ptr in overlap_tasks.return_tile
     wait returned        device.wait_all in overlap_tasks.reduce_block; "read results" is what follows it
-    backward             whatever reads rows and results of the use later, wherever it runs (dX, dW, gate)
+    backward             whatever reads rows of the use later, wherever it runs (dW)
     release              exchange.release_kernel, in stream order behind the last of these
     the stream           what the host launches; Exchange.begin refuses some orders (`admits`)
 
@@ -25,8 +31,9 @@ thing only: a release comes behind the release before it in the same word.
 
 Rows come in units, `units` of each source at most, of which `per_tile` make a tile: received units lie one
 behind the other, source after source, so that a tile may hold units of several sources, and where a unit
-lies differs from epoch to epoch. The content of a place is a tag: epoch, sender, unit. Every reading must
-find exactly its own epoch's.
+lies differs from epoch to epoch. The content of a place is a tag: exchange, epoch, sender, unit. Every
+reading must find exactly its own. Both exchanges have their results in one place, without banks
+(`ResultBuffers`).
 """
 
 from __future__ import annotations
@@ -69,6 +76,16 @@ BROKEN = {
     "offsets of the last epoch": "rows are put where the counts of the epoch before would have them",
     "counter without epoch": "the sources of a tile add up in one word that nobody sets back",
     "counts without release": "counts are put while the peer may still read those of the bank's last use",
+    "copies without the leader's word": "rows are copied when the words of their own tile have come",
+    "origins before their word": "origins are read before the words of their tile have come",
+    "leader of another source": "a row's origin is a row of another PE, whose word nobody waits for",
+    "copy of a copy": "a row's origin is itself a copy, which no word of its source says to be there",
+    "copies without fence": "the word of the copies is sent by one warp before the others have stored",
+    "relaxed copies": "the word of the copies may overtake them",
+    "copied word without epoch": "it stays from use to use of a bank, and says only that rows were copied",
+    "tile without its copies": "a tile is read when the words of its sources have come",
+    "release before the copies": "the bank is released before its rows have been copied",
+    "two streams": "a pass is launched beside another one, which still reads the results that both have",
 }
 
 
@@ -84,6 +101,7 @@ class Config:
         gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
             reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
         gradient_banks: of that exchange; 0: as many as `banks`. Fewer where layers share it.
+        dedup: of the units from a source to a peer only the first is sent; the others are copied from it.
         sparse: how many units there are depends on epoch, source and peer; else all are there.
         landing: of stores and signals; exact: waits for equality (weak_memory).
         broken: a key of BROKEN, or "" for the protocol as it is.
@@ -99,6 +117,7 @@ class Config:
     programs: int = 1
     gradients: bool = False
     gradient_banks: int = 0
+    dedup: bool = False
     sparse: bool = False
     landing: str = SIGNAL
     exact: bool = False
@@ -116,6 +135,12 @@ class Config:
         """(source, unit) of every unit that a peer receives, in the order in which they lie."""
         sources = range(self.ranks)
         return [(source, unit) for source in sources for unit in range(self.filled(epoch, source, peer))]
+
+    def leader(self, unit: int) -> int:
+        """Which unit of the same source has the same content, and is sent."""
+        if self.broken == "copy of a copy":
+            return max(0, unit - 1)
+        return 0 if self.dedup else unit
 
     def arrivals(self, epoch: int, peer: int) -> list[list[tuple[int, int]]]:
         """The same, tile by tile."""
@@ -156,12 +181,13 @@ def build(config: Config) -> System:
     )  # fmt: skip
 
 
-def tag(epoch: int, sender: int, unit: int) -> int:
-    return epoch << 16 | sender << 8 | unit
+# In a tag: of the second exchange.
+GRADIENTS = 1 << 15
 
 
 def show(value: int) -> str:
-    return f"(epoch {value >> 16}, of PE {value >> 8 & 255}, unit {value & 255})" if value else "nothing"
+    of = "gradients of " if value & GRADIENTS else ""
+    return f"({of}epoch {value >> 16}, of PE {value >> 8 & 127}, unit {value & 255})" if value else "nothing"
 
 
 class Task:
@@ -190,13 +216,14 @@ class Task:
         self.covered |= first
         self.steps.append((SEND, first | sum(others), f"puts {text}"))
 
-    def fence(self) -> None:
-        if self.broken != "no fence":
+    def fence(self, broken: str = "no fence") -> None:
+        if self.broken != broken:
             self.covered |= self.other_warps
             self.steps.append((FENCE, None, "fences"))
 
     def signal(self, key: Key, word: int, add: bool = False) -> Message:
-        covers = 0 if self.broken == "relaxed signal" else self.covered
+        relaxed = {"relaxed signal", "relaxed copies" if key[0] == "fanned" else ""} - {""}
+        covers = 0 if self.broken in relaxed else self.covered
         name, peer, *index = key
         text = f"PE {peer}'s {self.script.exchange}{name}{index} {'+' if add else ':'}= {word >> LOW}"
         message = Message(self.script.place(*key), word, text, True, covers, add)
@@ -215,8 +242,16 @@ class Script:
         self.earlier: dict[tuple[str, Key], int] = {}
         self.needed_until: dict[int, dict[int, tuple[int, int]]] = {}
 
+    def tag(self, epoch: int, sender: int, unit: int) -> int:
+        return epoch << 16 | (GRADIENTS if self.exchange else 0) | sender << 8 | unit
+
     def place(self, *key: str | int) -> int:
-        """("rows", at, bank, row, warp), ("arrived", at, bank, tile, source), and so on."""
+        """("rows", at, bank, row, warp), ("arrived", at, bank, tile, source), and so on.
+
+        ("results", at, row, tile, warp) both exchanges have together.
+        """
+        if key[0] == "results":
+            return self.places.setdefault(key, len(self.places))
         return self.places.setdefault((f"{self.exchange}{key[0]}", *key[1:]), len(self.places))
 
     def whole(self, key: Key) -> list[int]:
@@ -246,7 +281,12 @@ class Script:
         backwards = 0
         for kind, epoch in self.config.passes(rank):
             if kind == "F":
-                launches += [self._counts(rank, epoch, len(launches)), self._forward(rank, epoch)]
+                counts, forward = self._counts(rank, epoch, len(launches)), self._forward(rank, epoch)
+                if self.config.broken == "two streams" and launches:
+                    launches[-1] += counts + forward
+                else:
+                    launches += [counts, forward]
+                self._keep_results(rank, epoch, launch=len(launches) - 1)
                 # Without a backward in the stream: needed for ever.
                 self._keep(rank, epoch, launch=1 << LOW)
             else:
@@ -256,9 +296,12 @@ class Script:
                 if self.config.gradients:
                     # Passes of the second exchange are counted in the order of the backwards.
                     self.exchange = "gradient "
-                    backward += self._forward(rank, backwards)
+                    early = self.config.broken == "release before the copies"
+                    own = self._release(rank, backwards)
+                    backward += self._forward(rank, backwards, own if early else [])
                     self._keep(rank, backwards, launch=len(launches) + late)
-                    release = self._release(rank, backwards) + release
+                    self._keep_results(rank, backwards, launch=len(launches) + late)
+                    release = ([] if early else own) + release
                     self.exchange = ""
                 self._keep(rank, epoch, launch=len(launches) + late)
                 if late:
@@ -270,27 +313,42 @@ class Script:
         return launches
 
     def _keep(self, rank: int, epoch: int, launch: int) -> None:
-        for place, value in self._kept(rank, epoch):
+        for place, value in self._kept(rank, epoch) + self._origins(rank, epoch):
+            self.needed_until.setdefault(place, {})[value] = rank, launch
+
+    def _keep_results(self, rank: int, epoch: int, launch: int) -> None:
+        for place, value in self._results(rank, epoch):
             self.needed_until.setdefault(place, {})[value] = rank, launch
 
     def _kept(self, rank: int, epoch: int, peers: range | None = None) -> list[tuple[int, int]]:
-        """What a backward reads: rows that came from the peers, and results that they returned."""
+        """What a backward reads: rows that came from the peers."""
         peers = peers or range(self.config.ranks)
-        rows = [
-            (place, tag(epoch, source, unit))
+        return [
+            (place, self.tag(epoch, source, unit))
             for row, (source, unit) in enumerate(self.config.received(epoch, rank))
             for place in self.whole(("rows", rank, self.bank(epoch), row))
             if source in peers
         ]
-        return rows + self._results(rank, epoch, peers)
 
-    def _results(self, rank: int, epoch: int, owners: range) -> list[tuple[int, int]]:
+    def _origins(self, rank: int, epoch: int, units: list[tuple[int, int]] | None = None) -> list:
+        """The origins of these units, or of all received, as they must be."""
+        if not self.config.dedup:
+            return []
+        received = self.config.received(epoch, rank)
         return [
-            (place, tag(epoch, owner, unit))
+            (place, self.tag(epoch, source, self.config.leader(unit)))
+            for source, unit in received
+            for place in self.whole(("origin", rank, self.bank(epoch), received.index((source, unit))))
+            if units is None or (source, unit) in units
+        ]
+
+    def _results(self, rank: int, epoch: int) -> list[tuple[int, int]]:
+        """What the reduction reads, as soon as all of it has been returned."""
+        return [
+            (place, self.tag(epoch, owner, unit))
             for row, (owner, unit) in enumerate(self.config.sent(epoch, rank))
             for tile in range(self.config.tiles)
-            for place in self.whole(("results", rank, self.bank(epoch), row, tile))
-            if owner in owners
+            for place in self.whole(("results", rank, row, tile))
         ]
 
     def _credit(self, task: Task, rank: int, epoch: int, peer: int) -> None:
@@ -308,7 +366,8 @@ class Script:
         for peer in peers:
             if config.broken != "counts without release":
                 self._credit(task, rank, epoch, peer)
-            task.put(("counts", peer, bank, rank), tag(epoch, rank, 0), f"PE {peer}'s counts[{bank}, {rank}]")
+            text = f"PE {peer}'s counts[{bank}, {rank}]"
+            task.put(("counts", peer, bank, rank), self.tag(epoch, rank, 0), text)
             task.fence()
             task.signal(("counted", peer, bank, rank), self.word(epoch))
         if config.broken != "counts not waited for":
@@ -316,14 +375,17 @@ class Script:
             task.wait(words, f"counted[{bank}] >= {epoch}")
         reads = []
         for peer in peers:
-            reads += [(place, tag(epoch, peer, 0)) for place in self.whole(("counts", rank, bank, peer))]
+            reads += [(place, self.tag(epoch, peer, 0)) for place in self.whole(("counts", rank, bank, peer))]
         for place, value in reads:
             self.needed_until.setdefault(place, {})[value] = rank, launch
         task.read(reads, f"counts[{bank}]")
         return [task.steps]
 
-    def _forward(self, rank: int, epoch: int) -> list[list[Step]]:
-        """One launch in the order of schedule.py: puts by tile of where they go, tiles, the reduction."""
+    def _forward(self, rank: int, epoch: int, release: list[list[Step]] = ()) -> list[list[Step]]:
+        """One launch in the order of schedule.py: puts by tile of where they go, tiles, the reduction.
+
+        release: tasks that come behind the puts, where they must not be.
+        """
         config = self.config
         peers = [(rank + step) % config.ranks for step in range(1, config.ranks + 1)]
         arrivals = {peer: config.arrivals(epoch, peer) for peer in peers}
@@ -333,6 +395,10 @@ class Script:
             for peer in peers
             if any(source == rank for source, _ in (arrivals[peer] + [[]] * (tile + 1))[tile])
         ]
+        tasks += release
+        if config.dedup:
+            # Among the puts, ahead of the tiles.
+            tasks += [self._copies(rank, epoch, *one) for one in enumerate(arrivals[rank])]
         for tile, units in enumerate(arrivals[rank]):
             tasks += self._tiles(rank, epoch, tile, units)
         tasks.append(self._combine(rank, epoch))
@@ -358,9 +424,12 @@ class Script:
         for i, (source, unit) in enumerate(config.arrivals(epoch, peer)[tile]):
             if source == rank:
                 row = tile * config.per_tile + i + shift
-                task.put(
-                    ("rows", peer, bank, row), tag(epoch, rank, unit), f"PE {peer}'s rows[{bank}, {row}]"
-                )
+                where = f"PE {peer}'s rows[{bank}, {row}]"
+                if not config.dedup or unit == 0:
+                    task.put(("rows", peer, bank, row), self.tag(epoch, rank, unit), where)
+                if config.dedup:
+                    lead = self.tag(epoch, rank, config.leader(unit))
+                    task.put(("origin", peer, bank, row), lead, f"the origin of {where}")
         task.fence()
         if config.broken == "counter without epoch":
             task.signal(("arrived", peer, bank, tile, 0), 1 << LOW, add=True)
@@ -378,8 +447,8 @@ class Script:
                 self._wait_and_read(task, rank, epoch, tile, units)
             for source, unit in units:
                 row = config.sent(epoch, source).index((rank, unit))
-                text = f"PE {source}'s results[{bank}, {row}, {column}]"
-                task.put(("results", source, bank, row, column), tag(epoch, rank, unit), text)
+                text = f"PE {source}'s results[{row}, {column}]"
+                task.put(("results", source, row, column), self.tag(epoch, rank, unit), text)
             task.fence()
             if len(tasks) > 1:
                 # The counters of a use are fresh memory.
@@ -399,7 +468,62 @@ class Script:
                     signal.covers = covers
         return [task.steps for task in tasks]
 
+    def _copies(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[Step]:
+        """FAN of a tile."""
+        config, bank, word, task = self.config, self.bank(epoch), self.word(epoch), Task(self)
+        received = config.received(epoch, rank)
+        if config.broken != "origins before their word":
+            self._wait_arrived(task, rank, epoch, tile, units)
+        task.read(self._origins(rank, epoch, units), f"origins of tile {tile} of rows[{bank}]")
+        copied = [(source, unit) for source, unit in units if unit]
+        words, reads = [], []
+        for source, unit in copied:
+            lead = source, config.leader(unit)
+            if config.broken == "leader of another source":
+                lead = next((one for one in received if one[0] != source and not one[1]), lead)
+            row = received.index(lead)
+            words.append((self.place("arrived", rank, bank, row // config.per_tile, source), word))
+            reads += [(place, self.tag(epoch, *lead)) for place in self.whole(("rows", rank, bank, row))]
+        # A source that has no rows in the tile of a wrong leader has no word there.
+        if config.broken == "leader of another source":
+            tiles = config.arrivals(epoch, rank)
+            sent = {
+                self.place("arrived", rank, bank, number, source)
+                for number, in_tile in enumerate(tiles)
+                for source, _ in in_tile
+            }
+            words = [one for one in words if one[0] in sent]
+        if words and config.broken != "copies without the leader's word":
+            task.wait(words, f"arrived[{bank}] >= {word >> LOW} of the leaders of tile {tile}")
+        task.read(reads, f"the leaders of tile {tile} of rows[{bank}]")
+        for source, unit in copied:
+            row = received.index((source, unit))
+            where = f"its own rows[{bank}, {row}]"
+            task.put(("rows", rank, bank, row), self.tag(epoch, source, unit), where)
+        task.fence("copies without fence")
+        task.signal(*self._fanned(rank, epoch, tile))
+        return task.steps
+
+    def _fanned(self, rank: int, epoch: int, tile: int) -> tuple[Key, int]:
+        """Which word says that a tile's rows are copied, and its value: fresh memory in each use."""
+        if self.config.broken == "copied word without epoch":
+            return ("fanned", rank, self.bank(epoch), tile), 1 << LOW
+        return ("fanned", rank, epoch, tile), 1 << LOW
+
     def _wait_and_read(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:
+        config, bank = self.config, self.bank(epoch)
+        if config.dedup and config.broken != "tile without its copies":
+            key, word = self._fanned(rank, epoch, tile)
+            task.wait([(self.place(*key), word)], f"copies in tile {tile}")
+        else:
+            self._wait_arrived(task, rank, epoch, tile, units)
+        reads = []
+        for i, (source, unit) in enumerate(units):
+            places = self.whole(("rows", rank, bank, tile * config.per_tile + i))
+            reads += [(place, self.tag(epoch, source, unit)) for place in places]
+        task.read(reads, f"tile {tile} of rows[{bank}]")
+
+    def _wait_arrived(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:
         config, bank, word = self.config, self.bank(epoch), self.word(epoch)
         sources = list(dict.fromkeys(source for source, _ in units))
         words = [(self.place("arrived", rank, bank, tile, source), word) for source in sources]
@@ -408,11 +532,6 @@ class Script:
         elif config.broken == "counter without epoch":
             words = [(self.place("arrived", rank, bank, tile, 0), len(sources) << LOW)]
         task.wait(words, f"arrived[{bank}, {tile}] >= {word >> LOW} of all its sources")
-        reads = []
-        for i, (source, unit) in enumerate(units):
-            places = self.whole(("rows", rank, bank, tile * config.per_tile + i))
-            reads += [(place, tag(epoch, source, unit)) for place in places]
-        task.read(reads, f"tile {tile} of rows[{bank}]")
 
     def _combine(self, rank: int, epoch: int) -> list[Step]:
         """REDUCE of all tokens."""
@@ -424,7 +543,7 @@ class Script:
             if any(source == rank for source, _ in units)
         ]
         task.wait(conditions, f"all that it expects in returned[{bank}] >= {word >> LOW}")
-        task.read(self._results(rank, epoch, range(config.ranks)), f"results[{bank}]")
+        task.read(self._results(rank, epoch), "results")
         return task.steps
 
     def _backward(self, rank: int, epoch: int) -> list[list[Step]]:
@@ -433,7 +552,7 @@ class Script:
         for peer in range(self.config.ranks):
             task = Task(self)
             task.steps.append((PAUSE, None, f"backward of epoch {epoch}"))
-            text = f"rows[{self.bank(epoch)}, {peer}] and results[{self.bank(epoch)}, {peer}] again"
+            text = f"rows[{self.bank(epoch)}, {peer}] again"
             task.read(self._kept(rank, epoch, range(peer, peer + 1)), text)
             tasks.append(task.steps)
         return tasks

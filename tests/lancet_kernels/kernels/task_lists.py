@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lancet_kernels.kernels import tasks
+from lancet_kernels.kernels.schedule import FAN_LAG
 from lancet_kernels.kernels.tasks import LaunchShape
 
-PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE, DWEIGHT = (
-    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE DWEIGHT".split()
+PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE, FAN = (
+    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE FAN".split()
 )
 Task = tuple[int, ...]
 Key = tuple[int, int]  # local expert, tile of the expert
+BEHIND_ALL: Key = (1 << 30, 0)
 
 
 @dataclass(frozen=True)
@@ -20,12 +22,13 @@ class Routed:
     """Counts of all PEs, and what follows from them.
 
     Attributes:
-        counts: [W][E]. local: experts on each PE. block_m: rows of a tile.
+        counts: [W][E]. local: experts on each PE. block_m: rows of a tile. dedup: duplicates are sent once.
     """
 
     counts: tuple[tuple[int, ...], ...]
     local: int
     block_m: int
+    dedup: bool = False
 
     @property
     def world(self) -> int:
@@ -59,6 +62,20 @@ class Routed:
             found += [((local, m), step, (PUT, expert, m)) for m in self.touched(rank, expert)]
         return [(key, task) for key, _, task in sorted(found)]
 
+    def puts_and_fans(self, rank: int) -> list[tuple[Key, Task]]:
+        """The puts; with dedup each FAN behind those with a key up to that of the tile FAN_LAG tiles on.
+
+        key: of the tile that must stand behind the task.
+        """
+        listed, tiles = self.puts(rank), self.tiles(rank)
+        if self.dedup:
+            late = [*tiles, *[BEHIND_ALL] * FAN_LAG.value][FAN_LAG.value :]
+            fans = [(behind, key, (FAN, t)) for t, (key, behind) in enumerate(zip(tiles, late, strict=True))]
+            while fans:
+                behind, key, fan = fans.pop()
+                listed.insert(sum(put_key <= behind for put_key, _ in self.puts(rank)), (key, fan))
+        return listed
+
 
 def others(
     shape: LaunchShape, tiles: list[Key], dense: list, wgrads: list
@@ -67,33 +84,31 @@ def others(
 
     dense: (row tiles, column tiles) of each independent GEMM; wgrads: tasks of the weight gradients.
     """
-    behind_all = (1 << 30, 0)
-    yield from ((None, (DWEIGHT, block)) for block in range(shape.dweight_blocks))
     for problem, (rows, columns) in enumerate(dense):
         yield from ((None, (DENSE, problem, m, n)) for m in range(rows) for n in range(columns))
     lag = min(shape.lag, len(tiles))
     for step in range(len(tiles) + lag):
-        key = tiles[step] if step < len(tiles) else behind_all
+        key = tiles[step] if step < len(tiles) else BEHIND_ALL
         if step < len(tiles):
             yield from ((key, (TILE_IN, step, n)) for n in range(shape.tiles_in))
         if step >= lag:
             yield from ((key, (TILE_OUT, step - lag, n)) for n in range(shape.tiles_out))
-    yield from ((behind_all, task) for task in wgrads)
-    yield from ((behind_all, (REDUCE, block)) for block in range(shape.reduce_blocks))
+    yield from ((BEHIND_ALL, task) for task in wgrads)
+    yield from ((BEHIND_ALL, (REDUCE, block)) for block in range(shape.reduce_blocks))
 
 
 def task_list(
     routed: Routed, rank: int, shape: LaunchShape, dense: list = (), wgrads: list = ()
 ) -> list[Task]:
     """All tasks of a launch in the order of their numbers."""
-    puts = routed.puts(rank) if shape.put else []
+    puts = routed.puts_and_fans(rank) if shape.put else []
     beside = shape.programs - shape.comm_programs
     listed: list[Task] = []
     placed = 0
     for j, (key, task) in enumerate(others(shape, routed.tiles(rank), dense, wgrads)):
         wanted = (j // beside + 1) * shape.comm_programs if beside else len(puts)
         if key is not None:
-            wanted = max(wanted, sum(put_key <= key for put_key, _ in puts))
+            wanted = max(wanted, max((i + 1 for i, (first, _) in enumerate(puts) if first <= key), default=0))
         while placed < min(wanted, len(puts)):
             listed.append(puts[placed][1])
             placed += 1

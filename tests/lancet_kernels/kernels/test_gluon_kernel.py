@@ -16,7 +16,14 @@ if not INTERPRETED:
     pytest.skip("the emulator is for machines without a GPU", allow_module_level=True)
 
 from lancet_kernels.errors import CommunicationError
-from lancet_kernels.kernels import device, gluon_consumer, gluon_pipeline, gluon_producer, overlap_tasks
+from lancet_kernels.kernels import (
+    device,
+    gluon_consumer,
+    gluon_copies,
+    gluon_pipeline,
+    gluon_producer,
+    overlap_tasks,
+)
 from lancet_kernels.kernels.gluon_config import hopper_config
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from tests.grids import few_of
@@ -35,6 +42,7 @@ from tests.lancet_kernels.kernels.overlap_cases import Case, check_accuracy
 BF16, FP16 = torch.bfloat16, torch.float16
 TINY = Case(local=1, tokens=5, choices=1, capacity=5, width=16, hidden=16, dtype=BF16)
 ODD = Case(width=24, hidden=40, dtype=BF16)
+TWICE = Case(local=2, tokens=9, choices=3, capacity=9, width=16, hidden=16, dtype=BF16)
 
 
 def test_forward_gives_the_bits_of_the_plain_kernel():
@@ -49,6 +57,12 @@ def test_a_pass_gives_the_bits_of_the_plain_kernel():
     check_accuracy(plain, TINY)
     for seed in range(2):
         assert not differences(play(TINY, seed), plain), f"seed {seed}"
+
+
+def test_duplicates_sent_once_change_no_bit():
+    case = Case(tokens=5, choices=3, capacity=5, width=16, hidden=16, dtype=BF16)
+    plain = play(case, 0, bodies="triton", backward=False)
+    assert not differences(play(case, 0, dedup=True, backward=False), plain)
 
 
 def test_waits_for_a_pe_that_does_not_come_end():
@@ -75,6 +89,9 @@ def test_waits_for_a_pe_that_does_not_come_end():
          {"programs": 3}),
         (Case(world=3, local=1, tokens=9, width=24, hidden=24, dtype=BF16, uneven=True), {}),
         (Case(local=1, tokens=9, width=16, hidden=24, dtype=BF16, choose="few"), {"dense": True}),
+        (TWICE, {"dedup": True}),
+        (Case(local=3, tokens=21, choices=4, capacity=21, width=24, hidden=16, dtype=BF16),
+         {"dedup": True, "programs": 2}),
     ],
     ids=lambda value: str(value) if isinstance(value, Case) else "-".join(value) or "one",
 )  # fmt: skip
@@ -163,6 +180,28 @@ MUTANTS = {
         (gluon_pipeline.take_task, "    first = place * TASK_WORDS\n",
          "    first = place * TASK_WORDS\n    mbarrier.arrive(task_empty.index(place), count=1)\n"),
     ],
+    "copies do not wait for their leaders": [
+        (overlap_tasks.wait_leaders, "copied, device.word(epoch, 0)", "copied, device.word(0, 0)"),
+    ],
+    "origins are read before the barrier": [
+        (gluon_copies._put_chunk, "            device.fence(False)\n", ""),
+    ],
+    "copies are published before the barrier": [
+        (overlap_tasks.finish_fan, "    tl.debug_barrier()\n", ""),
+    ],
+    "copies are published without release": [
+        (overlap_tasks.finish_fan, 'sem="release"', 'sem="relaxed"'),
+    ],
+    "a tile does not wait for its copies": [
+        (overlap_tasks.wait_fanned, "    return seen >= one\n", "    return seen >= one * 0\n"),
+        (overlap_tasks.wait_fanned, "fanned_ptr + tile, one,", "fanned_ptr + tile, one * 0,"),
+    ],
+    "a step of a put is stored before it has come": [
+        (gluon_copies._put_rows, "async_copy.wait_group(SLOTS - 1)", "pass"),
+    ],
+    "a step of a put is copied over one on its way": [
+        (gluon_copies._put_rows, "        if step < steps:\n", "        if True:\n"),
+    ],
     "the consumers do not see the end": [
         (gluon_producer.produce, "    hand_over(j, tasks, task_empty, task_full, NO_TASK,", "    max("),
     ],
@@ -170,10 +209,17 @@ MUTANTS = {
 
 
 DEEP = Case(local=1, tokens=5, choices=1, capacity=5, width=64, hidden=16, dtype=BF16)  # four steps
+# Copies in other tiles than their leaders.
+LONG = Case(local=2, tokens=20, choices=2, capacity=20, width=16, hidden=16, dtype=BF16, choose="one")
 # What only another case, or more programs, can show.
 CASES = {
     "a stage is released before its product has been waited for": (DEEP, {}),
     "a weight gradient does not wait for the first product": (TINY, {"programs": 2}),
+    "copies do not wait for their leaders": (LONG, {"dedup": True, "programs": 2}),
+    "origins are read before the barrier": (TWICE, {"dedup": True}),
+    "copies are published before the barrier": (TWICE, {"dedup": True}),
+    "copies are published without release": (TWICE, {"dedup": True}),
+    "a tile does not wait for its copies": (TWICE, {"dedup": True}),
 }
 
 
@@ -187,6 +233,6 @@ def test_mutants_are_of_the_sources_as_they_are():
 @pytest.mark.parametrize("name", few_of(MUTANTS))
 def test_a_mutant_is_caught(name):
     case, options = CASES.get(name, (TINY, {}))
-    plain = play(case, 0, bodies="triton", **options)
+    plain = play(case, 0, **options | {"bodies": "triton", "dedup": False})
     found = (verdict(plain, case, seed, edits=MUTANTS[name], **options) for seed in range(20))
     assert next(filter(None, found), ""), f"unseen: {name}"

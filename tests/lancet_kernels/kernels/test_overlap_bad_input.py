@@ -146,6 +146,11 @@ def test_another_tile_than_the_chunks_is_refused(layer):
     refused(layer, r"config.gemm.block_m: got 32, expected 16 \(rows of a tile of layer.forward\)")
 
 
+def test_duplicates_sent_once_in_an_exchange_without_origins_are_refused(layer):
+    layer.config = replace(CONFIG, dedup=True)
+    refused(layer, r"config.dedup: got True, expected False, as layer.forward has")
+
+
 @pytest.mark.parametrize("changes", [{"put_rows": 3}, {"reduce_block": 0}, {"comm_programs": 2}])
 def test_bad_configurations_are_refused(changes):
     with pytest.raises(UserError, match=r"powers of 2|comm_programs: got 2, expected 1 to 1"):
@@ -242,6 +247,30 @@ def test_rows_that_do_not_fit_are_an_error_and_nothing_is_put(layer, split):
         assert exchange.rows.local.isnan().all()
         assert exchange.results.local.isnan().all()
         assert not exchange.arrived.local.any()
+        assert not exchange.buffers.spoiled.any()
+
+
+def test_exchanges_share_what_only_a_launch_needs():
+    """Passes of two layers, one open while the other runs; and once a wait has failed in one, all are NaN."""
+    (memory,) = virtual_memories(1)
+    alone = make_layer(memory, "alone", CASE).run()
+    buffers = make_exchange(memory, "first", CASE).buffers
+    layers = [make_layer(memory, name, CASE) for name in ("a", "b")]
+    for layer in layers:
+        layer.forward, layer.backward = (
+            make_exchange(memory, f"{layer.forward.name} {way}", CASE, banks=1, buffers=buffers)
+            for way in ("there", "back")
+        )
+    with poisoned_buffers():
+        passes = [layer.run_forward() for layer in layers]
+        for layer, (out, saved) in zip(layers, passes, strict=True):
+            gradients = layer.run_backward(saved)
+            for name in ("dx", "dweight", "dw1", "dw2", "db1", "db2"):
+                assert same_bits(getattr(gradients, name), getattr(alone, name)), name
+            assert same_bits(out, alone.out)
+        buffers.spoiled.fill_(1)
+        answer = layers[1].run()
+    assert all(value.isnan().all() for value in (answer.out, answer.dx, answer.dweight))
 
 
 def test_nothing_beyond_the_counts_reaches_an_answer(layer):
@@ -252,8 +281,7 @@ def test_nothing_beyond_the_counts_reaches_an_answer(layer):
         exchange.rows.local.fill_(float("inf"))
         exchange.results.local.fill_(-7e30)
     out, saved = layer.run_forward()
-    for values in (saved.hidden, saved.pre):
-        values[layer.routing.count.sum() :] = 3e33
+    saved.pre[layer.routing.count.sum() :] = 3e33
     made = layer.run_backward(saved)
     for name in ("dx", "dw1", "dw2", "db1", "db2"):
         assert same_bits(getattr(made, name), getattr(expected, name)), name

@@ -254,14 +254,14 @@ def test_release_again_is_harmless_and_a_released_pass_has_no_backward(layer):
     assert not layer.forward._open
 
 
-def late_on_rank(case: Case, split: bool, at: str) -> str:
+def late_on_rank(case: Case, changes: dict, at: str) -> str:
     """Two good passes, then rank 1 comes only when rank 0 has given up. -> what rank 0 says.
 
     at: "launch": before its forward; "second launch": rank 0 gave up in the first launch of two;
     "backward": before its backward; "release": before it releases a bank that rank 0 needs.
     """
     with SharedMemory(timeout_s=30) as memory, poisoned_buffers():
-        layer = make_layer(memory, "layer", case, split=split)
+        layer = make_layer(memory, "layer", case, **changes)
         good = [layer.run() for _ in range(2)]
         check_same(*good, "again")
         memory.barrier()
@@ -366,18 +366,20 @@ RELEASES = "to release the bank (its backward of an earlier pass)"
 
 
 @pytest.mark.parametrize(
-    ("at", "split", "what", "other"),
+    ("at", "changes", "what", "other"),
     few_of(
         [
-            ("launch", False, SENDS_COUNTS, SENDS_ROWS),
-            ("second launch", True, SENDS_ROWS, RETURNS),
-            ("backward", False, SENDS_ROWS, RETURNS),
-            ("release", False, RELEASES, ""),
+            ("launch", {}, SENDS_COUNTS, SENDS_ROWS),
+            ("second launch", {"split": True}, SENDS_ROWS, RETURNS),
+            ("backward", {}, SENDS_ROWS, RETURNS),
+            ("release", {}, RELEASES, ""),
+            ("launch", {"dedup": True}, SENDS_COUNTS, SENDS_ROWS),
+            ("second launch", {"split": True, "dedup": True}, SENDS_ROWS, RETURNS),
         ]
     ),
 )
-def test_whoever_is_too_late_is_an_error_on_both_sides(pool, at, split, what, other):
-    messages = pool.run(late_on_rank, ALL_TO_ALL, split, at)
+def test_whoever_is_too_late_is_an_error_on_both_sides(pool, at, changes, what, other):
+    messages = pool.run(late_on_rank, ALL_TO_ALL, changes, at)
     name = "layer.backward" if at == "backward" else "layer.forward"
     expected = f"{name}: PE 0 waited for PE 1 {what} more than {SHORT_S} s: expected epoch 3 at signal"
     assert messages[0].startswith(expected)
@@ -403,6 +405,7 @@ def killed_on_rank() -> list[str]:
                 with pytest.raises(CommunicationError) as error:
                     layer.forward.check()
                 told.append(str(error.value))
+                assert layer.forward.buffers.spoiled.item() == 1
             elif os.waitpid(child, 0)[1] != signal.SIGKILL:
                 raise AssertionError("the child went on")
             memory.barrier()

@@ -9,7 +9,7 @@ from tests.lancet_kernels.kernels.ping import ping
 D, ROWS = 8, 4
 
 
-def launch(regions, signals, row, *, to, origin=0, epoch=1, scale=None, max_polls=3):
+def launch(regions, signals, row, *, to, origin=0, epoch=1, max_polls=3):
     """Run ping as PE 0 of len(regions) -> (source, out, report)."""
     source = torch.arange(10.0 * D).view(10, D)
     out = torch.full((ROWS, D), torch.nan)
@@ -18,12 +18,10 @@ def launch(regions, signals, row, *, to, origin=0, epoch=1, scale=None, max_poll
     # beyond num_rows stands a row that source does not have: nobody may look at it
     rows = torch.full((ROWS,), 10**6, dtype=torch.int32)
     rows[: len(row)] = torch.tensor(row, dtype=torch.int32)
-    scales = torch.full((ROWS,), torch.nan)
-    scales[: len(row)] = torch.tensor(scale or [1.0] * len(row))
     ping[(1,)](
-        source, rows, scales, None, regions[0], tables[0], signals[0], tables[1], 1,
+        source, rows, None, regions[0], tables[0], signals[0], tables[1], 1,
         out, report, to, origin, 0, len(row), epoch, max_polls,
-        D=D, ROWS=ROWS, BLOCK=4, SCALED=scale is not None, TMA=False, NVSHMEM=False,
+        D=D, ROWS=ROWS, BLOCK=4, TMA=False, NVSHMEM=False,
     )  # fmt: skip
     return source, out, report
 
@@ -55,12 +53,6 @@ def test_rows_reach_another():
     assert regions[0].isnan().all()
     assert report.tolist() == [1, 0, 1, 0, 1, 7 << 32, 6 << 32 | 2, 0]
     assert not out.any()
-
-
-def test_scaled_rows():
-    regions, signals = memories(1)
-    source, out, _ = launch(regions, signals, [3, 9], to=0, scale=[0.5, -2.0])
-    assert torch.equal(out[:2], torch.stack([source[3] * 0.5, source[9] * -2.0]))
 
 
 def test_a_later_epoch_is_enough():

@@ -18,6 +18,7 @@ NESTED = "F1 F2 B2 B1 F3 F4 B4 B3"
 THREE_BY_TURNS = "F1 B1 F2 B2 F3 B3"
 THREE_NESTED = "F1 F2 B2 B1 F3 B3"
 
+TWICE = {"units": 2, "dedup": True}  # a row and its copy, from every source
 SHARED = {"banks": 2, "gradients": True, "gradient_banks": 1}  # one exchange for all backward passes
 
 # The number of states is part of the test: a model that shrank without notice would prove less.
@@ -41,6 +42,11 @@ RIGHT = [
     (2_903, Config(NESTED, ranks=3, units=2, landing=AWAITED)),
     (2_429, Config(NESTED, ranks=3, units=2, sparse=True, landing=AWAITED)),
     (9_023, Config(THREE_NESTED, ranks=3, programs=2, landing=AWAITED)),
+    (388, Config(NESTED, units=3, dedup=True, sparse=True, landing=AWAITED)),
+    (6_499, Config(THREE_BY_TURNS, units=3, dedup=True, programs=2, landing=AWAITED)),
+    (19_984, Config(THREE_NESTED, units=2, dedup=True)),
+    (756, Config("F1 F2 B2 B1", units=3, dedup=True, **SHARED, landing=AWAITED)),
+    (8_355, Config(NESTED, ranks=3, units=2, dedup=True, landing=AWAITED)),
 ]
 RIGHT_LONG = [
     (116_332, Config(THREE_BY_TURNS, warps=2, landing=EACH)),
@@ -50,6 +56,12 @@ RIGHT_LONG = [
     (10_407, Config(BY_TURNS, ranks=3, units=2, programs=2, sparse=True, landing=AWAITED)),
     (3_566, Config(NESTED, ranks=3, units=2, per_tile=3, tiles=2, landing=AWAITED)),
     (34_254, Config(NESTED, ranks=4, units=1, per_tile=3, landing=AWAITED)),
+    (70_376, Config("F1 B1 F2 B2", units=2, dedup=True, banks=1, landing=EACH)),
+    (
+        6_337,
+        Config(THREE_BY_TURNS, units=3, per_tile=4, dedup=True, gradients=True, programs=2, landing=AWAITED),
+    ),
+    (208_308, Config(THREE_NESTED, ranks=3, units=2, dedup=True, programs=2, landing=AWAITED)),
 ]
 
 # What each mistake leads to, and in which system. Some need a program that goes on while another waits.
@@ -78,6 +90,16 @@ CAUGHT = {
     "offsets of the last epoch": ((EARLY_READ, OVERWRITE), Config(THREE_NESTED, units=2, sparse=True)),
     "counter without epoch": (EARLY_READ, Config(THREE_BY_TURNS)),
     "counts without release": (OVERWRITE, Config("F1 B1 F2 B2", banks=1, units=0)),
+    "copies without the leader's word": (EARLY_READ, Config("F1 B1", per_tile=1, programs=2, **TWICE)),
+    "origins before their word": (EARLY_READ, Config(THREE_NESTED, **TWICE)),
+    "leader of another source": (EARLY_READ, Config(THREE_NESTED, **TWICE)),
+    "copy of a copy": (EARLY_READ, Config("F1 B1", units=3, dedup=True)),
+    "copies without fence": (EARLY_READ, Config("F1 B1", warps=2, programs=2, **TWICE)),
+    "relaxed copies": (EARLY_READ, Config("F1 B1", programs=2, **TWICE)),
+    "copied word without epoch": (EARLY_READ, Config("F1 B1 F2 B2", banks=1, programs=2, **TWICE)),
+    "tile without its copies": (EARLY_READ, Config("F1 B1", programs=2, **TWICE)),
+    "release before the copies": (OVERWRITE, Config("F1 F2 B2 B1", **TWICE, **SHARED)),
+    "two streams": (OVERWRITE, Config("F1 F2 B2 B1", programs=2)),
 }
 
 
@@ -86,6 +108,7 @@ def name(config: Config) -> str:
     said += [
         f"{getattr(config, what)}{what}" for what in ("ranks", "units", "tiles", "programs", "warps", "banks")
     ]
+    said += ["dedup"] * config.dedup
     return "-".join([*said, *(["gradients"] * config.gradients), *(["sparse"] * config.sparse)])
 
 
@@ -98,7 +121,7 @@ def run(config: Config) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("states", "config"), few_of(RIGHT, 1, 2, 11), ids=[name(config) for _, config in RIGHT]
+    ("states", "config"), few_of(RIGHT, 1, 2, 11, 19, 20), ids=[name(config) for _, config in RIGHT]
 )
 def test_nothing_goes_wrong(states: int, config: Config) -> None:
     result = run(config)
@@ -132,6 +155,10 @@ LARGE = {
     "release before the backward",
     "one bank",
     "one released word",
+    "copy of a copy",
+    "copies without fence",
+    "copied word without epoch",
+    "release before the copies",
 }
 LANDINGS = [(mistake, AWAITED) for mistake in CAUGHT] + [(m, EACH) for m in CAUGHT if m not in LARGE]
 
@@ -148,6 +175,7 @@ def test_every_way_of_landing_finds_the_mistake(mistake: str, landing: str) -> N
         "flag without epoch",
         "one released word",
         "counts without release",
+        "copied word without epoch",
     ):
         assert "does not grow" in explore(system).wrong
     else:

@@ -29,8 +29,8 @@ def swap_rows(
     bank = epoch % 2
     base = bank * ROWS * D
     device.put_rows(
-        rows_ptr, row_peers_ptr, peer, base, source_ptr, order_ptr, order_ptr, num_rows, D,
-        SCALED=False, NVSHMEM=False, ROWS=ROWS, BLOCK=BLOCK,
+        rows_ptr, row_peers_ptr, peer, base, source_ptr, order_ptr, num_rows, D,
+        NVSHMEM=False, ROWS=ROWS, BLOCK=BLOCK,
     )  # fmt: skip
     value = device.word(epoch, num_rows)
     device.put_signal(signals_ptr, signal_peers_ptr, peer, 2 * bank + rank, value, NVSHMEM=False)

@@ -1,4 +1,4 @@
-"""TMA and wgmma: what is issued now and happens later.
+"""TMA, cp.async and wgmma: what is issued now and happens later.
 
 A TMA load reads global memory when it is issued or when it lands, at random, and the bytes appear in shared
 memory only when it lands, which lowers the byte count of its mbarrier. Until then the place holds NaN. An
@@ -117,6 +117,61 @@ def load(
     machine.traffic.writes.append((target, name))
     machine.loads.append(operation)
     scheduler.issue(operation)
+
+
+@dataclass(eq=False)
+class Copy:
+    """A block that threads copy asynchronously, of which each will read what it has copied."""
+
+    machine: Any
+    pointers: np.ndarray
+    mask: np.ndarray
+    target: SharedArray
+    name: str
+    weight: float
+    values: np.ndarray | None = None
+    landed: bool = False
+
+    def read(self) -> None:
+        zero = np.zeros(self.pointers.shape, self.target.allocation.data.dtype)
+        self.values = native.load(self.pointers, self.mask, zero, zero.dtype)
+
+    def land(self) -> None:
+        if self.values is None:
+            self.read()
+        self.machine.traffic.forget(self.machine.traffic.writes, self.target)
+        self.target.write(np.where(self.mask, self.values, self.target.read()))
+        self.landed = True
+
+
+def copy(machine: Any, target: SharedArray, pointer: tl.tensor, mask: tl.tensor | None) -> None:
+    """cp.async; where the mask is False nothing is copied, and there stays NaN."""
+    scheduler, task = machine.scheduler, machine.scheduler.current
+    scheduler.step()
+    name = f"the copy of {task.name} into {target.name}"
+    if list(pointer.shape) != target.shape or pointer.dtype.element_ty != target.dtype:
+        raise Misuse(f"{name}: {target.shape} {target.dtype} from {pointer.type}")
+    machine.traffic.before_write(target, name)
+    inside = np.ones(target.shape, bool) if mask is None else mask.handle.data.astype(bool)
+    weight = scheduler.random.choice(LANDING_WEIGHTS)
+    operation = Copy(machine, pointer.handle.data, inside, target, name, weight)
+    if scheduler.random.random() < 0.5:
+        operation.read()
+    target.poison()
+    machine.traffic.writes.append((target, name))
+    task.copies[-1].append(operation)
+    scheduler.issue(operation)
+
+
+def wait_copies(machine: Any, num_outstanding: Any = 0) -> None:
+    """wait_group: the copies of all committed groups but the last `num_outstanding` have come."""
+    task = machine.scheduler.current
+    committed = task.copies[:-1]
+    for group in committed[: max(0, len(committed) - number(num_outstanding))]:
+        for operation in group:
+            machine.scheduler.land(operation)
+        task.copies.remove(group)
+    machine.scheduler.step()
 
 
 def check_rebuild(machine: Any, slot: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tests.lancet_kernels.kernels.gluon_emulator import async_copies, shared_memory
@@ -60,6 +61,7 @@ def table(machine: Any) -> dict[int, Any]:
     put(lambda parts, num_warps, num_regs=None: machine.specialize(parts, num_warps), gl.warp_specialize)
     _put_barriers(machine, put)
     _put_tma(machine, put)
+    _put_copies(machine, put)
     return replacements
 
 
@@ -137,6 +139,15 @@ def _put_tma(machine: Any, put: Callable[..., None]) -> None:
     )
 
 
+def _put_copies(machine: Any, put: Callable[..., None]) -> None:
+    put(
+        lambda target, pointer, mask=None, **_: async_copies.copy(machine, target, pointer, mask),
+        getattr(async_copy, "async_load", None), async_copy.async_copy_global_to_shared,
+    )  # fmt: skip
+    put(lambda: machine.scheduler.current.copies.append([]), async_copy.commit_group)
+    put(lambda num_outstanding=0: async_copies.wait_copies(machine, num_outstanding), async_copy.wait_group)
+
+
 def number_u64(pointer: tl.tensor) -> int:
     return int(pointer.handle.data.reshape(-1)[0])
 
@@ -150,6 +161,7 @@ def by_name(machine: Any) -> dict[str, Any]:
     """Functions of the library that stand for one instruction, by their names."""
     return {
         "fence_tma": lambda TMA=True: fence_global(machine, TMA),
+        "opaque": lambda value: value,
         "view": lambda memory, shape, layout: memory.reinterpret(memory.dtype, shape, layout),
     }
 

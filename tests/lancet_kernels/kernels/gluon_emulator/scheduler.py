@@ -58,7 +58,7 @@ class Task:
         ready: what it waits for; None if it can go on. waits_for: the same in words.
         polled: the operation that it repeats while it spins; parked: the version of memory it has looked at.
         num_warps: of the partition. acquired: since then no fence for the async proxy. mmas, tma_stores: on
-        their way.
+        their way. copies: groups of such, the last one not committed.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Task:
     acquired: bool = False
     mmas: list[Any] = field(default_factory=list)
     tma_stores: list[Any] = field(default_factory=list)
+    copies: list[list[Any]] = field(default_factory=lambda: [[]])
 
     def where(self) -> str:
         """The lines of kernel source where it is, the innermost first."""
