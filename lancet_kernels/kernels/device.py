@@ -321,3 +321,9 @@ def opaque(value):
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def opaque_width(width):
+    """`opaque` of a multiple of 8, which the compiler sees: Triton 3.6 takes no hint on what that returns."""
+    return opaque(width // 8) * 8

@@ -1,4 +1,19 @@
-"""How the Hopper kernel is cut, and for what it can be used: warps, registers, boxes of descriptors."""
+"""How the Hopper kernel is cut, and for what it can be used: warps, registers, boxes of descriptors.
+
+Bytes of puts in flight. NVLink carries 450 GB/s in each direction of a GPU; until a row that is read arrives,
+1 to 2 us pass. By Little's law 450 to 900 kB must be on their way to fill the link: 3.4 to 6.8 kB in each of
+132 programs, which all put. A put reads ahead into a ring in shared memory, beside the operands of the GEMMs:
+
+    stages   ring     programs that fill the link
+    4        16 KiB   27 to 55
+    3        64 KiB    7 to 14
+
+and its stores at the peer are on their way besides, since a program waits for them only before the signal of
+a chunk, of at most 128 rows. 32 KiB a program would need the shared memory of a stage (48 KiB): none has
+measured whether the GEMMs can spare it, so 4 stages are the default, and the ring grows with a configuration
+that has 3. Bulk copies would free the two copy warps of the stores, but a release does not cover them: they
+are of the async proxy, and the wait for their writes (not only reads) is missing in Triton before 3.8.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +30,10 @@ COPY_WARPS = 2
 PRODUCER_REGISTERS = 88
 COPY_REGISTERS = 88
 # Bytes of a thread that may be spilled: what a partition computes once, or once a tile. While partitions
-# begin, threads have 24 registers, and epilogues need what the accumulators leave. The largest seen is 392
-# (backward with swiglu, Triton 3.6; 172 with 3.9; 2026-11-22). A test sees to it that the loops over the
-# contraction spill nothing.
-SPILLS_BESIDE_LOOPS = 512
+# begin, threads have 24 registers, and epilogues need what the accumulators leave. Seen with Triton 3.9: none
+# in forwards, 64 in the backward with swiglu (loads of four registers), 3.6: 16 and 40. A test sees to it
+# that the loops over the contraction spill nothing.
+SPILLS_BESIDE_LOOPS = 128
 # Tasks that the producer may be ahead by.
 TASKS = 2
 # Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.
@@ -28,7 +43,7 @@ HOPPER_TILE = GemmConfig(128, 256, 64, 8, 4)
 
 
 def hopper_config(programs: int = 1) -> OverlapConfig:
-    """The default. A put step is 8 KiB, which each program has in flight; all of them put."""
+    """The default: puts in steps of 4 KiB, of which each program has `put_slots` on their way."""
     return OverlapConfig(
         HOPPER_TILE,
         put_rows=2,

@@ -65,7 +65,7 @@ def _load(p_row, m_row, n0, N, WIDTH: gl.constexpr, ROWS: gl.constexpr, QUARTER:
 @gluon.jit
 def _rows(ptr, row, width):
     """Where the rows begin. Not computed ahead for several blocks of columns: an address is two registers."""
-    return ptr + row.to(gl.int64) * gl.multiple_of(device.opaque(width), 16)
+    return ptr + row.to(gl.int64) * device.opaque_width(width)
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from lancet_kernels.kernels import device
-from lancet_kernels.kernels.device import opaque
+from lancet_kernels.kernels.device import opaque, opaque_width
 from lancet_kernels.kernels.gluon_shim import copy_async
 from lancet_kernels.kernels.overlap_tasks import (
     chunk_rows,
@@ -189,7 +189,7 @@ def copy(
             if DEDUP == 0 or expert >= 0:
                 _put_chunk(
                     expert, tile, epoch, rank, w, of_each,
-                    gl.multiple_of(opaque(D), 16), opaque(R), in_all, table_ptr, source_ptr, token_ptr,
+                    opaque_width(D), opaque(R), in_all, table_ptr, source_ptr, token_ptr,
                     send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
                     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
                     opaque(K), expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr, ring,
@@ -198,7 +198,7 @@ def copy(
             if DEDUP > 0:
                 if expert < 0:
                     _fan_tile(
-                        tile, epoch, rank, w, of_each, gl.multiple_of(opaque(D), 16), opaque(R), in_all,
+                        tile, epoch, rank, w, of_each, opaque_width(D), opaque(R), in_all,
                         table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr, max_polls, report_ptr, ring,
                         BANKS, BM, BW, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, wide, WARPS,
                     )  # fmt: skip
@@ -206,7 +206,7 @@ def copy(
     if HAS_REDUCE:
         while i < num_tasks:
             reduce_block(
-                i - num_puts, epoch, rank, sound, opaque(W), opaque(L), gl.multiple_of(opaque(D), 16),
+                i - num_puts, epoch, rank, sound, opaque(W), opaque(L), opaque_width(D),
                 opaque(T), opaque(K), opaque(chunks), table_ptr, results_ptr, dots_ptr, spoiled_ptr,
                 returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr, max_polls, report_ptr,
                 BACKWARD, False, BANKS, BM, BT, BD,

@@ -111,7 +111,7 @@ def gluon_overlap_kernel(
     b_bufs = gl.allocate_shared_memory(element, [STAGES, BK, BN], b_layout)
     # Without puts a single word: what is not used still takes shared memory.
     ring_shape: gl.constexpr = [PUT_SLOTS, PUT_ROWS, PUT_BLOCK] if HAS_PUT else [1, 1, 1]
-    ring_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    ring_layout: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 1, [1, 0])
     ring = gl.allocate_shared_memory(element, ring_shape, ring_layout)
     one_word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tasks = gl.allocate_shared_memory(gl.int32, [TASKS * TASK_WORDS, 1], one_word)

@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from lancet_kernels.kernels.device import opaque
+from lancet_kernels.kernels.device import opaque, opaque_width
 from lancet_kernels.kernels.gemm_tile import NN, NT, TN
 from lancet_kernels.kernels.gluon_pipeline import NO_TASK, hand_over, load_steps, wait_for_loads
 from lancet_kernels.kernels.gluon_shim import view
@@ -202,8 +202,7 @@ def produce(
     a_across = view(a_bufs, [STAGES, BK, BM], across_a)
     b_across = view(b_bufs, [STAGES, BN, BK], across_b)
     b_halves = view(b_bufs, [2 * STAGES, BK, BN // 2], half)
-    W, L, D, F, H, R = opaque(W), opaque(L), opaque(D), opaque(F), opaque(H), opaque(R)
-    D, F, H = gl.multiple_of(D, 16), gl.multiple_of(F, 16), gl.multiple_of(H, 16)
+    W, L, R, D, F, H = opaque(W), opaque(L), opaque(R), opaque_width(D), opaque_width(F), opaque_width(H)
     tiles, tiles_in, tiles_out, rank = opaque(tiles), opaque(tiles_in), opaque(tiles_out), opaque(rank)
     it = 0
     j = 0
