@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from lancet_kernels.compiling.specimen import Specimen, pointers
+from lancet_kernels.compiling.specimen import FEW_SPILLED_BYTES, Specimen, pointers
 from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.nvshmem_launch import small_kernel
 from lancet_kernels.kernels.overlap_config import (
@@ -203,6 +203,8 @@ def specimen(
         signature=signature,
         constexprs=constexprs,
         aligned=(*pointers(signature), *widths),
+        # 56 in the backward with silu, whose act and act' are computed side by side (Triton 3.9, 2026-11-23).
+        most_spills=64 if backward and activation == "silu" else FEW_SPILLED_BYTES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         options={"maxnreg": most_registers(tile)},
