@@ -449,11 +449,11 @@ def merge_tile(
     Example: BM = 4, a token of PE 1 in rows 2 and 9, which it sent as its rows 4 and 11: MERGE of the tile of
     row 9 waits for that tile and tile 0, and stores stage[9] + stage[2] as results[11] of PE 1.
     """
+    if i_m is None:
+        i_m = tl.arange(0, BM)
+        i_row = tl.arange(0, BT)
+        i_column = tl.arange(0, BD)
     if tile >= 0:
-        if i_m is None:
-            i_m = tl.arange(0, BM)
-            i_row = tl.arange(0, BT)
-            i_column = tl.arange(0, BD)
         origin_ptr += (epoch % BANKS) * R
         expert = rank * L + tl.load(tile_ptr(table_ptr, W, W * L) + tile)
         rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
