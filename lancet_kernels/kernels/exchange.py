@@ -5,7 +5,8 @@
 
 Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
-    rows     [B, R, D]            rows received, by local expert, then source, then slot
+    rows     [B, R, D]            rows received, by local expert, then source, then slot; with `sends_x`
+                                  [2B, R, D]: rows of x, which a backward sends again, in the banks behind
     arrived  [B, tiles, W]        word(epoch, 0): what source w sends into that tile of rows is here
     origin   [B, R]               only with dedup: word(tile, row) of the leader of each row received
     row_weights [B, R]            in a backward: what each of these rows counts in its token's sum, float32
@@ -17,6 +18,7 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
     stages   [S, D], [S], [R, D], [R]    only where NVSHMEM carries rows: those sent with their weights, and
                                   results with their dots, on their way out
     stage of origins [S]          only with dedup: the origins sent
+    stage of x [S, D]             only with `sends_x`, where NVSHMEM carries rows
 
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
 3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
@@ -153,6 +155,7 @@ class Exchange:
         local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
         dedup: a token with several rows for one PE is put there once, and copied there (`schedule.py`).
+        sends_x: a backward through it sends the rows of x beside those of dy, for weight gradients.
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
         buffers: of the same sizes, shared with other exchanges; None: its own.
         timeout_s: how long a wait may last.
@@ -170,6 +173,7 @@ class Exchange:
         dtype: torch.dtype,
         chunk_rows: int,
         dedup: bool = False,
+        sends_x: bool = False,
         banks: int = 2,
         buffers: ResultBuffers | None = None,
         timeout_s: float = 60.0,
@@ -180,11 +184,11 @@ class Exchange:
         self.world, self.rank = memory.world, memory.rank
         self.local_experts, self.width, self.dtype = local_experts, width, dtype
         self.send_rows, self.receive_rows, self.chunk_rows = send_rows, receive_rows, chunk_rows
-        self.dedup = dedup
+        self.dedup, self.sends_x = dedup, sends_x
         experts = self.world * local_experts
         self.tiles = most_tiles(receive_rows, local_experts, chunk_rows)
         self.chunks = most_chunks(send_rows, experts, chunk_rows)
-        self.rows = self._region("rows", (banks, receive_rows, width), dtype)
+        self.rows = self._region("rows", (banks * (1 + sends_x), receive_rows, width), dtype)
         self.origin = self._region("origin", (banks, receive_rows)) if dedup else None
         self.row_weights = self._region("weights of rows", (banks, receive_rows), torch.float32)
         self.buffers = buffers or ResultBuffers(
@@ -202,6 +206,8 @@ class Exchange:
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
         self.origin_stage = self._region("stage of origins", (send_rows,)) if dedup else None
+        x_stage = sends_x and memory.far
+        self.x_stage = self._region("stage of x", (send_rows, width), dtype) if x_stage else None
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
