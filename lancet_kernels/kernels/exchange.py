@@ -313,22 +313,26 @@ class Exchange:
     def max_polls(self) -> int:
         return runtime.max_polls(self.timeout_s)
 
-    def watch(self) -> None:
+    def watch(self, layer: str = "") -> None:
         """Raise CommunicationError for a wait that ran out of time, without waiting for the device.
 
-        On a GPU the report of the latest pass is still to come: the next call, or `check`, raises it.
+        On a GPU the report of the latest pass is still to come: the next call, or `check`, raises it. layer:
+        whose pass was the latest one, to be named where several share the exchange.
         """
         if self._failures.is_failed():
-            self.check()
+            self.check(layer)
 
-    def check(self) -> None:
+    def check(self, layer: str = "") -> None:
         """Raise CommunicationError if a wait of this PE ran out of time. Waits for the device."""
         failure = self._failures.first()
         if failure is None:
             return
+        name = self.name
+        if layer and layer not in name:
+            name += f" (in or before a pass of {layer})"
         if failure.op == TOO_MANY_ROWS.value:
             raise UserError(
-                f"rows that PE {failure.peer} receives in {self.name}, on PE {failure.rank}",
+                f"rows that PE {failure.peer} receives in {name}, on PE {failure.rank}",
                 got=f"{failure.expected} (nothing was sent)",
                 expected=f"at most {failure.seen}",
                 do="set a larger receive_factor, or None for the most rows that there can be",
@@ -337,7 +341,7 @@ class Exchange:
         if failure.op not in (WAIT_READY.value, WAIT_FANNED.value):
             expected, seen = f"epoch {failure.expected >> 32}", str(failure.seen >> 32)
         kind = self.memory.kind
-        raise timed_out(self.name, failure, self.timeout_s, expected, seen, memory=kind)
+        raise timed_out(name, failure, self.timeout_s, expected, seen, memory=kind)
 
 
 @triton.jit(do_not_specialize=["rank", "world", "banks"])
