@@ -95,6 +95,7 @@ def _put_chunk(
     """
     peer = expert // L
     if wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS):
+        epoch = opaque(epoch)
         begin, end, row, first_send, signal = chunk_rows(
             expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS, BM
         )
@@ -107,7 +108,7 @@ def _put_chunk(
             lanes: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
             i_choice = gl.arange(0, DEDUP, gl.SliceLayout(0, lanes))
             for i in range(0, end - begin, GROUP):
-                i_send = i + gl.arange(0, GROUP, gl.SliceLayout(1, lanes))
+                i_send = i + opaque(gl.arange(0, GROUP, gl.SliceLayout(1, lanes)))
                 mask = i_send < end - begin
                 _, origin = find_leaders(
                     send + i_send, mask, peer, rank, W, L, K, table_ptr, token_ptr, expert_ptr, row_ptr,
@@ -150,7 +151,7 @@ def _fan_tile(
         report_ptr, False, BANKS, BM, BW, gl.arange(0, BW, line), gl.arange(0, BM, line),
     ):  # fmt: skip
         first = first_row + m * BM
-        bank = epoch % BANKS * R
+        bank = opaque(epoch) % BANKS * R
         _put_rows(
             rows_ptr + (bank + first) * D, rows_ptr + bank * D, table_ptr, gl.minimum(rows - m * BM, BM), D,
             ring, origin_ptr + bank + first, first, SLOTS, ROWS, BLOCK, WIDE, COPY_OTHERS,
