@@ -70,7 +70,7 @@ weights are behind it, too. REDUCE reads the last rows alone. Which they are sta
 left on the source itself: the signals for which REDUCE waits come behind those puts.
 
 MERGE of a tile waits for the counters of that tile and of those in which the chains of its last rows lie:
-earlier ones. All these are tiles of its own PE, and their second GEMM stands before it in the same list; so it
+earlier ones. All these are tiles of its own PE, whose second GEMM stands before it in the same list; so it
 changes nothing in the argument above, where reductions wait for MERGEs of peers in place of tiles. An origin
 further down the chain is read only when its tile is done, so that it is one of this epoch.
 
