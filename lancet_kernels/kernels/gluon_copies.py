@@ -151,7 +151,7 @@ def _fan_tile(
     m = tile - first_tile
     if wait_leaders(
         tile, m, expert, epoch, rank, W, L, R, tiles, table_ptr, arrived_ptr, origin_ptr, max_polls,
-        report_ptr, False, BANKS, BM, BW, gl.arange(0, BW, line), gl.arange(0, BM, line),
+        report_ptr, False, BANKS, BM, BW, opaque(gl.arange(0, BW, line)), opaque(gl.arange(0, BM, line)),
     ):  # fmt: skip
         first = first_row + m * BM
         bank = opaque(epoch) % BANKS * R
