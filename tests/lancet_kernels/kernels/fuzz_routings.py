@@ -147,7 +147,14 @@ class Fuzz:
     """The passes of one rank through one pair of exchanges."""
 
     def __init__(
-        self, memory: GuardedMemory, local: int, banks: int, nap_s: float, seed: int, dedup: bool
+        self,
+        memory: GuardedMemory,
+        local: int,
+        banks: int,
+        nap_s: float,
+        seed: int,
+        dedup: bool,
+        tokens: bool,
     ) -> None:
         self.memory, self.local, self.rank, self.world = memory, local, memory.rank, memory.world
         self.experts = self.world * local
@@ -160,13 +167,15 @@ class Fuzz:
             "receive_rows": self.world * TOKENS * min(CHOICES, local), "chunk_rows": TILE.gemm.block_m,
             "timeout_s": WAIT_S, "banks": banks, "dedup": dedup,
         }  # fmt: skip
-        self.forward, self.backward = (Exchange(memory, f"{way}{seed}", **sizes) for way in ("x", "dy"))
+        if tokens:
+            self.forward = self.backward = Exchange(memory, f"x and dy{seed}", sends_x=True, **sizes)
+        else:
+            self.forward, self.backward = (Exchange(memory, f"{way}{seed}", **sizes) for way in ("x", "dy"))
         for exchange in (self.forward, self.backward):
             for region in (exchange.rows, exchange.results):
                 region.local.fill_(float("nan"))
         memory.barrier()
-        self.expected_rows: dict[int, Tensor] = {}
-        self.expected_weights = torch.empty(0)
+        self.expected_rows = self.expected_weights = self.expected_x = torch.empty(0)
         self.tasks = 0
 
     def nap(self, chance: float) -> None:
@@ -182,19 +191,26 @@ class Fuzz:
         right = right_values(self.rank, inputs, self.all_experts, self.local)
         self.seed = seed
         x_rows, dy_rows, weights, _ = rows_for(self.rank, inputs, self.local)
-        self.expected_rows = {id(self.forward): x_rows, id(self.backward): dy_rows}
-        self.expected_weights = weights
+        self.expected_rows, self.expected_x, self.expected_weights = x_rows, torch.empty(0, WIDTH), None
+        sends_x = self.backward.sends_x
         self.nap(0.5)
         with poisoned_buffers():
             out, saved = moe_forward(self.forward, own.x, own.routing, self.own_experts, config)
             self.forward.check()
             answers = {"out": out}
+            if sends_x:
+                self.forward.release(saved.use)
             if seed % BACKWARD_EVERY == 0:
                 self.nap(0.5)
+                self.expected_rows, self.expected_weights = dy_rows, weights
+                if sends_x:
+                    self.expected_x = x_rows
                 gradients = moe_backward(
-                    self.forward, saved, self.backward, own.dy, own.routing, self.own_experts, config
-                )
+                    self.forward, saved, self.backward, own.dy, own.routing, self.own_experts, config,
+                    x=own.x if sends_x else None,
+                )  # fmt: skip
                 self.backward.check()
+                self.expected_rows, self.expected_weights = x_rows, None
                 answers |= {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")}
             self.forward.release(saved.use)
         self.memory.check_guards()
@@ -207,14 +223,17 @@ class Fuzz:
     def look_and_poison(self, exchange: Exchange, words: Tensor) -> None:
         """Before a bank is released: the rows in it are the sources' rows, and nothing is behind them."""
         bank = int(words[0]) % exchange.banks
-        rows, expected = exchange.rows.local[bank], self.expected_rows[id(exchange)]
-        assert same_bits(rows[: len(expected)], expected), self.say(f"rows of {exchange.name}")
-        if exchange is self.backward:
-            got = exchange.row_weights.local[bank, : len(expected)]
+        regions = [(exchange.rows.local[bank], self.expected_rows)]
+        if exchange.sends_x:
+            regions.append((exchange.rows.local[exchange.banks + bank], self.expected_x))
+        if self.expected_weights is not None:
+            got = exchange.row_weights.local[bank, : len(self.expected_weights)]
             assert same_bits(got, self.expected_weights), self.say(f"weights of {exchange.name}")
-        behind = rows[len(expected) :].isnan().all()
-        assert behind, self.say(f"written behind the {len(expected)} rows of {exchange.name}")
-        rows.fill_(float("nan"))
+        for rows, expected in regions:
+            assert same_bits(rows[: len(expected)], expected), self.say(f"rows of {exchange.name}")
+            behind = rows[len(expected) :].isnan().all()
+            assert behind, self.say(f"written behind the {len(expected)} rows of {exchange.name}")
+            rows.fill_(float("nan"))
         exchange.results.local.fill_(float("nan"))
         self.nap(0.3)
 
@@ -243,13 +262,14 @@ class Fuzz:
             yield
 
 
-def fuzz_on_rank(first: int, passes: int, nap_s: float, dedup: bool = False) -> int:
+def fuzz_on_rank(first: int, passes: int, nap_s: float, dedup: bool = False, tokens: bool = False) -> int:
     """-> how many tasks were launched. Raises for the first pass that is wrong or does not finish."""
     with GuardedMemory(timeout_s=WAIT_S) as memory:
         local = 1 + first // passes % 2 if memory.world > 2 else 2
         # More experts on a PE, so that a token has more rows for one.
         local += 2 * dedup
-        fuzz = Fuzz(memory, local, banks=1 + first // passes % 3, nap_s=nap_s, seed=first, dedup=dedup)
+        banks = 1 + first // passes % 3
+        fuzz = Fuzz(memory, local, banks, nap_s=nap_s, seed=first, dedup=dedup, tokens=tokens)
         with fuzz.watched():
             for seed in range(first, first + passes):
                 fuzz.run(seed)
@@ -267,6 +287,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=50, help="passes through one pair of exchanges")
     parser.add_argument("--nap-ms", type=float, default=5.0, help="longest nap")
     parser.add_argument("--dedup", action="store_true", help="duplicates of a token are sent once")
+    parser.add_argument("--tokens", action="store_true", help="tokens are kept, and sent again")
     given = parser.parse_args()
     pool = RankPool(given.ranks)
     done = tasks = 0
@@ -274,7 +295,7 @@ def main() -> None:
     while done < given.passes:
         first = given.first + done
         results = pool.run(
-            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3, given.dedup,
+            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3, given.dedup, given.tokens,
             ranks=given.ranks, timeout_s=WAIT_S * given.at_once, collective_timeout_s=WAIT_S,
         )  # fmt: skip
         done, tasks = done + given.at_once, tasks + sum(results)

@@ -93,6 +93,7 @@ def prove(pool, ranks: int, work: Work, timeout_s: float = 120.0) -> None:
 
 DENSE = {"dense": True, "programs": 3, "comm_programs": 1}
 ALONE = {"alone": True}
+TOKENS = {"keep": "tokens"}
 ONCE = {"dedup": True, "programs": 3, "comm_programs": 1}
 SMALL = {
     1: [
@@ -103,9 +104,11 @@ SMALL = {
         (Case(tokens=9, width=40, hidden=72, activation="swiglu"), {"gemm": GemmConfig(16, 64, 32, 1, 1)}),
         (Case(local=3, choose="few", uneven=True, activation="swiglu", dtype=FP16), DENSE),
         (Case(local=3, choices=4, tokens=17, capacity=17), {"dedup": True, "programs": 2} | ALONE),
+        (Case(local=3, choices=2, tokens=17), TOKENS | DENSE),
     ],
     "1, more": [
         (Case(world=1, local=1, tokens=9, choices=1, dtype=FP16, activation="swiglu"), {"split": True}),
+        (Case(world=1, local=3), TOKENS | ALONE),
     ],
     "2, more": [
         (Case(), DENSE | ALONE),
@@ -113,6 +116,11 @@ SMALL = {
               activation="swiglu", bias=False), {"split": True} | DENSE | ALONE),
         (Case(local=8, choices=4, tokens=11, capacity=5, width=18, hidden=15, dtype=BF16), {}),
         (Case(tokens=1, choices=1, capacity=1), {}),
+        (Case(tokens=0), TOKENS | ALONE),
+        (Case(local=4, choices=5, capacity=9, choose="few", uneven=True, dtype=BF16),
+         TOKENS | ONCE | DENSE | {"split": True}),
+        (Case(local=1, choices=1, tokens=17, capacity=17, width=37, hidden=29, dtype=FP16,
+              activation="swiglu", bias=False), TOKENS | DENSE),
         (Case(local=1, tokens=35, choices=1, capacity=35, choose="one", dtype=BF16), DENSE),
         (Case(local=4, choices=5, capacity=9, choose="few", uneven=True, dtype=BF16), ONCE | DENSE | ALONE),
         (Case(local=4, choices=4, tokens=40, capacity=40, choose="one", activation="swiglu", dtype=FP16),
@@ -123,6 +131,8 @@ SMALL = {
         (Case(world=4, local=1, tokens=9, choices=3, dtype=BF16, activation="swiglu"), DENSE),
         (Case(world=4, tokens=7, capacity=2, choose="few", uneven=True, dtype=FP16), {"split": True}),
         (Case(world=4, local=3, tokens=17, choices=6, capacity=17), ONCE | ALONE),
+        (Case(world=4, local=3, tokens=17, choices=6, capacity=17), TOKENS | ONCE | ALONE),
+        (Case(world=4, tokens=7, capacity=2, choose="few", uneven=True), TOKENS | {"split": True} | ALONE),
     ],
 }  # fmt: skip
 
@@ -141,6 +151,8 @@ def variants_on_rank(case: Case) -> None:
             "split": {"split": True},
             "other puts": {"put_rows": 8, "put_block": 16, "reduce_tokens": 8},
             "duplicates once": {"dedup": True},
+            "tokens kept": dict(TOKENS),
+            "tokens kept, duplicates once": TOKENS | {"dedup": True, "split": True},
             "other sums": {"reduce_block": 16},
         }.items():
             with poisoned_buffers():
