@@ -178,7 +178,7 @@ def test_rows_that_do_not_fit_are_an_error_on_every_rank(pool, keep, name) -> No
 def fails_and_goes_on(keep: str) -> tuple[str, float]:
     """Rank 1 leaves a pass out; both reset, and train on. -> rank 0's error, difference from `torch` then."""
     torch.manual_seed(0)
-    fused = MoELayer(16, 24, 4, backend="fused", timeout=3.0, keep=keep)
+    fused = MoELayer(16, 24, 4, backend="fused", timeout=60.0, keep=keep)
     plain = MoELayer(16, 24, 4)
     plain.load_state_dict(fused.state_dict())
     x = torch.randn(9, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -186,6 +186,9 @@ def fails_and_goes_on(keep: str) -> tuple[str, float]:
     fused(x).sum().backward()
     waiting = fused(x)
     if dist.get_rank() == 0:
+        # Only for this pass: one that has its peer may take longer on a busy machine.
+        for _, forward, _, _ in fused.exchange._exchanges.values():
+            forward.timeout_s = 3.0
         with pytest.raises(CommunicationError) as error:
             fused(x)
         message = str(error.value)

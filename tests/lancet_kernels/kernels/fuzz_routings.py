@@ -3,8 +3,10 @@
     TRITON_INTERPRET=1 python -m tests.lancet_kernels.kernels.fuzz_routings --ranks 2 --passes 5000
 
 Every pass has its own numbers of tokens on each rank (0 to 6), routing, capacity and grid; every fifth one
-has a backward. Tiles have 4 rows, so that segments lie in several tiles, and tiles hold rows of several
-sources. Naps fall before passes, between tasks and before releases; nothing else keeps ranks in step.
+has a backward. In half of the exchanges it sends x again: then one exchange is for both directions, and the
+forward's bank is released before. Tiles have 4 rows, so that segments lie in several tiles, and tiles hold
+rows of several sources. Naps fall before passes, between tasks and before releases; nothing else keeps ranks
+in step.
 
 Inputs are small integers, and values before the activation multiples of 16, where gelu is exactly relu: all
 sums are exact in float32 in any order, so that every result has one right value, which float64 gives.
@@ -154,7 +156,7 @@ class Fuzz:
         nap_s: float,
         seed: int,
         dedup: bool,
-        tokens: bool,
+        sends_x: bool,
     ) -> None:
         self.memory, self.local, self.rank, self.world = memory, local, memory.rank, memory.world
         self.experts = self.world * local
@@ -167,15 +169,16 @@ class Fuzz:
             "receive_rows": self.world * TOKENS * min(CHOICES, local), "chunk_rows": TILE.gemm.block_m,
             "timeout_s": WAIT_S, "banks": banks, "dedup": dedup,
         }  # fmt: skip
-        if tokens:
-            self.forward = self.backward = Exchange(memory, f"x and dy{seed}", sends_x=True, **sizes)
-        else:
-            self.forward, self.backward = (Exchange(memory, f"{way}{seed}", **sizes) for way in ("x", "dy"))
+        self.sends_x = sends_x
+        self.forward = self.backward = Exchange(memory, f"both{seed}", sends_x=sends_x, **sizes)
+        if not sends_x:
+            self.backward = Exchange(memory, f"dy{seed}", **sizes)
         for exchange in (self.forward, self.backward):
             for region in (exchange.rows, exchange.results):
                 region.local.fill_(float("nan"))
         memory.barrier()
-        self.expected_rows = self.expected_weights = self.expected_x = torch.empty(0)
+        self.expected_rows: dict[int, list[Tensor]] = {}
+        self.expected_weights: dict[int, Tensor] = {}
         self.tasks = 0
 
     def nap(self, chance: float) -> None:
@@ -191,26 +194,23 @@ class Fuzz:
         right = right_values(self.rank, inputs, self.all_experts, self.local)
         self.seed = seed
         x_rows, dy_rows, weights, _ = rows_for(self.rank, inputs, self.local)
-        self.expected_rows, self.expected_x, self.expected_weights = x_rows, torch.empty(0, WIDTH), None
-        sends_x = self.backward.sends_x
+        self.expected_rows, self.expected_weights = {id(self.forward): [x_rows]}, {}
         self.nap(0.5)
         with poisoned_buffers():
             out, saved = moe_forward(self.forward, own.x, own.routing, self.own_experts, config)
             self.forward.check()
             answers = {"out": out}
-            if sends_x:
-                self.forward.release(saved.use)
             if seed % BACKWARD_EVERY == 0:
+                if self.sends_x:
+                    self.forward.release(saved.use)
+                self.expected_rows[id(self.backward)] = [dy_rows, x_rows] if self.sends_x else [dy_rows]
+                self.expected_weights = {id(self.backward): weights}
                 self.nap(0.5)
-                self.expected_rows, self.expected_weights = dy_rows, weights
-                if sends_x:
-                    self.expected_x = x_rows
                 gradients = moe_backward(
                     self.forward, saved, self.backward, own.dy, own.routing, self.own_experts, config,
-                    x=own.x if sends_x else None,
+                    x=own.x if self.sends_x else None,
                 )  # fmt: skip
                 self.backward.check()
-                self.expected_rows, self.expected_weights = x_rows, None
                 answers |= {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")}
             self.forward.release(saved.use)
         self.memory.check_guards()
@@ -223,16 +223,15 @@ class Fuzz:
     def look_and_poison(self, exchange: Exchange, words: Tensor) -> None:
         """Before a bank is released: the rows in it are the sources' rows, and nothing is behind them."""
         bank = int(words[0]) % exchange.banks
-        regions = [(exchange.rows.local[bank], self.expected_rows)]
-        if exchange.sends_x:
-            regions.append((exchange.rows.local[exchange.banks + bank], self.expected_x))
-        if self.expected_weights is not None:
-            got = exchange.row_weights.local[bank, : len(self.expected_weights)]
-            assert same_bits(got, self.expected_weights), self.say(f"weights of {exchange.name}")
-        for rows, expected in regions:
-            assert same_bits(rows[: len(expected)], expected), self.say(f"rows of {exchange.name}")
+        if (weights := self.expected_weights.get(id(exchange))) is not None:
+            got = exchange.row_weights.local[bank, : len(weights)]
+            assert same_bits(got, weights), self.say(f"weights of {exchange.name}")
+        # Those of x, if they are sent again, are in the banks behind.
+        for sent, expected in enumerate(self.expected_rows[id(exchange)]):
+            rows = exchange.rows.local[bank + sent * exchange.banks]
+            assert same_bits(rows[: len(expected)], expected), self.say(f"rows {sent} of {exchange.name}")
             behind = rows[len(expected) :].isnan().all()
-            assert behind, self.say(f"written behind the {len(expected)} rows of {exchange.name}")
+            assert behind, self.say(f"written behind the {len(expected)} rows {sent} of {exchange.name}")
             rows.fill_(float("nan"))
         exchange.results.local.fill_(float("nan"))
         self.nap(0.3)
@@ -262,14 +261,16 @@ class Fuzz:
             yield
 
 
-def fuzz_on_rank(first: int, passes: int, nap_s: float, dedup: bool = False, tokens: bool = False) -> int:
+def fuzz_on_rank(first: int, passes: int, nap_s: float, dedup: bool = False) -> int:
     """-> how many tasks were launched. Raises for the first pass that is wrong or does not finish."""
     with GuardedMemory(timeout_s=WAIT_S) as memory:
         local = 1 + first // passes % 2 if memory.world > 2 else 2
         # More experts on a PE, so that a token has more rows for one.
         local += 2 * dedup
-        banks = 1 + first // passes % 3
-        fuzz = Fuzz(memory, local, banks, nap_s=nap_s, seed=first, dedup=dedup, tokens=tokens)
+        group = first // passes
+        fuzz = Fuzz(
+            memory, local, banks=1 + group % 3, nap_s=nap_s, seed=first, dedup=dedup, sends_x=group % 4 > 1
+        )
         with fuzz.watched():
             for seed in range(first, first + passes):
                 fuzz.run(seed)
@@ -287,7 +288,6 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=50, help="passes through one pair of exchanges")
     parser.add_argument("--nap-ms", type=float, default=5.0, help="longest nap")
     parser.add_argument("--dedup", action="store_true", help="duplicates of a token are sent once")
-    parser.add_argument("--tokens", action="store_true", help="tokens are kept, and sent again")
     given = parser.parse_args()
     pool = RankPool(given.ranks)
     done = tasks = 0
@@ -295,7 +295,7 @@ def main() -> None:
     while done < given.passes:
         first = given.first + done
         results = pool.run(
-            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3, given.dedup, given.tokens,
+            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3, given.dedup,
             ranks=given.ranks, timeout_s=WAIT_S * given.at_once, collective_timeout_s=WAIT_S,
         )  # fmt: skip
         done, tasks = done + given.at_once, tasks + sum(results)
