@@ -74,7 +74,7 @@ def specimen(
         "STAGES": tile.num_stages, "PUT_SLOTS": slots,
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block, "TASKS": TASKS, "WARPS": tile.num_warps,
-        "DEDUP": CHOICES if dedup and "HAS_PUT" in stages else 0,
+        "DEDUP": CHOICES if dedup else 0,
         "SEND_X": int(sends_x and "HAS_PUT" in stages),
         "COPY_WARPS": COPY_WARPS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS,
     }  # fmt: skip

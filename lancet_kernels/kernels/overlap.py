@@ -180,15 +180,20 @@ class _Launch:
         # Float32 that a forward never looks at.
         self.weights = self.row_dots = self.routing.weight
         if self.backward:
-            self.weights = self.routing.weight_of_row()
             self.row_dots = self.weights.new_empty(
                 triton.cdiv(self.hidden, self.columns_in), exchange.receive_rows
             )
+        if self.backward or exchange.dedup:
+            self.weights = self.routing.weight_of_row()
             if exchange.buffers.stage is not None:
                 staged = exchange.buffers.stage.weights.local
                 rows = min(len(staged), len(self.weights))
                 staged[:rows] = self.weights[:rows]
                 self.weights = staged
+        stage = exchange.buffers.stage
+        self.stage = exchange.rows.local if stage is None else stage.results.local
+        if stage is None and exchange.dedup:
+            self.stage = self.stage.new_empty(exchange.receive_rows, exchange.width)
         self.problems, dense_tiles = None, 0
         if self.dense:
             self.problems, dense_tiles = dense_table(self.dense, gemm, exchange.memory.device)
@@ -246,7 +251,7 @@ class _Launch:
             returned_ptr=exchange.returned.local, returned_peers_ptr=exchange.returned.peers,
             weight_in_ptr=get("weight_in"), bias_in_ptr=get("bias_in"), pre_ptr=get("pre"),
             hidden_ptr=get("hidden"), weight_out_ptr=get("weight_out"), bias_out_ptr=get("bias_out"),
-            stage_ptr=stage.results.local, row_dots_ptr=self.row_dots, dots_stage_ptr=stage.dots.local,
+            stage_ptr=self.stage, row_dots_ptr=self.row_dots, dots_stage_ptr=stage.dots.local,
             ready_ptr=self.use.ready, done_ptr=self.use.done,
             saved_rows_ptr=get("saved_rows"), activated_ptr=get("activated"),
             dweight_in_ptr=get("dweight_in"), dbias_in_ptr=get("dbias_in"),
@@ -265,7 +270,7 @@ class _Launch:
             BW=triton.next_power_of_2(exchange.world),
             PUT_ROWS=config.put_rows, PUT_BLOCK=config.put_block,
             BT=config.reduce_tokens, BD=config.reduce_block,
-            DEDUP=triton.next_power_of_2(routing.expert.shape[1]) if exchange.dedup and shape.put else 0,
+            DEDUP=triton.next_power_of_2(routing.expert.shape[1]) if exchange.dedup else 0,
             SEND_X=int(self.backward and exchange.sends_x and shape.put),
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),
         )  # fmt: skip

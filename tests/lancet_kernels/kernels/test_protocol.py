@@ -43,15 +43,15 @@ RIGHT = [
     (2_903, Config(NESTED, ranks=3, units=2, landing=AWAITED)),
     (2_429, Config(NESTED, ranks=3, units=2, sparse=True, landing=AWAITED)),
     (9_023, Config(THREE_NESTED, ranks=3, programs=2, landing=AWAITED)),
-    (388, Config(NESTED, units=3, dedup=True, sparse=True, landing=AWAITED)),
-    (6_499, Config(THREE_BY_TURNS, units=3, dedup=True, programs=2, landing=AWAITED)),
-    (19_984, Config(THREE_NESTED, units=2, dedup=True)),
-    (756, Config("F1 F2 B2 B1", units=3, dedup=True, **SHARED, landing=AWAITED)),
-    (8_355, Config(NESTED, ranks=3, units=2, dedup=True, landing=AWAITED)),
+    (617, Config(NESTED, units=3, dedup=True, sparse=True, landing=AWAITED)),
+    (15_792, Config(THREE_BY_TURNS, units=3, dedup=True, programs=2, landing=AWAITED)),
+    (34_826, Config(THREE_NESTED, units=2, dedup=True)),
+    (1_598, Config("F1 F2 B2 B1", units=3, dedup=True, **SHARED, landing=AWAITED)),
+    (23_508, Config(NESTED, ranks=3, units=2, dedup=True, landing=AWAITED)),
     (271, Config("F1 F2 F3 B2 B3 B1", **KEPT, units=3, sparse=True, landing=AWAITED)),
     (69_042, Config("F1 F2 B2 B1", **KEPT, units=2)),
     (3_882, Config("F1 F2 B1 F3 B3 B2", **KEPT, units=2, programs=2, tiles=2, landing=AWAITED)),
-    (8_933, Config("F1 F2 B2 B1", **KEPT, units=3, dedup=True, programs=2, landing=AWAITED)),
+    (22_068, Config("F1 F2 B2 B1", **KEPT, units=3, dedup=True, programs=2, landing=AWAITED)),
     (1_528, Config("F1 F2 B2 B1", **KEPT, ranks=3, units=2, banks=1, landing=AWAITED)),
 ]
 RIGHT_LONG = [
@@ -62,9 +62,9 @@ RIGHT_LONG = [
     (10_407, Config(BY_TURNS, ranks=3, units=2, programs=2, sparse=True, landing=AWAITED)),
     (3_566, Config(NESTED, ranks=3, units=2, per_tile=3, tiles=2, landing=AWAITED)),
     (34_254, Config(NESTED, ranks=4, units=1, per_tile=3, landing=AWAITED)),
-    (70_376, Config("F1 B1 F2 B2", units=2, dedup=True, banks=1, landing=EACH)),
+    (95_436, Config("F1 B1 F2 B2", units=2, dedup=True, banks=1, landing=EACH)),
     (
-        6_337,
+        18_791,
         Config(THREE_BY_TURNS, units=3, per_tile=4, dedup=True, gradients=True, programs=2, landing=AWAITED),
     ),
     (208_308, Config(THREE_NESTED, ranks=3, units=2, dedup=True, programs=2, landing=AWAITED)),
@@ -105,6 +105,19 @@ CAUGHT = {
     "copied word without epoch": (EARLY_READ, Config("F1 B1 F2 B2", banks=1, programs=2, **TWICE)),
     "tile without its copies": (EARLY_READ, Config("F1 B1", programs=2, **TWICE)),
     "release before the copies": (OVERWRITE, Config("F1 F2 B2 B1", **TWICE, **SHARED)),
+    "sums without their tile": (EARLY_READ, Config("F1 B1", ranks=1, per_tile=1, programs=2, **TWICE)),
+    "sums without other tiles": (EARLY_READ, Config("F1 B1", ranks=1, per_tile=1, programs=2, **TWICE)),
+    "origins before their tile is done": (
+        EARLY_READ,
+        Config("F1 B1", ranks=1, units=3, per_tile=1, dedup=True, programs=4),
+    ),
+    "sums signalled early": (EARLY_READ, Config("F1 B1", programs=2, **TWICE)),
+    "sums without fence": (EARLY_READ, Config("F1 B1", warps=2, **TWICE)),
+    "done word without epoch": (
+        EARLY_READ,
+        Config("F1 B1 F2 B2", ranks=1, per_tile=1, banks=1, programs=2, **TWICE),
+    ),
+    "release before the sums": (OVERWRITE, Config("F1 F2 B2 B1", **TWICE, **SHARED)),
     "two streams": (OVERWRITE, Config("F1 F2 B2 B1", programs=2)),
     "x behind the signal": (EARLY_READ, Config("F1 B1", **KEPT)),
     "x in one bank": (OVERWRITE, Config("F1 F2 B2 B1", **KEPT)),
@@ -189,6 +202,7 @@ def test_every_way_of_landing_finds_the_mistake(mistake: str, landing: str) -> N
         "one released word",
         "counts without release",
         "copied word without epoch",
+        "done word without epoch",
     ):
         assert "does not grow" in explore(system).wrong
     else:
