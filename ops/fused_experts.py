@@ -135,7 +135,8 @@ class LayerExchange:
         of each pass, to its backward   R * H              R * H + T * D      values before the activation, x
         of all layers together          (2 * R + S) * D    (4 * R + S) * D    rows received (dy; x and dy),
                                                                               results that came back
-        while a launch runs             R * F, in a backward R * (H + F)
+        while a launch runs             R * F, in a backward R * (H + F); R * D more for results to be added
+                                        up, where duplicates are sent once
 
     besides some bytes for each row (4 * banks, and 8 * banks more where duplicates are sent once) and choice
     (28, of the routing), and some words for each tile.

@@ -13,7 +13,7 @@ from lancet_kernels.kernels.gluon_config import (
     COPY_REGISTERS,
     COPY_WARPS,
     PRODUCER_REGISTERS,
-    SPILLS_BESIDE_LOOPS,
+    PTX_OPTIONS,
     TASKS,
     boxes,
     hopper_config,
@@ -95,7 +95,8 @@ def specimen(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         total_warps=total_warps(tile),
-        most_spills=SPILLS_BESIDE_LOOPS,
+        most_spills=0,
         wgmma=True,
         tma=True,
+        options={"ptx_options": PTX_OPTIONS},
     )

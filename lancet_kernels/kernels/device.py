@@ -307,13 +307,17 @@ def fence_tma(TMA: tl.constexpr):
 
 @triton.jit
 def opaque(value):
-    """value, an int32 of which the compiler knows nothing: what follows from it is computed behind this.
+    """value, an integer of which the compiler knows nothing: what follows from it is computed behind this.
 
     Otherwise LLVM computes what partitions of a Gluon kernel, or the tasks of one, have in common once and
     ahead of all, and ptxas spills it. Costs nothing: ptxas removes the move.
     """
     if INTERPRETED:
         return value
+    elif value.dtype == tl.int64:
+        return tl.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=False, pack=1
+        )
     else:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
@@ -323,4 +327,10 @@ def opaque(value):
 @triton.jit
 def opaque_width(width):
     """`opaque` of a multiple of 8, which the compiler sees: Triton 3.6 takes no hint on what that returns."""
-    return opaque(width // 8) * 8
+    return opaque(width) // 8 * 8
+
+
+@triton.jit
+def opaque_sizes(W, L, D, F, H, R):
+    """All of them `opaque`: extended to 64 bits, or divided, where they are needed only."""
+    return opaque(W), opaque(L), opaque_width(D), opaque_width(F), opaque_width(H), opaque(R)

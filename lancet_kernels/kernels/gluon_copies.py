@@ -96,6 +96,7 @@ def _put_chunk(
     """
     peer = expert // L
     if wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS):
+        epoch = opaque(epoch)
         begin, end, row, first_send, signal = chunk_rows(
             expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS, BM
         )
@@ -108,7 +109,7 @@ def _put_chunk(
             lanes: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
             i_choice = gl.arange(0, DEDUP, gl.SliceLayout(0, lanes))
             for i in range(0, end - begin, GROUP):
-                i_send = i + gl.arange(0, GROUP, gl.SliceLayout(1, lanes))
+                i_send = i + opaque(gl.arange(0, GROUP, gl.SliceLayout(1, lanes)))
                 mask = i_send < end - begin
                 _, origin = find_origins(
                     send + i_send, mask, peer, rank, W, L, K, table_ptr, token_ptr, expert_ptr, row_ptr,
@@ -153,7 +154,7 @@ def _fan_tile(
         report_ptr, False, BANKS, BM, BW, gl.arange(0, BW, line), gl.arange(0, BM, line),
     ):  # fmt: skip
         first = first_row + m * BM
-        bank = epoch % BANKS * R
+        bank = opaque(epoch) % BANKS * R
         for x in gl.static_range(1 + SEND_X):
             of = bank + x * BANKS * R
             _put_rows(
@@ -214,10 +215,11 @@ def copy(
     if HAS_OUT and DEDUP > 0:
         while i < gl.minimum(num_puts + num_merges, num_tasks):
             merge_tile(
-                i - num_puts, epoch, rank, opaque(W), opaque(L), opaque_width(D), opaque(R), opaque(chunks),
-                table_ptr, origin_ptr, stage_ptr, results_ptr, results_peers_ptr, returned_ptr,
-                returned_peers_ptr, done_ptr, max_polls, report_ptr, BANKS, False, BM, BN, BT, BD,
-                gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0])),
+                i - num_puts, opaque(epoch), rank, opaque(W), opaque(L), opaque_width(D), opaque(R),
+                opaque(chunks), table_ptr, origin_ptr, stage_ptr, results_ptr, results_peers_ptr,
+                returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr, BANKS, False, BM, BN, BT,
+                BD,
+                opaque(gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0]))),
                 gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),
             )  # fmt: skip
             i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)

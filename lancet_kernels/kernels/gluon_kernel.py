@@ -132,7 +132,7 @@ def gluon_overlap_kernel(
     PAIR: gl.constexpr = ACT == "swiglu" and not BACKWARD
     gl.warp_specialize([
         (consume, (
-            earlier_use_ptr, table_ptr, rank, epoch, W, L, D, F, H, R, tiles, chunks,
+            use_ptr, earlier_use_ptr, table_ptr, rank, W, L, D, F, H, R, tiles, chunks,
             results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr,
             rows_ptr, row_weights_ptr, row_dots_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr,
             stage_ptr, origin_ptr, ready_ptr, done_ptr,

@@ -141,8 +141,8 @@ def overlap_kernel(
     Tiles are [BM, BN], those of the first GEMM [BM, BN_IN]: swiglu's has two accumulators.
 
     Grid: (programs,), at most what is resident; one is enough. limit: no more than so many tasks. DEDUP: a
-    power of 2, at least K, if duplicates are sent once, and their results added up, else 0.
-    SEND_X: 1 where x is sent again, else 0.
+    power of 2, at least K, if duplicates are sent once, and their results added up, else 0. SEND_X: 1 where x
+    is sent again, else 0.
     Floor: FLOPs of the GEMMs (2 * rows * D * H and 2 * rows * F * D forward) over the peak, or the bytes put
     (rows * D * element size, each direction) over the link, whichever is longer.
     Example, backward, 2 PEs: PUT sends dy of 6 rows to expert 1; the peer's TILE_IN makes dh of them with

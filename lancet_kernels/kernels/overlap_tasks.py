@@ -200,7 +200,7 @@ def wait_leaders(
         NVSHMEM, False, BANKS, BM, BW, i_w,
     )  # fmt: skip
     if here:
-        bank = epoch % BANKS
+        bank = device.opaque(epoch) % BANKS
         rows, first_row, _ = group(table_ptr, W, W * L, expert)
         i = m * BM + i_m
         origin = tl.load(origin_ptr + bank * R + first_row + i, mask=i < rows, other=0)

@@ -67,7 +67,8 @@ RIGHT_LONG = [
         18_791,
         Config(THREE_BY_TURNS, units=3, per_tile=4, dedup=True, gradients=True, programs=2, landing=AWAITED),
     ),
-    (208_308, Config(THREE_NESTED, ranks=3, units=2, dedup=True, programs=2, landing=AWAITED)),
+    (793_842, Config(THREE_NESTED, ranks=3, units=2, dedup=True, programs=2, landing=AWAITED)),
+    (35_790, Config("F1 B1 F2 B2", units=3, tiles=2, dedup=True, programs=2, landing=AWAITED)),
 ]
 
 # What each mistake leads to, and in which system. Some need a program that goes on while another waits.
@@ -111,8 +112,8 @@ CAUGHT = {
         EARLY_READ,
         Config("F1 B1", ranks=1, units=3, per_tile=1, dedup=True, programs=4),
     ),
-    "sums signalled early": (EARLY_READ, Config("F1 B1", programs=2, **TWICE)),
-    "sums without fence": (EARLY_READ, Config("F1 B1", warps=2, **TWICE)),
+    "sums signalled early": (EARLY_READ, Config("F1 B1", ranks=1, programs=2, **TWICE)),
+    "sums without fence": (EARLY_READ, Config("F1 B1", ranks=1, warps=2, programs=2, **TWICE)),
     "done word without epoch": (
         EARLY_READ,
         Config("F1 B1 F2 B2", ranks=1, per_tile=1, banks=1, programs=2, **TWICE),
@@ -185,6 +186,7 @@ LARGE = {
     "release before the copies",
     "x is not copied",
     "release within the pass",
+    "release before the sums",
 }
 LANDINGS = [(mistake, AWAITED) for mistake in CAUGHT] + [(m, EACH) for m in CAUGHT if m not in LARGE]
 
