@@ -23,8 +23,8 @@ COMPARE_GE = tl.constexpr(5)
 
 def _call(symbol, result, arguments, types, _semantic):
     """A call of the device function `symbol`, with arguments of these types, in a kernel."""
-    found = {tuple(map(core.dtype, types)): (symbol, core.dtype(result))}
-    return core.extern_elementwise("", "", arguments, found, is_pure=False, _semantic=_semantic)
+    symbols = {tuple(map(core.dtype, types)): (symbol, core.dtype(result))}
+    return core.extern_elementwise("", "", arguments, symbols, is_pure=False, _semantic=_semantic)
 
 
 @core.extern

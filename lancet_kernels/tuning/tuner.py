@@ -131,7 +131,7 @@ def _mark_known(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks: 
         entry = entries.get(outcome.key)
         # An entry of another compiler may be outdated.
         if entry is not None and (outcome.key in shipped or entry.triton == triton.__version__):
-            outcome.status, outcome.known = "known", entry
+            outcome.status, outcome.cached = "known", entry
 
 
 def _agree_on_reasons(outcome: Outcome, ranks: Ranks) -> None:
