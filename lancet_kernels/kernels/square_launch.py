@@ -199,17 +199,10 @@ class SquarePhase:
         if self._failures.is_failed():
             self.check()
         launch(
-            release_kernel,
-            (self.memory.world,),
-            use_ptr=self._epoch,
-            released_ptr=self._released.local,
-            released_peers_ptr=self._released.peers,
-            rank=self.memory.rank,
-            world=self.memory.world,
-            banks=1,
-            NVSHMEM=False,
-            **small_kernel(False),
-        )
+            release_kernel, (self.memory.world,), use_ptr=self._epoch, released_ptr=self._released.local,
+            released_peers_ptr=self._released.peers, rank=self.memory.rank, world=self.memory.world, banks=1,
+            NVSHMEM=False, **small_kernel(False),
+        )  # fmt: skip
         return out, last[0], last[1]
 
     def check(self) -> None:
