@@ -167,7 +167,7 @@ def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) 
     with pytest.raises(AttributeError):
         overlap.default_overlap_config(16, 32, "swiglu", torch.float32, torch.device("cuda", 0))
     assert {(task.kind, task.shape, task.dtype) for task in tasks} <= asked
-    assert grouped_gemm_specimens.SPECIMEN_OF.keys() <= {task.kind for task in tasks}
+    assert grouped_gemm_specimens.KERNELS.keys() <= {task.kind for task in tasks}
 
 
 def test_no_table_ships_before_one_is_measured() -> None:
