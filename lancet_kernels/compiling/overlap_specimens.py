@@ -8,7 +8,7 @@ import torch
 
 from lancet_kernels.compiling.specimen import FEW_SPILLED_BYTES, SHORT, Specimen
 from lancet_kernels.kernels.exchange import release_kernel
-from lancet_kernels.kernels.nvshmem_launch import small_kernel
+from lancet_kernels.kernels.kernel_launch import small_kernel
 from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
     first_columns,

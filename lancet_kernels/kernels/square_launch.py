@@ -27,8 +27,7 @@ from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.failure_report import FailureReport, timed_out
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_tile import KINDS
-from lancet_kernels.kernels.kernel_launch import launch
-from lancet_kernels.kernels.nvshmem_launch import small_kernel
+from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.overlap_config import most_registers, overlap_tile, plain_tile
 from lancet_kernels.kernels.square_kernel import PUT, TILE, square_kernel
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from virtual_pes import rehearsal
+from virtual_pes import launched_without_tasks, rehearsal
 
 from lancet_kernels.errors import CommunicationError
-from lancet_kernels.kernels.runtime import launched_without_tasks
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.test_overlap_kernel import SMALL
