@@ -70,7 +70,7 @@ def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", WORLDS, ids="W{}".format)
 def test_many_passes_without_a_pause(compiled, world):
-    """Nothing waits for the device between passes: PEs run ahead of one another as far as banks let them."""
+    """Nothing waits for the device between passes: PEs run ahead of one another, a pass for each bank."""
     case = replace(GELU, world=world)
     run = VirtualPass(case, torch.device("cuda"))
     run.pes.rehearse(run.play)
