@@ -85,9 +85,9 @@ def _put_chunk(
     expert, m, epoch, rank, W, L, D, R, tiles, table_ptr, source_ptr, token_ptr, send_weights_ptr,
     rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr,
     released_ptr, max_polls, report_ptr, K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr,
-    origin_stage_ptr, ring, BANKS: gl.constexpr, BACKWARD: gl.constexpr, BM: gl.constexpr,
-    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DEDUP: gl.constexpr, WIDE: gl.constexpr,
-    WARPS: gl.constexpr,
+    origin_stage_ptr, x_ptr, ring, BANKS: gl.constexpr, BACKWARD: gl.constexpr, BM: gl.constexpr,
+    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DEDUP: gl.constexpr,
+    SEND_X: gl.constexpr, WIDE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """PUT, as `put_chunk` does it, through the ring.
 
@@ -120,11 +120,12 @@ def _put_chunk(
                 origin_ptr, origin_peers_ptr, peer, row + begin, origin_stage_ptr + send, end - begin, False,
                 BM, gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0])),
             )  # fmt: skip
-        _put_rows(
-            device.remote_pointer(rows_ptr, rows_peers_ptr, peer) + (row + begin) * D, source_ptr,
-            token_ptr + send, end - begin, D, ring, origin_stage_ptr + send,
-            (row + begin - epoch % BANKS * R).to(gl.int32), SLOTS, ROWS, BLOCK, WIDE, WHICH,
-        )  # fmt: skip
+        for x in gl.static_range(1 + SEND_X):
+            _put_rows(
+                device.remote_pointer(rows_ptr, rows_peers_ptr, peer) + (row + begin + x * BANKS * R) * D,
+                x_ptr if x else source_ptr, token_ptr + send, end - begin, D, ring, origin_stage_ptr + send,
+                (row + begin - epoch % BANKS * R).to(gl.int32), SLOTS, ROWS, BLOCK, WIDE, WHICH,
+            )  # fmt: skip
         if BACKWARD:
             device.put_words(
                 row_weights_ptr, row_weights_peers_ptr, peer, row + begin,
@@ -138,7 +139,8 @@ def _put_chunk(
 def _fan_tile(
     tile, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr,
     max_polls, report_ptr, ring, BANKS: gl.constexpr, BM: gl.constexpr, BW: gl.constexpr,
-    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr, WARPS: gl.constexpr,
+    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SEND_X: gl.constexpr, WIDE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """FAN, as `fan_tile` does it, through the ring."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -151,10 +153,12 @@ def _fan_tile(
     ):  # fmt: skip
         first = first_row + m * BM
         bank = epoch % BANKS * R
-        _put_rows(
-            rows_ptr + (bank + first) * D, rows_ptr + bank * D, table_ptr, gl.minimum(rows - m * BM, BM), D,
-            ring, origin_ptr + bank + first, first, SLOTS, ROWS, BLOCK, WIDE, COPY_OTHERS,
-        )  # fmt: skip
+        for x in gl.static_range(1 + SEND_X):
+            of = bank + x * BANKS * R
+            _put_rows(
+                rows_ptr + (of + first) * D, rows_ptr + of * D, table_ptr, gl.minimum(rows - m * BM, BM), D,
+                ring, origin_ptr + bank + first, first, SLOTS, ROWS, BLOCK, WIDE, COPY_OTHERS,
+            )  # fmt: skip
         finish_fan(fanned_ptr, tile)
 
 
@@ -165,10 +169,11 @@ def copy(
     source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
     row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr, dots_ptr,
     spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr,
-    origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr, ring,
+    origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr, x_ptr, ring,
     HAS_PUT: gl.constexpr, HAS_REDUCE: gl.constexpr, BACKWARD: gl.constexpr, BANKS: gl.constexpr,
     BM: gl.constexpr, BW: gl.constexpr, PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr,
-    PUT_BLOCK: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr, DEDUP: gl.constexpr, WARPS: gl.constexpr,
+    PUT_BLOCK: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr, DEDUP: gl.constexpr,
+    SEND_X: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The partition of the copy warps: all puts, with FANs among them, then reductions.
 
@@ -192,15 +197,15 @@ def copy(
                     opaque_width(D), opaque(R), in_all, table_ptr, source_ptr, token_ptr,
                     send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
                     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
-                    opaque(K), expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr, ring,
-                    BANKS, BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, DEDUP, wide, WARPS,
+                    opaque(K), expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr, x_ptr,
+                    ring, BANKS, BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, DEDUP, SEND_X, wide, WARPS,
                 )  # fmt: skip
             if DEDUP > 0:
                 if expert < 0:
                     _fan_tile(
                         tile, epoch, rank, w, of_each, opaque_width(D), opaque(R), in_all,
                         table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr, max_polls, report_ptr, ring,
-                        BANKS, BM, BW, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, wide, WARPS,
+                        BANKS, BM, BW, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, SEND_X, wide, WARPS,
                     )  # fmt: skip
             i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     if HAS_REDUCE:

@@ -64,7 +64,7 @@ def gluon_overlap_kernel(
     use_ptr, counter, copy_counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, limit,
     W, L, D, F, H, R, tiles, chunks, T, K,
     tiles_in, tiles_out, lag, dense_tiles, num_problems, reduce_blocks,
-    source_ptr, token_ptr, send_weights_ptr,
+    source_ptr, token_ptr, send_weights_ptr, x_ptr,
     rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr,
     results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, spoiled_ptr,
@@ -80,7 +80,7 @@ def gluon_overlap_kernel(
     BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
     STAGES: gl.constexpr, PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
-    BT: gl.constexpr, BD: gl.constexpr, DEDUP: gl.constexpr,
+    BT: gl.constexpr, BD: gl.constexpr, DEDUP: gl.constexpr, SEND_X: gl.constexpr,
     TASKS: gl.constexpr, WARPS: gl.constexpr, COPY_WARPS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -153,8 +153,8 @@ def gluon_overlap_kernel(
             source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
             row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr, dots_ptr,
             spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr,
-            origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr, ring,
+            origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr, x_ptr, ring,
             HAS_PUT, HAS_REDUCE, BACKWARD, BANKS, BM, BW, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, BT, BD, DEDUP,
-            COPY_WARPS,
+            SEND_X, COPY_WARPS,
         )),
     ], [1, COPY_WARPS], [PRODUCER_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -109,8 +109,8 @@ def overlap_kernel(
     W, L, D, F, H, R, tiles, chunks, T, K,
     tiles_in, tiles_out, lag, dense_tiles, num_problems, reduce_blocks,
     programs, comm_programs,
-    # Dispatch: rows of source by send row, and in a backward their weights.
-    source_ptr, token_ptr, send_weights_ptr, put_stage_ptr,
+    # Dispatch: rows of source by send row, in a backward their weights, with SEND_X rows of x.
+    source_ptr, token_ptr, send_weights_ptr, put_stage_ptr, x_ptr, x_stage_ptr,
     # Symmetric regions and their peers.
     rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr,
@@ -130,14 +130,14 @@ def overlap_kernel(
     BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
     BW: tl.constexpr, PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    DEDUP: tl.constexpr,
+    DEDUP: tl.constexpr, SEND_X: tl.constexpr,
 ):  # fmt: skip
     """One launch. Its tasks follow from the table (`schedule.py`) and the numbers of `tasks.LaunchShape`.
 
     Tiles are [BM, BN], those of the first GEMM [BM, BN_IN]: swiglu's has two accumulators.
 
     Grid: (programs,), at most what is resident; one is enough. limit: no more than so many tasks. DEDUP: a
-    power of 2, at least K, if duplicates are sent once, else 0.
+    power of 2, at least K, if duplicates are sent once, else 0. SEND_X: 1 where x is sent again, else 0.
     Floor: FLOPs of the GEMMs (2 * rows * D * H and 2 * rows * F * D forward) over the peak, or the bytes put
     (rows * D * element size, each direction) over the link, whichever is longer.
     Example, backward, 2 PEs: PUT sends dy of 6 rows to expert 1; the peer's TILE_IN makes dh of them with
@@ -174,13 +174,13 @@ def overlap_kernel(
                     put_stage_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
                     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
                     K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr,
-                    BANKS, BACKWARD, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK, DEDUP,
+                    x_ptr, x_stage_ptr, BANKS, BACKWARD, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK, DEDUP, SEND_X,
                 )  # fmt: skip
         if DEDUP > 0:
             if kind == FAN:
                 fan_tile(
                     a, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr,
-                    fanned_ptr, max_polls, report_ptr, NVSHMEM, BANKS, BM, BW, PUT_ROWS, PUT_BLOCK,
+                    fanned_ptr, max_polls, report_ptr, NVSHMEM, BANKS, BM, BW, PUT_ROWS, PUT_BLOCK, SEND_X,
                 )  # fmt: skip
         if HAS_IN:
             if kind == TILE_IN:

@@ -75,9 +75,9 @@ def put_chunk(
     source_ptr, token_ptr, send_weights_ptr, stage_ptr, rows_ptr, rows_peers_ptr,
     row_weights_ptr, row_weights_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
-    K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr,
+    K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr, x_ptr, x_stage_ptr,
     BANKS: tl.constexpr, BACKWARD: tl.constexpr, NVSHMEM: tl.constexpr,
-    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEDUP: tl.constexpr,
+    BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEDUP: tl.constexpr, SEND_X: tl.constexpr,
     i_row=None, i_column=None, i_chunk=None,
 ):  # fmt: skip
     """PUT: send those rows for `expert` that lie in its tile m, to their final place, then signal them.
@@ -86,7 +86,8 @@ def put_chunk(
     through which rows go where no pointer reaches. In a backward the weight of each row goes with it, from
     send_weights to row_weights [B, R], float32. Into a bank that the peer has not released in time nothing is
     put. DEDUP > 0: only leaders are, and for each row of the chunk its origin, the word (tile, row) of its
-    leader at the peer; expert, row [T, K] are the routing.
+    leader at the peer; expert, row [T, K] are the routing. SEND_X (0 or 1): rows of x [T, D], through stage
+    x_stage [S, D], go to the same places in the banks behind those of source; one signal is behind both.
     Example: BM = 4, 3 rows from first_send = 4 on, behind 2 rows of other sources: with m = 0 rows 4 and 5 go
     to rows 2 and 3 of the expert, with m = 1 row 6 goes to row 4.
     """
@@ -111,12 +112,14 @@ def put_chunk(
                     origin_stage_ptr + first_send + r, NVSHMEM,
                 )  # fmt: skip
                 chosen = lead == send
-            device.put_rows(
-                rows_ptr, rows_peers_ptr, peer, (row + r) * D,
-                source_ptr, token_ptr + first_send + r, tl.minimum(end - r, ROWS), D,
-                NVSHMEM, ROWS, BLOCK, stage_ptr + tl.cast(first_send + r, tl.int64) * D,
-                i_row, i_column, chosen,
-            )  # fmt: skip
+            for x in tl.static_range(1 + SEND_X):
+                device.put_rows(
+                    rows_ptr, rows_peers_ptr, peer, (row + r + x * BANKS * R) * D,
+                    x_ptr if x else source_ptr, token_ptr + first_send + r, tl.minimum(end - r, ROWS), D,
+                    NVSHMEM, ROWS, BLOCK,
+                    (x_stage_ptr if x else stage_ptr) + tl.cast(first_send + r, tl.int64) * D,
+                    i_row, i_column, chosen,
+                )  # fmt: skip
         if BACKWARD:
             device.put_words(
                 row_weights_ptr, row_weights_peers_ptr, peer, row + begin,
@@ -185,11 +188,11 @@ def fan_tile(
     tile, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr,
     max_polls, report_ptr,
     NVSHMEM: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SEND_X: tl.constexpr,
 ):  # fmt: skip
     """FAN: copy those rows of a tile that were not sent from their leaders, then say that all are here.
 
-    If rows did not come in time nobody is told.
+    SEND_X: rows of x, too. If rows did not come in time nobody is told.
     Example: BM = 4, a token of PE 1 in rows 2 and 9: PE 1 puts row 2, and (0, 2) as the origin of both; FAN
     of the tile of row 9 waits for PE 1's words of that tile and of tile 0, and copies row 2 to row 9.
     """
@@ -209,9 +212,11 @@ def fan_tile(
             for d in range(0, D, BLOCK):
                 i_d = d + tl.arange(0, BLOCK)
                 mask = copied[:, None] & (i_d < D)[None, :]
-                # [ROWS, BLOCK]
-                b_x = tl.load(rows_ptr + (bank + lead)[:, None] * D + i_d[None, :], mask=mask)
-                tl.store(rows_ptr + (bank + row)[:, None] * D + i_d[None, :], b_x, mask=mask)
+                for x in tl.static_range(1 + SEND_X):
+                    of = bank + x * BANKS * R
+                    # [ROWS, BLOCK]
+                    b_x = tl.load(rows_ptr + (of + lead)[:, None] * D + i_d[None, :], mask=mask)
+                    tl.store(rows_ptr + (of + row)[:, None] * D + i_d[None, :], b_x, mask=mask)
         finish_fan(fanned_ptr, tile)
 
 

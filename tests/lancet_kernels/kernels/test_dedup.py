@@ -21,7 +21,7 @@ from tests.lancet_kernels.kernels.overlap_ranks import GuardedMemory, make_layer
 def only_say(
     tile, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr,
     max_polls, report_ptr, NVSHMEM: tl.constexpr, BANKS: tl.constexpr, BM: tl.constexpr, BW: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SEND_X: tl.constexpr,
 ):  # fmt: skip
     """Stands for FAN: says that the rows of the tile are there, and copies nothing."""
     tl.store(fanned_ptr + tile, 1)

@@ -46,7 +46,7 @@ def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
                 layer.dense = make_dense(case.dtype) if dense else []
                 answer, products = run_pass(layer)
                 if compare:
-                    other = alone(case, memory.rank)
+                    other = alone(case, memory.rank, keep=options.get("keep", "rows"))
                     same = other.run()
                     check_results(layer, other)
                     assert same_bits(answer.out, same.out), f"{case}: out differs from that of one PE"
