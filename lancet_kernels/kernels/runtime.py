@@ -41,6 +41,14 @@ def check_runs_on(what: str, device: torch.device) -> None:
         )
 
 
+def architecture(device: torch.device) -> int:
+    """Compute capability, 90 for 9.0. In the interpreter that of the newest code path."""
+    if INTERPRETED:
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
+
+
 def needs_upcast(dtype: torch.dtype) -> bool:
     """Must operands of `tl.dot` be cast to float32 first? bf16 in the interpreter gives garbage otherwise."""
     return INTERPRETED and dtype == torch.bfloat16

@@ -57,9 +57,8 @@ class SquareConfig:
         """For operands of these widths; in the interpreter small tiles, one program."""
         if where.type == "cpu":
             return cls(GemmConfig(16, 32, 16, 1, 1), put_rows=16, put_block=64)
-        major, minor = torch.cuda.get_device_capability(where)
-        arch = 10 * major + minor
-        tile, tma = square_tile(dtype, arch, all(w * dtype.itemsize % 16 == 0 for w in widths))
+        aligned = all(w * dtype.itemsize % 16 == 0 for w in widths)
+        tile, tma = square_tile(dtype, runtime.architecture(where), aligned)
         programs = torch.cuda.get_device_properties(where).multi_processor_count
         return cls(tile, programs=programs, comm_programs=max(1, programs // 8), tma=tma)
 
