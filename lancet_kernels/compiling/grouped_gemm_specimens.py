@@ -28,9 +28,7 @@ _SPECIMENS = (
     ("grouped_gemm_forward", "none", (torch.bfloat16,)),
     ("grouped_gemm_forward", "gelu", (torch.bfloat16, torch.float16, torch.float32)),
     ("grouped_gemm_forward", "swiglu", (torch.bfloat16, torch.float32)),
-    ("grouped_gemm_dx", "none", (torch.bfloat16, torch.float32)),
-    ("grouped_gemm_dx", "gelu", (torch.bfloat16,)),
-    ("grouped_gemm_dx", "swiglu", (torch.bfloat16, torch.float16, torch.float32)),
+    ("grouped_gemm_dx", "none", (torch.bfloat16, torch.float16, torch.float32)),
     ("grouped_gemm_dw", "none", (torch.bfloat16, torch.float16, torch.float32)),
 )
 
@@ -44,7 +42,7 @@ def specimens(arch: int) -> Iterator[Specimen]:
             configs = {default_config(m, n, 4096, dtype, arch, accumulators) for m, n in shapes}
             for config in sorted(configs, key=str):
                 yield specimen(name, kind, dtype, config, arch)
-        if kind == "swiglu" or name == "grouped_gemm_dw":
+        if kind == "swiglu" or name != "grouped_gemm_forward":
             config = default_config(4096, 4096, 4096, torch.bfloat16, min(arch, 80), accumulators)
             yield specimen(name, kind, torch.bfloat16, config, arch, odd=True)
 
@@ -63,7 +61,7 @@ def specimen(
     return Specimen.of(
         kernel,
         f"{kind} {config} {SHORT[dtype]}{' odd' if odd else ''}",
-        constexprs if name == "grouped_gemm_dw" else constexprs | {"ACT": kind},
+        constexprs | ({"ACT": kind} if name == "grouped_gemm_forward" else {}),
         {"offset": "i64"},
         SHORT[dtype],
         () if odd else widths,

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_operands import (
@@ -70,27 +69,25 @@ def grouped_gemm_forward_kernel(
 
 @triton.jit
 def grouped_gemm_dx_kernel(
-    dy_ptr, offset_ptr, w_ptr, pre_ptr, out_ptr, R, L, K, N,
-    ACT: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr,
+    dy_ptr, offset_ptr, w_ptr, out_ptr, R, L, K, N, GROUPS: tl.constexpr, GROUP_M: tl.constexpr,
     UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out = (dy @ weight[expert of the row]^T) * act'(pre), one launch for all experts.
+    """out = dy @ weight[expert of the row]^T, one launch for all experts.
 
     Grid: (programs,), resident ones; each walks over every programs-th tile of [BM, BN].
-    dy [R, K], w [L, N, K], pre and out [R, N] (swiglu: [R, 2N] = gate | up).
+    dy [R, K], w [L, N, K], out [R, N].
 
-    Floor for R real rows: 2 * R * K * N FLOPs; R * K + L * K * N + R * N elements moved, and those of pre.
+    Floor for R real rows: 2 * R * K * N FLOPs; R * K + L * K * N + R * N elements moved.
 
     Example: L = 1, offset = [0, 1], K = 1, N = 2: dy = [[3]], w = [[[10], [20]]] -> [[30, 60]].
     """
     num_n = tl.cdiv(N, BN)
-    ld_out = 2 * N if ACT == "swiglu" else N
     rows_L, first_L, end_L = groups(offset_ptr, L, R, GROUPS, BM)
     for tile in range(tl.program_id(0), tl.max(end_L, 0) * num_n, tl.num_programs(0)):
         expert, first, rows, m0, i_n = locate(tile, rows_L, first_L, end_L, num_n, GROUPS, GROUP_M, BM)
         dgrad_tile(
-            dy_ptr + first * K, w_ptr + expert.to(tl.int64) * K * N, pre_ptr + first * ld_out,
-            out_ptr + first * ld_out, rows, m0, i_n * BN, K, N, ACT, UPCAST, TMA, BM, BN, BK,
+            dy_ptr + first * K, w_ptr + expert.to(tl.int64) * K * N, out_ptr + first * N,
+            rows, m0, i_n * BN, K, N, UPCAST, TMA, BM, BN, BK,
         )  # fmt: skip
 
 
@@ -191,51 +188,34 @@ def grouped_gemm_dx(
     offset: Tensor,
     weight: Tensor,
     *,
-    activation: str = "none",
-    pre: Tensor | None = None,
     out: Tensor | None = None,
     config: GemmConfig | None = None,
     num_programs: int | None = None,
 ) -> Tensor:
-    """(dy @ weight[expert]^T) * act'(pre) on the real rows.
+    """dy @ weight[expert]^T on the real rows.
 
     Args:
         dy: [R, B]; offset, config, num_programs: as for `grouped_gemm_forward`.
         weight: [L, A, B], as the forward has it.
-        activation: of the layer *before* this GEMM, whose output was this GEMM's input; with one, `pre` is
-            what went into it, shaped like dy with A (swiglu: 2A) columns, and the result is the gradient of
-            `pre`.
-        out: where to write, shaped like dy with A (swiglu: 2A) columns; a new one is not zeroed.
+        out: where to write, shaped like dy with A columns; a new one is not zeroed.
 
     Raises:
-        UserError: as `grouped_gemm_forward`, or an activation without `pre`, or `pre` without one.
+        UserError: as `grouped_gemm_forward`.
     """
     what = "grouped_gemm_dx"
-    check_activation(activation, f"{what}: activation", EPILOGUES)
-    if (activation == "none") != (pre is None):
-        raise UserError(
-            f"{what}: pre",
-            got=f"{'no ' if pre is None else ''}pre with activation {activation!r}",
-            expected="a pre exactly if there is an activation",
-            do="pass what went into the activation, or activation='none'",
-        )
-    halves = 2 if activation == "swiglu" else 1
     num_experts = check_groups(what, dy, offset, weight)
     rows, (_, N, K) = dy.shape[0], weight.shape
     check_operand(f"{what}: dy", dy, (rows, K), dy)
     check_operand(f"{what}: weight", weight, (num_experts, N, K), dy)
-    if pre is not None:
-        check_operand(f"{what}: pre", pre, (rows, N * halves), dy)
-    out = check_operand(f"{what}: out", out, (rows, N * halves), dy)
+    out = check_operand(f"{what}: out", out, (rows, N), dy)
     if out.numel() == 0:
         return out
-    launch = Launch.of(what, config, rows // num_experts, N, K, (dy, weight), halves)
+    launch = Launch.of(what, config, rows // num_experts, N, K, (dy, weight), 1)
     num_tiles = most_tiles(launch.config, rows, num_experts, N)
     with on_device(dy.device):
         grouped_gemm_dx_kernel[launch.grid(num_tiles, num_programs)](
-            dy_ptr=dy, offset_ptr=offset, w_ptr=weight, pre_ptr=out if pre is None else pre, out_ptr=out,
-            R=rows, L=num_experts, K=K, N=N,
-            ACT=activation, GROUPS=triton.next_power_of_2(num_experts), **launch.options(),
+            dy_ptr=dy, offset_ptr=offset, w_ptr=weight, out_ptr=out, R=rows, L=num_experts, K=K, N=N,
+            GROUPS=triton.next_power_of_2(num_experts), **launch.options(),
         )  # fmt: skip
     return out
 
