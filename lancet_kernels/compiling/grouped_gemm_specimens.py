@@ -21,7 +21,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], str]] = {
         grouped_gemm_forward_kernel, {"HAS_BIAS": True, "SAVE_PRE": True, "GROUPS": 64}, "KN"
     ),
     "grouped_gemm_dx": (grouped_gemm_dx_kernel, {"GROUPS": 64}, "KN"),
-    "grouped_gemm_dw": (grouped_gemm_dw_kernel, {"HAS_DBIAS": True}, "AB"),
+    "grouped_gemm_dw": (grouped_gemm_dw_kernel, {}, "AB"),
 }  # fmt: skip
 # (launcher, activation, dtypes); 16-bit types differ in nothing but the instruction's name.
 _SPECIMENS = (

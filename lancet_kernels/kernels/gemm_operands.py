@@ -100,7 +100,7 @@ class Launch:
             )
         return Launch(config, dtype, device, tma, accumulators)
 
-    def grid(self, most_tiles: int, num_programs: int | None) -> tuple[int]:
+    def grid(self, most_tiles: int, num_programs: int | None = None) -> tuple[int]:
         """The number of resident programs, or the configured number, but at most the number of tiles; at
         least 1."""
         if num_programs is None and INTERPRETED:

@@ -26,11 +26,9 @@ from lancet_kernels.kernels.gemm_operands import (
     most_tiles,
 )
 from lancet_kernels.kernels.gemm_tile import (
-    add_column_sums,
     add_outer_products,
     dgrad_tile,
     forward_tile,
-    store_bias_gradient,
     store_weight_gradient,
 )
 from lancet_kernels.kernels.grouped_tiles import groups, in_bands, locate
@@ -93,15 +91,13 @@ def grouped_gemm_dx_kernel(
 
 @triton.jit
 def grouped_gemm_dw_kernel(
-    x_ptr, dy_ptr, offset_ptr, dw_ptr, dbias_ptr, R, L, A, B,
-    HAS_DBIAS: tl.constexpr, GROUP_M: tl.constexpr,
+    x_ptr, dy_ptr, offset_ptr, dw_ptr, R, L, A, B, GROUP_M: tl.constexpr,
     UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """dw[l] = sum over expert l's rows of x^T dy, dbias[l] = sum of dy; zero for an expert without rows.
+    """dw[l] = sum over expert l's rows of x^T dy; zero for an expert without rows.
 
     Grid: (programs,), resident ones; each walks over every programs-th of the L * cdiv(A, BM) * cdiv(B, BN)
-    tiles. x [R, A], dy [R, B], dw [L, A, B], dbias [L, B]. The tiles with m0 = 0 write dbias, in a second
-    look at rows that their dot has just brought into L2.
+    tiles. x [R, A], dy [R, B], dw [L, A, B].
 
     Floor for R real rows: 2 * R * A * B FLOPs; R * (A + B) + L * A * B elements moved.
 
@@ -116,15 +112,11 @@ def grouped_gemm_dw_kernel(
         n0 = i_n * BN
         first = tl.load(offset_ptr + expert)
         rows = (tl.minimum(tl.load(offset_ptr + expert + 1), R) - first).to(tl.int32)
-        p_dy = dy_ptr + first * B
-        acc = tl.zeros((BM, BN), tl.float32)
         acc = add_outer_products(
-            acc, x_ptr + first * A, p_dy, rows, m0, n0, A, B, UPCAST, TMA, BM, BN, BK
+            tl.zeros((BM, BN), tl.float32), x_ptr + first * A, dy_ptr + first * B, rows, m0, n0, A, B,
+            UPCAST, TMA, BM, BN, BK,
         )  # fmt: skip
         store_weight_gradient(dw_ptr + tl.cast(expert, tl.int64) * A * B, acc, m0, n0, A, B, BM, BN)
-        if HAS_DBIAS and m0 == 0:
-            sums = add_column_sums(tl.zeros((BN,), tl.float32), p_dy, rows, n0, B, BN, BK)
-            store_bias_gradient(dbias_ptr + expert * B, sums, n0, B, BN)
 
 
 def grouped_gemm_forward(
@@ -184,18 +176,12 @@ def grouped_gemm_forward(
 
 
 def grouped_gemm_dx(
-    dy: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    *,
-    out: Tensor | None = None,
-    config: GemmConfig | None = None,
-    num_programs: int | None = None,
+    dy: Tensor, offset: Tensor, weight: Tensor, *, out: Tensor | None = None, config: GemmConfig | None = None
 ) -> Tensor:
     """dy @ weight[expert]^T on the real rows.
 
     Args:
-        dy: [R, B]; offset, config, num_programs: as for `grouped_gemm_forward`.
+        dy: [R, B]; offset, config: as for `grouped_gemm_forward`.
         weight: [L, A, B], as the forward has it.
         out: where to write, shaped like dy with A columns; a new one is not zeroed.
 
@@ -213,7 +199,7 @@ def grouped_gemm_dx(
     launch = Launch.of(what, config, rows // num_experts, N, K, (dy, weight), 1)
     num_tiles = most_tiles(launch.config, rows, num_experts, N)
     with on_device(dy.device):
-        grouped_gemm_dx_kernel[launch.grid(num_tiles, num_programs)](
+        grouped_gemm_dx_kernel[launch.grid(num_tiles)](
             dy_ptr=dy, offset_ptr=offset, w_ptr=weight, out_ptr=out, R=rows, L=num_experts, K=K, N=N,
             GROUPS=triton.next_power_of_2(num_experts), **launch.options(),
         )  # fmt: skip
@@ -221,22 +207,13 @@ def grouped_gemm_dx(
 
 
 def grouped_gemm_dw(
-    x: Tensor,
-    dy: Tensor,
-    offset: Tensor,
-    *,
-    with_dbias: bool = False,
-    dw: Tensor | None = None,
-    dbias: Tensor | None = None,
-    config: GemmConfig | None = None,
-    num_programs: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """dw[l] = sum of x^T dy over expert l's real rows; dbias[l] = sum of dy. -> (dw, dbias or None).
+    x: Tensor, dy: Tensor, offset: Tensor, *, dw: Tensor | None = None, config: GemmConfig | None = None
+) -> Tensor:
+    """dw[l] = sum of x^T dy over expert l's real rows.
 
     Args:
-        x: [R, A], dy: [R, B]; offset, config, num_programs: as for `grouped_gemm_forward`.
-        with_dbias: also sum dy (giving `dbias` asks for it too).
-        dw, dbias: where to write, [L, A, B] and [L, B]; every element is written.
+        x: [R, A], dy: [R, B]; offset, config: as for `grouped_gemm_forward`.
+        dw: where to write, [L, A, B]; every element is written.
 
     Raises:
         UserError: as `grouped_gemm_forward`.
@@ -247,15 +224,13 @@ def grouped_gemm_dw(
     check_operand(f"{what}: x", x, (rows, A), x)
     check_operand(f"{what}: dy", dy, (rows, B), x)
     dw = check_operand(f"{what}: dw", dw, (num_experts, A, B), x)
-    if with_dbias or dbias is not None:
-        dbias = check_operand(f"{what}: dbias", dbias, (num_experts, B), x)
     if dw.numel() == 0:
-        return dw, None if dbias is None else dbias.zero_()
+        return dw
     launch = Launch.of(what, config, A, B, rows // num_experts, (x, dy), 1)
     num_tiles = num_experts * triton.cdiv(A, launch.config.block_m) * triton.cdiv(B, launch.config.block_n)
     with on_device(x.device):
-        grouped_gemm_dw_kernel[launch.grid(num_tiles, num_programs)](
-            x_ptr=x, dy_ptr=dy, offset_ptr=offset, dw_ptr=dw, dbias_ptr=dw if dbias is None else dbias,
-            R=rows, L=num_experts, A=A, B=B, HAS_DBIAS=dbias is not None, **launch.options(),
+        grouped_gemm_dw_kernel[launch.grid(num_tiles)](
+            x_ptr=x, dy_ptr=dy, offset_ptr=offset, dw_ptr=dw, R=rows, L=num_experts, A=A, B=B,
+            **launch.options(),
         )  # fmt: skip
-    return dw, dbias
+    return dw
