@@ -126,7 +126,6 @@ def grouped_gemm_forward(
     bias: Tensor | None = None,
     *,
     activation: str = "none",
-    save_pre: bool = False,
     out: Tensor | None = None,
     pre: Tensor | None = None,
     config: GemmConfig | None = None,
@@ -139,9 +138,8 @@ def grouped_gemm_forward(
         offset: int64 [L + 1], first row of each expert, and the end of the last.
         weight: [L, A, B], for swiglu [L, A, 2B] = gate | up; bias: [L, B] or [L, 2B].
         activation: "none", "gelu" (exact), "silu" or "swiglu".
-        save_pre: also store the value before the activation (giving `pre` asks for it too); else None.
-        out, pre: where to write, shaped like x with B (pre of swiglu: 2B) columns. New ones are not zeroed:
-            rows that belong to nobody are not changed.
+        out, pre: where to write, shaped like x with B (pre of swiglu: 2B) columns; the value before the
+            activation is stored only if there is a `pre`. Rows that belong to nobody are not changed.
         config: default_config if None. Its block_n is the width of each of swiglu's two accumulators.
         num_programs: how many walk over the tiles; None fills the GPU.
 
@@ -159,8 +157,8 @@ def grouped_gemm_forward(
     if bias is not None:
         check_operand(f"{what}: bias", bias, (num_experts, NW), x)
     out = check_operand(f"{what}: out", out, (rows, N), x)
-    if save_pre or pre is not None:
-        pre = check_operand(f"{what}: pre", pre, (rows, NW), x)
+    if pre is not None:
+        check_operand(f"{what}: pre", pre, (rows, NW), x)
     if out.numel() == 0:
         return out, pre
     launch = Launch.of(what, config, rows // num_experts, N, K, (x, weight), halves)
