@@ -32,7 +32,7 @@ from lancet_kernels.kernels.gemm_tile import (
     store_weight_gradient,
 )
 from lancet_kernels.kernels.grouped_tiles import groups, in_bands, locate
-from lancet_kernels.kernels.kernel_launch import on_device
+from lancet_kernels.kernels.kernel_launch import launch
 
 
 @triton.jit
@@ -161,15 +161,15 @@ def grouped_gemm_forward(
         check_operand(f"{what}: pre", pre, (rows, NW), x)
     if out.numel() == 0:
         return out, pre
-    launch = Launch.of(what, config, rows // num_experts, N, K, (x, weight), halves)
-    num_tiles = most_tiles(launch.config, rows, num_experts, N)
-    with on_device(x.device):
-        grouped_gemm_forward_kernel[launch.grid(num_tiles, num_programs)](
-            x_ptr=x, offset_ptr=offset, w_ptr=weight, bias_ptr=out if bias is None else bias,
-            pre_ptr=out if pre is None else pre, out_ptr=out, R=rows, L=num_experts, K=K, N=N,
-            ACT=activation, HAS_BIAS=bias is not None, SAVE_PRE=pre is not None,
-            GROUPS=triton.next_power_of_2(num_experts), **launch.options(),
-        )  # fmt: skip
+    plan = Launch.of(what, config, rows // num_experts, N, K, (x, weight), halves)
+    num_tiles = most_tiles(plan.config, rows, num_experts, N)
+    launch(
+        grouped_gemm_forward_kernel, plan.grid(num_tiles, num_programs),
+        x_ptr=x, offset_ptr=offset, w_ptr=weight, bias_ptr=out if bias is None else bias,
+        pre_ptr=out if pre is None else pre, out_ptr=out, R=rows, L=num_experts, K=K, N=N,
+        ACT=activation, HAS_BIAS=bias is not None, SAVE_PRE=pre is not None,
+        GROUPS=triton.next_power_of_2(num_experts), **plan.options(),
+    )  # fmt: skip
     return out, pre
 
 
@@ -194,13 +194,13 @@ def grouped_gemm_dx(
     out = check_operand(f"{what}: out", out, (rows, N), dy)
     if out.numel() == 0:
         return out
-    launch = Launch.of(what, config, rows // num_experts, N, K, (dy, weight), 1)
-    num_tiles = most_tiles(launch.config, rows, num_experts, N)
-    with on_device(dy.device):
-        grouped_gemm_dx_kernel[launch.grid(num_tiles)](
-            dy_ptr=dy, offset_ptr=offset, w_ptr=weight, out_ptr=out, R=rows, L=num_experts, K=K, N=N,
-            GROUPS=triton.next_power_of_2(num_experts), **launch.options(),
-        )  # fmt: skip
+    plan = Launch.of(what, config, rows // num_experts, N, K, (dy, weight), 1)
+    num_tiles = most_tiles(plan.config, rows, num_experts, N)
+    launch(
+        grouped_gemm_dx_kernel, plan.grid(num_tiles),
+        dy_ptr=dy, offset_ptr=offset, w_ptr=weight, out_ptr=out, R=rows, L=num_experts, K=K, N=N,
+        GROUPS=triton.next_power_of_2(num_experts), **plan.options(),
+    )  # fmt: skip
     return out
 
 
@@ -224,11 +224,11 @@ def grouped_gemm_dw(
     dw = check_operand(f"{what}: dw", dw, (num_experts, A, B), x)
     if dw.numel() == 0:
         return dw
-    launch = Launch.of(what, config, A, B, rows // num_experts, (x, dy), 1)
-    num_tiles = num_experts * triton.cdiv(A, launch.config.block_m) * triton.cdiv(B, launch.config.block_n)
-    with on_device(x.device):
-        grouped_gemm_dw_kernel[launch.grid(num_tiles)](
-            x_ptr=x, dy_ptr=dy, offset_ptr=offset, dw_ptr=dw, R=rows, L=num_experts, A=A, B=B,
-            **launch.options(),
-        )  # fmt: skip
+    plan = Launch.of(what, config, A, B, rows // num_experts, (x, dy), 1)
+    num_tiles = num_experts * triton.cdiv(A, plan.config.block_m) * triton.cdiv(B, plan.config.block_n)
+    launch(
+        grouped_gemm_dw_kernel, plan.grid(num_tiles),
+        x_ptr=x, dy_ptr=dy, offset_ptr=offset, dw_ptr=dw, R=rows, L=num_experts, A=A, B=B,
+        **plan.options(),
+    )  # fmt: skip
     return dw
