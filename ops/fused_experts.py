@@ -138,8 +138,9 @@ class LayerExchange:
         while a launch runs             R * F, in a backward R * (H + F); R * D more for results to be added
                                         up, where duplicates are sent once
 
-    besides some bytes for each row (4 * banks, and 8 * banks more where duplicates are sent once) and choice
-    (28, of the routing), and some words for each tile.
+    besides some bytes for each row received (4 * banks), each choice (28, of the routing) and some words for
+    each tile. Where duplicates are sent once there are origin words as well: 8 * banks bytes for each row
+    received, and 8 for each row sent.
     A pass keeps no rows to send, and x, which autograd keeps for the router anyway, only with keep="tokens".
     Under activation checkpointing it keeps nothing.
     Values after the activation are computed again in the backward, where those before it are at hand for the

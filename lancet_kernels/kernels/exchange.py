@@ -57,7 +57,7 @@ from lancet_kernels.kernels.failure_report import (
     FailureReport,
     timed_out,
 )
-from lancet_kernels.kernels.nvshmem_launch import launch, small_kernel
+from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.schedule import (
     TILES_AT_ONCE,
     exchange_counts_kernel,
@@ -266,8 +266,6 @@ class Exchange:
 
         Launched before the passes' own kernel. It waits for the counts of every PE.
         """
-        if runtime.without_tasks:
-            return
         experts = self.world * self.local_experts
         blocks = {"BE": triton.next_power_of_2(experts), "BW": triton.next_power_of_2(self.world)}
         launch(

@@ -30,8 +30,7 @@ from lancet_kernels.kernels.exchange import Exchange, Stage, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.gluon_launch import launch_gluon
-from lancet_kernels.kernels.kernel_launch import on_device
-from lancet_kernels.kernels.nvshmem_launch import launch
+from lancet_kernels.kernels.kernel_launch import launch, on_device
 from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange, check_sent_again
 from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
@@ -232,7 +231,7 @@ class _Launch:
             (shape.programs,),
             use_ptr=self.use.words, counter=self.use.next_counter(), earlier_use_ptr=earlier.words,
             table_ptr=self.use.table, report_ptr=exchange.report, rank=exchange.rank,
-            max_polls=exchange.max_polls(), limit=0 if runtime.without_tasks else ALL_TASKS,
+            max_polls=exchange.max_polls(), limit=ALL_TASKS,
             W=exchange.world, L=exchange.local_experts, D=exchange.width, F=self.hidden, H=self.width_in,
             R=exchange.receive_rows, tiles=exchange.tiles, chunks=exchange.chunks,
             T=routing.expert.shape[0], K=routing.expert.shape[1],

@@ -275,8 +275,7 @@ def dense_tile(
                          "none", False, False, UPCAST, TMA, BM, BN, BK)  # fmt: skip
     if KINDS & 2:
         if kind == NT:
-            dgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N,
-                       "none", UPCAST, TMA, BM, BN, BK)  # fmt: skip
+            dgrad_tile(a_ptr, b_ptr, c_ptr, M, m * BM, n * BN, K, N, UPCAST, TMA, BM, BN, BK)
     if KINDS & 4:
         if kind == TN:
             acc = add_outer_products(

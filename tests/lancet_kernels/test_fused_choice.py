@@ -24,6 +24,7 @@ from lancet_kernels.schedules.fused_prediction import (
 from lancet_kernels.schedules.plan import Prediction
 from tests.graph.cost_points import GPU, Truth, cost_entry, fast, put, slow, tuned_entry
 from tests.planned_steps import SmallStep, StepCase, dear_communication
+from tests.tuned_cache import cache as cache
 
 BY_FORMULA = "by formula at efficiency 0.85: "
 
@@ -33,16 +34,9 @@ def step() -> SmallStep:
     return SmallStep(StepCase(dtype=torch.float32))
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> TunedCache:
-    """The user's cache; the machine has an H100 that nobody may touch."""
-    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(tuning, "PACKAGE_TABLE", tmp_path / "package.json")
-    monkeypatch.setattr(tuning, "device_name", lambda device: (GPU, 90))
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch) -> None:
     monkeypatch.setattr(FusedChoice, "interpreted", False)
-    tuning.forget()
-    yield TunedCache(tuning.default_cache())
-    tuning.forget()
 
 
 @pytest.fixture
