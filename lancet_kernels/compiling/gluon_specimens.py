@@ -13,7 +13,7 @@ from lancet_kernels.kernels.gluon_config import (
     COPY_REGISTERS,
     COPY_WARPS,
     PRODUCER_REGISTERS,
-    SPILLS_BESIDE_LOOPS,
+    PTX_OPTIONS,
     TASKS,
     boxes,
     hopper_config,
@@ -74,7 +74,7 @@ def specimen(
         "STAGES": tile.num_stages, "PUT_SLOTS": slots,
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block, "TASKS": TASKS, "WARPS": tile.num_warps,
-        "DEDUP": CHOICES if dedup and "HAS_PUT" in stages else 0,
+        "DEDUP": CHOICES if dedup else 0,
         "SEND_X": int(sends_x and "HAS_PUT" in stages),
         "COPY_WARPS": COPY_WARPS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS,
     }  # fmt: skip
@@ -95,7 +95,8 @@ def specimen(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         total_warps=total_warps(tile),
-        most_spills=SPILLS_BESIDE_LOOPS,
+        most_spills=0,
         wgmma=True,
         tma=True,
+        options={"ptx_options": PTX_OPTIONS},
     )

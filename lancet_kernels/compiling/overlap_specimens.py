@@ -141,7 +141,7 @@ def specimen(
         "BN_IN": first_columns(tile, activation, backward=backward),
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block,
-        "DEDUP": CHOICES if dedup and "HAS_PUT" in stages else 0,
+        "DEDUP": CHOICES if dedup else 0,
         "SEND_X": int(sends_x and "HAS_PUT" in stages),
     }  # fmt: skip
     said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain), "dedup": dedup, "x": sends_x}

@@ -106,21 +106,18 @@ def put_rows(
 def put_values(
     region_ptr, peers_ptr, peer, offset, value, i, num, stage_ptr, NVSHMEM: tl.constexpr
 ):  # fmt: skip
-    """Store value[:num], a block, at `offset` of the peer's region. i: 0, 1, ... of the block.
+    """Store value[:num], a block, at `offset` of the peer's region, and in stage. i: 0, 1, ... of the block.
 
-    Where no pointer reaches the peer it goes through `stage`, symmetric memory for this call alone, which
-    must stay until `quiet`.
+    stage: symmetric memory, through which it goes where no pointer reaches the peer; it must stay until
+    `quiet`.
     """
     base = tl.load(peers_ptr + peer)
-    target_ptr = base.to(region_ptr.dtype) + offset
-    if NVSHMEM:
-        if base == 0:
-            target_ptr = stage_ptr
-    tl.store(target_ptr + i, value, mask=i < num)
-    if NVSHMEM:
-        if base == 0:
-            tl.debug_barrier()
-            nvshmem_device.put_row(region_ptr + offset, stage_ptr, num, peer)
+    tl.store(stage_ptr + i, value, mask=i < num)
+    if NVSHMEM and base == 0:
+        tl.debug_barrier()
+        nvshmem_device.put_row(region_ptr + offset, stage_ptr, num, peer)
+    else:
+        tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
 
 
 @triton.jit
@@ -310,13 +307,17 @@ def fence_tma(TMA: tl.constexpr):
 
 @triton.jit
 def opaque(value):
-    """value, an int32 of which the compiler knows nothing: what follows from it is computed behind this.
+    """value, an integer of which the compiler knows nothing: what follows from it is computed behind this.
 
     Otherwise LLVM computes what partitions of a Gluon kernel, or the tasks of one, have in common once and
     ahead of all, and ptxas spills it. Costs nothing: ptxas removes the move.
     """
     if INTERPRETED:
         return value
+    elif value.dtype == tl.int64:
+        return tl.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=False, pack=1
+        )
     else:
         return tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
@@ -326,4 +327,10 @@ def opaque(value):
 @triton.jit
 def opaque_width(width):
     """`opaque` of a multiple of 8, which the compiler sees: Triton 3.6 takes no hint on what that returns."""
-    return opaque(width // 8) * 8
+    return opaque(width) // 8 * 8
+
+
+@triton.jit
+def opaque_sizes(W, L, D, F, H, R):
+    """All of them `opaque`: extended to 64 bits, or divided, where they are needed only."""
+    return opaque(W), opaque(L), opaque_width(D), opaque_width(F), opaque_width(H), opaque(R)

@@ -8,8 +8,9 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
     rows     [B, R, D]            rows received, by local expert, then source, then slot; with `sends_x`
                                   [2B, R, D]: rows of x, which a backward sends again, in the banks behind
     arrived  [B, tiles, W]        word(epoch, 0): what source w sends into that tile of rows is here
-    origin   [B, R]               only with dedup: word(tile, row) of the leader of each row received
-    row_weights [B, R]            in a backward: what each of these rows counts in its token's sum, float32
+    origin   [B, R]               only with dedup: word(previous, leader) of each row received, rows here
+    row_weights [B, R]            in a backward, and with dedup: what each of these rows counts in its
+                                  token's sum, float32
     results  [S, D]               what the experts made of the rows that this PE sent, in the order of sending
     dots     [S]                  in a backward: gradients of the weights of these rows, float32
     returned [B, chunks]          word(epoch, 0): the results of that chunk are here
@@ -17,15 +18,16 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
     stages   [S, D], [S], [R, D], [R]    only where NVSHMEM carries rows: those sent with their weights, and
                                   results with their dots, on their way out
-    stage of origins [S]          only with dedup: the origins sent
+    stage of origins [S]          only with dedup: the origins sent, which say what will come back
     stage of x [S, D]             only with `sends_x`, where NVSHMEM carries rows
 
-A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
-3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
-or rows of epoch e it waits until the peer has released epoch e - B of that bank. Results need neither banks
-nor a credit of their own: a PE returns results of epoch e only after it saw the source's rows of epoch e, and
-the source sends those in a launch behind the one that read its last results. That holds for passes through
-any exchange, so all layers have one region of results (`ResultBuffers`).
+A use of the exchange (a forward pass with its backward, or one of the two alone) has an epoch, 1, 2, 3, ...,
+and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts or rows
+of epoch e it waits until the peer has released epoch e - B of that bank. Where the backward sends x again,
+both directions of all layers may share an exchange: each use is released behind its own launches. Results
+need neither banks nor a credit of their own: a PE returns results of epoch e only after it saw the source's
+rows of epoch e, and the source sends those in a launch behind the one that read its last results. That holds
+for passes through any exchange, so all layers have one region of results (`ResultBuffers`).
 
 The epoch lives in device memory, so a captured CUDA graph counts on in every replay; the host only checks
 that no more than B uses are open, since another one would wait for a release that comes after it.
@@ -49,6 +51,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import device, runtime
 from lancet_kernels.kernels.failure_report import (
     TOO_MANY_ROWS,
+    WAIT_DONE,
     WAIT_FANNED,
     WAIT_READY,
     FailureReport,
@@ -336,7 +339,7 @@ class Exchange:
                 do="set a larger receive_factor, or None for the most rows that there can be",
             )
         expected, seen = f"tiles {failure.expected}", str(failure.seen)
-        if failure.op not in (WAIT_READY.value, WAIT_FANNED.value):
+        if failure.op not in (WAIT_READY.value, WAIT_FANNED.value, WAIT_DONE.value):
             expected, seen = f"epoch {failure.expected >> 32}", str(failure.seen >> 32)
         kind = self.memory.kind
         raise timed_out(name, failure, self.timeout_s, expected, seen, memory=kind)

@@ -29,12 +29,10 @@ COPY_WARPS = 2
 # threads a kernel starts with 128 registers in each, and ptxas refuses a wgmma with as many accumulators.
 PRODUCER_REGISTERS = 88
 COPY_REGISTERS = 88
-# Bytes of a thread that may be spilled: what a partition computes once, or once a tile. While partitions
-# begin, threads have 24 registers, and epilogues need what the accumulators leave. Seen with Triton 3.9: none
-# in forwards (8 with swiglu, 20 with riders alone, 144 with dedup), 44 to 96 in backwards (silu most, 136
-# with dedup); with 3.6 16 in a forward, 40 in the backward with swiglu. A test sees to it that the loops over
-# the contraction spill nothing (2026-11-23).
-SPILLS_BESIDE_LOOPS = 160
+# Of ptxas. At its default of 5 it keeps the number of the thread, which all partitions need and which begins
+# where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
+# the same, instruction for instruction.
+PTX_OPTIONS = "--register-usage-level=3"
 # Tasks that the producer may be ahead by.
 TASKS = 2
 # Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.

@@ -71,15 +71,20 @@ def _rows(ptr, row, width):
 @gluon.jit
 def _store_tile(
     acc, p_row, m_row, bias_ptr, n0, N, HAS_BIAS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, b_weight=None,
 ):  # fmt: skip
-    """acc [BM, BN], plus bias [N], to columns n0 on of rows N wide, that may be anywhere."""
+    """acc [BM, BN], plus bias [N], to columns n0 on of rows N wide, that may be anywhere.
+
+    b_weight: of each row, by which it is multiplied.
+    """
     WIDTH: gl.constexpr = BN // 4
     parts = quarters(acc, BM, BN)
     for q in gl.static_range(4):
         value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
         if HAS_BIAS:
             value = _add_bias(value, bias_ptr, n0 + q * WIDTH, N, WIDTH, QUARTER)
+        if b_weight is not None:
+            value = value * b_weight[:, None]
         _store(p_row, m_row, value, n0 + q * WIDTH, N, WIDTH, ROWS)
 
 
@@ -218,12 +223,14 @@ def _product(
 
 @gluon.jit
 def _finish_in(
-    acc, tile, n, epoch, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, bias_ptr, pre_ptr, hidden_ptr,
+    acc, tile, n, use_ptr, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, bias_ptr, pre_ptr, hidden_ptr,
     activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr, none,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
     BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN: the epilogue of its direction; then one more column of the tile is ready."""
+    tiles = device.opaque(tiles)
+    W, L, D, F, H, R = device.opaque_sizes(W, L, D, F, H, R)
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
     rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
     m0 = (tile - first_tile) * BM + none
@@ -232,9 +239,9 @@ def _finish_in(
         NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
         row = first_row + i
-        received = (epoch % BANKS) * R + first_row
         i_weight = m0 + _row_indices(BM, SLICE, 8)
-        b_weight = gl.load(row_weights_ptr + received + i_weight, mask=i_weight < rows, other=0.0)
+        p_weight = row_weights_ptr + (gl.load(use_ptr) % BANKS) * R + first_row + i_weight
+        b_weight = gl.load(p_weight, mask=i_weight < rows, other=0.0)
         dots = _finish_backward(
             acc, pre_ptr, hidden_ptr, activated_ptr, row, b_weight, i < rows, n * BN_IN, F, ACT, BM, BN,
             NARROW, SLICE,
@@ -242,7 +249,7 @@ def _finish_in(
         dots = gl.convert_layout(dots, gl.SliceLayout(1, NARROW))
         if HAS_BIAS:
             if n == 0:
-                p_row = rows_ptr + (received + i) * D
+                p_row = rows_ptr + ((gl.load(use_ptr) % BANKS) * R + row) * D
                 dots = _add_row_dots(dots, p_row, i < rows, bias_ptr + local * D, D, NARROW)
         gl.store(row_dots_ptr + gl.cast(n, gl.int64) * R + row, dots, mask=i < rows)
     else:
@@ -261,21 +268,37 @@ def _finish_in(
 def _finish_out(
     acc, tile, n, epoch, rank, W, L, D, F, R, tiles, chunks, table_ptr, bias_ptr, results_ptr,
     results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
+    row_weights_ptr, stage_ptr, origin_ptr,
     none, BACKWARD: gl.constexpr, HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BN_IN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
+    DEDUP: gl.constexpr,
 ):  # fmt: skip
-    """TILE_OUT: to the sources; with the last column of the tile, signal them."""
+    """TILE_OUT: to the sources; with the last column of the tile, signal them. DEDUP: as of `tile_out`."""
+    W, L, D, F, _, R = device.opaque_sizes(W, L, D, F, F, R)
+    chunks = device.opaque(chunks)
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
     expert = rank * L + local
     rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
     m = tile - first_tile
     i_m = _row_indices(BM, ROWS, 4 * WARPS) + none
+    origin = None
+    b_weight = None
+    if DEDUP:
+        received = (epoch % BANKS) * R + first_row + m * BM
+        origin = gl.load(origin_ptr + received + i_m, mask=m * BM + i_m < rows, other=0)
+        if not BACKWARD:
+            i_weight = _row_indices(BM, QUARTER, 8)
+            b_weight = gl.load(
+                row_weights_ptr + received + i_weight, mask=m * BM + i_weight < rows, other=0.0
+            )
     p_row, m_row = result_rows(
-        expert, m, rows, first_row, W, L, D, table_ptr, results_ptr, results_ptr, results_peers_ptr,
-        False, BM, i_m,
+        expert, m * BM + i_m, rows, first_row, W, L, D, table_ptr, stage_ptr, results_ptr, results_peers_ptr,
+        False, origin,
     )  # fmt: skip
     bias_ptr += local * D
-    _store_tile(acc, p_row, m_row, bias_ptr, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN, ROWS, QUARTER)
+    _store_tile(
+        acc, p_row, m_row, bias_ptr, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN, ROWS, QUARTER, b_weight
+    )
     if BACKWARD:
         if n == 0:
             return_dots(
@@ -285,7 +308,7 @@ def _finish_out(
     return_tile(
         tile, m, n, expert, first_row, epoch, rank, W, L, D, tiles, chunks, table_ptr, results_ptr,
         results_ptr, results_peers_ptr, dots_ptr, dots_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-        BACKWARD, BANKS, False, BM, BN,
+        BACKWARD, BANKS, False, BM, BN, DEDUP,
     )  # fmt: skip
 
 
@@ -298,6 +321,7 @@ def _finish_wgrad(
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """WGRAD: the tile, and the bias gradient with m = 0; NaN if its rows did not come."""
+    W, L, D, F, H, R = device.opaque_sizes(W, L, D, F, H, R)
     rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)
     _, dy_ptr, A, B = wgrad_operands(
         which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
@@ -324,17 +348,17 @@ def _finish_wgrad(
 
 @gluon.jit
 def consume(
-    earlier_use_ptr, table_ptr, rank, epoch, W, L, D, F, H, R, tiles, chunks,
+    use_ptr, earlier_use_ptr, table_ptr, rank, W, L, D, F, H, R, tiles, chunks,
     results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr,
-    rows_ptr, row_weights_ptr, row_dots_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, ready_ptr,
-    done_ptr,
+    rows_ptr, row_weights_ptr, row_dots_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr,
+    stage_ptr, origin_ptr, ready_ptr, done_ptr,
     saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     problems_ptr, a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
     BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
+    STAGES: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr, DEDUP: gl.constexpr,
 ):  # fmt: skip
     """The consumers' partition: multiply the operands of each task that is handed over, and store."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
@@ -357,26 +381,27 @@ def consume(
         a, b, c, d, sound = take_task(j, tasks, task_empty, TASKS, WARPS)
         # Always 0; what follows from it is not computed ahead of the loop, and then spilled.
         none = sound >> 1
-        w, of_each, now = device.opaque(W), device.opaque(L), epoch + none
+        # Not held in registers while products run.
+        epoch = gl.load(use_ptr)
         if HAS_IN:
             if kind == TILE_IN:
                 _finish_in(
-                    acc, a, b, now, rank, w, of_each, D, F, H, R, tiles, table_ptr, rows_ptr, bias_in_ptr,
+                    acc, a, b, use_ptr, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, bias_in_ptr,
                     pre_ptr, hidden_ptr, activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr, none,
                     BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, BM, BN, BN_IN, WARPS,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:
                 _finish_out(
-                    acc, a, b, now, rank, w, of_each, D, F, R, tiles, chunks, table_ptr, bias_out_ptr,
+                    acc, a, b, epoch, rank, W, L, D, F, R, tiles, chunks, table_ptr, bias_out_ptr,
                     results_ptr, results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr,
-                    returned_peers_ptr, done_ptr, none, BACKWARD, HAS_BIAS, BANKS, BM, BN, BN_IN, ROWS,
-                    QUARTER, WARPS,
+                    returned_peers_ptr, done_ptr, row_weights_ptr, stage_ptr, origin_ptr, none, BACKWARD,
+                    HAS_BIAS, BANKS, BM, BN, BN_IN, ROWS, QUARTER, WARPS, DEDUP,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
                 _finish_wgrad(
-                    acc, a, b, c, d, sound, now, earlier_use_ptr + none, rank, w, of_each, D, F, H, R,
+                    acc, a, b, c, d, sound, epoch, earlier_use_ptr + none, rank, W, L, D, F, H, R,
                     table_ptr, rows_ptr, row_weights_ptr, hidden_ptr, saved_rows_ptr, activated_ptr,
                     dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, none, HAS_BIAS, BANKS,
                     EARLIER_BANKS, BM, BN, ROWS, QUARTER, WARPS,

@@ -13,6 +13,7 @@ from lancet_kernels.kernels.gluon_config import (
     COPY_REGISTERS,
     COPY_WARPS,
     PRODUCER_REGISTERS,
+    PTX_OPTIONS,
     TASKS,
     boxes,
     put_slots,
@@ -43,6 +44,7 @@ def launch_gluon(copy_counter: int, grid: tuple[int, ...], **arguments: Any) -> 
         "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
         "COPY_REGISTERS": COPY_REGISTERS,
         "num_warps": arguments["num_warps"],
+        "ptx_options": PTX_OPTIONS,
     }
     given = {name: arguments[name] for name in gluon_overlap_kernel.arg_names if name in arguments}
     # Producers claim a task ahead: what a tile of the second GEMM needs is finished a task later.

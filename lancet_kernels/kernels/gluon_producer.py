@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from lancet_kernels.kernels.device import opaque, opaque_width
+from lancet_kernels.kernels.device import opaque, opaque_sizes, opaque_width
 from lancet_kernels.kernels.gemm_tile import NN, NT, TN
 from lancet_kernels.kernels.gluon_pipeline import NO_TASK, hand_over, load_steps, wait_for_loads
 from lancet_kernels.kernels.gluon_shim import view
@@ -40,6 +40,8 @@ def _load_in(
     DEDUP: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN: wait for the rows of the tile, hand it over, load. -> it, j."""
+    W, L, D, F, _, R = opaque_sizes(W, L, D, F, F, R)
+    tiles = opaque(tiles)
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     FORM: gl.constexpr = NT if BACKWARD else NN
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
@@ -82,6 +84,7 @@ def _load_out(
     BK: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
 ):  # fmt: skip
     """TILE_OUT: wait until the tile's columns of the first GEMM are ready, hand it over, load. -> it, j."""
+    W, L, D, F, H, _ = opaque_sizes(W, L, D, F, H, L)
     FORM: gl.constexpr = NT if BACKWARD else NN
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
     _, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
@@ -114,6 +117,8 @@ def _load_wgrad(
     BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
 ):  # fmt: skip
     """WGRAD: wait until all tiles of the expert are ready, hand it over, load its rows. -> it, j."""
+    W, L, D, F, H, R = opaque_sizes(W, L, D, F, H, R)
+    tiles = opaque(tiles)
     rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)
     here = sound != 0
     if HAS_IN:
@@ -202,15 +207,14 @@ def produce(
     a_across = view(a_bufs, [STAGES, BK, BM], across_a)
     b_across = view(b_bufs, [STAGES, BN, BK], across_b)
     b_halves = view(b_bufs, [2 * STAGES, BK, BN // 2], half)
-    W, L, R, D, F, H = opaque(W), opaque(L), opaque(R), opaque_width(D), opaque_width(F), opaque_width(H)
-    tiles, tiles_in, tiles_out, rank = opaque(tiles), opaque(tiles_in), opaque(tiles_out), opaque(rank)
     it = 0
     j = 0
     i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     while i < num_tasks:
         kind, a, b, c, d = find_task(
-            i, 0, num_tiles, num_wgrad, dense_tiles, num_problems, tiles_in, tiles_out, lag, 1, 1,
-            problems_ptr, table_ptr, table_ptr, chunks, L, D, F, H,
+            i, 0, num_tiles, num_wgrad, dense_tiles, opaque(num_problems), opaque(tiles_in),
+            opaque(tiles_out), opaque(lag), 1, 1, problems_ptr, table_ptr, table_ptr, chunks,
+            opaque(L), opaque_width(D), opaque_width(F), opaque_width(H),
             False, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN,
         )  # fmt: skip
         if HAS_IN:

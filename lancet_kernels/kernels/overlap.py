@@ -3,12 +3,12 @@
     T  tokens here     E  experts in all, W PEs with L = E / W each    K  choices per token
     D  model width     F  hidden width    H  F, or 2F for swiglu       R  most rows received
 
-Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights ->
-dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the weights' gradients -> sum; dW2, dW1 and
-their biases fill the way back. By default each direction is one launch; `split` makes it two (dispatch+GEMM,
-GEMM+combine). Independent GEMMs (dW of another layer, say) can ride along in any of them: `DenseGemm`. Before
-the forward two small launches exchange counts and find where all rows lie (`schedule.py`); the backward's
-rows lie where the forward's did.
+Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights,
+and x again if its rows are not kept -> dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the
+weights' gradients -> sum; dW2, dW1 and their biases fill the way back. By default each direction is one
+launch; `split` makes it two (dispatch+GEMM, GEMM+combine). Independent GEMMs (dW of another layer, say) can
+ride along in any of them: `DenseGemm`. Before the forward two small launches exchange counts and find where
+all rows lie (`schedule.py`); the backward's rows lie where the forward's did.
 
 The launchers do not synchronise with the device. A wait that ran out of time is in the exchange's report;
 `Exchange.check()` raises it.
@@ -179,15 +179,20 @@ class _Launch:
         # Float32 that a forward never looks at.
         self.weights = self.row_dots = self.routing.weight
         if self.backward:
-            self.weights = self.routing.weight_of_row()
             self.row_dots = self.weights.new_empty(
                 triton.cdiv(self.hidden, self.columns_in), exchange.receive_rows
             )
+        if self.backward or exchange.dedup:
+            self.weights = self.routing.weight_of_row()
             if exchange.buffers.stage is not None:
                 staged = exchange.buffers.stage.weights.local
                 rows = min(len(staged), len(self.weights))
                 staged[:rows] = self.weights[:rows]
                 self.weights = staged
+        stage = exchange.buffers.stage
+        self.stage = exchange.rows.local if stage is None else stage.results.local
+        if stage is None and exchange.dedup:
+            self.stage = self.stage.new_empty(exchange.receive_rows, exchange.width)
         self.problems, dense_tiles = None, 0
         if self.dense:
             self.problems, dense_tiles = dense_table(self.dense, gemm, exchange.memory.device)
@@ -245,7 +250,7 @@ class _Launch:
             returned_ptr=exchange.returned.local, returned_peers_ptr=exchange.returned.peers,
             weight_in_ptr=get("weight_in"), bias_in_ptr=get("bias_in"), pre_ptr=get("pre"),
             hidden_ptr=get("hidden"), weight_out_ptr=get("weight_out"), bias_out_ptr=get("bias_out"),
-            stage_ptr=stage.results.local, row_dots_ptr=self.row_dots, dots_stage_ptr=stage.dots.local,
+            stage_ptr=self.stage, row_dots_ptr=self.row_dots, dots_stage_ptr=stage.dots.local,
             ready_ptr=self.use.ready, done_ptr=self.use.done,
             saved_rows_ptr=get("saved_rows"), activated_ptr=get("activated"),
             dweight_in_ptr=get("dweight_in"), dbias_in_ptr=get("dbias_in"),
@@ -264,7 +269,7 @@ class _Launch:
             BW=triton.next_power_of_2(exchange.world),
             PUT_ROWS=config.put_rows, PUT_BLOCK=config.put_block,
             BT=config.reduce_tokens, BD=config.reduce_block,
-            DEDUP=triton.next_power_of_2(routing.expert.shape[1]) if exchange.dedup and shape.put else 0,
+            DEDUP=triton.next_power_of_2(routing.expert.shape[1]) if exchange.dedup else 0,
             SEND_X=int(self.backward and exchange.sends_x and shape.put),
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),
         )  # fmt: skip

@@ -125,6 +125,8 @@ def test_fuzzed_routings(pool, ranks):
     from tests.lancet_kernels.kernels.fuzz_routings import fuzz_on_rank
 
     pool.run(fuzz_on_rank, 0, 40, 0.02, ranks=ranks, timeout_s=600)
+    # With duplicates sent once, and x sent again.
+    pool.run(fuzz_on_rank, 80, 40, 0.02, True, ranks=ranks, timeout_s=600)
 
 
 def steps_on_rank(case: Case, steps: int, shared: bool, nap_s: float) -> dict[tuple[int, int], Answer]:

@@ -20,7 +20,7 @@ from tests.lancet_kernels.kernels.gluon_emulator.scheduler import Misuse, Schedu
 from tests.lancet_kernels.kernels.gluon_emulator.shared_memory import SharedTraffic, number
 from tests.lancet_kernels.kernels.gluon_emulator.source import Sources, is_jitted
 
-LAUNCH_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "warmup")
+LAUNCH_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "ptx_options", "warmup")
 
 
 def _see_language() -> None:
