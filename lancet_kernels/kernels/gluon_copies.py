@@ -95,7 +95,7 @@ def _put_chunk(
     """
     peer = expert // L
     if wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS):
-        epoch = opaque(epoch)
+        peer, epoch = opaque(peer), opaque(epoch)
         begin, end, row, first_send, signal = chunk_rows(
             expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS, BM
         )
