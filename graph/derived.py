@@ -246,7 +246,8 @@ def _put_back(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) ->
 
 def _fused_backward(inputs: list[Shape], outputs: list[Shape], attributes: Mapping) -> str | None:
     """The backward launch of fused experts, and the weight gradients that it computes as fillers: cut along
-    the tokens, which are the first dimension of all operands but the ticket and the experts' parameters."""
+    the tokens, which are the first dimension of all operands but the ticket and the experts' parameters.
+    Behind the fillers' operands may come the forward's x."""
     tokens = inputs[0][0]
     parameters = 2 if len(inputs[4]) == 3 else 4
     fillers = inputs[3 + parameters :]

@@ -340,7 +340,7 @@ RULES: dict[str, Rule] = {
         copies_argument=11,
         with_backward=True,
     ),
-    # dy[T, D], ticket, weight[T, K], w1 (, b1), w2 (, b2) (, fillers' operands [T, A])
+    # dy[T, D], ticket, weight[T, K], w1 (, b1), w2 (, b2) (, fillers' operands [T, A]) (, x[T, D])
     #   -> dx[T, D], dweight[T, K], dw1, dw2 (, db1, db2) (, fillers' results [A, B])
     "lancet.fused_experts_backward": Rule(derived="fused_backward", with_backward=True),
     # dweight[T, K], logits[T, E], expert[T, K] -> dlogits[T, E]

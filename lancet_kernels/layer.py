@@ -54,17 +54,19 @@ class MoELayer(ExpertsByGlobalId):
             which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
             for proof not speed). Every pass of a fused layer is collective. One rank, which has nothing to
             overlap, runs grouped GEMMs.
-        timeout, banks, max_tokens, receive_factor: only for "fused". Seconds that a rank waits for a peer
-            (None: as the group's collectives); how many forward passes may wait for their backward at once
-            (None: 2); the most tokens of any pass on a rank, for which memory is allocated once (None: those
-            of the first pass; a larger one allocates anew, on all ranks at the same pass); room for how many
-            times the even share of received rows (None: for the most there can be).
+        timeout, banks, max_tokens, receive_factor, keep: only for "fused". Seconds that a rank waits for a
+            peer (None: as the group's collectives); how many forward passes may wait for their backward at
+            once (None: 2); the most tokens of any pass on a rank, for which memory is allocated once (None:
+            those of the first pass; a larger one allocates anew, on all ranks at the same pass); room for how
+            many times the even share of received rows (None: for the most there can be); what is kept for
+            the backward, "rows" received (None), or "tokens": the layer's input, which is smaller, and which
+            the backward sends again. Then any number of passes may wait, and `banks` must be None.
         shared_expert_d_ff: hidden width of a shared expert, which processes every token; None: without one.
         group: the expert-parallel process group, or all groups of the job as `Groups`; None: all ranks.
         device, dtype: of the parameters. The router is computed in float32 or wider, for every dtype.
 
-    Memory of a fused layer: see `LayerExchange`. Under activation checkpointing (either kind) only the
-    layer's input is kept, and no bank is taken until the backward.
+    Memory of a fused layer, and what it sends: see `LayerExchange`. Under activation checkpointing (either
+    kind) only the layer's input is kept, and no bank is taken until the backward.
 
     Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
     Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
@@ -100,6 +102,7 @@ class MoELayer(ExpertsByGlobalId):
         banks: int | None = None,
         max_tokens: int | None = None,
         receive_factor: float | None = None,
+        keep: str | None = None,
         group: dist.ProcessGroup | Groups | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -129,6 +132,7 @@ class MoELayer(ExpertsByGlobalId):
         self.exchange = None
         exchange = {
             "timeout": timeout, "banks": banks, "max_tokens": max_tokens, "receive_factor": receive_factor,
+            "keep": keep,
         }  # fmt: skip
         check_exchange_options(backend, exchange)
         if backend == "fused":
@@ -137,7 +141,8 @@ class MoELayer(ExpertsByGlobalId):
 
             self.exchange = LayerExchange(
                 self.expert_group, self.local_experts, d_model, d_ff, activation,
-                timeout_s=timeout, banks=banks or 2, max_tokens=max_tokens, receive_factor=receive_factor,
+                timeout_s=timeout, banks=banks or 2, keep=keep or "rows", max_tokens=max_tokens,
+                receive_factor=receive_factor,
             )  # fmt: skip
 
         factory: dict[str, Any] = {"device": device, "dtype": dtype}

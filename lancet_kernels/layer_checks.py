@@ -15,6 +15,8 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.expert_names import ExpertsByGlobalId
 from lancet_kernels.ops.gates import GATES, Gate
 
+KEPT = ("rows", "tokens")
+"""What a pass of a fused layer can keep for its backward."""
 # Layers whose experts a DistributedDataParallel module leaves alone.
 _CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[ExpertsByGlobalId]] = WeakKeyDictionary()
 
@@ -50,9 +52,10 @@ def check_sizes(
 
 
 def check_exchange_options(backend: str, options: Mapping[str, object]) -> None:
-    """Raise UserError unless each option of fused layers is None, or a positive number of a fused layer.
+    """Raise UserError unless each option of fused layers is None, or a positive number of a fused layer; and
+    `keep` one of KEPT.
 
-    Args: options: "timeout", "banks", "max_tokens", "receive_factor" with their values.
+    Args: options: "timeout", "banks", "max_tokens", "receive_factor", "keep" with their values.
     """
     for name, value in options.items():
         if value is None:
@@ -64,10 +67,21 @@ def check_exchange_options(backend: str, options: Mapping[str, object]) -> None:
                 expected="None",
                 do="use backend='fused' for it",
             )
+        if name == "keep":
+            if value not in KEPT:
+                raise UserError(name, got=repr(value), expected=" or ".join(KEPT), do="check the name")
+            continue
         kind = Integral if name in ("banks", "max_tokens") else Real
         if not isinstance(value, kind) or isinstance(value, bool) or not 0 < float(value) < math.inf:
             what = "a positive whole number" if kind is Integral else "a positive number"
             raise UserError(name, got=repr(value), expected=f"{what}, or None", do="correct it")
+    if options["keep"] == "tokens" and options["banks"] is not None:
+        raise UserError(
+            "banks",
+            got=f"{options['banks']} with keep='tokens'",
+            expected="None (no pass keeps a bank until its backward)",
+            do="leave it out",
+        )
 
 
 def check_capacity_factor(gate: Gate, capacity_factor: float | None) -> None:

@@ -8,10 +8,11 @@ Same mathematics as dispatch -> all_to_all -> grouped_gemm -> expert_activation 
 -> combine (the reference), but rows travel by one-sided puts through symmetric memory while GEMM tiles run
 (`lancet_kernels.kernels.overlap`). Sizes travel with the signals: nothing waits for the host.
 
-The forward exchange of a layer keeps the rows that it received until its backward, so each layer has its own.
-Backward exchanges are free when the backward ends, so layers of one size share one. Both are made once, for
-the most tokens: how many there are, and how they are routed, may change from step to step and from rank to
-rank, and nothing is made or agreed upon for it.
+With keep="rows" the forward exchange of a layer keeps the rows that it received until its backward, so each
+layer has its own. Backward exchanges are free when the backward ends, so layers of one size share one. With
+keep="tokens" the backward sends the tokens again, and layers share one exchange for both directions.
+Exchanges are made once, for the most tokens: how many there are, and how they are routed, may change from
+step to step and from rank to rank, and nothing is made or agreed upon for it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.exchange import Exchange, ResultBuffers
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig, dedup_pays
-from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
+from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing
 from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.ops.fused_passes import ForwardPass, take_pass, ticket_of
 from lancet_kernels.ops.groups import group_name, group_of, group_timeout_s
@@ -62,7 +63,7 @@ class FusedMemory:
     def __init__(self, memory: SymmetricMemory) -> None:
         self.memory = memory
         self.layers = 0
-        self._backward: dict[tuple, Exchange] = {}
+        self._shared: dict[tuple, Exchange] = {}
         self._buffers: dict[tuple, ResultBuffers] = {}
 
     @classmethod
@@ -92,13 +93,12 @@ class FusedMemory:
                 torch.cuda.synchronize(device)  # launches under way end at the latest with their timeouts
             shared.memory.close(together=False)
 
-    def backward(self, **sizes) -> Exchange:
-        """The backward exchange that all layers of these sizes share."""
+    def shared(self, what: str, **sizes) -> Exchange:
+        """The exchange that all layers of these sizes share, `what`: for "backward" or for "passes"."""
         key = tuple(sorted(sizes.items(), key=str))
-        if key not in self._backward:
-            name = f"backward{len(self._backward)}"
-            self._backward[key] = Exchange(self.memory, name, **sizes)
-        return self._backward[key]
+        if key not in self._shared:
+            self._shared[key] = Exchange(self.memory, f"{what}{len(self._shared)}", **sizes)
+        return self._shared[key]
 
     def buffers(self, **sizes) -> ResultBuffers:
         """What all exchanges of these sizes need only while a launch runs; launches are in one stream."""
@@ -113,7 +113,10 @@ class LayerExchange:
 
     Args:
         group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
-        banks: how many forward passes may be waiting for their backward at the same time.
+        banks: how many forward passes may be waiting for their backward at the same time; only with
+            keep="rows".
+        keep: what a pass keeps for dW1: "rows", those received, in a region of the layer; or "tokens", x,
+            which the backward sends again. See below.
         max_tokens: the most tokens of any pass on this rank; None: those of the first pass, and a pass with
             more creates larger exchanges, which all ranks must do in the same pass (logged as a warning).
         receive_factor: room for that many times the rows that each rank receives if all experts get equally
@@ -126,20 +129,28 @@ class LayerExchange:
     Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R rows
     received at most (W * max_tokens * min(K, L), or receive_factor * S)
 
-        of a layer, once                banks * R * D            rows received
-        of each pass, to its backward   R * H                    values before the activation
-        of all layers together          (2 * R + S) * D          the backward's rows, results that came back
-        while a launch runs             R * F, in a backward R * (H + F)
+                                        keep="rows"        keep="tokens"
+        of a layer, once                banks * R * D      0                  rows received
+        of each pass, to its backward   R * H              R * H + T * D      values before the activation, x
+        of all layers together          (2 * R + S) * D    (4 * R + S) * D    rows received (dy; x and dy),
+                                                                              results that came back
+        while a launch runs             R * F, in a backward R * (H + F); R * D more for results to be added
+                                        up, where duplicates are sent once
 
     besides some bytes for each row (4 * banks, and 8 * banks more where duplicates are sent once) and choice
     (28, of the routing), and some words for each tile.
-    A pass keeps neither its tokens nor the rows to send. Under activation checkpointing it keeps nothing.
+    A pass keeps no rows to send, and x, which autograd keeps for the router anyway, only with keep="tokens".
+    Under activation checkpointing it keeps nothing.
     Values after the activation are computed again in the backward, where those before it are at hand for the
     gradient; the gradient of the combine weights needs no results (`kernels.overlap_tiles`).
 
+    Sent by a rank, in elements: in a forward (S + R) * D, x to the experts and their results back; in a
+    backward with keep="rows" as many, with keep="tokens" (2 * S + R) * D. In S, duplicates that are sent once
+    count once.
+
     Example: bfloat16, swiglu, one bank, balanced (receive_factor 1, so R = S = T K): 2 TKD + 4 TKF bytes for
-    each layer. Keeping x instead of the rows received would be 2 TD, and would send x again in the backward:
-    half as much again as dy and dx.
+    each layer; with keep="tokens" 2 TD + 4 TKF. Rows that cross the link in a backward: 2 TK, or 3 TK. So
+    "rows" is faster where the link is what a backward waits for, and "tokens" is smaller.
     """
 
     def __init__(
@@ -151,6 +162,7 @@ class LayerExchange:
         activation: str,
         *,
         banks: int = 2,
+        keep: str = "rows",
         max_tokens: int | None = None,
         receive_factor: float | None = None,
         timeout_s: float | None = None,
@@ -158,7 +170,7 @@ class LayerExchange:
     ) -> None:
         self.max_tokens, self.receive_factor = max_tokens, receive_factor
         self.group, self.local_experts, self.width, self.hidden = group, local_experts, width, hidden
-        self.activation, self.banks, self.config = activation, banks, config
+        self.activation, self.banks, self.keep, self.config = activation, banks, keep, config
         if timeout_s is None:
             timeout_s = group_timeout_s(group_of(group)) if group else ALONE_TIMEOUT_S
         self.timeout_s = timeout_s
@@ -172,7 +184,8 @@ class LayerExchange:
     def of(
         self, num_choices: int, capacity: int, like: Tensor, copies: int = 1
     ) -> tuple[Exchange, Exchange, OverlapConfig]:
-        """Forward and backward exchange and configuration for rows like `like` [T, D].
+        """Forward and backward exchange and configuration for rows like `like` [T, D]; with keep="tokens" the
+        two are one.
 
         capacity: the most rows that any rank sends to one expert, with as many tokens. copies: how many
         forward passes make one step, so that as many times `banks` may wait for their backward.
@@ -202,10 +215,14 @@ class LayerExchange:
                 "buffers": memory.buffers(**of_rows),
                 "timeout_s": self.timeout_s,
             }
-            memory.layers += 1
-            name = f"layer{memory.layers} {current_layer()}".strip()
-            forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
-            self._exchanges[key] = memory, forward, memory.backward(**sizes), config
+            if self.keep == "tokens":
+                forward = backward = memory.shared("passes", sends_x=True, **sizes)
+            else:
+                memory.layers += 1
+                name = f"layer{memory.layers} {current_layer()}".strip()
+                forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
+                backward = memory.shared("backward", **sizes)
+            self._exchanges[key] = memory, forward, backward, config
         return self._exchanges[key][1:]
 
     def _default_config(self, world: int, num_choices: int, like: Tensor) -> OverlapConfig:
@@ -258,8 +275,8 @@ class LayerExchange:
         # A copied layer creates its own exchanges when it first runs.
         return LayerExchange(
             self.group, self.local_experts, self.width, self.hidden, self.activation,
-            banks=self.banks, max_tokens=self.max_tokens, receive_factor=self.receive_factor,
-            timeout_s=self.timeout_s, config=self.config,
+            banks=self.banks, keep=self.keep, max_tokens=self.max_tokens, 
+            receive_factor=self.receive_factor, timeout_s=self.timeout_s, config=self.config,
         )  # fmt: skip
 
 
@@ -333,7 +350,7 @@ def run_forward(
     dense: Sequence[DenseGemm],
     copies: int = 1,
 ) -> tuple[Tensor, ForwardPass]:
-    """A forward pass. -> out [T, D], and the pass, whose bank must still be released."""
+    """A forward pass. -> out [T, D], and the pass, whose bank must still be released if rows are kept."""
     with waiting("fused_experts", layer.process_group, current_layer()):
         forward, backward, config = layer.of(expert.shape[1], capacity, x, copies)
         count = count_WL.reshape(-1).contiguous()
@@ -341,8 +358,24 @@ def run_forward(
         b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
         experts = Experts(w1.contiguous(), b1, w2.contiguous(), b2, layer.activation)
         out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
-        forward.watch()
+        if layer.keep == "tokens":
+            forward.release(saved.use)
+        forward.watch(current_layer())
     return out, ForwardPass((forward, backward), saved, routing, experts, config)
+
+
+def run_backward(
+    forward_pass: ForwardPass, dy: Tensor, x: Tensor | None = None, *, dense: Sequence[DenseGemm] = ()
+) -> ExpertGradients:
+    """The backward of a pass, which it ends. x [T, D]: what the forward had, with keep="tokens"."""
+    forward, backward = forward_pass.exchanges
+    gradients = moe_backward(
+        forward, forward_pass.saved, backward, dy.contiguous(), forward_pass.routing, forward_pass.experts,
+        forward_pass.config, x=None if x is None else x.contiguous(), dense=dense,
+    )  # fmt: skip
+    forward.release(forward_pass.saved.use)
+    backward.watch(current_layer())
+    return gradients
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -355,7 +388,9 @@ class _FusedExperts(torch.autograd.Function):
             x, expert, row, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense
         )
         if any(ctx.needs_input_grad):
-            ctx.save_for_backward(ticket_of(forward_pass))
+            # Saved like any input, x cannot be changed in place unnoticed.
+            tokens = [x] if layer.keep == "tokens" else []
+            ctx.save_for_backward(ticket_of(forward_pass), *tokens)
             ctx.dense, ctx.weight_dtype = backward_dense, weight.dtype
             ctx.group, ctx.layer = layer.process_group, current_layer()
         else:
@@ -365,16 +400,11 @@ class _FusedExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        forward_pass = take_pass(*ctx.saved_tensors)
-        forward, backward = forward_pass.exchanges
+        ticket, *tokens = ctx.saved_tensors
+        forward_pass = take_pass(ticket)
         enter_layer(ctx.layer)
         with waiting("fused_experts_backward", ctx.group, ctx.layer):
-            gradients = moe_backward(
-                forward, forward_pass.saved, backward, dy.contiguous(), forward_pass.routing,
-                forward_pass.experts, forward_pass.config, dense=ctx.dense,
-            )  # fmt: skip
-            forward.release(forward_pass.saved.use)
-            backward.watch()
+            gradients = run_backward(forward_pass, dy, *tokens, dense=ctx.dense)
         dweight = gradients.dweight.to(ctx.weight_dtype)
         return (
             gradients.dx, None, None, dweight, None, None, gradients.dw1, gradients.db1, gradients.dw2,

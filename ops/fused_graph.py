@@ -32,6 +32,11 @@ def register_layer(layer: LayerExchange) -> int:
     return len(_layers) - 1
 
 
+def keeps_tokens(number: int) -> bool:
+    """Does the backward of this layer need the forward's x?"""
+    return _layers[number].keep == "tokens"
+
+
 def watch_layers(numbers: Iterable[int]) -> None:
     """Raise CommunicationError for a pass of these layers that ran out of time, as `Exchange.watch` does."""
     for number in numbers:
@@ -83,32 +88,28 @@ def fused_experts_backward_op(
     dense_a: Sequence[Tensor],
     dense_b: Sequence[Tensor],
     layer: int,
+    x_TD: Tensor | None,
 ) -> list[Tensor]:
     """The backward of a ticket, once per ticket. -> [dx, dweight, dw1, dw2, (db1, db2,) *dense].
 
     Args: dense_a [N, A], dense_b [N, B]: pairs; the same launch computes a^T b, [A, B], as fillers.
+    x_TD: that of the forward, for a layer with keep="tokens".
     """
-    from lancet_kernels.kernels.overlap import moe_backward
     from lancet_kernels.kernels.overlap_data import DenseGemm
+    from lancet_kernels.ops.fused_experts import run_backward
 
     forward_pass = take_pass(ticket)
-    forward, backward = forward_pass.exchanges
     pairs = [(a.contiguous(), b.contiguous()) for a, b in zip(dense_a, dense_b, strict=True)]
     dense = [DenseGemm("tn", a, b, a.new_empty(a.shape[1], b.shape[1])) for a, b in pairs]
     with waiting("fused_experts_backward", _layers[layer].process_group, current_layer()):
-        gradients = moe_backward(
-            forward, forward_pass.saved, backward, dy_TD.contiguous(), forward_pass.routing,
-            forward_pass.experts, forward_pass.config, dense=dense,
-        )  # fmt: skip
-        forward.release(forward_pass.saved.use)
-        backward.watch()
+        gradients = run_backward(forward_pass, dy_TD, x_TD, dense=dense)
     biases = [db for db in (gradients.db1, gradients.db2) if db is not None]
     dweight = gradients.dweight.to(weight_TK.dtype)
     return [gradients.dx, dweight, gradients.dw1, gradients.dw2, *biases, *(gemm.c for gemm in dense)]
 
 
 @fused_experts_backward_op.register_fake
-def _(dy_TD, ticket, weight_TK, w1, b1, w2, b2, dense_a, dense_b, layer):
+def _(dy_TD, ticket, weight_TK, w1, b1, w2, b2, dense_a, dense_b, layer, x_TD):
     biases = [] if b1 is None else [torch.empty_like(b1), torch.empty_like(b2)]
     dense = [a.new_empty(a.shape[1], b.shape[1]) for a, b in zip(dense_a, dense_b, strict=True)]
     own = [torch.empty_like(t) for t in (dy_TD, weight_TK, w1, w2)]

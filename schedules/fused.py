@@ -221,6 +221,7 @@ def _lower(
         backward = _call(
             graph, fused_graph.BACKWARD, layer.dy, ticket, layer.weight, layer.w1, layer.b1, layer.w2,
             layer.b2, [node.args[0].args[0] for node in fillers], [node.args[1] for node in fillers], number,
+            layer.x if fused_graph.keeps_tokens(number) else None,
         )  # fmt: skip
         for i, node in enumerate([*results, *fillers]):
             if node is not None:

@@ -39,6 +39,9 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "", activation="swiglu")
         yield specimen(fused, "", dtype=torch.float16)
         yield specimen(fused, "", dedup=True)
+    for activation in ("gelu", "swiglu"):
+        yield specimen("backward", "", activation=activation, sends_x=True)
+    yield specimen("backward", "", dedup=True, sends_x=True)
 
 
 def specimen(
@@ -49,9 +52,13 @@ def specimen(
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = True,
     dedup: bool = False,
+    sends_x: bool = False,
     config: OverlapConfig | None = None,
 ) -> Specimen:
-    """The Hopper kernel with the stages `fused` and independent GEMMs `riders`. dedup: duplicates once."""
+    """The Hopper kernel with the stages `fused` and independent GEMMs `riders`.
+
+    dedup: duplicates once. sends_x: a backward that sends x, too.
+    """
     stages, backward = FUSED[fused]
     config = config or hopper_config()
     tile = config.gemm
@@ -67,7 +74,8 @@ def specimen(
         "STAGES": tile.num_stages, "PUT_SLOTS": slots,
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block, "TASKS": TASKS, "WARPS": tile.num_warps,
-        "DEDUP": CHOICES if dedup and "HAS_PUT" in stages else 0,
+        "DEDUP": CHOICES if dedup else 0,
+        "SEND_X": int(sends_x and "HAS_PUT" in stages),
         "COPY_WARPS": COPY_WARPS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS,
     }  # fmt: skip
     arguments = [name for name in gluon_overlap_kernel.arg_names if name not in constexprs]
@@ -79,7 +87,7 @@ def specimen(
     return Specimen(
         name="gluon_overlap",
         config=f"{fused}{riders} {activation} {SHORT[dtype]} {tile}{'' if bias else ' no bias'}"
-        f"{' dedup' if dedup else ''}",
+        f"{' dedup' if dedup else ''}{' x' if sends_x else ''}",
         kernel=gluon_overlap_kernel,
         signature=signature,
         constexprs=constexprs,

@@ -89,6 +89,10 @@ def specimens(arch: int) -> Iterator[Specimen]:
             yield specimen(fused, "", arch, nvshmem=nvshmem, dedup=True)
         yield specimen(fused, "", arch, activation="swiglu", dedup=True)
         yield specimen(fused, "", arch, plain="odd", dedup=True)
+    for nvshmem in (False, True):
+        yield specimen("backward", "", arch, nvshmem=nvshmem, sends_x=True)
+        yield specimen("backward", "", arch, nvshmem=nvshmem, sends_x=True, dedup=True)
+    yield specimen("backward", "", arch, activation="swiglu", sends_x=True)
     yield _write_dense_row()
     for nvshmem in (False, True):
         yield _release(nvshmem)
@@ -165,13 +169,14 @@ def specimen(
     nvshmem: bool = False,
     plain: str = "",
     dedup: bool = False,
+    sends_x: bool = False,
     config: OverlapConfig | None = None,
 ) -> Specimen:
     """The fused kernel with the stages `fused`, independent GEMMs `riders`, and one configuration.
 
     plain: why there are no tensor descriptors; "odd": widths are not multiples
-    of 16, "odd riders": only those of independent GEMMs. dedup: duplicates are sent once. config: None means
-    the default of the architecture.
+    of 16, "odd riders": only those of independent GEMMs. dedup: duplicates are sent once. sends_x: a
+    backward that sends x, too. config: None means the default of the architecture.
     """
     stages, backward = FUSED[fused]
     short = SHORT[dtype]
@@ -189,11 +194,12 @@ def specimen(
         "BN_IN": first_columns(tile, activation, backward=backward),
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block,
-        "DEDUP": CHOICES if dedup and "HAS_PUT" in stages else 0,
+        "DEDUP": CHOICES if dedup else 0,
+        "SEND_X": int(sends_x and "HAS_PUT" in stages),
     }  # fmt: skip
     arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
     signature = {name: TYPES.get(name, f"*{short}") for name in arguments}
-    said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain), "dedup": dedup}
+    said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain), "dedup": dedup, "x": sends_x}
     more = "".join(f" {what}" for what, holds in said.items() if holds)
     widths = () if plain == "odd" else ("D", "F", "H")
     return Specimen(

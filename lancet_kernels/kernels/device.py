@@ -106,21 +106,18 @@ def put_rows(
 def put_values(
     region_ptr, peers_ptr, peer, offset, value, i, num, stage_ptr, NVSHMEM: tl.constexpr
 ):  # fmt: skip
-    """Store value[:num], a block, at `offset` of the peer's region. i: 0, 1, ... of the block.
+    """Store value[:num], a block, at `offset` of the peer's region, and in stage. i: 0, 1, ... of the block.
 
-    Where no pointer reaches the peer it goes through `stage`, symmetric memory for this call alone, which
-    must stay until `quiet`.
+    stage: symmetric memory, through which it goes where no pointer reaches the peer; it must stay until
+    `quiet`.
     """
     base = tl.load(peers_ptr + peer)
-    target_ptr = base.to(region_ptr.dtype) + offset
-    if NVSHMEM:
-        if base == 0:
-            target_ptr = stage_ptr
-    tl.store(target_ptr + i, value, mask=i < num)
-    if NVSHMEM:
-        if base == 0:
-            tl.debug_barrier()
-            nvshmem_device.put_row(region_ptr + offset, stage_ptr, num, peer)
+    tl.store(stage_ptr + i, value, mask=i < num)
+    if NVSHMEM and base == 0:
+        tl.debug_barrier()
+        nvshmem_device.put_row(region_ptr + offset, stage_ptr, num, peer)
+    else:
+        tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
 
 
 @triton.jit

@@ -5,10 +5,12 @@
 
 Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
-    rows     [B, R, D]            rows received, by local expert, then source, then slot
+    rows     [B, R, D]            rows received, by local expert, then source, then slot; with `sends_x`
+                                  [2B, R, D]: rows of x, which a backward sends again, in the banks behind
     arrived  [B, tiles, W]        word(epoch, 0): what source w sends into that tile of rows is here
-    origin   [B, R]               only with dedup: word(tile, row) of the leader of each row received
-    row_weights [B, R]            in a backward: what each of these rows counts in its token's sum, float32
+    origin   [B, R]               only with dedup: word(previous, leader) of each row received, rows here
+    row_weights [B, R]            in a backward, and with dedup: what each of these rows counts in its
+                                  token's sum, float32
     results  [S, D]               what the experts made of the rows that this PE sent, in the order of sending
     dots     [S]                  in a backward: gradients of the weights of these rows, float32
     returned [B, chunks]          word(epoch, 0): the results of that chunk are here
@@ -16,7 +18,8 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
     stages   [S, D], [S], [R, D], [R]    only where NVSHMEM carries rows: those sent with their weights, and
                                   results with their dots, on their way out
-    stage of origins [S]          only with dedup: the origins sent
+    stage of origins [S]          only with dedup: the origins sent, which say what will come back
+    stage of x [S, D]             only with `sends_x`, where NVSHMEM carries rows
 
 A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
 3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
@@ -47,6 +50,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import device, runtime
 from lancet_kernels.kernels.failure_report import (
     TOO_MANY_ROWS,
+    WAIT_DONE,
     WAIT_FANNED,
     WAIT_READY,
     FailureReport,
@@ -153,6 +157,7 @@ class Exchange:
         local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
         dedup: a token with several rows for one PE is put there once, and copied there (`schedule.py`).
+        sends_x: a backward through it sends the rows of x beside those of dy, for weight gradients.
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
         buffers: of the same sizes, shared with other exchanges; None: its own.
         timeout_s: how long a wait may last.
@@ -170,6 +175,7 @@ class Exchange:
         dtype: torch.dtype,
         chunk_rows: int,
         dedup: bool = False,
+        sends_x: bool = False,
         banks: int = 2,
         buffers: ResultBuffers | None = None,
         timeout_s: float = 60.0,
@@ -180,11 +186,11 @@ class Exchange:
         self.world, self.rank = memory.world, memory.rank
         self.local_experts, self.width, self.dtype = local_experts, width, dtype
         self.send_rows, self.receive_rows, self.chunk_rows = send_rows, receive_rows, chunk_rows
-        self.dedup = dedup
+        self.dedup, self.sends_x = dedup, sends_x
         experts = self.world * local_experts
         self.tiles = most_tiles(receive_rows, local_experts, chunk_rows)
         self.chunks = most_chunks(send_rows, experts, chunk_rows)
-        self.rows = self._region("rows", (banks, receive_rows, width), dtype)
+        self.rows = self._region("rows", (banks * (1 + sends_x), receive_rows, width), dtype)
         self.origin = self._region("origin", (banks, receive_rows)) if dedup else None
         self.row_weights = self._region("weights of rows", (banks, receive_rows), torch.float32)
         self.buffers = buffers or ResultBuffers(
@@ -202,6 +208,8 @@ class Exchange:
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
         self.origin_stage = self._region("stage of origins", (send_rows,)) if dedup else None
+        x_stage = sends_x and memory.far
+        self.x_stage = self._region("stage of x", (send_rows, width), dtype) if x_stage else None
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
@@ -307,31 +315,35 @@ class Exchange:
     def max_polls(self) -> int:
         return runtime.max_polls(self.timeout_s)
 
-    def watch(self) -> None:
+    def watch(self, layer: str = "") -> None:
         """Raise CommunicationError for a wait that ran out of time, without waiting for the device.
 
-        On a GPU the report of the latest pass is still to come: the next call, or `check`, raises it.
+        On a GPU the report of the latest pass is still to come: the next call, or `check`, raises it. layer:
+        whose pass was the latest one, to be named where several share the exchange.
         """
         if self._failures.is_failed():
-            self.check()
+            self.check(layer)
 
-    def check(self) -> None:
+    def check(self, layer: str = "") -> None:
         """Raise CommunicationError if a wait of this PE ran out of time. Waits for the device."""
         failure = self._failures.first()
         if failure is None:
             return
+        name = self.name
+        if layer and layer not in name:
+            name += f" (in or before a pass of {layer})"
         if failure.op == TOO_MANY_ROWS.value:
             raise UserError(
-                f"rows that PE {failure.peer} receives in {self.name}, on PE {failure.rank}",
+                f"rows that PE {failure.peer} receives in {name}, on PE {failure.rank}",
                 got=f"{failure.expected} (nothing was sent)",
                 expected=f"at most {failure.seen}",
                 do="set a larger receive_factor, or None for the most rows that there can be",
             )
         expected, seen = f"tiles {failure.expected}", str(failure.seen)
-        if failure.op not in (WAIT_READY.value, WAIT_FANNED.value):
+        if failure.op not in (WAIT_READY.value, WAIT_FANNED.value, WAIT_DONE.value):
             expected, seen = f"epoch {failure.expected >> 32}", str(failure.seen >> 32)
         kind = self.memory.kind
-        raise timed_out(self.name, failure, self.timeout_s, expected, seen, memory=kind)
+        raise timed_out(name, failure, self.timeout_s, expected, seen, memory=kind)
 
 
 @triton.jit(do_not_specialize=["rank", "world", "banks"])

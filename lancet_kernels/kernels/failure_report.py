@@ -22,8 +22,9 @@ WAIT_INBOX = tl.constexpr(6)
 WAIT_STEP = tl.constexpr(7)
 WAIT_SUM = tl.constexpr(8)
 WAIT_FANNED = tl.constexpr(9)
+WAIT_DONE = tl.constexpr(10)
 # No wait: `peer` would receive `expected` rows, more than its region holds, `seen`.
-TOO_MANY_ROWS = tl.constexpr(10)
+TOO_MANY_ROWS = tl.constexpr(11)
 
 # REPORTED[op] completes "PE 0 waited for PE 1 ...".
 REPORTED = (
@@ -37,6 +38,7 @@ REPORTED = (
     "to finish an earlier step of a tile",
     "to pass its sums on",
     "to copy rows of tokens that were put once",
+    "to finish the second GEMM of the rows of a token",
 )
 
 

@@ -280,11 +280,12 @@ def rows_times_transposed(
 
 @triton.jit
 def store_to_rows(
-    p_row, m_row, acc, bias_ptr, n0, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    p_row, m_row, acc, bias_ptr, n0, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    weight=None,
 ):  # fmt: skip
     """Columns n0 to n0 + BN of acc [BM, BN], plus bias [N], to the rows that start at p_row [BM] where m_row.
 
-    The rows may be anywhere, on other PEs too; they are N wide. Rounded once.
+    The rows may be anywhere, on other PEs too; they are N wide. Rounded once. weight: of each row, float32.
     """
     quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
@@ -292,6 +293,8 @@ def store_to_rows(
         value = quarter[q]
         if HAS_BIAS:
             value = _add_bias(value, bias_ptr, n, N, BN // 4)
+        if weight is not None:
+            value = value * weight[:, None]
         i_n = n + tl.arange(0, BN // 4)
         m = m_row[:, None] & (i_n < N)[None, :]
         tl.store(p_row[:, None] + i_n[None, :], value.to(p_row.dtype.element_ty), mask=m)

@@ -1,4 +1,4 @@
-"""The copy warps of the Hopper kernel: puts, copies of rows that were sent once, and reductions.
+"""The copy warps of the Hopper kernel: puts, copies of rows that were sent once, sums of results.
 
 Loads and stores are 16 bytes a thread. Every program has copy warps, so all put at first. The rows of a put
 go through a ring in shared memory: asynchronous copies fill PUT_SLOTS steps of PUT_ROWS * PUT_BLOCK elements,
@@ -15,8 +15,9 @@ from lancet_kernels.kernels.device import opaque, opaque_width
 from lancet_kernels.kernels.gluon_shim import copy_async
 from lancet_kernels.kernels.overlap_tasks import (
     chunk_rows,
-    find_leaders,
+    find_origins,
     finish_fan,
+    merge_tile,
     reduce_block,
     wait_free,
     wait_leaders,
@@ -85,9 +86,9 @@ def _put_chunk(
     expert, m, epoch, rank, W, L, D, R, tiles, table_ptr, source_ptr, token_ptr, send_weights_ptr,
     rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr,
     released_ptr, max_polls, report_ptr, K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr,
-    origin_stage_ptr, ring, BANKS: gl.constexpr, BACKWARD: gl.constexpr, BM: gl.constexpr,
-    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DEDUP: gl.constexpr, WIDE: gl.constexpr,
-    WARPS: gl.constexpr,
+    origin_stage_ptr, x_ptr, ring, BANKS: gl.constexpr, BACKWARD: gl.constexpr, BM: gl.constexpr,
+    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, DEDUP: gl.constexpr,
+    SEND_X: gl.constexpr, WIDE: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """PUT, as `put_chunk` does it, through the ring.
 
@@ -110,9 +111,9 @@ def _put_chunk(
             for i in range(0, end - begin, GROUP):
                 i_send = i + opaque(gl.arange(0, GROUP, gl.SliceLayout(1, lanes)))
                 mask = i_send < end - begin
-                _, origin = find_leaders(
+                _, origin = find_origins(
                     send + i_send, mask, peer, rank, W, L, K, table_ptr, token_ptr, expert_ptr, row_ptr,
-                    i_choice, BM,
+                    i_choice,
                 )  # fmt: skip
                 gl.store(origin_stage_ptr + send + i_send, origin, mask=mask)
             # Other threads read them.
@@ -121,12 +122,13 @@ def _put_chunk(
                 origin_ptr, origin_peers_ptr, peer, row + begin, origin_stage_ptr + send, end - begin, False,
                 BM, gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0])),
             )  # fmt: skip
-        _put_rows(
-            device.remote_pointer(rows_ptr, rows_peers_ptr, peer) + (row + begin) * D, source_ptr,
-            token_ptr + send, end - begin, D, ring, origin_stage_ptr + send,
-            (row + begin - epoch % BANKS * R).to(gl.int32), SLOTS, ROWS, BLOCK, WIDE, WHICH,
-        )  # fmt: skip
-        if BACKWARD:
+        for x in gl.static_range(1 + SEND_X):
+            _put_rows(
+                device.remote_pointer(rows_ptr, rows_peers_ptr, peer) + (row + begin + x * BANKS * R) * D,
+                x_ptr if x else source_ptr, token_ptr + send, end - begin, D, ring, origin_stage_ptr + send,
+                (row + begin - epoch % BANKS * R).to(gl.int32), SLOTS, ROWS, BLOCK, WIDE, WHICH,
+            )  # fmt: skip
+        if BACKWARD or DEDUP > 0:
             device.put_words(
                 row_weights_ptr, row_weights_peers_ptr, peer, row + begin,
                 send_weights_ptr + first_send + begin, end - begin, False, BM,
@@ -139,7 +141,8 @@ def _put_chunk(
 def _fan_tile(
     tile, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr,
     max_polls, report_ptr, ring, BANKS: gl.constexpr, BM: gl.constexpr, BW: gl.constexpr,
-    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr, WARPS: gl.constexpr,
+    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, SEND_X: gl.constexpr, WIDE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """FAN, as `fan_tile` does it, through the ring."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
@@ -152,26 +155,31 @@ def _fan_tile(
     ):  # fmt: skip
         first = first_row + m * BM
         bank = opaque(epoch) % BANKS * R
-        _put_rows(
-            rows_ptr + (bank + first) * D, rows_ptr + bank * D, table_ptr, gl.minimum(rows - m * BM, BM), D,
-            ring, origin_ptr + bank + first, first, SLOTS, ROWS, BLOCK, WIDE, COPY_OTHERS,
-        )  # fmt: skip
+        for x in gl.static_range(1 + SEND_X):
+            of = bank + x * BANKS * R
+            _put_rows(
+                rows_ptr + (of + first) * D, rows_ptr + of * D, table_ptr, gl.minimum(rows - m * BM, BM), D,
+                ring, origin_ptr + bank + first, first, SLOTS, ROWS, BLOCK, WIDE, COPY_OTHERS,
+            )  # fmt: skip
         finish_fan(fanned_ptr, tile)
 
 
 @gluon.jit
 def copy(
-    use_ptr, counter, table_ptr, report_ptr, rank, max_polls, num_tasks, num_puts,
+    use_ptr, counter, table_ptr, report_ptr, rank, max_polls, num_tasks, num_puts, num_merges,
     epoch, sound, W, L, D, R, tiles, chunks, T, K,
     source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
-    row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr, dots_ptr,
-    spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr,
-    origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr, ring,
-    HAS_PUT: gl.constexpr, HAS_REDUCE: gl.constexpr, BACKWARD: gl.constexpr, BANKS: gl.constexpr,
-    BM: gl.constexpr, BW: gl.constexpr, PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr,
-    PUT_BLOCK: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr, DEDUP: gl.constexpr, WARPS: gl.constexpr,
+    row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr,
+    results_peers_ptr, dots_ptr, spoiled_ptr, returned_ptr, returned_peers_ptr, out_ptr, expert_ptr, row_ptr,
+    weight_ptr, dweight_ptr,
+    origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr, stage_ptr, done_ptr, x_ptr, ring,
+    HAS_PUT: gl.constexpr, HAS_OUT: gl.constexpr, HAS_REDUCE: gl.constexpr, BACKWARD: gl.constexpr,
+    BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BW: gl.constexpr,
+    PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr,
+    PUT_BLOCK: gl.constexpr, BT: gl.constexpr, BD: gl.constexpr, DEDUP: gl.constexpr,
+    SEND_X: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The partition of the copy warps: all puts, with FANs among them, then reductions.
+    """The partition of the copy warps: all puts, with FANs among them, then MERGEs, then reductions.
 
     num_tasks: of these kinds, numbered in that order.
     """
@@ -193,24 +201,35 @@ def copy(
                     opaque_width(D), opaque(R), in_all, table_ptr, source_ptr, token_ptr,
                     send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
                     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
-                    opaque(K), expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr, ring,
-                    BANKS, BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, DEDUP, wide, WARPS,
+                    opaque(K), expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr, x_ptr,
+                    ring, BANKS, BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, DEDUP, SEND_X, wide, WARPS,
                 )  # fmt: skip
             if DEDUP > 0:
                 if expert < 0:
                     _fan_tile(
                         tile, epoch, rank, w, of_each, opaque_width(D), opaque(R), in_all,
                         table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr, max_polls, report_ptr, ring,
-                        BANKS, BM, BW, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, wide, WARPS,
+                        BANKS, BM, BW, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, SEND_X, wide, WARPS,
                     )  # fmt: skip
+            i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
+    if HAS_OUT and DEDUP > 0:
+        while i < gl.minimum(num_puts + num_merges, num_tasks):
+            merge_tile(
+                i - num_puts, opaque(epoch), rank, opaque(W), opaque(L), opaque_width(D), opaque(R),
+                opaque(chunks), table_ptr, origin_ptr, stage_ptr, results_ptr, results_peers_ptr,
+                returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr, BANKS, False, BM, BN, BT,
+                BD,
+                opaque(gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0]))),
+                gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),
+            )  # fmt: skip
             i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
     if HAS_REDUCE:
         while i < num_tasks:
             reduce_block(
-                i - num_puts, epoch, rank, sound, opaque(W), opaque(L), opaque_width(D),
+                i - num_puts - num_merges, epoch, rank, sound, opaque(W), opaque(L), opaque_width(D),
                 opaque(T), opaque(K), opaque(chunks), table_ptr, results_ptr, dots_ptr, spoiled_ptr,
-                returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr, max_polls, report_ptr,
-                BACKWARD, False, BANKS, BM, BT, BD,
+                returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr, origin_stage_ptr,
+                max_polls, report_ptr, BACKWARD, False, BANKS, BM, BT, BD, DEDUP > 0,
                 gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),
             )  # fmt: skip
             i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)

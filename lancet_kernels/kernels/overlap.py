@@ -32,7 +32,7 @@ from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.gluon_launch import launch_gluon
 from lancet_kernels.kernels.kernel_launch import on_device
 from lancet_kernels.kernels.nvshmem_launch import launch
-from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
+from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange, check_sent_again
 from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
     first_columns,
@@ -115,15 +115,18 @@ def moe_backward(
     experts: Experts,
     config: OverlapConfig,
     *,
+    x: Tensor | None = None,
     dense: Sequence[DenseGemm] = (),
 ) -> ExpertGradients:
     """Gradients of `moe_forward`; dy [T, D]. Opens and releases a use of `backward`, none of `forward`.
 
-    Raises UserError as moe_forward.
+    x: what the forward was given, if `backward` sends it again (`sends_x`): then the forward's use may be
+    released, and both exchanges may be one. Raises UserError as moe_forward.
     """
     check_pass(backward, dy, routing, experts, config, dense)
     check_same_exchange(forward, backward)
-    if not saved.use.open:
+    check_sent_again(backward, x, dy)
+    if x is None and not saved.use.open:
         raise UserError(
             f"backward of a pass of {forward.name}",
             got="one that was released: its rows may be overwritten",
@@ -131,6 +134,9 @@ def moe_backward(
             do="release a pass after its only backward",
         )
     use = backward.begin(saved.use.table)
+    saved_rows, of_rows, banks = forward.rows.local, saved.use, forward.banks
+    if x is not None:
+        saved_rows, of_rows, banks = backward.rows.local[backward.banks :], use, backward.banks
     # Scratch until the last of these launches, which are in one stream: so all layers take the same memory.
     dh = torch.empty_like(saved.pre)
     activated = saved.pre.new_empty(forward.receive_rows, experts.hidden)
@@ -145,7 +151,7 @@ def moe_backward(
     launches = _Launch(backward, use, routing, experts, config, dense, backward=True)
     launches.run(
         source=dy, weight_in=experts.w2, bias_in=experts.b2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
-        earlier=saved.use, forward_banks=forward.banks, saved_rows=forward.rows.local,
+        x=x, earlier=of_rows, earlier_banks=banks, saved_rows=saved_rows,
         activated=activated, dweight_in=gradients.dw2, dbias_in=gradients.db2,
         dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx, dweight=gradients.dweight,
     )  # fmt: skip
@@ -174,15 +180,20 @@ class _Launch:
         # Float32 that a forward never looks at.
         self.weights = self.row_dots = self.routing.weight
         if self.backward:
-            self.weights = self.routing.weight_of_row()
             self.row_dots = self.weights.new_empty(
                 triton.cdiv(self.hidden, self.columns_in), exchange.receive_rows
             )
+        if self.backward or exchange.dedup:
+            self.weights = self.routing.weight_of_row()
             if exchange.buffers.stage is not None:
                 staged = exchange.buffers.stage.weights.local
                 rows = min(len(staged), len(self.weights))
                 staged[:rows] = self.weights[:rows]
                 self.weights = staged
+        stage = exchange.buffers.stage
+        self.stage = exchange.rows.local if stage is None else stage.results.local
+        if stage is None and exchange.dedup:
+            self.stage = self.stage.new_empty(exchange.receive_rows, exchange.width)
         self.problems, dense_tiles = None, 0
         if self.dense:
             self.problems, dense_tiles = dense_table(self.dense, gemm, exchange.memory.device)
@@ -211,6 +222,7 @@ class _Launch:
         problems = exchange.report if self.problems is None else self.problems
         buffers = exchange.buffers
         stage = buffers.stage or Stage(exchange.rows, buffers.dots, exchange.rows, buffers.dots)
+        x_stage = exchange.x_stage or exchange.rows
         if self.tma:
             runtime.provide_scratch()
         start = partial(launch, overlap_kernel)
@@ -228,7 +240,7 @@ class _Launch:
             dense_tiles=shape.dense_tiles, num_problems=len(self.dense), reduce_blocks=shape.reduce_blocks,
             programs=shape.programs, comm_programs=shape.comm_programs,
             source_ptr=get("source"), token_ptr=self.token, send_weights_ptr=self.weights,
-            put_stage_ptr=stage.rows.local,
+            put_stage_ptr=stage.rows.local, x_ptr=get("x"), x_stage_ptr=x_stage.local,
             rows_ptr=exchange.rows.local, rows_peers_ptr=exchange.rows.peers,
             row_weights_ptr=exchange.row_weights.local, row_weights_peers_ptr=exchange.row_weights.peers,
             arrived_ptr=exchange.arrived.local, arrived_peers_ptr=exchange.arrived.peers,
@@ -239,7 +251,7 @@ class _Launch:
             returned_ptr=exchange.returned.local, returned_peers_ptr=exchange.returned.peers,
             weight_in_ptr=get("weight_in"), bias_in_ptr=get("bias_in"), pre_ptr=get("pre"),
             hidden_ptr=get("hidden"), weight_out_ptr=get("weight_out"), bias_out_ptr=get("bias_out"),
-            stage_ptr=stage.results.local, row_dots_ptr=self.row_dots, dots_stage_ptr=stage.dots.local,
+            stage_ptr=self.stage, row_dots_ptr=self.row_dots, dots_stage_ptr=stage.dots.local,
             ready_ptr=self.use.ready, done_ptr=self.use.done,
             saved_rows_ptr=get("saved_rows"), activated_ptr=get("activated"),
             dweight_in_ptr=get("dweight_in"), dbias_in_ptr=get("dbias_in"),
@@ -252,13 +264,14 @@ class _Launch:
             DENSE_KINDS=dense_kinds(self.dense) if shape.dense_tiles else 0,
             BACKWARD=self.backward, ACT=self.experts.activation, HAS_BIAS=self.experts.b1 is not None,
             SAVE_PRE=True, BANKS=exchange.banks,
-            EARLIER_BANKS=given.get("forward_banks", exchange.banks),
+            EARLIER_BANKS=given.get("earlier_banks", exchange.banks),
             NVSHMEM=exchange.nvshmem, UPCAST=runtime.needs_upcast(exchange.dtype), TMA=self.tma,
             BM=gemm.block_m, BN=gemm.block_n, BN_IN=self.columns_in, BK=gemm.block_k,
             BW=triton.next_power_of_2(exchange.world),
             PUT_ROWS=config.put_rows, PUT_BLOCK=config.put_block,
             BT=config.reduce_tokens, BD=config.reduce_block,
-            DEDUP=triton.next_power_of_2(routing.expert.shape[1]) if exchange.dedup and shape.put else 0,
+            DEDUP=triton.next_power_of_2(routing.expert.shape[1]) if exchange.dedup else 0,
+            SEND_X=int(self.backward and exchange.sends_x and shape.put),
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),
         )  # fmt: skip
 

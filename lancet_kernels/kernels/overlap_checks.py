@@ -122,6 +122,19 @@ def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
             )
 
 
+def check_sent_again(backward: Exchange, x: Tensor | None, dy: Tensor) -> None:
+    """Raise UserError unless x [T, D] is given if and only if the exchange of a backward sends it."""
+    if (x is not None) != backward.sends_x:
+        raise UserError(
+            f"x of a backward through {backward.name}",
+            got="none" if x is None else "one",
+            expected="the forward's x" if backward.sends_x else "none, as the rows of the forward are kept",
+            do="make the exchange of the backward with the right sends_x",
+        )
+    if x is not None:
+        check_tensor("x of the fused experts", x, shape=tuple(dy.shape), dtype=dy.dtype, device=dy.device)
+
+
 def check_routing(routing: Routing) -> None:
     """Raise UserError unless the tables of a routing on the CPU are each other's inverse.
 

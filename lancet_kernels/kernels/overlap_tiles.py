@@ -104,10 +104,10 @@ def tile_out(
     tile, n, epoch, rank, sound, W, L, D, F, H, R, tiles, chunks, table_ptr,
     ready_ptr, weight_ptr, bias_ptr, hidden_ptr, stage_ptr, results_ptr, results_peers_ptr,
     row_dots_ptr, dots_stage_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-    max_polls, report_ptr,
+    max_polls, report_ptr, origin_ptr, row_weights_ptr,
     HAS_IN: tl.constexpr, BACKWARD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr, DEDUP: tl.constexpr,
 ):  # fmt: skip
     """TILE_OUT: multiply a tile of the first GEMM's result, store each row at its source; the last n signals.
 
@@ -115,7 +115,8 @@ def tile_out(
     results [S, D] of a source are in its order of sending; stage [R, D] is ours, for a source that no
     pointer reaches. A backward's n = 0 also returns the gradients of the rows' weights. HAS_IN: this
     launch makes hidden, in columns of BN_IN, so wait for it; else an earlier launch of this use has, if
-    it was `sound`. What is missing is not made up: nothing is stored, nobody told.
+    it was `sound`. What is missing is not made up: nothing is stored, nobody told. DEDUP: a forward's rows
+    are weighted; those of tokens with several rows here go to stage, and MERGE signals.
     Example: that of `schedule`, PE 0, BM = BN = 4: tile 3, n = 0 goes to results[6, 0:4] of PE 0 (its fifth
     row for expert 1) and to results[3, 0:4] of PE 1.
     """
@@ -138,11 +139,20 @@ def tile_out(
                 hidden_ptr + row * F, weight_ptr + local.to(tl.int64) * F * D, rows, m * BM, n * BN, F, D,
                 False, UPCAST, TMA, BM, BN, BK,
             )  # fmt: skip
+        i = m * BM + tl.arange(0, BM)
+        received = (epoch % BANKS) * R + first_row + i
+        origin = None
+        weight = None
+        if DEDUP:
+            origin = tl.load(origin_ptr + received, mask=i < rows, other=0)
+            if not BACKWARD:
+                weight = tl.load(row_weights_ptr + received, mask=i < rows, other=0.0)
         p_row, m_row = result_rows(
-            expert, m, rows, first_row, W, L, D, table_ptr, stage_ptr, results_ptr, results_peers_ptr,
-            NVSHMEM, BM,
+            expert, i, rows, first_row, W, L, D, table_ptr, stage_ptr, results_ptr, results_peers_ptr,
+            NVSHMEM, origin,
         )  # fmt: skip
-        store_to_rows(p_row, m_row, acc, bias_ptr + local * D, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN)
+        bias_ptr += local * D
+        store_to_rows(p_row, m_row, acc, bias_ptr, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN, weight)
         if BACKWARD:
             if n == 0:
                 return_dots(
@@ -152,7 +162,7 @@ def tile_out(
         return_tile(
             tile, m, n, expert, first_row, epoch, rank, W, L, D, tiles, chunks, table_ptr,
             stage_ptr, results_ptr, results_peers_ptr, dots_stage_ptr, dots_ptr,
-            returned_ptr, returned_peers_ptr, done_ptr, BACKWARD, BANKS, NVSHMEM, BM, BN,
+            returned_ptr, returned_peers_ptr, done_ptr, BACKWARD, BANKS, NVSHMEM, BM, BN, DEDUP,
         )  # fmt: skip
 
 

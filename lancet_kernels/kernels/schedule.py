@@ -38,7 +38,8 @@ Order of tasks. Programs claim numbers from one counter. Two streams are merged:
 
     [independent GEMMs][tiles][weight gradients][reductions]
 
-The tiles of the two GEMMs take turns: those of the second one come `lag` tiles behind those of the first.
+The tiles of the two GEMMs take turns: those of the second one come `lag` tiles behind those of the first,
+and with `dedup` the tasks MERGE another `lag` tiles behind those.
 Puts are sorted by (local expert, tile) of where they go, and among equals by how far the peer is: rank + 1
 first, the PE itself last. Of every `programs` claims `comm_programs` are puts as long as there are any; and
 a tile of the first GEMM with number (local expert, tile) stands behind all puts with a key up to its own.
@@ -58,6 +59,20 @@ Rows to send are sorted by expert, then slot, so a leader lies in the same tile 
 what FAN waits for are puts with a key up to its own. The argument above holds with FAN in the place of the
 tile: a tile of the first GEMM waits for a FAN before it in the same list, and of all waiting FANs take the
 one with the smallest key. The put that it waits for stands in q's list behind FANs with smaller keys only.
+
+One row comes back (`dedup`). A token's rows on a PE are a chain: each row's origin names its leader and the
+row before it, and the *last* one, with the largest number, knows that it is. The second GEMM stores the
+results of tokens with several rows in a stage, on its own PE; a forward's are weighted before. The tasks
+MERGE, one for each tile, follow the chain of each last row in their tile, add up what is staged, in float32,
+and store the sum at the source, rounded once more. A row without others goes straight to its source. The
+signal of a chunk comes from MERGE, whether or not there is a last row in it: the gradients of all rows'
+weights are behind it, too. REDUCE reads the last rows alone. Which they are stands in the origins that PUT
+left on the source itself: the signals for which REDUCE waits come behind those puts.
+
+MERGE of a tile waits for the counters of that tile and of those in which the chains of its last rows lie:
+earlier ones. All these are tiles of its own PE, whose second GEMM stands before it in the same list; so it
+changes nothing in the argument above, where reductions wait for MERGEs of peers in place of tiles. An origin
+further down the chain is read only when its tile is done, so that it is one of this epoch.
 
 The table, int32, one for each pass; a backward uses that of its forward:
 

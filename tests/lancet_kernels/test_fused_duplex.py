@@ -14,7 +14,6 @@ from torch import Tensor, fx
 
 from lancet_kernels import OptimizedModule, ops, optimization, optimize
 from lancet_kernels.graph.clusters import Cluster, load_cluster
-from lancet_kernels.kernels import overlap
 from lancet_kernels.ops import fused_experts, fused_graph
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.strategies import PlanningOptions
@@ -103,7 +102,7 @@ def on_ranks(case: StepCase, strategy: str) -> Outcome:
     with (
         mock.patch.object(optimization, "realize", wraps=optimization.realize) as realized,
         mock.patch.object(fused_experts, "run_forward", wraps=fused_experts.run_forward) as forward,
-        mock.patch.object(overlap, "moe_backward", wraps=overlap.moe_backward) as backward,
+        mock.patch.object(fused_experts, "moe_backward", wraps=fused_experts.moe_backward) as backward,
     ):
         planned = fused(step, inputs, strategy, SLOW)
         outputs = planned(*inputs)

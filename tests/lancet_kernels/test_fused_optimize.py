@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer, OptimizedModule, fused_step, optimize, set_routing_step
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels import overlap
 from lancet_kernels.ops import fused_experts, fused_graph
 from lancet_kernels.schedules import fused
 from lancet_kernels.symmetric import SharedMemory
@@ -50,7 +49,7 @@ def compare(case: StepCase, steps: int) -> tuple[float, list[tuple], list[int]]:
     expected, on_streams = train(case, "torch", steps)
     with (
         mock.patch.object(fused_experts, "moe_forward", wraps=fused_experts.moe_forward) as forward,
-        mock.patch.object(overlap, "moe_backward", wraps=overlap.moe_backward) as backward,
+        mock.patch.object(fused_experts, "moe_backward", wraps=fused_experts.moe_backward) as backward,
     ):
         got, planned = train(case, "fused", steps)
     riding = [len(call.kwargs["dense"]) for call in backward.call_args_list]

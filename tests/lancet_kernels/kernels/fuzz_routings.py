@@ -3,8 +3,10 @@
     TRITON_INTERPRET=1 python -m tests.lancet_kernels.kernels.fuzz_routings --ranks 2 --passes 5000
 
 Every pass has its own numbers of tokens on each rank (0 to 6), routing, capacity and grid; every fifth one
-has a backward. Tiles have 4 rows, so that segments lie in several tiles, and tiles hold rows of several
-sources. Naps fall before passes, between tasks and before releases; nothing else keeps ranks in step.
+has a backward. In half of the exchanges it sends x again: then one exchange is for both directions, and the
+forward's bank is released before. Tiles have 4 rows, so that segments lie in several tiles, and tiles hold
+rows of several sources. Naps fall before passes, between tasks and before releases; nothing else keeps ranks
+in step.
 
 Inputs are small integers, and values before the activation multiples of 16, where gelu is exactly relu: all
 sums are exact in float32 in any order, so that every result has one right value, which float64 gives.
@@ -147,7 +149,14 @@ class Fuzz:
     """The passes of one rank through one pair of exchanges."""
 
     def __init__(
-        self, memory: GuardedMemory, local: int, banks: int, nap_s: float, seed: int, dedup: bool
+        self,
+        memory: GuardedMemory,
+        local: int,
+        banks: int,
+        nap_s: float,
+        seed: int,
+        dedup: bool,
+        sends_x: bool,
     ) -> None:
         self.memory, self.local, self.rank, self.world = memory, local, memory.rank, memory.world
         self.experts = self.world * local
@@ -160,13 +169,16 @@ class Fuzz:
             "receive_rows": self.world * TOKENS * min(CHOICES, local), "chunk_rows": TILE.gemm.block_m,
             "timeout_s": WAIT_S, "banks": banks, "dedup": dedup,
         }  # fmt: skip
-        self.forward, self.backward = (Exchange(memory, f"{way}{seed}", **sizes) for way in ("x", "dy"))
+        self.sends_x = sends_x
+        self.forward = self.backward = Exchange(memory, f"both{seed}", sends_x=sends_x, **sizes)
+        if not sends_x:
+            self.backward = Exchange(memory, f"dy{seed}", **sizes)
         for exchange in (self.forward, self.backward):
             for region in (exchange.rows, exchange.results):
                 region.local.fill_(float("nan"))
         memory.barrier()
-        self.expected_rows: dict[int, Tensor] = {}
-        self.expected_weights = torch.empty(0)
+        self.expected_rows: dict[int, list[Tensor]] = {}
+        self.expected_weights: dict[int, Tensor] = {}
         self.tasks = 0
 
     def nap(self, chance: float) -> None:
@@ -182,18 +194,22 @@ class Fuzz:
         right = right_values(self.rank, inputs, self.all_experts, self.local)
         self.seed = seed
         x_rows, dy_rows, weights, _ = rows_for(self.rank, inputs, self.local)
-        self.expected_rows = {id(self.forward): x_rows, id(self.backward): dy_rows}
-        self.expected_weights = weights
+        self.expected_rows, self.expected_weights = {id(self.forward): [x_rows]}, {}
         self.nap(0.5)
         with poisoned_buffers():
             out, saved = moe_forward(self.forward, own.x, own.routing, self.own_experts, config)
             self.forward.check()
             answers = {"out": out}
             if seed % BACKWARD_EVERY == 0:
+                if self.sends_x:
+                    self.forward.release(saved.use)
+                self.expected_rows[id(self.backward)] = [dy_rows, x_rows] if self.sends_x else [dy_rows]
+                self.expected_weights = {id(self.backward): weights}
                 self.nap(0.5)
                 gradients = moe_backward(
-                    self.forward, saved, self.backward, own.dy, own.routing, self.own_experts, config
-                )
+                    self.forward, saved, self.backward, own.dy, own.routing, self.own_experts, config,
+                    x=own.x if self.sends_x else None,
+                )  # fmt: skip
                 self.backward.check()
                 answers |= {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")}
             self.forward.release(saved.use)
@@ -207,14 +223,16 @@ class Fuzz:
     def look_and_poison(self, exchange: Exchange, words: Tensor) -> None:
         """Before a bank is released: the rows in it are the sources' rows, and nothing is behind them."""
         bank = int(words[0]) % exchange.banks
-        rows, expected = exchange.rows.local[bank], self.expected_rows[id(exchange)]
-        assert same_bits(rows[: len(expected)], expected), self.say(f"rows of {exchange.name}")
-        if exchange is self.backward:
-            got = exchange.row_weights.local[bank, : len(expected)]
-            assert same_bits(got, self.expected_weights), self.say(f"weights of {exchange.name}")
-        behind = rows[len(expected) :].isnan().all()
-        assert behind, self.say(f"written behind the {len(expected)} rows of {exchange.name}")
-        rows.fill_(float("nan"))
+        if (weights := self.expected_weights.get(id(exchange))) is not None:
+            got = exchange.row_weights.local[bank, : len(weights)]
+            assert same_bits(got, weights), self.say(f"weights of {exchange.name}")
+        # Those of x, if they are sent again, are in the banks behind.
+        for sent, expected in enumerate(self.expected_rows[id(exchange)]):
+            rows = exchange.rows.local[bank + sent * exchange.banks]
+            assert same_bits(rows[: len(expected)], expected), self.say(f"rows {sent} of {exchange.name}")
+            behind = rows[len(expected) :].isnan().all()
+            assert behind, self.say(f"written behind the {len(expected)} rows {sent} of {exchange.name}")
+            rows.fill_(float("nan"))
         exchange.results.local.fill_(float("nan"))
         self.nap(0.3)
 
@@ -249,7 +267,10 @@ def fuzz_on_rank(first: int, passes: int, nap_s: float, dedup: bool = False) -> 
         local = 1 + first // passes % 2 if memory.world > 2 else 2
         # More experts on a PE, so that a token has more rows for one.
         local += 2 * dedup
-        fuzz = Fuzz(memory, local, banks=1 + first // passes % 3, nap_s=nap_s, seed=first, dedup=dedup)
+        group = first // passes
+        fuzz = Fuzz(
+            memory, local, banks=1 + group % 3, nap_s=nap_s, seed=first, dedup=dedup, sends_x=group % 4 > 1
+        )
         with fuzz.watched():
             for seed in range(first, first + passes):
                 fuzz.run(seed)

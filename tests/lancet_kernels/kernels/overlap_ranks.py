@@ -88,7 +88,12 @@ class Layer:
         self.routing = routing_of(case, self.rank)
 
     def run_forward(self) -> tuple[Tensor, SavedPass]:
-        return moe_forward(self.forward, self.x, self.routing, self.experts, self.config, dense=self.dense)
+        out, saved = moe_forward(
+            self.forward, self.x, self.routing, self.experts, self.config, dense=self.dense
+        )
+        if self.backward.sends_x:
+            self.forward.release(saved.use)
+        return out, saved
 
     def run_backward(self, saved: SavedPass) -> object:
         made = moe_backward(
@@ -99,6 +104,7 @@ class Layer:
             self.routing,
             self.experts,
             self.config,
+            x=self.x if self.backward.sends_x else None,
             dense=self.dense,
         )
         self.forward.release(saved.use)
@@ -130,17 +136,24 @@ def make_exchange(memory: SymmetricMemory, name: str, case: Case, **changes: obj
 
 
 def make_layer(memory: SymmetricMemory, name: str, case: Case, **changes: object) -> Layer:
-    """Collective. Returns when every rank has poisoned its regions."""
+    """Collective. Returns when every rank has poisoned its regions.
+
+    changes: of the configuration; and keep: "tokens" for one exchange in both directions, whose bank is free
+    between them.
+    """
     dedup = bool(changes.get("dedup"))
-    made = [make_exchange(memory, f"{name}.{way}", case, dedup=dedup) for way in ("forward", "backward")]
+    if changes.pop("keep", "rows") == "tokens":
+        made = [make_exchange(memory, name, case, dedup=dedup, sends_x=True)] * 2
+    else:
+        made = [make_exchange(memory, f"{name}.{way}", case, dedup=dedup) for way in ("forward", "backward")]
     memory.barrier()
     return Layer(case, memory.rank, *made, replace(CONFIG, **changes))
 
 
-def alone(case: Case, rank: int) -> Layer:
+def alone(case: Case, rank: int, **keep: str) -> Layer:
     """The rank's tokens with all experts on one PE, in this process."""
     (memory,) = virtual_memories(1)
-    layer = make_layer(memory, "alone", replace(case, world=1, local=case.experts))
+    layer = make_layer(memory, "alone", replace(case, world=1, local=case.experts), **keep)
     layer.x, layer.dy = tokens_of(case, rank)
     layer.routing = routing_of(case, rank)
     return layer
@@ -172,26 +185,31 @@ def check_same(a: Answer, b: Answer, say: str) -> None:
 def check_rows(layer: Layer) -> None:
     """After one pass: the rows here are the sources' rows, bit for bit, and nothing else was written."""
     case, rank = layer.case, layer.rank
-    experts = range(rank * case.local, (rank + 1) * case.local)
-    for exchange, way in ((layer.forward, "x"), (layer.backward, "dy")):
-        sent, weights = [], []
-        for e in experts:
-            for source in range(case.world):
-                routing, given = routing_of(case, source), tokens_of(case, source)
-                first = int(routing.count[:e].sum())
-                choice = routing.choice[first : first + int(routing.count[e])].long()
-                rows = given[0][choice // case.choices]
-                if way == "dy":
-                    rows = given[1][choice // case.choices]
-                    weights.append(routing.weight.reshape(-1)[choice])
-                sent.append(rows)
-        expected = torch.cat(sent)
-        rows = exchange.rows.local[1]
-        assert same_bits(rows[: len(expected)], expected), f"{way} rows of rank {rank}"
-        assert rows[len(expected) :].isnan().all(), f"{way} rows of rank {rank}: behind the last one"
-        assert exchange.rows.local[0].isnan().all(), "rows in the other bank"
-        if weights:
-            assert same_bits(exchange.row_weights.local[1, : len(expected)], torch.cat(weights))
+    x_rows, dy_rows, weights = [], [], []
+    for e in range(rank * case.local, (rank + 1) * case.local):
+        for source in range(case.world):
+            routing, (x, dy) = routing_of(case, source), tokens_of(case, source)
+            first = int(routing.count[:e].sum())
+            choice = routing.choice[first : first + int(routing.count[e])].long()
+            x_rows.append(x[choice // case.choices])
+            dy_rows.append(dy[choice // case.choices])
+            weights.append(routing.weight.reshape(-1)[choice])
+    x_rows, dy_rows, weights = (torch.cat(each) for each in (x_rows, dy_rows, weights))
+    # Of two banks the first epoch has bank 1; with `sends_x` the backward is epoch 2, and x lies behind dy.
+    written = {"x": (layer.forward, 1, x_rows), "dy": (layer.backward, 1, dy_rows)}
+    if layer.backward.sends_x:
+        written["dy"] = layer.backward, 0, dy_rows
+        written["x sent again"] = layer.backward, 2, x_rows
+    for what, (exchange, bank, expected) in written.items():
+        rows = exchange.rows.local[bank]
+        assert same_bits(rows[: len(expected)], expected), f"rows of {what} of rank {rank}"
+        assert rows[len(expected) :].isnan().all(), f"rows of {what} of rank {rank}: behind the last one"
+    for exchange in (layer.forward, layer.backward):
+        used = {bank for of, bank, _ in written.values() if of is exchange}
+        other = [rows for bank, rows in enumerate(exchange.rows.local) if bank not in used]
+        assert all(rows.isnan().all() for rows in other), "rows in another bank"
+    bank = written["dy"][1]
+    assert same_bits(layer.backward.row_weights.local[bank, : len(weights)], weights)
 
 
 def check_results(layer: Layer, other: Layer) -> None:

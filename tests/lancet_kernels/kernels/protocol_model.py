@@ -19,6 +19,10 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     copies               overlap_tasks.wait_leaders: wait arrived, read origins, wait for the leaders' words;
                          fan_tile copies, and finish_fan is the signal "fanned"
     wait fanned          device.wait in overlap_tasks.wait_fanned (TILE_IN), instead of wait arrived
+    put staged results   with dedup, of a token with several units here: to stage, which all passes share
+    sums                 overlap_tasks.wait_done: waits for the counter of the tile and, from origin to
+                         origin, for those of the tiles of its tokens' other units; _merge_rows puts, and
+                         signal_sources is the signal "returned"
     count itself         tl.atomic_add(sem="acq_rel") on done_ptr in overlap_tasks.return_tile
     wait returned        device.wait_all in overlap_tasks.reduce_block; "read results" is what follows it
     backward             whatever reads rows of the use later, wherever it runs (dW)
@@ -84,6 +88,13 @@ BROKEN = {
     "relaxed copies": "the word of the copies may overtake them",
     "copied word without epoch": "it stays from use to use of a bank, and says only that rows were copied",
     "tile without its copies": "a tile is read when the words of its sources have come",
+    "sums without their tile": "staged results are added up before their tile is done",
+    "sums without other tiles": "results are added up before the tiles of a token's other rows are done",
+    "origins before their tile is done": "the way leads on through an origin that may be of another epoch",
+    "sums signalled early": "the sources are told before the sums are stored",
+    "sums without fence": "the sources are told by one warp before the others have stored the sums",
+    "done word without epoch": "it stays from use to use, and says only that a tile was done",
+    "release before the sums": "the bank is released before its origins have shown what to add up",
     "release before the copies": "the bank is released before its rows have been copied",
     "two streams": "a pass is launched beside another one, which still reads the results that both have",
 }
@@ -101,7 +112,8 @@ class Config:
         gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
             reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
         gradient_banks: of that exchange; 0: as many as `banks`. Fewer where layers share it.
-        dedup: of the units from a source to a peer only the first is sent; the others are copied from it.
+        dedup: of the units from a source to a peer only the first is sent; the others are copied from it, and
+            only the last of their results comes back, as the sum of all.
         sparse: how many units there are depends on epoch, source and peer; else all are there.
         landing: of stores and signals; exact: waits for equality (weak_memory).
         broken: a key of BROKEN, or "" for the protocol as it is.
@@ -141,6 +153,14 @@ class Config:
         if self.broken == "copy of a copy":
             return max(0, unit - 1)
         return 0 if self.dedup else unit
+
+    def comes_back(self, epoch: int, source: int, owner: int, unit: int) -> bool:
+        """Is there a result of this unit, or of all units of the source, at its place?"""
+        return not self.dedup or unit == self.filled(epoch, source, owner) - 1
+
+    def staged(self, epoch: int, source: int, owner: int) -> bool:
+        """Do the owner's results of this source go through stage?"""
+        return self.dedup and self.filled(epoch, source, owner) > 1
 
     def arrivals(self, epoch: int, peer: int) -> list[list[tuple[int, int]]]:
         """The same, tile by tile."""
@@ -248,9 +268,9 @@ class Script:
     def place(self, *key: str | int) -> int:
         """("rows", at, bank, row, warp), ("arrived", at, bank, tile, source), and so on.
 
-        ("results", at, row, tile, warp) both exchanges have together.
+        ("results", at, row, tile, warp) and ("stage", ..) both exchanges have together.
         """
-        if key[0] == "results":
+        if key[0] in ("results", "stage"):
             return self.places.setdefault(key, len(self.places))
         return self.places.setdefault((f"{self.exchange}{key[0]}", *key[1:]), len(self.places))
 
@@ -296,7 +316,7 @@ class Script:
                 if self.config.gradients:
                     # Passes of the second exchange are counted in the order of the backwards.
                     self.exchange = "gradient "
-                    early = self.config.broken == "release before the copies"
+                    early = self.config.broken in ("release before the copies", "release before the sums")
                     own = self._release(rank, backwards)
                     backward += self._forward(rank, backwards, own if early else [])
                     self._keep(rank, backwards, launch=len(launches) + late)
@@ -317,7 +337,8 @@ class Script:
             self.needed_until.setdefault(place, {})[value] = rank, launch
 
     def _keep_results(self, rank: int, epoch: int, launch: int) -> None:
-        for place, value in self._results(rank, epoch):
+        received = self.config.received(epoch, rank)
+        for place, value in self._results(rank, epoch) + self._staged(rank, epoch, received):
             self.needed_until.setdefault(place, {})[value] = rank, launch
 
     def _kept(self, rank: int, epoch: int, peers: range | None = None) -> list[tuple[int, int]]:
@@ -347,8 +368,20 @@ class Script:
         return [
             (place, self.tag(epoch, owner, unit))
             for row, (owner, unit) in enumerate(self.config.sent(epoch, rank))
+            if self.config.comes_back(epoch, rank, owner, unit)
             for tile in range(self.config.tiles)
             for place in self.whole(("results", rank, row, tile))
+        ]
+
+    def _staged(self, rank: int, epoch: int, units: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """What lies in stage of the results of these units."""
+        received = self.config.received(epoch, rank)
+        return [
+            (place, self.tag(epoch, source, unit))
+            for source, unit in units
+            if self.config.staged(epoch, source, rank)
+            for tile in range(self.config.tiles)
+            for place in self.whole(("stage", rank, received.index((source, unit)), tile))
         ]
 
     def _credit(self, task: Task, rank: int, epoch: int, peer: int) -> None:
@@ -382,9 +415,9 @@ class Script:
         return [task.steps]
 
     def _forward(self, rank: int, epoch: int, release: list[list[Step]] = ()) -> list[list[Step]]:
-        """One launch in the order of schedule.py: puts by tile of where they go, tiles, the reduction.
+        """One launch in the order of schedule.py: puts by tile of where they go, tiles, sums, the reduction.
 
-        release: tasks that come behind the puts, where they must not be.
+        release: tasks that come where they must not be, behind the puts or behind the tiles.
         """
         config = self.config
         peers = [(rank + step) % config.ranks for step in range(1, config.ranks + 1)]
@@ -395,12 +428,17 @@ class Script:
             for peer in peers
             if any(source == rank for source, _ in (arrivals[peer] + [[]] * (tile + 1))[tile])
         ]
-        tasks += release
+        if config.broken == "release before the copies":
+            tasks += release
         if config.dedup:
             # Among the puts, ahead of the tiles.
             tasks += [self._copies(rank, epoch, *one) for one in enumerate(arrivals[rank])]
         for tile, units in enumerate(arrivals[rank]):
             tasks += self._tiles(rank, epoch, tile, units)
+        if config.broken == "release before the sums":
+            tasks += release
+        if config.dedup:
+            tasks += [self._sums(rank, epoch, *one) for one in enumerate(arrivals[rank])]
         tasks.append(self._combine(rank, epoch))
         if config.broken == "flag reset" and epoch > self.banks:
             bank = self.bank(epoch)
@@ -438,25 +476,33 @@ class Script:
         return task.steps
 
     def _tiles(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[list[Step]]:
-        """TILE_IN and TILE_OUT of a tile, one task for each column; the last one signals all its sources."""
-        config, bank = self.config, self.bank(epoch)
+        """TILE_IN and TILE_OUT of a tile, one task for each column; the last one signals all its sources.
+
+        With dedup it says that the tile is done.
+        """
+        config = self.config
         tasks = [Task(self) for _ in range(config.tiles)]
         signals: dict[int, list[Message]] = {}
         for column, task in enumerate(tasks):
             if config.broken != "results before arrival":
                 self._wait_and_read(task, rank, epoch, tile, units)
             for source, unit in units:
-                row = config.sent(epoch, source).index((rank, unit))
-                text = f"PE {source}'s results[{row}, {column}]"
-                task.put(("results", source, row, column), self.tag(epoch, rank, unit), text)
+                if config.staged(epoch, source, rank):
+                    row = config.received(epoch, rank).index((source, unit))
+                    text = f"its own stage[{row}, {column}]"
+                    task.put(("stage", rank, row, column), self.tag(epoch, source, unit), text)
+                else:
+                    self._put_result(task, rank, epoch, column, source, unit)
             task.fence()
             if len(tasks) > 1:
                 # The counters of a use are fresh memory.
                 counter = self.place("done", rank, epoch, tile)
                 task.steps.append((LAST, (counter, len(tasks)), f"counts itself in done[{tile}]"))
-            for source in dict.fromkeys(source for source, _ in units):
-                key = "returned", source, bank, config.chunk(epoch, source, rank, tile)
-                signals.setdefault(source, []).append(task.signal(key, self.word(epoch)))
+            if config.dedup:
+                signals.setdefault(rank, []).append(task.signal(*self._done(rank, epoch, tile)))
+            else:
+                for source, signal in self._signal_sources(task, rank, epoch, tile, units):
+                    signals.setdefault(source, []).append(signal)
             if config.broken == "results before arrival":
                 self._wait_and_read(task, rank, epoch, tile, units)
         if config.broken != "relaxed counter":
@@ -467,6 +513,61 @@ class Script:
                 for signal in each:
                     signal.covers = covers
         return [task.steps for task in tasks]
+
+    def _put_result(self, task: Task, rank: int, epoch: int, column: int, source: int, unit: int) -> None:
+        row = self.config.sent(epoch, source).index((rank, unit))
+        text = f"PE {source}'s results[{row}, {column}]"
+        task.put(("results", source, row, column), self.tag(epoch, rank, unit), text)
+
+    def _signal_sources(
+        self, task: Task, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]
+    ) -> list[tuple[int, Message]]:
+        sent = []
+        for source in dict.fromkeys(source for source, _ in units):
+            key = "returned", source, self.bank(epoch), self.config.chunk(epoch, source, rank, tile)
+            sent.append((source, task.signal(key, self.word(epoch))))
+        return sent
+
+    def _sums(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[Step]:
+        """MERGE of a tile."""
+        config, task = self.config, Task(self)
+        received = config.received(epoch, rank)
+        lasts = [one for one in units if config.comes_back(epoch, one[0], rank, one[1])]
+        lasts = [one for one in lasts if config.staged(epoch, one[0], rank)]
+        ways = {one: [(one[0], unit) for unit in range(one[1] - 1, -1, -1)] for one in lasts}
+        if config.broken != "sums without their tile":
+            self._wait_done(task, rank, epoch, tile)
+        task.read(self._origins(rank, epoch, units), f"origins of tile {tile}")
+        if config.broken == "sums signalled early":
+            self._signal_sources(task, rank, epoch, tile, units)
+        for last, way in ways.items():
+            for unit in way:
+                text = f"the origin of a row before the last of PE {last[0]}"
+                if config.broken == "origins before their tile is done":
+                    task.read(self._origins(rank, epoch, [unit]), text)
+                if config.broken == "sums without other tiles":
+                    # The origins are there, nothing else.
+                    at = received.index(unit) // config.per_tile
+                    self._wait_arrived(task, rank, epoch, at, config.arrivals(epoch, rank)[at])
+                else:
+                    self._wait_done(task, rank, epoch, received.index(unit) // config.per_tile)
+                task.read(self._origins(rank, epoch, [unit]), text)
+            task.read(self._staged(rank, epoch, [last, *way]), f"stage of the rows of PE {last[0]}")
+            for column in range(config.tiles):
+                self._put_result(task, rank, epoch, column, *last)
+        task.fence("sums without fence")
+        if config.broken != "sums signalled early":
+            self._signal_sources(task, rank, epoch, tile, units)
+        return task.steps
+
+    def _done(self, rank: int, epoch: int, tile: int) -> tuple[Key, int]:
+        """Which word says that all columns of a tile are stored, and its value: fresh memory in each use."""
+        at = self.bank(epoch) if self.config.broken == "done word without epoch" else epoch
+        return ("all done", rank, at, tile), 1 << LOW
+
+    def _wait_done(self, task: Task, rank: int, epoch: int, tile: int) -> None:
+        key, word = self._done(rank, epoch, tile)
+        task.wait([(self.place(*key), word)], f"tile {tile} to be done")
 
     def _copies(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[Step]:
         """FAN of a tile."""

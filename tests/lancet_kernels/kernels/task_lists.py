@@ -9,8 +9,8 @@ from lancet_kernels.kernels import tasks
 from lancet_kernels.kernels.schedule import FAN_LAG
 from lancet_kernels.kernels.tasks import LaunchShape
 
-PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE, FAN = (
-    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE FAN".split()
+PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE, FAN, MERGE = (
+    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE FAN MERGE".split()
 )
 Task = tuple[int, ...]
 Key = tuple[int, int]  # local expert, tile of the expert
@@ -78,11 +78,12 @@ class Routed:
 
 
 def others(
-    shape: LaunchShape, tiles: list[Key], dense: list, wgrads: list
+    shape: LaunchShape, tiles: list[Key], dense: list, wgrads: list, merge: bool = False
 ) -> Iterator[tuple[Key | None, Task]]:
     """(the tile whose puts stand before the task, task). None: no put has to; (inf, 0): all have to.
 
-    dense: (row tiles, column tiles) of each independent GEMM; wgrads: tasks of the weight gradients.
+    dense: (row tiles, column tiles) of each independent GEMM; wgrads: tasks of the weight gradients. merge: a
+    MERGE behind each tile of the second GEMM, of a tile `lag` tiles before it; what is left behind them.
     """
     for problem, (rows, columns) in enumerate(dense):
         yield from ((None, (DENSE, problem, m, n)) for m in range(rows) for n in range(columns))
@@ -93,6 +94,8 @@ def others(
             yield from ((key, (TILE_IN, step, n)) for n in range(shape.tiles_in))
         if step >= lag:
             yield from ((key, (TILE_OUT, step - lag, n)) for n in range(shape.tiles_out))
+            yield from [(key, (MERGE, step - 2 * lag))] * merge
+    yield from ((BEHIND_ALL, (MERGE, len(tiles) - lag + i)) for i in range(lag * merge))
     yield from ((BEHIND_ALL, task) for task in wgrads)
     yield from ((BEHIND_ALL, (REDUCE, block)) for block in range(shape.reduce_blocks))
 
@@ -105,7 +108,8 @@ def task_list(
     beside = shape.programs - shape.comm_programs
     listed: list[Task] = []
     placed = 0
-    for j, (key, task) in enumerate(others(shape, routed.tiles(rank), dense, wgrads)):
+    merge = routed.dedup and shape.tiles_out > 0
+    for j, (key, task) in enumerate(others(shape, routed.tiles(rank), dense, wgrads, merge)):
         wanted = (j // beside + 1) * shape.comm_programs if beside else len(puts)
         if key is not None:
             wanted = max(wanted, max((i + 1 for i, (first, _) in enumerate(puts) if first <= key), default=0))

@@ -59,9 +59,9 @@ def test_a_pass_gives_the_bits_of_the_plain_kernel():
         assert not differences(play(TINY, seed), plain), f"seed {seed}"
 
 
-def test_duplicates_sent_once_change_no_bit():
+def test_duplicates_sent_once_give_the_bits_of_the_plain_kernel():
     case = Case(tokens=5, choices=3, capacity=5, width=16, hidden=16, dtype=BF16)
-    plain = play(case, 0, bodies="triton", backward=False)
+    plain = play(case, 0, bodies="triton", dedup=True, backward=False)
     assert not differences(play(case, 0, dedup=True, backward=False), plain)
 
 
@@ -97,7 +97,7 @@ def test_waits_for_a_pe_that_does_not_come_end():
 )  # fmt: skip
 def test_any_pass_gives_the_bits_of_the_plain_kernel(case, options):
     plain = play(case, 0, **options | {"bodies": "triton"})
-    check_accuracy(plain, case)
+    check_accuracy(plain, case, dedup="dedup" in options)
     for seed in range(5):
         assert not differences(play(case, seed, **options), plain), f"seed {seed}"
 
@@ -196,6 +196,24 @@ MUTANTS = {
         (overlap_tasks.wait_fanned, "    return seen >= one\n", "    return seen >= one * 0\n"),
         (overlap_tasks.wait_fanned, "fanned_ptr + tile, one,", "fanned_ptr + tile, one * 0,"),
     ],
+    "a sum does not wait for the tiles of its rows": [
+        (overlap_tasks.wait_done, "done_ptr + tiles, more, columns,", "done_ptr + tiles, more, columns * 0,"),
+    ],
+    "a sum does not wait for its own tile": [
+        (overlap_tasks.wait_done, "done_ptr + tile, columns,", "done_ptr + tile, columns * 0,"),
+        (overlap_tasks.wait_done, "    here = seen >= columns\n", "    here = seen >= columns * 0\n"),
+    ],
+    "sums are signalled before they are stored": [
+        (overlap_tasks.merge_tile, "            if most > 1:\n",
+         "            signal_sources(expert, m, epoch, W, L, chunks, table_ptr, returned_ptr, "
+         "returned_peers_ptr, BANKS, NVSHMEM, BM)\n            if most > 1:\n"),
+    ],
+    "a row is added twice": [
+        (overlap_tasks._merge_rows, "                added &= previous != row\n", ""),
+    ],
+    "what is not the last row of its token is read": [
+        (overlap_tasks.reduce_block, "other=0) < 0", "other=0) < 1"),
+    ],
     "a step of a put is stored before it has come": [
         (gluon_copies._put_rows, "async_copy.wait_group(SLOTS - 1)", "pass"),
     ],
@@ -217,6 +235,14 @@ CASES = {
     "copies are published before the barrier": (TWICE, {"dedup": True}),
     "copies are published without release": (TWICE, {"dedup": True}),
     "a tile does not wait for its copies": (TWICE, {"dedup": True}),
+    "a sum does not wait for the tiles of its rows": (LONG, {"dedup": True, "programs": 2}),
+    "a sum does not wait for its own tile": (TWICE, {"dedup": True}),
+    "sums are signalled before they are stored": (TWICE, {"dedup": True}),
+    "a row is added twice": (
+        Case(local=3, tokens=5, choices=4, width=16, hidden=16, dtype=BF16),
+        {"dedup": True},
+    ),
+    "what is not the last row of its token is read": (TWICE, {"dedup": True}),
 }
 
 
@@ -230,6 +256,6 @@ def test_mutants_are_of_the_sources_as_they_are():
 @pytest.mark.parametrize("name", few_of(MUTANTS))
 def test_a_mutant_is_caught(name):
     case, options = CASES.get(name, (TINY, {}))
-    plain = play(case, 0, **options | {"bodies": "triton", "dedup": False})
+    plain = play(case, 0, **options | {"bodies": "triton"})
     found = (verdict(plain, case, seed, edits=MUTANTS[name], **options) for seed in range(20))
     assert next(filter(None, found), ""), f"unseen: {name}"

@@ -44,7 +44,7 @@ def far_and_near_on_rank(case: Case, options: dict) -> SimpleNamespace:
         with poisoned_buffers(), network(far_memory) as wires:
             far = make_layer(far_memory, "far", case, **options)
             for way in (far.forward, far.backward):
-                for stage in way.buffers.stage:
+                for stage in (*way.buffers.stage, *filter(None, [way.x_stage])):
                     stage.local.fill_(float("nan"))
                 if way.origin_stage is not None:
                     way.origin_stage.local.fill_(-1)
@@ -73,6 +73,8 @@ def pass_of(layer: Layer) -> dict[str, torch.Tensor | None]:
             (Case(tokens=35, capacity=35, local=1, choices=1, dtype=FP16, width=40), {"split": True}),
             (Case(dtype=BF16, bias=False, choose="few", uneven=True), {}),
             (Case(local=3, choices=4), {"dedup": True}),
+            (Case(local=3, choices=4), {"dedup": True, "keep": "tokens"}),
+            (Case(), {"keep": "tokens", "split": True}),
         ]
     ),
     ids=str,
@@ -152,6 +154,7 @@ def launches_of(
     far: bool = False,
     rider: int = 16,
     dedup: bool = False,
+    sends_x: bool = False,
 ) -> list[dict]:
     """The launch options of a pass forward and backward, as `arch` has them by default; nothing is run.
 
@@ -178,7 +181,7 @@ def launches_of(
     config = OverlapConfig.for_gpu(case.width, case.hidden, case.activation, case.dtype, arch, programs=1)
     config = replace(config, split=split, dedup=dedup)
     sizes = {"local_experts": 2, "send_rows": 9, "receive_rows": 9, "width": case.width, "dtype": case.dtype}
-    sizes |= {"chunk_rows": config.gemm.block_m, "dedup": dedup}
+    sizes |= {"chunk_rows": config.gemm.block_m, "dedup": dedup, "sends_x": sends_x}
     patch = pytest.MonkeyPatch()
     with patch.context() as m:
         m.setattr(overlap, "launch", note)
@@ -240,17 +243,22 @@ def test_every_launch_is_a_specimen(arch):
             assert not any(options["TMA"] for options in found)
             note(found)
     note(launches_of(SMALL, kinds[-1], arch, rider=17))
-    for case, far in (
-        (SMALL, False),
-        (SMALL, True),
-        (replace(SMALL, activation="swiglu"), False),
-        (odd, False),
+    swiglu = replace(SMALL, activation="swiglu")
+    of_puts = (*ONE_BY_ONE, "DEDUP", "SEND_X")
+    for case, far, changes in (
+        (SMALL, False, {"dedup": True}),
+        (SMALL, True, {"dedup": True}),
+        (swiglu, False, {"dedup": True}),
+        (odd, False, {"dedup": True}),
+        (SMALL, False, {"sends_x": True}),
+        (SMALL, True, {"sends_x": True}),
+        (swiglu, False, {"sends_x": True}),
+        (SMALL, False, {"dedup": True, "sends_x": True}),
+        (SMALL, True, {"dedup": True, "sends_x": True}),
     ):
-        note(launches_of(case, (), arch, far=far, dedup=True))
-        for options in launches_of(case, ("tn",), arch, split=True, far=far, dedup=True):
-            assert key_of(options, (*ONE_BY_ONE, "DEDUP")) in {
-                key_of(other, (*ONE_BY_ONE, "DEDUP")) for other in made
-            }
+        note(launches_of(case, (), arch, far=far, **changes))
+        for options in launches_of(case, ("tn",), arch, split=True, far=far, **changes):
+            assert key_of(options, of_puts) in {key_of(other, of_puts) for other in made}
     changes = [{"bias": False}, {"activation": "silu"}, {"activation": "swiglu"}]
     changes += [{"dtype": FP16}, {"dtype": torch.float32}]
     for change in changes:

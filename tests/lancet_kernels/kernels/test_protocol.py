@@ -42,11 +42,11 @@ RIGHT = [
     (2_903, Config(NESTED, ranks=3, units=2, landing=AWAITED)),
     (2_429, Config(NESTED, ranks=3, units=2, sparse=True, landing=AWAITED)),
     (9_023, Config(THREE_NESTED, ranks=3, programs=2, landing=AWAITED)),
-    (388, Config(NESTED, units=3, dedup=True, sparse=True, landing=AWAITED)),
-    (6_499, Config(THREE_BY_TURNS, units=3, dedup=True, programs=2, landing=AWAITED)),
-    (19_984, Config(THREE_NESTED, units=2, dedup=True)),
-    (756, Config("F1 F2 B2 B1", units=3, dedup=True, **SHARED, landing=AWAITED)),
-    (8_355, Config(NESTED, ranks=3, units=2, dedup=True, landing=AWAITED)),
+    (617, Config(NESTED, units=3, dedup=True, sparse=True, landing=AWAITED)),
+    (15_792, Config(THREE_BY_TURNS, units=3, dedup=True, programs=2, landing=AWAITED)),
+    (34_826, Config(THREE_NESTED, units=2, dedup=True)),
+    (1_598, Config("F1 F2 B2 B1", units=3, dedup=True, **SHARED, landing=AWAITED)),
+    (23_508, Config(NESTED, ranks=3, units=2, dedup=True, landing=AWAITED)),
 ]
 RIGHT_LONG = [
     (116_332, Config(THREE_BY_TURNS, warps=2, landing=EACH)),
@@ -56,12 +56,13 @@ RIGHT_LONG = [
     (10_407, Config(BY_TURNS, ranks=3, units=2, programs=2, sparse=True, landing=AWAITED)),
     (3_566, Config(NESTED, ranks=3, units=2, per_tile=3, tiles=2, landing=AWAITED)),
     (34_254, Config(NESTED, ranks=4, units=1, per_tile=3, landing=AWAITED)),
-    (70_376, Config("F1 B1 F2 B2", units=2, dedup=True, banks=1, landing=EACH)),
+    (95_436, Config("F1 B1 F2 B2", units=2, dedup=True, banks=1, landing=EACH)),
     (
-        6_337,
+        18_791,
         Config(THREE_BY_TURNS, units=3, per_tile=4, dedup=True, gradients=True, programs=2, landing=AWAITED),
     ),
-    (208_308, Config(THREE_NESTED, ranks=3, units=2, dedup=True, programs=2, landing=AWAITED)),
+    (793_842, Config(THREE_NESTED, ranks=3, units=2, dedup=True, programs=2, landing=AWAITED)),
+    (35_790, Config("F1 B1 F2 B2", units=3, tiles=2, dedup=True, programs=2, landing=AWAITED)),
 ]
 
 # What each mistake leads to, and in which system. Some need a program that goes on while another waits.
@@ -99,6 +100,19 @@ CAUGHT = {
     "copied word without epoch": (EARLY_READ, Config("F1 B1 F2 B2", banks=1, programs=2, **TWICE)),
     "tile without its copies": (EARLY_READ, Config("F1 B1", programs=2, **TWICE)),
     "release before the copies": (OVERWRITE, Config("F1 F2 B2 B1", **TWICE, **SHARED)),
+    "sums without their tile": (EARLY_READ, Config("F1 B1", ranks=1, per_tile=1, programs=2, **TWICE)),
+    "sums without other tiles": (EARLY_READ, Config("F1 B1", ranks=1, per_tile=1, programs=2, **TWICE)),
+    "origins before their tile is done": (
+        EARLY_READ,
+        Config("F1 B1", ranks=1, units=3, per_tile=1, dedup=True, programs=4),
+    ),
+    "sums signalled early": (EARLY_READ, Config("F1 B1", ranks=1, programs=2, **TWICE)),
+    "sums without fence": (EARLY_READ, Config("F1 B1", ranks=1, warps=2, programs=2, **TWICE)),
+    "done word without epoch": (
+        EARLY_READ,
+        Config("F1 B1 F2 B2", ranks=1, per_tile=1, banks=1, programs=2, **TWICE),
+    ),
+    "release before the sums": (OVERWRITE, Config("F1 F2 B2 B1", **TWICE, **SHARED)),
     "two streams": (OVERWRITE, Config("F1 F2 B2 B1", programs=2)),
 }
 
@@ -159,6 +173,7 @@ LARGE = {
     "copies without fence",
     "copied word without epoch",
     "release before the copies",
+    "release before the sums",
 }
 LANDINGS = [(mistake, AWAITED) for mistake in CAUGHT] + [(m, EACH) for m in CAUGHT if m not in LARGE]
 
@@ -176,6 +191,7 @@ def test_every_way_of_landing_finds_the_mistake(mistake: str, landing: str) -> N
         "one released word",
         "counts without release",
         "copied word without epoch",
+        "done word without epoch",
     ):
         assert "does not grow" in explore(system).wrong
     else:

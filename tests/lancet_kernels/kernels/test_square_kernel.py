@@ -100,9 +100,11 @@ def late_rank() -> str:
     """Rank 3 makes the regions, and then launches nothing."""
     with SharedMemory(timeout_s=60.0) as memory:
         moves = movements(Partition((square(1),)))
+        # Only those who wait for rank 3 run out of time, on a busy machine, too.
+        timeout_s = 2.0 if memory.rank in (1, 2) else 60.0
         phase = SquarePhase(
             memory, "forward of fc1", "nt", (16, 16), (32, 16), torch.float32,
-            moves.forward_x, moves.forward_weight, config=CONFIG, timeout_s=0.5,
+            moves.forward_x, moves.forward_weight, config=CONFIG, timeout_s=timeout_s,
         )  # fmt: skip
         message = ""
         if memory.rank != 3:
