@@ -1,4 +1,4 @@
-"""`python bench/autotune.py`: the same as `lancet tune`, for whoever looks for the tuner here."""
+"""`python bench/autotune.py`: the same as `lancet tune`, for those who look for the tuner here."""
 
 import sys
 

@@ -1,7 +1,8 @@
 """The fused kernels, dispatch to combine, forward and backward, in one launch and in two; their parts alone.
 
 One PE: rows travel within the device. The parts: the rows moved by permute and combine (communication), and
-the same GEMMs as grouped GEMMs (gemm). The report makes eta = max(communication, gemm) / fused of them.
+the same GEMMs as grouped GEMMs, in the backward without the activation (gemm). The report makes
+eta = max(communication, gemm) / fused of them.
 """
 
 import dataclasses
@@ -41,10 +42,10 @@ class Parts:
 
     def gemms_backward(self) -> None:
         experts = self.passes.experts
-        dh = grouped_gemm_dx(self.rows, self.offset, experts.w2, activation=self.w.activation, pre=self.pre)
-        grouped_gemm_dx(dh, self.offset, experts.w1)
+        grouped_gemm_dx(self.rows, self.offset, experts.w2, out=self.hidden)
+        grouped_gemm_dx(self.pre, self.offset, experts.w1)
         grouped_gemm_dw(self.hidden, self.rows, self.offset)
-        grouped_gemm_dw(self.rows, dh, self.offset)
+        grouped_gemm_dw(self.rows, self.pre, self.offset)
 
 
 def work_of(w: Workload, dtype: torch.dtype, direction: str) -> dict[str, float]:

@@ -81,7 +81,7 @@ class GroupedGemms:
         yield (
             "dW",
             {
-                OURS: lambda: kernels.grouped_gemm_dw(x, dy, offset, dw=self.dw)[0],
+                OURS: lambda: kernels.grouped_gemm_dw(x, dy, offset, dw=self.dw),
                 TORCH: lambda: grouped_mm(x.t(), dy, offs=ends),
                 **with_quack(lambda: quack(x.t(), dy, out=self.dw, cu_seqlens_k=offset32)),
                 DENSE: lambda: torch.mm(x.t(), dy),

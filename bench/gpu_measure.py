@@ -176,7 +176,7 @@ def parts(clock, rounds: int, smoke: bool) -> list[Part]:
         )
 
     puts = [(sizes, pes, None) for sizes in every_size[:2] for pes in dict.fromkeys((1, world))]
-    # Beside the default, for whoever looks for a better one.
+    # Beside the default, to show if there is a better one.
     tiles = (
         [] if smoke else [(every_size[0], 1, tile) for tile in ((8, 1024), (16, 1024), (4, 2048), (32, 256))]
     )

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from lancet_kernels.training.models import ModelConfig
+from lancet_kernels.tuning.workloads import Workload
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(Workload):
     """T tokens in all, D model width, F hidden width, E experts, K choices per token; gelu or swiglu."""
-
-    name: str
-    tokens: int
-    width: int
-    hidden: int
-    experts: int
-    choices: int
-    activation: str = "gelu"
-
-    @property
-    def wide(self) -> int:
-        """Columns of the first weight: F, for swiglu 2F."""
-        return 2 * self.hidden if self.activation == "swiglu" else self.hidden
 
     @property
     def rows(self) -> int:

@@ -50,7 +50,7 @@ Later = tuple[tuple, Tensor, Tensor]
 
 
 class _LaterLinear(torch.autograd.Function):
-    """y = x @ weight^T + bias, whose backward leaves dW to whoever has a gap to fill."""
+    """y = x @ weight^T + bias, whose backward leaves dW to a launch with a gap to fill."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, key: tuple, later: list[Later]) -> Tensor:

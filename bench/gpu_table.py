@@ -2,7 +2,7 @@
 
     python bench/gpu_table.py FIGURES.json LOGS      prints both; LOGS: the folder of the logs of its stages
 
-Together they are short enough for whoever sees only the last 12,000 characters. Needs nothing but Python.
+Together they are short enough for readers who see only the last 12,000 characters. Needs nothing but Python.
 Exit code 0: all passed, all was measured, and nothing is wrong.
 """
 

@@ -1,7 +1,7 @@
 """MoE layers to compare with, each behind a small adapter: `make_layer(name, ...)` or the reason why not.
 
 Ours, fused and unfused (`backend="torch"`: op by op, on a GPU by our kernels too); what torch alone gives,
-which is always at hand; other libraries, of which none has been run by us yet: whoever has a GPU and
+which is always at hand; other libraries, of which none has been run by us yet: a reader who has a GPU and
 installs one gets it in the same table. None drops a token.
 
 To bring them to a machine without a network, where there is one

@@ -24,6 +24,9 @@ from torch.utils.flop_counter import flop_registry
 from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.ops.gates import parse_gate
 
+KEPT_BYTES = "kept_bytes"
+"""Key of `meta` of a fused forward launch: the bytes that its ticket, the last result, keeps alive."""
+
 _KINDS = {
     "lancet.all_to_all": Kind.ALL_TO_ALL,
     "lancet.all_reduce_bucket": Kind.ALL_REDUCE,
@@ -257,12 +260,15 @@ def _specs(node: fx.Node) -> list[TensorSpec]:
     value = _value(node)
     values = [v for v in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(v, Tensor)]
     aliases = _aliased(node)
-    return [
+    specs = [
         TensorSpec(
             name, tuple(map(int, v.shape)), str(v.dtype).removeprefix("torch."), alias_of=aliases.get(i)
         )
         for i, (name, v) in enumerate(zip(tensor_names(node), values, strict=True))
     ]
+    if KEPT_BYTES in node.meta:
+        specs[-1] = replace(specs[-1], bytes=node.meta[KEPT_BYTES])
+    return specs
 
 
 def _aliased(node: fx.Node) -> dict[int, str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from lancet_kernels.cache_file import cache_folder
 from lancet_kernels.graph.communication import CommunicationModel
 from lancet_kernels.graph.costs import MeasuredCosts, collective_of
 from lancet_kernels.graph.device_costs import DeviceCosts, DeviceCostsFile
@@ -30,7 +31,6 @@ from lancet_kernels.graph.measure_device import (
 )
 from lancet_kernels.graph.measured import MeasuredTimes, measurement_key
 from lancet_kernels.graph.program import Instruction, Kind, Program
-from lancet_kernels.kernels.cache_folder import cache_folder
 from lancet_kernels.ops.groups import Groups, Value, from_first_rank, group_rank, group_size
 from lancet_kernels.ops.link import link
 

@@ -82,10 +82,10 @@ def fingerprint(program: Program) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def check_fingerprint(program: Program, expected: str, what: str, made: str, do: str) -> None:
+def check_fingerprint(program: Program, expected: str, what: str, participle: str, do: str) -> None:
     """Raise UserError unless the program has the expected fingerprint.
 
-    Args, for the message: what: the object that belongs to a program, "plan for X". made: the participle in
+    Args, for the message: what: the object that belongs to a program, "plan for X". participle: the one in
     "the program it was planned for". do: the advice.
     """
     actual = fingerprint(program)
@@ -93,6 +93,6 @@ def check_fingerprint(program: Program, expected: str, what: str, made: str, do:
         raise UserError(
             what,
             got=f"program {program.name} ({actual[:12]})",
-            expected=f"the program it was {made} for ({expected[:12]})",
+            expected=f"the program it was {participle} for ({expected[:12]})",
             do=do,
         )

@@ -1,9 +1,17 @@
-"""Files of measurements that processes share. What cannot be read in one is ignored, and written anew."""
+"""The user's cache: its folder, and files of measurements that processes share. What cannot be read in one is
+ignored, and written anew.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
+import logging
+import os
+import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +20,7 @@ from typing import Any, TypeVar
 from lancet_kernels.atomic import locked, write_json_atomically
 
 Content = TypeVar("Content")
+_log = logging.getLogger(__name__)
 _WRONG = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 """What reading a file, or content of other types than expected, can raise."""
 
@@ -87,3 +96,35 @@ class CacheFile:
         if message not in self._warned:
             self._warned.add(message)
             warnings.warn(message, stacklevel=4)
+
+
+def cache_folder() -> Path:
+    """Where this library remembers things for this user.
+
+    If that cannot be written to, a folder with the same content that goes when this process ends; rank 0
+    logs a warning, once.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    return _writable(Path(base or os.path.expanduser("~/.cache")) / "lancet_kernels")
+
+
+@functools.cache
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # A file, not the permissions: these do not tell of everything, least of all root.
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        if os.environ.get("RANK", "0") == "0":
+            _log.warning(
+                "nothing is remembered: %s cannot be written to (%s); set XDG_CACHE_HOME to another folder",
+                folder,
+                error.strerror or error,
+            )
+    temporary = Path(tempfile.mkdtemp(prefix="lancet-cache-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for file in folder.glob("*.json"):
+            shutil.copyfile(file, temporary / file.name)
+    return temporary

@@ -134,6 +134,10 @@ class CapturedStep:
         local_experts, hidden, width = layer.w2.meta["val"].shape
         return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)
 
+    def keeps_tokens(self, layer: MatchedLayer) -> bool:
+        """Does the backward of a matched layer send its tokens again?"""
+        return self._exchange_of(layer).keep == "tokens"
+
     @property
     def layer_numbers(self) -> list[int]:
         """The numbers of the exchanges of the fused layers."""

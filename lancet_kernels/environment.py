@@ -233,7 +233,7 @@ def _symmetric_memory() -> dict[str, str]:
 
 def _caches() -> dict[str, dict[str, object]]:
     """The files in which measurements are kept between runs."""
-    from lancet_kernels.kernels.cache_folder import cache_folder
+    from lancet_kernels.cache_file import cache_folder
     from lancet_kernels.kernels.tuning import default_cache
 
     folder = cache_folder()

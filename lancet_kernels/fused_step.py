@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from lancet_kernels.graph.measured_launches import measured_launches
 from lancet_kernels.graph.program import Program
 from lancet_kernels.rank_agreement import capture_alike, fused_groups_of_first_rank
 from lancet_kernels.schedules.fused import CHOICES, choose_groups
+from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.schedules.plan import FusedGroup, Plan
 from lancet_kernels.schedules.realize import GraphCutter
 from lancet_kernels.schedules.strategies import AUTO, DUPLEX, Planner, PlanningOptions
@@ -65,7 +67,13 @@ class FusedChoice:
 
         return INTERPRETED
 
-    def groups(self, module: fx.GraphModule, program: Program, cost: Cost) -> tuple[FusedGroup, ...]:
+    def groups(
+        self,
+        module: fx.GraphModule,
+        program: Program,
+        cost: Cost,
+        keeps_tokens: Callable[[MatchedLayer], bool] = lambda layer: False,
+    ) -> tuple[FusedGroup, ...]:
         """The decision for every MoE layer: from the stored plan, or the one that is predicted faster."""
         if self.stored is not None:
             stored_groups = _stored_groups(self.stored, program)
@@ -78,8 +86,9 @@ class FusedChoice:
         if lowering == "auto":
             self._streams_ms = planner.plan(self.strategy).predicted.iteration_ms
         return choose_groups(
-            module, program, cost, timeline, lowering=lowering, measured_of=self._measured_of
-        )
+            module, program, cost, timeline, lowering=lowering, measured_of=self._measured_of,
+            keeps_tokens=keeps_tokens,
+        )  # fmt: skip
 
     def confirmed(self, groups: tuple[FusedGroup, ...], fused: CostedGraph) -> tuple[FusedGroup, ...]:
         """The same decisions, or all on streams if the whole step is predicted slower with fused layers.
@@ -126,7 +135,7 @@ def fuse_layers(
     """
     world = step.groups.world
     step.fused = fused_groups_of_first_rank(
-        world, lambda: choice.groups(graph.module, graph.program, graph.cost)
+        world, lambda: choice.groups(graph.module, graph.program, graph.cost, step.keeps_tokens)
     )
     if not any(group.fused for group in step.fused):
         return graph

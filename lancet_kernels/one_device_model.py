@@ -83,12 +83,12 @@ class OneDeviceModel:
         if self.copies == 1:
             return 0, None
         try:
-            found = copies_of_batch(self.program, self.copies)
+            microbatches = copies_of_batch(self.program, self.copies)
         except UserError as error:
             raise self._refuse(
                 str(error.got), str(error.expected), "choose another batch, or copies=1"
             ) from None
-        sizes = {self.program.tensors[t].shape[0] for t in self.program.inputs if t in found.forms}
+        sizes = {self.program.tensors[t].shape[0] for t in self.program.inputs if t in microbatches.forms}
         size = min(sizes)
         if size % self.copies:
             raise self._refuse(
@@ -96,7 +96,7 @@ class OneDeviceModel:
                 f"a multiple of {self.copies}, for microbatches of one size",
                 "choose another batch, or copies=1",
             )
-        return size, found
+        return size, microbatches
 
     @cached_property
     def microbatch(self) -> fx.GraphModule:
@@ -166,11 +166,11 @@ class OneDeviceModel:
 
     def forms(self, strategy: Strategy) -> dict[str, Form]:
         """By first name, in which form a rank has a parameter. Buffers are whole."""
-        found: dict[str, Form] = {name: WHOLE for name, _ in self.model.named_parameters()}
+        forms: dict[str, Form] = {name: WHOLE for name, _ in self.model.named_parameters()}
         for placeholder, name in self.state_names.items():
-            if name in found and placeholder in strategy.parameters:
-                found[name] = strategy.parameters[placeholder]
-        return found
+            if name in forms and placeholder in strategy.parameters:
+                forms[name] = strategy.parameters[placeholder]
+        return forms
 
     def sharded_graph(self, strategy: Strategy, group: str) -> fx.Graph:
         """The forward of one rank; its attributes go by their first names."""

@@ -157,10 +157,10 @@ def _check_choices(model: nn.Module, strategy: str | Path | Strategy) -> None:
 
 def _alike(make: Callable[[], OneDeviceModel], groups: Groups) -> OneDeviceModel:
     """The model on one device, the same one on every rank. Raises: UserError on every rank otherwise."""
-    found, refusal, digest = None, None, ""
+    model, refusal, digest = None, None, ""
     try:
-        found = make()
-        digest = fingerprint(found.microbatch_program())
+        model = make()
+        digest = fingerprint(model.microbatch_program())
     except UserError as error:
         refusal = error
     digests = values_of_ranks(groups.world, digest)
@@ -174,8 +174,8 @@ def _alike(make: Callable[[], OneDeviceModel], groups: Groups) -> OneDeviceModel
             expected="the same model and the same batch on every rank",
             do="give every rank the whole batch, and see what the other ranks say",
         )
-    assert found is not None
-    return found
+    assert model is not None
+    return model
 
 
 def _strategy(

@@ -35,8 +35,9 @@ from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward,
 from lancet_kernels.kernels.overlap_config import OverlapConfig, dedup_pays
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing
 from lancet_kernels.kernels.runtime import check_device
+from lancet_kernels.ops.expert_activation import input_width
 from lancet_kernels.ops.fused_passes import ForwardPass, take_pass, ticket_of
-from lancet_kernels.ops.groups import group_name, group_of, group_timeout_s
+from lancet_kernels.ops.groups import group_name, group_of, group_size, group_timeout_s
 from lancet_kernels.ops.send_rows import send_rows
 from lancet_kernels.ops.waiting import current_layer, enter_layer, waiting
 from lancet_kernels.symmetric import SymmetricMemory, create, virtual_memories
@@ -137,8 +138,9 @@ class LayerExchange:
         while a launch runs             R * F, in a backward R * (H + F); R * D more for results to be added
                                         up, where duplicates are sent once
 
-    besides some bytes for each row (4 * banks, and 8 * banks more where duplicates are sent once) and choice
-    (28, of the routing), and some words for each tile.
+    besides some bytes for each row received (4 * banks), each choice (28, of the routing) and some words for
+    each tile. Where duplicates are sent once there are origin words as well: 8 * banks bytes for each row
+    received, and 8 for each row sent.
     A pass keeps no rows to send, and x, which autograd keeps for the router anyway, only with keep="tokens".
     Under activation checkpointing it keeps nothing.
     Values after the activation are computed again in the backward, where those before it are at hand for the
@@ -260,10 +262,25 @@ class LayerExchange:
         tokens = memory.largest(max(num_tokens, self.max_tokens or 0, 1))
         # A capacity grows with the tokens, and is that of the rank with the most of them.
         capacity = memory.largest(-(-capacity * tokens // num_tokens) if num_tokens else 0)
-        receive = memory.world * min(tokens * num_choices, self.local_experts * min(capacity, tokens))
+        return tokens * num_choices, self._received(memory.world, tokens, num_choices, capacity)
+
+    def _received(self, world: int, tokens: int, num_choices: int, capacity: int) -> int:
+        receive = world * min(tokens * num_choices, self.local_experts * min(capacity, tokens))
         if self.receive_factor is not None:
             receive = min(receive, math.ceil(self.receive_factor * tokens * num_choices))
-        return tokens * num_choices, receive
+        return receive
+
+    def kept_bytes(self, like: Tensor, num_choices: int, capacity: int) -> int:
+        """Bytes of a pass from its forward to its backward, without x: R * H, and with keep="rows" R * D.
+
+        The latter are one bank of the layer; the others are there, too. Args: as of `of`, with as many tokens
+        on every rank, or max_tokens.
+        """
+        tokens = max(like.shape[0], self.max_tokens or 0)
+        capacity = -(-capacity * tokens // max(like.shape[0], 1))
+        received = self._received(group_size(self.group), tokens, num_choices, capacity)
+        columns = input_width(self.activation, self.hidden) + (self.width if self.keep == "rows" else 0)
+        return received * columns * like.element_size()
 
     def watch(self) -> None:
         """Raise CommunicationError if a wait in these exchanges has timed out; does not wait itself."""

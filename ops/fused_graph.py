@@ -37,6 +37,11 @@ def keeps_tokens(number: int) -> bool:
     return _layers[number].keep == "tokens"
 
 
+def kept_bytes(number: int, like_TD: Tensor, num_choices: int, capacity: int) -> int:
+    """`LayerExchange.kept_bytes` of this layer."""
+    return _layers[number].kept_bytes(like_TD, num_choices, capacity)
+
+
 def watch_layers(numbers: Iterable[int]) -> None:
     """Raise CommunicationError for a pass of these layers that ran out of time, as `Exchange.watch` does."""
     for number in numbers:

@@ -149,7 +149,7 @@ def grouped_gemm_dw(x_RA: Tensor, dy_RB: Tensor, count_WL: Tensor) -> Tensor:
     if runs_in_kernels(x_RA):
         from lancet_kernels.kernels.grouped_gemm_kernel import grouped_gemm_dw as in_kernel
 
-        return in_kernel(x_RA.contiguous(), dy_RB.contiguous(), group_offsets(count_WL))[0]
+        return in_kernel(x_RA.contiguous(), dy_RB.contiguous(), group_offsets(count_WL))
     return _rows_times_rows(x_RA, dy_RB, count_WL)
 
 

@@ -167,15 +167,15 @@ def subgroup(places: Sequence[int], group: str) -> str:
     Collective over these ranks alone, all of which ask for their subgroups in the same order.
     """
     whole = group_of(group)
-    known = _SUBGROUPS.setdefault(whole, {})
-    if tuple(places) not in known:
+    names = _SUBGROUPS.setdefault(whole, {})
+    if tuple(places) not in names:
         ranks = [dist.get_global_rank(whole, place) for place in places]
         with waiting("making of a process group", whole, peers=[p for p in places if p != whole.rank()]):
             process_group = dist.new_group(
                 ranks, timeout=timedelta(seconds=group_timeout_s(whole)), use_local_synchronization=True
             )
-        known[tuple(places)] = process_group.group_name
-    return known[tuple(places)]
+        names[tuple(places)] = process_group.group_name
+    return names[tuple(places)]
 
 
 def counts_group(name: str) -> str:

@@ -105,10 +105,10 @@ class FusedPhases:
                     expected="float32, float16 or bfloat16",
                     do='use backend="torch"',
                 )
-            self._of_rows[key] = self._made(len(tile), weight, moves)
+            self._of_rows[key] = self._new_phases(len(tile), weight, moves)
         return self._of_rows[key]
 
-    def _made(self, m: int, weight: Tensor, moves: Movements) -> tuple[SquarePhase, ...]:
+    def _new_phases(self, m: int, weight: Tensor, moves: Movements) -> tuple[SquarePhase, ...]:
         """Forward, backward, gradient for m rows. Collective."""
         k, n = weight.shape
         timeout_s = self.timeout_s or (

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from lancet_kernels.graph.captured_graph import fake_mode_of, set_value
 from lancet_kernels.graph.forms import PARTIAL, WHOLE, WINDOW, Form, Forms
+from lancet_kernels.graph.from_fx import KEPT_BYTES
 from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.graph.part_instruction import part_name
 from lancet_kernels.schedules.cut_nodes import (
@@ -104,6 +105,8 @@ class Parts:
         if "milliseconds" in node.meta:
             # The prediction of a fused launch, which cannot be timed alone.
             copy.meta["milliseconds"] = node.meta["milliseconds"] / self.count
+        if KEPT_BYTES in node.meta:
+            copy.meta[KEPT_BYTES] = node.meta[KEPT_BYTES] // self.count
         self.env[part][node] = copy
         self._copy_elements(node, copy, part)
 

@@ -26,6 +26,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.captured_graph import fake_mode_of, set_value
 from lancet_kernels.graph.cost_entry import CostEntry
 from lancet_kernels.graph.costs import Cost
+from lancet_kernels.graph.from_fx import KEPT_BYTES
 from lancet_kernels.graph.layer_names import layer_meta
 from lancet_kernels.graph.part_instruction import whole_name
 from lancet_kernels.graph.program import Kind, Program
@@ -61,6 +62,7 @@ def choose_groups(
     *,
     lowering: str = "auto",
     measured_of: MeasuredOf = nothing_measured,
+    keeps_tokens: Callable[[MatchedLayer], bool] = lambda layer: False,
 ) -> tuple[FusedGroup, ...]:
     """Decide for every MoE layer of a joint graph: fused, or on streams.
 
@@ -68,6 +70,7 @@ def choose_groups(
         program: of the graph. timeline: of the best plan on streams, which fused launches must beat.
         lowering: "auto"; or "fused" or "streams" for all layers that can run so.
         measured_of: the tuner's measurements for a kind of layer, on the device that will run it.
+        keeps_tokens: does a layer's backward send its tokens again (`LayerExchange`, keep="tokens")?
     """
     if lowering not in CHOICES:
         raise UserError("lowering", got=repr(lowering), expected=f"one of {CHOICES}", do="name one of these")
@@ -89,6 +92,7 @@ def choose_groups(
             measured,
             [rider for rider in riders if rider.name not in fillers],
             flops_per_ms,
+            keeps_tokens(layer),
         )
         if lowering == "auto":
             fused = group.fused_ms < group.streams_ms
@@ -111,6 +115,7 @@ def _predict(
     measured: CostEntry | None,
     candidates: Sequence[Rider],
     flops_per_ms: float,
+    keeps_tokens: bool,
 ) -> FusedGroup:
     fused_ms, streams_ms = {}, 0.0
     riders: list[Rider] = []
@@ -120,7 +125,11 @@ def _predict(
         moved = [n for n in names if program.instructions[program.index[n]].kind is not Kind.COMPUTE]
         if measured is None:
             communication = sum(ms[n] for n in moved)
-            launch: Launch = FormulaLaunch(communication, sum(ms[n] for n in names) - communication)
+            again = 0.0
+            if keeps_tokens and direction == "backward":
+                again = ms[layer.forward[1].name]  # the all-to-all of x
+            gemm_ms = sum(ms[n] for n in names) - communication
+            launch: Launch = FormulaLaunch(communication + again, gemm_ms)
         else:
             launch = measured_launch(layer, measured, direction)
         if direction == "backward":
@@ -227,6 +236,8 @@ def _lower(
             if node is not None:
                 node.replace_all_uses_with(_element(graph, backward, i))
     forward.meta["milliseconds"], backward.meta["milliseconds"] = group.forward_ms, group.backward_ms
+    choices = layer.expert.meta["val"].shape[1]
+    forward.meta[KEPT_BYTES] = fused_graph.kept_bytes(number, layer.x.meta["val"], choices, layer.capacity)
     if group.with_fillers_ms:
         backward.meta[WITH_FILLERS_MS] = group.with_fillers_ms
     for launch in (forward, backward):

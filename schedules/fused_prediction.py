@@ -2,7 +2,9 @@
 
 measured    interpolated between the launches that `lancet tune` timed on this device (`graph.cost_entry`).
             Riders with more FLOPs than were measured take their time on a stream for the excess.
-formula     max(communication, GEMMs) / EFFICIENCY + LAUNCH_MS, from the times of the ops on streams
+formula     max(communication, GEMMs) / EFFICIENCY + LAUNCH_MS, from the times of the ops on streams; with
+            keep="tokens" the backward's communication has the all-to-all of x besides (measured launches
+            are of layers that keep rows)
 
 Example of the formula: all-to-alls of 2.0 ms and GEMMs of 1.5 ms take 2.0 / 0.85 + 0.02 = 2.37 ms, and 3.5 ms
 on streams if nothing overlaps. A rider of 0.4 ms adds nothing; one of 0.8 ms (GEMMs 2.3 ms) adds 0.35 ms.

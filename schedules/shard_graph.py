@@ -153,23 +153,23 @@ class _Sharder:
     def _ways_of(self, instruction: Instruction) -> list[Way]:
         """Those of the strategy; else all there are, that of least traffic first."""
         operands = len(instruction.inputs) + len(instruction.outputs)
-        known = self.ways.get(instruction.name) or self.ways.get(_PART.sub("", instruction.name), [])
-        known = [way for way in known if len(way) == operands]
-        if known and not self._is_free(instruction):
-            return known
-        return known + sorted(self._all_ways(instruction), key=lambda way: self._traffic(instruction, way))
+        ways = self.ways.get(instruction.name) or self.ways.get(_PART.sub("", instruction.name), [])
+        ways = [way for way in ways if len(way) == operands]
+        if ways and not self._is_free(instruction):
+            return ways
+        return ways + sorted(self._all_ways(instruction), key=lambda way: self._traffic(instruction, way))
 
     def _all_ways(self, instruction: Instruction) -> list[Way]:
-        found = [
+        ways = [
             (*s.inputs, *s.outputs)
             for s in signatures(instruction, self.program, self.ranks, lambda i, tensors: 0.0)
         ]
         read = self.nodes[instruction.name].all_input_nodes
         if instruction.op in _SUMS and len(read) == 2 == len(instruction.inputs):
-            found.append((PARTIAL, PARTIAL, PARTIAL))
+            ways.append((PARTIAL, PARTIAL, PARTIAL))
         if instruction.op in _PRODUCTS and self.nodes[instruction.name].args[0] is read[0]:
-            found.append((PARTIAL, *(WHOLE for _ in instruction.inputs[1:]), PARTIAL))
-        return found
+            ways.append((PARTIAL, *(WHOLE for _ in instruction.inputs[1:]), PARTIAL))
+        return ways
 
     def _traffic(self, instruction: Instruction, way: Way) -> float:
         return sum(
@@ -179,11 +179,11 @@ class _Sharder:
 
     def _cheapest(self, tensor: str, wanted: Form) -> tuple[float, Form]:
         """(traffic, form to start from) of a tensor in a form."""
-        self._made(tensor)
+        self._ensure_held(tensor)
         if wanted in self.held[tensor]:
             return 0.0, wanted
-        found = [(_TRAFFIC[name], f) for f in self.held[tensor] if (name := collective(f, wanted))]
-        return min(found, key=lambda item: item[0], default=(float("inf"), wanted))
+        options = [(_TRAFFIC[name], f) for f in self.held[tensor] if (name := collective(f, wanted))]
+        return min(options, key=lambda item: item[0], default=(float("inf"), wanted))
 
     # Tensors and instructions
 
@@ -197,13 +197,13 @@ class _Sharder:
             instruction = self.program.instructions[producer]
             if self._is_free(instruction):
                 self._make(instruction, tensor, form)
-            self._made(tensor)
+            self._ensure_held(tensor)
         held = self.held[tensor]
         if form not in held:
             held[form] = self._converted(tensor, self._cheapest(tensor, form)[1], form)
         return held[form]
 
-    def _made(self, tensor: str) -> None:
+    def _ensure_held(self, tensor: str) -> None:
         """See to it that the tensor is there in some form."""
         if tensor not in self.held:
             self._make(self.program.instructions[self.program.producer[tensor]])
@@ -230,14 +230,14 @@ class _Sharder:
         args = self._arguments(instruction, list(args), way[split:])
         # What comes from a collective lies without gaps, whatever strides it had.
         target = aten.reshape.default if node.target is aten.view.default else node.target
-        made = self.graph.create_node("call_function", target, tuple(args), kwargs, node.name)
+        added = self.graph.create_node("call_function", target, tuple(args), kwargs, node.name)
         if not isinstance(node.meta["val"], (tuple, list)):
-            self._hold(instruction.outputs[0], way[split], self._share(instruction, made, way))
+            self._hold(instruction.outputs[0], way[split], self._share(instruction, added, way))
             return
         for n, tensor in enumerate(instruction.outputs):
             # A tuple may have elements that are no tensors.
             element = int(tensor.rpartition(".")[2])
-            self._hold(tensor, way[split + n], self.graph.call_function(operator.getitem, (made, element)))
+            self._hold(tensor, way[split + n], self.graph.call_function(operator.getitem, (added, element)))
         self._average(instruction, node, way[split:])
 
     def _operand(self, node: fx.Node, wanted: Mapping[str, Form]) -> tuple[str, Form]:
@@ -260,11 +260,11 @@ class _Sharder:
             args[rule.reduction_argument] = SUM
         return args
 
-    def _share(self, instruction: Instruction, made: fx.Node, way: Way) -> fx.Node:
+    def _share(self, instruction: Instruction, average: fx.Node, way: Way) -> fx.Node:
         """Of an average over a rank's slice, its share of the whole one."""
         rule = rule_for(instruction)
         is_summand = rule is not None and rule.averages and way[-1] == PARTIAL and way[0].is_cut
-        return self.graph.call_function(aten.div.Tensor, (made, self.ranks)) if is_summand else made
+        return self.graph.call_function(aten.div.Tensor, (average, self.ranks)) if is_summand else average
 
     def _average(self, instruction: Instruction, node: fx.Node, outputs: Way) -> None:
         """Of a mean loss ranks have sums and weights: a sum is divided by the weight of all."""
@@ -296,15 +296,14 @@ class _Sharder:
             "reduce_scatter": (lancet.reduce_scatter.default, (target.dimension,)),
         }
         op, dimensions = calls[name]
-        made = self.graph.create_node(
+        return self.graph.create_node(
             "call_function", op, (node, *dimensions, self.group), {}, f"{tensor.replace('.', '_')}_{name}"
         )
-        return made
 
     def _result(self, node: fx.Node) -> fx.Node:
         """A result, whole on every rank, with one gradient for all of them (`ops.shards`)."""
         (tensor,) = tensor_names(node)
-        self._made(tensor)
+        self._ensure_held(tensor)
         held = self.held[tensor]
         if WHOLE in held:
             return self.graph.call_function(lancet.share_gradient.default, (held[WHOLE], self.group))

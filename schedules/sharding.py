@@ -85,7 +85,7 @@ def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: 
         if step.new_stage or not stages:
             stages.append([])
         stages[-1].append(step)
-    made: list[Stage] = []
+    finished: list[Stage] = []
     for steps in stages:
         communication: list[Communication] = []
         computation: dict[str, tuple[Form, ...]] = {}
@@ -97,7 +97,7 @@ def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: 
             ]
             parameters.update(step.rests)
             computation |= dict(zip(block.instructions, step.signature.ways, strict=True))
-        made.append(
+        finished.append(
             Stage(
                 tuple(communication),
                 computation,
@@ -112,7 +112,7 @@ def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: 
         program.name,
         fingerprint(program),
         ranks,
-        tuple(made),
+        tuple(finished),
         parameters,
         best.psi,
         result.bound_ms,

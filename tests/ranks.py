@@ -156,11 +156,11 @@ def _run(function: Callable[..., Any], arguments: tuple, place: tuple, leave_tog
         timeout=timedelta(seconds=timeout_s),
     )
     try:
-        # Whoever fails at once must not take the store away from peers that still look for it.
+        # A rank that fails at once must not take the store away from peers that still look for it.
         dist.barrier()
         link.read()
         result = function(*arguments)
-        # Whoever leaves first closes its connections: wait, so that no peer sees that as a failure.
+        # The rank that leaves first closes its connections: wait, so that no peer sees that as a failure.
         if leave_together:
             dist.barrier()
         return result

@@ -83,10 +83,10 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 def _figures(text: str) -> tuple[str, ...]:
     """Example: `13,11` -> ("11", "13")."""
     names = {part.strip() for part in text.split(",")}
-    known = sorted({name for figures in FIGURES.values() for name in figures}, key=lambda n: (len(n), n))
-    if not names or not names <= set(known):
-        raise argparse.ArgumentTypeError(f"got {text}, expected some of {','.join(known)}")
-    return tuple(name for name in known if name in names)
+    numbers = sorted({name for group in FIGURES.values() for name in group}, key=lambda n: (len(n), n))
+    if not names or not names <= set(numbers):
+        raise argparse.ArgumentTypeError(f"got {text}, expected some of {','.join(numbers)}")
+    return tuple(name for name in numbers if name in names)
 
 
 def _of_paper(chosen: tuple[str, ...], paper: str) -> tuple[str, ...]:

@@ -180,8 +180,8 @@ def _task(outcome: Outcome) -> dict[str, Any]:
     }
     if outcome.winner is not None:
         fields["winner"] = outcome.winner.as_json()
-    if outcome.known is not None:
-        fields["winner"] = {"config": outcome.known.config, "ms": outcome.known.milliseconds}
+    if outcome.cached is not None:
+        fields["winner"] = {"config": outcome.cached.config, "ms": outcome.cached.milliseconds}
     if outcome.cost is not None:
         cost = outcome.cost
         fields["cost"] = {"status": cost.status, "launches": cost.launches, "text": cost.text}
@@ -211,8 +211,8 @@ def _cost_text(outcome: Outcome, rounds: int) -> list[str]:
 
 
 def _configuration_text(outcome: Outcome) -> list[str]:
-    if outcome.known is not None:
-        entry = outcome.known
+    if outcome.cached is not None:
+        entry = outcome.cached
         return [f"    {entry.how} on {entry.date}: {_short(entry.configuration())}"]
     counted = f"    {len(outcome.candidates)} candidates"
     if outcome.status == "dry-run":

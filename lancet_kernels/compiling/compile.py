@@ -30,12 +30,10 @@ import lancet_kernels.kernels
 from lancet_kernels.compiling.specimen import Specimen
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import nvshmem_bitcode, runtime
+from lancet_kernels.kernels.gemm_config import REGISTERS_OF_A_THREAD, REGISTERS_OF_AN_SM, SHARED_MEMORY
 
-# Architecture -> maximal shared memory of a thread block, in bytes (CUDA programming guide, 227 KB on Hopper
-# and Blackwell, 163 KB on Ampere).
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-REGISTER_LIMIT = 255  # of one thread
-REGISTER_FILE = 65536  # of one multiprocessor, so of one block at most
+# Architecture -> maximal shared memory of a thread block, in bytes.
+SHARED_LIMIT = {arch: SHARED_MEMORY[arch] for arch in (80, 90, 100)}
 # The first word of the machine instructions for matrix products and TMA.
 WGMMA = re.compile(r"\b[HIQ]GMMA\b")
 TCGEN05 = re.compile(r"\bUTC\w*MMA\b")
@@ -111,12 +109,12 @@ def problems(specimen: Specimen, compiled: CompiledKernel) -> list[str]:
     reasons = []
     if compiled.spills > specimen.most_spills:
         reasons.append(f"spills {compiled.spills} bytes")
-    if compiled.registers > REGISTER_LIMIT:
-        reasons.append(f"{compiled.registers} registers, more than {REGISTER_LIMIT}")
+    if compiled.registers > REGISTERS_OF_A_THREAD:
+        reasons.append(f"{compiled.registers} registers, more than {REGISTERS_OF_A_THREAD}")
     # Registers are allocated to warps in units of 8 per thread.
     in_block = -(-compiled.registers // 8) * 8 * compiled.threads
-    if in_block > REGISTER_FILE:
-        reasons.append(f"{in_block} registers in a program, more than {REGISTER_FILE}")
+    if in_block > REGISTERS_OF_AN_SM:
+        reasons.append(f"{in_block} registers in a program, more than {REGISTERS_OF_AN_SM}")
     if compiled.shared_bytes > SHARED_LIMIT[arch]:
         reasons.append(f"{compiled.shared_bytes} bytes of shared memory, more than {SHARED_LIMIT[arch]}")
     if arch == 90 and specimen.wgmma and not compiled.wgmma:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from triton.experimental.gluon import language as gl
 
-from lancet_kernels.compiling.overlap_specimens import CHOICES, DENSE, FUSED, PES, SHORT, STAGES, TYPES
-from lancet_kernels.compiling.specimen import Specimen, pointers
+from lancet_kernels.compiling.overlap_specimens import CHOICES, DENSE, FUSED, PES, STAGES, TYPES
+from lancet_kernels.compiling.specimen import SHORT, Specimen
 from lancet_kernels.kernels.gluon_config import (
     COPY_REGISTERS,
     COPY_WARPS,
@@ -78,20 +78,20 @@ def specimen(
         "SEND_X": int(sends_x and "HAS_PUT" in stages),
         "COPY_WARPS": COPY_WARPS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS,
     }  # fmt: skip
-    arguments = [name for name in gluon_overlap_kernel.arg_names if name not in constexprs]
-    signature = {name: TYPES.get(name, f"*{SHORT[dtype]}") for name in arguments}
     sizes = boxes(tile.block_m, tile.block_n, columns_in, tile.block_k, backward=backward)
+    descriptors = {}
     for name, box in sizes.items():
         layout = gl.NVMMASharedLayout.get_default_for(box, _ELEMENT[dtype])
-        signature[name] = f"tensordesc<{SHORT[dtype]}{box},{layout!r}>"
-    return Specimen(
-        name="gluon_overlap",
-        config=f"{fused}{riders} {activation} {SHORT[dtype]} {tile}{'' if bias else ' no bias'}"
+        descriptors[name] = f"tensordesc<{SHORT[dtype]}{box},{layout!r}>"
+    return Specimen.of(
+        gluon_overlap_kernel,
+        f"{fused}{riders} {activation} {SHORT[dtype]} {tile}{'' if bias else ' no bias'}"
         f"{' dedup' if dedup else ''}{' x' if sends_x else ''}",
-        kernel=gluon_overlap_kernel,
-        signature=signature,
-        constexprs=constexprs,
-        aligned=(*pointers(signature), "D", "F", "H"),
+        constexprs,
+        TYPES | descriptors,
+        SHORT[dtype],
+        "DFH",
+        name="gluon_overlap",
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         total_warps=total_warps(tile),

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from lancet_kernels.compiling.specimen import FEW_SPILLED_BYTES, Specimen, pointers
+from lancet_kernels.compiling.specimen import FEW_SPILLED_BYTES, SHORT, Specimen
 from lancet_kernels.kernels.exchange import release_kernel
-from lancet_kernels.kernels.nvshmem_launch import small_kernel
+from lancet_kernels.kernels.kernel_launch import small_kernel
 from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
     first_columns,
@@ -21,26 +21,15 @@ from lancet_kernels.kernels.overlap_kernel import overlap_kernel
 from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
 from lancet_kernels.kernels.schedule import TILES_AT_ONCE, exchange_counts_kernel, schedule_kernel
 
-# Types of the kernel's arguments, for compiling it where there is no tensor; all others are rows.
-_INTEGERS = (
-    "counter copy_counter rank limit W L D F H R S tiles chunks T K tiles_in tiles_out lag "
-    "dense_tiles num_problems reduce_blocks programs comm_programs"
-).split()
-_FLOATS = [
-    f"{name}_ptr" for name in "send_weights row_weights row_dots dots dots_stage weight dweight".split()
-]
+# What pointers among the kernel's arguments point at, but for rows.
 TYPES = {
-    **dict.fromkeys(_INTEGERS, "i32"),
-    **dict.fromkeys(("table_ptr", "token_ptr"), "*i32"),
-    **dict.fromkeys(_FLOATS, "*fp32"),
-    "max_polls": "i64",
-}
-_WORDS = "use earlier_use report arrived released returned ready done expert row problems spoiled".split()
-_WORDS += "origin origin_stage fanned".split()
-TYPES |= {f"{name}_ptr": "*i64" for name in _WORDS}
-TYPES |= {
-    f"{name}_peers_ptr": "*i64"
-    for name in ("rows", "row_weights", "arrived", "results", "dots", "returned", "origin")
+    **dict.fromkeys(("table", "token"), "i32"),
+    **dict.fromkeys("send_weights row_weights row_dots dots dots_stage weight dweight".split(), "fp32"),
+    **dict.fromkeys(
+        "use earlier_use report arrived released returned ready done expert row problems spoiled origin "
+        "origin_stage fanned".split(),
+        "i64",
+    ),
 }
 STAGES = ("HAS_PUT", "HAS_IN", "HAS_OUT", "HAS_WGRAD", "HAS_REDUCE")
 # What is fused -> (stages in the launch, backward); one launch per direction, or its two halves.
@@ -58,7 +47,6 @@ DENSE = {"": 0, "+dw": 4, "+dense": 7}
 PES = 8
 # Choices of a token, where duplicates are sent once.
 CHOICES = 8
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 def specimens(arch: int) -> Iterator[Specimen]:
@@ -93,69 +81,29 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen("backward", "", arch, nvshmem=nvshmem, sends_x=True)
         yield specimen("backward", "", arch, nvshmem=nvshmem, sends_x=True, dedup=True)
     yield specimen("backward", "", arch, activation="swiglu", sends_x=True)
-    yield _write_dense_row()
+    yield from _small_specimens()
+
+
+def _small_specimens() -> Iterator[Specimen]:
+    addresses = dict.fromkeys("abc", "i64")
+    yield Specimen.of(write_dense_row_kernel, "pointers above 2^31", {}, addresses, num_warps=1)
+    sizes = "64 experts on 8 PEs"
     for nvshmem in (False, True):
-        yield _release(nvshmem)
-        yield _exchange_counts(nvshmem)
+        options = small_kernel(nvshmem)
+        yield Specimen.of(
+            release_kernel, "nvshmem" if nvshmem else "pointers", {"NVSHMEM": nvshmem},
+            num_warps=options.pop("num_warps"), options=options, nvshmem=nvshmem,
+        )  # fmt: skip
+        yield Specimen.of(
+            exchange_counts_kernel, sizes + (", nvshmem" if nvshmem else ""),
+            {"BANKS": 2, "NVSHMEM": nvshmem, "BM": 128, "BE": 64, "BW": 8},
+            {"counts": "i32", "table": "i32"}, nvshmem=nvshmem,
+        )  # fmt: skip
     for dedup in (False, True):
-        yield _schedule(dedup)
-
-
-def _write_dense_row() -> Specimen:
-    return Specimen(
-        name="write_dense_row",
-        config="pointers above 2^31",
-        kernel=write_dense_row_kernel,
-        signature={
-            "row_ptr": "*i64", "kind": "i32", **dict.fromkeys("abc", "i64"), **dict.fromkeys("MNK", "i32"),
-            "first": "i32",
-        },
-        constexprs={},
-        aligned=("row_ptr",),
-        num_warps=1,
-    )  # fmt: skip
-
-
-def _release(nvshmem: bool) -> Specimen:
-    words = ("use_ptr", "released_ptr", "released_peers_ptr")
-    return Specimen(
-        name="release",
-        config="nvshmem" if nvshmem else "pointers",
-        kernel=release_kernel,
-        signature=dict.fromkeys(words, "*i64") | dict.fromkeys(("rank", "world", "banks"), "i32"),
-        constexprs={"NVSHMEM": nvshmem},
-        aligned=words,
-        num_warps=small_kernel(nvshmem)["num_warps"],
-        options={name: n for name, n in small_kernel(nvshmem).items() if name != "num_warps"},
-        nvshmem=nvshmem,
-    )
-
-
-def _exchange_counts(nvshmem: bool) -> Specimen:
-    words = "use kept counts_peers counted counted_peers released report".split()
-    signature = {f"{name}_ptr": "*i64" for name in words} | {"counts_ptr": "*i32", "table_ptr": "*i32"}
-    return Specimen(
-        name="exchange_counts",
-        config="64 experts on 8 PEs, nvshmem" if nvshmem else "64 experts on 8 PEs",
-        kernel=exchange_counts_kernel,
-        signature=signature | dict.fromkeys(("rank", "W", "L", "R"), "i32") | {"max_polls": "i64"},
-        constexprs={"BANKS": 2, "NVSHMEM": nvshmem, "BM": 128, "BE": 64, "BW": 8},
-        aligned=tuple(signature),
-        num_warps=4,
-        nvshmem=nvshmem,
-    )
-
-
-def _schedule(dedup: bool) -> Specimen:
-    return Specimen(
-        name="schedule",
-        config="64 experts on 8 PEs, dedup" if dedup else "64 experts on 8 PEs",
-        kernel=schedule_kernel,
-        signature={"table_ptr": "*i32", **dict.fromkeys(("rank", "W", "L", "tiles", "puts"), "i32")},
-        constexprs={"BM": 128, "BE": 64, "BW": 8, "BT": TILES_AT_ONCE, "DEDUP": dedup},
-        aligned=("table_ptr",),
-        num_warps=4,
-    )
+        yield Specimen.of(
+            schedule_kernel, sizes + (", dedup" if dedup else ""),
+            {"BM": 128, "BE": 64, "BW": 8, "BT": TILES_AT_ONCE, "DEDUP": dedup}, {"table": "i32"},
+        )  # fmt: skip
 
 
 def specimen(
@@ -179,7 +127,6 @@ def specimen(
     backward that sends x, too. config: None means the default of the architecture.
     """
     stages, backward = FUSED[fused]
-    short = SHORT[dtype]
     config = config or OverlapConfig(overlap_tile(activation, dtype, arch))
     narrow = plain == "odd" or (plain and arch >= 90)
     tile = plain_tile(config.gemm, dtype) if narrow else config.gemm
@@ -197,18 +144,15 @@ def specimen(
         "DEDUP": CHOICES if dedup else 0,
         "SEND_X": int(sends_x and "HAS_PUT" in stages),
     }  # fmt: skip
-    arguments = [name for name in overlap_kernel.arg_names if name not in constexprs]
-    signature = {name: TYPES.get(name, f"*{short}") for name in arguments}
     said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain), "dedup": dedup, "x": sends_x}
     more = "".join(f" {what}" for what, holds in said.items() if holds)
-    widths = () if plain == "odd" else ("D", "F", "H")
-    return Specimen(
-        name="overlap",
-        config=f"{fused}{riders} {activation} {short} {tile}{more}",
-        kernel=overlap_kernel,
-        signature=signature,
-        constexprs=constexprs,
-        aligned=(*pointers(signature), *widths),
+    return Specimen.of(
+        overlap_kernel,
+        f"{fused}{riders} {activation} {SHORT[dtype]} {tile}{more}",
+        constexprs,
+        TYPES,
+        SHORT[dtype],
+        () if plain == "odd" else "DFH",
         # 56 in the backward with silu, whose act and act' are computed side by side (Triton 3.9, 2026-11-23).
         most_spills=64 if backward and activation == "silu" else FEW_SPILLED_BYTES,
         num_warps=tile.num_warps,

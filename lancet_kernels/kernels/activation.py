@@ -10,6 +10,8 @@ The count is read on the device, so the host need not know it. Rows that are not
 written. Computed in float32, rounded once.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -99,12 +101,7 @@ def activation(h_RH: Tensor, count: Tensor, kind: str) -> Tensor:
     """
     hidden = _check(h_RH, count, kind)
     a_RF = torch.empty(len(h_RH), hidden, dtype=h_RH.dtype, device=h_RH.device)
-    if a_RF.numel():
-        grid, tile = _grid(a_RF)
-        launch(
-            activation_kernel, grid, h_ptr=h_RH, count_ptr=count, a_ptr=a_RF, R=len(h_RH), F=hidden,
-            KIND=kind, EMULATE_BF16=needs_upcast(h_RH.dtype), **tile,
-        )  # fmt: skip
+    _launch(activation_kernel, a_RF, kind, h_ptr=h_RH, count_ptr=count, a_ptr=a_RF)
     return a_RF
 
 
@@ -117,13 +114,7 @@ def activation_backward(da_RF: Tensor, h_RH: Tensor, count: Tensor, kind: str) -
     hidden = _check(h_RH, count, kind)
     check_tensor("da_RF", da_RF, shape=(len(h_RH), hidden), dtype=h_RH.dtype, device=h_RH.device)
     dh_RH = torch.empty_like(h_RH)
-    if da_RF.numel():
-        grid, tile = _grid(da_RF)
-        launch(
-            activation_backward_kernel, grid,
-            da_ptr=da_RF, h_ptr=h_RH, count_ptr=count, dh_ptr=dh_RH, R=len(h_RH), F=hidden,
-            KIND=kind, EMULATE_BF16=needs_upcast(h_RH.dtype), **tile,
-        )  # fmt: skip
+    _launch(activation_backward_kernel, da_RF, kind, da_ptr=da_RF, h_ptr=h_RH, count_ptr=count, dh_ptr=dh_RH)
     return dh_RH
 
 
@@ -140,10 +131,16 @@ def _check(h_RH: Tensor, count: Tensor, kind: str) -> int:
     return h_RH.shape[1] // halves
 
 
-def _grid(a_RF: Tensor) -> tuple[tuple[int], dict[str, int]]:
+def _launch(kernel: Any, a_RF: Tensor, kind: str, **pointers: Tensor) -> None:
+    """Over the tiles of [R, F]; a_RF has that shape, and the dtype."""
     num_rows, hidden = a_RF.shape
+    if not a_RF.numel():
+        return
     columns = min(1024, triton.next_power_of_2(hidden))
     rows = VALUES // columns
     programs = triton.cdiv(num_rows, rows) * triton.cdiv(hidden, columns)
     check_number("tiles of the activation", programs, 1, 2**31 - 1)
-    return (programs,), {"BR": rows, "BD": columns, "num_warps": WARPS, **UNFUSED}
+    launch(
+        kernel, (programs,), **pointers, R=num_rows, F=hidden, KIND=kind,
+        EMULATE_BF16=needs_upcast(a_RF.dtype), BR=rows, BD=columns, num_warps=WARPS, **UNFUSED,
+    )  # fmt: skip

@@ -21,12 +21,13 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
     stage of origins [S]          only with dedup: the origins sent, which say what will come back
     stage of x [S, D]             only with `sends_x`, where NVSHMEM carries rows
 
-A use of the exchange (a forward pass with its backward, or a backward's own exchange) has an epoch, 1, 2,
-3, ..., and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts
-or rows of epoch e it waits until the peer has released epoch e - B of that bank. Results need neither banks
-nor a credit of their own: a PE returns results of epoch e only after it saw the source's rows of epoch e, and
-the source sends those in a launch behind the one that read its last results. That holds for passes through
-any exchange, so all layers have one region of results (`ResultBuffers`).
+A use of the exchange (a forward pass with its backward, or one of the two alone) has an epoch, 1, 2, 3, ...,
+and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts or rows
+of epoch e it waits until the peer has released epoch e - B of that bank. Where the backward sends x again,
+both directions of all layers may share an exchange: each use is released behind its own launches. Results
+need neither banks nor a credit of their own: a PE returns results of epoch e only after it saw the source's
+rows of epoch e, and the source sends those in a launch behind the one that read its last results. That holds
+for passes through any exchange, so all layers have one region of results (`ResultBuffers`).
 
 The epoch lives in device memory, so a captured CUDA graph counts on in every replay; the host only checks
 that no more than B uses are open, since another one would wait for a release that comes after it.
@@ -56,7 +57,7 @@ from lancet_kernels.kernels.failure_report import (
     FailureReport,
     timed_out,
 )
-from lancet_kernels.kernels.nvshmem_launch import launch, small_kernel
+from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.schedule import (
     TILES_AT_ONCE,
     exchange_counts_kernel,
@@ -265,8 +266,6 @@ class Exchange:
 
         Launched before the passes' own kernel. It waits for the counts of every PE.
         """
-        if runtime.without_tasks:
-            return
         experts = self.world * self.local_experts
         blocks = {"BE": triton.next_power_of_2(experts), "BW": triton.next_power_of_2(self.world)}
         launch(

@@ -12,7 +12,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import ACTIVATIONS
 from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.gemm_config import GemmConfig, default_config
-from lancet_kernels.kernels.runtime import INTERPRETED, needs_upcast, provide_scratch
+from lancet_kernels.kernels.runtime import INTERPRETED, architecture, needs_upcast, provide_scratch
 from lancet_kernels.kernels.tuning import tuned
 
 EPILOGUES = ("none", *ACTIVATIONS)
@@ -33,13 +33,10 @@ def check_groups(what: str, rows: Tensor, offset: Tensor, weight: Tensor | None 
     """
     check_tensor(f"{what}: rows", rows, shape=(None, None), dtype=tuple(DTYPES))
     if weight is not None:
-        check_tensor(
-            f"{what}: weight", weight, shape=(None, None, None), dtype=rows.dtype, device=rows.device
-        )
+        check_tensor(f"{what}: weight", weight, shape=(None,) * 3, dtype=rows.dtype, device=rows.device)
     num_experts = max(1, offset.numel() - 1 if weight is None else weight.shape[0])
-    check_tensor(
-        f"{what}: offset", offset, shape=(num_experts + 1,), dtype=torch.int64, device=rows.device
-    )  # fmt: skip
+    sizes = (num_experts + 1,)
+    check_tensor(f"{what}: offset", offset, shape=sizes, dtype=torch.int64, device=rows.device)
     return num_experts
 
 
@@ -49,14 +46,6 @@ def check_operand(what: str, tensor: Tensor | None, shape: tuple[int, ...], like
         return like.new_empty(shape)
     check_tensor(what, tensor, shape=shape, dtype=like.dtype, device=like.device)
     return tensor
-
-
-def architecture(device: torch.device) -> int:
-    """Compute capability, 90 for 9.0. In the interpreter that of the newest code path."""
-    if INTERPRETED:
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return major * 10 + minor
 
 
 def can_use_tma(arch: int, *matrices: Tensor) -> bool:
@@ -111,7 +100,7 @@ class Launch:
             )
         return Launch(config, dtype, device, tma, accumulators)
 
-    def grid(self, most_tiles: int, num_programs: int | None) -> tuple[int]:
+    def grid(self, most_tiles: int, num_programs: int | None = None) -> tuple[int]:
         """The number of resident programs, or the configured number, but at most the number of tiles; at
         least 1."""
         if num_programs is None and INTERPRETED:

@@ -215,30 +215,11 @@ def _load_pre(pre_ptr, m0, n0, rows, N, ld, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _finish_dgrad(
-    acc, pre_ptr, out_ptr, rows, m0, n0, N,
-    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """The activation's backward on a block of columns, and the store."""
-    ld = 2 * N if ACT == "swiglu" else N
-    if ACT == "swiglu":
-        b_gate = _load_pre(pre_ptr, m0, n0, rows, N, ld, BM, BN)
-        _store(out_ptr + N, acc * silu(b_gate), m0, n0, rows, N, ld, BM, BN)
-        b_up = _load_pre(pre_ptr + N, m0, n0, rows, N, ld, BM, BN)
-        acc = acc * b_up * dsilu(b_gate)
-    elif ACT == "gelu":
-        acc = acc * dgelu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
-    elif ACT == "silu":
-        acc = acc * dsilu(_load_pre(pre_ptr, m0, n0, rows, N, N, BM, BN))
-    _store(out_ptr, acc, m0, n0, rows, N, ld, BM, BN)
-
-
-@triton.jit
 def _finish_backward(
     acc, dots, b_weight, pre_ptr, out_ptr, hidden_ptr, rows, m0, n0, N,
     ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """`_finish_dgrad` of `backward_tile`, and what else that one makes. -> dots.
+    """The activation's backward on a block of columns, the stores, and the products. -> dots.
 
     In this order swiglu spills least: 20 bytes (128x128x64 in bfloat16, sm_90, Triton 3.9).
     """
@@ -302,26 +283,19 @@ def store_to_rows(
 
 @triton.jit
 def dgrad_tile(
-    dy_ptr, w_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N,
-    ACT: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    dy_ptr, w_ptr, out_ptr, rows, m0, n0, K, N,
+    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out[m0:m0+BM, n0:n0+BN] = (dy @ w^T) * act'(pre), for the rows < `rows`.
+    """out[m0:m0+BM, n0:n0+BN] = dy @ w^T, for the rows < `rows`.
 
-    dy [rows, K]; w [N, K] as the forward has it (its input width is our N); out [rows, N]. `pre` is what the
-    activation whose output was the forward's input had as its own input: [rows, N], and out is then the
-    gradient of `pre`. For swiglu pre and out are [rows, 2N] = gate | up, and the tile writes both halves.
+    dy [rows, K]; w [N, K] as the forward has it (its input width is our N); out [rows, N].
 
-    Floor: 2 * BM * BN * K FLOPs, (BM + BN) * K elements read and those of pre, those of out written.
+    Floor: 2 * BM * BN * K FLOPs, (BM + BN) * K elements read, those of out written.
 
-    Example: dy = [[1, 2]], w = [[1, 0], [0, 1], [1, 1]], ACT "none" -> out = [[1, 2, 3]].
+    Example: dy = [[1, 2]], w = [[1, 0], [0, 1], [1, 1]] -> out = [[1, 2, 3]].
     """
     acc = rows_times_transposed(dy_ptr, w_ptr, rows, m0, n0, K, N, UPCAST, TMA, BM, BN, BK)
-    quarter = quarters(acc, BM, BN)
-    for q in tl.static_range(4):
-        _finish_dgrad(
-            quarter[q], pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N, ACT, BM, BN // 4
-        )  # fmt: skip
+    store_weight_gradient(out_ptr, acc, m0, n0, rows, N, BM, BN)
 
 
 @triton.jit
@@ -330,14 +304,15 @@ def backward_tile(
     ACT: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """`dgrad_tile` of rows that count weight times, and what else follows from `pre`. -> float32 [BM].
+    """`dgrad_tile` of rows that count weight times, and what follows from `pre`. -> float32 [BM].
 
     weight [rows], float32: dy is the gradient of weight * y, where y = act(pre) @ w is what the forward gave.
-    out = weight * (dy @ w^T) * act'(pre); hidden [rows, N] = weight * act(pre), whose product with dy is the
-    gradient of w. Returned is (dy @ w^T) . act(pre) over the columns of this tile: their sum over all tiles
-    is dy . y, the gradient of the weight.
+    pre is [rows, N], and out = weight * (dy @ w^T) * act'(pre) its gradient; for swiglu both are [rows, 2N] =
+    gate | up, and the tile writes both halves. hidden [rows, N] = weight * act(pre), whose product with dy is
+    the gradient of w. Returned is (dy @ w^T) . act(pre) over the columns of this tile: their sum over all
+    tiles is dy . y, the gradient of the weight.
 
-    Floor: that of `dgrad_tile`, and the elements of hidden written.
+    Floor: that of `dgrad_tile`, the elements of pre read and those of hidden written.
 
     Example: that of `dgrad_tile`, with silu, pre = [[0, 0, 9]] and weight [2]: hidden = [[0, 0, 18]], and
     3 * 9 = 27 is returned.
@@ -411,7 +386,7 @@ def add_column_sums(
 
 @triton.jit
 def store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM: tl.constexpr, BN: tl.constexpr):
-    """dw[m0:m0+BM, n0:n0+BN] = acc, rounded once; dw is [A, B]."""
+    """dw[m0:m0+BM, n0:n0+BN] = acc, rounded once; dw is [A, B] (or other rows of a result)."""
     quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
         _store(dw_ptr, quarter[q], m0, n0 + q * (BN // 4), A, B, B, BM, BN // 4)

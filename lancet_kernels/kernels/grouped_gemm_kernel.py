@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_operands import (
@@ -27,15 +26,13 @@ from lancet_kernels.kernels.gemm_operands import (
     most_tiles,
 )
 from lancet_kernels.kernels.gemm_tile import (
-    add_column_sums,
     add_outer_products,
     dgrad_tile,
     forward_tile,
-    store_bias_gradient,
     store_weight_gradient,
 )
 from lancet_kernels.kernels.grouped_tiles import groups, in_bands, locate
-from lancet_kernels.kernels.kernel_launch import on_device
+from lancet_kernels.kernels.kernel_launch import launch
 
 
 @triton.jit
@@ -70,41 +67,37 @@ def grouped_gemm_forward_kernel(
 
 @triton.jit
 def grouped_gemm_dx_kernel(
-    dy_ptr, offset_ptr, w_ptr, pre_ptr, out_ptr, R, L, K, N,
-    ACT: tl.constexpr, GROUPS: tl.constexpr, GROUP_M: tl.constexpr,
+    dy_ptr, offset_ptr, w_ptr, out_ptr, R, L, K, N, GROUPS: tl.constexpr, GROUP_M: tl.constexpr,
     UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out = (dy @ weight[expert of the row]^T) * act'(pre), one launch for all experts.
+    """out = dy @ weight[expert of the row]^T, one launch for all experts.
 
     Grid: (programs,), resident ones; each walks over every programs-th tile of [BM, BN].
-    dy [R, K], w [L, N, K], pre and out [R, N] (swiglu: [R, 2N] = gate | up).
+    dy [R, K], w [L, N, K], out [R, N].
 
-    Floor for R real rows: 2 * R * K * N FLOPs; R * K + L * K * N + R * N elements moved, and those of pre.
+    Floor for R real rows: 2 * R * K * N FLOPs; R * K + L * K * N + R * N elements moved.
 
     Example: L = 1, offset = [0, 1], K = 1, N = 2: dy = [[3]], w = [[[10], [20]]] -> [[30, 60]].
     """
     num_n = tl.cdiv(N, BN)
-    ld_out = 2 * N if ACT == "swiglu" else N
     rows_L, first_L, end_L = groups(offset_ptr, L, R, GROUPS, BM)
     for tile in range(tl.program_id(0), tl.max(end_L, 0) * num_n, tl.num_programs(0)):
         expert, first, rows, m0, i_n = locate(tile, rows_L, first_L, end_L, num_n, GROUPS, GROUP_M, BM)
         dgrad_tile(
-            dy_ptr + first * K, w_ptr + expert.to(tl.int64) * K * N, pre_ptr + first * ld_out,
-            out_ptr + first * ld_out, rows, m0, i_n * BN, K, N, ACT, UPCAST, TMA, BM, BN, BK,
+            dy_ptr + first * K, w_ptr + expert.to(tl.int64) * K * N, out_ptr + first * N,
+            rows, m0, i_n * BN, K, N, UPCAST, TMA, BM, BN, BK,
         )  # fmt: skip
 
 
 @triton.jit
 def grouped_gemm_dw_kernel(
-    x_ptr, dy_ptr, offset_ptr, dw_ptr, dbias_ptr, R, L, A, B,
-    HAS_DBIAS: tl.constexpr, GROUP_M: tl.constexpr,
+    x_ptr, dy_ptr, offset_ptr, dw_ptr, R, L, A, B, GROUP_M: tl.constexpr,
     UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """dw[l] = sum over expert l's rows of x^T dy, dbias[l] = sum of dy; zero for an expert without rows.
+    """dw[l] = sum over expert l's rows of x^T dy; zero for an expert without rows.
 
     Grid: (programs,), resident ones; each walks over every programs-th of the L * cdiv(A, BM) * cdiv(B, BN)
-    tiles. x [R, A], dy [R, B], dw [L, A, B], dbias [L, B]. The tiles with m0 = 0 write dbias, in a second
-    look at rows that their dot has just brought into L2.
+    tiles. x [R, A], dy [R, B], dw [L, A, B].
 
     Floor for R real rows: 2 * R * A * B FLOPs; R * (A + B) + L * A * B elements moved.
 
@@ -119,15 +112,11 @@ def grouped_gemm_dw_kernel(
         n0 = i_n * BN
         first = tl.load(offset_ptr + expert)
         rows = (tl.minimum(tl.load(offset_ptr + expert + 1), R) - first).to(tl.int32)
-        p_dy = dy_ptr + first * B
-        acc = tl.zeros((BM, BN), tl.float32)
         acc = add_outer_products(
-            acc, x_ptr + first * A, p_dy, rows, m0, n0, A, B, UPCAST, TMA, BM, BN, BK
+            tl.zeros((BM, BN), tl.float32), x_ptr + first * A, dy_ptr + first * B, rows, m0, n0, A, B,
+            UPCAST, TMA, BM, BN, BK,
         )  # fmt: skip
         store_weight_gradient(dw_ptr + tl.cast(expert, tl.int64) * A * B, acc, m0, n0, A, B, BM, BN)
-        if HAS_DBIAS and m0 == 0:
-            sums = add_column_sums(tl.zeros((BN,), tl.float32), p_dy, rows, n0, B, BN, BK)
-            store_bias_gradient(dbias_ptr + expert * B, sums, n0, B, BN)
 
 
 def grouped_gemm_forward(
@@ -137,7 +126,6 @@ def grouped_gemm_forward(
     bias: Tensor | None = None,
     *,
     activation: str = "none",
-    save_pre: bool = False,
     out: Tensor | None = None,
     pre: Tensor | None = None,
     config: GemmConfig | None = None,
@@ -150,9 +138,8 @@ def grouped_gemm_forward(
         offset: int64 [L + 1], first row of each expert, and the end of the last.
         weight: [L, A, B], for swiglu [L, A, 2B] = gate | up; bias: [L, B] or [L, 2B].
         activation: "none", "gelu" (exact), "silu" or "swiglu".
-        save_pre: also store the value before the activation (giving `pre` asks for it too); else None.
-        out, pre: where to write, shaped like x with B (pre of swiglu: 2B) columns. New ones are not zeroed:
-            rows that belong to nobody are not changed.
+        out, pre: where to write, shaped like x with B (pre of swiglu: 2B) columns; the value before the
+            activation is stored only if there is a `pre`. Rows that belong to nobody are not changed.
         config: default_config if None. Its block_n is the width of each of swiglu's two accumulators.
         num_programs: how many walk over the tiles; None fills the GPU.
 
@@ -170,93 +157,61 @@ def grouped_gemm_forward(
     if bias is not None:
         check_operand(f"{what}: bias", bias, (num_experts, NW), x)
     out = check_operand(f"{what}: out", out, (rows, N), x)
-    if save_pre or pre is not None:
-        pre = check_operand(f"{what}: pre", pre, (rows, NW), x)
+    if pre is not None:
+        check_operand(f"{what}: pre", pre, (rows, NW), x)
     if out.numel() == 0:
         return out, pre
-    launch = Launch.of(what, config, rows // num_experts, N, K, (x, weight), halves)
-    num_tiles = most_tiles(launch.config, rows, num_experts, N)
-    with on_device(x.device):
-        grouped_gemm_forward_kernel[launch.grid(num_tiles, num_programs)](
-            x_ptr=x, offset_ptr=offset, w_ptr=weight, bias_ptr=out if bias is None else bias,
-            pre_ptr=out if pre is None else pre, out_ptr=out, R=rows, L=num_experts, K=K, N=N,
-            ACT=activation, HAS_BIAS=bias is not None, SAVE_PRE=pre is not None,
-            GROUPS=triton.next_power_of_2(num_experts), **launch.options(),
-        )  # fmt: skip
+    plan = Launch.of(what, config, rows // num_experts, N, K, (x, weight), halves)
+    num_tiles = most_tiles(plan.config, rows, num_experts, N)
+    launch(
+        grouped_gemm_forward_kernel, plan.grid(num_tiles, num_programs),
+        x_ptr=x, offset_ptr=offset, w_ptr=weight, bias_ptr=out if bias is None else bias,
+        pre_ptr=out if pre is None else pre, out_ptr=out, R=rows, L=num_experts, K=K, N=N,
+        ACT=activation, HAS_BIAS=bias is not None, SAVE_PRE=pre is not None,
+        GROUPS=triton.next_power_of_2(num_experts), **plan.options(),
+    )  # fmt: skip
     return out, pre
 
 
 def grouped_gemm_dx(
-    dy: Tensor,
-    offset: Tensor,
-    weight: Tensor,
-    *,
-    activation: str = "none",
-    pre: Tensor | None = None,
-    out: Tensor | None = None,
-    config: GemmConfig | None = None,
-    num_programs: int | None = None,
+    dy: Tensor, offset: Tensor, weight: Tensor, *, out: Tensor | None = None, config: GemmConfig | None = None
 ) -> Tensor:
-    """(dy @ weight[expert]^T) * act'(pre) on the real rows.
+    """dy @ weight[expert]^T on the real rows.
 
     Args:
-        dy: [R, B]; offset, config, num_programs: as for `grouped_gemm_forward`.
+        dy: [R, B]; offset, config: as for `grouped_gemm_forward`.
         weight: [L, A, B], as the forward has it.
-        activation: of the layer *before* this GEMM, whose output was this GEMM's input; with one, `pre` is
-            what went into it, shaped like dy with A (swiglu: 2A) columns, and the result is the gradient of
-            `pre`.
-        out: where to write, shaped like dy with A (swiglu: 2A) columns; a new one is not zeroed.
+        out: where to write, shaped like dy with A columns; a new one is not zeroed.
 
     Raises:
-        UserError: as `grouped_gemm_forward`, or an activation without `pre`, or `pre` without one.
+        UserError: as `grouped_gemm_forward`.
     """
     what = "grouped_gemm_dx"
-    check_activation(activation, f"{what}: activation", EPILOGUES)
-    if (activation == "none") != (pre is None):
-        raise UserError(
-            f"{what}: pre",
-            got=f"{'no ' if pre is None else ''}pre with activation {activation!r}",
-            expected="a pre exactly if there is an activation",
-            do="pass what went into the activation, or activation='none'",
-        )
-    halves = 2 if activation == "swiglu" else 1
     num_experts = check_groups(what, dy, offset, weight)
     rows, (_, N, K) = dy.shape[0], weight.shape
     check_operand(f"{what}: dy", dy, (rows, K), dy)
     check_operand(f"{what}: weight", weight, (num_experts, N, K), dy)
-    if pre is not None:
-        check_operand(f"{what}: pre", pre, (rows, N * halves), dy)
-    out = check_operand(f"{what}: out", out, (rows, N * halves), dy)
+    out = check_operand(f"{what}: out", out, (rows, N), dy)
     if out.numel() == 0:
         return out
-    launch = Launch.of(what, config, rows // num_experts, N, K, (dy, weight), halves)
-    num_tiles = most_tiles(launch.config, rows, num_experts, N)
-    with on_device(dy.device):
-        grouped_gemm_dx_kernel[launch.grid(num_tiles, num_programs)](
-            dy_ptr=dy, offset_ptr=offset, w_ptr=weight, pre_ptr=out if pre is None else pre, out_ptr=out,
-            R=rows, L=num_experts, K=K, N=N,
-            ACT=activation, GROUPS=triton.next_power_of_2(num_experts), **launch.options(),
-        )  # fmt: skip
+    plan = Launch.of(what, config, rows // num_experts, N, K, (dy, weight), 1)
+    num_tiles = most_tiles(plan.config, rows, num_experts, N)
+    launch(
+        grouped_gemm_dx_kernel, plan.grid(num_tiles),
+        dy_ptr=dy, offset_ptr=offset, w_ptr=weight, out_ptr=out, R=rows, L=num_experts, K=K, N=N,
+        GROUPS=triton.next_power_of_2(num_experts), **plan.options(),
+    )  # fmt: skip
     return out
 
 
 def grouped_gemm_dw(
-    x: Tensor,
-    dy: Tensor,
-    offset: Tensor,
-    *,
-    with_dbias: bool = False,
-    dw: Tensor | None = None,
-    dbias: Tensor | None = None,
-    config: GemmConfig | None = None,
-    num_programs: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """dw[l] = sum of x^T dy over expert l's real rows; dbias[l] = sum of dy. -> (dw, dbias or None).
+    x: Tensor, dy: Tensor, offset: Tensor, *, dw: Tensor | None = None, config: GemmConfig | None = None
+) -> Tensor:
+    """dw[l] = sum of x^T dy over expert l's real rows.
 
     Args:
-        x: [R, A], dy: [R, B]; offset, config, num_programs: as for `grouped_gemm_forward`.
-        with_dbias: also sum dy (giving `dbias` asks for it too).
-        dw, dbias: where to write, [L, A, B] and [L, B]; every element is written.
+        x: [R, A], dy: [R, B]; offset, config: as for `grouped_gemm_forward`.
+        dw: where to write, [L, A, B]; every element is written.
 
     Raises:
         UserError: as `grouped_gemm_forward`.
@@ -267,15 +222,13 @@ def grouped_gemm_dw(
     check_operand(f"{what}: x", x, (rows, A), x)
     check_operand(f"{what}: dy", dy, (rows, B), x)
     dw = check_operand(f"{what}: dw", dw, (num_experts, A, B), x)
-    if with_dbias or dbias is not None:
-        dbias = check_operand(f"{what}: dbias", dbias, (num_experts, B), x)
     if dw.numel() == 0:
-        return dw, None if dbias is None else dbias.zero_()
-    launch = Launch.of(what, config, A, B, rows // num_experts, (x, dy), 1)
-    num_tiles = num_experts * triton.cdiv(A, launch.config.block_m) * triton.cdiv(B, launch.config.block_n)
-    with on_device(x.device):
-        grouped_gemm_dw_kernel[launch.grid(num_tiles, num_programs)](
-            x_ptr=x, dy_ptr=dy, offset_ptr=offset, dw_ptr=dw, dbias_ptr=dw if dbias is None else dbias,
-            R=rows, L=num_experts, A=A, B=B, HAS_DBIAS=dbias is not None, **launch.options(),
-        )  # fmt: skip
-    return dw, dbias
+        return dw
+    plan = Launch.of(what, config, A, B, rows // num_experts, (x, dy), 1)
+    num_tiles = num_experts * triton.cdiv(A, plan.config.block_m) * triton.cdiv(B, plan.config.block_n)
+    launch(
+        grouped_gemm_dw_kernel, plan.grid(num_tiles),
+        x_ptr=x, dy_ptr=dy, offset_ptr=offset, dw_ptr=dw, R=rows, L=num_experts, A=A, B=B,
+        **plan.options(),
+    )  # fmt: skip
+    return dw

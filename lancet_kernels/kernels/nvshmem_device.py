@@ -21,38 +21,22 @@ SIGNAL_SET = tl.constexpr(9)
 COMPARE_GE = tl.constexpr(5)
 
 
-def _call(symbol, result, arguments, types, _semantic):
-    """A call of the device function `symbol`, with arguments of these types, in a kernel."""
-    found = {tuple(map(core.dtype, types)): (symbol, core.dtype(result))}
-    return core.extern_elementwise("", "", arguments, found, is_pure=False, _semantic=_semantic)
+def _extern(symbol, result, *types):
+    """The device function `symbol`, with arguments of these types, to be called in a kernel."""
+
+    @core.extern
+    def call(*arguments, _semantic=None):
+        symbols = {tuple(map(core.dtype, types)): (symbol, core.dtype(result))}
+        return core.extern_elementwise("", "", list(arguments), symbols, is_pure=False, _semantic=_semantic)
+
+    return call
 
 
-@core.extern
-def _putmem_nbi_block(dest, source, num_bytes, pe, _semantic=None):
-    types = ("int64", "int64", "int64", "int32")
-    return _call("nvshmemx_putmem_nbi_block", "int32", [dest, source, num_bytes, pe], types, _semantic)
-
-
-@core.extern
-def _fence(_semantic=None):
-    return _call("nvshmem_fence", "int32", [], (), _semantic)
-
-
-@core.extern
-def _quiet(_semantic=None):
-    return _call("nvshmem_quiet", "int32", [], (), _semantic)
-
-
-@core.extern
-def _signal_op(address, value, operation, pe, _semantic=None):
-    types = ("int64", "uint64", "int32", "int32")
-    return _call("nvshmemx_signal_op", "int32", [address, value, operation, pe], types, _semantic)
-
-
-@core.extern
-def _signal_wait_until(address, comparison, value, _semantic=None):
-    types = ("int64", "int32", "uint64")
-    return _call("nvshmem_signal_wait_until", "uint64", [address, comparison, value], types, _semantic)
+_putmem_nbi_block = _extern("nvshmemx_putmem_nbi_block", "int32", "int64", "int64", "int64", "int32")
+_fence = _extern("nvshmem_fence", "int32")
+_quiet = _extern("nvshmem_quiet", "int32")
+_signal_op = _extern("nvshmemx_signal_op", "int32", "int64", "uint64", "int32", "int32")
+_signal_wait_until = _extern("nvshmem_signal_wait_until", "uint64", "int64", "int32", "uint64")
 
 
 @triton.jit

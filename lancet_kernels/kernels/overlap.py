@@ -3,12 +3,12 @@
     T  tokens here     E  experts in all, W PEs with L = E / W each    K  choices per token
     D  model width     F  hidden width    H  F, or 2F for swiglu       R  most rows received
 
-Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights ->
-dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the weights' gradients -> sum; dW2, dW1 and
-their biases fill the way back. By default each direction is one launch; `split` makes it two (dispatch+GEMM,
-GEMM+combine). Independent GEMMs (dW of another layer, say) can ride along in any of them: `DenseGemm`. Before
-the forward two small launches exchange counts and find where all rows lie (`schedule.py`); the backward's
-rows lie where the forward's did.
+Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights,
+and x again if its rows are not kept -> dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the
+weights' gradients -> sum; dW2, dW1 and their biases fill the way back. By default each direction is one
+launch; `split` makes it two (dispatch+GEMM, GEMM+combine). Independent GEMMs (dW of another layer, say) can
+ride along in any of them: `DenseGemm`. Before the forward two small launches exchange counts and find where
+all rows lie (`schedule.py`); the backward's rows lie where the forward's did.
 
 The launchers do not synchronise with the device. A wait that ran out of time is in the exchange's report;
 `Exchange.check()` raises it.
@@ -30,8 +30,7 @@ from lancet_kernels.kernels.exchange import Exchange, Stage, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.gluon_launch import launch_gluon
-from lancet_kernels.kernels.kernel_launch import on_device
-from lancet_kernels.kernels.nvshmem_launch import launch
+from lancet_kernels.kernels.kernel_launch import launch, on_device
 from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange, check_sent_again
 from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
@@ -232,7 +231,7 @@ class _Launch:
             (shape.programs,),
             use_ptr=self.use.words, counter=self.use.next_counter(), earlier_use_ptr=earlier.words,
             table_ptr=self.use.table, report_ptr=exchange.report, rank=exchange.rank,
-            max_polls=exchange.max_polls(), limit=0 if runtime.without_tasks else ALL_TASKS,
+            max_polls=exchange.max_polls(), limit=ALL_TASKS,
             W=exchange.world, L=exchange.local_experts, D=exchange.width, F=self.hidden, H=self.width_in,
             R=exchange.receive_rows, tiles=exchange.tiles, chunks=exchange.chunks,
             T=routing.expert.shape[0], K=routing.expert.shape[1],

@@ -101,18 +101,7 @@ def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
 
 def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
     """Raise UserError unless rows of a forward pass have the same places in both. Banks may differ."""
-    names = (
-        "world",
-        "rank",
-        "local_experts",
-        "send_rows",
-        "receive_rows",
-        "width",
-        "dtype",
-        "chunk_rows",
-        "dedup",
-    )
-    for name in names:
+    for name in "world rank local_experts send_rows receive_rows width dtype chunk_rows dedup".split():
         if getattr(forward, name) != getattr(backward, name):
             raise UserError(
                 f"{name} of {backward.name}, the exchange of the backward",

@@ -84,7 +84,7 @@ class DenseGemm:
 @dataclass
 class SavedPass:
     """What the backward needs of a forward pass: its use of the exchange, and the value before the activation
-    [R, H], from which it makes the one after it again. The rows are still in the exchange."""
+    [R, H], from which it makes the one after it again. The rows are still in the exchange, or sent again."""
 
     use: Use
     pre: Tensor

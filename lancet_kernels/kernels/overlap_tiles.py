@@ -202,9 +202,9 @@ def tile_wgrad(
     """WGRAD: one tile of dw2 [F, D] (which = 0) or dw1 [D, H] (1) of an expert, over all its rows.
 
     rows [B, R, D] is dy, hidden [R, H] dh; activated [R, F] the weighted hidden, both made by TILE_IN;
-    saved_rows is x, in the bank of the forward's use (the epoch at earlier_use). HAS_IN, sound: as of
-    `tile_out`; what rests on rows that did not come is NaN. The tiles with m = 0 write the bias
-    gradients, in a second look at rows that their dot has just brought into L2.
+    saved_rows is x, in the bank of the use that brought it (the epoch at earlier_use), the forward's or this
+    one. HAS_IN, sound: as of `tile_out`; what rests on rows that did not come is NaN. The tiles with m = 0
+    write the bias gradients, in a second look at rows that their dot has just brought into L2.
     Example: which = 1, local = 2, m = 0, n = 1, BM = BN = 4: dweight_out[2, 0:4, 4:8] and dbias_out[2, 4:8].
     """
     rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)
@@ -275,8 +275,7 @@ def dense_tile(
                          "none", False, False, UPCAST, TMA, BM, BN, BK)  # fmt: skip
     if KINDS & 2:
         if kind == NT:
-            dgrad_tile(a_ptr, b_ptr, c_ptr, c_ptr, M, m * BM, n * BN, K, N,
-                       "none", UPCAST, TMA, BM, BN, BK)  # fmt: skip
+            dgrad_tile(a_ptr, b_ptr, c_ptr, M, m * BM, n * BN, K, N, UPCAST, TMA, BM, BN, BK)
     if KINDS & 4:
         if kind == TN:
             acc = add_outer_products(

@@ -164,21 +164,10 @@ def _move_rows(
     (num_tokens, top_k), width = row_TK.shape, rows.shape[1]
     grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
     launch(
-        kernel,
-        (grid,),
-        **operands,
-        row_ptr=row_TK,
-        weight_ptr=row_TK if weight_TK is None else weight_TK,
-        T=num_tokens,
-        D=width,
-        K=top_k,
-        WEIGHTED=weight_TK is not None,
-        EMULATE_BF16=needs_upcast(rows.dtype),
-        BT=config.block_tokens,
-        BD=config.block_width,
-        num_warps=config.num_warps,
-        **UNFUSED,
-    )
+        kernel, (grid,), **operands, row_ptr=row_TK, weight_ptr=row_TK if weight_TK is None else weight_TK,
+        T=num_tokens, D=width, K=top_k, WEIGHTED=weight_TK is not None, EMULATE_BF16=needs_upcast(rows.dtype),
+        BT=config.block_tokens, BD=config.block_width, num_warps=config.num_warps, **UNFUSED,
+    )  # fmt: skip
 
 
 def permute(
@@ -249,18 +238,8 @@ def combine_dweight(
     if dweight_TK.numel():
         top_k = row_TK.shape[1]
         launch(
-            combine_dweight_kernel,
-            (triton.cdiv(num_tokens, config.block_tokens) * top_k,),
-            x_ptr=x_TD,
-            rows_ptr=rows_SD,
-            row_ptr=row_TK,
-            dweight_ptr=dweight_TK,
-            T=num_tokens,
-            D=width,
-            K=top_k,
-            BT=config.block_tokens,
-            BD=config.block_width,
-            num_warps=config.num_warps,
-            **UNFUSED,
-        )
+            combine_dweight_kernel, (triton.cdiv(num_tokens, config.block_tokens) * top_k,), x_ptr=x_TD,
+            rows_ptr=rows_SD, row_ptr=row_TK, dweight_ptr=dweight_TK, T=num_tokens, D=width, K=top_k,
+            BT=config.block_tokens, BD=config.block_width, num_warps=config.num_warps, **UNFUSED,
+        )  # fmt: skip
     return dweight_TK

@@ -60,9 +60,8 @@ def route_scores(
     Raises: UserError for wrong dtypes, shapes, layouts or sizes.
     """
     shape = used_E.numel(), top_k, 8 * score_TE.itemsize
-    config = (
-        config or tuned("routing", shape, score_TE.dtype, score_TE.device) or RoutingConfig.default(*shape)
-    )
+    config = config or tuned("routing", shape, score_TE.dtype, score_TE.device)
+    config = config or RoutingConfig.default(*shape)
     check_tensor("used_E", used_E, shape=score_TE.shape[-1:], dtype=torch.int64, device=score_TE.device)
     expert_TK, count_BE = choose_by_score(
         score_TE, top_k, groups=groups, top_groups=top_groups, config=config
@@ -70,44 +69,29 @@ def route_scores(
     return _in_token_order(expert_TK, count_BE, used_E, capacity, config)
 
 
-def route_keys(
-    key_T: Tensor,
-    used_E: Tensor,
-    top_k: int,
-    capacity: int,
-    *,
-    seed: int = 0,
-    config: RoutingConfig | None = None,
-) -> Routed:
+def route_keys(key_T: Tensor, used_E: Tensor, top_k: int, capacity: int, *, seed: int = 0) -> Routed:
     """Route by the hash of a key, in token order: hash (token ids) and random (global token indices).
 
     Raises: UserError for wrong dtypes, shapes, layouts or sizes.
     """
-    config = config or RoutingConfig.default(used_E.numel(), top_k, 64)
+    config = RoutingConfig.default(used_E.numel(), top_k, 64)
     check_tensor("used_E", used_E, shape=(None,), dtype=torch.int64, device=key_T.device)
     expert_TK, count_BE = choose_by_key(key_T, used_E.shape[0], top_k, seed=seed, config=config)
     return _in_token_order(expert_TK, count_BE, used_E, capacity, config)
 
 
-def route_choices(
-    expert_TK: Tensor, used_E: Tensor, capacity: int, *, config: RoutingConfig | None = None
-) -> Routed:
+def route_choices(expert_TK: Tensor, used_E: Tensor, capacity: int) -> Routed:
     """Give given choices their slots in token order, for a gate that selects in torch.
 
     Args: expert_TK int64, 0 to E - 1 (not checked on the device).
     Raises: UserError for wrong dtypes, shapes, layouts or sizes.
     """
-    config = config or _default_for_choices(expert_TK)
+    # Of the kernels that work on choices alone none holds a tile of all experts: as if there were few.
+    config = RoutingConfig.default(1, max(1, expert_TK.shape[-1] if expert_TK.ndim else 1))
     check_number("number of experts", used_E.numel(), 1, MAX_EXPERTS)
     check_tensor("used_E", used_E, shape=(None,), dtype=torch.int64, device=expert_TK.device)
     count_BE = slot_kernels.count_choices(expert_TK, used_E.shape[0], config)
     return _in_token_order(expert_TK, count_BE, used_E, capacity, config)
-
-
-def _default_for_choices(expert_TK: Tensor) -> RoutingConfig:
-    # Of the kernels that work on choices alone none holds a tile of all experts: as if there were few.
-    top_k = expert_TK.shape[-1] if expert_TK.ndim else 1
-    return RoutingConfig.default(1, max(1, top_k))
 
 
 def _in_token_order(
@@ -116,12 +100,3 @@ def _in_token_order(
     used_out_E, kept_E = slot_kernels.prefix(count_BE, used_E, capacity)
     slot_TK = slot_kernels.slots(expert_TK, count_BE, used_E, config)
     return Routed(expert_TK, slot_TK, used_out_E, kept_E)
-
-
-__all__ = [
-    "Routed",
-    "RoutingConfig",
-    "route_choices",
-    "route_keys",
-    "route_scores",
-]

@@ -1,13 +1,10 @@
 """Whether kernels run compiled on a GPU, or in Triton's interpreter on the CPU.
 
 TRITON_INTERPRET=1 in the environment, before Triton is imported, selects the interpreter. It is for tests,
-not for
-speed: it runs the same kernels, one program after another, on CPU tensors.
+not for speed: it runs the same kernels, one program after another, on CPU tensors.
 """
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import triton
@@ -19,23 +16,6 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
 if INTERPRETED:
     prepare_once_per_launch()
-
-without_tasks = False
-"""Launches of the overlap kernel have no tasks: see `launched_without_tasks`."""
-
-
-@contextmanager
-def launched_without_tasks() -> Iterator[None]:
-    """Inside, overlap kernels are launched as always, and end at once: nothing is sent, nothing waited for.
-
-    What a driver does at the first launch of a kernel (memory for its stack, say) is done after that.
-    """
-    global without_tasks
-    without_tasks = True
-    try:
-        yield
-    finally:
-        without_tasks = False
 
 
 def check_device(what: str, tensor: torch.Tensor) -> None:
@@ -59,6 +39,14 @@ def check_runs_on(what: str, device: torch.device) -> None:
             expected="one on a CUDA device",
             do="set TRITON_INTERPRET=1 before Python starts to run the kernels on a CPU, for proof not speed",
         )
+
+
+def architecture(device: torch.device) -> int:
+    """Compute capability, 90 for 9.0. In the interpreter that of the newest code path."""
+    if INTERPRETED:
+        return 90
+    major, minor = torch.cuda.get_device_capability(device)
+    return major * 10 + minor
 
 
 def needs_upcast(dtype: torch.dtype) -> bool:

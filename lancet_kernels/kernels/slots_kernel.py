@@ -135,18 +135,11 @@ def count_choices(expert_TK: Tensor, num_experts: int, config: RoutingConfig) ->
     count_BE = torch.empty(blocks, num_experts, dtype=torch.int32, device=expert_TK.device)
     if blocks:
         launch(
-            count_choices_kernel,
-            (blocks,),
-            expert_ptr=expert_TK,
-            count_ptr=count_BE,
-            N=expert_TK.numel(),
-            E=num_experts,
-            CHOICES=choices,
-            BN=tile,
-            BE=min(triton.next_power_of_2(num_experts), max(16, PAIRS // tile)),
-            num_warps=config.num_warps,
+            count_choices_kernel, (blocks,), expert_ptr=expert_TK, count_ptr=count_BE, N=expert_TK.numel(),
+            E=num_experts, CHOICES=choices, BN=tile,
+            BE=min(triton.next_power_of_2(num_experts), max(16, PAIRS // tile)), num_warps=config.num_warps,
             **UNFUSED,
-        )
+        )  # fmt: skip
     return count_BE
 
 
@@ -163,20 +156,10 @@ def prefix(count_BE: Tensor, used_E: Tensor, capacity: int) -> tuple[Tensor, Ten
     check_number("capacity", capacity, 0, 2**31 - 1)
     used_out_E, kept_E = torch.empty_like(used_E), torch.empty_like(used_E)
     launch(
-        prefix_kernel,
-        (triton.cdiv(num_experts, PREFIX_EXPERTS),),
-        count_ptr=count_BE,
-        used_ptr=used_E,
-        used_out_ptr=used_out_E,
-        kept_ptr=kept_E,
-        B=blocks,
-        C=capacity,
-        E=num_experts,
-        BB=PREFIX_BLOCKS,
-        BE=PREFIX_EXPERTS,
-        num_warps=4,
-        **UNFUSED,
-    )
+        prefix_kernel, (triton.cdiv(num_experts, PREFIX_EXPERTS),), count_ptr=count_BE, used_ptr=used_E,
+        used_out_ptr=used_out_E, kept_ptr=kept_E, B=blocks, C=capacity, E=num_experts, BB=PREFIX_BLOCKS,
+        BE=PREFIX_EXPERTS, num_warps=4, **UNFUSED,
+    )  # fmt: skip
     return used_out_E, kept_E
 
 
@@ -196,18 +179,8 @@ def slots(expert_TK: Tensor, before_BE: Tensor, used_E: Tensor, config: RoutingC
     )
     if blocks:
         launch(
-            slots_kernel,
-            (blocks,),
-            expert_ptr=expert_TK,
-            before_ptr=before_BE,
-            used_ptr=used_E,
-            slot_ptr=slot_TK,
-            N=expert_TK.numel(),
-            E=num_experts,
-            CHOICES=choices,
-            BN=tile,
-            BJ=step,
-            num_warps=config.num_warps,
-            **UNFUSED,
-        )
+            slots_kernel, (blocks,), expert_ptr=expert_TK, before_ptr=before_BE, used_ptr=used_E,
+            slot_ptr=slot_TK, N=expert_TK.numel(), E=num_experts, CHOICES=choices, BN=tile, BJ=step,
+            num_warps=config.num_warps, **UNFUSED,
+        )  # fmt: skip
     return slot_TK

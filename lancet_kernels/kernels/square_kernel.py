@@ -3,11 +3,11 @@
     S  steps      M, N  rows and columns of the result      K  contraction of one step
     a, b  the operands of this rank at step 0; later ones come into inboxes, one for each step
 
-Every program claims the next task from one counter until the list is empty (`square_tasks.py`). A PUT sends
-a chunk of rows of an operand of step t to the rank that multiplies it at step t + 1, and signals; it waits
-until the chunk is here itself. A TILE waits for the chunks that it reads and for the sum of the steps before,
-and adds its product to it, in float32; the last step rounds. Where sums move on to another rank (the last
-step of the gradient), the tile of the step before is stored there.
+Every program claims the next task from one counter until the list is empty (`square_launch.square_tasks`). A
+PUT sends a chunk of rows of an operand of step t to the rank that multiplies it at step t + 1, and signals;
+it waits until the chunk is here itself. A TILE waits for the chunks that it reads and for the sum of the
+steps before, and adds its product to it, in float32; the last step rounds. Where sums move on to another rank
+(the last step of the gradient), the tile of the step before is stored there.
 
 The product is, by KIND:
 
@@ -34,13 +34,16 @@ from lancet_kernels.kernels.gemm_tile import (
     rows_times_weight,
     store_added,
 )
-from lancet_kernels.kernels.square_tasks import PUT, TASK_WORDS
 
 # A row of the routes, for what this rank multiplies at step t: whom it comes from, and, of its own tile of
 # the step before, to whom that goes.
 ROUTE_WORDS = tl.constexpr(6)
 FROM = tl.constexpr(0)  # + operand; 2: the sum
 TO = tl.constexpr(3)
+# Kinds of tasks, and the words of one: its kind and three numbers.
+PUT = tl.constexpr(0)
+TILE = tl.constexpr(1)
+TASK_WORDS = tl.constexpr(4)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -26,11 +27,9 @@ from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.failure_report import FailureReport, timed_out
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_tile import KINDS
-from lancet_kernels.kernels.kernel_launch import launch
-from lancet_kernels.kernels.nvshmem_launch import small_kernel
+from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.overlap_config import most_registers, overlap_tile, plain_tile
-from lancet_kernels.kernels.square_kernel import square_kernel
-from lancet_kernels.kernels.square_tasks import SquareShape, build_square_tasks
+from lancet_kernels.kernels.square_kernel import PUT, TILE, square_kernel
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
 Sources = tuple[int, ...]
@@ -58,9 +57,8 @@ class SquareConfig:
         """For operands of these widths; in the interpreter small tiles, one program."""
         if where.type == "cpu":
             return cls(GemmConfig(16, 32, 16, 1, 1), put_rows=16, put_block=64)
-        major, minor = torch.cuda.get_device_capability(where)
-        arch = 10 * major + minor
-        tile, tma = square_tile(dtype, arch, all(w * dtype.itemsize % 16 == 0 for w in widths))
+        aligned = all(w * dtype.itemsize % 16 == 0 for w in widths)
+        tile, tma = square_tile(dtype, runtime.architecture(where), aligned)
         programs = torch.cuda.get_device_properties(where).multi_processor_count
         return cls(tile, programs=programs, comm_programs=max(1, programs // 8), tma=tma)
 
@@ -116,7 +114,7 @@ class SquarePhase:
         self._check_movements([*a_sources, *b_sources], moving)
         self._moved_at = moving[0] + 1 if moving else -1
         self._inboxes = [
-            self._region(f"{which}", (self.steps - 1, *shape), dtype)
+            self._region(which, (self.steps - 1, *shape), dtype)
             for which, shape in (("a", a_shape), ("b", b_shape))
         ]
         self._arrived = [
@@ -137,10 +135,9 @@ class SquarePhase:
         self._acc = torch.empty(m, n, dtype=torch.float32, device=where)
         self._epoch = torch.zeros(1, dtype=torch.int64, device=where)
         self._failures = FailureReport(where)
-        shape = SquareShape(
+        self._tasks = square_tasks(
             self.steps, (chunks[0], chunks[1]), self._tiles, self.config.programs, self.config.comm_programs
-        )
-        self._tasks = torch.from_numpy(build_square_tasks(shape)).to(where)
+        ).to(where)
         self._routes = self._routes_of(a_sources, b_sources, sum_sources or a_sources).to(where)
         self._row = torch.arange(max(a_shape[0], b_shape[0]), dtype=torch.int32, device=where)
 
@@ -199,17 +196,10 @@ class SquarePhase:
         if self._failures.is_failed():
             self.check()
         launch(
-            release_kernel,
-            (self.memory.world,),
-            use_ptr=self._epoch,
-            released_ptr=self._released.local,
-            released_peers_ptr=self._released.peers,
-            rank=self.memory.rank,
-            world=self.memory.world,
-            banks=1,
-            NVSHMEM=False,
-            **small_kernel(False),
-        )
+            release_kernel, (self.memory.world,), use_ptr=self._epoch, released_ptr=self._released.local,
+            released_peers_ptr=self._released.peers, rank=self.memory.rank, world=self.memory.world, banks=1,
+            NVSHMEM=False, **small_kernel(False),
+        )  # fmt: skip
         return out, last[0], last[1]
 
     def check(self) -> None:
@@ -245,3 +235,31 @@ class SquarePhase:
                 routes[t + 1, which] = source_of[rank]
                 routes[t + 1, 3 + which] = list(source_of).index(rank)
         return routes
+
+
+def square_tasks(
+    steps: int, chunks: tuple[int, int], tiles: tuple[int, int], programs: int, comm_programs: int
+) -> Tensor:
+    """-> int32 [tasks, 4]: what one launch does, in this order.
+
+        PUT   t, operand, chunk     a chunk of the operand of step t, to where step t + 1 needs it
+        TILE  t, m, n               a tile of the product of step t
+
+    Step by step; of every `programs` tasks `comm_programs` are puts, as long as there are any of the step, so
+    that tiles travel while others are multiplied. chunks: of operands a and b. tiles: rows and columns.
+
+    Example, 2 steps, two tiles, one chunk of each operand, two programs of which one puts:
+        PUT(0, 0, 0) TILE(0, 0, 0) PUT(0, 1, 0) TILE(0, 0, 1) TILE(1, 0, 0) TILE(1, 0, 1)
+    """
+    tasks: list[tuple[int, int, int, int]] = []
+    beside = max(1, programs - comm_programs)
+    for t in range(steps):
+        # A chunk of each operand before the second chunk of any.
+        numbers = product(range(max(chunks) if t + 1 < steps else 0), (0, 1))
+        puts = [(PUT.value, t, operand, chunk) for chunk, operand in numbers if chunk < chunks[operand]]
+        mine = [(TILE.value, t, m, n) for m, n in product(*map(range, tiles))]
+        while puts:
+            tasks += puts[:comm_programs] + mine[:beside]
+            puts, mine = puts[comm_programs:], mine[beside:]
+        tasks += mine
+    return torch.tensor(tasks, dtype=torch.int32)

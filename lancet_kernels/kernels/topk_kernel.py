@@ -256,22 +256,13 @@ def choose_by_score(
     limited = top_groups < groups
     if num_tokens:
         launch(
-            choose_by_score_kernel,
-            (count_BE.shape[0],),
-            score_ptr=score_TE,
-            expert_ptr=expert_TK,
-            count_ptr=count_BE,
-            T=num_tokens,
-            E=num_experts,
-            K=top_k,
-            S=size if limited else num_experts,
-            TOP_GROUPS=top_groups if limited else 0,
-            BT=config.block_tokens,
+            choose_by_score_kernel, (count_BE.shape[0],), score_ptr=score_TE, expert_ptr=expert_TK,
+            count_ptr=count_BE, T=num_tokens, E=num_experts, K=top_k, S=size if limited else num_experts,
+            TOP_GROUPS=top_groups if limited else 0, BT=config.block_tokens,
             BG=triton.next_power_of_2(groups) if limited else 1,
-            BS=triton.next_power_of_2(size if limited else num_experts),
-            num_warps=config.num_warps,
+            BS=triton.next_power_of_2(size if limited else num_experts), num_warps=config.num_warps,
             **UNFUSED,
-        )
+        )  # fmt: skip
     return expert_TK, count_BE
 
 
@@ -291,18 +282,8 @@ def choose_by_key(
     salt = (seed * GOLDEN.value) % (1 << 64)
     if num_tokens:
         launch(
-            choose_by_key_kernel,
-            (count_BE.shape[0],),
-            key_ptr=key_T,
-            expert_ptr=expert_TK,
-            count_ptr=count_BE,
-            T=num_tokens,
-            salt=salt - (1 << 64) if salt >> 63 else salt,
-            E=num_experts,
-            K=top_k,
-            BT=config.block_tokens,
-            BE=lanes(num_experts),
-            num_warps=config.num_warps,
-            **UNFUSED,
-        )
+            choose_by_key_kernel, (count_BE.shape[0],), key_ptr=key_T, expert_ptr=expert_TK,
+            count_ptr=count_BE, T=num_tokens, salt=salt - (1 << 64) if salt >> 63 else salt, E=num_experts,
+            K=top_k, BT=config.block_tokens, BE=lanes(num_experts), num_warps=config.num_warps, **UNFUSED,
+        )  # fmt: skip
     return expert_TK, count_BE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,10 @@ Shape = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of kernel: the names of the components of its shape, and which one is the number of rows."""
+    """A kind of kernel: its configuration (a dataclass of a module beside this one), the names of the
+    components of its shape, and which one is the number of rows."""
 
+    config: str
     names: tuple[str, ...]
     rows: int | None = None
 
@@ -32,15 +35,15 @@ class Kind:
         return (*shape[: self.rows], rows, *shape[self.rows + 1 :])
 
 
-_GEMM = ("m", "n", "k", "accumulators")
+_GEMM = "gemm_config.GemmConfig", ("m", "n", "k", "accumulators")
 KINDS = {
-    "grouped_gemm_forward": Kind(_GEMM, rows=0),
-    "grouped_gemm_dx": Kind(_GEMM, rows=0),
-    "grouped_gemm_dw": Kind(_GEMM, rows=2),
-    "permute": Kind(("width",)),
-    "combine": Kind(("width",)),
-    "routing": Kind(("experts", "top_k", "key_bits")),
-    "overlap": Kind(("width", "hidden", "activation", "pes_here")),
+    "grouped_gemm_forward": Kind(*_GEMM, rows=0),
+    "grouped_gemm_dx": Kind(*_GEMM, rows=0),
+    "grouped_gemm_dw": Kind(*_GEMM, rows=2),
+    "permute": Kind("row_config.RowConfig", ("width",)),
+    "combine": Kind("row_config.RowConfig", ("width",)),
+    "routing": Kind("topk_kernel.RoutingConfig", ("experts", "top_k", "key_bits")),
+    "overlap": Kind("overlap_config.OverlapConfig", ("width", "hidden", "activation", "pes_here")),
 }
 
 
@@ -88,21 +91,8 @@ class Entry:
 def config_class(kind: str) -> type:
     """The dataclass that configures kernels of this kind."""
     # Imported here, because kernels need Triton, which is not available on every machine.
-    if kind.startswith("grouped_gemm"):
-        from lancet_kernels.kernels.gemm_config import GemmConfig
-
-        return GemmConfig
-    if kind == "routing":
-        from lancet_kernels.kernels.topk_kernel import RoutingConfig
-
-        return RoutingConfig
-    if kind == "overlap":
-        from lancet_kernels.kernels.overlap_config import OverlapConfig
-
-        return OverlapConfig
-    from lancet_kernels.kernels.row_config import RowConfig
-
-    return RowConfig
+    module, _, name = KINDS[kind].config.partition(".")
+    return getattr(importlib.import_module(f"lancet_kernels.kernels.{module}"), name)
 
 
 def config_fields(config: Any) -> dict[str, Any]:
@@ -124,10 +114,8 @@ def _dataclass_from(kind: type, fields: dict[str, Any]) -> Any:
     values = dict(fields)
     if isinstance(values.get("gemm"), dict):
         values["gemm"] = _dataclass_from(GemmConfig, values["gemm"])
-    words = ("bodies",)
-    if not all(
-        isinstance(value, str if name in words else int | GemmConfig) for name, value in values.items()
-    ):
+    types = {"bodies": str}
+    if not all(isinstance(value, types.get(name, int | GemmConfig)) for name, value in values.items()):
         raise ValueError(f"values {fields}")
     try:
         return kind(**values)

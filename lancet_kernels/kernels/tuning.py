@@ -28,8 +28,7 @@ from typing import Any
 import torch
 
 from lancet_kernels.atomic import locked
-from lancet_kernels.cache_file import CacheFile
-from lancet_kernels.kernels.cache_folder import cache_folder
+from lancet_kernels.cache_file import CacheFile, cache_folder
 from lancet_kernels.kernels.tuned_entry import (
     KINDS,
     MEASURED,

@@ -49,12 +49,12 @@ class RunFolder:
             _check_name(name)
             is_new = _make(root / name)
             if not is_new and not _is_unstarted(root / name):
-                raise _taken(root, name)
+                raise _name_is_used(root, name)
             run = cls(root / name)
             # Checked again, now that no other process can write there.
             if not is_new and not _is_unstarted(root / name):
                 run.close()
-                raise _taken(root, name)
+                raise _name_is_used(root, name)
             return run
         stem = datetime.now().strftime("%Y%m%d-%H%M%S")
         name, number = stem, 1
@@ -252,7 +252,7 @@ def _is_unstarted(path: Path) -> bool:
     return LOCK in names and _UNSTARTED.issuperset(names)
 
 
-def _taken(root: Path, name: str) -> UserError:
+def _name_is_used(root: Path, name: str) -> UserError:
     return UserError(
         "run name",
         got=f"{name}, which exists in {root}",

@@ -44,7 +44,7 @@ class Outcome:
     status: str
     candidates: list[Candidate] = field(default_factory=list)
     winner: Candidate | None = None
-    known: Entry | None = None
+    cached: Entry | None = None
     cost: CostOutcome | None = None
 
     @property
@@ -58,8 +58,8 @@ class Outcome:
     @property
     def config(self) -> Any:
         """The winner's configuration, from this run or from the cache; in a dry run the default."""
-        if self.known is not None:
-            return self.known.configuration()
+        if self.cached is not None:
+            return self.cached.configuration()
         candidate = self.default if self.status == "dry-run" else self.winner
         return None if candidate is None else candidate.config
 

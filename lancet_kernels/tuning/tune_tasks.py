@@ -108,8 +108,7 @@ def _gemm_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 
 def _gemm_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    make = grouped_gemm_specimens.SPECIMEN_OF[task.kind]
-    return [grouped_gemm_specimens.specimen(make, "none", task.dtype, config, arch)]
+    return [grouped_gemm_specimens.specimen(task.kind, "none", task.dtype, config, arch)]
 
 
 def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:

@@ -77,7 +77,7 @@ def tune(
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     say = on_progress or (lambda done, text: None)
     outcomes = [Outcome(task, task.key(place.name), "left") for task in tasks]
-    _mark_known(outcomes, cache, force, ranks)
+    _mark_cached(outcomes, cache, force, ranks)
     todo = [outcome for outcome in outcomes if outcome.status != "known"]
     for outcome in todo:
         outcome.candidates = candidates_of(outcome.task, place, most)
@@ -97,7 +97,7 @@ def tune(
             done = sum(o.status != "left" for o in outcomes)
             say(done, outcome.key)
             # Another process may have tuned it meanwhile.
-            _mark_known([outcome], cache, force, ranks)
+            _mark_cached([outcome], cache, force, ranks)
             if outcome.status == "known":
                 continue
             judged = compiler.judge(outcome, deadline, partial(say, done))
@@ -122,7 +122,7 @@ def _fused(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [o for o in outcomes if o.task.kind == "overlap" and o.config is not None]
 
 
-def _mark_known(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks: Ranks) -> None:
+def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks: Ranks) -> None:
     if force:
         return
     shipped = TunedCache(PACKAGE_TABLE).entries()
@@ -131,7 +131,7 @@ def _mark_known(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks: 
         entry = entries.get(outcome.key)
         # An entry of another compiler may be outdated.
         if entry is not None and (outcome.key in shipped or entry.triton == triton.__version__):
-            outcome.status, outcome.known = "known", entry
+            outcome.status, outcome.cached = "known", entry
 
 
 def _agree_on_reasons(outcome: Outcome, ranks: Ranks) -> None:

@@ -11,8 +11,8 @@ from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.tuned_entry import MEASURED, Entry, config_fields
 from lancet_kernels.kernels.tuning import TunedCache
+from tests.tuned_cache import GPU
 
-GPU = "NVIDIA H100 80GB HBM3"
 # A tile for any dtype.
 CONFIG = OverlapConfig(GemmConfig(64, 32, 16, 8, 2), programs=132, comm_programs=16)
 ROWS = (16384, 32768, 65536)

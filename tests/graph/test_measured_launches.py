@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,20 +15,10 @@ from lancet_kernels.kernels import tuning
 from lancet_kernels.kernels.tuning import TunedCache
 from tests.graph.cost_points import CONFIG, GPU, cost_entry, costs_of, fast, put, slow, tuned_entry
 from tests.processes import processes
+from tests.tuned_cache import cache as cache
 
 KIND = LayerKind(2048, 2048, "gelu", "bfloat16", 8)
 GPU_DEVICE = torch.device("cuda", 0)
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedCache:
-    """The user's cache; the machine has an H100 that nobody may touch."""
-    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "user" / "tuned.json"))
-    monkeypatch.setattr(tuning, "PACKAGE_TABLE", tmp_path / "package.json")
-    monkeypatch.setattr(tuning, "device_name", lambda device: (GPU, 90))
-    tuning.forget()
-    yield TunedCache(tuning.default_cache())
-    tuning.forget()
 
 
 def test_what_was_stored_comes_back(cache) -> None:

@@ -49,7 +49,7 @@ def step() -> SmallStep:
 def fake_gpu(monkeypatch):
     """A device whose calls take 3 us, and their result's bytes, read and written, at 2,800 GB/s.
 
-    -> results of the calls, in order. Whoever reads a cluster file fails.
+    -> results of the calls, in order. Reading a cluster file fails.
     """
     calls: list[object] = []
 

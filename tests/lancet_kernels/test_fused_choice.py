@@ -9,14 +9,22 @@ import torch
 
 from lancet_kernels.fused_step import FusedChoice
 from lancet_kernels.graph.cost_entry import INTERPRETER, CostPoint, LayerKind
+from lancet_kernels.graph.program import Kind
 from lancet_kernels.kernels import tuning
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.schedules.fused import best_fit
 from lancet_kernels.schedules.fused_layers import match_layers
-from lancet_kernels.schedules.fused_prediction import FormulaLaunch, MeasuredLaunch, Rider, kind_of
+from lancet_kernels.schedules.fused_prediction import (
+    EFFICIENCY,
+    FormulaLaunch,
+    MeasuredLaunch,
+    Rider,
+    kind_of,
+)
 from lancet_kernels.schedules.plan import Prediction
 from tests.graph.cost_points import GPU, Truth, cost_entry, fast, put, slow, tuned_entry
 from tests.planned_steps import SmallStep, StepCase, dear_communication
+from tests.tuned_cache import cache as cache
 
 BY_FORMULA = "by formula at efficiency 0.85: "
 
@@ -26,16 +34,9 @@ def step() -> SmallStep:
     return SmallStep(StepCase(dtype=torch.float32))
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch) -> TunedCache:
-    """The user's cache; the machine has an H100 that nobody may touch."""
-    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "tuned.json"))
-    monkeypatch.setattr(tuning, "PACKAGE_TABLE", tmp_path / "package.json")
-    monkeypatch.setattr(tuning, "device_name", lambda device: (GPU, 90))
+@pytest.fixture(autouse=True)
+def compiled(monkeypatch) -> None:
     monkeypatch.setattr(FusedChoice, "interpreted", False)
-    tuning.forget()
-    yield TunedCache(tuning.default_cache())
-    tuning.forget()
 
 
 @pytest.fixture
@@ -46,11 +47,11 @@ def kind(step) -> LayerKind:
     return kind
 
 
-def chosen(step: SmallStep, *, lowering: str = "auto", here: bool = True) -> list:
-    """The groups that `optimize` would choose on the H100, and the text of a plan that has them."""
+def chosen(step: SmallStep, *, lowering: str = "auto", here: bool = True, tokens: bool = False) -> list:
+    """The groups that `optimize` would choose on the H100. tokens: layers keep tokens."""
     choice = FusedChoice("lancet-dw", None, lowering, None, torch.device("cpu"), here)
     object.__setattr__(choice, "device", torch.device("cuda", 0))
-    groups = choice.groups(step.joint, step.program, dear_communication)
+    groups = choice.groups(step.joint, step.program, dear_communication, lambda layer: tokens)
     explained = replace(step.by_hand([]), predicted=Prediction(1.0, 0.0, 0.0), fused=groups).explain()
     assert all(group.why in explained for group in groups)
     assert len(groups) == 2
@@ -75,6 +76,15 @@ def test_measured_points_change_the_decision_there_and_back(cache, kind, step) -
             assert f"measured 2026-11-21 on {GPU}, 1 ranks, 12 launches: 65536 rows take" in group.why
             assert "formula" not in group.why
             assert group.fused_ms != before.fused_ms
+
+
+def test_a_backward_that_sends_tokens_again_takes_an_all_to_all_longer(cache, step) -> None:
+    sent = next(i for i in step.program.instructions if i.kind is Kind.ALL_TO_ALL)
+    again_ms = dear_communication(sent, step.program.tensors) / EFFICIENCY
+    both_ways = (chosen(step, lowering="fused", tokens=tokens) for tokens in (False, True))
+    for rows, tokens in zip(*both_ways, strict=True):
+        assert tokens.backward_ms - rows.backward_ms == pytest.approx(again_ms)
+        assert tokens.forward_ms == rows.forward_ms
 
 
 def test_the_prediction_is_the_line_at_the_rows_of_the_layer(cache, kind, step) -> None:

@@ -435,15 +435,14 @@ def memory_of_layers(layers: int) -> list[dict[str, int]]:
 
     Between its forward and its backward, and not what torch keeps for gate and router.
     """
+    torch.manual_seed(0)
     options = {"top_k": 2, "gate": "topk", "capacity_factor": None, "activation": "swiglu"}
     options |= {"backend": "fused", "keep": "tokens", "receive_factor": 1.25, "dtype": torch.bfloat16}
     model = [MoELayer(16, 24, 4, **options) for _ in range(layers)]
     parameters = {parameter.data_ptr() for layer in model for parameter in layer.parameters()}
     allocate, found = SharedMemory.allocate, []
-    y = torch.randn(
-        40, 16, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(1 + dist.get_rank())
-    )
-    y.requires_grad_()
+    y = torch.randn(20, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    y = y.to(torch.bfloat16).requires_grad_()
     for layer in model:
         regions: dict[str, int] = {}
         kept: dict[int, int] = {}
@@ -469,28 +468,25 @@ def memory_of_layers(layers: int) -> list[dict[str, int]]:
         saved = fused_passes._passes[number].saved
         use = [t for t in vars(saved.use).values() if isinstance(t, Tensor)]
         of_pass = {t.data_ptr(): t.nbytes for t in vars(saved).values() if isinstance(t, Tensor)}
+        of_rows = sum(size for name, size in regions.items() if name.endswith((".rows", ".results")))
         found.append(
             {
-                "regions": sum(
-                    size for name, size in regions.items() if name.endswith((".rows", ".results"))
-                ),
-                "other regions": sum(regions.values()),
+                "regions": of_rows,
+                "other regions": sum(regions.values()) - of_rows,
                 "x": kept.pop(x.data_ptr(), 0),
                 "pass": sum(of_pass.values()),
                 "words": sum(t.nbytes for t in use),
                 "routing": sum(kept.values()),
             }
         )
-        found[-1]["other regions"] -= found[-1]["regions"]
-    y.float().square().sum().backward()
     return found
 
 
 def test_layers_that_keep_tokens_add_only_tokens_and_pre_activations(pool) -> None:
     """2 TD + 4 RF bytes for each layer in bfloat16, R = 1.25 TK; all regions are shared."""
-    tokens, choices, width, hidden = 40, 2, 16, 24
+    tokens, choices, width, hidden = 20, 2, 16, 24
     sent, received = tokens * choices, math.ceil(1.25 * tokens * choices)
-    for first, *others in pool.run(memory_of_layers, 3, timeout_s=120):
+    for first, *others in pool.run(memory_of_layers, 2, timeout_s=120):
         assert first["regions"] == 2 * (4 * received + sent) * width
         # Signals, counts and weights of rows.
         assert first["other regions"] <= first["regions"]
@@ -499,7 +495,6 @@ def test_layers_that_keep_tokens_add_only_tokens_and_pre_activations(pool) -> No
         for found in (first, *others):
             assert found["x"] == 2 * tokens * width
             assert found["pass"] == 4 * received * hidden
-            assert found["x"] + found["pass"] == 2 * tokens * width + 4 * received * hidden
             # Of the gate and the router, as for a layer that keeps rows; and the table of the pass.
             assert found["routing"] <= tokens * (4 * 4 + choices * 40) + 200
             assert found["words"] <= 8 * (sent + received)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -10,10 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels import MoELayer, OptimizedModule, fused_step, optimize, set_routing_step
+from lancet_kernels import (
+    MoELayer,
+    OptimizedModule,
+    fused_step,
+    optimization,
+    optimize,
+    set_routing_step,
+)
+from lancet_kernels.captured_step import CapturedStep
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.from_fx import program_from_fx
 from lancet_kernels.ops import fused_experts, fused_graph
+from lancet_kernels.ops.fused_experts import LayerExchange
 from lancet_kernels.schedules import fused
+from lancet_kernels.schedules.fused_layers import MatchedLayer
 from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
 from tests.lancet_kernels.test_fused_layer import largest_difference
@@ -136,24 +149,76 @@ def test_other_numbers_of_tokens_on_every_rank(pool, gate, steps) -> None:
         assert sum(name.endswith(".rows") for name in made) == 2, made
 
 
+@contextmanager
+def kept(what: str) -> Iterator[None]:
+    """Inside, planned fused layers keep "rows" or "tokens"."""
+    exchange_of = CapturedStep._exchange_of
+
+    def with_keep(step: CapturedStep, layer: MatchedLayer) -> LayerExchange:
+        exchange = exchange_of(step, layer)
+        exchange.keep = what
+        return exchange
+
+    with mock.patch.object(CapturedStep, "_exchange_of", with_keep):
+        yield
+
+
+def kept_both_ways(case: StepCase, steps: int) -> tuple[bool, list[int], list[float], list[float]]:
+    """-> whether steps that keep tokens give the bits of steps that keep rows. Then, with rows, with tokens:
+    bytes that the ticket of a pass stands for, predicted ms of backward launches, predicted peak memory."""
+    results, ticket_bytes, backward_ms, peak_gb = [], [], [], []
+    for what in ("rows", "tokens"):
+        with kept(what), mock.patch.object(optimization, "realize", wraps=optimization.realize) as realized:
+            result, planned = train(case, "fused", steps)
+        results.append(result)
+        nodes = realized.call_args.args[0].graph.nodes
+        forwards = [node for node in nodes if node.target is fused_graph.FORWARD]
+        backwards = [node for node in nodes if node.target is fused_graph.BACKWARD]
+        xs = {node.args[0] if what == "tokens" else None for node in forwards}
+        assert {node.args[-1] for node in backwards} == xs
+        program = program_from_fx(realized.call_args.args[0])
+        (ticket,) = {program.tensors[f"{node.name}.1"].bytes for node in forwards}
+        ticket_bytes.append(ticket)
+        backward_ms.append(sum(group.backward_ms for group in planned.plan.fused))
+        peak_gb.append(planned.plan.predicted.peak_memory_gb)
+    same = all(torch.equal(a[name], b[name]) for a, b in zip(*results, strict=True) for name in a)
+    return same, ticket_bytes, backward_ms, peak_gb
+
+
+@pytest.mark.parametrize(("ranks", "steps", "layers"), few_of([(2, 1, 2), (2, 3, 4)]))
+def test_plans_follow_what_layers_keep(pool, ranks, steps, layers) -> None:
+    """The backward of a layer that keeps tokens reads the forward's x, which the plan's memory counts."""
+    case = StepCase(dtype=torch.float32, batch=2, sequence=5, layers=layers, capacity_factor=None)
+    received, width, hidden = ranks * 10, 8, 32
+    for same, ticket_bytes, (rows_ms, tokens_ms), (rows_gb, tokens_gb) in pool.run(
+        kept_both_ways, case, steps, ranks=ranks, timeout_s=400
+    ):
+        assert same
+        assert ticket_bytes == [4 * received * (hidden + width), 4 * received * hidden]
+        assert tokens_ms >= rows_ms
+        assert tokens_gb < rows_gb
+
+
 class OneLayer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **options: object) -> None:
         super().__init__()
         self.before = nn.Linear(16, 16)
-        self.layer = MoELayer(16, 24, 2, backend="fused", banks=3, max_tokens=40, receive_factor=1.5)
+        self.layer = MoELayer(16, 24, 2, backend="fused", max_tokens=40, receive_factor=1.5, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(self.before(x)).square().sum()
 
 
 def test_a_planned_layer_has_the_options_of_its_module() -> None:
-    planned = optimize(OneLayer(), (torch.ones(7, 16),), strategy="lancet-dw", cluster=CLUSTER)
-    (number,) = planned.fused_layers
-    exchange = fused_graph._layers[number]
-    assert (exchange.banks, exchange.max_tokens, exchange.receive_factor) == (3, 40, 1.5)
-    planned(torch.ones(7, 16)).backward()
-    planned(torch.ones(19, 16)).backward()  # more than planned, within max_tokens
-    assert not planned.fallbacks
+    for options in ({"banks": 3}, {"keep": "tokens"}):
+        planned = optimize(OneLayer(**options), (torch.ones(7, 16),), strategy="lancet-dw", cluster=CLUSTER)
+        (number,) = planned.fused_layers
+        exchange = fused_graph._layers[number]
+        assert (exchange.max_tokens, exchange.receive_factor) == (40, 1.5)
+        assert all(getattr(exchange, name) == value for name, value in options.items())
+        planned(torch.ones(7, 16)).backward()
+        planned(torch.ones(19, 16)).backward()  # more than planned, within max_tokens
+        assert not planned.fallbacks
 
 
 @pytest.mark.long

@@ -22,7 +22,7 @@ def given(instruction: Instruction, tensors: object) -> float:
 @st.composite
 def graphs(draw, most: int = 8, least: int = 1, is_chain: bool = False) -> Program:
     """DAGs of products with a weight, sums of two tensors, softmaxes and functions of one; x [4, 4] at first.
-    One result: whoever nobody reads is added up at the end."""
+    One result: tensors that nobody reads are added up at the end."""
     shape = (4, 4)
     tensors = {"x": TensorSpec("x", shape)}
     instructions: list[Instruction] = []

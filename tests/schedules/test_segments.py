@@ -262,7 +262,7 @@ def test_one_line_for_bad_input() -> None:
 
 @pytest.mark.parametrize("devices", few_of([4, 8], 1))
 def test_the_clock_says_what_the_cost_model_says(devices: int) -> None:
-    """A block as a Program, simulated: rings are hidden as far as the cost model takes them for hidden."""
+    """A block as a Program, simulated: rings are hidden where the cost model says so."""
     p = problem(FOUR_A_NODE, SIZES, 8, 512, devices)
     rng = np.random.default_rng(0)
     for partitions in (

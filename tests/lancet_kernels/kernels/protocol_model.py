@@ -26,6 +26,8 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     count itself         tl.atomic_add(sem="acq_rel") on done_ptr in overlap_tasks.return_tile
     wait returned        device.wait_all in overlap_tasks.reduce_block; "read results" is what follows it
     backward             whatever reads rows of the use later, wherever it runs (dW)
+    put x                with `tokens`, in a backward: put_rows of x beside those of dy in put_chunk (SEND_X)
+    wait ready           device.wait in overlap_tasks.wait_ready (WGRAD); "read x" is what dw1's tiles load
     release              exchange.release_kernel, in stream order behind the last of these
     the stream           what the host launches; Exchange.begin refuses some orders (`admits`)
 
@@ -43,6 +45,7 @@ reading must find exactly its own. Both exchanges have their results in one plac
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from tests.lancet_kernels.kernels.weak_memory import (
     FENCE,
@@ -97,6 +100,10 @@ BROKEN = {
     "release before the sums": "the bank is released before its origins have shown what to add up",
     "release before the copies": "the bank is released before its rows have been copied",
     "two streams": "a pass is launched beside another one, which still reads the results that both have",
+    "x behind the signal": "rows of x are put when those of dy have been signalled",
+    "x in one bank": "rows of x lie in the same place in every epoch",
+    "x is not copied": "of duplicates sent once only the rows of dy are copied from their leaders",
+    "release within the pass": "of tokens: by a task of the launch, while another program still reads",
 }
 
 
@@ -112,6 +119,8 @@ class Config:
         gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
             reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
         gradient_banks: of that exchange; 0: as many as `banks`. Fewer where layers share it.
+        tokens: a pass keeps none of its rows; forwards and backwards are epochs of one exchange, and
+            backwards send rows of x beside those of dy.
         dedup: of the units from a source to a peer only the first is sent; the others are copied from it, and
             only the last of their results comes back, as the sum of all.
         sparse: how many units there are depends on epoch, source and peer; else all are there.
@@ -129,6 +138,7 @@ class Config:
     programs: int = 1
     gradients: bool = False
     gradient_banks: int = 0
+    tokens: bool = False
     dedup: bool = False
     sparse: bool = False
     landing: str = SIGNAL
@@ -257,6 +267,8 @@ class Script:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.exchange = ""
+        # Does the pass whose steps are being written send x beside its rows?
+        self.sends_x = False
         self.places: dict[Key, int] = {}
         self.messages: list[Message] = []
         self.earlier: dict[tuple[str, Key], int] = {}
@@ -297,6 +309,8 @@ class Script:
         return "released", at, 0 if self.config.broken == "one released word" else bank, of
 
     def launches(self, rank: int) -> list[list[list[Step]]]:
+        if self.config.tokens:
+            return self._launches_of_one_exchange(rank)
         launches: list[list[list[Step]]] = []
         backwards = 0
         for kind, epoch in self.config.passes(rank):
@@ -332,8 +346,22 @@ class Script:
                     launches += [backward, release]
         return launches
 
+    def _launches_of_one_exchange(self, rank: int) -> list[list[list[Step]]]:
+        """Of passes that keep tokens. Whatever pass it is, its bank is released behind its launch."""
+        launches: list[list[list[Step]]] = []
+        for epoch, (kind, _) in enumerate(self.config.passes(rank), 1):
+            self.sends_x = kind == "B"
+            if kind == "F":
+                launches.append(self._counts(rank, epoch, len(launches)))
+            self._keep(rank, epoch, launch=len(launches))
+            self._keep_results(rank, epoch, launch=len(launches))
+            tasks, release = self._forward(rank, epoch), self._release(rank, epoch)
+            early = self.config.broken == "release within the pass"
+            launches += [tasks + release] if early else [tasks, release]
+        return launches
+
     def _keep(self, rank: int, epoch: int, launch: int) -> None:
-        for place, value in self._kept(rank, epoch) + self._origins(rank, epoch):
+        for place, value in self._kept(rank, epoch) + self._origins(rank, epoch) + self._x_rows(rank, epoch):
             self.needed_until.setdefault(place, {})[value] = rank, launch
 
     def _keep_results(self, rank: int, epoch: int, launch: int) -> None:
@@ -349,6 +377,19 @@ class Script:
             for row, (source, unit) in enumerate(self.config.received(epoch, rank))
             for place in self.whole(("rows", rank, self.bank(epoch), row))
             if source in peers
+        ]
+
+    def _x(self, at: int, bank: int, row: int) -> Key:
+        return "x", at, 0 if self.config.broken == "x in one bank" else bank, row
+
+    def _x_rows(self, rank: int, epoch: int, units: list[tuple[int, int]] | None = None) -> list:
+        """The rows of x of these units, or of all received, as they must be; none in a forward."""
+        received = self.config.received(epoch, rank)
+        return [
+            (place, self.tag(epoch, *one))
+            for row, one in enumerate(received)
+            for place in self.whole(self._x(rank, self.bank(epoch), row))
+            if self.sends_x and (units is None or one in units)
         ]
 
     def _origins(self, rank: int, epoch: int, units: list[tuple[int, int]] | None = None) -> list:
@@ -437,6 +478,8 @@ class Script:
             tasks += self._tiles(rank, epoch, tile, units)
         if config.broken == "release before the sums":
             tasks += release
+        if self.sends_x:
+            tasks.append(self._weight_gradient(rank, epoch, len(arrivals[rank])))
         if config.dedup:
             tasks += [self._sums(rank, epoch, *one) for one in enumerate(arrivals[rank])]
         tasks.append(self._combine(rank, epoch))
@@ -459,20 +502,31 @@ class Script:
                 config.filled(epoch - 1, source, peer) - config.filled(epoch, source, peer)
                 for source in range(rank)
             )
+        x_rows = []
         for i, (source, unit) in enumerate(config.arrivals(epoch, peer)[tile]):
             if source == rank:
                 row = tile * config.per_tile + i + shift
                 where = f"PE {peer}'s rows[{bank}, {row}]"
                 if not config.dedup or unit == 0:
                     task.put(("rows", peer, bank, row), self.tag(epoch, rank, unit), where)
+                    if self.sends_x:
+                        x_rows.append(
+                            (self._x(peer, bank, row), self.tag(epoch, rank, unit), f"x of {where}")
+                        )
                 if config.dedup:
                     lead = self.tag(epoch, rank, config.leader(unit))
                     task.put(("origin", peer, bank, row), lead, f"the origin of {where}")
+        if config.broken != "x behind the signal":
+            for each in x_rows:
+                task.put(*each)
         task.fence()
         if config.broken == "counter without epoch":
             task.signal(("arrived", peer, bank, tile, 0), 1 << LOW, add=True)
         else:
             task.signal(("arrived", peer, bank, tile, rank), self.word(epoch))
+        if config.broken == "x behind the signal":
+            for each in x_rows:
+                task.put(*each)
         return task.steps
 
     def _tiles(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[list[Step]]:
@@ -494,8 +548,10 @@ class Script:
                 else:
                     self._put_result(task, rank, epoch, column, source, unit)
             task.fence()
-            if len(tasks) > 1:
+            if self.sends_x:
                 # The counters of a use are fresh memory.
+                task.signal(("ready", rank, epoch, tile, column), 1 << LOW)
+            if len(tasks) > 1:
                 counter = self.place("done", rank, epoch, tile)
                 task.steps.append((LAST, (counter, len(tasks)), f"counts itself in done[{tile}]"))
             if config.dedup:
@@ -596,11 +652,15 @@ class Script:
             words = [one for one in words if one[0] in sent]
         if words and config.broken != "copies without the leader's word":
             task.wait(words, f"arrived[{bank}] >= {word >> LOW} of the leaders of tile {tile}")
+        leaders = [(source, config.leader(unit)) for source, unit in copied]
+        reads += self._x_rows(rank, epoch, leaders)
         task.read(reads, f"the leaders of tile {tile} of rows[{bank}]")
         for source, unit in copied:
             row = received.index((source, unit))
             where = f"its own rows[{bank}, {row}]"
             task.put(("rows", rank, bank, row), self.tag(epoch, source, unit), where)
+            if self.sends_x and config.broken != "x is not copied":
+                task.put(self._x(rank, bank, row), self.tag(epoch, source, unit), f"x of {where}")
         task.fence("copies without fence")
         task.signal(*self._fanned(rank, epoch, tile))
         return task.steps
@@ -610,6 +670,14 @@ class Script:
         if self.config.broken == "copied word without epoch":
             return ("fanned", rank, self.bank(epoch), tile), 1 << LOW
         return ("fanned", rank, epoch, tile), 1 << LOW
+
+    def _weight_gradient(self, rank: int, epoch: int, tiles: int) -> list[Step]:
+        """WGRAD of dw1, over all rows of x."""
+        task, each = Task(self), product(range(tiles), range(self.config.tiles))
+        words = [self.place("ready", rank, epoch, *one) for one in each]
+        task.wait([(place, 1 << LOW) for place in words], "all its tiles to be ready")
+        task.read(self._x_rows(rank, epoch), f"x of rows[{self.bank(epoch)}]")
+        return task.steps
 
     def _wait_and_read(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:
         config, bank = self.config, self.bank(epoch)

@@ -83,7 +83,7 @@ def test_as_the_plain_kernel(compiled: None, name: str) -> None:
 
 
 def test_the_same_every_time(compiled: None) -> None:
-    """Twenty passes without a pause, bit for bit: PEs run ahead of one another as far as banks let them."""
+    """Twenty passes without a pause, bit for bit: PEs run ahead of one another, a pass for each bank."""
     run = VirtualPass(GELU, torch.device("cuda"), bodies="gluon")
     run.pes.rehearse(run.play)
     (first, *_) = run.pes.each(run.play)

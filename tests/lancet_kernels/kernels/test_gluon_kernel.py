@@ -65,6 +65,17 @@ def test_duplicates_sent_once_give_the_bits_of_the_plain_kernel():
     assert not differences(play(case, 0, dedup=True, backward=False), plain)
 
 
+@pytest.mark.parametrize(
+    ("case", "options"),
+    few_of([(TINY, {}), (TINY, {"passes": 3, "programs": 2}), (TWICE, {"dedup": True, "programs": 2})]),
+)
+def test_tokens_kept_give_the_bits_of_rows_kept(case, options):
+    """Of the plain kernel, which keeps rows."""
+    plain = play(case, 0, **options | {"bodies": "triton"})
+    for seed in range(2):
+        assert not differences(play(case, seed, keep="tokens", **options), plain), f"seed {seed}"
+
+
 def test_waits_for_a_pe_that_does_not_come_end():
     layers = make_layers(TINY, timeout_s=0.2)
     emulator = Emulator(0, patience=None)
@@ -217,6 +228,21 @@ MUTANTS = {
     "a step of a put is stored before it has come": [
         (gluon_copies._put_rows, "async_copy.wait_group(SLOTS - 1)", "pass"),
     ],
+    "rows of x are put behind the signal": [
+        (gluon_copies._put_chunk, "gl.static_range(1 + SEND_X)", "gl.static_range(1)"),
+        (gluon_copies._put_chunk, "peer, signal, device.word(epoch, 0), False)\n",
+         """peer, signal, device.word(epoch, 0), False)
+        if SEND_X:
+            _put_rows(
+                device.remote_pointer(rows_ptr, rows_peers_ptr, peer) + (row + begin + BANKS * R) * D,
+                x_ptr, token_ptr + send, end - begin, D, ring, origin_stage_ptr + send,
+                (row + begin - epoch % BANKS * R).to(gl.int32), SLOTS, ROWS, BLOCK, WIDE, WHICH,
+            )
+"""),
+    ],
+    "rows of x are not copied": [
+        (gluon_copies._fan_tile, "gl.static_range(1 + SEND_X)", "gl.static_range(1)"),
+    ],
     "the consumers do not see the end": [
         (gluon_producer.produce, "    hand_over(j, tasks, task_empty, task_full, NO_TASK,", "    max("),
     ],
@@ -235,6 +261,8 @@ CASES = {
     "copies are published before the barrier": (TWICE, {"dedup": True}),
     "copies are published without release": (TWICE, {"dedup": True}),
     "a tile does not wait for its copies": (TWICE, {"dedup": True}),
+    "rows of x are put behind the signal": (TINY, {"keep": "tokens"}),
+    "rows of x are not copied": (TWICE, {"keep": "tokens", "dedup": True}),
     "a sum does not wait for the tiles of its rows": (LONG, {"dedup": True, "programs": 2}),
     "a sum does not wait for its own tile": (TWICE, {"dedup": True}),
     "sums are signalled before they are stored": (TWICE, {"dedup": True}),

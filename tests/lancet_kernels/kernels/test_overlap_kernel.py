@@ -96,6 +96,7 @@ def prove(pool, ranks: int, work: Work, timeout_s: float = 120.0) -> None:
 
 DENSE = {"dense": True, "programs": 3, "comm_programs": 1}
 ALONE = {"alone": True}
+TOKENS = {"keep": "tokens"}
 ONCE = {"dedup": True, "programs": 3, "comm_programs": 1}
 SMALL = {
     1: [
@@ -106,9 +107,11 @@ SMALL = {
         (Case(tokens=9, width=40, hidden=72, activation="swiglu"), {"gemm": GemmConfig(16, 64, 32, 1, 1)}),
         (Case(local=3, choose="few", uneven=True, activation="swiglu", dtype=FP16), DENSE),
         (Case(local=3, choices=4, tokens=17, capacity=17), {"dedup": True, "programs": 2} | ALONE),
+        (Case(local=3, choices=2, tokens=17), TOKENS | DENSE),
     ],
     "1, more": [
         (Case(world=1, local=1, tokens=9, choices=1, dtype=FP16, activation="swiglu"), {"split": True}),
+        (Case(world=1, local=3), TOKENS | ALONE),
     ],
     "2, more": [
         (Case(), DENSE | ALONE),
@@ -122,10 +125,21 @@ SMALL = {
          ONCE | {"split": True}),
         (Case(local=2, choices=3, tokens=9, width=37, hidden=29), ONCE | {"put_rows": 1, "put_block": 64}),
     ],
+    "2, tokens kept": [
+        (Case(tokens=0), TOKENS | ALONE),
+        (Case(local=4, choices=5, capacity=9, choose="few", uneven=True, dtype=BF16),
+         TOKENS | ONCE | DENSE | {"split": True}),
+        (Case(local=1, choices=1, tokens=17, capacity=17, width=37, hidden=29, dtype=FP16,
+              activation="swiglu", bias=False), TOKENS | DENSE),
+    ],
     4: [
         (Case(world=4, local=1, tokens=9, choices=3, dtype=BF16, activation="swiglu"), DENSE),
         (Case(world=4, tokens=7, capacity=2, choose="few", uneven=True, dtype=FP16), {"split": True}),
         (Case(world=4, local=3, tokens=17, choices=6, capacity=17), ONCE | ALONE),
+    ],
+    "4, tokens kept": [
+        (Case(world=4, local=3, tokens=17, choices=6, capacity=17), TOKENS | ONCE | ALONE),
+        (Case(world=4, tokens=7, capacity=2, choose="few", uneven=True), TOKENS | {"split": True} | ALONE),
     ],
 }  # fmt: skip
 
@@ -143,6 +157,8 @@ def variants_on_rank(case: Case) -> None:
             "fused": {},
             "split": {"split": True},
             "other puts": {"put_rows": 8, "put_block": 16, "reduce_tokens": 8},
+            "tokens kept": dict(TOKENS),
+            "tokens kept, split": TOKENS | {"split": True},
             "other sums": {"reduce_block": 16},
         }.items():
             for dedup in (False, True):

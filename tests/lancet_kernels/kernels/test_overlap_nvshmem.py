@@ -11,9 +11,9 @@ import torch
 
 from lancet_kernels.compiling.compile import all_specimens
 from lancet_kernels.compiling.overlap_specimens import CHOICES, PES, specimens
-from lancet_kernels.kernels import exchange, nvshmem_launch, overlap, runtime, schedule
+from lancet_kernels.kernels import exchange, kernel_launch, overlap, runtime, schedule
 from lancet_kernels.kernels.exchange import Exchange
-from lancet_kernels.kernels.nvshmem_launch import launch
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients
 from lancet_kernels.symmetric import virtual_memories
@@ -107,14 +107,14 @@ def test_a_launch_is_linked_and_introduced_before_it_runs(monkeypatch):
     asked = []
     words = torch.zeros(1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(nvshmem_launch.nvshmem_bitcode, "extern_libs", lambda a: asked.append(a) or libraries)
-    monkeypatch.setattr(nvshmem_launch, "init_module", lambda made: kernel.calls.append(("init", made)))
-    nvshmem_launch._libraries.cache_clear()
+    monkeypatch.setattr(kernel_launch.nvshmem_bitcode, "extern_libs", lambda a: asked.append(a) or libraries)
+    monkeypatch.setattr(kernel_launch, "init_module", lambda made: kernel.calls.append(("init", made)))
+    kernel_launch._libraries.cache_clear()
     try:
         launch(kernel, (3,), words, 2, NVSHMEM=True, num_warps=4)
         launch(kernel, (3,), 2, words=words, NVSHMEM=False, num_warps=4)
     finally:
-        nvshmem_launch._libraries.cache_clear()
+        kernel_launch._libraries.cache_clear()
     options = {"NVSHMEM": True, "num_warps": 4, "extern_libs": libraries}
     assert kernel.calls == [
         ("warmup", (words, 2), (3,), options),
@@ -171,7 +171,7 @@ def launches_of(
             seen.append(given | {"dtype": case.dtype, "BW": PES, "DEDUP": once})
         elif kernel is exchange.release_kernel:
             assert options["NVSHMEM"] == far
-            assert options.items() >= nvshmem_launch.small_kernel(far).items()
+            assert options.items() >= kernel_launch.small_kernel(far).items()
         else:
             assert kernel in (schedule.exchange_counts_kernel, schedule.schedule_kernel)
             assert options.get("NVSHMEM", far) == far
@@ -275,7 +275,7 @@ def test_every_launch_is_a_specimen(arch):
 def test_every_kernel_that_is_launched_has_a_specimen():
     """By the text of the modules: name[grid](...), launch(name, ...), or partial(launch, name)."""
     declared = {specimen.kernel.__name__ for _, specimen in all_specimens(90)}
-    folder = nvshmem_launch.__spec__.origin.rpartition("/")[0]
+    folder = kernel_launch.__spec__.origin.rpartition("/")[0]
     launched = set()
     for path in Path(folder).glob("*.py"):
         launched |= set(re.findall(r"\b(\w*kernel)\[|\blaunch(?:\(\s*|, )(\w*_kernel)[,)]", path.read_text()))

@@ -1,6 +1,6 @@
 """The protocol of the overlap kernel: delays, epochs and banks, and ranks that do not come.
 
-However a rank is delayed the bits are the same; whoever is too late is an error or NaN, never a wrong number.
+However a rank is delayed the bits are the same; what comes too late is an error or NaN, never a wrong number.
 """
 
 import contextlib
@@ -125,6 +125,8 @@ def test_fuzzed_routings(pool, ranks):
     from tests.lancet_kernels.kernels.fuzz_routings import fuzz_on_rank
 
     pool.run(fuzz_on_rank, 0, 40, 0.02, ranks=ranks, timeout_s=600)
+    # With duplicates sent once, and x sent again.
+    pool.run(fuzz_on_rank, 80, 40, 0.02, True, ranks=ranks, timeout_s=600)
 
 
 def steps_on_rank(case: Case, steps: int, shared: bool, nap_s: float) -> dict[tuple[int, int], Answer]:
@@ -378,7 +380,7 @@ RELEASES = "to release the bank (its backward of an earlier pass)"
         ]
     ),
 )
-def test_whoever_is_too_late_is_an_error_on_both_sides(pool, at, changes, what, other):
+def test_a_late_rank_is_an_error_on_both_sides(pool, at, changes, what, other):
     messages = pool.run(late_on_rank, ALL_TO_ALL, changes, at)
     name = "layer.backward" if at == "backward" else "layer.forward"
     expected = f"{name}: PE 0 waited for PE 1 {what} more than {SHORT_S} s: expected epoch 3 at signal"

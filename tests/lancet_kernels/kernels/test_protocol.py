@@ -19,6 +19,7 @@ THREE_BY_TURNS = "F1 B1 F2 B2 F3 B3"
 THREE_NESTED = "F1 F2 B2 B1 F3 B3"
 
 TWICE = {"units": 2, "dedup": True}  # a row and its copy, from every source
+KEPT = {"tokens": True}  # one exchange for both directions, and x sent again
 SHARED = {"banks": 2, "gradients": True, "gradient_banks": 1}  # one exchange for all backward passes
 
 # The number of states is part of the test: a model that shrank without notice would prove less.
@@ -47,6 +48,11 @@ RIGHT = [
     (34_826, Config(THREE_NESTED, units=2, dedup=True)),
     (1_598, Config("F1 F2 B2 B1", units=3, dedup=True, **SHARED, landing=AWAITED)),
     (23_508, Config(NESTED, ranks=3, units=2, dedup=True, landing=AWAITED)),
+    (271, Config("F1 F2 F3 B2 B3 B1", **KEPT, units=3, sparse=True, landing=AWAITED)),
+    (69_042, Config("F1 F2 B2 B1", **KEPT, units=2)),
+    (3_882, Config("F1 F2 B1 F3 B3 B2", **KEPT, units=2, programs=2, tiles=2, landing=AWAITED)),
+    (22_068, Config("F1 F2 B2 B1", **KEPT, units=3, dedup=True, programs=2, landing=AWAITED)),
+    (1_528, Config("F1 F2 B2 B1", **KEPT, ranks=3, units=2, banks=1, landing=AWAITED)),
 ]
 RIGHT_LONG = [
     (116_332, Config(THREE_BY_TURNS, warps=2, landing=EACH)),
@@ -114,6 +120,10 @@ CAUGHT = {
     ),
     "release before the sums": (OVERWRITE, Config("F1 F2 B2 B1", **TWICE, **SHARED)),
     "two streams": (OVERWRITE, Config("F1 F2 B2 B1", programs=2)),
+    "x behind the signal": (EARLY_READ, Config("F1 B1", **KEPT)),
+    "x in one bank": (OVERWRITE, Config("F1 F2 B2 B1", **KEPT)),
+    "x is not copied": (EARLY_READ, Config("F1 B1", **TWICE, **KEPT)),
+    "release within the pass": (OVERWRITE, Config("F1 F2 B2 B1", **KEPT, banks=1, programs=2)),
 }
 
 
@@ -123,6 +133,7 @@ def name(config: Config) -> str:
         f"{getattr(config, what)}{what}" for what in ("ranks", "units", "tiles", "programs", "warps", "banks")
     ]
     said += ["dedup"] * config.dedup
+    said += ["tokens"] * config.tokens
     return "-".join([*said, *(["gradients"] * config.gradients), *(["sparse"] * config.sparse)])
 
 
@@ -135,7 +146,7 @@ def run(config: Config) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("states", "config"), few_of(RIGHT, 1, 2, 11, 19, 20), ids=[name(config) for _, config in RIGHT]
+    ("states", "config"), few_of(RIGHT, 1, 2, 11, 19, 20, 24, 28), ids=[name(config) for _, config in RIGHT]
 )
 def test_nothing_goes_wrong(states: int, config: Config) -> None:
     result = run(config)
@@ -173,6 +184,8 @@ LARGE = {
     "copies without fence",
     "copied word without epoch",
     "release before the copies",
+    "x is not copied",
+    "release within the pass",
     "release before the sums",
 }
 LANDINGS = [(mistake, AWAITED) for mistake in CAUGHT] + [(m, EACH) for m in CAUGHT if m not in LARGE]
@@ -223,6 +236,13 @@ def test_host_refuses_exactly_the_orders_that_would_hang(banks: int, gradients: 
     for order, wrong in verdicts.items():
         assert wrong.startswith("deadlock") != admits(order, banks), order
         assert bool(wrong) != admits(order, banks), order
+
+
+def test_passes_that_keep_tokens_may_come_in_any_order() -> None:
+    """They hold no bank, so that the host has nothing to refuse; one bank is enough."""
+    for banks in (1, 2):
+        for order in orders(3):
+            assert not explore(build(Config(order, **KEPT, banks=banks, landing=AWAITED))).wrong, order
 
 
 def test_counting_open_passes_would_not_do() -> None:

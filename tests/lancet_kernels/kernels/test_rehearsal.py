@@ -1,4 +1,4 @@
-"""What a rehearsal does, as far as a machine without a GPU shows: it compiles and loads, and runs nothing."""
+"""What a rehearsal does on a machine without a GPU: it compiles and loads, and runs nothing."""
 
 from pathlib import Path
 

@@ -8,8 +8,8 @@ from lancet_kernels import CommunicationError
 from lancet_kernels.graph.slices import Partition, square
 from lancet_kernels.graph.tile_layouts import movements
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.square_launch import SquareConfig, SquarePhase
-from lancet_kernels.kernels.square_tasks import PUT, TILE, SquareShape, build_square_tasks
+from lancet_kernels.kernels.square_kernel import PUT, TILE
+from lancet_kernels.kernels.square_launch import SquareConfig, SquarePhase, square_tasks
 from lancet_kernels.symmetric import SharedMemory
 from tests.grids import few_of
 from tests.ranks import RankPool
@@ -127,14 +127,14 @@ def test_a_rank_that_launches_nothing_is_named(pool: RankPool) -> None:
 
 
 def test_tasks_of_a_step_alternate() -> None:
-    """The example of square_tasks.py, and: each chunk and tile of each step once, steps in their order."""
-    tasks = build_square_tasks(SquareShape(2, (1, 1), (1, 2), programs=2)).tolist()
+    """The example of square_tasks, and: each chunk and tile of each step once, steps in their order."""
+    tasks = square_tasks(2, (1, 1), (1, 2), programs=2, comm_programs=1).tolist()
     assert tasks == [
         [0, 0, 0, 0], [1, 0, 0, 0], [0, 0, 1, 0], [1, 0, 0, 1], [1, 1, 0, 0], [1, 1, 0, 1],
     ]  # fmt: skip
-    shape = SquareShape(4, (3, 5), (3, 2), programs=8, comm_programs=2)
-    tasks = [tuple(task) for task in build_square_tasks(shape).tolist()]
-    puts = {(PUT.value, t, o, c) for t in range(3) for o in (0, 1) for c in range(shape.chunks[o])}
+    chunks = (3, 5)
+    tasks = [tuple(task) for task in square_tasks(4, chunks, (3, 2), 8, comm_programs=2).tolist()]
+    puts = {(PUT.value, t, o, c) for t in range(3) for o in (0, 1) for c in range(chunks[o])}
     tiles = {(TILE.value, t, m, n) for t in range(4) for m in range(3) for n in range(2)}
     assert len(tasks) == len(puts) + len(tiles)
     assert set(tasks) == puts | tiles

@@ -15,25 +15,15 @@ from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.row_config import RowConfig
 from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, Entry, config_fields
 from lancet_kernels.kernels.tuning import TunedCache, tuned
+from tests.tuned_cache import GPU
+from tests.tuned_cache import cache as cache
 
-GPU = "NVIDIA H100 80GB HBM3"
 TILE = GemmConfig(64, 128, 64, 4, 4, 16)
 SHAPE = (1024, 3072, 768, 1)
 
 
 def entry(config=TILE, how=MEASURED, device=GPU, kind="grouped_gemm_dx", shape=SHAPE) -> Entry:
     return Entry(kind, shape, "bfloat16", device, config_fields(config), how, 1.0, 1.5, "3.6.0", "2026-11-21")
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TunedCache:
-    """The user's cache; the machine has an H100 that nobody may touch."""
-    monkeypatch.setenv(tuning.CACHE_VARIABLE, str(tmp_path / "user" / "tuned.json"))
-    monkeypatch.setattr(tuning, "PACKAGE_TABLE", tmp_path / "package.json")
-    monkeypatch.setattr(tuning, "device_name", lambda device: (GPU, 90))
-    tuning.forget()
-    yield TunedCache(tuning.default_cache())
-    tuning.forget()
 
 
 def look(kind="grouped_gemm_dx", shape=SHAPE, dtype=torch.bfloat16):
@@ -177,7 +167,7 @@ def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) 
     with pytest.raises(AttributeError):
         overlap.default_overlap_config(16, 32, "swiglu", torch.float32, torch.device("cuda", 0))
     assert {(task.kind, task.shape, task.dtype) for task in tasks} <= asked
-    assert grouped_gemm_specimens.SPECIMEN_OF.keys() <= {task.kind for task in tasks}
+    assert grouped_gemm_specimens.KERNELS.keys() <= {task.kind for task in tasks}
 
 
 def test_no_table_ships_before_one_is_measured() -> None:

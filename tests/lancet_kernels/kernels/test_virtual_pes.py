@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from virtual_pes import rehearsal
+from virtual_pes import launched_without_tasks, rehearsal
 
 from lancet_kernels.errors import CommunicationError
-from lancet_kernels.kernels.runtime import launched_without_tasks
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.test_overlap_kernel import SMALL
@@ -71,7 +70,7 @@ def test_forward_and_backward(compiled: None, device: torch.device, work: tuple[
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", WORLDS, ids="W{}".format)
 def test_many_passes_without_a_pause(compiled, world):
-    """Nothing waits for the device between passes: PEs run ahead of one another as far as banks let them."""
+    """Nothing waits for the device between passes: PEs run ahead of one another, a pass for each bank."""
     case = replace(GELU, world=world)
     run = VirtualPass(case, torch.device("cuda"))
     run.pes.rehearse(run.play)

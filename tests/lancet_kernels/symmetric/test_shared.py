@@ -36,7 +36,7 @@ def put_on_rank(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
         assert not region.local.view(torch.uint8).any(), "not zero-filled"
         assert region.peers.tolist()[rank] == region.local.data_ptr()
         assert all(address % 16 == 0 for address in region.peers.tolist())
-        memory.barrier()  # whoever is ahead would put into what another still looks at
+        memory.barrier()  # a rank that is ahead would put into what another still looks at
         row = region.local[0].numel() * dtype.itemsize
         for peer, address in enumerate(region.peers.tolist()):
             ctypes.memmove(address + rank * row, payload(rank, peer, row), row)
@@ -215,7 +215,7 @@ def close_on_rank() -> dict:
     memory.barrier()
     memory.close()
     memory.close()
-    kept.fill_(1)  # whoever holds the tensor holds its memory
+    kept.fill_(1)  # the tensor keeps its memory alive
     del kept
     return {
         "mapped": (before, mapped_bytes() - others),

@@ -88,7 +88,7 @@ def test_every_launch_runs_and_gives_a_point_also_where_a_direction_is_two_launc
 def two_ranks() -> list[tuple]:
     clock = Clock(torch.device("cpu"))
     slow = clock.once
-    # Rank 1 takes a second longer for everything, as far as its clock says.
+    # By its clock, rank 1 takes a second longer for everything.
     clock.once = lambda work: slow(work) + 1000.0 * dist.get_rank()
     with mock.patch.multiple(tune_cost, WARMUP=0, TOKEN_SHARES=(1,)):
         found = measure_points(TINY, torch.float32, SMALL, clock, Ranks(), rounds=1)

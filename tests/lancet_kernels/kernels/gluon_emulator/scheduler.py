@@ -1,7 +1,7 @@
 """Which partition of which program moves next? One at a time, in an order that a seed decides.
 
 Every task (a partition, a program, the host code of a PE) is a thread, but only the one that holds the turn
-runs. It offers the turn before each operation that others can see. Whoever comes next is drawn at random,
+runs. It offers the turn before each operation that others can see. Which task comes next is drawn at random,
 with weights that change from time to time, so that some tasks are far behind the others for a while. What
 was issued and not yet completed (a TMA load, a store on its way) is drawn in the same way.
 """
@@ -150,7 +150,7 @@ class Scheduler:
             me.ready = me.waits_for = None
 
     def changed(self) -> None:
-        """Memory or a barrier has changed: whoever polls may look again."""
+        """Memory or a barrier has changed: tasks that poll may look again."""
         self.version += 1
         if self.current is not None:
             self.current.polled = self.current.parked = None
@@ -252,7 +252,7 @@ class Scheduler:
                 task.weight = self.random.choice(WEIGHTS)
 
     def _look_again(self, living: list[Task]) -> Task:
-        """All wait. Whoever polls may still give up by itself, but not for ever."""
+        """All wait. Tasks that poll may still give up by itself, but not for ever."""
         if self._quiet_version != self.version:
             self._quiet_version, self._quiet_looks = self.version, 0
         polling = [task for task in living if task.ready is None]
