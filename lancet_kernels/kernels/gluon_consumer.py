@@ -224,7 +224,7 @@ def _product(
 @gluon.jit
 def _finish_in(
     acc, tile, n, use_ptr, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, bias_ptr, pre_ptr, hidden_ptr,
-    activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr, none,
+    activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
     BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -233,7 +233,7 @@ def _finish_in(
     W, L, D, F, H, R = device.opaque_sizes(W, L, D, F, H, R)
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
     rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
-    m0 = (tile - first_tile) * BM + none
+    m0 = (tile - first_tile) * BM
     if BACKWARD:
         SLICE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 16, 16])
         NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
@@ -269,7 +269,7 @@ def _finish_out(
     acc, tile, n, epoch, rank, W, L, D, F, R, tiles, chunks, table_ptr, bias_ptr, results_ptr,
     results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
     row_weights_ptr, stage_ptr, origin_ptr,
-    none, BACKWARD: gl.constexpr, HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr,
+    BACKWARD: gl.constexpr, HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BN_IN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
     DEDUP: gl.constexpr,
 ):  # fmt: skip
@@ -280,7 +280,7 @@ def _finish_out(
     expert = rank * L + local
     rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
     m = tile - first_tile
-    i_m = _row_indices(BM, ROWS, 4 * WARPS) + none
+    i_m = _row_indices(BM, ROWS, 4 * WARPS)
     origin = None
     b_weight = None
     if DEDUP:
@@ -316,7 +316,7 @@ def _finish_out(
 def _finish_wgrad(
     acc, which, local, m, n, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, table_ptr,
     rows_ptr, row_weights_ptr, hidden_ptr, saved_rows_ptr, activated_ptr,
-    dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, none,
+    dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -331,7 +331,7 @@ def _finish_wgrad(
         which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
     )  # fmt: skip
     if sound != 0:
-        i = m * BM + _row_indices(BM, ROWS, 4 * WARPS) + none
+        i = m * BM + _row_indices(BM, ROWS, 4 * WARPS)
         p_row = dw_ptr + i.to(gl.int64) * B
         _store_tile(acc, p_row, i < A, dw_ptr, n * BN, B, False, BM, BN, ROWS, QUARTER)
         if HAS_BIAS:
@@ -379,15 +379,13 @@ def consume(
             it, steps, form, a_bufs, b_bufs, a_across, b_across, empty, full, FORMS, MMA, STAGES, BM, BN
         )  # fmt: skip
         a, b, c, d, sound = take_task(j, tasks, task_empty, TASKS, WARPS)
-        # Always 0; what follows from it is not computed ahead of the loop, and then spilled.
-        none = sound >> 1
         # Not held in registers while products run.
         epoch = gl.load(use_ptr)
         if HAS_IN:
             if kind == TILE_IN:
                 _finish_in(
                     acc, a, b, use_ptr, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, bias_in_ptr,
-                    pre_ptr, hidden_ptr, activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr, none,
+                    pre_ptr, hidden_ptr, activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr,
                     BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, BM, BN, BN_IN, WARPS,
                 )  # fmt: skip
         if HAS_OUT:
@@ -395,21 +393,21 @@ def consume(
                 _finish_out(
                     acc, a, b, epoch, rank, W, L, D, F, R, tiles, chunks, table_ptr, bias_out_ptr,
                     results_ptr, results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr,
-                    returned_peers_ptr, done_ptr, row_weights_ptr, stage_ptr, origin_ptr, none, BACKWARD,
+                    returned_peers_ptr, done_ptr, row_weights_ptr, stage_ptr, origin_ptr, BACKWARD,
                     HAS_BIAS, BANKS, BM, BN, BN_IN, ROWS, QUARTER, WARPS, DEDUP,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
                 _finish_wgrad(
-                    acc, a, b, c, d, sound, epoch, earlier_use_ptr + none, rank, W, L, D, F, H, R,
+                    acc, a, b, c, d, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R,
                     table_ptr, rows_ptr, row_weights_ptr, hidden_ptr, saved_rows_ptr, activated_ptr,
-                    dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, none, HAS_BIAS, BANKS,
+                    dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, HAS_BIAS, BANKS,
                     EARLIER_BANKS, BM, BN, ROWS, QUARTER, WARPS,
                 )  # fmt: skip
         if DENSE_KINDS != 0:
             if kind == DENSE:
                 _, _, _, c_ptr, M, N, _ = dense_problem(problems_ptr, a, rows_ptr, True)
-                i = b * BM + _row_indices(BM, ROWS, 4 * WARPS) + none
+                i = b * BM + _row_indices(BM, ROWS, 4 * WARPS)
                 p_row = c_ptr + i.to(gl.int64) * N
                 _store_tile(acc, p_row, i < M, c_ptr, c * BN, N, False, BM, BN, ROWS, QUARTER)
         j += 1

@@ -96,7 +96,7 @@ def _put_chunk(
     """
     peer = expert // L
     if wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS):
-        epoch = opaque(epoch)
+        peer, epoch = opaque(peer), opaque(epoch)
         begin, end, row, first_send, signal = chunk_rows(
             expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS, BM
         )
@@ -184,7 +184,7 @@ def copy(
     num_tasks: of these kinds, numbered in that order.
     """
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
-    i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
+    i = gl.atomic_add(use_ptr + opaque(counter), 1, sem="relaxed", scope="gpu").to(gl.int32)
     # A loop for each kind, with opaque sizes: what one computes takes no registers of the others.
     if HAS_PUT:
         while i < gl.minimum(num_puts, num_tasks):
@@ -197,7 +197,7 @@ def copy(
             tile = gl.load(put_expert_ptr + puts)
             if DEDUP == 0 or expert >= 0:
                 _put_chunk(
-                    expert, tile, epoch, rank, w, of_each,
+                    expert, tile, opaque(epoch), rank, w, of_each,
                     opaque_width(D), opaque(R), in_all, table_ptr, source_ptr, token_ptr,
                     send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
                     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
@@ -207,11 +207,11 @@ def copy(
             if DEDUP > 0:
                 if expert < 0:
                     _fan_tile(
-                        tile, epoch, rank, w, of_each, opaque_width(D), opaque(R), in_all,
+                        tile, opaque(epoch), rank, w, of_each, opaque_width(D), opaque(R), in_all,
                         table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr, max_polls, report_ptr, ring,
                         BANKS, BM, BW, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, SEND_X, wide, WARPS,
                     )  # fmt: skip
-            i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
+            i = gl.atomic_add(use_ptr + opaque(counter), 1, sem="relaxed", scope="gpu").to(gl.int32)
     if HAS_OUT and DEDUP > 0:
         while i < gl.minimum(num_puts + num_merges, num_tasks):
             merge_tile(
@@ -222,14 +222,14 @@ def copy(
                 opaque(gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0]))),
                 gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),
             )  # fmt: skip
-            i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
+            i = gl.atomic_add(use_ptr + opaque(counter), 1, sem="relaxed", scope="gpu").to(gl.int32)
     if HAS_REDUCE:
         while i < num_tasks:
             reduce_block(
-                i - num_puts - num_merges, epoch, rank, sound, opaque(W), opaque(L), opaque_width(D),
+                i - num_puts - num_merges, opaque(epoch), rank, sound, opaque(W), opaque(L), opaque_width(D),
                 opaque(T), opaque(K), opaque(chunks), table_ptr, results_ptr, dots_ptr, spoiled_ptr,
                 returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr, origin_stage_ptr,
                 max_polls, report_ptr, BACKWARD, False, BANKS, BM, BT, BD, DEDUP > 0,
                 gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),
             )  # fmt: skip
-            i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
+            i = gl.atomic_add(use_ptr + opaque(counter), 1, sem="relaxed", scope="gpu").to(gl.int32)
