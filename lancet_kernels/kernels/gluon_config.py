@@ -35,7 +35,7 @@ COPY_REGISTERS = 88
 PTX_OPTIONS = "--register-usage-level=3"
 # Bytes of a thread that variants with dedup may spill: 244 in the forward, 288 in the backward (Triton 3.9,
 # 2026-11-23), all but 8 of them in the copy warps, around the waits of FAN and MERGE, once for each task;
-# none in a loop over rows or the contraction. The others spill nothing.
+# one word of these is loaded again in each step of the contraction. The others spill nothing.
 SPILLS_WITH_DEDUP = 320
 # Tasks that the producer may be ahead by.
 TASKS = 2
