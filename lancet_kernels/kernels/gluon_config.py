@@ -33,6 +33,10 @@ COPY_REGISTERS = 88
 # where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
 # the same, instruction for instruction.
 PTX_OPTIONS = "--register-usage-level=3"
+# Bytes of a thread that variants with dedup may spill: 244 in the forward, 288 in the backward (Triton 3.9,
+# 2026-11-23), all but 8 of them in the copy warps, around the waits of FAN and MERGE, once for each task;
+# one word of these is loaded again in each step of the contraction. The others spill nothing.
+SPILLS_WITH_DEDUP = 320
 # Tasks that the producer may be ahead by.
 TASKS = 2
 # Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.

@@ -316,12 +316,15 @@ def result_rows(
     """
     source, row = _sources(expert, i, W, L, table_ptr)
     base = tl.load(results_peers_ptr + source)
+    # Base and row are chosen one by one: of a choice between addresses the compiler does not see how they
+    # are aligned, and stores element by element.
+    if NVSHMEM or origin is not None:
+        staged = base == 0
+        if origin is not None:
+            staged |= (origin >= 0) | (device.low_word(origin) != first_row + i)
+        base = tl.where(staged, stage_ptr.to(tl.int64), base)
+        row = tl.where(staged, (first_row + i).to(tl.int64), row)
     p = tl.multiple_of(base.to(results_ptr.dtype), [16]) + row * D
-    p_staged = stage_ptr + (first_row + i).to(tl.int64) * D
-    if NVSHMEM:
-        p = tl.where(base == 0, p_staged, p)
-    if origin is not None:
-        p = tl.where((origin < 0) & (device.low_word(origin) == first_row + i), p, p_staged)
     return p, i < rows
 
 
