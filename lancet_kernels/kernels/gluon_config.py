@@ -33,6 +33,10 @@ COPY_REGISTERS = 88
 # where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
 # the same, instruction for instruction.
 PTX_OPTIONS = "--register-usage-level=3"
+# Bytes of a thread that may be spilled, all of them by copy warps between the waits of FAN and MERGE, where
+# what is the same in all threads no longer fits the registers for that (136 in the forward, 180 in the
+# backward, Triton 3.9). Nothing is spilled without duplicates sent once.
+DEDUP_SPILLS = 192
 # Tasks that the producer may be ahead by.
 TASKS = 2
 # Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.
