@@ -36,7 +36,7 @@ PTX_OPTIONS = "--register-usage-level=3"
 # Bytes of a thread that may be spilled, all of them by copy warps between the waits of FAN and MERGE, where
 # what is the same in all threads no longer fits the registers for that (136 in the forward, 180 in the
 # backward, Triton 3.9). Nothing is spilled without duplicates sent once.
-DEDUP_SPILLS = 192
+SPILLS_WITH_DEDUP = 192
 # Tasks that the producer may be ahead by.
 TASKS = 2
 # Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.

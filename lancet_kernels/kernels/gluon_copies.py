@@ -153,7 +153,7 @@ def _fan_tile(
     expert, m, _, _ = place_of_tile(tile, rank, W, L, table_ptr)
     if wait_leaders(
         tile, m, expert, epoch, rank, W, L, R, tiles, table_ptr, arrived_ptr, origin_ptr, max_polls,
-        report_ptr, False, BANKS, BM, BW, gl.arange(0, BW, line), gl.arange(0, BM, line),
+        report_ptr, False, BANKS, BM, BW, opaque(gl.arange(0, BW, line)), opaque(gl.arange(0, BM, line)),
     ):  # fmt: skip
         # Read again, not kept while waiting.
         epoch, tile, W, L, R = again(epoch, tile, W, L, R)

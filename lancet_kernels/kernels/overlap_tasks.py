@@ -64,8 +64,9 @@ def previous_row(origin):
 def tile_of_row(row, rank, W, L, table_ptr, BM: tl.constexpr):
     """-> the tiles in which rows received here lie."""
     tile = row * 0
-    for e in range(rank * L, rank * L + L):
-        _, first_row, first_tile = group(table_ptr, W, W * L, e)
+    first = device.opaque(rank) * L
+    for e in range(L):
+        _, first_row, first_tile = group(table_ptr, W, W * L, device.opaque(first + e))
         tile = tl.where(row >= first_row, first_tile + (row - first_row) // BM, tile)
     return tile
 

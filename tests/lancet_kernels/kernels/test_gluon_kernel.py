@@ -207,9 +207,6 @@ MUTANTS = {
         (overlap_tasks.wait_fanned, "    return seen >= one\n", "    return seen >= one * 0\n"),
         (overlap_tasks.wait_fanned, "fanned_ptr + tile, one,", "fanned_ptr + tile, one * 0,"),
     ],
-    "a sum does not wait for the tiles of its rows": [
-        (overlap_tasks.wait_done, "done_ptr + tiles, more, columns,", "done_ptr + tiles, more, columns * 0,"),
-    ],
     "a sum does not wait for its own tile": [
         (overlap_tasks.wait_done, "done_ptr + tile, columns,", "done_ptr + tile, columns * 0,"),
         (overlap_tasks.wait_done, "    here = seen >= columns\n", "    here = seen >= columns * 0\n"),
@@ -263,7 +260,6 @@ CASES = {
     "a tile does not wait for its copies": (TWICE, {"dedup": True}),
     "rows of x are put behind the signal": (TINY, {"keep": "tokens"}),
     "rows of x are not copied": (TWICE, {"keep": "tokens", "dedup": True}),
-    "a sum does not wait for the tiles of its rows": (LONG, {"dedup": True, "programs": 2}),
     "a sum does not wait for its own tile": (TWICE, {"dedup": True}),
     "sums are signalled before they are stored": (TWICE, {"dedup": True}),
     "a row is added twice": (
