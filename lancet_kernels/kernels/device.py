@@ -61,15 +61,13 @@ def low_word(seen):
 @triton.jit
 def put_rows(
     region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, num_rows, D,
-    NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
-    i_row=None, i_column=None, chosen=None,
+    NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None, chosen=None,
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
 
     chosen: which of them, a block of ROWS; None: all. Over NVSHMEM the rows go through `stage`, [ROWS, D] for
     this call alone, which must stay until `quiet`. It is symmetric memory: a network card reads only what is
-    registered with it, which what torch allocates is not. i_row, i_column: 0 to ROWS and 0 to BLOCK, from a
-    Gluon kernel, which lays out its blocks itself.
+    registered with it, which what torch allocates is not.
     Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
     """
     base = tl.load(peers_ptr + peer)
@@ -78,15 +76,13 @@ def put_rows(
         tl.static_assert(stage_ptr is not None, "NVSHMEM puts from symmetric memory: give it a stage_ptr")
         if base == 0:
             target_ptr = stage_ptr
-    if i_row is None:
-        i_row = tl.arange(0, ROWS)
-        i_column = tl.arange(0, BLOCK)
+    i_row = tl.arange(0, ROWS)
     m_row = i_row < num_rows
     if chosen is not None:
         m_row &= chosen
     row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
     for d in range(0, D, BLOCK):
-        i_d = d + i_column
+        i_d = d + tl.arange(0, BLOCK)
         m = m_row[:, None] & (i_d < D)[None, :]
         # [ROWS, BLOCK]
         b_x = tl.load(source_ptr + row[:, None] * D + i_d[None, :], mask=m)
@@ -137,23 +133,6 @@ def put_words(
     else:
         value = tl.load(source_ptr + i, mask=i < num)
         tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
-
-
-@triton.jit
-def put_block(
-    region_ptr, peers_ptr, peer, offset, value, num_elements, NVSHMEM: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
-    """Store value[:num_elements] (a block of SIZE) at `offset` of the peer's region.
-
-    Where no pointer reaches the peer, its source is this PE's own copy, which holds the same already.
-    """
-    base = tl.load(peers_ptr + peer)
-    if NVSHMEM and base == 0:
-        tl.debug_barrier()
-        nvshmem_device.put_row(region_ptr + offset, region_ptr + offset, num_elements, peer)
-    else:
-        i = tl.arange(0, SIZE)
-        tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num_elements)
 
 
 @triton.jit

@@ -69,9 +69,9 @@ def default_overlap_config(
     if device.type != "cuda":
         tile = GemmConfig(32, 256, 128, 1, 1)
         return OverlapConfig(tile, put_rows=32, put_block=256, reduce_tokens=32, reduce_block=256)
-    found = tuned("overlap", (width, hidden, activation, pes_here), dtype, device)
-    if found is not None:
-        return found
+    measured = tuned("overlap", (width, hidden, activation, pes_here), dtype, device)
+    if measured is not None:
+        return measured
     properties = torch.cuda.get_device_properties(device)
     arch = 10 * properties.major + properties.minor
     programs = max(1, properties.multi_processor_count // pes_here)

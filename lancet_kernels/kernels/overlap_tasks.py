@@ -109,7 +109,6 @@ def put_chunk(
     K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr, x_ptr, x_stage_ptr,
     BANKS: tl.constexpr, BACKWARD: tl.constexpr, NVSHMEM: tl.constexpr,
     BM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, DEDUP: tl.constexpr, SEND_X: tl.constexpr,
-    i_row=None, i_column=None, i_chunk=None,
 ):  # fmt: skip
     """PUT: send those rows for `expert` that lie in its tile m, to their final place, then signal them.
 
@@ -150,12 +149,12 @@ def put_chunk(
                     x_ptr if x else source_ptr, token_ptr + first_send + r, tl.minimum(end - r, ROWS), D,
                     NVSHMEM, ROWS, BLOCK,
                     (x_stage_ptr if x else stage_ptr) + tl.cast(first_send + r, tl.int64) * D,
-                    i_row, i_column, chosen,
+                    chosen,
                 )  # fmt: skip
         if BACKWARD or DEDUP > 0:
             device.put_words(
                 row_weights_ptr, row_weights_peers_ptr, peer, row + begin,
-                send_weights_ptr + first_send + begin, end - begin, NVSHMEM, BM, i_chunk,
+                send_weights_ptr + first_send + begin, end - begin, NVSHMEM, BM,
             )  # fmt: skip
         word = device.word(epoch, 0)
         device.put_signal(arrived_ptr, arrived_peers_ptr, peer, signal, word, NVSHMEM)

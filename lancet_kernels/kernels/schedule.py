@@ -209,7 +209,9 @@ def exchange_counts_kernel(
             released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
         )
         if seen >= free:
-            device.put_block(counts_ptr, counts_peers_ptr, peer, own, b_own, E, NVSHMEM, BE)
+            device.put_values(
+                counts_ptr, counts_peers_ptr, peer, own, b_own, i_e, E, counts_ptr + own, NVSHMEM
+            )
             device.put_signal(counted_ptr, counted_peers_ptr, peer, bank * W + rank, word, NVSHMEM)
     i_w = tl.arange(0, BW)
     m_w = (i_w < W) & (i_w != rank)

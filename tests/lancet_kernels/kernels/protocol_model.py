@@ -5,7 +5,7 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
 
     model                kernels
     wait released        device.wait in exchange_counts_kernel and put_chunk: the peer is through with e - B
-    put counts           device.put_block in schedule.exchange_counts_kernel; "signal counted" follows
+    put counts           device.put_values in schedule.exchange_counts_kernel; "signal counted" follows
     wait counted         device.wait_all there; "read counts" is what _offsets loads
     put rows             device.put_rows and put_words in overlap_tasks.put_chunk, to places that follow from
                          the counts
