@@ -31,7 +31,7 @@ PRODUCER_REGISTERS = 88
 COPY_REGISTERS = 88
 # Of ptxas. At its default of 5 it keeps the number of the thread, which all partitions need and which begins
 # where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
-# the same, instruction for instruction.
+# the same, instruction for instruction. It is a beta option: `lancet kernels` says what holds.
 PTX_OPTIONS = "--register-usage-level=3"
 # Bytes of a thread that may be spilled, all of them by copy warps between the waits of FAN and MERGE, where
 # what is the same in all threads no longer fits the registers for that (136 in the forward, 180 in the
