@@ -31,12 +31,12 @@ PRODUCER_REGISTERS = 88
 COPY_REGISTERS = 88
 # Of ptxas. At its default of 5 it keeps the number of the thread, which all partitions need and which begins
 # where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
-# the same, instruction for instruction.
+# the same, instruction for instruction. It is a beta option: `lancet kernels` says what holds.
 PTX_OPTIONS = "--register-usage-level=3"
-# Bytes of a thread that variants with dedup may spill: 244 in the forward, 288 in the backward (Triton 3.9,
-# 2026-11-23), all but 8 of them in the copy warps, around the waits of FAN and MERGE, once for each task;
-# one word of these is loaded again in each step of the contraction. The others spill nothing.
-SPILLS_WITH_DEDUP = 320
+# Bytes of a thread that may be spilled, all of them by copy warps between the waits of FAN and MERGE, where
+# what is the same in all threads no longer fits the registers for that (136 in the forward, 180 in the
+# backward, Triton 3.9). Nothing is spilled without duplicates sent once.
+SPILLS_WITH_DEDUP = 192
 # Tasks that the producer may be ahead by.
 TASKS = 2
 # Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.

@@ -14,15 +14,17 @@ from lancet_kernels.kernels import device
 from lancet_kernels.kernels.device import opaque, opaque_width
 from lancet_kernels.kernels.gluon_shim import copy_async
 from lancet_kernels.kernels.overlap_tasks import (
+    again,
     chunk_rows,
     find_origins,
     finish_fan,
     merge_tile,
+    place_of_tile,
     reduce_block,
     wait_free,
     wait_leaders,
 )
-from lancet_kernels.kernels.schedule import group, tile_ptr
+from lancet_kernels.kernels.schedule import tile_ptr
 
 PUT_ALL = gl.constexpr(0)  # every row
 PUT_LEADERS = gl.constexpr(1)  # rows that are their own origin
@@ -96,7 +98,9 @@ def _put_chunk(
     """
     peer = expert // L
     if wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS):
-        peer, epoch = opaque(peer), opaque(epoch)
+        # Read again, not kept while waiting.
+        epoch, expert, W, L, R = again(epoch, expert, W, L, R)
+        peer = expert // L
         begin, end, row, first_send, signal = chunk_rows(
             expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS, BM
         )
@@ -146,15 +150,16 @@ def _fan_tile(
 ):  # fmt: skip
     """FAN, as `fan_tile` does it, through the ring."""
     line: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    expert = rank * L + gl.load(tile_ptr(table_ptr, W, W * L) + tile)
-    rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
-    m = tile - first_tile
+    expert, m, _, _ = place_of_tile(tile, rank, W, L, table_ptr)
     if wait_leaders(
         tile, m, expert, epoch, rank, W, L, R, tiles, table_ptr, arrived_ptr, origin_ptr, max_polls,
         report_ptr, False, BANKS, BM, BW, opaque(gl.arange(0, BW, line)), opaque(gl.arange(0, BM, line)),
     ):  # fmt: skip
+        # Read again, not kept while waiting.
+        epoch, tile, W, L, R = again(epoch, tile, W, L, R)
+        _, m, rows, first_row = place_of_tile(tile, rank, W, L, table_ptr)
         first = first_row + m * BM
-        bank = opaque(epoch) % BANKS * R
+        bank = epoch % BANKS * R
         for x in gl.static_range(1 + SEND_X):
             of = bank + x * BANKS * R
             _put_rows(

@@ -201,6 +201,7 @@ def wait_leaders(
     )  # fmt: skip
     if here:
         bank = device.opaque(epoch) % BANKS
+        W, L = device.opaque(W), device.opaque(L)
         rows, first_row, _ = group(table_ptr, W, W * L, expert)
         i = m * BM + i_m
         origin = tl.load(origin_ptr + bank * R + first_row + i, mask=i < rows, other=0)
@@ -444,6 +445,26 @@ def wait_done(
 
 
 @triton.jit
+def place_of_tile(tile, rank, W, L, table_ptr):
+    """-> of a tile here: its expert, which of its tiles it is, and the expert's rows and first row."""
+    expert = rank * L + tl.load(tile_ptr(table_ptr, W, W * L) + tile)
+    rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
+    return expert, tile - first_tile, rows, first_row
+
+
+@triton.jit
+def again(epoch, tile, W, L, R):
+    """The same, `opaque`: what follows from them is computed anew behind a wait, not kept in registers."""
+    return (
+        device.opaque(epoch),
+        device.opaque(tile),
+        device.opaque(W),
+        device.opaque(L),
+        device.opaque(R),
+    )
+
+
+@triton.jit
 def merge_tile(
     tile, epoch, rank, W, L, D, R, chunks, table_ptr, origin_ptr, stage_ptr, results_ptr, results_peers_ptr,
     returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr,
@@ -463,15 +484,16 @@ def merge_tile(
         i_row = tl.arange(0, BT)
         i_column = tl.arange(0, BD)
     if tile >= 0:
-        origin_ptr += (epoch % BANKS) * R
-        expert = rank * L + tl.load(tile_ptr(table_ptr, W, W * L) + tile)
-        rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
-        m = tile - first_tile
+        _, m, rows, first_row = place_of_tile(tile, rank, W, L, table_ptr)
         here, most = wait_done(
-            tile, m * BM + i_m, rows, first_row, rank, W, L, D, table_ptr, origin_ptr, done_ptr, max_polls,
-            report_ptr, BM, BN,
+            tile, m * BM + i_m, rows, first_row, rank, W, L, D, table_ptr, origin_ptr + (epoch % BANKS) * R,
+            done_ptr, max_polls, report_ptr, BM, BN,
         )  # fmt: skip
         if here:
+            # Read again, not kept while waiting.
+            epoch, tile, W, L, R = again(epoch, tile, W, L, R)
+            origin_ptr += (epoch % BANKS) * R
+            expert, m, rows, first_row = place_of_tile(tile, rank, W, L, table_ptr)
             end = tl.minimum(rows, (m + 1) * BM)
             if most > 1:
                 for begin in range(m * BM, end, BT):
@@ -489,6 +511,8 @@ def merge_tile(
                                 target = tl.cast(first_send + i - before, tl.int64) * D
                                 staged = tl.cast(first_row + i, tl.int64) * D
                                 device.put_row(results_ptr + target, stage_ptr + staged, D, w, NVSHMEM)
+            epoch, tile, W, L, _ = again(epoch, tile, W, L, R)
+            expert, m, _, _ = place_of_tile(tile, rank, W, L, table_ptr)
             signal_sources(
                 expert, m, epoch, W, L, chunks, table_ptr, returned_ptr, returned_peers_ptr, BANKS, NVSHMEM,
                 BM,

@@ -126,25 +126,25 @@ def table_words(world: int, experts: int, tiles: int, puts: int) -> int:
 
 @triton.jit
 def before_ptr(table_ptr, W, E):
-    return table_ptr + HEADER + W * E
+    return table_ptr + (HEADER + W * E)
 
 
 @triton.jit
 def rows_ptr_of(table_ptr, W, E):
     """rows [E], followed by first_row [E] and first_tile [E]."""
-    return table_ptr + HEADER + 3 * W * E
+    return table_ptr + (HEADER + 3 * W * E)
 
 
 @triton.jit
 def tile_ptr(table_ptr, W, E):
     """tile_expert, followed by tile_puts."""
-    return table_ptr + HEADER + 3 * W * E + 3 * E
+    return table_ptr + (HEADER + 3 * W * E + 3 * E)
 
 
 @triton.jit
 def segment(table_ptr, W, E, w, e, mask=None):
     """-> count, before and first_send of the rows of source w for expert e; zeros where `mask` is False."""
-    p = table_ptr + HEADER + w * E + e
+    p = table_ptr + (HEADER + w * E + e)
     other = None if mask is None else 0
     count = tl.load(p, mask=mask, other=other)
     before = tl.load(p + W * E, mask=mask, other=other)
@@ -238,7 +238,7 @@ def _offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, R, BM: tl.constexpr,
     num_puts = 0
     for w in range(W):
         b_count = tl.load(counts_ptr + w * E + i_e, mask=m_e, other=0)
-        p = table_ptr + HEADER + w * E + i_e
+        p = table_ptr + (HEADER + w * E + i_e)
         tl.store(p, b_count, mask=m_e)
         tl.store(p + W * E, b_rows, mask=m_e)
         tl.store(p + 2 * W * E, tl.cumsum(b_count, 0) - b_count, mask=m_e)
