@@ -48,7 +48,7 @@ class RankPool:
         function: Callable[..., Any],
         *arguments: Any,
         ranks: int = 2,
-        timeout_s: float = 60.0,
+        timeout_s: float = 120.0,
         collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
         leave_together: bool = True,
     ) -> list[Any]:

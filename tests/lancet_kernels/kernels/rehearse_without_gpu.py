@@ -45,16 +45,13 @@ def main() -> None:
     )
     case = Case(world=2, tokens=40, capacity=30, width=64, hidden=32, dtype=torch.bfloat16)
     run = virtual_pass.VirtualPass(case, torch.device("cpu"))
-    paced = virtual_pass.VirtualPass(case, torch.device("cpu"), paced=True)
     real = overlap_kernel.run
     with rehearsal(release_kernel):
         for _ in range(2):
             run.pes.each(run.play)
-        paced.pes.each(paced.play)
     found = {
         "launches": [kernel.name for kernel in loaded],
         "kernels": sorted({(kernel.name, kernel.hash): kernel.name for kernel in loaded}.values()),
-        "with a clock": sum("%globaltimer" in kernel.asm["ptx"] for kernel in loaded),
         "put back": overlap_kernel.run == real,
         "sent": any(bool(exchange.rows.local.any()) for exchange in (*run.forwards, *run.backwards)),
         "epochs": [int(exchange._epoch) for exchange in run.forwards],

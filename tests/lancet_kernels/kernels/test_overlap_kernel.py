@@ -173,7 +173,8 @@ def variants_on_rank(case: Case) -> None:
 
 @pytest.mark.long
 def test_launches_do_not_change_a_bit(pool):
-    pool.run(variants_on_rank, Case(tokens=19, local=2, choices=3, capacity=19, dtype=FP16))
+    case = Case(tokens=19, local=2, choices=3, capacity=19, dtype=FP16)
+    pool.run(variants_on_rank, case, timeout_s=600)
 
 
 def many() -> Iterator[tuple[Case, dict]]:
