@@ -12,6 +12,7 @@ from lancet_kernels.compiling.specimen import SHORT, Specimen
 from lancet_kernels.kernels.gluon_config import (
     COPY_WARPS,
     PTX_OPTIONS,
+    SPILLS_WITH_DEDUP,
     TASKS,
     boxes,
     copy_registers,
@@ -94,7 +95,7 @@ def specimen(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         total_warps=total_warps(tile),
-        most_spills=0,
+        most_spills=SPILLS_WITH_DEDUP if dedup else 0,
         wgmma=True,
         tma=True,
         options={"ptx_options": PTX_OPTIONS},
