@@ -10,13 +10,12 @@ from triton.experimental.gluon import language as gl
 from lancet_kernels.compiling.overlap_specimens import CHOICES, DENSE, FUSED, PES, STAGES, TYPES
 from lancet_kernels.compiling.specimen import SHORT, Specimen
 from lancet_kernels.kernels.gluon_config import (
-    COPY_REGISTERS,
     COPY_WARPS,
-    PRODUCER_REGISTERS,
     PTX_OPTIONS,
     SPILLS_WITH_DEDUP,
     TASKS,
     boxes,
+    copy_registers,
     hopper_config,
     put_slots,
     total_warps,
@@ -77,7 +76,7 @@ def specimen(
         "BT": config.reduce_tokens, "BD": config.reduce_block, "TASKS": TASKS, "WARPS": tile.num_warps,
         "DEDUP": CHOICES if dedup else 0,
         "SEND_X": int(sends_x and "HAS_PUT" in stages),
-        "COPY_WARPS": COPY_WARPS, "PRODUCER_REGISTERS": PRODUCER_REGISTERS, "COPY_REGISTERS": COPY_REGISTERS,
+        "COPY_WARPS": COPY_WARPS, "COPY_REGISTERS": copy_registers(dedup),
     }  # fmt: skip
     sizes = boxes(tile.block_m, tile.block_n, columns_in, tile.block_k, backward=backward)
     descriptors = {}

@@ -25,18 +25,13 @@ from lancet_kernels.kernels.overlap_config import OverlapConfig
 
 # Warps that copy, in one warpgroup with the one that loads by TMA.
 COPY_WARPS = 2
-# Registers of a thread of their warpgroup; the consumers have 208. More warps would not compile: with 512
-# threads a kernel starts with 128 registers in each, and ptxas refuses a wgmma with as many accumulators.
-PRODUCER_REGISTERS = 88
-COPY_REGISTERS = 88
 # Of ptxas. At its default of 5 it keeps the number of the thread, which all partitions need and which begins
 # where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
 # the same, instruction for instruction. It is a beta option: `lancet kernels` says what holds.
 PTX_OPTIONS = "--register-usage-level=3"
-# Bytes of a thread that may be spilled, all of them by copy warps between the waits of FAN and MERGE, where
-# what is the same in all threads no longer fits the registers for that (136 in the forward, 180 in the
-# backward, Triton 3.9). Nothing is spilled without duplicates sent once.
-SPILLS_WITH_DEDUP = 192
+# Bytes of a thread that may be spilled: none in Triton 3.9; the ptxas of Triton 3.6 spills 84 in the forward
+# and 80 in the backward. Nothing is spilled without duplicates sent once.
+SPILLS_WITH_DEDUP = 88
 # Tasks that the producer may be ahead by.
 TASKS = 2
 # Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.
@@ -57,6 +52,17 @@ def hopper_config(programs: int = 1) -> OverlapConfig:
         tma=True,
         bodies="gluon",
     )
+
+
+def copy_registers(dedup: bool) -> int:
+    """Registers of a thread of the producer and the copy warps, one warpgroup; the consumers share the rest.
+
+    These have 208, or 200 with `dedup`: then 88 here are too few for the waits of FAN and MERGE, and ptxas
+    spills in these; with 112, which leaves 192, it spills in a forward. More warps would not compile: with
+    512 threads a kernel starts with 128 registers in each, and ptxas refuses a wgmma with as many
+    accumulators.
+    """
+    return 104 if dedup else 88
 
 
 def put_slots(stages: int, stage_elements: int, step_elements: int) -> int:

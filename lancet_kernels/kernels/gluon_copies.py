@@ -172,7 +172,7 @@ def _fan_tile(
 @gluon.jit
 def copy(
     use_ptr, counter, table_ptr, report_ptr, rank, max_polls, num_tasks, num_puts, num_merges,
-    epoch, sound, W, L, D, R, tiles, chunks, T, K,
+    sound, W, L, D, R, tiles, chunks, T, K,
     source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
     row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr,
     results_peers_ptr, dots_ptr, spoiled_ptr, returned_ptr, returned_peers_ptr, out_ptr, expert_ptr, row_ptr,
@@ -190,7 +190,8 @@ def copy(
     """
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
     i = gl.atomic_add(use_ptr + opaque(counter), 1, sem="relaxed", scope="gpu").to(gl.int32)
-    # A loop for each kind, with opaque sizes: what one computes takes no registers of the others.
+    # A loop for each kind, with opaque sizes: what one computes takes no registers of the others. Each
+    # task reads the epoch, which takes none between them.
     if HAS_PUT:
         while i < gl.minimum(num_puts, num_tasks):
             w, of_each, in_all = opaque(W), opaque(L), opaque(tiles)
@@ -202,7 +203,7 @@ def copy(
             tile = gl.load(put_expert_ptr + puts)
             if DEDUP == 0 or expert >= 0:
                 _put_chunk(
-                    expert, tile, opaque(epoch), rank, w, of_each,
+                    expert, tile, gl.load(use_ptr), rank, w, of_each,
                     opaque_width(D), opaque(R), in_all, table_ptr, source_ptr, token_ptr,
                     send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
                     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
@@ -212,7 +213,7 @@ def copy(
             if DEDUP > 0:
                 if expert < 0:
                     _fan_tile(
-                        tile, opaque(epoch), rank, w, of_each, opaque_width(D), opaque(R), in_all,
+                        tile, gl.load(use_ptr), rank, w, of_each, opaque_width(D), opaque(R), in_all,
                         table_ptr, rows_ptr, arrived_ptr, origin_ptr, fanned_ptr, max_polls, report_ptr, ring,
                         BANKS, BM, BW, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, SEND_X, wide, WARPS,
                     )  # fmt: skip
@@ -220,7 +221,7 @@ def copy(
     if HAS_OUT and DEDUP > 0:
         while i < gl.minimum(num_puts + num_merges, num_tasks):
             merge_tile(
-                i - num_puts, opaque(epoch), rank, opaque(W), opaque(L), opaque_width(D), opaque(R),
+                i - num_puts, gl.load(use_ptr), rank, opaque(W), opaque(L), opaque_width(D), opaque(R),
                 opaque(chunks), table_ptr, origin_ptr, stage_ptr, results_ptr, results_peers_ptr,
                 returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr, BANKS, False, BM, BN, BT,
                 BD,
@@ -231,10 +232,10 @@ def copy(
     if HAS_REDUCE:
         while i < num_tasks:
             reduce_block(
-                i - num_puts - num_merges, opaque(epoch), rank, sound, opaque(W), opaque(L), opaque_width(D),
-                opaque(T), opaque(K), opaque(chunks), table_ptr, results_ptr, dots_ptr, spoiled_ptr,
-                returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr, origin_stage_ptr,
-                max_polls, report_ptr, BACKWARD, False, BANKS, BM, BT, BD, DEDUP > 0,
+                i - num_puts - num_merges, gl.load(use_ptr), rank, sound, opaque(W), opaque(L),
+                opaque_width(D), opaque(T), opaque(K), opaque(chunks), table_ptr, results_ptr, dots_ptr,
+                spoiled_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr,
+                origin_stage_ptr, max_polls, report_ptr, BACKWARD, False, BANKS, BM, BT, BD, DEDUP > 0,
                 gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),
             )  # fmt: skip
             i = gl.atomic_add(use_ptr + opaque(counter), 1, sem="relaxed", scope="gpu").to(gl.int32)

@@ -83,7 +83,7 @@ def gluon_overlap_kernel(
     STAGES: gl.constexpr, PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
     BT: gl.constexpr, BD: gl.constexpr, DEDUP: gl.constexpr, SEND_X: gl.constexpr,
     TASKS: gl.constexpr, WARPS: gl.constexpr, COPY_WARPS: gl.constexpr,
-    PRODUCER_REGISTERS: gl.constexpr, COPY_REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One launch. Arguments are those of `overlap_kernel`, but for two counters and the descriptors.
 
@@ -153,7 +153,7 @@ def gluon_overlap_kernel(
         )),
         (copy, (
             use_ptr, copy_counter, table_ptr, report_ptr, rank, max_polls, num_copies,
-            num_puts, num_merges, epoch, sound, W, L, D, R, tiles, chunks, T, K,
+            num_puts, num_merges, sound, W, L, D, R, tiles, chunks, T, K,
             source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
             row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr,
             results_peers_ptr, dots_ptr, spoiled_ptr, returned_ptr, returned_peers_ptr, out_ptr, expert_ptr,
@@ -163,4 +163,4 @@ def gluon_overlap_kernel(
             PUT_SLOTS, PUT_ROWS, PUT_BLOCK, BT, BD, DEDUP,
             SEND_X, COPY_WARPS,
         )),
-    ], [1, COPY_WARPS], [PRODUCER_REGISTERS, COPY_REGISTERS])  # fmt: skip
+    ], [1, COPY_WARPS], [COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -10,12 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lancet_kernels.kernels.gluon_config import (
-    COPY_REGISTERS,
     COPY_WARPS,
-    PRODUCER_REGISTERS,
     PTX_OPTIONS,
     TASKS,
     boxes,
+    copy_registers,
     put_slots,
 )
 from lancet_kernels.kernels.gluon_kernel import gluon_overlap_kernel
@@ -41,8 +40,7 @@ def launch_gluon(copy_counter: int, grid: tuple[int, ...], **arguments: Any) -> 
         ),
         "TASKS": TASKS,
         "COPY_WARPS": COPY_WARPS,
-        "PRODUCER_REGISTERS": PRODUCER_REGISTERS,
-        "COPY_REGISTERS": COPY_REGISTERS,
+        "COPY_REGISTERS": copy_registers(arguments["DEDUP"] > 0),
         "num_warps": arguments["num_warps"],
         "ptx_options": PTX_OPTIONS,
     }
