@@ -133,6 +133,7 @@ def paced_on_rank(case: Case) -> list[int]:
 
 
 @interpreted
+@pytest.mark.long
 def test_pacing_changes_no_bit_and_takes_its_time(pool) -> None:
     """Two processes. Row bytes: 4 * 32 = 128; at 2 GB/s a row takes 64 ns of its sender's wire."""
     for forward_ns, backward_ns, away in pool.run(paced_on_rank, CASE):

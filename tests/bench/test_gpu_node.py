@@ -20,6 +20,7 @@ def run(*command: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
 
 
+@pytest.mark.long
 def test_a_dry_run_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "node.json"
     done = run(sys.executable, *TORCHRUN, "bench/gpu_node.py", "--device", "cpu", "--out", str(out))
