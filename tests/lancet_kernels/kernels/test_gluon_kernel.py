@@ -191,9 +191,6 @@ MUTANTS = {
         (gluon_pipeline.take_task, "    first = place * TASK_WORDS\n",
          "    first = place * TASK_WORDS\n    mbarrier.arrive(task_empty.index(place), count=1)\n"),
     ],
-    "copies do not wait for their leaders": [
-        (overlap_tasks.wait_leaders, "copied, device.word(epoch, 0)", "copied, device.word(0, 0)"),
-    ],
     "origins are read before the barrier": [
         (gluon_copies._put_chunk, "            device.fence(False)\n", ""),
     ],
@@ -247,13 +244,11 @@ MUTANTS = {
 
 
 DEEP = Case(local=1, tokens=5, choices=1, capacity=5, width=64, hidden=16, dtype=BF16)  # four steps
-# Copies in other tiles than their leaders.
-LONG = Case(local=2, tokens=20, choices=2, capacity=20, width=16, hidden=16, dtype=BF16, choose="one")
-# What only another case, or more programs, can show.
+# What only another case, or more programs, can show. Copies that do not wait for their leaders, and sums that
+# do not wait for other tiles, no seed shows: puts come in time here. The model finds both (test_protocol.py).
 CASES = {
     "a stage is released before its product has been waited for": (DEEP, {}),
     "a weight gradient does not wait for the first product": (TINY, {"programs": 2}),
-    "copies do not wait for their leaders": (LONG, {"dedup": True, "programs": 2}),
     "origins are read before the barrier": (TWICE, {"dedup": True}),
     "copies are published before the barrier": (TWICE, {"dedup": True}),
     "copies are published without release": (TWICE, {"dedup": True}),
