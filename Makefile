@@ -44,13 +44,13 @@ run: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not long and not gpu'
 
-# Every case that needs no GPU, for hours; or for so many minutes: make test-all MINUTES=30
+# Every case that needs no GPU, and every benchmark once, for hours; or for so many minutes: make test-all MINUTES=30
 test-all: $(ALL_INSTALLED) $(OLDEST)/.installed
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m 'not gpu' --hypothesis-profile long $(MINUTES:%=--minutes %)
+	$(BIN)/python -m pytest tests bench --benchmark-disable $(SIDE_BY_SIDE) -m 'not gpu' --hypothesis-profile long $(MINUTES:%=--minutes %)
 
 # With the Python of the machine, which has torch for its GPU; installs nothing.
 gpu:
-	@PYTHON=$(PYTHON) bench/gpu.sh
+	@PYTHON=$(PYTHON) bench/gpu/gpu.sh
 
 # mypy looks for packages in folders of their names; ours are mapped, so it gets links that are as installed.
 TYPED := build/mypy/lancet_kernels
@@ -61,6 +61,8 @@ lint: $(INSTALLED)
 	rm -rf $(TYPED) && mkdir -p $(TYPED)
 	cd $(TYPED) && ln -s ../../../lancet_kernels/* ../../../ops ../../../graph ../../../schedules .
 	$(BIN)/mypy
+	$(BIN)/mypy -p bench
+	$(BIN)/mypy examples docs/scripts
 
 # The pages, into build/docs; a warning is an error.
 docs: $(INSTALLED)

@@ -1,5 +1,7 @@
 """Benchmarks: `pytest bench --benchmark-only`. On a GPU by events with a cold L2; on a CPU small, as a proof.
 
+`pytest bench --benchmark-disable` runs each once, small, and measures nothing.
+
 What a benchmark is compared with is in its group (kernel and workload); `extra_info` has FLOPs, bytes, the
 least time that these can take (roofline) and the share of it that was reached. Without a GPU our kernels run
 in Triton's interpreter: such a time is a proof that they run and nothing else, and says so.
@@ -8,9 +10,7 @@ in Triton's interpreter: such a time is a proof that they run and nothing else, 
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +18,7 @@ import torch
 # Before anything imports Triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-# Helper modules that several benchmarks share.
-sys.path.insert(0, str(Path(__file__).parent))
-from roofline import hardware_of, roofline_ms
-
+from bench.roofline import hardware_of, roofline_ms
 from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload
 
@@ -93,7 +90,7 @@ def measure(benchmark, dtype: torch.dtype) -> Callable[..., None]:
             info |= {"flops": flops, "bytes": moved_bytes}
         if not ON_GPU and workload is not None:
             info["label"] = INTERPRETER if ours else SMALL
-        elif ON_GPU and (flops or moved_bytes):
+        elif ON_GPU and benchmark.enabled and (flops or moved_bytes):
             median_ms = statistics.median(benchmark.stats.stats.data) * 1e3
             info |= roofline(flops, moved_bytes, work_dtype, median_ms)
         benchmark.extra_info.update(info)

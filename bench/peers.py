@@ -1,6 +1,6 @@
 """MoE layers to compare with, each behind a small adapter: `make_layer(name, ...)` or the reason why not.
 
-Ours, fused and unfused (`backend="torch"`: op by op, on a GPU by our kernels too); what torch alone gives,
+Ours, fused and unfused (`backend="torch"`: op by op); what torch alone gives,
 which is always at hand; other libraries, of which none has been run by us yet: a reader who has a GPU and
 installs one gets it in the same table. None drops a token.
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from lancet_kernels import MoELayer
 from lancet_kernels.conversion.family import layout_of
-from lancet_kernels.ops.expert_activation import activate
+from lancet_kernels.ops.moe.expert_activation import activate
 from lancet_kernels.tuning.workloads import Workload
 
 OURS = {"ours, fused": "fused", "ours, unfused": "torch"}
@@ -38,7 +39,7 @@ class TorchGrouped(nn.Module):
 
     def __init__(self, w: Workload, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        make = {"device": device, "dtype": dtype}
+        make: dict[str, Any] = {"device": device, "dtype": dtype}
         self.w = w
         self.router = nn.Linear(w.width, w.experts, bias=False, **make)
         self.w1 = nn.Parameter(torch.randn(w.experts, w.width, w.wide, **make) * 0.02)
@@ -142,9 +143,9 @@ def _liger_cute(w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Mod
         max_tokens=w.tokens, hidden_dim=w.width, max_num_experts=w.experts, max_top_k=w.choices, num_pes=1,
         num_hosts=1, gpus_per_host=1,
     )  # fmt: skip
-    make = {"device": device, "dtype": dtype}
+    make: dict[str, Any] = {"device": device, "dtype": dtype}
     layer = nn.Module()
-    layer.router = nn.Linear(w.width, w.experts, bias=False, **make)
+    router = layer.router = nn.Linear(w.width, w.experts, bias=False, **make)
     for name, shape in (
         ("gate", (w.hidden, w.width)),
         ("up", (w.hidden, w.width)),
@@ -153,7 +154,7 @@ def _liger_cute(w: Workload, dtype: torch.dtype, device: torch.device) -> nn.Mod
         setattr(layer, name, nn.Parameter(torch.randn(w.experts, *shape, **make) * 0.02))
 
     def run(x: Tensor) -> Tensor:
-        weight_TK, expert_TK = layer.router(x).float().softmax(-1).topk(w.choices)
+        weight_TK, expert_TK = router(x).float().softmax(-1).topk(w.choices)
         return _LigerCuteExperts.apply(
             x, weight_TK.to(dtype).contiguous(), expert_TK.int().contiguous(), layer.gate, layer.up,
             layer.down, library, nvshmem.team_world(), torch.is_grad_enabled(),
@@ -186,7 +187,7 @@ class Dense(nn.Module):
 
     def __init__(self, w: Workload, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        make = {"bias": False, "device": device, "dtype": dtype}
+        make: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.up = nn.Linear(w.width, w.choices * w.wide, **make)
         self.down = nn.Linear(w.choices * w.hidden, w.width, **make)
 
@@ -205,9 +206,8 @@ def _mixtral(w: Workload, implementation: str) -> nn.Module:
         hidden_size=w.width, intermediate_size=w.hidden, num_local_experts=w.experts,
         num_experts_per_tok=w.choices,
     )  # fmt: skip
-    block = MixtralSparseMoeBlock(config)
-    block.experts.config._experts_implementation = implementation
-    return block
+    config._experts_implementation = implementation
+    return MixtralSparseMoeBlock(config)
 
 
 SAME_WEIGHTS = (
@@ -236,14 +236,15 @@ def same_weights(
                 capacity_factor=1.25 if "1.25" in name else None, activation="swiglu",
                 device=device, dtype=dtype,
             )  # fmt: skip
-            for own, value in ((layer.router, router), (layer.w1, w1), (layer.w2, w2)):
-                own.copy_(value)
+            for name, value in (("router", router), ("w1", w1), ("w2", w2)):
+                layer.get_parameter(name).copy_(value)
             return layer
         block = _mixtral(w, name.removeprefix("transformers ")).to(device, dtype)
-        block.gate.weight.copy_(router)
-        layout = layout_of(block.experts)
+        block.get_parameter("gate.weight").copy_(router)
+        experts = block.get_submodule("experts")
+        layout = layout_of(experts)
         for weight, value in (("w1", w1), ("w2", w2)):
-            block.experts.load_state_dict(dict(layout.restore(weight, value)), strict=False)
+            experts.load_state_dict(dict(layout.restore(weight, value)), strict=False)
         return _Called(lambda x: block(x[None])[0], block)
 
     layers = {name: make(name) for name in names}

@@ -2,8 +2,8 @@
 
     pytest bench --benchmark-only --benchmark-json=bench.json
     lancet bench overlap --output overlap.json
-    torchrun --nproc-per-node 4 bench/square_ring.py --json > ring.json
-    python bench/report.py bench.json overlap.json ring.json --output-folder report
+    torchrun --nproc-per-node 4 bench/cpu/square_ring.py --json > ring.json
+    python -m bench.report bench.json overlap.json ring.json --output-folder report
 
 Writes report.md and, where there is something to draw, roofline.png (TFLOP/s over FLOPs per byte), eta.png
 (how close fused launches come to the longer of their parts) and iteration.png (where an iteration goes, like
@@ -20,10 +20,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.drawing import Chart, picture
 from lancet_kernels.errors import UserError
-from lancet_kernels.paper.drawing import picture
-from lancet_kernels.paper.pictures import DECOMPOSITION, stack
 
+PARTS = (
+    ("computation_ms", "computation, not overlapped"),
+    ("overlapped_ms", "overlapped"),
+    ("communication_ms", "communication, not overlapped"),
+)
+"""Figures of an iteration: name, and what stands above its column."""
 OURS, PEER = "#e45756", "#4c78a8"
 MARKS = "osD^vPX*<>"
 
@@ -149,11 +154,12 @@ def _tables(rows: Sequence[Mapping[str, Any]]) -> list[str]:
             head.append("best share of the roofline")
         lines = [_line(head), _line(["---"] * len(head))]
         for workload in dict.fromkeys(r["workload"] for r in here):
-            found = {r["contender"]: r for r in here if r["workload"] == workload}
-            sizes = next(iter(found.values())).get("sizes") or workload
-            cells = [sizes, *(f"{found[c]['ms']:.3f}" if c in found else "-" for c in contenders)]
+            by_contender = {r["contender"]: r for r in here if r["workload"] == workload}
+            sizes = next(iter(by_contender.values())).get("sizes") or workload
+            ms = {name: f"{r['ms']:.3f}" for name, r in by_contender.items()}
+            cells = [sizes, *(ms.get(name, "-") for name in contenders)]
             if measured:
-                best = max(found.values(), key=lambda r: r.get("roofline_share", 0.0))
+                best = max(by_contender.values(), key=lambda r: r.get("roofline_share", 0.0))
                 cells.append(f"{best['roofline_share']:.0%} ({best['contender']})")
             lines.append(_line(cells))
         tables.append(f"### {kernel}\n\n" + "\n".join(lines))
@@ -226,18 +232,18 @@ def etas(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _iteration_table(name: str, data: Mapping[str, Any]) -> str:
-    head = ["strategy", "iteration", *(label for label, _ in DECOMPOSITION.values())]
+    head = ["strategy", "iteration", *(label for _, label in PARTS)]
     lines = [_line(head), _line(["---"] * len(head))]
-    parts = iteration_parts(data)
-    for strategy, total in data["iteration_ms"].items():
-        lines.append(_line([strategy, f"{total:.1f}", *(f"{parts[p][strategy]:.1f}" for p in DECOMPOSITION)]))
+    for row in iteration_parts(data):
+        total = data["iteration_ms"][row["strategy"]]
+        lines.append(_line([row["strategy"], f"{total:.1f}", *(f"{row[part]:.1f}" for part, _ in PARTS)]))
     link = f"{data['link']} link of {data['link_gbps']:.3g} Gbit/s" if "link_gbps" in data else data["link"]
     where = f"{data['model']}, {data['ranks']} ranks on {data['device']}, {link}. Medians in ms."
     return f"## {name}\n\n{where}\n\n" + "\n".join(lines)
 
 
 def _ring_table(name: str, data: Mapping[str, Any]) -> str:
-    """Of bench/square_ring.py."""
+    """The table of bench/cpu/square_ring.py."""
     head = "ring|exposed|waited for|share|share of medians|late ranks|peak MB|of Megatron's".split("|")
     lines = [_line(head), _line(["---"] * len(head))]
     for ring, of in data["rings"].items():
@@ -257,19 +263,20 @@ def _ring_table(name: str, data: Mapping[str, Any]) -> str:
     return f"## {name}\n\n{where}\n\n" + "\n".join(lines)
 
 
-def iteration_parts(data: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Computation alone, overlapped, communication alone, by strategy, in ms.
+def iteration_parts(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Computation alone, overlapped, communication alone, in ms, of each strategy.
 
     Example: iteration 10, all-to-all 4, exposed 1 -> computation 6, overlapped 3, communication 1.
     """
-    exposed, busy = data["exposed_ms"], data["all_to_all_ms"]
-    # A link that is paced sends on while nobody waits: never more overlapped than it was busy, never below 0.
-    overlapped = {name: max(0.0, busy[name] - exposed[name]) for name in exposed}
-    return {
-        "computation_ms": {n: t - overlapped[n] - exposed[n] for n, t in data["iteration_ms"].items()},
-        "overlapped_ms": overlapped,
-        "communication_ms": dict(exposed),
-    }
+    rows = []
+    for name, total in data["iteration_ms"].items():
+        exposed = data["exposed_ms"][name]
+        # A link that is paced sends on while nobody waits: never more overlapped than it was busy, never
+        # below 0.
+        overlapped = max(0.0, data["all_to_all_ms"][name] - exposed)
+        times = (total - overlapped - exposed, overlapped, exposed)
+        rows.append({"strategy": name} | {part: ms for (part, _), ms in zip(PARTS, times, strict=True)})
+    return rows
 
 
 def _picture(path: Path, draw, found, where: str) -> None:
@@ -313,7 +320,7 @@ def _eta(panel, found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _iteration(panel, data: Mapping[str, Any]) -> str:
-    stack(panel, list(data["iteration_ms"]), iteration_parts(data))
+    Chart("stack", ("strategy",), tuple(part for part, _ in PARTS)).draw([panel], iteration_parts(data))
     panel.set_ylim(0, 1.25 * max(data["iteration_ms"].values()))
     panel.legend(frameon=False, fontsize=8)
     return "Where an iteration goes (measured)"

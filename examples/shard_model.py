@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from lancet_kernels import parallelize
+from lancet_kernels import ParallelModule, parallelize
 
 STEPS = 20
 VOCABULARY, WIDTH, HEADS, LAYERS, SEQUENCE, BATCH = 64, 32, 4, 2, 16, 8
@@ -31,7 +31,8 @@ class Layer(nn.Module):
 
     def forward(self, x):
         heads = self.qkv(self.norms[0](x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=True)
+        query, key, value = heads.unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         y = self.norms[1](x)
         return x + self.down(functional.silu(self.gate(y)) * self.up(y))
@@ -58,7 +59,7 @@ def main(strategy: str = "hidup", cluster: str | None = None) -> list[float]:
     tokens = torch.arange(SEQUENCE) + torch.randint(VOCABULARY, (BATCH, 1))
     step = parallelize(Model(), (tokens % VOCABULARY,), strategy=strategy, cluster=cluster)
     optimizer = torch.optim.AdamW(step.parameters(), lr=3e-3)
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and isinstance(step, ParallelModule):
         print(step.explain())
     losses = []
     for _ in range(STEPS):

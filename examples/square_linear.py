@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 4 examples/square_linear.py
 
 All ranks see the same batch; each takes its tile of it, and tiles of weights and activations travel from rank
-to rank behind the GEMMs. The only collective gathers the output.
+to rank behind the GEMMs. Collectives only gather the output and sum gradients of biases.
 """
 
 import torch
@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 
 def held_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of weights, gradients and Adam's moments on this rank."""
+    """Bytes of weights, gradients and Adam's moments on this rank."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     tensors = [t for p in parameters for t in (p, p.grad, *optimizer.state[p].values())]
     return sum(t.nbytes for t in tensors if t.dim())

@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(config.width)
         self.moe = MoELayer(
             config.width, 2 * config.width, config.experts, top_k=2, gate="topk", capacity_factor=None,
-            activation="swiglu", group=mesh.get_group(),
+            activation="swiglu", groups=mesh,
         )  # fmt: skip
         self.mix = nn.Linear(config.width, config.width)
 
@@ -126,14 +126,14 @@ class Trainer:
         """Each rank has its own shards and its own experts; what all ranks hold counts once."""
         experts = set(expert_parameters(self.model))
         own = torch.zeros(())
-        for parameter in self.model.parameters():
-            gradient = parameter.grad
+        gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
+        for parameter, gradient in gradients.items():
             square = getattr(gradient, "_local_tensor", gradient).square().sum()
             own += square / self.mesh.size() if self.config.plan and parameter not in experts else square
         dist.all_reduce(own)
         scale = (self.config.max_norm / (own.sqrt() + 1e-6)).clamp(max=1.0)
-        for parameter in self.model.parameters():
-            parameter.grad.mul_(scale)
+        for gradient in gradients.values():
+            gradient.mul_(scale)
 
     def train_step(self) -> float:
         self.optimizer.zero_grad()

@@ -15,17 +15,18 @@ import tempfile
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from transformers import OlmoeConfig, OlmoeForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from lancet_kernels import (
     CausalLMStep,
     Groups,
+    clip_gradients,
     convert,
     export_state_dict,
     optimize,
     prepare_data_parallel,
 )
-from lancet_kernels.training.gradients import clip_gradients
 
 STEPS = 20
 
@@ -56,7 +57,7 @@ class ClipGradients(TrainerCallback):
 
 
 class PlannedTrainer(Trainer):
-    """Of a module that returns the loss."""
+    """Trainer of a module that returns the loss."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return model(**inputs)
@@ -73,7 +74,8 @@ def main(plan: bool) -> list[float]:
         torch.manual_seed(0)
         model = OlmoeForCausalLM(CONFIG)
         convert(model)
-        trained, data, trainer_class = model, Counting(), Trainer
+        trained: nn.Module = model
+        data, trainer_class = Counting(), Trainer
         if plan:
             batch = torch.utils.data.default_collate([data[index] for index in range(8)])
             trained = optimize(CausalLMStep(model), batch, reduce_gradients=False)

@@ -1,39 +1,67 @@
 """Mixture-of-Experts training whose all-to-all hides behind the whole training graph."""
 
-from lancet_kernels.dropout_layer import Dropout, dropout
+from typing import TYPE_CHECKING
+
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.layer import MoELayer
-from lancet_kernels.model_layers import expert_parameters, moe_layers, moe_losses, set_routing_step
-from lancet_kernels.ops.groups import Groups
-from lancet_kernels.ops.losses import MoELosses, RoutingSums
-from lancet_kernels.training.gradients import set_gradient_group
+from lancet_kernels.layer.dropout_layer import Dropout, dropout
+from lancet_kernels.layer.model_layers import expert_parameters, moe_layers, moe_losses, set_routing_step
+from lancet_kernels.layer.moe_layer import MoELayer
+from lancet_kernels.ops.comm.groups import Groups
+from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums
+from lancet_kernels.training.gradients import clip_gradients, set_gradient_group
 
-# Imported on first use, because they import the solver and torch's tracer.
-_HOMES = {
-    "CaptureError": "lancet_kernels.graph.capture",
-    "CausalLMStep": "lancet_kernels.conversion.causal_lm",
-    "ConversionReport": "lancet_kernels.conversion.convert",
-    "GraphedStep": "lancet_kernels.graphed",
-    "OptimizedModule": "lancet_kernels.optimized_module",
-    "ParallelModule": "lancet_kernels.parallel_module",
-    "SquareLinear": "lancet_kernels.square_layer",
-    "convert": "lancet_kernels.conversion.convert",
-    "ddp": "lancet_kernels.training.data_parallel",
-    "export_state_dict": "lancet_kernels.conversion.export",
-    "load_safetensors": "lancet_kernels.conversion.load",
-    "optimize": "lancet_kernels.optimization",
-    "parallelize": "lancet_kernels.parallelization",
-    "prepare_data_parallel": "lancet_kernels.training.data_parallel",
-    "reset_exchanges": "lancet_kernels.ops.fused_experts",
-}
+if TYPE_CHECKING:
+    from lancet_kernels.conversion.causal_lm import CausalLMStep
+    from lancet_kernels.conversion.convert import ConversionReport, convert
+    from lancet_kernels.conversion.export import export_state_dict
+    from lancet_kernels.conversion.load import load_safetensors
+    from lancet_kernels.graph.capture.capture import CaptureError
+    from lancet_kernels.ops.fused.fused_experts import reset_exchanges
+    from lancet_kernels.optimization.graphed import GraphedStep
+    from lancet_kernels.optimization.optimize import optimize
+    from lancet_kernels.optimization.optimized_module import OptimizedModule
+    from lancet_kernels.parallelization.parallel_linears import parallelize_linears
+    from lancet_kernels.parallelization.parallel_module import ParallelModule
+    from lancet_kernels.parallelization.parallelize import parallelize
+    from lancet_kernels.parallelization.partitioned_linear import whole_state_dict
+    from lancet_kernels.parallelization.square_layer import SquareLinear
+    from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+    from lancet_kernels.schedules.plan import Plan
+    from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
+    from lancet_kernels.schedules.strategies import PlanningOptions
+    from lancet_kernels.training.data_parallel import ddp, prepare_data_parallel
+else:
+    # Imported on first use, because they import the solver and torch's tracer.
+    _HOMES = {
+        "CaptureError": "graph.capture.capture",
+        "CausalLMStep": "conversion.causal_lm",
+        "ConversionReport": "conversion.convert",
+        "GraphedStep": "optimization.graphed",
+        "OptimizedModule": "optimization.optimized_module",
+        "ParallelModule": "parallelization.parallel_module",
+        "PartitionOptions": "schedules.partition.partition_range",
+        "Plan": "schedules.plan",
+        "PlanningOptions": "schedules.strategies",
+        "ShardingStrategy": "schedules.shard.sharding_strategy",
+        "SquareLinear": "parallelization.square_layer",
+        "convert": "conversion.convert",
+        "ddp": "training.data_parallel",
+        "export_state_dict": "conversion.export",
+        "load_safetensors": "conversion.load",
+        "optimize": "optimization.optimize",
+        "parallelize": "parallelization.parallelize",
+        "parallelize_linears": "parallelization.parallel_linears",
+        "prepare_data_parallel": "training.data_parallel",
+        "reset_exchanges": "ops.fused.fused_experts",
+        "whole_state_dict": "parallelization.partitioned_linear",
+    }
 
+    def __getattr__(name: str) -> object:
+        if name in _HOMES:
+            from importlib import import_module
 
-def __getattr__(name: str) -> object:
-    if name in _HOMES:
-        from importlib import import_module
-
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __version__ = "0.1.0"
@@ -50,9 +78,14 @@ __all__ = [
     "MoELosses",
     "OptimizedModule",
     "ParallelModule",
+    "PartitionOptions",
+    "Plan",
+    "PlanningOptions",
     "RoutingSums",
+    "ShardingStrategy",
     "SquareLinear",
     "UserError",
+    "clip_gradients",
     "convert",
     "ddp",
     "dropout",
@@ -63,8 +96,10 @@ __all__ = [
     "moe_losses",
     "optimize",
     "parallelize",
+    "parallelize_linears",
     "prepare_data_parallel",
     "reset_exchanges",
     "set_gradient_group",
     "set_routing_step",
+    "whole_state_dict",
 ]

@@ -60,14 +60,18 @@ def locked(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """An OSError in the block becomes a UserError: the file at `path` cannot be written."""
+def file_errors(
+    path: str | os.PathLike[str], kinds: tuple[type[Exception], ...] = (OSError,)
+) -> Iterator[None]:
+    """An error of these kinds in the block becomes a UserError: the file cannot be written."""
     try:
         yield
-    except OSError as error:
+    except UserError:
+        raise
+    except kinds as error:
         raise UserError(
             "file to write",
-            got=f"{path} ({error.strerror or error})",
+            got=f"{path} ({getattr(error, 'strerror', None) or error})",
             expected="a file that can be written",
             do="name another file, or check the permissions",
         ) from error

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import argparse
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from lancet_kernels import __version__
-from lancet_kernels.commands import bench, env, kernels, plan_command, reproduce, runs, selftest, train, tune
+from lancet_kernels.commands import bench, environment, kernels, plan_command, runs, selftest, train, tune
 from lancet_kernels.errors import RankFailed, UserError
-from lancet_kernels.training.launch import report_errors, under_launcher
+from lancet_kernels.training.ranks import report_errors, under_launcher
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, RankFailed) as error:
         print(f"lancet: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -50,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lancet", description="Mixture-of-Experts training that hides its all-to-all.")
     parser.add_argument("--version", action="version", version=f"lancet {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, runs, plan_command, bench, tune, kernels, reproduce, env, selftest):
+    for command in (train, runs, plan_command, bench, tune, kernels, environment, selftest):
         command.add_parser(commands)
     return parser
 

@@ -4,7 +4,7 @@ The message of a `UserError` says what was got, what was expected, and what to d
 code that does not know this library can catch it, too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
 class UserError(ValueError):
@@ -13,6 +13,12 @@ class UserError(ValueError):
     def __init__(self, what: str, *, got: object, expected: object, do: str):
         self.got, self.expected, self.do = got, expected, do
         super().__init__(f"{what}: got {got}, expected {expected}; {do}")
+
+
+def check_name(what: str, value: object, names: Collection[str], do: str = "check the name") -> None:
+    """Raise UserError unless `value` is one of the names."""
+    if value not in names:
+        raise UserError(what, got=repr(value), expected=f"one of {', '.join(names)}", do=do)
 
 
 class CommunicationError(RuntimeError):

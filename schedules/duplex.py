@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.forms import CARRIED, PARTIAL, WHOLE, Form, cut, sliced
-from lancet_kernels.graph.from_fx import GENERATOR
-from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
-from lancet_kernels.graph.rules import Rule, rule_for
-from lancet_kernels.schedules.ranges import PartitionRange
+from lancet_kernels.graph.program.forms import CARRIED, PARTIAL, WHOLE, Form, cut_along, sliced
+from lancet_kernels.graph.program.from_fx import GENERATOR
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.rules.rules import Rule, rule_for
+from lancet_kernels.schedules.partition.ranges import PartitionRange
 
 COPIES = 2
 """The number of copies in the paper."""
@@ -48,12 +48,12 @@ def copies_of_batch(program: Program, copies: int = COPIES) -> PartitionRange:
         best = _best([best, *(_Forms(program, inputs) for inputs in fewer)])
     if best.refused:
         raise best.refused[0]
-    if not best.cut:
+    if not best.in_parts:
         raise _refuse("a step in which nothing can be cut along the batch", "ops with rules", "use one copy")
     batch = program.tensors[best.inputs[0]].shape[0]
     if batch < copies:
         raise _refuse(f"a batch of {batch}", f"at least {copies}", "use strategy lancet, or a larger batch")
-    first, last = (program.instructions[best.cut[n]].name for n in (0, -1))
+    first, last = (program.instructions[best.in_parts[n]].name for n in (0, -1))
     return PartitionRange(first, last, copies, best.forms)
 
 
@@ -74,7 +74,7 @@ def _batch_inputs(program: Program) -> list[list[str]]:
 def _best(candidates: list[_Forms]) -> _Forms:
     """The assignment with the fewest instructions that read reassembled tensors; among equals, the one that
     cuts most instructions."""
-    return max(candidates, key=lambda forms: (not forms.refused, -len(forms.run_whole), len(forms.cut)))
+    return max(candidates, key=lambda forms: (not forms.refused, -len(forms.run_whole), len(forms.in_parts)))
 
 
 @dataclass
@@ -82,14 +82,14 @@ class _Forms:
     """The forms of all tensors that follow from the rules if these inputs are cut along their first
     dimension.
 
-    cut: positions that run part by part. run_whole: positions that read cut tensors, but have no rule to cut
-    them. refused: reasons why the step cannot be duplexed.
+    in_parts: positions that run part by part. run_whole: positions that read cut tensors, but have no rule to
+    cut them. refused: reasons why the step cannot be duplexed.
     """
 
     program: Program
     inputs: Sequence[str]
     forms: dict[str, Form] = field(init=False)
-    cut: list[int] = field(init=False, default_factory=list)
+    in_parts: list[int] = field(init=False, default_factory=list)
     run_whole: list[int] = field(init=False, default_factory=list)
     refused: list[UserError] = field(init=False, default_factory=list)
 
@@ -98,12 +98,12 @@ class _Forms:
         self._batch = program.tensors[self.inputs[0]].shape[0] if self.inputs else 1
         self._read_whole: set[str] = set()
         self._read: set[str] = set()
-        self.forms = {t: cut(0) for t in self.inputs}
+        self.forms = {t: cut_along(0) for t in self.inputs}
         for i, instruction in enumerate(program.instructions):
             # A gate that reads no activation (the random gate) also routes part by part.
-            if any(map(self._in_parts, instruction.inputs)) or _is_gate(instruction):
+            if any(map(self._is_in_parts, instruction.inputs)) or _is_gate(instruction):
                 self._visit(i, instruction)
-        uncut = set(program.positions(Kind.ALL_TO_ALL)) - set(self.cut)
+        uncut = set(program.positions(Kind.ALL_TO_ALL)) - set(self.in_parts)
         if uncut and not self.refused:
             self._refuse_all_to_all(program.instructions[min(uncut)])
         # Inputs that no part reads stay whole.
@@ -111,7 +111,7 @@ class _Forms:
         for t in outside:
             del self.forms[t]
 
-    def _in_parts(self, tensor: str) -> bool:
+    def _is_in_parts(self, tensor: str) -> bool:
         form = self.forms.get(tensor, WHOLE)
         return form.is_made_in_parts and form != PARTIAL
 
@@ -121,9 +121,9 @@ class _Forms:
         if way is None:
             self._run_whole(i, instruction)
             return
-        self.cut.append(i)
+        self.in_parts.append(i)
         for t, form in zip(instruction.inputs, way, strict=False):
-            if form.is_cut and not self._in_parts(t):
+            if form.is_cut and not self._is_in_parts(t):
                 is_computed = t in self.program.producer
                 self.forms[t] = sliced(form.dimension or 0) if is_computed else form
             elif form == WHOLE:
@@ -141,7 +141,7 @@ class _Forms:
         return min(
             fitting,
             key=lambda way: sum(
-                form.is_cut and not self._in_parts(t)
+                form.is_cut and not self._is_in_parts(t)
                 for t, form in zip(instruction.inputs, way, strict=False)
             ),
             default=None,

@@ -13,13 +13,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lancet_kernels.graph.forms import Form
-from lancet_kernels.graph.program import Program
-from lancet_kernels.graph.program_json import check_fingerprint
-from lancet_kernels.graph.saved_json import SavedJson
-from lancet_kernels.schedules.lower_bound import lower_bound_ms
-from lancet_kernels.schedules.ranges import LaunchFillers, PartitionRange
-from lancet_kernels.schedules.simulate import Timeline
+from lancet_kernels.graph.program.forms import Form
+from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program.program_json import check_fingerprint
+from lancet_kernels.graph.program.saved_json import SavedJson
+from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork
+from lancet_kernels.schedules.partition.ranges import LaunchFillers, PartitionRange
+from lancet_kernels.schedules.time.recomputation import Recomputation
+from lancet_kernels.schedules.time.simulate import Timeline, lower_bound_ms
 
 _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
 
@@ -45,37 +46,28 @@ class Prediction:
 
 @dataclass(frozen=True)
 class FusedGroup:
-    """How one overlap group, an MoE layer, runs (`schedules.fused`).
+    """How one overlap group, an MoE layer, runs (`schedules.fuse.fused`).
 
     Attributes:
         layer: its first instruction. fused: one launch per direction; otherwise on streams.
         fillers: weight gradients of other layers that are computed in its backward launch.
-        forward_ms, backward_ms: predicted times of the fused launches. streams_ms: of both directions on
-        streams.
-        why: the reason, as text.
-        with_fillers_ms: (ms of more fillers, ms of the backward launch with them), for fillers chosen after
-        the step is cut into copies.
+        forward, backward: the work of its launches, fillers included. why: the reason, as text.
+        measured: the launches were measured with the step; otherwise their times are those of a formula.
     """
 
     layer: str
     fused: bool
     fillers: tuple[str, ...]
-    forward_ms: float
-    backward_ms: float
-    streams_ms: float
+    forward: LaunchWork
+    backward: LaunchWork
     why: str
-    with_fillers_ms: tuple[tuple[float, float], ...] = ()
+    measured: bool = False
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> FusedGroup:
         """The group from the values of `asdict`, as lists."""
-        points = tuple((float(fillers), float(ms)) for fillers, ms in data.get("with_fillers_ms", ()))
-        return cls(**{**data, "fillers": tuple(data["fillers"]), "with_fillers_ms": points})
-
-    @property
-    def fused_ms(self) -> float:
-        """Both directions."""
-        return self.forward_ms + self.backward_ms
+        launches = {name: LaunchWork(*data[name]) for name in ("forward", "backward")}
+        return cls(**{**data, **launches, "fillers": tuple(data["fillers"])})
 
 
 @dataclass(frozen=True)
@@ -90,13 +82,14 @@ class Plan(SavedJson):
     compared: predictions of other strategies for the same Program and costs.
     options: the `PlanningOptions` of the planner, as JSON values.
     fused: for each MoE layer, whether it runs in fused launches; the plan's program contains these launches.
-    costs: the source of the costs (`graph.costs.source_of`).
+    costs: the source of the costs (`graph.costs.costs.source_of`).
     chosen: for strategy auto, the strategy whose plan this is. impossible: impossible strategies and why.
+    recomputation: what the step recomputes (activation checkpointing); None: nothing.
     memory_limit_gb: the memory limit of the planner. without_limit_ms: the predicted iteration without a
     limit.
     """
 
-    KIND, VERSION, AGAIN = "plan", 4, "plan again"
+    KIND, VERSION, AGAIN = "plan", 5, "plan again"
 
     program: str
     program_fingerprint: str
@@ -115,6 +108,7 @@ class Plan(SavedJson):
     impossible: Mapping[str, str] = field(default_factory=dict)
     memory_limit_gb: float | None = None
     without_limit_ms: float | None = None
+    recomputation: Recomputation | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -122,7 +116,7 @@ class Plan(SavedJson):
         that run the same plan have the same."""
         data = self.to_json()
         not_done = ("predicted", "compared", "method", "options", "costs", "chosen", "impossible")
-        for other in (*not_done, "memory_limit_gb", "without_limit_ms"):
+        for other in (*not_done, "memory_limit_gb", "without_limit_ms", "recomputation"):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -150,6 +144,8 @@ class Plan(SavedJson):
         fields["ranges"] = tuple(_range_from_json(saved) for saved in fields["ranges"])
         fields["predicted"] = Prediction(**fields["predicted"])
         fields["compared"] = {k: Prediction(**v) for k, v in fields["compared"].items()}
+        if fields.get("recomputation"):
+            fields["recomputation"] = Recomputation(**fields["recomputation"])
         fields["fused"] = tuple(map(FusedGroup.from_json, fields.get("fused", ())))
         for name in ("order", "blocking", "without_rule"):
             fields[name] = tuple(fields[name])
@@ -170,6 +166,8 @@ class Plan(SavedJson):
         lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
         if self.memory_limit_gb is not None:
             lines += ["", self._memory_text()]
+        if self.recomputation is not None:
+            lines += ["", self.recomputation.text()]
         if self.costs:
             lines += ["", f"Costs: {self.costs}"]
         lines += ["", f"Order: {self.method}, {len(self.order)} instructions."]

@@ -21,30 +21,30 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs import Cost, source_of
-from lancet_kernels.graph.part_instruction import can_be_cut
-from lancet_kernels.graph.program import Kind, Phase, Program
-from lancet_kernels.graph.program_json import fingerprint
-from lancet_kernels.graph.rules import rule_for
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.costs.costs import Cost, source_of
+from lancet_kernels.graph.program.program import Kind, Phase, Program
+from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.graph.rules.part_instruction import can_be_cut
+from lancet_kernels.graph.rules.rules import rule_for
 from lancet_kernels.schedules import STRATEGY_NAMES
-from lancet_kernels.schedules.axes import AxisInference
-from lancet_kernels.schedules.best_order import best_order
 from lancet_kernels.schedules.duplex import duplex
-from lancet_kernels.schedules.issue import issue_early
-from lancet_kernels.schedules.partition_range import (
+from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.order.ordering import issue_early
+from lancet_kernels.schedules.partition.axes import AxisInference
+from lancet_kernels.schedules.partition.partition_range import (
     PartitionOptions,
     choose_ranges,
     forward_length,
     whole_forward,
 )
-from lancet_kernels.schedules.peak_memory import Storages, peak_memory
-from lancet_kernels.schedules.pipeline import PipelineCosts
+from lancet_kernels.schedules.partition.pipeline import PipelineCosts
+from lancet_kernels.schedules.partition.ranges import PartitionRange, range_names
 from lancet_kernels.schedules.plan import Plan, Prediction
-from lancet_kernels.schedules.ranges import PartitionRange, range_names
-from lancet_kernels.schedules.simulate import Timeline, simulate
+from lancet_kernels.schedules.time.peak_memory import Storages, peak_memory
+from lancet_kernels.schedules.time.recomputation import Recomputation
+from lancet_kernels.schedules.time.simulate import Timeline, simulate
 
-STRATEGIES = STRATEGY_NAMES
 TUTEL_DEGREES = (1, 2, 4, 8)
 BACKWARD_DEGREES = (2, 4)
 MORE_COPIES = 3
@@ -162,15 +162,12 @@ class Planner:
         Raises:
             UserError: no such strategy, or one that is impossible for this program (see `impossible`).
         """
-        if strategy not in self._strategies:
-            raise UserError(
-                "strategy", got=strategy, expected=f"one of {', '.join(STRATEGIES)}", do="name one of these"
-            )
+        check_name("strategy", strategy, STRATEGY_NAMES)
         if strategy not in self._plans:
             self._plans[strategy] = replace(self._strategies[strategy](), strategy=strategy)
         return self._plans[strategy]
 
-    def plans(self, strategies: Sequence[str] = STRATEGIES) -> dict[str, Plan]:
+    def plans(self, strategies: Sequence[str] = STRATEGY_NAMES) -> dict[str, Plan]:
         """The plans of the possible strategies; `compared` of each has the predictions of the others."""
         plans = {name: self.plan(name) for name in strategies if name not in self.impossible}
         predicted = {name: plan.predicted for name, plan in plans.items()}
@@ -283,7 +280,7 @@ class Planner:
     @cached_property
     def _strategy_plans(self) -> list[Plan]:
         """The plans of all strategies but `auto`."""
-        return [self.plan(name) for name in STRATEGIES if name != AUTO and name not in self.impossible]
+        return [self.plan(name) for name in STRATEGY_NAMES if name != AUTO and name not in self.impossible]
 
     def _auto(self) -> Plan:
         """The best of all strategies."""
@@ -321,6 +318,10 @@ class Planner:
             if only_experts and not overlaps and self.inference.forms(first, last) is not None:
                 ranges.append((first, last))
         return ranges
+
+    @cached_property
+    def _recomputation(self) -> Recomputation | None:
+        return Recomputation.of(self.program, self.cost)
 
     @cached_property
     def _fingerprint(self) -> str:
@@ -412,6 +413,7 @@ class Planner:
             options=self.options.to_json(),
             costs=source_of(self.cost),
             memory_limit_gb=self.limit_gb,
+            recomputation=self._recomputation,
         )
         self._ordered[key], _ = ordered(draft, self._with_cut(ranges), self.cost)
         return self._ordered[key]

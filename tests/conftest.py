@@ -32,7 +32,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Their processes are killed, or use both cores and wait for each other with a limit: one after the other.
 ALONE = {
-    "test_emulated_wire.py",
     "test_launch.py",
     "test_netns.py",
     "test_overlap_bad_input.py",

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lancet_kernels.layer import MoELayer
-from lancet_kernels.ops.losses import moe_losses
+from lancet_kernels.layer.moe_layer import MoELayer
+from lancet_kernels.ops.moe.losses import moe_losses
 from lancet_kernels.training.models import GPT2MoE, ModelConfig
 
 

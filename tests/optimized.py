@@ -2,11 +2,11 @@
 
 from torch import nn
 
-import lancet_kernels.captured_step as library
-from lancet_kernels.optimization import optimize
-from lancet_kernels.optimized_module import OptimizedModule
-from lancet_kernels.schedules.partition_range import PartitionOptions
-from lancet_kernels.schedules.realize import GraphCutter
+import lancet_kernels.optimization.captured_step as library
+from lancet_kernels.optimization.optimize import optimize
+from lancet_kernels.optimization.optimized_module import OptimizedModule
+from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from tests.planned_steps import Outcome, dear_communication, gradients, sum_over_ranks
 

@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from lancet_kernels import expert_parameters, moe_losses, set_routing_step
-from lancet_kernels.captured_step import CapturedStep, CostedGraph
-from lancet_kernels.graph.captured_graph import is_tangent, output_node
-from lancet_kernels.graph.costs import Cost
-from lancet_kernels.graph.from_fx import op_name, program_from_fx
-from lancet_kernels.graph.program import Instruction, Kind, Phase, Program
-from lancet_kernels.graph.program_json import fingerprint
-from lancet_kernels.schedules.axes import AxisInference
-from lancet_kernels.schedules.partition_range import PartitionOptions
+from lancet_kernels.graph.capture.captured_graph import is_tangent, output_node
+from lancet_kernels.graph.costs.costs import Cost
+from lancet_kernels.graph.program.from_fx import op_name, program_from_fx
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program
+from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.schedules.partition.axes import AxisInference
+from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+from lancet_kernels.schedules.partition.ranges import PartitionRange
 from lancet_kernels.schedules.plan import Plan, Prediction
-from lancet_kernels.schedules.ranges import PartitionRange
-from lancet_kernels.schedules.realize import GraphCutter, realize, split_as_planned
+from lancet_kernels.schedules.rewrite.realize import GraphCutter, realize, split_as_planned
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from lancet_kernels.training.models import GPT2MoE, ModelConfig
 from lancet_kernels.training.step import TrainingStep
@@ -127,11 +127,18 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def sum_over_ranks(model: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of replicated parameters added up over the ranks, those of experts as they are."""
-    experts = {id(parameter) for parameter in expert_parameters(model)}
+    """Gradients of replicated parameters added up over the ranks that have one, those of experts as they
+    are."""
     result = dict(found)
-    for name, parameter in model.named_parameters():
-        if name in result and id(parameter) not in experts and dist.is_initialized():
+    if not dist.is_initialized():
+        return result
+    experts = {id(parameter) for parameter in expert_parameters(model)}
+    replicated = {name: p for name, p in model.named_parameters() if id(p) not in experts}
+    ranks_with = torch.tensor([name in found for name in replicated], dtype=torch.int32)
+    dist.all_reduce(ranks_with)
+    for (name, parameter), ranks in zip(replicated.items(), ranks_with.tolist(), strict=True):
+        if ranks:
+            result[name] = result[name] if name in result else torch.zeros_like(parameter)
             dist.all_reduce(result[name])
     return result
 
@@ -177,7 +184,7 @@ class SmallStep:
 
     def __init__(self, case: StepCase) -> None:
         self.module, self.inputs = build_step(case)
-        self._step = CapturedStep(self.module, self.inputs, {}, True, None)
+        self._step = CapturedStep.of(self.module, self.inputs, {}, True, None)
         captured = self._step.captured
         self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
         self.parameters = captured.parameter_of_gradient()

@@ -9,7 +9,7 @@ from multiprocessing.context import ForkServerContext
 from unittest import mock
 
 # None of them starts a thread, which a fork would lose.
-PRELOADED = ["pytest", "torch", "lancet_kernels.optimization", "lancet_kernels.kernels.overlap"]
+PRELOADED = ["pytest", "torch", "lancet_kernels.optimization.optimize", "lancet_kernels.kernels.overlap"]
 
 
 def processes() -> ForkServerContext:

@@ -142,8 +142,8 @@ def _run(function: Callable[..., Any], arguments: tuple, place: tuple, leave_tog
     import torch
     import torch.distributed as dist
 
-    from lancet_kernels.ops.link import emulate_link, link
-    from lancet_kernels.ops.waiting import enter_layer
+    from lancet_kernels.ops.comm.link import emulate_link, link
+    from lancet_kernels.ops.comm.waiting import enter_layer
 
     store, rank, ranks, timeout_s = place
     torch.set_num_threads(1)

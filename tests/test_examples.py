@@ -114,7 +114,7 @@ def ddp_and_one_rank() -> tuple[list[float], list[float]]:
     make = module.MoELayer
 
     def whole(*arguments: object, **options: object) -> nn.Module:
-        return make(*arguments, **options, group=single)
+        return make(*arguments, **options, groups=single)
 
     with (
         mock.patch.object(module, "MoELayer", whole),
@@ -159,7 +159,8 @@ def test_square_linear_trains_like_linear(pool: RankPool) -> None:
     for got, expected, share in pool.run(square_and_one_rank, ranks=4):
         assert expected[-1] < 0.6 * expected[0]
         assert differs(got, expected) < BOUND
-        assert share == 1 / 4
+        # Of the biases, a half.
+        assert 1 / 4 < share < 0.26
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SETUPS = "tests/lancet_kernels/test_setups.py"
+SETUPS = "tests/lancet_kernels/optimization/test_setups.py"
 
 
 def command_line() -> str:
@@ -60,7 +60,7 @@ def support() -> str:
     from lancet_kernels.conversion.registry import FAMILIES
 
     sys.path.insert(0, str(ROOT))
-    from tests.lancet_kernels import test_setups
+    from tests.lancet_kernels.optimization import test_setups
 
     rows = [
         *_rows(test_setups.WORKS, "works"),

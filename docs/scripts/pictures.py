@@ -22,9 +22,9 @@ COLOURS = ("#4c78a8", "#f2b25c", "#54a24b", "#e45756")
 
 def timeline(path: Path) -> None:
     """Blocking training and the plan that `auto` chooses: two rows of what `lancet plan --timeline` draws."""
-    from lancet_kernels.schedules.timeline import save_picture
-    from lancet_kernels.schedules.weight_gradients import weight_gradients
-    from lancet_kernels.simulation import Setting, simulate_setting
+    from lancet_kernels.schedules.order.weight_gradients import weight_gradients
+    from lancet_kernels.schedules.time.timeline import save_picture
+    from lancet_kernels.simulation.simulate import Setting, simulate_setting
 
     found = simulate_setting(Setting(model="gpt2-s-moe", cluster="p4de", gpus=16))
     program = found.program
@@ -78,8 +78,8 @@ def fused(path: Path) -> None:
         "put rows to\nthe expert's rank",
         "first GEMM tiles\nand activation",
         "second GEMM tiles,\nput results back",
+        "weighted sum\nper token",
     )
-    columns = (*columns, "weighted sum\nper token")
     for rank, y in ((0, 2.2), (1, 0.0)):
         axes.text(-0.35, y + 0.5, f"rank {rank}", rotation=90, va="center", fontsize=10)
         for column, text in enumerate(columns):
@@ -115,9 +115,10 @@ def fused(path: Path) -> None:
 
 def square(path: Path) -> None:
     """The MLP block of OPT 6.7B under Megatron's partition and PrimePar's, simulated."""
-    from lancet_kernels.paper.primepar_report import save_timelines
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from bench.papers.primepar import timelines
 
-    save_timelines(path)
+    timelines(path)
 
 
 PICTURES = {"timeline": timeline, "rows": rows, "fused": fused, "square": square}

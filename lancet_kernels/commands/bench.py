@@ -15,10 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lancet_kernels.atomic import json_text, write_json_atomically
-from lancet_kernels.errors import UserError
-from lancet_kernels.measuring import netns
-from lancet_kernels.ops.link import emulate_link
-from lancet_kernels.options import (
+from lancet_kernels.commands.options import (
     add_options,
     non_negative_int,
     option,
@@ -26,19 +23,20 @@ from lancet_kernels.options import (
     positive_int,
     to_options,
 )
-from lancet_kernels.planning_flags import PlanningFlags
+from lancet_kernels.commands.planning_flags import PlanningFlags
+from lancet_kernels.errors import UserError
+from lancet_kernels.measuring import netns
+from lancet_kernels.ops.comm.link import emulate_link
 from lancet_kernels.schedules import STRATEGY_NAMES
-from lancet_kernels.training.data import load_corpus, training_batch
-from lancet_kernels.training.launch import Rank, launch, start_ranks, under_launcher
-from lancet_kernels.training.models import MODELS, GPT2MoE, ModelConfig
-from lancet_kernels.training.ranks import LAUNCHER_PID
-from lancet_kernels.training.step import TrainingStep
-from lancet_kernels.training.train_options import TrainOptions, build_config, check_options
+from lancet_kernels.training.data import load_corpus
+from lancet_kernels.training.launch import launch
+from lancet_kernels.training.models import BENCH_MODEL, MODELS
+from lancet_kernels.training.ranks import LAUNCHER_PID, Rank, start_ranks, under_launcher
+from lancet_kernels.training.train_options import TrainOptions, check_options
+from lancet_kernels.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from lancet_kernels.optimized_module import OptimizedModule
-
-BENCH_MODEL = "gpt2-bench-moe"
+    from lancet_kernels.optimization.optimized_module import OptimizedModule
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,8 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
     from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
 
     rank = start_ranks("cpu", options.timeout)
-    step, config, inputs = _step(options, rank)
+    trainer = Trainer(options.for_training(), rank, load_corpus())
+    step, inputs = trainer.module, trainer.batch(1)
     gbps = options.link_gbps or overlap.slow_link(step, inputs, options.share)
     if arguments.only_choose_link:
         if rank.rank == 0:
@@ -160,7 +159,7 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
     figures = (
         overlap.report(measured, AUTO, options.link)
         | {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in optimized.items()}}
-        | _conditions(options, rank, config)
+        | _conditions(options, rank, trainer)
     )
     if arguments.timeline:
         overlap.save_timeline(optimized[AUTO], inputs, arguments.timeline, rank.rank == 0)
@@ -171,28 +170,6 @@ def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int
     return 0
 
 
-def _step(
-    options: OverlapOptions, rank: Rank
-) -> tuple[TrainingStep, ModelConfig, tuple[torch.Tensor, torch.Tensor]]:
-    """The training step, its model's shape, and one batch of this rank."""
-    corpus = load_corpus()
-    # Tokens are bytes; the benchmark's own model has a larger vocabulary.
-    vocab = MODELS[BENCH_MODEL].vocab if options.model == BENCH_MODEL else corpus.vocab_size
-    config = build_config(options.for_training(), rank.world, vocab)
-    torch.manual_seed(options.seed)
-    step = TrainingStep(GPT2MoE(config), rank.world)
-    inputs = training_batch(
-        corpus.train,
-        seed=options.seed,
-        step=1,
-        global_batch=options.batch * rank.world,
-        sequence=options.sequence or config.sequence,
-        rank=rank.rank,
-        ranks=rank.world,
-    )
-    return step, config, inputs
-
-
 def _plan(module: OptimizedModule) -> dict[str, object]:
     """A summary of the plan."""
     plan = module.plan
@@ -200,11 +177,12 @@ def _plan(module: OptimizedModule) -> dict[str, object]:
     return {"chosen": plan.chosen or plan.strategy, "method": plan.method, "ranges": ranges}
 
 
-def _conditions(options: OverlapOptions, rank: Rank, config: ModelConfig) -> dict[str, object]:
-    sizes = {key: value for key, value in asdict(config).items() if key not in ("name", "gate", "sequence")}
+def _conditions(options: OverlapOptions, rank: Rank, trainer: Trainer) -> dict[str, object]:
+    config = asdict(trainer.model.config)
+    sizes = {key: value for key, value in config.items() if key not in ("name", "gate", "sequence")}
     return {
         "model": options.model,
-        "sizes": sizes | {"sequence": options.sequence or config.sequence},
+        "sizes": sizes | {"sequence": trainer.sequence},
         "gate": options.gate,
         "ranks": rank.world,
         "batch": options.batch,

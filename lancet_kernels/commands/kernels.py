@@ -11,8 +11,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
+from lancet_kernels.commands.options import positive_int
 from lancet_kernels.errors import UserError
-from lancet_kernels.options import positive_int
 
 if TYPE_CHECKING:
     from lancet_kernels.compiling.compile_pool import Row

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lancet_kernels.atomic import json_text
-from lancet_kernels.errors import UserError
-from lancet_kernels.ops.gates import GATES
-from lancet_kernels.options import (
+from lancet_kernels.atomic import file_errors, json_text
+from lancet_kernels.commands.options import (
     add_options,
     option,
     positive_float,
@@ -20,13 +17,15 @@ from lancet_kernels.options import (
     positive_int,
     to_options,
 )
-from lancet_kernels.planning_flags import PlanningFlags
+from lancet_kernels.commands.planning_flags import PlanningFlags
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.moe.gates import GATES
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.training.models import MODELS
 
 if TYPE_CHECKING:
-    from lancet_kernels.own_step import OwnStep
-    from lancet_kernels.simulation import Setting, Simulated
+    from lancet_kernels.simulation.own_step import OwnStep
+    from lancet_kernels.simulation.simulate import Setting, Simulated
 
 _OF_MODELS = ("model", "gate", "top_k", "batch", "experts_per_gpu", "capacity_factor", "dtype")
 """Options of the library's own models."""
@@ -70,8 +69,8 @@ class PlanOptions(PlanningFlags):
 
     def setting(self) -> Setting | OwnStep:
         """The setting to simulate. Raises: UserError for options that do not apply to a user's own step."""
-        from lancet_kernels.own_step import OwnStep
-        from lancet_kernels.simulation import Setting
+        from lancet_kernels.simulation.own_step import OwnStep
+        from lancet_kernels.simulation.simulate import Setting
 
         if self.module is not None:
             conflicting = [name for name in _OF_MODELS if getattr(self, name) != getattr(type(self), name)]
@@ -118,7 +117,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Plan, print the result, and write the requested files. -> exit code."""
     # Imported here, because it imports the solver.
-    from lancet_kernels.simulation import simulate_setting
+    from lancet_kernels.simulation.simulate import simulate_setting
 
     options: PlanOptions = to_options(PlanOptions, arguments)
     start = time.perf_counter()
@@ -137,7 +136,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 def report(simulated: Simulated, strategy: str, memory_gb: float | None = None) -> dict[str, object]:
     """The figures as JSON values; times are simulated, planning seconds are measured here."""
-    from lancet_kernels.simulation import ASSUMPTIONS
+    from lancet_kernels.simulation.simulate import ASSUMPTIONS
 
     setting, plans = simulated.setting, simulated.plans
     limit = setting.hardware.memory_gb if memory_gb is None else memory_gb
@@ -181,13 +180,12 @@ def _write_files(simulated: Simulated, strategy: str, arguments: argparse.Namesp
     """Write every requested file. -> kind of file -> path."""
     written: dict[str, str] = {}
     if arguments.save:
-        with _writing(arguments.save):
-            simulated.plans[strategy].save(arguments.save)
+        simulated.plans[strategy].save(arguments.save)
         written["plan"] = arguments.save
     if arguments.trace:
-        from lancet_kernels.schedules.timeline import save_trace
+        from lancet_kernels.schedules.time.timeline import save_trace
 
-        with _writing(arguments.trace):
+        with file_errors(arguments.trace):
             save_trace(
                 simulated.timelines[strategy].events,
                 arguments.trace,
@@ -196,10 +194,11 @@ def _write_files(simulated: Simulated, strategy: str, arguments: argparse.Namesp
             )
         written["trace"] = arguments.trace
     if arguments.timeline:
-        from lancet_kernels.schedules.timeline import save_picture
+        from lancet_kernels.schedules.time.timeline import save_picture
 
         rows = {name: timeline.events for name, timeline in simulated.timelines.items()}
-        with _writing(arguments.timeline):
+        # A ValueError: an unknown picture format.
+        with file_errors(arguments.timeline, (OSError, ValueError)):
             save_picture(
                 rows,
                 arguments.timeline,
@@ -211,19 +210,6 @@ def _write_files(simulated: Simulated, strategy: str, arguments: argparse.Namesp
 
 
 def _weight_gradients(simulated: Simulated) -> list[str]:
-    from lancet_kernels.schedules.weight_gradients import weight_gradients
+    from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 
     return [simulated.program.instructions[i].name for i in weight_gradients(simulated.program)]
-
-
-@contextlib.contextmanager
-def _writing(path: str) -> Iterator[None]:
-    """Turn the error of a file that cannot be written, or of an unknown picture format, into a UserError."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(
-            "output file", got=f"{path} ({error})", expected="a writable file", do="name another one"
-        ) from error

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lancet_kernels.atomic import json_text
 from lancet_kernels.errors import UserError
-from lancet_kernels.training.runs import is_in_use, read_config, run_folders
+from lancet_kernels.training.runs import is_in_use, read_config, read_metrics, run_folders
 
 COLUMNS = ("run", "state", "model", "ranks", "strategy", "steps", "loss", "tokens/s")
 
@@ -47,10 +46,10 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 def _row(path: Path) -> dict[str, Any]:
     try:
-        config: dict[str, Any] = dict(read_config(path))
+        config = read_config(path)
     except UserError:
         config = {}  # a damaged file must not hide the other runs
-    last = _last_metrics(path / "metrics.jsonl")
+    last = (read_metrics(path) or [{}])[-1]
     step, wanted = last.get("step", 0), config.get("steps")
     finished = (path / "summary.json").is_file() and step == wanted
     state = "running" if is_in_use(path) else "finished" if finished else "stopped"
@@ -65,20 +64,6 @@ def _row(path: Path) -> dict[str, Any]:
         "loss": last.get("loss"),
         "tokens_per_s": last.get("tokens_per_s"),
     }
-
-
-def _last_metrics(file: Path) -> dict[str, Any]:
-    """The last whole line; empty without one."""
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            return json.loads(line)
-        except ValueError:
-            continue  # cut short by a kill
-    return {}
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

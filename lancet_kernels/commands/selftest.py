@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lancet_kernels.atomic import json_text
+from lancet_kernels.commands.options import positive_int
 from lancet_kernels.errors import RankFailed, UserError
-from lancet_kernels.options import positive_int
-from lancet_kernels.training.launch import launch, start_ranks, under_launcher
+from lancet_kernels.training.launch import launch
+from lancet_kernels.training.ranks import start_ranks, under_launcher
 
 if TYPE_CHECKING:
-    from lancet_kernels.self_test import Result
+    from lancet_kernels.commands.self_test import Result
 
 # How long a rank waits for another one.
 TIMEOUT_S = 45.0
@@ -81,7 +82,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
 def _on_ranks(ranks: int, device: str, quiet: bool) -> list[Result]:
     """The results of all checks on one kind of device. A rank that fails makes its check fail."""
-    from lancet_kernels.self_test import Result
+    from lancet_kernels.commands.self_test import Result
 
     with tempfile.TemporaryDirectory(prefix="lancet-selftest-") as folder:
         file = Path(folder, "results.json")
@@ -104,7 +105,7 @@ def _on_ranks(ranks: int, device: str, quiet: bool) -> list[Result]:
 
 
 def _be_a_rank(arguments: argparse.Namespace) -> int:
-    from lancet_kernels.self_test import run_checks
+    from lancet_kernels.commands.self_test import run_checks
 
     rank = start_ranks(arguments.device, TIMEOUT_S)
     out = sys.stderr if arguments.json else sys.stdout

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from lancet_kernels.atomic import json_text
-from lancet_kernels.options import add_options, to_options
-from lancet_kernels.training.launch import launch, start_ranks, under_launcher
+from lancet_kernels.commands.options import add_options, to_options
+from lancet_kernels.training.launch import launch
+from lancet_kernels.training.ranks import start_ranks, under_launcher
 from lancet_kernels.training.runs import read_config, resolve_run
 from lancet_kernels.training.train_loop import train
 from lancet_kernels.training.train_options import TrainOptions, check_options
@@ -68,31 +69,16 @@ def _train_here(options: TrainOptions, arguments: argparse.Namespace) -> int:
 def _report(options: TrainOptions, summary: dict) -> str:
     """The summary as text for people."""
     emulated = " (emulated link)" if options.link_gbps is not None else ""
-    get = summary.__getitem__
-    return "\n".join(
-        (
-            f"{get('model')}, {get('experts')} experts behind gate {get('gate')}, "
-            f"{get('ranks')} rank(s) on {get('device')}, {get('steps')} steps on {get('data')}",
-            f"  loss         {get('loss_first'):.3f} -> {get('loss_last'):.3f}, "
-            f"validation {get('validation_loss'):.3f}",
-            f"  speed        {get('tokens_per_s'):.0f} tokens/s, {get('step_ms'):.1f} ms per step",
-            f"  all-to-all   {get('all_to_all_ms'):.1f} ms per step, "
-            f"{get('exposed_ms'):.1f} ms of it exposed{emulated}",
-            f"  routing      {get('dropped'):.1%} dropped, load-balance loss {get('balance_loss'):.3f}",
-            f"  written to   {options.runs}/{get('run')}",
-            *(_comparison(summary["comparison"]) if "comparison" in summary else ()),
-        )
-    )
+    text = """\
+{model}, {experts} experts behind gate {gate}, {ranks} rank(s) on {device}, {steps} steps on {data}
+  loss         {loss_first:.3f} -> {loss_last:.3f}, validation {validation_loss:.3f}
+  speed        {tokens_per_s:.0f} tokens/s, {step_ms:.1f} ms per step
+  all-to-all   {all_to_all_ms:.1f} ms per step, {exposed_ms:.1f} ms of it exposed{emulated}
+  routing      {dropped:.1%} dropped, load-balance loss {balance_loss:.3f}
+  written to   {runs}/{run}""".format(**summary, emulated=emulated, runs=options.runs)
+    if "comparison" in summary:
+        # Imported here, because it imports the solver and torch's tracer.
+        from lancet_kernels.measuring.overlap_bench import table
 
-
-def _comparison(figures: dict) -> list[str]:
-    """The comparison of blocking and planned iterations, as text for people."""
-    rows = [f"  compared on an emulated link of {figures['link_gbps']:.3g} Gbit/s:"]
-    for name, iteration_ms in figures["iteration_ms"].items():
-        exposed_ms = figures["exposed_ms"][name]
-        rows.append(f"    {name:<18} {iteration_ms:.1f} ms per iteration, {exposed_ms:.1f} ms exposed")
-    low, middle, high = figures["speedup_quartiles"]
-    rows.append(
-        f"    {middle:.2f}x as fast, in half of the {figures['iterations']} rounds {low:.2f}x to {high:.2f}x"
-    )
-    return [*rows, f"    timeline in {figures['timeline']}"]
+        text += f"\n{table(summary['comparison'])}\ntimeline in {summary['comparison']['timeline']}"
+    return text

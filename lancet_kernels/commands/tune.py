@@ -10,9 +10,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
+from lancet_kernels.commands.options import positive_float, positive_int
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.tuned_entry import KINDS
-from lancet_kernels.options import positive_float, positive_int
 from lancet_kernels.tuning.workloads import WORKLOADS, parse_workload
 
 if TYPE_CHECKING:
@@ -38,10 +38,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="find the best configuration of each kernel",
         description="Find the best configuration (tile, warps, stages, group order, programs that put, rows "
         "per put) of each kernel and shape, and store it for later runs. At most 20 candidates per kernel "
-        "and shape are compiled and timed; what spills or does not fit is dropped. Fused launches of a few "
-        "sizes are timed with the winner, with and without weight gradients that ride along: `optimize` "
-        "uses these times. Needs a GPU; without one, --dry-run lists what would be timed. Under torchrun all "
-        "ranks tune together. An interrupted run continues where it stopped.",
+        "and shape are compiled and timed; what spills or does not fit is dropped. Needs a GPU; without one, "
+        "--dry-run lists what would be timed. Under torchrun all ranks tune together. An interrupted run "
+        "continues where it stopped.",
     )
     add_arguments(command)
     command.set_defaults(run=run)
@@ -99,7 +98,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     from tqdm import tqdm
 
     from lancet_kernels.kernels.tuning import TunedCache, default_cache
-    from lancet_kernels.training.launch import start_ranks, under_launcher
+    from lancet_kernels.training.ranks import start_ranks, under_launcher
     from lancet_kernels.tuning.place import Place
     from lancet_kernels.tuning.tune_tasks import make_tasks
     from lancet_kernels.tuning.tuner import check_has_gpu, tune
@@ -141,11 +140,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
             dry_run=arguments.dry_run, on_progress=progress, save=local_rank == 0,
         )  # fmt: skip
     if rank == 0:
-        print(
-            json_text(_as_json(outcomes, place, cache))
-            if arguments.json
-            else _text(outcomes, arguments.rounds)
-        )
+        print(json_text(_as_json(outcomes, place, cache)) if arguments.json else _text(outcomes))
     return 1 if any(outcome.status == "failed" for outcome in outcomes) else 0
 
 
@@ -182,32 +177,19 @@ def _task(outcome: Outcome) -> dict[str, Any]:
         fields["winner"] = outcome.winner.as_json()
     if outcome.cached is not None:
         fields["winner"] = {"config": outcome.cached.config, "ms": outcome.cached.milliseconds}
-    if outcome.cost is not None:
-        cost = outcome.cost
-        fields["cost"] = {"status": cost.status, "launches": cost.launches, "text": cost.text}
     return fields
 
 
-def _text(outcomes: Sequence[Outcome], rounds: int) -> str:
+def _text(outcomes: Sequence[Outcome]) -> str:
     lines = []
     for outcome in outcomes:
-        lines += [outcome.key, *_configuration_text(outcome), *_cost_text(outcome, rounds)]
+        lines += [outcome.key, *_configuration_text(outcome)]
     counts = [
         f"{count} {text}"
         for status, text in STATUSES.items()
         if (count := sum(outcome.status == status for outcome in outcomes))
     ]
     return "\n".join([*lines, "", f"{_tasks(len(outcomes))}: {', '.join(counts)}"])
-
-
-def _cost_text(outcome: Outcome, rounds: int) -> list[str]:
-    """The result of measuring fused launches."""
-    cost = outcome.cost
-    if cost is None:
-        return []
-    what = f"{cost.launches} launches, each {rounds} times"
-    text = {"dry-run": f"{what}, would be timed", "left": f"{what}, are left for the next run"}
-    return [f"    fused launches: {text.get(cost.status, cost.text)}"]
 
 
 def _configuration_text(outcome: Outcome) -> list[str]:

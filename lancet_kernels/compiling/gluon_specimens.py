@@ -7,15 +7,14 @@ from collections.abc import Iterator
 import torch
 from triton.experimental.gluon import language as gl
 
-from lancet_kernels.compiling.overlap_specimens import CHOICES, DENSE, FUSED, PES, STAGES, TYPES
+from lancet_kernels.compiling.overlap_specimens import DENSE, FUSED, PES, STAGES, TYPES
 from lancet_kernels.compiling.specimen import SHORT, Specimen
 from lancet_kernels.kernels.gluon_config import (
+    COPY_REGISTERS,
     COPY_WARPS,
     PTX_OPTIONS,
-    SPILLS_WITH_DEDUP,
     TASKS,
     boxes,
-    copy_registers,
     hopper_config,
     put_slots,
     total_warps,
@@ -38,10 +37,6 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "", activation="silu")
         yield specimen(fused, "", activation="swiglu")
         yield specimen(fused, "", dtype=torch.float16)
-        yield specimen(fused, "", dedup=True)
-    for activation in ("gelu", "swiglu"):
-        yield specimen("backward", "", activation=activation, sends_x=True)
-    yield specimen("backward", "", dedup=True, sends_x=True)
 
 
 def specimen(
@@ -51,14 +46,9 @@ def specimen(
     activation: str = "gelu",
     dtype: torch.dtype = torch.bfloat16,
     bias: bool = True,
-    dedup: bool = False,
-    sends_x: bool = False,
     config: OverlapConfig | None = None,
 ) -> Specimen:
-    """The Hopper kernel with the stages `fused` and independent GEMMs `riders`.
-
-    dedup: duplicates once. sends_x: a backward that sends x, too.
-    """
+    """The Hopper kernel with the stages `fused` and independent GEMMs `riders`."""
     stages, backward = FUSED[fused]
     config = config or hopper_config()
     tile = config.gemm
@@ -74,9 +64,7 @@ def specimen(
         "STAGES": tile.num_stages, "PUT_SLOTS": slots,
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block, "TASKS": TASKS, "WARPS": tile.num_warps,
-        "DEDUP": CHOICES if dedup else 0,
-        "SEND_X": int(sends_x and "HAS_PUT" in stages),
-        "COPY_WARPS": COPY_WARPS, "COPY_REGISTERS": copy_registers(dedup),
+        "COPY_WARPS": COPY_WARPS, "COPY_REGISTERS": COPY_REGISTERS,
     }  # fmt: skip
     sizes = boxes(tile.block_m, tile.block_n, columns_in, tile.block_k, backward=backward)
     descriptors = {}
@@ -85,8 +73,7 @@ def specimen(
         descriptors[name] = f"tensordesc<{SHORT[dtype]}{box},{layout!r}>"
     return Specimen.of(
         gluon_overlap_kernel,
-        f"{fused}{riders} {activation} {SHORT[dtype]} {tile}{'' if bias else ' no bias'}"
-        f"{' dedup' if dedup else ''}{' x' if sends_x else ''}",
+        f"{fused}{riders} {activation} {SHORT[dtype]} {tile}{'' if bias else ' no bias'}",
         constexprs,
         TYPES | descriptors,
         SHORT[dtype],
@@ -95,7 +82,6 @@ def specimen(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         total_warps=total_warps(tile),
-        most_spills=SPILLS_WITH_DEDUP if dedup else 0,
         wgmma=True,
         tma=True,
         options={"ptx_options": PTX_OPTIONS},

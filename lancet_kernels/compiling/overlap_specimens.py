@@ -26,8 +26,7 @@ TYPES = {
     **dict.fromkeys(("table", "token"), "i32"),
     **dict.fromkeys("send_weights row_weights row_dots dots dots_stage weight dweight".split(), "fp32"),
     **dict.fromkeys(
-        "use earlier_use report arrived released returned ready done expert row problems spoiled origin "
-        "origin_stage fanned".split(),
+        "use earlier_use report arrived released returned ready done expert row problems spoiled".split(),
         "i64",
     ),
 }
@@ -45,8 +44,6 @@ FUSED = {
 DENSE = {"": 0, "+dw": 4, "+dense": 7}
 # Words of a tile that are looked at together: a PE each.
 PES = 8
-# Choices of a token, where duplicates are sent once.
-CHOICES = 8
 
 
 def specimens(arch: int) -> Iterator[Specimen]:
@@ -73,14 +70,6 @@ def specimens(arch: int) -> Iterator[Specimen]:
         yield specimen(fused, "+dense", arch, plain="odd")
         yield specimen(fused, "+dense", arch, plain="odd riders")
         yield specimen(fused, "+dense", arch, activation="swiglu", plain="odd")
-        for nvshmem in (False, True):
-            yield specimen(fused, "", arch, nvshmem=nvshmem, dedup=True)
-        yield specimen(fused, "", arch, activation="swiglu", dedup=True)
-        yield specimen(fused, "", arch, plain="odd", dedup=True)
-    for nvshmem in (False, True):
-        yield specimen("backward", "", arch, nvshmem=nvshmem, sends_x=True)
-        yield specimen("backward", "", arch, nvshmem=nvshmem, sends_x=True, dedup=True)
-    yield specimen("backward", "", arch, activation="swiglu", sends_x=True)
     yield from _small_specimens()
 
 
@@ -99,11 +88,9 @@ def _small_specimens() -> Iterator[Specimen]:
             {"BANKS": 2, "NVSHMEM": nvshmem, "BM": 128, "BE": 64, "BW": 8},
             {"counts": "i32", "table": "i32"}, nvshmem=nvshmem,
         )  # fmt: skip
-    for dedup in (False, True):
-        yield Specimen.of(
-            schedule_kernel, sizes + (", dedup" if dedup else ""),
-            {"BM": 128, "BE": 64, "BW": 8, "BT": TILES_AT_ONCE, "DEDUP": dedup}, {"table": "i32"},
-        )  # fmt: skip
+    yield Specimen.of(
+        schedule_kernel, sizes, {"BM": 128, "BE": 64, "BW": 8, "BT": TILES_AT_ONCE}, {"table": "i32"}
+    )
 
 
 def specimen(
@@ -116,15 +103,12 @@ def specimen(
     bias: bool = True,
     nvshmem: bool = False,
     plain: str = "",
-    dedup: bool = False,
-    sends_x: bool = False,
     config: OverlapConfig | None = None,
 ) -> Specimen:
     """The fused kernel with the stages `fused`, independent GEMMs `riders`, and one configuration.
 
-    plain: why there are no tensor descriptors; "odd": widths are not multiples
-    of 16, "odd riders": only those of independent GEMMs. dedup: duplicates are sent once. sends_x: a
-    backward that sends x, too. config: None means the default of the architecture.
+    plain: why there are no tensor descriptors; "odd": widths are not multiples of 16, "odd riders": only
+    those of independent GEMMs. config: None means the default of the architecture.
     """
     stages, backward = FUSED[fused]
     config = config or OverlapConfig(overlap_tile(activation, dtype, arch))
@@ -141,10 +125,8 @@ def specimen(
         "BN_IN": first_columns(tile, activation, backward=backward),
         "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
         "BT": config.reduce_tokens, "BD": config.reduce_block,
-        "DEDUP": CHOICES if dedup else 0,
-        "SEND_X": int(sends_x and "HAS_PUT" in stages),
     }  # fmt: skip
-    said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain), "dedup": dedup, "x": sends_x}
+    said = {"no bias": not bias, "nvshmem": nvshmem, plain: bool(plain)}
     more = "".join(f" {what}" for what, holds in said.items() if holds)
     return Specimen.of(
         overlap_kernel,
@@ -153,9 +135,8 @@ def specimen(
         TYPES,
         SHORT[dtype],
         () if plain == "odd" else "DFH",
-        # Backward with swiglu, once for each tile: with Triton 3.9 none, 44 with dedup or x; with 3.6 56, 164
-        # with dedup, 68 with x (2026-11-23).
-        most_spills=(168 if dedup else 72) if backward and activation == "swiglu" else FEW_SPILLED_BYTES,
+        # Backward with swiglu, once for each tile: none with Triton 3.9, 56 with 3.6 (2026-11-23).
+        most_spills=56 if backward and activation == "swiglu" else FEW_SPILLED_BYTES,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         options={"maxnreg": most_registers(tile)},

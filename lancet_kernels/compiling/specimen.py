@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 FEW_SPILLED_BYTES = 32
-"""Of a thread: at most eight registers, whose loads L1 serves. A tile of half the size would cost more."""
+"""At most eight registers of a thread, whose loads L1 serves. A tile of half the size would cost more."""
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lancet_kernels.conversion.family import Family
 from lancet_kernels.conversion.layouts import Block, Layout, take_experts
-from lancet_kernels.layer import MoELayer
-from lancet_kernels.ops.groups import Groups
+from lancet_kernels.layer.moe_layer import MoELayer
+from lancet_kernels.ops.comm.groups import AnyGroups
 
 
 class ConvertedMoE(MoELayer):
@@ -22,7 +21,7 @@ class ConvertedMoE(MoELayer):
 
     `take_weights` moves the experts out of the block; until then the block is unchanged.
 
-    Args: family: of the block. group, backend, capacity_factor: as for `MoELayer`.
+    Args: family: of the block. groups, backend, capacity_factor: as for `MoELayer`.
     Raises: UserError (sizes that do not fit the group), Unsupported.
     """
 
@@ -31,7 +30,7 @@ class ConvertedMoE(MoELayer):
         block: Block,
         family: Family,
         *,
-        group: dist.ProcessGroup | Groups | None,
+        groups: AnyGroups | None,
         backend: str,
         capacity_factor: float | None,
     ) -> None:
@@ -49,7 +48,7 @@ class ConvertedMoE(MoELayer):
             activation=family.activation,
             bias=family.bias,
             backend=backend,
-            group=group,
+            groups=groups,
             device="meta",
         )
         self.router = self.correction_bias = None

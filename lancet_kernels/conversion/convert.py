@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lancet_kernels.conversion.block import ConvertedMoE
 from lancet_kernels.conversion.family import Unsupported
 from lancet_kernels.conversion.registry import BY_BLOCK, FAMILIES
 from lancet_kernels.errors import UserError
-from lancet_kernels.layer import MoELayer
-from lancet_kernels.ops.groups import Groups
+from lancet_kernels.layer.moe_layer import MoELayer
+from lancet_kernels.ops.comm.groups import AnyGroups
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class ConversionReport:
 
 def convert(
     model: nn.Module,
-    group_or_mesh: dist.ProcessGroup | Groups | DeviceMesh | None = None,
+    groups: AnyGroups | None = None,
     *,
     backend: str = "torch",
     capacity_factor: float | None = None,
@@ -52,14 +50,11 @@ def convert(
     Args:
         model: any module with transformers' blocks in it, for example from `from_pretrained`; parameters may
             be on the meta device.
-        group_or_mesh: the ranks that share the experts: a process group, `Groups`, or a DeviceMesh of one
-            dimension, or with a dimension "expert" (and "replica", along which ranks hold the same experts).
-            None: all ranks.
+        groups: as for `MoELayer`.
         backend, capacity_factor: as for `MoELayer`; capacity_factor None is dropless, as transformers is.
         strict: raise if a block is left alone, or if there is none.
     Raises: UserError, before anything is changed.
     """
-    group = _group(group_or_mesh)
     report = ConversionReport({}, {})
     replacements: list[tuple[nn.Module, str, nn.Module, ConvertedMoE]] = []
     for parent, attribute, name, block in _moe_blocks(model):
@@ -70,7 +65,9 @@ def convert(
             continue
         _refuse_sharded(name, block)
         try:
-            layer = ConvertedMoE(block, family, group=group, backend=backend, capacity_factor=capacity_factor)
+            layer = ConvertedMoE(
+                block, family, groups=groups, backend=backend, capacity_factor=capacity_factor
+            )
         except Unsupported as error:
             report.left_alone[name] = f"{family.name}, but {error}"
             continue
@@ -113,17 +110,6 @@ def _moe_blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, nn.Modu
                 yield from below(child, f"{prefix}{attribute}.")
 
     yield from below(model, "")
-
-
-def _group(
-    group_or_mesh: dist.ProcessGroup | Groups | DeviceMesh | None,
-) -> dist.ProcessGroup | Groups | None:
-    if not isinstance(group_or_mesh, DeviceMesh):
-        return group_or_mesh
-    names = group_or_mesh.mesh_dim_names or ()
-    if group_or_mesh.ndim == 1 and "expert" not in names:
-        return group_or_mesh.get_group()
-    return Groups.from_mesh(group_or_mesh, "expert", "replica" if "replica" in names else None)
 
 
 def _refuse_sharded(name: str, block: nn.Module) -> None:

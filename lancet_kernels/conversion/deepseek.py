@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lancet_kernels.conversion.family import Family, Unsupported, setting
 from lancet_kernels.conversion.layouts import Block
-from lancet_kernels.ops.gates import Gate, Sigmoid, TopK
+from lancet_kernels.ops.moe.gates import Gate, Sigmoid, TopK
 
 
 class Deepseek(Family):

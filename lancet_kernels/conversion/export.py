@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels.conversion.block import ConvertedMoE
-from lancet_kernels.ops.groups import group_of
-from lancet_kernels.ops.waiting import waiting
+from lancet_kernels.ops.comm.groups import group_of
+from lancet_kernels.ops.comm.waiting import waiting
 
 
 def export_state_dict(model: nn.Module) -> dict[str, Tensor]:

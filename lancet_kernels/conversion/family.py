@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from lancet_kernels.conversion.layouts import Block, Layout, Listed, Stacked
-from lancet_kernels.ops.gates import Gate
+from lancet_kernels.ops.moe.gates import Gate
 
 
 class Unsupported(Exception):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from lancet_kernels.conversion.family import Family, Unsupported
 from lancet_kernels.conversion.layouts import Block, ExpertSizes, Layout, Read
-from lancet_kernels.ops.expert_activation import CLAMP, SLOPE
-from lancet_kernels.ops.gates import Gate, TopK
+from lancet_kernels.ops.moe.expert_activation import CLAMP, SLOPE
+from lancet_kernels.ops.moe.gates import Gate, TopK
 
 
 @dataclass(frozen=True)

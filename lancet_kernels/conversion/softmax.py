@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lancet_kernels.conversion.family import Family, Unsupported, setting
 from lancet_kernels.conversion.layouts import Block, Listed
-from lancet_kernels.ops.gates import Gate, TopK
+from lancet_kernels.ops.moe.gates import Gate, TopK
 
 
 class Mixtral(Family):

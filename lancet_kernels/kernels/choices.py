@@ -1,4 +1,4 @@
-"""The rows of a token's choices: their place, those for one PE, their weighted sum, their dot products.
+"""The rows of a token's choices: their place, their weighted sum, their dot products.
 
     t  tokens [BT], m_t which of them exist    K  choices per token    D  width of a row
 
@@ -18,29 +18,6 @@ def place_row(row_ptr, i, m, D):
     """
     b_row = tl.load(row_ptr + i, mask=m, other=-1)
     return b_row * D, m & (b_row >= 0)
-
-
-@triton.jit
-def rows_of_token(send, token, m_token, peer, L, K, expert_ptr, row_ptr, i_choice):
-    """Among the rows that the token of each row `send` sends to `peer`: -> first and its expert, previous and
-    its expert, and whether it is the last. The first one is its own previous row.
-
-    send, token [ROWS], m_token which of them exist; i_choice: 0, 1, .. to a power of 2 that is at least K.
-    Example: L = 2, peer = 1, a token's experts [3, 0, 2] in rows [9, 1, 6]: of row 9 the first and the
-    previous row are 6, of expert 2, and it is the last.
-    """
-    i = token[:, None].to(tl.int64) * K + i_choice[None, :]
-    m = m_token[:, None] & (i_choice < K)[None, :]
-    # [ROWS, choices]
-    expert = tl.load(expert_ptr + i, mask=m, other=0).to(tl.int32)
-    row = tl.load(row_ptr + i, mask=m, other=-1).to(tl.int32)
-    there = (row >= 0) & (expert // L == peer)
-    first = tl.min(tl.where(there, row, 0x7FFFFFFF), 1)
-    previous = tl.max(tl.where(there & (row < send[:, None]), row, -1), 1)
-    previous = tl.where(previous < 0, first, previous)
-    first_expert = tl.sum(tl.where(there & (row == first[:, None]), expert, 0), 1)
-    previous_expert = tl.sum(tl.where(there & (row == previous[:, None]), expert, 0), 1)
-    return first, first_expert, previous, previous_expert, tl.max(tl.where(there, row, -1), 1) == send
 
 
 @triton.jit

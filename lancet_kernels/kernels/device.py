@@ -61,13 +61,13 @@ def low_word(seen):
 @triton.jit
 def put_rows(
     region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, num_rows, D,
-    NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None, chosen=None,
+    NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
 ):  # fmt: skip
     """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
 
-    chosen: which of them, a block of ROWS; None: all. Over NVSHMEM the rows go through `stage`, [ROWS, D] for
-    this call alone, which must stay until `quiet`. It is symmetric memory: a network card reads only what is
-    registered with it, which what torch allocates is not.
+    Over NVSHMEM the rows go through `stage`, [ROWS, D] for this call alone, which must stay until `quiet`.
+    It is symmetric memory: a network card reads only what is registered with it, which what torch allocates
+    is not.
     Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
     """
     base = tl.load(peers_ptr + peer)
@@ -78,8 +78,6 @@ def put_rows(
             target_ptr = stage_ptr
     i_row = tl.arange(0, ROWS)
     m_row = i_row < num_rows
-    if chosen is not None:
-        m_row &= chosen
     row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
     for d in range(0, D, BLOCK):
         i_d = d + tl.arange(0, BLOCK)
@@ -90,12 +88,7 @@ def put_rows(
     if NVSHMEM:
         if base == 0:
             tl.debug_barrier()
-            if chosen is None:
-                nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
-            else:
-                for i in range(num_rows):
-                    if tl.sum((m_row & (i_row == i)).to(tl.int32), 0) > 0:
-                        nvshmem_device.put_row(region_ptr + offset + i * D, stage_ptr + i * D, D, peer)
+            nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
 
 
 @triton.jit

@@ -5,12 +5,9 @@
 
 Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
 
-    rows     [B, R, D]            rows received, by local expert, then source, then slot; with `sends_x`
-                                  [2B, R, D]: rows of x, which a backward sends again, in the banks behind
+    rows     [B, R, D]            rows received, by local expert, then source, then slot
     arrived  [B, tiles, W]        word(epoch, 0): what source w sends into that tile of rows is here
-    origin   [B, R]               only with dedup: word(previous, leader) of each row received, rows here
-    row_weights [B, R]            in a backward, and with dedup: what each of these rows counts in its
-                                  token's sum, float32
+    row_weights [B, R]            in a backward: what each of these rows counts in its token's sum, float32
     results  [S, D]               what the experts made of the rows that this PE sent, in the order of sending
     dots     [S]                  in a backward: gradients of the weights of these rows, float32
     returned [B, chunks]          word(epoch, 0): the results of that chunk are here
@@ -18,16 +15,13 @@ Rows lie compact (`schedule.py`). Every PE has, in symmetric memory,
     released [B, W]               word(epoch, 0): PE w needs its rows of that epoch no more
     stages   [S, D], [S], [R, D], [R]    only where NVSHMEM carries rows: those sent with their weights, and
                                   results with their dots, on their way out
-    stage of origins [S]          only with dedup: the origins sent, which say what will come back
-    stage of x [S, D]             only with `sends_x`, where NVSHMEM carries rows
 
 A use of the exchange (a forward pass with its backward, or one of the two alone) has an epoch, 1, 2, 3, ...,
 and takes bank `epoch % B`. Signals only grow and nothing is zeroed in flight. Before a PE puts counts or rows
-of epoch e it waits until the peer has released epoch e - B of that bank. Where the backward sends x again,
-both directions of all layers may share an exchange: each use is released behind its own launches. Results
-need neither banks nor a credit of their own: a PE returns results of epoch e only after it saw the source's
-rows of epoch e, and the source sends those in a launch behind the one that read its last results. That holds
-for passes through any exchange, so all layers have one region of results (`ResultBuffers`).
+of epoch e it waits until the peer has released epoch e - B of that bank. Results need neither banks nor a
+credit of their own: a PE returns results of epoch e only after it saw the source's rows of epoch e, and the
+source sends those in a launch behind the one that read its last results. That holds for passes through any
+exchange, so all layers have one region of results (`ResultBuffers`).
 
 The epoch lives in device memory, so a captured CUDA graph counts on in every replay; the host only checks
 that no more than B uses are open, since another one would wait for a release that comes after it.
@@ -51,8 +45,6 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import device, runtime
 from lancet_kernels.kernels.failure_report import (
     TOO_MANY_ROWS,
-    WAIT_DONE,
-    WAIT_FANNED,
     WAIT_READY,
     FailureReport,
     timed_out,
@@ -62,7 +54,6 @@ from lancet_kernels.kernels.schedule import (
     TILES_AT_ONCE,
     exchange_counts_kernel,
     most_chunks,
-    most_puts,
     most_tiles,
     schedule_kernel,
     table_words,
@@ -83,7 +74,6 @@ class Use:
         words: int64 [8], the epoch, then the task counters of its launches.
         ready: int64 [tiles + L], finished column tiles of the first GEMM by tile, then by expert.
         done: int64 [tiles], finished column tiles of the second GEMM by tile.
-        fanned: int64 [tiles], 1 where all rows of a tile are there, the copied ones too; only with dedup.
         table: int32, where rows lie and which task has which number (`schedule.py`); a backward's use has
             that of its forward.
     """
@@ -92,7 +82,6 @@ class Use:
     words: Tensor
     ready: Tensor
     done: Tensor
-    fanned: Tensor
     table: Tensor
     launches: int = 0
     open: bool = True
@@ -157,8 +146,6 @@ class Exchange:
         memory: symmetric memory. name: unique in it.
         local_experts, send_rows, receive_rows, width, dtype: L, S, R, D and the type of a row.
         chunk_rows: rows of a tile of the GEMMs, and at most of what one signal is for.
-        dedup: a token with several rows for one PE is put there once, and copied there (`schedule.py`).
-        sends_x: a backward through it sends the rows of x beside those of dy, for weight gradients.
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
         buffers: of the same sizes, shared with other exchanges; None: its own.
         timeout_s: how long a wait may last.
@@ -175,8 +162,6 @@ class Exchange:
         width: int,
         dtype: torch.dtype,
         chunk_rows: int,
-        dedup: bool = False,
-        sends_x: bool = False,
         banks: int = 2,
         buffers: ResultBuffers | None = None,
         timeout_s: float = 60.0,
@@ -187,12 +172,10 @@ class Exchange:
         self.world, self.rank = memory.world, memory.rank
         self.local_experts, self.width, self.dtype = local_experts, width, dtype
         self.send_rows, self.receive_rows, self.chunk_rows = send_rows, receive_rows, chunk_rows
-        self.dedup, self.sends_x = dedup, sends_x
         experts = self.world * local_experts
         self.tiles = most_tiles(receive_rows, local_experts, chunk_rows)
         self.chunks = most_chunks(send_rows, experts, chunk_rows)
-        self.rows = self._region("rows", (banks * (1 + sends_x), receive_rows, width), dtype)
-        self.origin = self._region("origin", (banks, receive_rows)) if dedup else None
+        self.rows = self._region("rows", (banks, receive_rows, width), dtype)
         self.row_weights = self._region("weights of rows", (banks, receive_rows), torch.float32)
         self.buffers = buffers or ResultBuffers(
             memory, name, send_rows=send_rows, receive_rows=receive_rows, width=width, dtype=dtype
@@ -208,9 +191,6 @@ class Exchange:
         self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
-        self.origin_stage = self._region("stage of origins", (send_rows,)) if dedup else None
-        x_stage = sends_x and memory.far
-        self.x_stage = self._region("stage of x", (send_rows, width), dtype) if x_stage else None
         self._begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
@@ -249,15 +229,13 @@ class Exchange:
         words[EPOCH : EPOCH + 1].copy_(self._epoch)
         # `done` begins at a multiple of 16 bytes, whatever the sizes: kernels are compiled for alignments.
         first_done = -(-(self.tiles + self.local_experts) // 2) * 2
-        # So does `fanned`, behind it.
-        even = -(-self.tiles // 2) * 2
-        counters = words.new_zeros(first_done + even + (self.tiles if self.dedup else 0))
+        counters = words.new_zeros(first_done + self.tiles)
         ready, done = counters[: self.tiles + self.local_experts], counters[first_done:]
         if table is None:
             experts = self.world * self.local_experts
-            size = table_words(self.world, experts, self.tiles, self.most_puts)
+            size = table_words(self.world, experts, self.tiles, self.chunks)
             table = torch.zeros(size, dtype=torch.int32, device=self.memory.device)
-        use = Use(bank, words, ready, done[: self.tiles], done[even:], table)
+        use = Use(bank, words, ready, done, table)
         self._open[bank] = weakref.ref(use), words
         return use
 
@@ -280,8 +258,7 @@ class Exchange:
         launch(
             schedule_kernel, (self.local_experts,),
             table_ptr=use.table, rank=self.rank, W=self.world, L=self.local_experts, tiles=self.tiles,
-            puts=self.most_puts,
-            BM=self.chunk_rows, BT=TILES_AT_ONCE, DEDUP=self.dedup, **blocks, num_warps=4,
+            chunks=self.chunks, BM=self.chunk_rows, BT=TILES_AT_ONCE, **blocks, num_warps=4,
         )  # fmt: skip
 
     def release(self, use: Use) -> None:
@@ -306,10 +283,6 @@ class Exchange:
             rank=self.rank, world=self.world, banks=self.banks,
             NVSHMEM=self.nvshmem, **small_kernel(self.nvshmem),
         )  # fmt: skip
-
-    @property
-    def most_puts(self) -> int:
-        return most_puts(self.chunks, self.tiles, self.dedup)
 
     def max_polls(self) -> int:
         return runtime.max_polls(self.timeout_s)
@@ -339,10 +312,9 @@ class Exchange:
                 do="set a larger receive_factor, or None for the most rows that there can be",
             )
         expected, seen = f"tiles {failure.expected}", str(failure.seen)
-        if failure.op not in (WAIT_READY.value, WAIT_FANNED.value, WAIT_DONE.value):
+        if failure.op != WAIT_READY.value:
             expected, seen = f"epoch {failure.expected >> 32}", str(failure.seen >> 32)
-        kind = self.memory.kind
-        raise timed_out(name, failure, self.timeout_s, expected, seen, memory=kind)
+        raise timed_out(name, failure, self.timeout_s, expected, seen, self.memory.kind)
 
 
 @triton.jit(do_not_specialize=["rank", "world", "banks"])

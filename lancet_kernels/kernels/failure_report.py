@@ -11,20 +11,14 @@ from torch import Tensor
 from lancet_kernels.errors import CommunicationError
 from lancet_kernels.kernels.device import REPORT_WORDS
 
-# What was waited for: a report's op. The exchange of rows first, then the square (`square_kernel.py`).
+# What was waited for: a report's op.
 WAIT_RELEASE = tl.constexpr(0)
 WAIT_ROWS = tl.constexpr(1)
 WAIT_READY = tl.constexpr(2)
 WAIT_RESULTS = tl.constexpr(3)
 WAIT_COUNTS = tl.constexpr(4)
-WAIT_TILE = tl.constexpr(5)
-WAIT_INBOX = tl.constexpr(6)
-WAIT_STEP = tl.constexpr(7)
-WAIT_SUM = tl.constexpr(8)
-WAIT_FANNED = tl.constexpr(9)
-WAIT_DONE = tl.constexpr(10)
 # No wait: `peer` would receive `expected` rows, more than its region holds, `seen`.
-TOO_MANY_ROWS = tl.constexpr(11)
+TOO_MANY_ROWS = tl.constexpr(5)
 
 # REPORTED[op] completes "PE 0 waited for PE 1 ...".
 REPORTED = (
@@ -33,12 +27,6 @@ REPORTED = (
     "to finish the first GEMM of those rows",
     "to return results (combine)",
     "to send its counts (dispatch)",
-    "to put its tile of an operand",
-    "to release its inboxes (its launch before)",
-    "to finish an earlier step of a tile",
-    "to pass its sums on",
-    "to copy rows of tokens that were put once",
-    "to finish the second GEMM of the rows of a token",
 )
 
 
@@ -92,17 +80,13 @@ def timed_out(
     timeout_s: float,
     expected: str,
     seen: str,
-    *,
-    who: str = "PE",
-    memory: str = "",
+    memory: str,
 ) -> CommunicationError:
-    """The error to raise. expected, seen: in words. who: what a peer is called. memory: the kind of
-    symmetric memory."""
+    """The error to raise. expected, seen: in words. memory: the kind of symmetric memory."""
     return CommunicationError(
-        f"{name}: {who} {failure.rank} waited for {who} {failure.peer} {REPORTED[failure.op]} more than "
+        f"{name}: PE {failure.rank} waited for PE {failure.peer} {REPORTED[failure.op]} more than "
         f"{timeout_s:g} s: expected {expected} at signal {failure.signal}, seen {seen}; "
-        f"{who} {failure.peer} is late, dead, or in another layer: look at its log"
-        + (f" (symmetric memory: {memory})" if memory else ""),
+        f"PE {failure.peer} is late, dead, or in another layer: look at its log (symmetric memory: {memory})",
         missing=(failure.peer,),
         timed_out=True,
     )

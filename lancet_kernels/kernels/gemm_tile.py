@@ -1,4 +1,4 @@
-"""One tile of an expert's GEMM: forward, dX, dW, each with its epilogue. Grouped GEMM and overlap share them.
+"""One tile of an expert's GEMM: forward, dX, dW, each with its epilogue.
 
     rows  real rows of the group        BM, BN  the tile of the output        BK  step along the contraction
     K     contraction                   N       columns of the output (of one half, for swiglu)
@@ -261,12 +261,11 @@ def rows_times_transposed(
 
 @triton.jit
 def store_to_rows(
-    p_row, m_row, acc, bias_ptr, n0, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    weight=None,
+    p_row, m_row, acc, bias_ptr, n0, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """Columns n0 to n0 + BN of acc [BM, BN], plus bias [N], to the rows that start at p_row [BM] where m_row.
 
-    The rows may be anywhere, on other PEs too; they are N wide. Rounded once. weight: of each row, float32.
+    The rows may be anywhere, on other PEs too; they are N wide. Rounded once.
     """
     quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
@@ -274,8 +273,6 @@ def store_to_rows(
         value = quarter[q]
         if HAS_BIAS:
             value = _add_bias(value, bias_ptr, n, N, BN // 4)
-        if weight is not None:
-            value = value * weight[:, None]
         i_n = n + tl.arange(0, BN // 4)
         m = m_row[:, None] & (i_n < N)[None, :]
         tl.store(p_row[:, None] + i_n[None, :], value.to(p_row.dtype.element_ty), mask=m)
@@ -390,18 +387,6 @@ def store_weight_gradient(dw_ptr, acc, m0, n0, A, B, BM: tl.constexpr, BN: tl.co
     quarter = quarters(acc, BM, BN)
     for q in tl.static_range(4):
         _store(dw_ptr, quarter[q], m0, n0 + q * (BN // 4), A, B, B, BM, BN // 4)
-
-
-@triton.jit
-def store_added(
-    out_ptr, acc, before_ptr, adds, m0, n0, rows, N, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """out[m0:m0+BM, n0:n0+BN] = acc, plus before (float32) there if `adds`; all are [rows, N]."""
-    quarter = quarters(acc, BM, BN)
-    for q in tl.static_range(4):
-        n = n0 + q * (BN // 4)
-        b_before = _load_pre(before_ptr, m0, n, tl.where(adds, rows, 0), N, N, BM, BN // 4)
-        _store(out_ptr, quarter[q] + b_before, m0, n, rows, N, N, BM, BN // 4)
 
 
 @triton.jit

@@ -29,9 +29,10 @@ COPY_WARPS = 2
 # where each has 24 registers, in local memory; up to 3 it does not, and the loops over the contraction are
 # the same, instruction for instruction. It is a beta option: `lancet kernels` says what holds.
 PTX_OPTIONS = "--register-usage-level=3"
-# Bytes of a thread that may be spilled: none in Triton 3.9; the ptxas of Triton 3.6 spills 84 in the forward
-# and 80 in the backward. Nothing is spilled without duplicates sent once.
-SPILLS_WITH_DEDUP = 88
+# Registers of a thread of the producer and the copy warps, one warpgroup; the consumers share the rest, 208.
+# More warps would not compile: with 512 threads a kernel starts with 128 registers in each, and ptxas refuses
+# a wgmma with as many accumulators.
+COPY_REGISTERS = 88
 # Tasks that the producer may be ahead by.
 TASKS = 2
 # Shared memory of a program; what of it epilogues, mbarriers and tasks take, compiled, rounded up.
@@ -54,17 +55,6 @@ def hopper_config(programs: int = 1) -> OverlapConfig:
     )
 
 
-def copy_registers(dedup: bool) -> int:
-    """Registers of a thread of the producer and the copy warps, one warpgroup; the consumers share the rest.
-
-    These have 208, or 200 with `dedup`: then 88 here are too few for the waits of FAN and MERGE, and ptxas
-    spills in these; with 112, which leaves 192, it spills in a forward. More warps would not compile: with
-    512 threads a kernel starts with 128 registers in each, and ptxas refuses a wgmma with as many
-    accumulators.
-    """
-    return 104 if dedup else 88
-
-
 def put_slots(stages: int, stage_elements: int, step_elements: int) -> int:
     """Steps of a put that a program has on the way: as many as fit beside operands and epilogue, up to 16."""
     free = SHARED_BYTES - EPILOGUE_BYTES - 2 * stages * stage_elements
@@ -72,7 +62,7 @@ def put_slots(stages: int, stage_elements: int, step_elements: int) -> int:
 
 
 def total_warps(tile: GemmConfig) -> int:
-    """Of a program, as the GPU counts them: a whole warpgroup for the producer and those that copy."""
+    """Warps of a program, as the GPU counts them: a whole warpgroup for the producer and those that copy."""
     return tile.num_warps + 4
 
 

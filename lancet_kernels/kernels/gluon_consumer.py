@@ -71,20 +71,15 @@ def _rows(ptr, row, width):
 @gluon.jit
 def _store_tile(
     acc, p_row, m_row, bias_ptr, n0, N, HAS_BIAS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, b_weight=None,
+    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
-    """acc [BM, BN], plus bias [N], to columns n0 on of rows N wide, that may be anywhere.
-
-    b_weight: of each row, by which it is multiplied.
-    """
+    """acc [BM, BN], plus bias [N], to columns n0 on of rows N wide, that may be anywhere."""
     WIDTH: gl.constexpr = BN // 4
     parts = quarters(acc, BM, BN)
     for q in gl.static_range(4):
         value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
         if HAS_BIAS:
             value = _add_bias(value, bias_ptr, n0 + q * WIDTH, N, WIDTH, QUARTER)
-        if b_weight is not None:
-            value = value * b_weight[:, None]
         _store(p_row, m_row, value, n0 + q * WIDTH, N, WIDTH, ROWS)
 
 
@@ -268,12 +263,10 @@ def _finish_in(
 def _finish_out(
     acc, tile, n, epoch, rank, W, L, D, F, R, tiles, chunks, table_ptr, bias_ptr, results_ptr,
     results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-    row_weights_ptr, stage_ptr, origin_ptr,
     BACKWARD: gl.constexpr, HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, BN_IN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
-    DEDUP: gl.constexpr,
 ):  # fmt: skip
-    """TILE_OUT: to the sources; with the last column of the tile, signal them. DEDUP: as of `tile_out`."""
+    """TILE_OUT: to the sources; with the last column of the tile, signal them."""
     W, L, D, F, _, R = device.opaque_sizes(W, L, D, F, F, R)
     chunks = device.opaque(chunks)
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
@@ -281,24 +274,12 @@ def _finish_out(
     rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
     m = tile - first_tile
     i_m = _row_indices(BM, ROWS, 4 * WARPS)
-    origin = None
-    b_weight = None
-    if DEDUP:
-        received = (epoch % BANKS) * R + first_row + m * BM
-        origin = gl.load(origin_ptr + received + i_m, mask=m * BM + i_m < rows, other=0)
-        if not BACKWARD:
-            i_weight = _row_indices(BM, QUARTER, 8)
-            b_weight = gl.load(
-                row_weights_ptr + received + i_weight, mask=m * BM + i_weight < rows, other=0.0
-            )
     p_row, m_row = result_rows(
-        expert, m * BM + i_m, rows, first_row, W, L, D, table_ptr, stage_ptr, results_ptr, results_peers_ptr,
-        False, origin,
+        expert, m * BM + i_m, rows, first_row, W, L, D, table_ptr, results_ptr, results_ptr,
+        results_peers_ptr, False,
     )  # fmt: skip
     bias_ptr += local * D
-    _store_tile(
-        acc, p_row, m_row, bias_ptr, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN, ROWS, QUARTER, b_weight
-    )
+    _store_tile(acc, p_row, m_row, bias_ptr, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN, ROWS, QUARTER)
     if BACKWARD:
         if n == 0:
             return_dots(
@@ -308,7 +289,7 @@ def _finish_out(
     return_tile(
         tile, m, n, expert, first_row, epoch, rank, W, L, D, tiles, chunks, table_ptr, results_ptr,
         results_ptr, results_peers_ptr, dots_ptr, dots_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-        BACKWARD, BANKS, False, BM, BN, DEDUP,
+        BACKWARD, BANKS, False, BM, BN,
     )  # fmt: skip
 
 
@@ -351,14 +332,14 @@ def consume(
     use_ptr, earlier_use_ptr, table_ptr, rank, W, L, D, F, H, R, tiles, chunks,
     results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr,
     rows_ptr, row_weights_ptr, row_dots_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr,
-    stage_ptr, origin_ptr, ready_ptr, done_ptr,
+    ready_ptr, done_ptr,
     saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     problems_ptr, a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
     BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
     BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr, DEDUP: gl.constexpr,
+    STAGES: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers' partition: multiply the operands of each task that is handed over, and store."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
@@ -393,8 +374,8 @@ def consume(
                 _finish_out(
                     acc, a, b, epoch, rank, W, L, D, F, R, tiles, chunks, table_ptr, bias_out_ptr,
                     results_ptr, results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr,
-                    returned_peers_ptr, done_ptr, row_weights_ptr, stage_ptr, origin_ptr, BACKWARD,
-                    HAS_BIAS, BANKS, BM, BN, BN_IN, ROWS, QUARTER, WARPS, DEDUP,
+                    returned_peers_ptr, done_ptr, BACKWARD, HAS_BIAS, BANKS, BM, BN, BN_IN, ROWS, QUARTER,
+                    WARPS,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:

@@ -12,7 +12,7 @@ The warps of a program have three jobs, and go on independently of each other:
 What is claimed, waited for and signalled are the functions of `overlap_kernel`; see `schedule.py` for the
 rows, words and order. Two counters instead of one: the copy warps claim
 
-    [puts][MERGEs][reductions]
+    [puts][reductions]
 
 in that order, the producers claim all others, in the order of a launch without puts,
 
@@ -23,16 +23,14 @@ still multiply, and long before their epilogue.
 
 Why one resident program per PE is enough. Its warps are resident together, so its copy warps and its producer
 are two chains that both go on. A put waits for nothing that this use makes: only for a release of an earlier
-use. So all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. FANs stand
-among the puts, and wait for puts only: `schedule.py` says why both come to an end then. Of the GEMM
+use. So all puts of all PEs come to an end, whatever the GEMMs do, and with them all rows arrive. Of the GEMM
 tasks, take the unfinished one with the smallest number on a PE. It waits for rows, or for the words of tasks
 with smaller numbers, which are finished. The producer that claimed it has claimed only smaller numbers
 before, and waits for nothing else of them: loads need an empty stage, a hand-over an empty place, and the
 consumers empty both, as they take tasks in the order of the hand-over and wait for no signal themselves. So
-the task is finished: a contradiction. So all tiles of all PEs end, and the MERGEs, which wait for tiles of
-their own PE and stand behind all puts in the copy warps' list, and the reductions behind them, which wait for
-both, end too. Waits inside a program (mbarriers)
-need no bound of their own: whom they wait for waits for bounded signals only.
+the task is finished: a contradiction. So all tiles of all PEs end, and the reductions, which wait for them
+and stand behind all puts in the copy warps' list, end too. Waits inside a program (mbarriers) need no bound
+of their own: whom they wait for waits for bounded signals only.
 
 What each release covers. `put_signal` and `finish_ready` are called by one partition, after its own stores
 and a barrier of that partition; `tl.debug_barrier` in a partition joins its warps and no others. A producer's
@@ -65,12 +63,11 @@ def gluon_overlap_kernel(
     use_ptr, counter, copy_counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, limit,
     W, L, D, F, H, R, tiles, chunks, T, K,
     tiles_in, tiles_out, lag, dense_tiles, num_problems, reduce_blocks,
-    source_ptr, token_ptr, send_weights_ptr, x_ptr,
+    source_ptr, token_ptr, send_weights_ptr,
     rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr,
     results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, spoiled_ptr,
-    origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr,
-    bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, stage_ptr, row_dots_ptr, ready_ptr, done_ptr,
+    bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr, row_dots_ptr, ready_ptr, done_ptr,
     saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
     out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr, problems_ptr,
     # Of rows, hidden (backward: dh) and the weights of both GEMMs, in the order of this direction.
@@ -81,8 +78,7 @@ def gluon_overlap_kernel(
     BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
     STAGES: gl.constexpr, PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
-    BT: gl.constexpr, BD: gl.constexpr, DEDUP: gl.constexpr, SEND_X: gl.constexpr,
-    TASKS: gl.constexpr, WARPS: gl.constexpr, COPY_WARPS: gl.constexpr,
+    BT: gl.constexpr, BD: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr, COPY_WARPS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One launch. Arguments are those of `overlap_kernel`, but for two counters and the descriptors.
@@ -96,16 +92,11 @@ def gluon_overlap_kernel(
     num_puts = 0
     if HAS_PUT:
         num_puts = gl.load(table_ptr + NUM_PUTS)
-        if DEDUP > 0:
-            num_puts += num_tiles
-    num_merges = 0
-    if HAS_OUT and DEDUP > 0:
-        num_merges = num_tiles
     num_wgrad = 0
     if HAS_WGRAD:
         # Opaque: else it would be computed in every partition again.
         num_wgrad = device.opaque(num_wgrads(L, D, F, H, BM, BN))
-    num_copies = gl.minimum(num_puts + num_merges + reduce_blocks, limit)
+    num_copies = gl.minimum(num_puts + reduce_blocks, limit)
     num_gemms = gl.minimum(dense_tiles + num_tiles * (tiles_in + tiles_out) + num_wgrad, limit)
 
     element: gl.constexpr = rows_ptr.dtype.element_ty
@@ -135,32 +126,28 @@ def gluon_overlap_kernel(
             use_ptr, earlier_use_ptr, table_ptr, rank, W, L, D, F, H, R, tiles, chunks,
             results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr,
             rows_ptr, row_weights_ptr, row_dots_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr,
-            stage_ptr, origin_ptr, ready_ptr, done_ptr,
+            ready_ptr, done_ptr,
             saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
             problems_ptr, a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
             HAS_IN, HAS_OUT, HAS_WGRAD, DENSE_KINDS, BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, EARLIER_BANKS,
-            BM, BN, BN_IN, BK, STAGES, TASKS, WARPS, DEDUP > 0,
+            BM, BN, BN_IN, BK, STAGES, TASKS, WARPS,
         )),
         (produce, (
             use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_gemms,
             num_tiles, num_wgrad, epoch, sound, W, L, D, F, H, R,
             tiles, chunks, tiles_in, tiles_out, lag, dense_tiles, num_problems, rows_ptr,
-            arrived_ptr, fanned_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, problems_ptr,
+            arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, problems_ptr,
             rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
             a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
             HAS_IN, HAS_OUT, HAS_WGRAD, DENSE_KINDS, BACKWARD, PAIR, BANKS, EARLIER_BANKS,
-            BM, BN, BN_IN, BK, BW, STAGES, TASKS, DEDUP,
+            BM, BN, BN_IN, BK, BW, STAGES, TASKS,
         )),
         (copy, (
             use_ptr, copy_counter, table_ptr, report_ptr, rank, max_polls, num_copies,
-            num_puts, num_merges, sound, W, L, D, R, tiles, chunks, T, K,
+            num_puts, sound, W, L, D, R, tiles, chunks, T, K,
             source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
-            row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr,
-            results_peers_ptr, dots_ptr, spoiled_ptr, returned_ptr, returned_peers_ptr, out_ptr, expert_ptr,
-            row_ptr, weight_ptr, dweight_ptr,
-            origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr, stage_ptr, done_ptr, x_ptr, ring,
-            HAS_PUT, HAS_OUT, HAS_REDUCE, BACKWARD, BANKS, BM, BN, BW,
-            PUT_SLOTS, PUT_ROWS, PUT_BLOCK, BT, BD, DEDUP,
-            SEND_X, COPY_WARPS,
+            row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr, dots_ptr,
+            spoiled_ptr, returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr, ring,
+            HAS_PUT, HAS_REDUCE, BACKWARD, BANKS, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, BT, BD, COPY_WARPS,
         )),
     ], [1, COPY_WARPS], [COPY_REGISTERS, COPY_REGISTERS])  # fmt: skip

@@ -10,11 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lancet_kernels.kernels.gluon_config import (
+    COPY_REGISTERS,
     COPY_WARPS,
     PTX_OPTIONS,
     TASKS,
     boxes,
-    copy_registers,
     put_slots,
 )
 from lancet_kernels.kernels.gluon_kernel import gluon_overlap_kernel
@@ -40,7 +40,7 @@ def launch_gluon(copy_counter: int, grid: tuple[int, ...], **arguments: Any) -> 
         ),
         "TASKS": TASKS,
         "COPY_WARPS": COPY_WARPS,
-        "COPY_REGISTERS": copy_registers(arguments["DEDUP"] > 0),
+        "COPY_REGISTERS": COPY_REGISTERS,
         "num_warps": arguments["num_warps"],
         "ptx_options": PTX_OPTIONS,
     }
@@ -51,7 +51,7 @@ def launch_gluon(copy_counter: int, grid: tuple[int, ...], **arguments: Any) -> 
 
 
 def descriptors(arguments: dict[str, Any]) -> dict[str, TensorDescriptor]:
-    """Of all received rows, of `hidden`, and of the weights of all experts, as matrices."""
+    """Descriptors of all received rows, of `hidden`, and of the weights of all experts, as matrices."""
     sizes = (arguments[name] for name in ("BM", "BN", "BN_IN", "BK"))
     box = boxes(*sizes, backward=arguments["BACKWARD"])
     tensors = {name: arguments[name.removesuffix("_desc") + "_ptr"] for name in box}

@@ -24,7 +24,7 @@ from lancet_kernels.kernels.gemm_tile import NN, NT, TN
 from lancet_kernels.kernels.gluon_pipeline import NO_TASK, hand_over, load_steps, wait_for_loads
 from lancet_kernels.kernels.gluon_shim import view
 from lancet_kernels.kernels.overlap_kernel import find_task
-from lancet_kernels.kernels.overlap_tasks import wait_fanned, wait_ready, wait_rows
+from lancet_kernels.kernels.overlap_tasks import wait_ready, wait_rows
 from lancet_kernels.kernels.overlap_tiles import dense_problem, wgrad_operands
 from lancet_kernels.kernels.schedule import group, tile_ptr
 from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
@@ -32,12 +32,11 @@ from lancet_kernels.kernels.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
 
 @gluon.jit
 def _load_in(
-    it, j, tile, n, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr, fanned_ptr, max_polls,
+    it, j, tile, n, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr, max_polls,
     report_ptr, rows_desc, weight_desc,
     a_bufs, b_bufs, b_across, b_halves, empty, full, tasks, task_empty, task_full,
     BACKWARD: gl.constexpr, PAIR: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
     BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
-    DEDUP: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN: wait for the rows of the tile, hand it over, load. -> it, j."""
     W, L, D, F, _, R = opaque_sizes(W, L, D, F, F, R)
@@ -47,13 +46,10 @@ def _load_in(
     local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
     _, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
     m = tile - first_tile
-    if DEDUP > 0:
-        here = wait_fanned(tile, rank, fanned_ptr, max_polls, report_ptr, True)
-    else:
-        here = wait_rows(
-            tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls,
-            report_ptr, False, True, BANKS, BM, BW, gl.arange(0, BW, lanes),
-        )  # fmt: skip
+    here = wait_rows(
+        tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls,
+        report_ptr, False, True, BANKS, BM, BW, gl.arange(0, BW, lanes),
+    )  # fmt: skip
     if here:
         steps = gl.cdiv(D, BK)
         row = (epoch % BANKS).to(gl.int32) * R + first_row + m * BM
@@ -187,13 +183,13 @@ def _load_dense(
 def produce(
     use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_tasks, num_tiles,
     num_wgrad, epoch, sound, W, L, D, F, H, R, tiles, chunks, tiles_in, tiles_out, lag, dense_tiles,
-    num_problems, rows_ptr, arrived_ptr, fanned_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr,
+    num_problems, rows_ptr, arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr,
     problems_ptr, rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
     a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
     HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
     BACKWARD: gl.constexpr, PAIR: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
-    STAGES: gl.constexpr, TASKS: gl.constexpr, DEDUP: gl.constexpr,
+    STAGES: gl.constexpr, TASKS: gl.constexpr,
 ):  # fmt: skip
     """The producer's partition: all tasks but puts and reductions.
 
@@ -220,11 +216,10 @@ def produce(
         if HAS_IN:
             if kind == TILE_IN:
                 it, j = _load_in(
-                    it, j, a, b, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr, fanned_ptr,
+                    it, j, a, b, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr,
                     max_polls, report_ptr, rows_desc, weight_in_desc,
                     a_bufs, b_bufs, b_across, b_halves, empty, full,
                     tasks, task_empty, task_full, BACKWARD, PAIR, BANKS, BM, BN, BN_IN, BK, BW, STAGES, TASKS,
-                    DEDUP,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:

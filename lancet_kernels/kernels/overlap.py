@@ -3,9 +3,9 @@
     T  tokens here     E  experts in all, W PEs with L = E / W each    K  choices per token
     D  model width     F  hidden width    H  F, or 2F for swiglu       R  most rows received
 
-Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights,
-and x again if its rows are not kept -> dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the
-weights' gradients -> sum; dW2, dW1 and their biases fill the way back. By default each direction is one
+Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights
+-> dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the weights' gradients -> sum; dW2, dW1 and
+their biases fill the way back. By default each direction is one
 launch; `split` makes it two (dispatch+GEMM, GEMM+combine). Independent GEMMs (dW of another layer, say) can
 ride along in any of them: `DenseGemm`. Before the forward two small launches exchange counts and find where
 all rows lie (`schedule.py`); the backward's rows lie where the forward's did.
@@ -31,7 +31,7 @@ from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.gemm_tile import KINDS
 from lancet_kernels.kernels.gluon_launch import launch_gluon
 from lancet_kernels.kernels.kernel_launch import launch, on_device
-from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange, check_sent_again
+from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
 from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
     first_columns,
@@ -114,18 +114,15 @@ def moe_backward(
     experts: Experts,
     config: OverlapConfig,
     *,
-    x: Tensor | None = None,
     dense: Sequence[DenseGemm] = (),
 ) -> ExpertGradients:
     """Gradients of `moe_forward`; dy [T, D]. Opens and releases a use of `backward`, none of `forward`.
 
-    x: what the forward was given, if `backward` sends it again (`sends_x`): then the forward's use may be
-    released, and both exchanges may be one. Raises UserError as moe_forward.
+    Raises UserError as moe_forward.
     """
     check_pass(backward, dy, routing, experts, config, dense)
     check_same_exchange(forward, backward)
-    check_sent_again(backward, x, dy)
-    if x is None and not saved.use.open:
+    if not saved.use.open:
         raise UserError(
             f"backward of a pass of {forward.name}",
             got="one that was released: its rows may be overwritten",
@@ -133,9 +130,6 @@ def moe_backward(
             do="release a pass after its only backward",
         )
     use = backward.begin(saved.use.table)
-    saved_rows, of_rows, banks = forward.rows.local, saved.use, forward.banks
-    if x is not None:
-        saved_rows, of_rows, banks = backward.rows.local[backward.banks :], use, backward.banks
     # Scratch until the last of these launches, which are in one stream: so all layers take the same memory.
     dh = torch.empty_like(saved.pre)
     activated = saved.pre.new_empty(forward.receive_rows, experts.hidden)
@@ -150,7 +144,7 @@ def moe_backward(
     launches = _Launch(backward, use, routing, experts, config, dense, backward=True)
     launches.run(
         source=dy, weight_in=experts.w2, bias_in=experts.b2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
-        x=x, earlier=of_rows, earlier_banks=banks, saved_rows=saved_rows,
+        earlier=saved.use, earlier_banks=forward.banks, saved_rows=forward.rows.local,
         activated=activated, dweight_in=gradients.dw2, dbias_in=gradients.db2,
         dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx, dweight=gradients.dweight,
     )  # fmt: skip
@@ -182,7 +176,6 @@ class _Launch:
             self.row_dots = self.weights.new_empty(
                 triton.cdiv(self.hidden, self.columns_in), exchange.receive_rows
             )
-        if self.backward or exchange.dedup:
             self.weights = self.routing.weight_of_row()
             if exchange.buffers.stage is not None:
                 staged = exchange.buffers.stage.weights.local
@@ -191,8 +184,6 @@ class _Launch:
                 self.weights = staged
         stage = exchange.buffers.stage
         self.stage = exchange.rows.local if stage is None else stage.results.local
-        if stage is None and exchange.dedup:
-            self.stage = self.stage.new_empty(exchange.receive_rows, exchange.width)
         self.problems, dense_tiles = None, 0
         if self.dense:
             self.problems, dense_tiles = dense_table(self.dense, gemm, exchange.memory.device)
@@ -221,7 +212,6 @@ class _Launch:
         problems = exchange.report if self.problems is None else self.problems
         buffers = exchange.buffers
         stage = buffers.stage or Stage(exchange.rows, buffers.dots, exchange.rows, buffers.dots)
-        x_stage = exchange.x_stage or exchange.rows
         if self.tma:
             runtime.provide_scratch()
         start = partial(launch, overlap_kernel)
@@ -239,12 +229,11 @@ class _Launch:
             dense_tiles=shape.dense_tiles, num_problems=len(self.dense), reduce_blocks=shape.reduce_blocks,
             programs=shape.programs, comm_programs=shape.comm_programs,
             source_ptr=get("source"), token_ptr=self.token, send_weights_ptr=self.weights,
-            put_stage_ptr=stage.rows.local, x_ptr=get("x"), x_stage_ptr=x_stage.local,
+            put_stage_ptr=stage.rows.local,
             rows_ptr=exchange.rows.local, rows_peers_ptr=exchange.rows.peers,
             row_weights_ptr=exchange.row_weights.local, row_weights_peers_ptr=exchange.row_weights.peers,
             arrived_ptr=exchange.arrived.local, arrived_peers_ptr=exchange.arrived.peers,
             released_ptr=exchange.released.local,
-            **self._origins(),
             results_ptr=exchange.results.local, results_peers_ptr=exchange.results.peers,
             dots_ptr=buffers.dots.local, dots_peers_ptr=buffers.dots.peers, spoiled_ptr=buffers.spoiled,
             returned_ptr=exchange.returned.local, returned_peers_ptr=exchange.returned.peers,
@@ -269,21 +258,8 @@ class _Launch:
             BW=triton.next_power_of_2(exchange.world),
             PUT_ROWS=config.put_rows, PUT_BLOCK=config.put_block,
             BT=config.reduce_tokens, BD=config.reduce_block,
-            DEDUP=triton.next_power_of_2(routing.expert.shape[1]) if exchange.dedup else 0,
-            SEND_X=int(self.backward and exchange.sends_x and shape.put),
             num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),
         )  # fmt: skip
-
-    def _origins(self) -> dict[str, Tensor]:
-        """Of duplicates that are sent once."""
-        exchange = self.exchange
-        nothing = exchange.arrived
-        origin = nothing if exchange.origin is None else exchange.origin
-        stage = nothing if exchange.origin_stage is None else exchange.origin_stage
-        return {
-            "origin_ptr": origin.local, "origin_peers_ptr": origin.peers, "origin_stage_ptr": stage.local,
-            "fanned_ptr": self.use.fanned,
-        }  # fmt: skip
 
     def _fit_tma(self, tensors: Iterable[Tensor | Use | int | None]) -> bool:
         """Descriptors need bases and row distances that are multiples of 16 bytes. Stores rely on it, too."""

@@ -65,13 +65,6 @@ def check_pass(
             expected=f"{exchange.chunk_rows} (rows of a tile of {exchange.name})",
             do="make the exchange with chunk_rows=config.gemm.block_m",
         )
-    if config.dedup != exchange.dedup:
-        raise UserError(
-            "config.dedup",
-            got=config.dedup,
-            expected=f"{exchange.dedup}, as {exchange.name} has",
-            do="make the exchange with dedup=config.dedup",
-        )
     check_gluon(config, width, hidden, exchange.dtype, x.device, exchange.nvshmem)
 
 
@@ -101,7 +94,7 @@ def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
 
 def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
     """Raise UserError unless rows of a forward pass have the same places in both. Banks may differ."""
-    for name in "world rank local_experts send_rows receive_rows width dtype chunk_rows dedup".split():
+    for name in "world rank local_experts send_rows receive_rows width dtype chunk_rows".split():
         if getattr(forward, name) != getattr(backward, name):
             raise UserError(
                 f"{name} of {backward.name}, the exchange of the backward",
@@ -109,19 +102,6 @@ def check_same_exchange(forward: Exchange, backward: Exchange) -> None:
                 expected=f"{getattr(forward, name)}, as {forward.name} has",
                 do="make both exchanges alike",
             )
-
-
-def check_sent_again(backward: Exchange, x: Tensor | None, dy: Tensor) -> None:
-    """Raise UserError unless x [T, D] is given if and only if the exchange of a backward sends it."""
-    if (x is not None) != backward.sends_x:
-        raise UserError(
-            f"x of a backward through {backward.name}",
-            got="none" if x is None else "one",
-            expected="the forward's x" if backward.sends_x else "none, as the rows of the forward are kept",
-            do="make the exchange of the backward with the right sends_x",
-        )
-    if x is not None:
-        check_tensor("x of the fused experts", x, shape=tuple(dy.shape), dtype=dy.dtype, device=dy.device)
 
 
 def check_routing(routing: Routing) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import comb
 
 import torch
 
@@ -15,9 +14,6 @@ from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.tasks import check_comm_programs
 
 BODIES = ("triton", "gluon")
-# Bandwidth of NVLink, one direction, over that of the memory: 0.10 (B200, H200) to 0.15 (A100), from data
-# sheets.
-LINK_OVER_MEMORY = 0.15
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,6 @@ class OverlapConfig:
         comm_programs: how many of them put while the rest has tiles that need not wait.
         split: two launches per direction instead of one.
         tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
-        dedup: put a token with several rows for one PE there once, and copy it there, and return one row, the
-            sum of its results (`dedup_pays`); as the exchange, which has regions for it.
         bodies: "triton", or "gluon": the warp-specialised kernel for sm_90 (`gluon_kernel.py`), in launches
             with tensor descriptors.
     """
@@ -47,7 +41,6 @@ class OverlapConfig:
     comm_programs: int = 1
     split: bool = False
     tma: bool = False
-    dedup: bool = False
     bodies: str = "triton"
 
     def __post_init__(self) -> None:
@@ -76,45 +69,6 @@ class OverlapConfig:
             comm_programs=max(1, programs // 8),
             tma=arch >= 90 and aligned,
         )
-
-
-def pes_of_token(world: int, local_experts: int, choices: int) -> float:
-    """How many PEs a token is sent to on average, if all sets of `choices` experts are equally likely.
-
-    With many experts on each PE that is W (1 - (1 - 1/W)^K). Example: 8 PEs, 8 experts each, 8 choices: 5.4.
-    """
-    experts = world * local_experts
-    return world * (1 - comb(experts - local_experts, choices) / comb(experts, choices))
-
-
-def rows_alone(world: int, local_experts: int, choices: int) -> float:
-    """How many rows of a token are its only one on their PE, on average, as in `pes_of_token`.
-
-    Example: 8 PEs, 8 experts each, 8 choices: 3.4.
-    """
-    experts = world * local_experts
-    return choices * comb(experts - local_experts, choices - 1) / comb(experts - 1, choices - 1)
-
-
-def dedup_pays(world: int, local_experts: int, choices: int) -> bool:
-    """Do dispatch and combine take a tenth less time if duplicates are sent once, and sums come back?
-
-    A token has K rows, on d = `pes_of_token` PEs; (W - 1) / W of what is put goes over the link. There, K - d
-    rows are copied, which reads and writes them in memory, whose bandwidth is 1 / g that of the link. Back, s
-    = `rows_alone` go straight to their source, as all would without; the other K - s are stored, and read to
-    be added up:
-
-        all rows    2 K (W - 1) / W                     in the time that one row takes on the link
-        once        2 d (W - 1) / W + 2 g (K - d) + 2 g (K - s)
-
-    On the way there it pays more than on the way back. No GPU has measured either. Example: 8 PEs with 16
-    experts each: 2 and 4 choices no, 6 and 8 yes; 1 expert each: no.
-    """
-    if choices > world * local_experts:
-        return False
-    rows, away = pes_of_token(world, local_experts, choices), (world - 1) / world
-    moved = (choices - rows) + (choices - rows_alone(world, local_experts, choices))
-    return 2 * rows * away + 2 * LINK_OVER_MEMORY * moved < 0.9 * 2 * choices * away
 
 
 def overlap_tile(activation: str, dtype: torch.dtype, arch: int) -> GemmConfig:

@@ -13,13 +13,11 @@ import triton
 import triton.language as tl
 
 from lancet_kernels.kernels import device
-from lancet_kernels.kernels.overlap_tasks import fan_tile, merge_tile, put_chunk, reduce_block
+from lancet_kernels.kernels.overlap_tasks import put_chunk, reduce_block
 from lancet_kernels.kernels.overlap_tiles import dense_tile, tile_in, tile_out, tile_wgrad
 from lancet_kernels.kernels.schedule import NUM_PUTS, NUM_TILES, VOID, tile_ptr
 from lancet_kernels.kernels.tasks import (
     DENSE,
-    FAN,
-    MERGE,
     PUT,
     REDUCE,
     TILE_IN,
@@ -27,7 +25,6 @@ from lancet_kernels.kernels.tasks import (
     WGRAD,
     dense_task,
     find_other,
-    num_tile_tasks,
     num_wgrads,
     puts_before,
     tile_task,
@@ -38,13 +35,11 @@ from lancet_kernels.kernels.tasks import (
 @triton.jit
 def find_task(
     i, num_puts, num_tiles, num_wgrad, dense_tiles, num_problems, tiles_in, tiles_out, lag,
-    programs, comm_programs, problems_ptr, tile_puts_ptr, put_expert_ptr, puts, L, D, F, H,
+    programs, comm_programs, problems_ptr, tile_puts_ptr, put_expert_ptr, chunks, L, D, F, H,
     HAS_PUT: tl.constexpr, HAS_TILES: tl.constexpr, HAS_WGRAD: tl.constexpr, HAS_DENSE: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, HAS_FAN: tl.constexpr = False, HAS_MERGE: tl.constexpr = False,
+    BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """-> kind, and up to four numbers, of task i; `tasks.py` says what they mean.
-
-    HAS_MERGE: tiles_out counts MERGE, too.
 
     Example: that of `schedule`, PE 1, one program: task 3 is PUT 3 1, its fourth put: expert 3, tile 1.
     """
@@ -75,21 +70,17 @@ def find_task(
             if number != i:
                 kind = PUT + i * 0
                 a = tl.load(put_expert_ptr + i - j - 1)
-                b = tl.load(put_expert_ptr + puts + i - j - 1)
-                if HAS_FAN:
-                    if a < 0:
-                        kind = FAN + i * 0
-                        a = b
-    if (kind != PUT) & (kind != FAN):
+                b = tl.load(put_expert_ptr + chunks + i - j - 1)
+    if kind != PUT:
         a = j
         y = j - independent
         if y >= 0:
-            gemms = num_tile_tasks(num_tiles, tiles_in, tiles_out, lag, HAS_MERGE)
+            gemms = num_tiles * (tiles_in + tiles_out)
             kind = REDUCE + i * 0
             a = y - gemms - num_wgrad
             if HAS_TILES:
                 if y < gemms:
-                    kind, a, b = tile_task(y, num_tiles, tiles_in, tiles_out, lag, HAS_MERGE)
+                    kind, a, b = tile_task(y, num_tiles, tiles_in, tiles_out, lag)
             if HAS_WGRAD:
                 if (y >= gemms) & (y < gemms + num_wgrad):
                     kind = WGRAD + i * 0
@@ -113,14 +104,12 @@ def overlap_kernel(
     W, L, D, F, H, R, tiles, chunks, T, K,
     tiles_in, tiles_out, lag, dense_tiles, num_problems, reduce_blocks,
     programs, comm_programs,
-    # Dispatch: rows of source by send row, in a backward their weights, with SEND_X rows of x.
-    source_ptr, token_ptr, send_weights_ptr, put_stage_ptr, x_ptr, x_stage_ptr,
+    # Dispatch: rows of source by send row, in a backward their weights.
+    source_ptr, token_ptr, send_weights_ptr, put_stage_ptr,
     # Symmetric regions and their peers.
     rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
     arrived_ptr, arrived_peers_ptr, released_ptr,
     results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, spoiled_ptr,
-    # Only with DEDUP.
-    origin_ptr, origin_peers_ptr, origin_stage_ptr, fanned_ptr,
     # The two GEMMs of an expert, in the order of this direction.
     weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, weight_out_ptr, bias_out_ptr, stage_ptr,
     row_dots_ptr, dots_stage_ptr, ready_ptr, done_ptr,
@@ -134,15 +123,12 @@ def overlap_kernel(
     BANKS: tl.constexpr, EARLIER_BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr,
     TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
     BW: tl.constexpr, PUT_ROWS: tl.constexpr, PUT_BLOCK: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    DEDUP: tl.constexpr, SEND_X: tl.constexpr,
 ):  # fmt: skip
     """One launch. Its tasks follow from the table (`schedule.py`) and the numbers of `tasks.LaunchShape`.
 
     Tiles are [BM, BN], those of the first GEMM [BM, BN_IN]: swiglu's has two accumulators.
 
-    Grid: (programs,), at most what is resident; one is enough. limit: no more than so many tasks. DEDUP: a
-    power of 2, at least K, if duplicates are sent once, and their results added up, else 0. SEND_X: 1 where x
-    is sent again, else 0.
+    Grid: (programs,), at most what is resident; one is enough. limit: no more than so many tasks.
     Floor: FLOPs of the GEMMs (2 * rows * D * H and 2 * rows * F * D forward) over the peak, or the bytes put
     (rows * D * element size, each direction) over the link, whichever is longer.
     Example, backward, 2 PEs: PUT sends dy of 6 rows to expert 1; the peer's TILE_IN makes dh of them with
@@ -154,27 +140,19 @@ def overlap_kernel(
     tile_puts_ptr = tile_ptr(table_ptr, W, W * L) + tiles
     num_tiles = tl.load(table_ptr + NUM_TILES)
     num_puts = 0
-    most_puts = chunks
     if HAS_PUT:
         num_puts = tl.load(table_ptr + NUM_PUTS)
-        if DEDUP > 0:
-            num_puts += num_tiles
-            most_puts += tiles
     num_wgrad = 0
     if HAS_WGRAD:
         num_wgrad = num_wgrads(L, D, F, H, BM, BN)
-    HAS_MERGE: tl.constexpr = HAS_OUT and DEDUP > 0
-    if HAS_MERGE:
-        tiles_out += 1
-    num_gemms = dense_tiles + num_tile_tasks(num_tiles, tiles_in, tiles_out, lag, HAS_MERGE) + num_wgrad
+    num_gemms = dense_tiles + num_tiles * (tiles_in + tiles_out) + num_wgrad
     num_tasks = tl.minimum(num_puts + num_gemms + reduce_blocks, limit)
     i = tl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(tl.int32)
     while i < num_tasks:
         kind, a, b, c, d = find_task(
             i, num_puts, num_tiles, num_wgrad, dense_tiles, num_problems, tiles_in, tiles_out,
-            lag, programs, comm_programs, problems_ptr, tile_puts_ptr, tile_puts_ptr + tiles, most_puts,
-            L, D, F, H, HAS_PUT, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN, DEDUP > 0,
-            HAS_MERGE,
+            lag, programs, comm_programs, problems_ptr, tile_puts_ptr, tile_puts_ptr + tiles, chunks,
+            L, D, F, H, HAS_PUT, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN,
         )  # fmt: skip
         if HAS_PUT:
             if kind == PUT:
@@ -182,23 +160,15 @@ def overlap_kernel(
                     a, b, epoch, rank, W, L, D, R, tiles, table_ptr, source_ptr, token_ptr, send_weights_ptr,
                     put_stage_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
                     arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr,
-                    K, expert_ptr, row_ptr, origin_ptr, origin_peers_ptr, origin_stage_ptr,
-                    x_ptr, x_stage_ptr, BANKS, BACKWARD, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK, DEDUP, SEND_X,
-                )  # fmt: skip
-        if HAS_PUT and DEDUP > 0:
-            if kind == FAN:
-                fan_tile(
-                    a, epoch, rank, W, L, D, R, tiles, table_ptr, rows_ptr, arrived_ptr, origin_ptr,
-                    fanned_ptr, max_polls, report_ptr, NVSHMEM, BANKS, BM, BW, PUT_ROWS, PUT_BLOCK, SEND_X,
+                    BANKS, BACKWARD, NVSHMEM, BM, PUT_ROWS, PUT_BLOCK,
                 )  # fmt: skip
         if HAS_IN:
             if kind == TILE_IN:
                 tile_in(
                     a, b, epoch, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, arrived_ptr,
                     weight_in_ptr, bias_in_ptr, pre_ptr, hidden_ptr, activated_ptr, row_weights_ptr,
-                    row_dots_ptr, ready_ptr, fanned_ptr, max_polls, report_ptr,
+                    row_dots_ptr, ready_ptr, max_polls, report_ptr,
                     BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, NVSHMEM, UPCAST, TMA, BM, BN_IN, BK, BW,
-                    DEDUP > 0,
                 )  # fmt: skip
         if HAS_OUT:
             if kind == TILE_OUT:
@@ -206,15 +176,8 @@ def overlap_kernel(
                     a, b, epoch, rank, sound, W, L, D, F, H, R, tiles, chunks, table_ptr, ready_ptr,
                     weight_out_ptr, bias_out_ptr, hidden_ptr, stage_ptr, results_ptr, results_peers_ptr,
                     row_dots_ptr, dots_stage_ptr, dots_ptr, dots_peers_ptr, returned_ptr,
-                    returned_peers_ptr, done_ptr, max_polls, report_ptr, origin_ptr, row_weights_ptr,
-                    HAS_IN, BACKWARD, HAS_BIAS, BANKS, NVSHMEM, UPCAST, TMA, BM, BN, BN_IN, BK, DEDUP > 0,
-                )  # fmt: skip
-        if HAS_MERGE:
-            if kind == MERGE:
-                merge_tile(
-                    a, epoch, rank, W, L, D, R, chunks, table_ptr, origin_ptr, stage_ptr, results_ptr,
-                    results_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr, max_polls, report_ptr,
-                    BANKS, NVSHMEM, BM, BN, BT, BD,
+                    returned_peers_ptr, done_ptr, max_polls, report_ptr,
+                    HAS_IN, BACKWARD, HAS_BIAS, BANKS, NVSHMEM, UPCAST, TMA, BM, BN, BN_IN, BK,
                 )  # fmt: skip
         if HAS_WGRAD:
             if kind == WGRAD:
@@ -232,9 +195,9 @@ def overlap_kernel(
                 reduce_block(
                     a, epoch, rank, sound, W, L, D, T, K, chunks, table_ptr, results_ptr, dots_ptr,
                     spoiled_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr,
-                    origin_stage_ptr, max_polls, report_ptr, BACKWARD, NVSHMEM, BANKS, BM, BT, BD, DEDUP > 0,
+                    max_polls, report_ptr, BACKWARD, NVSHMEM, BANKS, BM, BT, BD,
                 )  # fmt: skip
         i = tl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(tl.int32)
-    if HAS_PUT or HAS_MERGE:
+    if HAS_PUT:
         # The network may still read the stage, which is the next launch's, too.
         device.quiet(NVSHMEM)

@@ -41,7 +41,6 @@ from lancet_kernels.kernels.overlap_tasks import (
     result_rows,
     return_dots,
     return_tile,
-    wait_fanned,
     wait_ready,
     wait_rows,
 )
@@ -53,10 +52,10 @@ from lancet_kernels.kernels.tasks import DENSE_WORDS
 def tile_in(
     tile, n, epoch, rank, W, L, D, F, H, R, tiles, table_ptr,
     rows_ptr, arrived_ptr, weight_ptr, bias_ptr, pre_ptr, hidden_ptr, activated_ptr,
-    row_weights_ptr, row_dots_ptr, ready_ptr, fanned_ptr, max_polls, report_ptr,
+    row_weights_ptr, row_dots_ptr, ready_ptr, max_polls, report_ptr,
     BACKWARD: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr, DEDUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
     """TILE_IN: wait for the rows of a tile, whoever sends them, multiply them, count the column as ready.
 
@@ -70,13 +69,10 @@ def tile_in(
     local = tl.load(tile_ptr(table_ptr, W, W * L) + tile)
     rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
     m = tile - first_tile
-    if DEDUP:
-        here = wait_fanned(tile, rank, fanned_ptr, max_polls, report_ptr, TMA)
-    else:
-        here = wait_rows(
-            tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls,
-            report_ptr, NVSHMEM, TMA, BANKS, BM, BW,
-        )  # fmt: skip
+    here = wait_rows(
+        tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls,
+        report_ptr, NVSHMEM, TMA, BANKS, BM, BW,
+    )  # fmt: skip
     if here:
         row = first_row.to(tl.int64)
         x_ptr = rows_ptr + ((epoch % BANKS) * R + row) * D
@@ -104,10 +100,10 @@ def tile_out(
     tile, n, epoch, rank, sound, W, L, D, F, H, R, tiles, chunks, table_ptr,
     ready_ptr, weight_ptr, bias_ptr, hidden_ptr, stage_ptr, results_ptr, results_peers_ptr,
     row_dots_ptr, dots_stage_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-    max_polls, report_ptr, origin_ptr, row_weights_ptr,
+    max_polls, report_ptr,
     HAS_IN: tl.constexpr, BACKWARD: tl.constexpr, HAS_BIAS: tl.constexpr,
     BANKS: tl.constexpr, NVSHMEM: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr, DEDUP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """TILE_OUT: multiply a tile of the first GEMM's result, store each row at its source; the last n signals.
 
@@ -115,8 +111,7 @@ def tile_out(
     results [S, D] of a source are in its order of sending; stage [R, D] is ours, for a source that no
     pointer reaches. A backward's n = 0 also returns the gradients of the rows' weights. HAS_IN: this
     launch makes hidden, in columns of BN_IN, so wait for it; else an earlier launch of this use has, if
-    it was `sound`. What is missing is not made up: nothing is stored, nobody told. DEDUP: a forward's rows
-    are weighted; those of tokens with several rows here go to stage, and MERGE signals.
+    it was `sound`. What is missing is not made up: nothing is stored, nobody told.
     Example: that of `schedule`, PE 0, BM = BN = 4: tile 3, n = 0 goes to results[6, 0:4] of PE 0 (its fifth
     row for expert 1) and to results[3, 0:4] of PE 1.
     """
@@ -140,19 +135,12 @@ def tile_out(
                 False, UPCAST, TMA, BM, BN, BK,
             )  # fmt: skip
         i = m * BM + tl.arange(0, BM)
-        received = (epoch % BANKS) * R + first_row + i
-        origin = None
-        weight = None
-        if DEDUP:
-            origin = tl.load(origin_ptr + received, mask=i < rows, other=0)
-            if not BACKWARD:
-                weight = tl.load(row_weights_ptr + received, mask=i < rows, other=0.0)
         p_row, m_row = result_rows(
             expert, i, rows, first_row, W, L, D, table_ptr, stage_ptr, results_ptr, results_peers_ptr,
-            NVSHMEM, origin,
+            NVSHMEM,
         )  # fmt: skip
         bias_ptr += local * D
-        store_to_rows(p_row, m_row, acc, bias_ptr, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN, weight)
+        store_to_rows(p_row, m_row, acc, bias_ptr, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN)
         if BACKWARD:
             if n == 0:
                 return_dots(
@@ -162,7 +150,7 @@ def tile_out(
         return_tile(
             tile, m, n, expert, first_row, epoch, rank, W, L, D, tiles, chunks, table_ptr,
             stage_ptr, results_ptr, results_peers_ptr, dots_stage_ptr, dots_ptr,
-            returned_ptr, returned_peers_ptr, done_ptr, BACKWARD, BANKS, NVSHMEM, BM, BN, DEDUP,
+            returned_ptr, returned_peers_ptr, done_ptr, BACKWARD, BANKS, NVSHMEM, BM, BN,
         )  # fmt: skip
 
 
@@ -202,9 +190,9 @@ def tile_wgrad(
     """WGRAD: one tile of dw2 [F, D] (which = 0) or dw1 [D, H] (1) of an expert, over all its rows.
 
     rows [B, R, D] is dy, hidden [R, H] dh; activated [R, F] the weighted hidden, both made by TILE_IN;
-    saved_rows is x, in the bank of the use that brought it (the epoch at earlier_use), the forward's or this
-    one. HAS_IN, sound: as of `tile_out`; what rests on rows that did not come is NaN. The tiles with m = 0
-    write the bias gradients, in a second look at rows that their dot has just brought into L2.
+    saved_rows is x, in the bank of the forward's use (the epoch at earlier_use). HAS_IN, sound: as of
+    `tile_out`; what rests on rows that did not come is NaN. The tiles with m = 0 write the bias gradients, in
+    a second look at rows that their dot has just brought into L2.
     Example: which = 1, local = 2, m = 0, n = 1, BM = BN = 4: dweight_out[2, 0:4, 4:8] and dbias_out[2, 4:8].
     """
     rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)

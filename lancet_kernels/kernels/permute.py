@@ -9,10 +9,10 @@
 A choice with a negative row is dropped: it is never written, and it contributes zero. Arithmetic is in
 float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`rounding.UNFUSED`).
 
-permute is bitwise equal to `ops.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for float32
-rows on a CPU the op fuses products into sums, so the last bits differ. combine_dweight sums over D in an
-order that depends only on D and on the configuration, so parts of a batch get bitwise the same results as the
-whole batch.
+permute is bitwise equal to `ops.moe.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for
+float32 rows on a CPU the op fuses products into sums, so the last bits differ. combine_dweight sums over D in
+an order that depends only on D and on the configuration, so parts of a batch get bitwise the same results as
+the whole batch.
 """
 
 from typing import Any

@@ -9,10 +9,10 @@ Three launches for every gate:
     2. prefix    counts of earlier blocks, used', number of rows      slots_kernel.py
     3. slots     the slot of each choice                              slots_kernel.py
 
-All results are integers, and bitwise equal to those of `lancet_kernels.ops.gates`. Weights are not computed
-here: exp in Triton and in torch may differ in the last bit, and then ranks with and without kernels would
-route differently. So softmax and sigmoid stay torch ops, before these kernels (the scores of the sigmoid
-gate) and after them (`Gate.weights` of the chosen experts).
+All results are integers, and bitwise equal to those of `lancet_kernels.ops.moe.gates`. Weights are not
+computed here: exp in Triton and in torch may differ in the last bit, and then ranks with and without kernels
+would route differently. So softmax and sigmoid stay torch ops, before these kernels (the scores of the
+sigmoid gate) and after them (`Gate.weights` of the chosen experts).
 
 `used` is an input and `used'` a result, with dropped choices: a batch that is routed part by part gets the
 same slots, and so the same drops, as one that is routed at once (Lancet, section 2.3).

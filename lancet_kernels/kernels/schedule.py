@@ -38,8 +38,7 @@ Order of tasks. Programs claim numbers from one counter. Two streams are merged:
 
     [independent GEMMs][tiles][weight gradients][reductions]
 
-The tiles of the two GEMMs take turns: those of the second one come `lag` tiles behind those of the first,
-and with `dedup` the tasks MERGE another `lag` tiles behind those.
+The tiles of the two GEMMs take turns: those of the second one come `lag` tiles behind those of the first.
 Puts are sorted by (local expert, tile) of where they go, and among equals by how far the peer is: rank + 1
 first, the PE itself last. Of every `programs` claims `comm_programs` are puts as long as there are any; and
 a tile of the first GEMM with number (local expert, tile) stands behind all puts with a key up to its own.
@@ -50,38 +49,14 @@ waiting tile of the first GEMM with the smallest key (l, m) of all. It waits for
 key, which q has not claimed. In q's list all tiles of the first GEMM before that put have smaller keys: they
 are done. So are puts, independent tasks, and the second GEMM of those tiles. So q goes on: a contradiction.
 
-Duplicates sent once (`dedup`). A token with several rows for one PE is put there once, into the row with the
-smallest number among them, the *leader* of the others. The tasks FAN, one for each tile, copy the others from
-their leaders. They stand in the list of puts: FAN of tile t behind the puts with a key up to that of tile t +
-FAN_LAG, or behind all, so that rows are mostly there when its turn comes; and the tiles of the first GEMM
-stand behind their FAN. FAN waits for the words of its own tile and of the tiles in which its leaders lie.
-Rows to send are sorted by expert, then slot, so a leader lies in the same tile or in one with a smaller key:
-what FAN waits for are puts with a key up to its own. The argument above holds with FAN in the place of the
-tile: a tile of the first GEMM waits for a FAN before it in the same list, and of all waiting FANs take the
-one with the smallest key. The put that it waits for stands in q's list behind FANs with smaller keys only.
-
-One row comes back (`dedup`). A token's rows on a PE are a chain: each row's origin names its leader and the
-row before it, and the *last* one, with the largest number, knows that it is. The second GEMM stores the
-results of tokens with several rows in a stage, on its own PE; a forward's are weighted before. The tasks
-MERGE, one for each tile, follow the chain of each last row in their tile, add up what is staged, in float32,
-and store the sum at the source, rounded once more. A row without others goes straight to its source. The
-signal of a chunk comes from MERGE, whether or not there is a last row in it: the gradients of all rows'
-weights are behind it, too. REDUCE reads the last rows alone. Which they are stands in the origins that PUT
-left on the source itself: the signals for which REDUCE waits come behind those puts.
-
-MERGE of a tile waits for the counters of that tile and of those in which the chains of its last rows lie:
-earlier ones. All these are tiles of its own PE, whose second GEMM stands before it in the same list; so it
-changes nothing in the argument above, where reductions wait for MERGEs of peers in place of tiles. An origin
-further down the chain is read only when its tile is done, so that it is one of this epoch.
-
 The table, int32, one for each pass; a backward uses that of its forward:
 
     header [8]   VOID, NUM_PUTS, NUM_TILES, RECEIVED
     count [W, E]   before [W, E]   first_send [W, E]   rows [E]   first_row [E]   first_tile [E]
     tile_expert [tiles]   local expert of each tile here
-    tile_puts [tiles]     puts of this PE, and FANs, that stand before the tile
-    put_expert [puts]     expert and tile (of its expert) of each put of this PE, in order; of a FAN
-    put_tile [puts]       -1 and its tile here. puts: `most_puts`
+    tile_puts [tiles]     puts of this PE that stand before the tile
+    put_expert [chunks]   expert and tile (of its expert) of each put of this PE, in order
+    put_tile [chunks]
 """
 
 from __future__ import annotations
@@ -95,8 +70,6 @@ from lancet_kernels.kernels.failure_report import TOO_MANY_ROWS, WAIT_COUNTS, WA
 HEADER_WORDS = 8
 # Tiles of an expert that a program of `schedule_kernel` numbers in one step.
 TILES_AT_ONCE = 64
-# So many tiles are the rows of other PEs given time to arrive; a power of 2. Not measured.
-FAN_LAG = tl.constexpr(2)
 HEADER = tl.constexpr(HEADER_WORDS)
 VOID = tl.constexpr(0)
 NUM_PUTS = tl.constexpr(1)
@@ -114,14 +87,9 @@ def most_chunks(rows: int, experts: int, block_m: int) -> int:
     return rows // block_m + 2 * experts
 
 
-def most_puts(chunks: int, tiles: int, dedup: bool) -> int:
-    """Puts, and with `dedup` FANs beside them, that a list can have."""
-    return chunks + tiles if dedup else chunks
-
-
-def table_words(world: int, experts: int, tiles: int, puts: int) -> int:
-    """Size of the table. Example: 2 PEs, 6 experts, 8 tiles, 14 puts -> 8 + 36 + 18 + 16 + 28 = 106."""
-    return HEADER_WORDS + 3 * world * experts + 3 * experts + 2 * tiles + 2 * puts
+def table_words(world: int, experts: int, tiles: int, chunks: int) -> int:
+    """Size of the table. Example: 2 PEs, 6 experts, 8 tiles, 14 chunks -> 8 + 36 + 18 + 16 + 28 = 106."""
+    return HEADER_WORDS + 3 * world * experts + 3 * experts + 2 * tiles + 2 * chunks
 
 
 @triton.jit
@@ -279,16 +247,15 @@ def _num_chunks(count, before, BM: tl.constexpr):
     return tl.where(count > 0, (before + count - 1) // BM - before // BM + 1, 0)
 
 
-@triton.jit(do_not_specialize=["rank", "W", "L", "tiles", "puts"])
+@triton.jit(do_not_specialize=["rank", "W", "L", "tiles", "chunks"])
 def schedule_kernel(
-    table_ptr, rank, W, L, tiles, puts,
-    BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr, DEDUP: tl.constexpr = False,
+    table_ptr, rank, W, L, tiles, chunks,
+    BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
     """Number the tiles here and the puts of this PE: tile_expert, tile_puts, put_expert, put_tile.
 
     Grid: (L,). Program l owns the tiles of local expert l, and the puts to local expert l of every PE.
-    tiles, puts: room for that many in the table. A void table is left as it is. DEDUP: FANs among the puts;
-    that of tile t, behind the puts of tile t + FAN_LAG, is numbered by whoever owns that tile.
+    tiles, chunks: room for that many in the table. A void table is left as it is.
     Work: (W + 1) words for each tile.
     Example: that of the module, PE 1: its puts are (3, 0) of its own expert 0 behind (0, 0), both of key (0,
     0); then (0, 1), (3, 1) of key (0, 1); (1, 1) of key (1, 1), behind (4, 0) of key (1, 0).
@@ -313,33 +280,13 @@ def schedule_kernel(
             # Puts to this expert, of any PE, with a tile before m; then those of tile m, peer after peer.
             passed = tl.minimum(m[:, None], b_end[None, :]) - tl.minimum(m[:, None], b_first[None, :])
             number = first_put + tl.sum(passed, 1)
-            if DEDUP:
-                number += tl.maximum(first_tile + tl.minimum(m, own_tiles) - FAN_LAG, 0)
             for step in range(1, W + 1):
                 e = (rank + step) % W * L + local
                 count, before, _ = segment(table_ptr, W, E, rank, e)
                 here = in_tile(count, before, m, BM)
                 tl.store(p_put + number, tl.zeros([BT], tl.int32) + e, mask=here)
-                tl.store(p_put + puts + number, m, mask=here)
+                tl.store(p_put + chunks + number, m, mask=here)
                 number += here.to(tl.int32)
             m_own = m < own_tiles
             tl.store(p_tile + first_tile + m, tl.zeros([BT], tl.int32) + local, mask=m_own)
-            if DEDUP:
-                tile = first_tile + m - FAN_LAG
-                _number_fans(p_tile, tiles, puts, tile, number, m_own & (tile >= 0))
-            else:
-                tl.store(p_tile + tiles + first_tile + m, number, mask=m_own)
-        if DEDUP:
-            if local == 0:
-                num_tiles = tl.load(table_ptr + NUM_TILES)
-                tile = num_tiles - FAN_LAG + tl.arange(0, FAN_LAG)
-                _number_fans(p_tile, tiles, puts, tile, tl.load(table_ptr + NUM_PUTS) + tile, tile >= 0)
-
-
-@triton.jit
-def _number_fans(p_tile, tiles, puts, tile, number, mask):
-    """The FANs of `tile` have these numbers, and the tiles stand behind them."""
-    p_put = p_tile + 2 * tiles + number
-    tl.store(p_put, number * 0 - 1, mask=mask)
-    tl.store(p_put + puts, tile, mask=mask)
-    tl.store(p_tile + tiles + tile, number + 1, mask=mask)
+            tl.store(p_tile + tiles + first_tile + m, number, mask=m_own)

@@ -2,10 +2,8 @@
 
     kind      numbers      needs                                     provides
     PUT       expert, tile (released, and counts: earlier launches)  rows arrived in that tile of the expert
-    FAN       tile         rows of all sources of the tile, leaders  all rows of that tile, with dedup
-    TILE_IN   tile, n      rows of all sources of the tile (or FAN)  one column tile of its first GEMM ready
+    TILE_IN   tile, n      rows of all sources of the tile           one column tile of its first GEMM ready
     TILE_OUT  tile, n      all n of that tile ready                  with the last n: returned to the sources
-    MERGE     tile         all n of TILE_OUT, of tokens' other tiles returned to the sources, with dedup
     WGRAD     which, local, m, n    all tiles of the expert ready    -
     DENSE     problem, m, n         -                                -
     REDUCE    block        returned, of the tokens in it             -
@@ -30,8 +28,6 @@ TILE_OUT = tl.constexpr(2)
 WGRAD = tl.constexpr(3)
 DENSE = tl.constexpr(4)
 REDUCE = tl.constexpr(5)
-FAN = tl.constexpr(6)
-MERGE = tl.constexpr(7)
 # A row of the table of independent GEMMs: kind, a, b, c, M, N, K, number of its first task.
 DENSE_WORDS = tl.constexpr(8)
 DENSE_N = tl.constexpr(5)
@@ -129,23 +125,11 @@ def find_other(
 
 
 @triton.jit
-def num_tile_tasks(num_tiles, tiles_in, tiles_out, lag, HAS_MERGE: tl.constexpr):
-    """How many tasks `tile_task` numbers."""
-    tasks = num_tiles * (tiles_in + tiles_out)
-    if HAS_MERGE:
-        tasks += tl.minimum(lag, num_tiles)
-    return tasks
-
-
-@triton.jit
-def tile_task(y, num_tiles, tiles_in, tiles_out, lag, HAS_MERGE: tl.constexpr = False):
+def tile_task(y, num_tiles, tiles_in, tiles_out, lag):
     """-> kind, tile and column of the y-th task of both GEMMs.
 
     Example: 3 tiles, 2 columns in, 1 out, lag 1: in (0, 0), in (0, 1), in (1, 0), in (1, 1), out (0, 0), in
     (2, 0), in (2, 1), out (1, 0), out (2, 0).
-    HAS_MERGE: one more column of TILE_OUT, which is MERGE, `lag` tiles behind the others of its step; of a
-    negative tile in the first steps, where there is nothing to do. With 1 column beside it, 2 out: .., out
-    (0, 0), merge -1, .., out (1, 0), merge 0, out (2, 0), merge 1, merge 2.
     """
     early = tl.minimum(lag, num_tiles)
     head = early * tiles_in
@@ -168,14 +152,6 @@ def tile_task(y, num_tiles, tiles_in, tiles_out, lag, HAS_MERGE: tl.constexpr = 
             kind = TILE_OUT + y * 0
             tile = num_tiles - early + z // tl.maximum(tiles_out, 1)
             n = z % tl.maximum(tiles_out, 1)
-    if HAS_MERGE:
-        behind = y - num_tiles * both
-        if behind >= 0:
-            kind = MERGE + y * 0
-            tile = num_tiles - early + behind
-        elif (kind == TILE_OUT) & (n == tiles_out - 1):
-            kind = MERGE + y * 0
-            tile -= early
     return kind, tile, n
 
 

@@ -16,30 +16,14 @@ Shape = tuple[int | str, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of kernel: its configuration (a dataclass of a module beside this one), the names of the
-    components of its shape, and which one is the number of rows."""
+    """A kind of kernel: its configuration (a dataclass of a module beside this one), and the names of the
+    components of its shape."""
 
     config: str
     names: tuple[str, ...]
-    rows: int | None = None
-
-    def rounded(self, shape: Shape) -> Shape:
-        """The shape with its number of rows rounded up to a power of two, so that similar batches share an
-        entry.
-
-        Example: grouped_gemm_forward (1300, 768, 3072, 1) -> (2048, 768, 3072, 1).
-        """
-        if self.rows is None:
-            return shape
-        rows = 1 << max(4, (int(shape[self.rows]) - 1).bit_length())
-        return (*shape[: self.rows], rows, *shape[self.rows + 1 :])
 
 
-_GEMM = "gemm_config.GemmConfig", ("m", "n", "k", "accumulators")
 KINDS = {
-    "grouped_gemm_forward": Kind(*_GEMM, rows=0),
-    "grouped_gemm_dx": Kind(*_GEMM, rows=0),
-    "grouped_gemm_dw": Kind(*_GEMM, rows=2),
     "permute": Kind("row_config.RowConfig", ("width",)),
     "combine": Kind("row_config.RowConfig", ("width",)),
     "routing": Kind("topk_kernel.RoutingConfig", ("experts", "top_k", "key_bits")),
@@ -48,9 +32,9 @@ KINDS = {
 
 
 def key_of(kind: str, shape: Shape, dtype: str, device: str) -> str:
-    """The key of an entry, as one readable line. Args: shape: from `Kind.rounded`.
+    """The key of an entry, as one readable line.
 
-    Example: `grouped_gemm_dx m=2048 n=768 k=3072 accumulators=1 bfloat16 on NVIDIA H100 80GB HBM3`.
+    Example: `routing experts=64 top_k=4 key_bits=32 float32 on NVIDIA H100 80GB HBM3`.
     """
     sizes = " ".join(f"{name}={value}" for name, value in zip(KINDS[kind].names, shape, strict=True))
     return f"{kind} {sizes} {dtype} on {device}"
@@ -125,8 +109,6 @@ def _dataclass_from(kind: type, fields: dict[str, Any]) -> Any:
 
 def is_usable(kind: str, config: Any, shape: Shape, dtype: torch.dtype, arch: int) -> bool:
     """Can this configuration run on such a device?"""
-    if kind.startswith("grouped_gemm"):
-        return config.is_valid(dtype, arch, shape[3])
     if kind == "routing":
         return config.is_valid(*shape[:2])
     if kind == "overlap":

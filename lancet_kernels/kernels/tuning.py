@@ -10,8 +10,7 @@ An entry that is unreadable, has the wrong key, or is not valid on the device is
 `lancet tune` writes the cache. All ranks of a job must have the same entries: the same file, or files written
 by the same collective `lancet tune`.
 
-The file may also have measured times of fused launches (`graph.measured_launches`). Entries of older versions
-that are labelled "modelled" are not measured, and are ignored without a warning.
+Entries of older versions that are labelled "modelled" are not measured, and are ignored without a warning.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ import torch
 from lancet_kernels.atomic import locked
 from lancet_kernels.cache_file import CacheFile, cache_folder
 from lancet_kernels.kernels.tuned_entry import (
-    KINDS,
     MEASURED,
     Entry,
     Shape,
@@ -102,7 +100,6 @@ def tuned(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cuda":
         return None
     name, arch = device_name(device)
-    shape = KINDS[kind].rounded(shape)
     key = key_of(kind, shape, str(dtype).removeprefix("torch."), name)
     for entries in (_package_table(), _user_cache()):
         entry = entries.get(key)

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.training.launch import CPU_RANK, run_ranks, stop_signals
+from lancet_kernels.training.launch import CPU_RANK, run_ranks
 
 RANKS = 2
 PORT = 29500  # always free, because the namespace is new
@@ -99,9 +99,10 @@ def run_on_wire(arguments: Sequence[str], gbps: float) -> None:
     Raises: UserError (no wire to be had), RankFailed; SystemExit when this process is told to stop. Ranks and
     wire are gone by then.
     """
-    with stop_signals(), wire(gbps) as names:
+    with wire(gbps) as names:
         run_ranks(
-            [["ip", "netns", "exec", name, sys.executable, *arguments] for name in names],
+            "ip",
+            [["netns", "exec", name, sys.executable, *arguments] for name in names],
             [_environment(rank) for rank in range(RANKS)],
         )
 

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lancet_kernels.ops.link import emulate_link, link
-from lancet_kernels.ops.waiting import waiting
-from lancet_kernels.optimization import optimize
-from lancet_kernels.optimized_module import OptimizedModule
+from lancet_kernels.ops.comm.link import emulate_link, link
+from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.optimization.optimize import optimize
+from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
-from lancet_kernels.schedules.timeline import save_picture
+from lancet_kernels.schedules.time.timeline import save_picture
 
 BASELINES = ("none", "tutel")
 
@@ -39,8 +39,6 @@ class Measured:
     cpu_ms: float
     predicted_ms: float
     predicted_exposed_ms: float
-    rounds_ms: tuple[float, ...]
-    """The iteration time of each round, for ratios of iterations of the same round."""
 
 
 def prepare(
@@ -78,7 +76,6 @@ def measure(
         medians = [statistics.median(column) for column in zip(*iterations[name], strict=True)][:4]
         iteration_ms, exposed_ms, all_to_all_ms, cpu_ms = _mean_over_ranks(medians)
         predicted = module.plan.predicted
-        rounds_ms = tuple(_mean_over_ranks([one.iteration_ms for one in iterations[name]]))
         result[name] = Measured(
             iteration_ms,
             exposed_ms,
@@ -86,7 +83,6 @@ def measure(
             cpu_ms,
             predicted.iteration_ms,
             predicted.exposed_ms,
-            rounds_ms,
         )
     return result
 
@@ -155,19 +151,6 @@ def report(measured: dict[str, Measured], best: str, link_name: str) -> dict[str
     for name, m in baselines.items():
         figures[f"exposed_reduction_vs_{name}"] = 1 - own.exposed_ms / m.exposed_ms if m.exposed_ms else 0.0
     return figures
-
-
-def speedups(baseline: Measured, planned: Measured) -> tuple[float, float, float]:
-    """Speedup over the baseline: lower quartile, median, upper quartile over rounds.
-
-    Each round compares two iterations that ran within seconds of each other, so that a change of the
-    machine's load affects both.
-    """
-    ratios = [a / b for a, b in zip(baseline.rounds_ms, planned.rounds_ms, strict=True)]
-    if len(ratios) == 1:
-        return ratios[0], ratios[0], ratios[0]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return low, middle, high
 
 
 def _mean_over_ranks(values: Sequence[float]) -> list[float]:

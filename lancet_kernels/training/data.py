@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.ops.random.splitmix import signed, splitmix64
 
 # Not part of what the interpreter ships, or (tests and their data) not always installed, or not plain source.
 NOT_LIBRARY = frozenset(
@@ -37,7 +38,7 @@ class Corpus:
     validation: np.ndarray
 
 
-def load_corpus(path: str | None = None, tokenizer: str | None = None) -> Corpus:
+def load_corpus(path: str | Path | None = None, tokenizer: str | Path | None = None) -> Corpus:
     """Read a text file, a folder of them, or (no path) the Python sources of the running interpreter.
 
     In a folder every regular text file below it counts, in the order of the names; hidden files and folders
@@ -50,7 +51,7 @@ def load_corpus(path: str | None = None, tokenizer: str | None = None) -> Corpus
     Raises UserError for a path that is missing, unreadable or without text, a damaged tokenizer file, or a
     tokenizer file when the tokenizers library is not installed.
     """
-    encode, vocab_size = _byte_encoder() if tokenizer is None else _tokenizer_encoder(tokenizer)
+    encode, vocab_size = (_encode_bytes, 256) if tokenizer is None else _tokenizer_encoder(tokenizer)
     name, files = _find_files(path)
     texts = [text for file in files if (text := _read_text(file))]
     if not texts:
@@ -70,49 +71,24 @@ def load_corpus(path: str | None = None, tokenizer: str | None = None) -> Corpus
     return Corpus(name, vocab_size, encode(train), encode(validation))
 
 
-def training_batch(
-    tokens: np.ndarray, *, seed: int, step: int, global_batch: int, sequence: int, rank: int, ranks: int
+def batch_of_rank(
+    tokens: np.ndarray, *, seed: int, step: int, batch: int, sequence: int, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of one step, each `[global_batch // ranks, sequence]` int64, targets one token on.
+    """Inputs and targets of one step, each `[batch, sequence]` int64, targets one token on.
 
-    Rank r reads rows r * b to (r + 1) * b of the global batch, b = global_batch // ranks. Where a row starts
-    is a hash of (seed, step, row). Raises UserError for sizes that do not fit.
+    Rank r reads rows r * batch to (r + 1) * batch of the global batch. Where a row starts is a hash of (seed,
+    step, row). Raises UserError if the tokens do not hold a sequence.
     """
-    rows = _rows_of_rank(global_batch, rank, ranks)
     check_length(tokens, sequence, "training")
-    starts = _hash(seed, step, rows) % np.uint64(len(tokens) - sequence)
-    return _windows(tokens, starts, sequence)
-
-
-def validation_batches(
-    tokens: np.ndarray, *, global_batch: int, sequence: int, rank: int, ranks: int, max_batches: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's rows of up to `max_batches` global batches, each pair as in `training_batch`.
-
-    The windows are spread evenly over the tokens and predict no token twice; there are fewer batches if
-    that takes it, down to one, whose windows may then overlap. Every rank gets the same number of batches,
-    and together the ranks read the same windows however many they are. Raises UserError, on the call rather
-    than at the first batch, for sizes that do not fit.
-    """
-    rows = _rows_of_rank(global_batch, rank, ranks)
-    check_length(tokens, sequence, "validation")
-    if max_batches < 1:
-        raise UserError("validation batches", got=max_batches, expected="at least 1", do="ask for more")
-    available = (len(tokens) - 1) // sequence
-    batches = min(max_batches, available // global_batch)
-    if batches:
-        windows = batches * global_batch
-        starts = np.arange(windows) * available // windows * sequence
-    else:
-        batches = 1
-        starts = np.arange(global_batch) * (len(tokens) - sequence - 1) // max(global_batch - 1, 1)
-    return (_windows(tokens, starts[batch * global_batch + rows], sequence) for batch in range(batches))
+    keys = splitmix64(splitmix64(torch.tensor([signed(seed)])) ^ step)
+    hashes = splitmix64(keys ^ torch.arange(rank * batch, (rank + 1) * batch)).numpy().view(np.uint64)
+    starts = (hashes % np.uint64(len(tokens) - sequence)).astype(np.int64)
+    window = torch.from_numpy(tokens[starts[:, None] + np.arange(sequence + 1)].astype(np.int64))
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def check_length(tokens: np.ndarray, sequence: int, part: str) -> None:
     """Raise UserError unless `tokens` hold one sequence and its targets; `part`: "training", "validation"."""
-    if sequence < 1:
-        raise UserError("sequence length", got=sequence, expected="at least 1", do="choose a longer one")
     if len(tokens) < sequence + 1:
         raise UserError(
             f"{part} data",
@@ -122,43 +98,7 @@ def check_length(tokens: np.ndarray, sequence: int, part: str) -> None:
         )
 
 
-def _rows_of_rank(global_batch: int, rank: int, ranks: int) -> np.ndarray:
-    if global_batch < 1 or global_batch % ranks:
-        raise UserError(
-            "global batch",
-            got=f"{global_batch} sequences for {ranks} ranks",
-            expected=f"a positive multiple of {ranks}",
-            do=f"choose {max(round(global_batch / ranks), 1) * ranks}",
-        )
-    rows = global_batch // ranks
-    return np.arange(rank * rows, (rank + 1) * rows)
-
-
-def _windows(tokens: np.ndarray, starts: np.ndarray, sequence: int) -> tuple[Tensor, Tensor]:
-    places = starts.astype(np.int64)[:, None] + np.arange(sequence + 1)
-    window = torch.from_numpy(tokens[places].astype(np.int64))
-    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
-
-
-def _hash(seed: int, step: int, rows: np.ndarray) -> np.ndarray:
-    """One uint64 per row: splitmix64's mixing function applied to the seed, then the step, then the row.
-
-    A hash rather than numpy's generators, whose streams may change from version to version.
-    """
-    state = _mix(np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64))
-    state = _mix(state ^ np.uint64(step))
-    return _mix(state ^ rows.astype(np.uint64))
-
-
-def _mix(value: np.ndarray) -> np.ndarray:
-    """The next output of a splitmix64 generator in state `value` (uint64, wraps around)."""
-    value = value + np.uint64(0x9E3779B97F4A7C15)
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
-
-
-def _find_files(path: str | None) -> tuple[str, list[Path]]:
+def _find_files(path: str | Path | None) -> tuple[str, list[Path]]:
     if path is None:
         library = Path(sysconfig.get_paths()["stdlib"])
         files = [file for file in _walk(library, skip=NOT_LIBRARY) if file.suffix == ".py"]
@@ -171,7 +111,7 @@ def _find_files(path: str | None) -> tuple[str, list[Path]]:
             expected="a text file or a folder",
             do="check the path",
         )
-    return path, list(_walk(place)) if place.is_dir() else [place]
+    return str(path), list(_walk(place)) if place.is_dir() else [place]
 
 
 def _walk(folder: Path, skip: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -198,11 +138,11 @@ def _read_text(file: Path) -> bytes:
     return b"" if b"\0" in text else text
 
 
-def _byte_encoder() -> tuple[Callable[[list[bytes]], np.ndarray], int]:
-    return lambda texts: np.frombuffer(b"\n".join(texts), dtype=np.uint8), 256
+def _encode_bytes(texts: list[bytes]) -> np.ndarray:
+    return np.frombuffer(b"\n".join(texts), dtype=np.uint8)
 
 
-def _tokenizer_encoder(path: str) -> tuple[Callable[[list[bytes]], np.ndarray], int]:
+def _tokenizer_encoder(path: str | Path) -> tuple[Callable[[list[bytes]], np.ndarray], int]:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -213,7 +153,7 @@ def _tokenizer_encoder(path: str) -> tuple[Callable[[list[bytes]], np.ndarray], 
             do="pip install 'lancet-kernels[tokenizers]'",
         ) from error
     try:
-        tokenizer = Tokenizer.from_file(path)
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise UserError(
             "tokenizer",

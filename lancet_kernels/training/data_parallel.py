@@ -14,12 +14,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.all_reduce import start_all_reduce
-from lancet_kernels.ops.groups import Groups, group_of, group_size
+from lancet_kernels.ops.comm.all_reduce import start_all_reduce
+from lancet_kernels.ops.comm.groups import (
+    AnyGroups,
+    Groups,
+    group_of,
+    group_size,
+)
 from lancet_kernels.training.gradients import broadcast_replicated, gradient_groups, groups_of
 
 
-def ddp(model: nn.Module, groups: Groups | None = None, **options: Any) -> DistributedDataParallel:
+def ddp(model: nn.Module, groups: AnyGroups | None = None, **options: Any) -> DistributedDataParallel:
     """`model` in DistributedDataParallel, with correct gradients for its MoE layers.
 
     As DistributedDataParallel does, all gradients are averages over the ranks with different tokens: do not
@@ -33,7 +38,7 @@ def ddp(model: nn.Module, groups: Groups | None = None, **options: Any) -> Distr
     return DistributedDataParallel(model, process_group=process_group, **options)
 
 
-def prepare_data_parallel(model: nn.Module, groups: Groups | None = None) -> Groups:
+def prepare_data_parallel(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
     """`ddp` without the wrapping, for frameworks that wrap `model` in DistributedDataParallel themselves.
 
     Afterwards a DistributedDataParallel around this module leaves the experts alone, and their gradients are

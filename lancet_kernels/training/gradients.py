@@ -11,19 +11,25 @@ parameters alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels.errors import UserError
-from lancet_kernels.model_layers import expert_parameters, moe_layers
-from lancet_kernels.ops.all_reduce import cut_into_buckets, start_all_reduce
-from lancet_kernels.ops.groups import Groups, group_name, group_of, group_size
-from lancet_kernels.ops.pending import Started
-from lancet_kernels.ops.waiting import waiting
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.layer.model_layers import expert_parameters, moe_layers
+from lancet_kernels.ops.comm.all_reduce import cut_into_buckets, start_all_reduce
+from lancet_kernels.ops.comm.groups import (
+    AnyGroups,
+    Groups,
+    data_group_name,
+    group_of,
+    group_size,
+)
+from lancet_kernels.ops.comm.pending import Started
+from lancet_kernels.ops.comm.waiting import waiting
 
 _MARK = "_lancet_gradient_groups"
 
@@ -37,41 +43,37 @@ class _Bucket:
 
 
 def set_gradient_group(
-    module: nn.Module, group: dist.ProcessGroup | None, names: Collection[str] | None = None
+    module: nn.Module, groups: AnyGroups | None, names: Collection[str] | None = None
 ) -> None:
     """Set the ranks over which the gradients of a module's own parameters are summed.
 
     For parameters that are sharded by hand (tensor parallel): without it their gradients would be summed over
     ranks that hold other shards. Copies of the module keep the setting.
 
-    Args: group: ranks with the same shard and different tokens; None: no other rank has it. names: parameters
-        of `module` itself, not of its submodules; None: all of them.
+    Args: groups: ranks with the same shard and different tokens (of `Groups` the data group); None: no other
+        rank has it. names: parameters of `module` itself, not of its submodules; None: all of them.
     Raises: UserError for a name that is no parameter of the module.
     """
     own = [name for name, _ in module.named_parameters(recurse=False)]
+    what = f"parameter of {type(module).__name__}"
     for name in names or ():
-        if name not in own:
-            raise UserError(
-                f"parameter of {type(module).__name__}",
-                got=repr(name),
-                expected=f"one of {', '.join(own) or 'none, because it has no parameters of its own'}",
-                do="name a parameter of the module itself, not of a submodule",
-            )
+        check_name(what, name, own, do="name a parameter of the module itself, not of a submodule")
     marks = dict(getattr(module, _MARK, {}))
-    name = "" if group is None else group_name(group)
+    name = "" if groups is None else data_group_name(groups)
     setattr(module, _MARK, marks | dict.fromkeys(own if names is None else names, name))
 
 
-def groups_of(model: nn.Module, groups: Groups | None = None) -> Groups:
+def groups_of(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
     """The groups of a model: those given; else those its layers were given; else around its expert groups.
 
     Collective over all ranks of the job, unless they are given.
     Raises: UserError for layers of different expert groups.
     """
+    wanted = None if groups is None else Groups.of(groups)
     layers = moe_layers(model)
     ranks = sorted({str(layer.ranks) for layer in layers})
     expert_groups = {layer.expert_group for layer in layers}
-    if len(expert_groups) > 1 or (groups is not None and expert_groups - {groups.expert}):
+    if len(expert_groups) > 1 or (wanted is not None and expert_groups - {wanted.expert}):
         raise UserError(
             "expert groups of the model's MoE layers",
             got=f"different ones, of {' and '.join(ranks)} ranks",
@@ -79,8 +81,8 @@ def groups_of(model: nn.Module, groups: Groups | None = None) -> Groups:
             do="give all layers the same group",
         )
     given = [layer.groups for layer in layers if layer.groups is not None]
-    if groups is not None or given:
-        return groups or given[0]
+    if wanted is not None or given:
+        return wanted or given[0]
     # Without MoE layers nothing is expert-parallel: every parameter is replicated over all ranks.
     return Groups.around(layers[0].expert_group if layers else None)
 
@@ -148,44 +150,16 @@ class GradientBuckets:
         self._next = 0
 
 
-def call_with_summed_gradients(
-    module: nn.Module, inputs: Sequence[object], groups: Groups, by_name: Mapping[str, object] | None = None
-) -> object:
-    """`module(*inputs, **by_name)`, whose backward sums gradients over the groups of `gradient_groups`.
-
-    For occasional calls: nothing is bucketed, and computation waits for each sum.
-    """
-    over = gradient_groups(module, groups)
-    summed = {
-        name: SumOverRanks.apply(parameter, over[parameter])
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and over[parameter]
-    }
-    return torch.func.functional_call(module, summed, tuple(inputs), dict(by_name or {}))
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The tensor itself; the sum over the ranks for its gradient."""
-
-    @staticmethod
-    def forward(ctx, tensor: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return start_all_reduce([grad], ctx.group).wait()[0], None
-
-
 @torch.no_grad()
-def clip_gradients(model: nn.Module, largest_norm: float | None, groups: Groups) -> Tensor:
+def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGroups | None = None) -> Tensor:
     """Scale all gradients so that the norm over the whole model is at most `largest_norm` (None: do not
     scale).
 
-    Collective over the data group.
+    Collective over the data group. Args: groups: as for `optimize`.
     Returns: the norm before clipping, the same on every rank.
     Raises: UserError with tensor-parallel ranks, because it is unknown which parameters they share.
     """
+    groups = groups_of(model) if groups is None else Groups.of(groups)
     if group_size(groups.world) != group_size(groups.data):
         raise UserError(
             "groups",

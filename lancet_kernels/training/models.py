@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from lancet_kernels.dropout_layer import Dropout
-from lancet_kernels.errors import UserError
-from lancet_kernels.layer import MoELayer
-from lancet_kernels.ops.groups import Groups
-from lancet_kernels.ops.losses import RoutingSums
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.layer.dropout_layer import Dropout
+from lancet_kernels.layer.moe_layer import MoELayer
+from lancet_kernels.ops.comm.groups import AnyGroups, Groups, without_mesh
+from lancet_kernels.ops.moe.losses import RoutingSums
 
 
 @dataclass(frozen=True)
@@ -37,17 +36,20 @@ class ModelConfig:
     capacity_factor: float | None = 1.25
     activation: str = "gelu"
     dropout: float = 0.0
-    """Of the embedding, and of what attention and feed-forward add. Attention probabilities have none: they
-    never leave the fused attention, whose own dropout cannot be cut into parts."""
+    """Probability, for the embedding and what attention and feed-forward add. Attention probabilities have
+    none: they never leave the fused attention, whose own dropout cannot be cut into parts."""
     dropout_seed: int = 0
 
 
+BENCH_MODEL = "gpt2-bench-moe"
+BENCH_VOCAB = 4096
+"""Words of the benchmark's model on any data: with fewer its output projection would take no time."""
 MODELS = {
     config.name: config
     for config in (
         ModelConfig("gpt2-tiny-moe", layers=4, width=128, heads=4, sequence=128),
         # For measuring on CPU ranks: large enough that products take most of the time, as they do on GPUs.
-        ModelConfig("gpt2-bench-moe", layers=6, width=384, heads=6, sequence=128, vocab=4096),
+        ModelConfig(BENCH_MODEL, layers=6, width=384, heads=6, sequence=128, vocab=BENCH_VOCAB),
         ModelConfig("gpt2-s-moe", layers=12, width=768, heads=12, sequence=512),
         ModelConfig("gpt2-l-moe", layers=24, width=1024, heads=16, sequence=512),
     )
@@ -59,8 +61,7 @@ def model_config(name: str, **changes: Any) -> ModelConfig:
 
     Raises: UserError for an unknown name.
     """
-    if name not in MODELS:
-        raise UserError("model", got=repr(name), expected=f"one of {', '.join(MODELS)}", do="check the name")
+    check_name("model", name, MODELS)
     return replace(MODELS[name], **changes)
 
 
@@ -101,14 +102,19 @@ class Block(nn.Module):
     residual."""
 
     def __init__(
-        self, config: ModelConfig, moe: bool, group: dist.ProcessGroup | Groups | None, number: int = 0
+        self,
+        config: ModelConfig,
+        moe: bool,
+        groups: AnyGroups | None,
+        number: int = 0,
+        layer: type[MoELayer] = MoELayer,
     ) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(config.width), nn.LayerNorm(config.width)
         self.attention = Attention(config.width, config.heads)
         self.moe = moe
         if moe:
-            self.feed_forward: MoELayer | FeedForward = MoELayer(
+            self.feed_forward: MoELayer | FeedForward = layer(
                 config.width,
                 4 * config.width,
                 config.num_experts,
@@ -116,12 +122,12 @@ class Block(nn.Module):
                 gate=config.gate,
                 capacity_factor=config.capacity_factor,
                 activation=config.activation,
-                group=group,
+                groups=groups,
             )
         else:
             self.feed_forward = FeedForward(config.width)
-        self.attention_dropout = _dropout(config, 2 * number + 1, group)
-        self.feed_forward_dropout = _dropout(config, 2 * number + 2, group)
+        self.attention_dropout = _dropout(config, 2 * number + 1, groups)
+        self.feed_forward_dropout = _dropout(config, 2 * number + 2, groups)
 
     def forward(self, x_BSD: Tensor, token_BS: Tensor) -> tuple[Tensor, RoutingSums | None]:
         x_BSD = x_BSD + self.attention_dropout(self.attention(self.norm1(x_BSD)))
@@ -136,16 +142,18 @@ class GPT2MoE(nn.Module):
     """Tokens [B, S] -> logits [B, S, V] and the RoutingSums of each MoE layer.
 
     Blocks 1, 3, 5, ... (counted from 0) have the experts. The output projection shares the embedding's
-    weight.
+    weight. layer: the class of the MoE layers.
     """
 
-    def __init__(self, config: ModelConfig, group: dist.ProcessGroup | Groups | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, groups: AnyGroups | None = None, layer: type[MoELayer] = MoELayer
+    ) -> None:
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab, config.width)
         self.position_embedding = nn.Embedding(config.sequence, config.width)
-        self.dropout = _dropout(config, 0, group)
-        self.blocks = nn.ModuleList(Block(config, i % 2 == 1, group, i) for i in range(config.layers))
+        self.dropout = _dropout(config, 0, groups)
+        self.blocks = nn.ModuleList(Block(config, i % 2 == 1, groups, i, layer) for i in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.apply(_initialize)
 
@@ -168,10 +176,15 @@ class GPT2MoE(nn.Module):
         return nn.functional.linear(self.norm(x_BSD), self.token_embedding.weight), sums
 
 
-def _dropout(config: ModelConfig, site: int, group: dist.ProcessGroup | Groups | None) -> Dropout:
+def _dropout(config: ModelConfig, site: int, groups: AnyGroups | None) -> Dropout:
     # An expert group alone does not say which ranks have tokens of their own: then all have.
-    groups = group if isinstance(group, Groups) else None
-    return Dropout(config.dropout, site, seed=config.dropout_seed, group=groups)
+    given = without_mesh(groups)
+    return Dropout(
+        config.dropout,
+        site,
+        seed=config.dropout_seed,
+        groups=given if isinstance(given, Groups) else None,
+    )
 
 
 def _initialize(module: nn.Module) -> None:

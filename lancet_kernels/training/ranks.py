@@ -3,8 +3,6 @@
 Works under `lancet_kernels.training.launch`, under torchrun, and alone.
 """
 
-import faulthandler
-import json
 import os
 import signal
 import sys
@@ -19,15 +17,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
-from lancet_kernels.atomic import write_text_atomically
+from lancet_kernels.atomic import write_json_atomically
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.ops.waiting import blames, join_board, waiting
+from lancet_kernels.ops.comm.waiting import blames, join_board, waiting
 
 # Set by our launcher alone: the process whose end must end the rank.
 LAUNCHER_PID = "LANCET_LAUNCHER_PID"
 WATCHDOG_INTERVAL_S = 0.5
+# How long a rank that lost a peer lives on, so that the launcher first sees the one that failed.
+LAST_WORDS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,12 @@ def start_ranks(device: str, timeout_s: float) -> Rank:
     return Rank(rank, world, local_rank, place)
 
 
-def report_errors(main: Callable[[], int], log_folder: str | os.PathLike[str] | None = None) -> int:
+def report_errors(main: Callable[[], int]) -> int:
     """Run `main` and return its exit code; when it fails under a launcher, end this process within seconds.
 
-    A failure is recorded for the launcher, and the traceback is written to `log_folder` (default: the
-    system's folder for temporary files). Our launcher prints the error in one line; under torchrun, or alone,
-    this function prints it. A UserError leaves no traceback.
+    A failure is recorded for the launcher, and its traceback is written to a temporary file. Our launcher
+    prints the error in one line; under torchrun, or alone, this function prints it. A UserError leaves no
+    traceback.
 
     Wrap the whole program in it: from here on the rank ends when its launcher does, even inside a collective.
     """
@@ -85,9 +84,8 @@ def report_errors(main: Callable[[], int], log_folder: str | os.PathLike[str] | 
         for stop in (signal.SIGINT, signal.SIGTERM):
             signal.signal(stop, signal.SIG_DFL)
         _watch_launcher()
-    handler = _FailureFiles(log_folder)
     try:
-        code = record(main, error_handler=handler)() or 0
+        code = main() or 0
     except SystemExit as leave:
         if isinstance(leave.code, str):
             print(leave.code, file=sys.stderr)
@@ -95,10 +93,8 @@ def report_errors(main: Callable[[], int], log_folder: str | os.PathLike[str] | 
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
     except Exception as error:
-        if LAUNCHER_PID not in os.environ:
-            print(handler.line(error), file=sys.stderr)
+        _report(error)
         code = 1
-    handler.close()
     if code and under_launcher():
         # Not the usual way out: freeing a process group whose peers wait in a collective may block.
         sys.stdout.flush()
@@ -109,78 +105,46 @@ def report_errors(main: Callable[[], int], log_folder: str | os.PathLike[str] | 
     return code
 
 
-class _FailureFiles(ErrorHandler):
-    """Elastic's error file, with what `launch.root_cause` needs, and the traceback for the user."""
-
-    def __init__(self, log_folder: str | os.PathLike[str] | None):
-        self.rank = os.environ.get("RANK", "0")
-        self.log_folder = log_folder
-        self.traceback_file: str | None = None
-        self._crash: int | None = None
-
-    def initialize(self) -> None:
-        """Send the stacks of a crash in native code to the log folder, not to the terminal."""
-        if self.log_folder is None:
-            return
-        self._crash_file = Path(self.log_folder, f"rank-{self.rank}.crash.txt")
-        try:
-            self._crash_file.parent.mkdir(parents=True, exist_ok=True)
-            self._crash = os.open(self._crash_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        except OSError:
-            # No reason not to train; a traceback goes to the temporary files instead.
-            self.log_folder = None
-        else:
-            faulthandler.enable(self._crash)
-
-    def record_exception(self, error: BaseException) -> None:
-        # First of all: the peers' errors follow within milliseconds.
-        now = time.time_ns()
-        lines = "".join(traceback.format_exception(error))
-        blamed = blames(error)
-        # Every peer of a failed rank loses it: no reason to leave a temporary file for each.
-        echo = blamed == "peer" and self.log_folder is None
-        if not isinstance(error, UserError) and not echo:
-            self.traceback_file = self._write_traceback(lines)
-        file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if file:
-            extra = {
-                "py_callstack": lines,
-                "timestamp": str(now // 10**9),
-                "time_ns": now,
-                "blames": blamed,
-                "missing": getattr(error, "missing", ()),
-                "traceback_file": self.traceback_file,
-            }
-            # Atomic, because elastic itself fails on half a file.
-            message = {"message": _one_line(error), "extraInfo": extra}
-            write_text_atomically(file, json.dumps({"message": message}))
-
-    def line(self, error: BaseException) -> str:
-        """The line for the user when it is not printed by our launcher."""
+def _report(error: Exception) -> None:
+    """Tell the launcher, in the form of torch's error files, and without our launcher the user."""
+    # First of all: the peers' errors follow within milliseconds.
+    now = time.time_ns()
+    lines = "".join(traceback.format_exception(error))
+    blamed = blames(error)
+    # Every peer of a failed rank loses it: no reason to leave a temporary file for each.
+    traceback_file = None if isinstance(error, UserError) or blamed == "peer" else _write_traceback(lines)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        # With what `launch.root_cause` needs.
+        extra = {
+            "py_callstack": lines,
+            "timestamp": str(now // 10**9),
+            "time_ns": now,
+            "blames": blamed,
+            "missing": getattr(error, "missing", ()),
+            "traceback_file": traceback_file,
+        }
+        # Atomic, because torch's launcher itself fails on half a file.
+        write_json_atomically(file, {"message": {"message": _one_line(error), "extraInfo": extra}})
+    if LAUNCHER_PID not in os.environ:
         # Who lost a peer or waited in vain knows what happened to itself, and not why.
         told = {"self": "failed", "timeout": "gave up", "peer": "lost a peer, whose own line says why"}
-        where = f"rank {self.rank} {told[blames(error)]}: " if under_launcher() else ""
-        hint = f" (traceback in {self.traceback_file})" if self.traceback_file else ""
+        where = f"rank {os.environ['RANK']} {told[blamed]}: " if under_launcher() else ""
+        hint = f" (traceback in {traceback_file})" if traceback_file else ""
         what = str(error) if isinstance(error, UserError) else _one_line(error)
-        return f"{where}{what}{hint}"
+        print(f"{where}{what}{hint}", file=sys.stderr)
+    if blamed == "peer" and under_launcher():
+        time.sleep(LAST_WORDS_S)
 
-    def close(self) -> None:
-        """Remove the file for crashes: there was none."""
-        if self._crash is not None:
-            faulthandler.disable()
-            os.close(self._crash)
-            self._crash_file.unlink()
 
-    def _write_traceback(self, lines: str) -> str | None:
-        if self.log_folder is not None:
-            path = Path(self.log_folder, f"rank-{self.rank}.traceback.txt")
-        else:
-            path = Path(tempfile.gettempdir(), f"lancet-{os.getpid()}-rank-{self.rank}.traceback.txt")
-        try:
-            write_text_atomically(path, lines)
-        except OSError:
-            return None
-        return str(path)
+def _write_traceback(lines: str) -> str | None:
+    rank = os.environ.get("RANK", "0")
+    path = Path(tempfile.gettempdir(), f"lancet-{os.getpid()}-rank-{rank}.traceback.txt")
+    try:
+        path.write_text(lines, encoding="utf-8")
+    except OSError:
+        return None
+    return str(path)
 
 
 def _one_line(error: BaseException) -> str:

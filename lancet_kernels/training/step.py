@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lancet_kernels.model_layers import moe_losses
+from lancet_kernels.layer.model_layers import moe_losses
 
 
 class StepResult(NamedTuple):

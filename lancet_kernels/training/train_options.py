@@ -8,10 +8,7 @@ from pathlib import Path
 
 import torch
 
-from lancet_kernels.errors import UserError
-from lancet_kernels.layer import BACKENDS
-from lancet_kernels.ops.gates import GATES, parse_gate
-from lancet_kernels.options import (
+from lancet_kernels.commands.options import (
     non_negative_float,
     non_negative_int,
     option,
@@ -20,9 +17,12 @@ from lancet_kernels.options import (
     positive_int,
     probability,
 )
-from lancet_kernels.planning_flags import PlanningFlags
+from lancet_kernels.commands.planning_flags import PlanningFlags
+from lancet_kernels.errors import UserError
+from lancet_kernels.layer.moe_layer import BACKENDS
+from lancet_kernels.ops.moe.gates import GATES, parse_gate
 from lancet_kernels.schedules import STRATEGY_NAMES
-from lancet_kernels.training.models import MODELS, ModelConfig, model_config
+from lancet_kernels.training.models import BENCH_MODEL, BENCH_VOCAB, MODELS, ModelConfig, model_config
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
     top_k = options.top_k or (2 if gate.name == "gshard" else 1)
     config = model_config(
         options.model,
-        vocab=vocab,
+        vocab=max(vocab, BENCH_VOCAB if options.model == BENCH_MODEL else 0),
         num_experts=options.experts or 2 * sharing,
         top_k=top_k,
         gate=str(gate),
@@ -162,14 +162,6 @@ def build_config(options: TrainOptions, ranks: int, vocab: int) -> ModelConfig:
     return config
 
 
-def check_fused(options: TrainOptions) -> None:
-    """Raise UserError if this run cannot have fused launches, before a rank starts."""
-    # Only here: the kernels need Triton, which not every machine has.
-    from lancet_kernels.fused_step import FusedChoice
-
-    FusedChoice(options.strategy, None, "auto", None, torch.device(options.chosen_device()))
-
-
 def check_options(options: TrainOptions, ranks: int) -> None:
     """Check the options before a rank starts. Raises: UserError."""
     build_config(options, ranks, vocab=256)
@@ -191,7 +183,10 @@ def check_options(options: TrainOptions, ranks: int) -> None:
             do="pip install tensorboard, or leave --tensorboard out: metrics.jsonl has the same numbers",
         )
     if options.backend == "fused":
-        check_fused(options)
+        # Only here: the kernels need Triton, which not every machine has.
+        from lancet_kernels.optimization.fused_step import FusedChoice
+
+        FusedChoice(options.strategy, None, "auto", None, torch.device(options.chosen_device()))
     if options.compare and (options.chosen_device() == "cuda" or ranks == 1 or options.strategy == "none"):
         raise UserError(
             "compare",

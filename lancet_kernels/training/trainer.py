@@ -10,19 +10,20 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels.model_layers import moe_layers, name_layers, set_routing_step
-from lancet_kernels.ops.groups import Groups, group_of
-from lancet_kernels.ops.link import emulate_link, link
-from lancet_kernels.ops.waiting import waiting
-from lancet_kernels.training.data import Corpus, check_length, training_batch, validation_batches
+from lancet_kernels.layer.model_layers import moe_layers, name_layers, set_routing_step
+from lancet_kernels.ops.comm.groups import Groups, group_of
+from lancet_kernels.ops.comm.link import emulate_link, link
+from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.training.data import Corpus, batch_of_rank, check_length
 from lancet_kernels.training.gradients import GradientBuckets, broadcast_replicated, clip_gradients
-from lancet_kernels.training.launch import Rank
 from lancet_kernels.training.models import GPT2MoE
+from lancet_kernels.training.ranks import Rank
 from lancet_kernels.training.step import TrainingStep
 from lancet_kernels.training.train_options import TrainOptions, build_config
 
@@ -66,7 +67,7 @@ class Trainer:
         """
         if self.options.strategy != "none":
             # Imported here, because the solver and torch's tracer take a second to import.
-            from lancet_kernels.optimization import optimize
+            from lancet_kernels.optimization.optimize import optimize
             from lancet_kernels.schedules.strategies import PlanningOptions
 
             self.module = optimize(
@@ -82,18 +83,17 @@ class Trainer:
         elif self.rank.world > 1:
             self.buckets = GradientBuckets(self.model, self.groups)
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Tokens and targets of a step on this rank, [B, S] int64 each."""
-        tokens, targets = training_batch(
-            self.corpus.train,
+    def batch(self, step: int, tokens: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
+        """Tokens and targets of a step on this rank, [B, S] int64 each; `tokens`: to be read from."""
+        inputs, targets = batch_of_rank(
+            self.corpus.train if tokens is None else tokens,
             seed=self.options.seed,
             step=step,
-            global_batch=self.options.batch * self.rank.world,
+            batch=self.options.batch,
             sequence=self.sequence,
             rank=self.rank.rank,
-            ranks=self.rank.world,
         )
-        return tokens.to(self.rank.device), targets.to(self.rank.device)
+        return inputs.to(self.rank.device), targets.to(self.rank.device)
 
     def step(self, step: int) -> dict[str, float]:
         """One training step (they count from 1). Returns its metrics, the same on every rank."""
@@ -153,34 +153,18 @@ class Trainer:
         step, inputs = getattr(self.module, "module", self.module), self.batch(1)
         gbps = self.options.link_gbps or overlap.slow_link(step, inputs)
         options = PlanningOptions(self.options.partition())
-        modules = overlap.prepare(
-            step, inputs, dict.fromkeys(("none", "lancet", self.options.strategy)), options=options
-        )
+        strategies = dict.fromkeys(("none", "lancet", self.options.strategy))
+        modules = overlap.prepare(step, inputs, strategies, options=options)
         measured = overlap.measure(modules, inputs, self.options.compare)
         overlap.save_timeline(modules[self.options.strategy], inputs, picture, self.rank.rank == 0)
-        return {
-            "link": "emulated",
-            "link_gbps": gbps,
-            "iterations": self.options.compare,
-            "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
-            "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
-            "speedup_quartiles": overlap.speedups(measured["none"], measured[self.options.strategy]),
-            "timeline": str(picture),
-        }
+        figures = overlap.report(measured, self.options.strategy, f"emulated, {gbps:.3g} Gbit/s")
+        return figures | {"iterations": self.options.compare, "timeline": str(picture)}
 
     @torch.no_grad()
     def validation_loss(self) -> float:
         """Mean cross-entropy over the validation batches of all ranks."""
-        batches = validation_batches(
-            self.corpus.validation,
-            global_batch=self.options.batch * self.rank.world,
-            sequence=self.sequence,
-            rank=self.rank.rank,
-            ranks=self.rank.world,
-            max_batches=self.options.validation_batches,
-        )
-        device = self.rank.device
-        losses = [float(self.module(*(t.to(device) for t in tokens)).loss) for tokens in batches]
+        batches = [self.batch(i, self.corpus.validation) for i in range(self.options.validation_batches)]
+        losses = [float(self.module(*tokens).loss) for tokens in batches]
         return self._mean_over_ranks([statistics.fmean(losses)])[0]
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from lancet_kernels.kernels.tuned_entry import Entry, config_fields
 from lancet_kernels.tuning.place import Place
-from lancet_kernels.tuning.tune_cost import CostOutcome
 from lancet_kernels.tuning.tune_tasks import Task
 
 # The most configurations that are timed per shape; the lists of candidates respect it.
@@ -36,7 +35,6 @@ class Outcome:
     Attributes:
         status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
         candidates: the default first.
-        cost: of the winner's fused launches; None for other kinds, and where there is no winner.
     """
 
     task: Task
@@ -45,7 +43,6 @@ class Outcome:
     candidates: list[Candidate] = field(default_factory=list)
     winner: Candidate | None = None
     cached: Entry | None = None
-    cost: CostOutcome | None = None
 
     @property
     def kept(self) -> list[Candidate]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lancet_kernels.ops.groups import from_first_rank, group_name
-from lancet_kernels.ops.waiting import waiting
+from lancet_kernels.ops.comm.groups import from_first_rank, group_name
+from lancet_kernels.ops.comm.waiting import waiting
 
 
 class Ranks:

@@ -17,15 +17,13 @@ import torch
 from lancet_kernels import ops
 from lancet_kernels.compiling import (
     gluon_specimens,
-    grouped_gemm_specimens,
     overlap_specimens,
     routing_specimens,
     row_specimens,
 )
-from lancet_kernels.compiling.specimen import Specimen
-from lancet_kernels.kernels import gemm_config, grouped_gemm_kernel, permute
+from lancet_kernels.compiling.specimen import SHORT, Specimen
+from lancet_kernels.kernels import permute
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.gemm_operands import DTYPES
 from lancet_kernels.kernels.gluon_config import HOPPER_TILE, hopper_config
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.row_config import RowConfig
@@ -40,14 +38,13 @@ class Task:
     """One kernel at one shape.
 
     Attributes:
-        shape: as it is looked up, rows rounded up; exact: as it is run.
+        shape: as it is looked up.
     """
 
     kind: str
     workload: Workload
     dtype: torch.dtype
     shape: Shape
-    exact: Shape
 
     def key(self, device: str) -> str:
         return key_of(self.kind, self.shape, str(self.dtype).removeprefix("torch."), device)
@@ -79,57 +76,11 @@ def make_tasks(
     tasks: dict[tuple, Task] = {}
     for workload in workloads:
         for kind in kinds:
-            for exact in _TUNABLES[kind].shapes(workload, dtype):
-                shape = KINDS[kind].rounded(exact)
+            for shape in _TUNABLES[kind].shapes(workload, dtype):
                 # Routing runs in float32 for every dtype of the model.
                 task_dtype = torch.float32 if kind == "routing" else dtype
-                tasks.setdefault((kind, shape), Task(kind, workload, task_dtype, shape, exact))
+                tasks.setdefault((kind, shape), Task(kind, workload, task_dtype, shape))
     return list(tasks.values())
-
-
-# Grouped GEMMs: as the op has them, without an activation in the epilogue.
-
-
-def _forward_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
-    return [(w.capacity, w.wide, w.width, 1), (w.capacity, w.width, w.hidden, 1)]
-
-
-def _dx_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
-    return [(w.capacity, w.hidden, w.width, 1), (w.capacity, w.width, w.wide, 1)]
-
-
-def _dw_shapes(w: Workload, dtype: torch.dtype) -> list[Shape]:
-    return [(w.width, w.wide, w.capacity, 1), (w.hidden, w.width, w.capacity, 1)]
-
-
-def _gemm_candidates(task: Task, place: Place) -> Sequence[Any]:
-    m, n, k, accumulators = map(int, task.exact)
-    return list(gemm_config.candidates(m, n, k, task.dtype, place.arch, accumulators))
-
-
-def _gemm_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    return [grouped_gemm_specimens.specimen(task.kind, "none", task.dtype, config, arch)]
-
-
-def _gemm_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
-    m, n, k, _ = map(int, task.exact)
-    experts = task.workload.experts
-    make = lambda *shape: torch.randn(*shape, dtype=task.dtype, device=device)  # noqa: E731
-    rows = k if task.kind == "grouped_gemm_dw" else m
-    offset = torch.arange(experts + 1, device=device) * rows
-    if task.kind == "grouped_gemm_dw":
-        x, dy, dw = make(experts * k, m), make(experts * k, n), make(experts, m, n)
-        return lambda config: lambda: grouped_gemm_kernel.grouped_gemm_dw(x, dy, offset, dw=dw, config=config)
-    x, out = make(experts * m, k), make(experts * m, n)
-    if task.kind == "grouped_gemm_dx":
-        w = make(experts, n, k)
-        return lambda config: (
-            lambda: grouped_gemm_kernel.grouped_gemm_dx(x, offset, w, out=out, config=config)
-        )
-    w = make(experts, k, n)
-    return lambda config: (
-        lambda: grouped_gemm_kernel.grouped_gemm_forward(x, offset, w, out=out, config=config)
-    )
 
 
 # Rows to their experts and back.
@@ -145,7 +96,7 @@ def _row_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 def _row_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
     weighted = task.kind == "combine"
-    return [row_specimens.specimen(task.kind, DTYPES[task.dtype], task.workload.choices, weighted, config)]
+    return [row_specimens.specimen(task.kind, SHORT[task.dtype], task.workload.choices, weighted, config)]
 
 
 def routed(w: Workload, device: torch.device) -> tuple[torch.Tensor, Any]:
@@ -229,8 +180,7 @@ def _overlap_candidates(task: Task, place: Place) -> Sequence[Any]:
     """The default, and changes of one property at a time: programs that put, split, put step, tile.
 
     All put steps have 4096 elements, in few long pieces of rows or many short ones. All combinations would be
-    several hundred configurations, which take too long to compile. Whether duplicates are sent once depends
-    on ranks and choices, which an entry does not name: `overlap_config.dedup_pays` decides.
+    several hundred configurations, which take too long to compile.
     """
     w = task.workload
     default = OverlapConfig.for_gpu(w.width, w.hidden, w.activation, task.dtype, place.arch, place.sms)
@@ -247,7 +197,7 @@ def _overlap_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 
 def _hopper_candidates(task: Task, place: Place) -> list[OverlapConfig]:
-    """Of the kernel for Hopper, where it can run: its default, and changes of one property at a time."""
+    """The default of the kernel for Hopper, where it can run, and changes of one property at a time."""
     widths = task.workload.width, task.workload.hidden
     step = HOPPER_TILE.block_k
     if place.arch != 90 or task.dtype.itemsize != 2 or any(width % step for width in widths):
@@ -277,18 +227,14 @@ def _overlap_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
 
 
 def _overlap_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
-    from lancet_kernels.fused_pass import FusedPasses
+    from lancet_kernels.measuring.fused_pass import FusedPasses
 
     passes = FusedPasses(task.workload, task.dtype, device)
     return lambda config: lambda: passes.forward_backward(config)
 
 
-_GEMM = (_gemm_candidates, _gemm_specimens, _gemm_runner)
 _ROWS = (_row_shapes, _row_candidates, _row_specimens, _row_runner)
 _TUNABLES = {
-    "grouped_gemm_forward": Tunable(_forward_shapes, *_GEMM),
-    "grouped_gemm_dx": Tunable(_dx_shapes, *_GEMM),
-    "grouped_gemm_dw": Tunable(_dw_shapes, *_GEMM),
     "permute": Tunable(*_ROWS),
     "combine": Tunable(*_ROWS),
     "routing": Tunable(_routing_shapes, _routing_candidates, _routing_specimens, _routing_runner),

@@ -6,8 +6,7 @@ For each task:
     2. compile them in the background; drop those that spill or exceed a limit
     3. time the others in turn; the median of the slowest rank counts, and rank 0 chooses for all ranks
 
-For fused launches, the winner is then timed at several sizes, for the planner (`tune_cost`). Each winner is
-saved at once, so a run that was killed continues where it stopped.
+Each winner is saved at once, so a run that was killed continues where it stopped.
 
 Without a GPU nothing can be tuned, because times of the interpreter mean nothing.
 """
@@ -31,7 +30,6 @@ from lancet_kernels.measuring.timing import Clock
 from lancet_kernels.tuning.background_compiler import BackgroundCompiler
 from lancet_kernels.tuning.candidates import MOST_CANDIDATES, Candidate, Outcome, candidates_of
 from lancet_kernels.tuning.place import Place
-from lancet_kernels.tuning.tune_cost import CostOutcome, cost_of_winner, launches_of
 from lancet_kernels.tuning.tune_ranks import Ranks
 from lancet_kernels.tuning.tune_tasks import Task
 
@@ -84,8 +82,6 @@ def tune(
         if dry_run:
             outcome.status = "dry-run"
     if dry_run:
-        for outcome in _fused(outcomes):
-            outcome.cost = CostOutcome("dry-run", len(launches_of(outcome.task.workload)))
         return outcomes
     check_has_gpu(place)
     assert place.device is not None
@@ -107,19 +103,8 @@ def tune(
             _choose(outcome, clock, ranks, rounds)
             if outcome.status == "tuned" and save:
                 cache.put([_entry(outcome, place)])
-    for outcome in _fused(outcomes):
-        say(sum(o.status != "left" for o in outcomes), f"cost of {outcome.key}")
-        outcome.cost = cost_of_winner(
-            outcome.task, outcome.config, place, cache, ranks, clock,
-            rounds=rounds, force=force, in_time=time.monotonic() < deadline, save=save,
-        )  # fmt: skip
     say(sum(o.status != "left" for o in outcomes), "")
     return outcomes
-
-
-def _fused(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """The tasks of fused launches that have a configuration whose cost can be measured."""
-    return [o for o in outcomes if o.task.kind == "overlap" and o.config is not None]
 
 
 def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks: Ranks) -> None:

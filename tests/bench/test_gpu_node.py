@@ -7,9 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gpu_node
 import pytest
 import torch
+
+from bench.gpu import gpu_node
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
@@ -23,7 +24,7 @@ def run(*command: str) -> subprocess.CompletedProcess:
 @pytest.mark.long
 def test_a_dry_run_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "node.json"
-    done = run(sys.executable, *TORCHRUN, "bench/gpu_node.py", "--device", "cpu", "--out", str(out))
+    done = run(sys.executable, *TORCHRUN, "-m", "bench.gpu.gpu_node", "--device", "cpu", "--out", str(out))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("dry run: interpreter, no figures; 2 ranks, 2 steps, 2 checked: 0 wrong")
     found = json.loads(out.read_text())
@@ -58,7 +59,7 @@ def test_what_is_wrong_is_seen() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.device_count() > 1, reason="about machines without several GPUs")
 def test_without_gpus_it_says_so_in_a_line() -> None:
-    done = run("bash", "bench/gpu_node.sh")
+    done = run("bash", "bench/gpu/gpu_node.sh")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.startswith(

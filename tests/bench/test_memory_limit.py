@@ -1,26 +1,14 @@
-"""`bench/memory_limit.py` on a step of two layers: ours hides at least what torch's pass hides, within the
-limit."""
+"""`bench/cpu/memory_limit.py` on a step of two layers: ours hides at least what torch's pass hides, within
+the limit."""
 
-import importlib
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).parents[2] / "bench"
+from bench.cpu import fsdp_step, memory_limit
 
 
-@pytest.fixture(scope="module")
-def bench():
-    """bench/ is no package: two files of it as modules."""
-    sys.path.insert(0, str(BENCH))
-    yield importlib.import_module("memory_limit"), importlib.import_module("fsdp_step")
-    sys.path.remove(str(BENCH))
-
-
-def test_ours_hides_at_least_as_much_within_the_limit(bench):
-    memory_limit, fsdp_step = bench
+def test_ours_hides_at_least_as_much_within_the_limit():
     shape = replace(fsdp_step.SHAPES["deepseek-like"], name="small", layers=2, batch=2)
     with fsdp_step.captured(shape) as step:
         found = list(memory_limit.rows(step, (1.03, None)))
@@ -36,3 +24,11 @@ def test_ours_hides_at_least_as_much_within_the_limit(bench):
     assert ours.hidden >= torchs.hidden > 0.5
     assert free.iteration_ms <= ours.iteration_ms + 1e-9
     assert "| 1.03 | ours |" in memory_limit.table(found)
+
+
+@pytest.mark.long
+def test_the_script_prints_a_table(capsys):
+    assert memory_limit.main(["--steps", "deepseek-like", "--layers", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "deepseek-like: " in said
+    assert said.count("| torch |") == said.count("| ours |") == len(memory_limit.LIMITS)

@@ -1,15 +1,10 @@
 """What we compare with must compute an MoE layer: the adapter always at hand, against a plain loop."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from peers import Absent, TorchGrouped, make_peer, quack_gemm
-
-from lancet_kernels.ops.expert_activation import activate
+from bench.peers import Absent, TorchGrouped, make_peer, quack_gemm
+from lancet_kernels.ops.moe.expert_activation import activate
 from lancet_kernels.tuning.workloads import Workload
 
 

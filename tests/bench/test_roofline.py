@@ -1,14 +1,9 @@
 """The peaks that benchmarks are compared with."""
 
-import sys
-
 import pytest
 import torch
 
-from tests.rehearsals import BENCH
-
-sys.path.insert(0, str(BENCH))
-from roofline import hardware_of, roofline_ms
+from bench.roofline import hardware_of, roofline_ms
 
 
 def test_hardware_by_name_and_by_architecture() -> None:

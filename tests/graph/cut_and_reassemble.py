@@ -1,6 +1,6 @@
 """One op, cut as its rule says, run part by part, put together again, and compared with the uncut op.
 
-Written without a look at `schedules.cut`, so that both are checked against each other.
+Written without a look at `schedules.rewrite.cut`, so that both are checked against each other.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lancet_kernels.graph.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form
-from lancet_kernels.graph.from_fx import op_name, program_from_fx, tensor_names
-from lancet_kernels.graph.program import Instruction, Program
-from lancet_kernels.graph.rules import Rule, rule_for
-from lancet_kernels.ops.rows import expected_sizes
+from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW, Form
+from lancet_kernels.graph.program.from_fx import op_name, program_from_fx, tensor_names
+from lancet_kernels.graph.program.program import Instruction, Program
+from lancet_kernels.graph.rules.rules import Rule, rule_for
+from lancet_kernels.ops.moe.rows import expected_sizes
 
 Values = Mapping[fx.Node, object]
 

@@ -1,10 +1,11 @@
-"""The devices of a partition, emulated in numpy: tiles travel as `graph.slices` derives it, not otherwise."""
+"""The devices of a partition, emulated in numpy: tiles travel as `graph.rules.slices` derives it, not
+otherwise."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from lancet_kernels.graph.slices import (
+from lancet_kernels.graph.rules.slices import (
     Operand,
     Partition,
     Product,

@@ -701,6 +701,7 @@ IRREGULAR_ONLY = {
     "lancet.combine",
     "lancet.combine_dweight",
 }
-"""Cut behind the gate alone; proven on whole layers, in tests/schedules/test_cut_torch.py."""
+"""Cut behind the gate alone; proven on whole layers, in tests/schedules/rewrite/test_cut_torch.py."""
 FUSED = {"lancet.fused_experts", "lancet.fused_experts_backward"}
-"""Cut with the whole step alone; proven on ranks, in tests/lancet_kernels/test_fused_duplex.py."""
+"""Cut with the whole step alone; proven on ranks, in
+tests/lancet_kernels/optimization/test_fused_duplex.py."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from lancet_kernels.graph.costs import Cost, durations
-from lancet_kernels.graph.program import Program
-from lancet_kernels.schedules.weight_gradients import assign, greedy_order
+from lancet_kernels.graph.costs.costs import Cost, durations
+from lancet_kernels.graph.program.program import Program
+from lancet_kernels.schedules.order.weight_gradients import assign, greedy_order
 
 
 def schedule_weight_gradients(program: Program, cost: Cost) -> Program:

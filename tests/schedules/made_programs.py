@@ -6,13 +6,13 @@ from functools import lru_cache
 from hypothesis import strategies as st
 from torch import fx
 
-from lancet_kernels.graph.costs import Cost, Tensors
-from lancet_kernels.graph.program import Instruction, Kind, Phase, Program, TensorSpec
-from lancet_kernels.schedules.best_order import best_order
+from lancet_kernels.graph.costs.costs import Cost, Tensors
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.realize import GraphCutter
+from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
-from lancet_kernels.simulation import captured_program
+from lancet_kernels.simulation.simulate import captured_program
 from lancet_kernels.training.models import ModelConfig
 
 KINDS = {"c": Kind.COMPUTE, "a": Kind.ALL_TO_ALL, "r": Kind.ALL_REDUCE}

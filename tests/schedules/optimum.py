@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from ortools.sat.python import cp_model
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.costs import Cost, durations
-from lancet_kernels.graph.program import Kind, Program
+from lancet_kernels.graph.costs.costs import Cost, durations
+from lancet_kernels.graph.program.program import Kind, Program
 
 UNITS_PER_MS = 1_000_000
 """The solver works in whole nanoseconds."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from lancet_kernels.graph.program import Instruction, Program, TensorSpec
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
 
 UNARY = ("aten.relu", "aten.gelu", "aten.neg")
 
@@ -54,3 +55,48 @@ def graphs(draw, most: int = 8, least: int = 1, is_chain: bool = False) -> Progr
         else:
             add(draw(st.sampled_from(UNARY)), source)
     return Program("random", tuple(instructions), tensors, tuple(inputs), (made[-1],), tuple(parameters))
+
+
+def duplexed(strategy: ShardingStrategy) -> Program:
+    """Both microbatches in the order of section 4.1, stage by stage, as a Program that can be simulated: the
+    communication step of one beside the computation step of the other, forward and then backward."""
+    tensors = {"batch": TensorSpec("batch", (1,), "int8", 0)}
+    instructions: list[Instruction] = []
+    last: dict[int, str] = {1: "batch", 2: "batch"}
+
+    def add(copy: int, stage: int, comm: bool, phase: Phase) -> None:
+        of = strategy.stages[stage]
+        times = (of.comm_ms, of.comp_ms), (of.comm_backward_ms, of.comp_backward_ms)
+        ms = times[phase is Phase.BACKWARD][not comm]
+        step = "communication" if comm else "computation"
+        name = f"{phase.value} {step} {stage} of microbatch {copy}"
+        tensors[name] = TensorSpec(name, (1,), "int8", 0)
+        instructions.append(
+            Instruction(
+                name,
+                f"sharding.{step}",
+                (last[copy],),
+                (name,),
+                Kind.OTHER_COMMUNICATION if comm else Kind.COMPUTE,
+                phase,
+                milliseconds=ms,
+            )
+        )
+        last[copy] = name
+
+    n = len(strategy.stages)
+    for stage in range(n):
+        add(1, stage, True, Phase.FORWARD)
+        if stage:
+            add(2, stage - 1, False, Phase.FORWARD)
+        add(2, stage, True, Phase.FORWARD)
+        add(1, stage, False, Phase.FORWARD)
+    add(2, n - 1, False, Phase.FORWARD)
+    add(1, n - 1, False, Phase.BACKWARD)
+    for stage in reversed(range(n)):
+        add(1, stage, True, Phase.BACKWARD)
+        add(2, stage, False, Phase.BACKWARD)
+        add(2, stage, True, Phase.BACKWARD)
+        if stage:
+            add(1, stage - 1, False, Phase.BACKWARD)
+    return Program(f"{strategy.program}, duplexed", tuple(instructions), tensors, ("batch",))

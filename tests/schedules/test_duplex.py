@@ -10,17 +10,17 @@ from torch import fx, nn
 
 from lancet_kernels import MoELayer
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture import capture
-from lancet_kernels.graph.captured_graph import copy_of
-from lancet_kernels.graph.costs import Cost
-from lancet_kernels.graph.forms import CARRIED, PARTIAL
-from lancet_kernels.graph.from_fx import program_from_fx
-from lancet_kernels.graph.program import Kind, Program
-from lancet_kernels.schedules.apply import instruction_order
+from lancet_kernels.graph.capture.capture import capture
+from lancet_kernels.graph.capture.captured_graph import copy_of
+from lancet_kernels.graph.costs.costs import Cost
+from lancet_kernels.graph.program.forms import CARRIED, PARTIAL
+from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.schedules.duplex import duplex
-from lancet_kernels.schedules.realize import GraphCutter, cut_ranges, realize, split_as_planned
-from lancet_kernels.schedules.simulate import simulate
-from lancet_kernels.schedules.strategies import AUTO, DUPLEX, STRATEGIES, Planner, PlanningOptions
+from lancet_kernels.schedules.rewrite.apply import instruction_order
+from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges, realize, split_as_planned
+from lancet_kernels.schedules.strategies import AUTO, DUPLEX, STRATEGY_NAMES, Planner, PlanningOptions
+from lancet_kernels.schedules.time.simulate import simulate
 from tests.capturing import Step, read_only_step
 from tests.examples import examples
 from tests.grids import few_of
@@ -28,7 +28,7 @@ from tests.model_zoo import MODELS, Size
 from tests.planned_steps import SmallStep, StepCase, dear_communication
 from tests.schedules.expanded import expand
 from tests.schedules.made_programs import GivenCosts, program, random_programs
-from tests.schedules.test_cut_torch import assert_same, outcome
+from tests.schedules.rewrite.test_cut_torch import assert_same, outcome
 
 GATES = ["switch", "topk", "hash", "random", "sigmoid(groups=2,top_groups=1)"]
 WHOLE_BATCH_GATES = ["gshard", "batch-prioritized", "expert-choice"]
@@ -193,7 +193,7 @@ def test_auto_is_never_predicted_slower_than_any_strategy(p, with_rules):
     options = PlanningOptions(memory_limit_gb=1e9)
     planner = Planner(p, GivenCosts(0.1), options, lambda ranges: expand(p, ranges))
     plans = planner.plans()
-    assert plans.keys() == set(STRATEGIES) - set(planner.impossible)
+    assert plans.keys() == set(STRATEGY_NAMES) - set(planner.impossible)
     assert bool(planner.impossible) == (not with_rules or not p.positions(Kind.ALL_TO_ALL))
     fastest = min(plan.predicted.iteration_ms for plan in plans.values())
     assert plans[AUTO].predicted.iteration_ms == fastest

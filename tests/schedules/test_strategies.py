@@ -6,20 +6,20 @@ from dataclasses import replace
 import pytest
 from hypothesis import given as hypothesis_given
 
-from lancet_kernels.captured_step import CostedGraph
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.captured_graph import copy_of
-from lancet_kernels.graph.clusters import load_cluster
-from lancet_kernels.graph.costs import CostModel
-from lancet_kernels.graph.forms import PARTIAL, WINDOW
-from lancet_kernels.graph.program import Kind
-from lancet_kernels.schedules.apply import instruction_order
-from lancet_kernels.schedules.partition_range import PartitionOptions
+from lancet_kernels.graph.capture.captured_graph import copy_of
+from lancet_kernels.graph.costs.clusters import load_cluster
+from lancet_kernels.graph.costs.costs import CostModel
+from lancet_kernels.graph.program.forms import PARTIAL, WINDOW
+from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.optimization.captured_step import CostedGraph
+from lancet_kernels.schedules.partition.partition_range import PartitionOptions
 from lancet_kernels.schedules.plan import Plan, Prediction
-from lancet_kernels.schedules.realize import realize
-from lancet_kernels.schedules.simulate import simulate
-from lancet_kernels.schedules.strategies import STRATEGIES, Planner, PlanningOptions, fastest_that_fits
-from lancet_kernels.simulation import Setting, captured_program
+from lancet_kernels.schedules.rewrite.apply import instruction_order
+from lancet_kernels.schedules.rewrite.realize import realize
+from lancet_kernels.schedules.strategies import STRATEGY_NAMES, Planner, PlanningOptions, fastest_that_fits
+from lancet_kernels.schedules.time.simulate import simulate
+from lancet_kernels.simulation.simulate import Setting, captured_program
 from lancet_kernels.training.models import ModelConfig, model_config
 from tests.examples import examples
 from tests.schedules.algorithm_1 import schedule_weight_gradients
@@ -50,7 +50,7 @@ def plans(planner_of_small):
 
 
 def test_predictions_are_what_the_planned_graph_simulates_to(small, planner_of_small, plans):
-    assert list(plans) == list(STRATEGIES)
+    assert list(plans) == list(STRATEGY_NAMES)
     for name, plan in plans.items():
         timeline = planner_of_small.timeline(plan)
         module = copy_of(small.module)
@@ -173,7 +173,7 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path, text):
 
 
 def test_unknown_strategy():
-    with pytest.raises(UserError, match="strategy: got magic"):
+    with pytest.raises(UserError, match="strategy: got 'magic'"):
         make_plan(tiny_step(), given, "magic")
 
 

@@ -5,14 +5,14 @@ import json
 import os
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed._symmetric_memory
+from torch.utils.collect_env import get_env_info
 
 from lancet_kernels.cli import main
-from lancet_kernels.environment import as_text, environment
+from lancet_kernels.commands.environment import as_text, environment
 
 
 def test_json_has_versions_backends_and_caches(
@@ -26,7 +26,7 @@ def test_json_has_versions_backends_and_caches(
     (folder / "device_costs.json").write_text("{")
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["machine"]["torch_version"] == torch.__version__
     assert facts["backends"]["torch, CPU ranks (gloo)"]["works"] == torch.distributed.is_gloo_available()
     assert facts["backends"]["torch, GPUs (NCCL)"]["works"] == torch.cuda.is_available()
     states = {what: cache["state"] for what, cache in facts["caches"].items()}
@@ -62,22 +62,22 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a machine with two GPUs answers torch."""
-    gpu = SimpleNamespace(name="H100", major=9, minor=0, total_memory=85e9, multi_processor_count=132)
     answers = {
         "is_available": True,
         "device_count": 2,
-        "get_device_properties": gpu,
         "get_device_capability": (9, 0),
         "can_device_access_peer": True,
     }
-    for name, answer in answers.items():
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27, 3))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed._symmetric_memory, "get_backend", lambda device: "CUDA")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    collected = get_env_info()._replace(nvidia_gpu_models="GPU 0: H100\nGPU 1: H100")
+    monkeypatch.setattr("torch.utils.collect_env.get_env_info", lambda: collected)
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
     facts = environment()
-    assert facts["gpus"][1]["name"] == "H100"
+    assert facts["machine"]["nvidia_gpu_models"] == "GPU 0: H100; GPU 1: H100"
     assert facts["nvlink"].startswith("2 of 2 ordered pairs of GPUs have peer access")
     assert facts["symmetric_memory"]["torch"] == "backend CUDA"
     assert facts["backends"]["torch, GPUs (NCCL)"] == {"works": True, "reason": "NCCL 2.27.3"}
@@ -85,4 +85,4 @@ def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     several = facts["backends"]["fused, several GPUs"]
     assert several["works"]
     assert several["reason"].startswith("by torch; ")
-    assert "0: H100, compute capability 9.0, 85.0 GB" in as_text(facts)
+    assert "yes  fused, one GPU                          compute capability 9.0\n" in as_text(facts)

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from lancet_kernels.cli import main
-from lancet_kernels.training.runs import RunFolder
+from lancet_kernels.training.runs import append_metrics, new_run, writing
 
 
-def make_run(root: Path, name: str, steps: int, done: int, started: float) -> RunFolder:
-    run = RunFolder.create(root, name)
-    run.write_config({"model": "gpt2-tiny-moe", "ranks": 2, "strategy": "lancet", "steps": steps})
-    os.utime(run.path / "config.json", (started, started))
+def make_run(root: Path, name: str, steps: int, done: int, started: float) -> Path:
+    run = new_run(root, name)
+    config = {"model": "gpt2-tiny-moe", "ranks": 2, "strategy": "lancet", "steps": steps}
+    (run / "config.json").write_text(json.dumps(config))
+    os.utime(run / "config.json", (started, started))
     for step in range(1, done + 1):
-        run.append_metrics({"step": step, "loss": 5.0 / step, "tokens_per_s": 100.0})
-    run.point_latest()
+        append_metrics(run, {"step": step, "loss": 5.0 / step, "tokens_per_s": 100.0})
     return run
 
 
@@ -26,11 +26,10 @@ def listed(capsys: pytest.CaptureFixture, root: Path) -> list[dict]:
 
 
 def test_states_steps_and_order(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    with make_run(tmp_path, "z-first", 2, 2, 1e9) as run:
-        run.write_summary({})
-    with make_run(tmp_path, "b-stopped", 4, 3, 2e9) as run, (run.path / "metrics.jsonl").open("a") as file:
+    (make_run(tmp_path, "z-first", 2, 2, 1e9) / "summary.json").write_text("{}")
+    with (make_run(tmp_path, "b-stopped", 4, 3, 2e9) / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "lo')
-    with make_run(tmp_path, "a-running", 4, 1, 3e9):
+    with writing(make_run(tmp_path, "a-running", 4, 1, 3e9)):
         rows = listed(capsys, tmp_path)
         assert main(["runs", "--runs", str(tmp_path)]) == 0
         lines = capsys.readouterr().out.splitlines()
@@ -45,8 +44,8 @@ def test_states_steps_and_order(tmp_path: Path, capsys: pytest.CaptureFixture) -
 
 
 def test_a_damaged_run_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    make_run(tmp_path, "sound", 2, 2, 1e9).close()
-    make_run(tmp_path, "broken", 2, 0, 2e9).close()
+    make_run(tmp_path, "sound", 2, 2, 1e9)
+    make_run(tmp_path, "broken", 2, 0, 2e9)
     (tmp_path / "broken" / "config.json").write_text("{")
     os.utime(tmp_path / "broken" / "config.json", (2e9, 2e9))
     assert [(row["run"], row["model"]) for row in listed(capsys, tmp_path)] == [

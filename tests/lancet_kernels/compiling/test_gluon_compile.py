@@ -26,8 +26,7 @@ def check(row: dict) -> None:
     assert row["products"] == ["m64n256k16"], row
     assert row["loops"] >= 1, row
     assert row["spilled in loops"] == 0, row
-    # With dedup one word is loaded again in each step.
-    assert row["loaded in loops"] <= (row["loops"] if " dedup" in row["config"] else 0), row
+    assert row["loaded in loops"] == 0, row
 
 
 def test_a_forward_compiles():

@@ -50,8 +50,14 @@ def test_every_family(pool: RankPool) -> None:
     pool.run(all_families, list(FAMILIES), timeout_s=240)
 
 
-def planned(family: str) -> None:
+def planned(family: str, tied_and_checkpointed: bool = False) -> None:
     model = tiny_model(family)
+    if tied_and_checkpointed:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+        model.gradient_checkpointing_enable()
+        model.train()
+        assert model.lm_head.weight is model.model.embed_tokens.weight
     original = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "expert"))
     convert(model, mesh, strict=True)
@@ -62,11 +68,21 @@ def planned(family: str) -> None:
     compare(model, loss, original, family)
     assert not step.fallbacks
     assert step.plan.ranges, "nothing is cut"
+    assert (step.plan.recomputation is not None) == tied_and_checkpointed
 
 
 def test_with_a_plan(pool: RankPool) -> None:
     """A shared expert with a gate, and the model's own load-balance loss."""
     pool.run(planned, "Qwen2-MoE", timeout_s=240)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["Qwen3-MoE", *(pytest.param(name, marks=pytest.mark.long) for name in ("Mixtral", "OLMoE"))],
+)
+def test_tied_and_checkpointed(pool: RankPool, family: str) -> None:
+    """Tied embeddings and `gradient_checkpointing_enable()`."""
+    pool.run(planned, family, True, timeout_s=240)
 
 
 @pytest.mark.long

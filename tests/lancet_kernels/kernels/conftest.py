@@ -1,14 +1,7 @@
 """Where kernel tests run: on the CPU in Triton's interpreter, and with `-m gpu` compiled on a GPU."""
 
-import sys
-
 import pytest
 import torch
-
-from tests.rehearsals import BENCH
-
-# Several PEs on one GPU: bench/virtual_pes.py.
-sys.path.insert(0, str(BENCH))
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

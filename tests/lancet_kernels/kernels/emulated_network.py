@@ -83,7 +83,7 @@ class Network:
 
 
 def _number(value: Any) -> int:
-    """Of a scalar in the interpreter, which may be a pointer."""
+    """Value of a scalar in the interpreter, which may be a pointer."""
     return int(value.handle.data.reshape(-1)[0]) if hasattr(value, "handle") else int(value)
 
 

@@ -3,8 +3,7 @@
     TRITON_INTERPRET=1 python -m tests.lancet_kernels.kernels.fuzz_routings --ranks 2 --passes 5000
 
 Every pass has its own numbers of tokens on each rank (0 to 6), routing, capacity and grid; every fifth one
-has a backward. In half of the exchanges it sends x again: then one exchange is for both directions, and the
-forward's bank is released before. Tiles have 4 rows, so that segments lie in several tiles, and tiles hold
+has a backward. Tiles have 4 rows, so that segments lie in several tiles, and tiles hold
 rows of several sources. Naps fall before passes, between tasks and before releases; nothing else keeps ranks
 in step.
 
@@ -36,7 +35,7 @@ from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import Experts, Routing
-from lancet_kernels.ops.gates.slots import slots_in_token_order
+from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
 from tests.lancet_kernels.kernels.overlap_cases import make_routing
 from tests.lancet_kernels.kernels.overlap_ranks import GuardedMemory, poisoned_buffers, same_bits
 from tests.ranks import RankPool
@@ -73,7 +72,7 @@ def experts_of_all(experts: int) -> Experts:
 
 
 def inputs_of(seed: int, rank: int, experts: int) -> Inputs:
-    """Of one rank in pass `seed`: any rank can recompute them."""
+    """Inputs of one rank in pass `seed`: any rank can recompute them."""
     shared = random.Random(seed)
     kind, capacity = shared.choice(("even", "few", "one")), shared.choice((1, 3, TOKENS, TOKENS))
     nobody = shared.random() < 0.03
@@ -112,7 +111,7 @@ def rows_for(rank: int, inputs: list[Inputs], local: int) -> tuple[Tensor, Tenso
 
 
 def expert_gradient(dy: Tensor, pre: Tensor, w2: Tensor) -> Tensor:
-    """Of the value before the activation, row by row: gelu' of a multiple of 16 is 0, 1/2 or 1."""
+    """Gradient of the value before the activation, row by row: gelu' of a multiple of 16 is 0, 1/2 or 1."""
     slope = (pre > 0).double() + 0.5 * (pre == 0).double()
     return torch.einsum("nd,nfd->nf", dy, w2) * slope
 
@@ -155,8 +154,6 @@ class Fuzz:
         banks: int,
         nap_s: float,
         seed: int,
-        dedup: bool,
-        sends_x: bool,
     ) -> None:
         self.memory, self.local, self.rank, self.world = memory, local, memory.rank, memory.world
         self.experts = self.world * local
@@ -167,17 +164,14 @@ class Fuzz:
         sizes = {
             "local_experts": local, "send_rows": TOKENS * CHOICES, "width": WIDTH, "dtype": torch.float32,
             "receive_rows": self.world * TOKENS * min(CHOICES, local), "chunk_rows": TILE.gemm.block_m,
-            "timeout_s": WAIT_S, "banks": banks, "dedup": dedup,
+            "timeout_s": WAIT_S, "banks": banks,
         }  # fmt: skip
-        self.sends_x = sends_x
-        self.forward = self.backward = Exchange(memory, f"both{seed}", sends_x=sends_x, **sizes)
-        if not sends_x:
-            self.backward = Exchange(memory, f"dy{seed}", **sizes)
+        self.forward, self.backward = (Exchange(memory, f"{way}{seed}", **sizes) for way in ("x", "dy"))
         for exchange in (self.forward, self.backward):
             for region in (exchange.rows, exchange.results):
                 region.local.fill_(float("nan"))
         memory.barrier()
-        self.expected_rows: dict[int, list[Tensor]] = {}
+        self.expected_rows: dict[int, Tensor] = {}
         self.expected_weights: dict[int, Tensor] = {}
         self.tasks = 0
 
@@ -190,26 +184,22 @@ class Fuzz:
         inputs = [inputs_of(seed, rank, self.experts) for rank in range(self.world)]
         own, programs = inputs[self.rank], 1 + seed % 5
         config = replace(TILE, split=seed % 3 == 0, programs=programs, comm_programs=1 + seed // 5 % programs)
-        config = replace(config, dedup=self.forward.dedup)
         right = right_values(self.rank, inputs, self.all_experts, self.local)
         self.seed = seed
         x_rows, dy_rows, weights, _ = rows_for(self.rank, inputs, self.local)
-        self.expected_rows, self.expected_weights = {id(self.forward): [x_rows]}, {}
+        self.expected_rows, self.expected_weights = {id(self.forward): x_rows}, {}
         self.nap(0.5)
         with poisoned_buffers():
             out, saved = moe_forward(self.forward, own.x, own.routing, self.own_experts, config)
             self.forward.check()
             answers = {"out": out}
             if seed % BACKWARD_EVERY == 0:
-                if self.sends_x:
-                    self.forward.release(saved.use)
-                self.expected_rows[id(self.backward)] = [dy_rows, x_rows] if self.sends_x else [dy_rows]
+                self.expected_rows[id(self.backward)] = dy_rows
                 self.expected_weights = {id(self.backward): weights}
                 self.nap(0.5)
                 gradients = moe_backward(
-                    self.forward, saved, self.backward, own.dy, own.routing, self.own_experts, config,
-                    x=own.x if self.sends_x else None,
-                )  # fmt: skip
+                    self.forward, saved, self.backward, own.dy, own.routing, self.own_experts, config
+                )
                 self.backward.check()
                 answers |= {name: getattr(gradients, name) for name in ("dx", "dweight", "dw1", "dw2")}
             self.forward.release(saved.use)
@@ -226,13 +216,11 @@ class Fuzz:
         if (weights := self.expected_weights.get(id(exchange))) is not None:
             got = exchange.row_weights.local[bank, : len(weights)]
             assert same_bits(got, weights), self.say(f"weights of {exchange.name}")
-        # Those of x, if they are sent again, are in the banks behind.
-        for sent, expected in enumerate(self.expected_rows[id(exchange)]):
-            rows = exchange.rows.local[bank + sent * exchange.banks]
-            assert same_bits(rows[: len(expected)], expected), self.say(f"rows {sent} of {exchange.name}")
-            behind = rows[len(expected) :].isnan().all()
-            assert behind, self.say(f"written behind the {len(expected)} rows {sent} of {exchange.name}")
-            rows.fill_(float("nan"))
+        rows, expected = exchange.rows.local[bank], self.expected_rows[id(exchange)]
+        assert same_bits(rows[: len(expected)], expected), self.say(f"rows of {exchange.name}")
+        behind = rows[len(expected) :].isnan().all()
+        assert behind, self.say(f"written behind the {len(expected)} rows of {exchange.name}")
+        rows.fill_(float("nan"))
         exchange.results.local.fill_(float("nan"))
         self.nap(0.3)
 
@@ -261,16 +249,11 @@ class Fuzz:
             yield
 
 
-def fuzz_on_rank(first: int, passes: int, nap_s: float, dedup: bool = False) -> int:
+def fuzz_on_rank(first: int, passes: int, nap_s: float) -> int:
     """-> how many tasks were launched. Raises for the first pass that is wrong or does not finish."""
     with GuardedMemory(timeout_s=WAIT_S) as memory:
         local = 1 + first // passes % 2 if memory.world > 2 else 2
-        # More experts on a PE, so that a token has more rows for one.
-        local += 2 * dedup
-        group = first // passes
-        fuzz = Fuzz(
-            memory, local, banks=1 + group % 3, nap_s=nap_s, seed=first, dedup=dedup, sends_x=group % 4 > 1
-        )
+        fuzz = Fuzz(memory, local, banks=1 + first // passes % 3, nap_s=nap_s, seed=first)
         with fuzz.watched():
             for seed in range(first, first + passes):
                 fuzz.run(seed)
@@ -287,7 +270,6 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first pass")
     parser.add_argument("--at-once", type=int, default=50, help="passes through one pair of exchanges")
     parser.add_argument("--nap-ms", type=float, default=5.0, help="longest nap")
-    parser.add_argument("--dedup", action="store_true", help="duplicates of a token are sent once")
     given = parser.parse_args()
     pool = RankPool(given.ranks)
     done = tasks = 0
@@ -295,7 +277,7 @@ def main() -> None:
     while done < given.passes:
         first = given.first + done
         results = pool.run(
-            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3, given.dedup,
+            fuzz_on_rank, first, given.at_once, given.nap_ms / 1e3,
             ranks=given.ranks, timeout_s=WAIT_S * given.at_once, collective_timeout_s=WAIT_S,
         )  # fmt: skip
         done, tasks = done + given.at_once, tasks + sum(results)

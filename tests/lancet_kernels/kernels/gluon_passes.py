@@ -74,14 +74,12 @@ def make_layers(case: Case, timeout_s: float = 600.0, **changes: Any) -> list[La
 
     timeout_s: waits look at the clock, and a busy machine is slow. One that cannot end is a Deadlock before.
     """
-    sends_x = changes.pop("keep", "rows") == "tokens"
     config = replace(CONFIG, **{"gemm": SMALL_TILE, "tma": True, "bodies": "gluon"} | changes)
-    sizes = {"chunk_rows": config.gemm.block_m, "timeout_s": timeout_s, "dedup": config.dedup}
-    sizes["sends_x"] = sends_x
+    sizes = {"chunk_rows": config.gemm.block_m, "timeout_s": timeout_s}
     layers = []
     for memory in virtual_memories(case.world):
-        exchanges = [make_exchange(memory, way, case, **sizes) for way in ("forward", "backward")[sends_x:]]
-        layers.append(Layer(case, memory.rank, exchanges[0], exchanges[-1], config))
+        exchanges = [make_exchange(memory, way, case, **sizes) for way in ("forward", "backward")]
+        layers.append(Layer(case, memory.rank, *exchanges, config))
     return layers
 
 

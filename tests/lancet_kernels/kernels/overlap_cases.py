@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.overlap_data import Experts, Routing
-from lancet_kernels.ops.expert_activation import activate, input_width
-from lancet_kernels.ops.gates.slots import slots_in_token_order
+from lancet_kernels.ops.moe.expert_activation import activate, input_width
+from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
 
 
 @dataclass(frozen=True)
@@ -161,13 +161,12 @@ def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def same_dtype(case: Case, tokens: Case | None = None, dedup: bool = False) -> list[Answer]:
+def same_dtype(case: Case, tokens: Case | None = None) -> list[Answer]:
     """All ranks' answers in plain torch with what a pass stores rounded to its dtype, and nothing else.
 
     Stored are the value before the activation, the one after it (in the backward made from the former,
     rounded, and weighted), results, dh, dx by slot, and the answers. Products and sums are float32, as torch
-    accumulates 16-bit matrix products. dedup: results are stored weighted, and so are, in both directions,
-    sums of the results of a token that one rank has.
+    accumulates 16-bit matrix products.
     """
     round_ = lambda t: stored(t, case.dtype).float()  # noqa: E731
     experts = [experts_of(case, rank) for rank in range(case.world)]
@@ -177,8 +176,7 @@ def same_dtype(case: Case, tokens: Case | None = None, dedup: bool = False) -> l
     for rank in range(case.world):
         x, dy = (t.float() for t in tokens_of(tokens or case, rank))
         routing = routing_of(tokens or case, rank)
-        # By owner of the experts.
-        out, dx = (torch.zeros(case.world, *x.shape) for _ in range(2))
+        out, dx = torch.zeros_like(x), torch.zeros_like(x)
         dweight = torch.zeros_like(routing.weight)
         for k in range(case.choices):
             for e in range(case.experts):
@@ -192,23 +190,20 @@ def same_dtype(case: Case, tokens: Case | None = None, dedup: bool = False) -> l
                 pre = x[mine] @ w1 if b1 is None else x[mine] @ w1 + b1
                 hidden = round_(activate(pre, case.activation))
                 y = hidden @ w2 if b2 is None else hidden @ w2 + b2
-                out[owner, mine] += round_(y * weight) if dedup else round_(y) * weight
+                out[mine] += round_(y) * weight
                 h = round_(pre).requires_grad_()
                 again, d_again = activate(h, case.activation), dy[mine] @ w2.T
                 dh = round_(torch.autograd.grad(again, h, d_again * weight)[0])
                 again = again.detach()
                 dweight[mine, k] = (d_again * again).sum(1) + (0 if b2 is None else dy[mine] @ b2)
                 dw2 = round_(again * weight).T @ dy[mine]
-                dx[owner, mine] += round_(dh @ w1.T)
+                dx[mine] += round_(dh @ w1.T)
                 for sum_, rows in zip(
                     sums[owner], (x[mine].T @ dh, dh.sum(0), dw2, (dy[mine] * weight).sum(0)), strict=True
                 ):
                     if sum_ is not None:
                         sum_[local] += rows
-        if dedup:
-            out, dx = round_(out), round_(dx)
-        sums_of_owners = (stored(t.sum(0), case.dtype) for t in (out, dx))
-        answers.append(Answer(*sums_of_owners, dweight, *[None] * 4))
+        answers.append(Answer(stored(out, case.dtype), stored(dx, case.dtype), dweight, *[None] * 4))
     for answer, made in zip(answers, sums, strict=True):
         answer.dw1, answer.db1, answer.dw2, answer.db2 = (
             None if p is None else stored(p, case.dtype) for p in made
@@ -216,14 +211,12 @@ def same_dtype(case: Case, tokens: Case | None = None, dedup: bool = False) -> l
     return answers
 
 
-def check_accuracy(
-    answers: list[Answer], case: Case, say: str = "", tokens: Case | None = None, dedup: bool = False
-) -> None:
+def check_accuracy(answers: list[Answer], case: Case, say: str = "", tokens: Case | None = None) -> None:
     """Each tensor's greatest error: at most twice that of `same_dtype`, and two in the last place.
 
     The latter because torch's own error of a tensor of a few numbers can be next to nothing, by luck.
     """
-    exact, same = reference(case, tokens=tokens), same_dtype(case, tokens, dedup)
+    exact, same = reference(case, tokens=tokens), same_dtype(case, tokens)
     for rank in range(case.world):
         for field in fields(Answer):
             check_close(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -88,12 +88,7 @@ class Layer:
         self.routing = routing_of(case, self.rank)
 
     def run_forward(self) -> tuple[Tensor, SavedPass]:
-        out, saved = moe_forward(
-            self.forward, self.x, self.routing, self.experts, self.config, dense=self.dense
-        )
-        if self.backward.sends_x:
-            self.forward.release(saved.use)
-        return out, saved
+        return moe_forward(self.forward, self.x, self.routing, self.experts, self.config, dense=self.dense)
 
     def run_backward(self, saved: SavedPass) -> object:
         made = moe_backward(
@@ -104,7 +99,6 @@ class Layer:
             self.routing,
             self.experts,
             self.config,
-            x=self.x if self.backward.sends_x else None,
             dense=self.dense,
         )
         self.forward.release(saved.use)
@@ -136,24 +130,16 @@ def make_exchange(memory: SymmetricMemory, name: str, case: Case, **changes: obj
 
 
 def make_layer(memory: SymmetricMemory, name: str, case: Case, **changes: object) -> Layer:
-    """Collective. Returns when every rank has poisoned its regions.
-
-    changes: of the configuration; and keep: "tokens" for one exchange in both directions, whose bank is free
-    between them.
-    """
-    dedup = bool(changes.get("dedup"))
-    if changes.pop("keep", "rows") == "tokens":
-        made = [make_exchange(memory, name, case, dedup=dedup, sends_x=True)] * 2
-    else:
-        made = [make_exchange(memory, f"{name}.{way}", case, dedup=dedup) for way in ("forward", "backward")]
+    """Collective. Returns when every rank has poisoned its regions. changes: of the configuration."""
+    made = [make_exchange(memory, f"{name}.{way}", case) for way in ("forward", "backward")]
     memory.barrier()
     return Layer(case, memory.rank, *made, replace(CONFIG, **changes))
 
 
-def alone(case: Case, rank: int, **keep: str) -> Layer:
+def alone(case: Case, rank: int) -> Layer:
     """The rank's tokens with all experts on one PE, in this process."""
     (memory,) = virtual_memories(1)
-    layer = make_layer(memory, "alone", replace(case, world=1, local=case.experts), **keep)
+    layer = make_layer(memory, "alone", replace(case, world=1, local=case.experts))
     layer.x, layer.dy = tokens_of(case, rank)
     layer.routing = routing_of(case, rank)
     return layer
@@ -177,6 +163,13 @@ def same_bits(a: Tensor | None, b: Tensor | None) -> bool:
     return a.dtype == b.dtype and torch.equal(a.contiguous().view(integer), b.contiguous().view(integer))
 
 
+def same_sums(a: Tensor, b: Tensor, dtype: torch.dtype) -> bool:
+    """Are they sums of the same numbers, stored in `dtype` on the way? BLAS may have added in another order:
+    it looks at the shape of a tile, and on some CPUs at where in the tile a row stands. NaN equals NaN."""
+    largest = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 0.0
+    return torch.allclose(a, b, rtol=0.0, atol=8 * torch.finfo(dtype).eps * largest, equal_nan=True)
+
+
 def check_same(a: Answer, b: Answer, say: str) -> None:
     for each in fields(Answer):
         assert same_bits(getattr(a, each.name), getattr(b, each.name)), f"{say}: {each.name} differs"
@@ -195,24 +188,16 @@ def check_rows(layer: Layer) -> None:
             dy_rows.append(dy[choice // case.choices])
             weights.append(routing.weight.reshape(-1)[choice])
     x_rows, dy_rows, weights = (torch.cat(each) for each in (x_rows, dy_rows, weights))
-    # Of two banks the first epoch has bank 1; with `sends_x` the backward is epoch 2, and x lies behind dy.
-    written = {"x": (layer.forward, 1, x_rows), "dy": (layer.backward, 1, dy_rows)}
-    if layer.backward.sends_x:
-        written["dy"] = layer.backward, 0, dy_rows
-        written["x sent again"] = layer.backward, 2, x_rows
-    for what, (exchange, bank, expected) in written.items():
-        rows = exchange.rows.local[bank]
-        assert same_bits(rows[: len(expected)], expected), f"rows of {what} of rank {rank}"
-        assert rows[len(expected) :].isnan().all(), f"rows of {what} of rank {rank}: behind the last one"
-    for exchange in (layer.forward, layer.backward):
-        used = {bank for of, bank, _ in written.values() if of is exchange}
-        other = [rows for bank, rows in enumerate(exchange.rows.local) if bank not in used]
-        assert all(rows.isnan().all() for rows in other), "rows in another bank"
-    bank = written["dy"][1]
-    assert same_bits(layer.backward.row_weights.local[bank, : len(weights)], weights)
+    for exchange, expected in ((layer.forward, x_rows), (layer.backward, dy_rows)):
+        # Of two banks the first epoch has bank 1.
+        other, rows = exchange.rows.local
+        assert same_bits(rows[: len(expected)], expected), f"rows of {exchange.name} of rank {rank}"
+        assert rows[len(expected) :].isnan().all(), f"rows of {exchange.name} of rank {rank}: behind the last"
+        assert other.isnan().all(), "rows in another bank"
+    assert same_bits(layer.backward.row_weights.local[1, : len(weights)], weights)
 
 
-def check_results(layer: Layer, other: Layer) -> None:
-    """After one pass: what came back is what `other`, one PE with all experts, made, bit for bit."""
+def check_results(layer: Layer, other: Layer, same: Callable[[Tensor, Tensor], bool] = same_bits) -> None:
+    """After one pass: what came back is what came back to `other`, the same pass in another way."""
     for mine, theirs in ((layer.forward, other.forward), (layer.backward, other.backward)):
-        assert same_bits(mine.results.local, theirs.results.local), f"results of {mine.name}"
+        assert same(mine.results.local, theirs.results.local), f"results of {mine.name}"

@@ -28,8 +28,7 @@ def main() -> None:
     loaded = []
     CompiledKernel._init_handles = lambda kernel: loaded.append(kernel)
 
-    from virtual_pes import rehearsal
-
+    from lancet_kernels.compiling.rehearsal import rehearsal
     from lancet_kernels.kernels import runtime
     from lancet_kernels.kernels.exchange import release_kernel
     from lancet_kernels.kernels.overlap import overlap_kernel

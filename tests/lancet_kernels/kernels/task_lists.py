@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lancet_kernels.kernels import tasks
-from lancet_kernels.kernels.schedule import FAN_LAG
 from lancet_kernels.kernels.tasks import LaunchShape
 
-PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE, FAN, MERGE = (
-    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE FAN MERGE".split()
+PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE = (
+    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE".split()
 )
 Task = tuple[int, ...]
 Key = tuple[int, int]  # local expert, tile of the expert
@@ -22,13 +21,12 @@ class Routed:
     """Counts of all PEs, and what follows from them.
 
     Attributes:
-        counts: [W][E]. local: experts on each PE. block_m: rows of a tile. dedup: duplicates are sent once.
+        counts: [W][E]. local: experts on each PE. block_m: rows of a tile.
     """
 
     counts: tuple[tuple[int, ...], ...]
     local: int
     block_m: int
-    dedup: bool = False
 
     @property
     def world(self) -> int:
@@ -62,28 +60,13 @@ class Routed:
             found += [((local, m), step, (PUT, expert, m)) for m in self.touched(rank, expert)]
         return [(key, task) for key, _, task in sorted(found)]
 
-    def puts_and_fans(self, rank: int) -> list[tuple[Key, Task]]:
-        """The puts; with dedup each FAN behind those with a key up to that of the tile FAN_LAG tiles on.
-
-        key: of the tile that must stand behind the task.
-        """
-        listed, tiles = self.puts(rank), self.tiles(rank)
-        if self.dedup:
-            late = [*tiles, *[BEHIND_ALL] * FAN_LAG.value][FAN_LAG.value :]
-            fans = [(behind, key, (FAN, t)) for t, (key, behind) in enumerate(zip(tiles, late, strict=True))]
-            while fans:
-                behind, key, fan = fans.pop()
-                listed.insert(sum(put_key <= behind for put_key, _ in self.puts(rank)), (key, fan))
-        return listed
-
 
 def others(
-    shape: LaunchShape, tiles: list[Key], dense: list, wgrads: list, merge: bool = False
+    shape: LaunchShape, tiles: list[Key], dense: list, wgrads: list
 ) -> Iterator[tuple[Key | None, Task]]:
     """(the tile whose puts stand before the task, task). None: no put has to; (inf, 0): all have to.
 
-    dense: (row tiles, column tiles) of each independent GEMM; wgrads: tasks of the weight gradients. merge: a
-    MERGE behind each tile of the second GEMM, of a tile `lag` tiles before it; what is left behind them.
+    dense: (row tiles, column tiles) of each independent GEMM; wgrads: tasks of the weight gradients.
     """
     for problem, (rows, columns) in enumerate(dense):
         yield from ((None, (DENSE, problem, m, n)) for m in range(rows) for n in range(columns))
@@ -94,8 +77,6 @@ def others(
             yield from ((key, (TILE_IN, step, n)) for n in range(shape.tiles_in))
         if step >= lag:
             yield from ((key, (TILE_OUT, step - lag, n)) for n in range(shape.tiles_out))
-            yield from [(key, (MERGE, step - 2 * lag))] * merge
-    yield from ((BEHIND_ALL, (MERGE, len(tiles) - lag + i)) for i in range(lag * merge))
     yield from ((BEHIND_ALL, task) for task in wgrads)
     yield from ((BEHIND_ALL, (REDUCE, block)) for block in range(shape.reduce_blocks))
 
@@ -104,12 +85,11 @@ def task_list(
     routed: Routed, rank: int, shape: LaunchShape, dense: list = (), wgrads: list = ()
 ) -> list[Task]:
     """All tasks of a launch in the order of their numbers."""
-    puts = routed.puts_and_fans(rank) if shape.put else []
+    puts = routed.puts(rank) if shape.put else []
     beside = shape.programs - shape.comm_programs
     listed: list[Task] = []
     placed = 0
-    merge = routed.dedup and shape.tiles_out > 0
-    for j, (key, task) in enumerate(others(shape, routed.tiles(rank), dense, wgrads, merge)):
+    for j, (key, task) in enumerate(others(shape, routed.tiles(rank), dense, wgrads)):
         wanted = (j // beside + 1) * shape.comm_programs if beside else len(puts)
         if key is not None:
             wanted = max(wanted, max((i + 1 for i, (first, _) in enumerate(puts) if first <= key), default=0))

@@ -1,4 +1,4 @@
-"""The activation of the experts as kernels, against `ops.expert_activation` and float64."""
+"""The activation of the experts as kernels, against `ops.moe.expert_activation` and float64."""
 
 import pytest
 import torch

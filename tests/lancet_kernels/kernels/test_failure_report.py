@@ -33,9 +33,9 @@ def test_every_wait_has_its_words() -> None:
 
 
 def test_it_is_said_in_one_line() -> None:
-    error = timed_out("layer", Failure(0, 1, WAIT_RESULTS.value, 7, 3, 2), 0.5, "epoch 3", "2", who="rank")
+    error = timed_out("layer", Failure(0, 1, WAIT_RESULTS.value, 7, 3, 2), 0.5, "epoch 3", "2", "shared")
     assert str(error) == (
-        "layer: rank 0 waited for rank 1 to return results (combine) more than 0.5 s: expected epoch 3 at "
-        "signal 7, seen 2; rank 1 is late, dead, or in another layer: look at its log"
+        "layer: PE 0 waited for PE 1 to return results (combine) more than 0.5 s: expected epoch 3 at signal "
+        "7, seen 2; PE 1 is late, dead, or in another layer: look at its log (symmetric memory: shared)"
     )
     assert (error.missing, error.timed_out) == ((1,), True)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from virtual_pes import rehearsal
 
+from lancet_kernels.compiling.rehearsal import rehearsal
 from lancet_kernels.errors import CommunicationError
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.overlap_ranks import same_bits

@@ -146,11 +146,6 @@ def test_another_tile_than_the_chunks_is_refused(layer):
     refused(layer, r"config.gemm.block_m: got 32, expected 16 \(rows of a tile of layer.forward\)")
 
 
-def test_duplicates_sent_once_in_an_exchange_without_origins_are_refused(layer):
-    layer.config = replace(CONFIG, dedup=True)
-    refused(layer, r"config.dedup: got True, expected False, as layer.forward has")
-
-
 @pytest.mark.parametrize("changes", [{"put_rows": 3}, {"reduce_block": 0}, {"comm_programs": 2}])
 def test_bad_configurations_are_refused(changes):
     with pytest.raises(UserError, match=r"powers of 2|comm_programs: got 2, expected 1 to 1"):

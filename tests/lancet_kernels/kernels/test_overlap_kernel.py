@@ -5,6 +5,7 @@ Every buffer starts as NaN between guard bands. Accuracy: at most twice the erro
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 
 import pytest
@@ -27,6 +28,7 @@ from tests.lancet_kernels.kernels.overlap_ranks import (
     make_layer,
     poisoned_buffers,
     same_bits,
+    same_sums,
 )
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -46,14 +48,12 @@ def passes_on_rank(work: Work) -> list[tuple[Answer, list]]:
                 layer.dense = make_dense(case.dtype) if dense else []
                 answer, products = run_pass(layer)
                 if compare:
-                    other = alone(case, memory.rank, keep=options.get("keep", "rows"))
-                    same = other.run()
-                    # With dedup sums are rounded on their way.
-                    if not changes.get("dedup"):
-                        check_results(layer, other)
-                        assert same_bits(answer.out, same.out), f"{case}: out differs from that of one PE"
-                        assert same_bits(answer.dx, same.dx), f"{case}: dx differs from that of one PE"
-                    assert same_bits(answer.dweight, same.dweight), f"{case}: dweight differs"
+                    other = alone(case, memory.rank)
+                    expected, same = other.run(), partial(same_sums, dtype=case.dtype)
+                    check_results(layer, other, same)
+                    assert same(answer.out, expected.out), f"{case}: out differs from that of one PE"
+                    assert same(answer.dx, expected.dx), f"{case}: dx differs from that of one PE"
+                    assert same(answer.dweight, expected.dweight), f"{case}: dweight differs"
             check_rows(layer)
             assert all(map(same_bits, given, inputs_of(layer))), f"{case}: an input was written"
             memory.check_guards()
@@ -84,7 +84,7 @@ def prove(pool, ranks: int, work: Work, timeout_s: float = 120.0) -> None:
     by_rank = pool.run(passes_on_rank, work, ranks=ranks, timeout_s=timeout_s)
     for number, (case, options) in enumerate(work):
         answers = [made[number][0] for made in by_rank]
-        check_accuracy(answers, case, str(options), dedup=bool(options.get("dedup")))
+        check_accuracy(answers, case, str(options))
         for _, products in (made[number] for made in by_rank):
             assert len(products) == (6 if options.get("dense") else 0)
             for kind, a, b, c in products:
@@ -96,8 +96,7 @@ def prove(pool, ranks: int, work: Work, timeout_s: float = 120.0) -> None:
 
 DENSE = {"dense": True, "programs": 3, "comm_programs": 1}
 ALONE = {"alone": True}
-TOKENS = {"keep": "tokens"}
-ONCE = {"dedup": True, "programs": 3, "comm_programs": 1}
+THREE = {"programs": 3, "comm_programs": 1}
 SMALL = {
     1: [
         (Case(world=1, local=3, activation="silu"), DENSE),
@@ -106,12 +105,10 @@ SMALL = {
         (Case(tokens=0), {"split": True}),
         (Case(tokens=9, width=40, hidden=72, activation="swiglu"), {"gemm": GemmConfig(16, 64, 32, 1, 1)}),
         (Case(local=3, choose="few", uneven=True, activation="swiglu", dtype=FP16), DENSE),
-        (Case(local=3, choices=4, tokens=17, capacity=17), {"dedup": True, "programs": 2} | ALONE),
-        (Case(local=3, choices=2, tokens=17), TOKENS | DENSE),
+        (Case(local=3, choices=4, tokens=17, capacity=17), {"programs": 2} | ALONE),
     ],
     "1, more": [
         (Case(world=1, local=1, tokens=9, choices=1, dtype=FP16, activation="swiglu"), {"split": True}),
-        (Case(world=1, local=3), TOKENS | ALONE),
     ],
     "2, more": [
         (Case(), DENSE | ALONE),
@@ -120,26 +117,15 @@ SMALL = {
         (Case(local=8, choices=4, tokens=11, capacity=5, width=18, hidden=15, dtype=BF16), {}),
         (Case(tokens=1, choices=1, capacity=1), {}),
         (Case(local=1, tokens=35, choices=1, capacity=35, choose="one", dtype=BF16), DENSE),
-        (Case(local=4, choices=5, capacity=9, choose="few", uneven=True, dtype=BF16), ONCE | DENSE | ALONE),
+        (Case(local=4, choices=5, capacity=9, choose="few", uneven=True, dtype=BF16), DENSE | ALONE),
         (Case(local=4, choices=4, tokens=40, capacity=40, choose="one", activation="swiglu", dtype=FP16),
-         ONCE | {"split": True}),
-        (Case(local=2, choices=3, tokens=9, width=37, hidden=29), ONCE | {"put_rows": 1, "put_block": 64}),
-    ],
-    "2, tokens kept": [
-        (Case(tokens=0), TOKENS | ALONE),
-        (Case(local=4, choices=5, capacity=9, choose="few", uneven=True, dtype=BF16),
-         TOKENS | ONCE | DENSE | {"split": True}),
-        (Case(local=1, choices=1, tokens=17, capacity=17, width=37, hidden=29, dtype=FP16,
-              activation="swiglu", bias=False), TOKENS | DENSE),
+         THREE | {"split": True}),
+        (Case(local=2, choices=3, tokens=9, width=37, hidden=29), THREE | {"put_rows": 1, "put_block": 64}),
     ],
     4: [
         (Case(world=4, local=1, tokens=9, choices=3, dtype=BF16, activation="swiglu"), DENSE),
         (Case(world=4, tokens=7, capacity=2, choose="few", uneven=True, dtype=FP16), {"split": True}),
-        (Case(world=4, local=3, tokens=17, choices=6, capacity=17), ONCE | ALONE),
-    ],
-    "4, tokens kept": [
-        (Case(world=4, local=3, tokens=17, choices=6, capacity=17), TOKENS | ONCE | ALONE),
-        (Case(world=4, tokens=7, capacity=2, choose="few", uneven=True), TOKENS | {"split": True} | ALONE),
+        (Case(world=4, local=3, tokens=17, choices=6, capacity=17), THREE | ALONE),
     ],
 }  # fmt: skip
 
@@ -157,17 +143,14 @@ def variants_on_rank(case: Case) -> None:
             "fused": {},
             "split": {"split": True},
             "other puts": {"put_rows": 8, "put_block": 16, "reduce_tokens": 8},
-            "tokens kept": dict(TOKENS),
-            "tokens kept, split": TOKENS | {"split": True},
             "other sums": {"reduce_block": 16},
         }.items():
-            for dedup in (False, True):
-                with poisoned_buffers():
-                    layer = make_layer(memory, f"{name} {dedup}", case, dedup=dedup, **changes)
-                    answers[name, dedup] = layer.run()
-                layer.check()
-        for (name, dedup), answer in answers.items():
-            check_same(answer, answers["fused", dedup], f"{case} {name} {dedup}")
+            with poisoned_buffers():
+                layer = make_layer(memory, name, case, **changes)
+                answers[name] = layer.run()
+            layer.check()
+        for name, answer in answers.items():
+            check_same(answer, answers["fused"], f"{case} {name}")
         memory.barrier()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lancet_kernels.compiling.compile import all_specimens
-from lancet_kernels.compiling.overlap_specimens import CHOICES, PES, specimens
+from lancet_kernels.compiling.overlap_specimens import PES, specimens
 from lancet_kernels.kernels import exchange, kernel_launch, overlap, runtime, schedule
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.kernel_launch import launch
@@ -44,10 +44,8 @@ def far_and_near_on_rank(case: Case, options: dict) -> SimpleNamespace:
         with poisoned_buffers(), network(far_memory) as wires:
             far = make_layer(far_memory, "far", case, **options)
             for way in (far.forward, far.backward):
-                for stage in (*way.buffers.stage, *filter(None, [way.x_stage])):
+                for stage in way.buffers.stage:
                     stage.local.fill_(float("nan"))
-                if way.origin_stage is not None:
-                    way.origin_stage.local.fill_(-1)
             found = pass_of(far)
         check_rows(far)
         check_results(far, near)
@@ -72,9 +70,6 @@ def pass_of(layer: Layer) -> dict[str, torch.Tensor | None]:
             (Case(), {}),
             (Case(tokens=35, capacity=35, local=1, choices=1, dtype=FP16, width=40), {"split": True}),
             (Case(dtype=BF16, bias=False, choose="few", uneven=True), {}),
-            (Case(local=3, choices=4), {"dedup": True}),
-            (Case(local=3, choices=4), {"dedup": True, "keep": "tokens"}),
-            (Case(), {"keep": "tokens", "split": True}),
         ]
     ),
     ids=str,
@@ -153,8 +148,6 @@ def launches_of(
     split: bool = False,
     far: bool = False,
     rider: int = 16,
-    dedup: bool = False,
-    sends_x: bool = False,
 ) -> list[dict]:
     """The launch options of a pass forward and backward, as `arch` has them by default; nothing is run.
 
@@ -166,9 +159,8 @@ def launches_of(
         if kernel is overlap.overlap_kernel:
             assert options.keys() >= set(kernel.arg_names)
             given = {name: value for name, value in options.items() if name not in ARGUMENTS}
-            # How many PEs and choices there are only sets the widths of blocks.
-            once = CHOICES if given["DEDUP"] else 0
-            seen.append(given | {"dtype": case.dtype, "BW": PES, "DEDUP": once})
+            # How many PEs there are only sets the widths of blocks.
+            seen.append(given | {"dtype": case.dtype, "BW": PES})
         elif kernel is exchange.release_kernel:
             assert options["NVSHMEM"] == far
             assert options.items() >= kernel_launch.small_kernel(far).items()
@@ -179,9 +171,9 @@ def launches_of(
     (memory,) = virtual_memories(1)
     memory.far = far
     config = OverlapConfig.for_gpu(case.width, case.hidden, case.activation, case.dtype, arch, programs=1)
-    config = replace(config, split=split, dedup=dedup)
+    config = replace(config, split=split)
     sizes = {"local_experts": 2, "send_rows": 9, "receive_rows": 9, "width": case.width, "dtype": case.dtype}
-    sizes |= {"chunk_rows": config.gemm.block_m, "dedup": dedup, "sends_x": sends_x}
+    sizes["chunk_rows"] = config.gemm.block_m
     patch = pytest.MonkeyPatch()
     with patch.context() as m:
         m.setattr(overlap, "launch", note)
@@ -243,22 +235,6 @@ def test_every_launch_is_a_specimen(arch):
             assert not any(options["TMA"] for options in found)
             note(found)
     note(launches_of(SMALL, kinds[-1], arch, rider=17))
-    swiglu = replace(SMALL, activation="swiglu")
-    of_puts = (*ONE_BY_ONE, "DEDUP", "SEND_X")
-    for case, far, changes in (
-        (SMALL, False, {"dedup": True}),
-        (SMALL, True, {"dedup": True}),
-        (swiglu, False, {"dedup": True}),
-        (odd, False, {"dedup": True}),
-        (SMALL, False, {"sends_x": True}),
-        (SMALL, True, {"sends_x": True}),
-        (swiglu, False, {"sends_x": True}),
-        (SMALL, False, {"dedup": True, "sends_x": True}),
-        (SMALL, True, {"dedup": True, "sends_x": True}),
-    ):
-        note(launches_of(case, (), arch, far=far, **changes))
-        for options in launches_of(case, ("tn",), arch, split=True, far=far, **changes):
-            assert key_of(options, of_puts) in {key_of(other, of_puts) for other in made}
     changes = [{"bias": False}, {"activation": "silu"}, {"activation": "swiglu"}]
     changes += [{"dtype": FP16}, {"dtype": torch.float32}]
     for change in changes:

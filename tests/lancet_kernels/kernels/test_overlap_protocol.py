@@ -125,8 +125,6 @@ def test_fuzzed_routings(pool, ranks):
     from tests.lancet_kernels.kernels.fuzz_routings import fuzz_on_rank
 
     pool.run(fuzz_on_rank, 0, 40, 0.02, ranks=ranks, timeout_s=600)
-    # With duplicates sent once, and x sent again.
-    pool.run(fuzz_on_rank, 80, 40, 0.02, True, ranks=ranks, timeout_s=600)
 
 
 def steps_on_rank(case: Case, steps: int, shared: bool, nap_s: float) -> dict[tuple[int, int], Answer]:
@@ -375,8 +373,6 @@ RELEASES = "to release the bank (its backward of an earlier pass)"
             ("second launch", {"split": True}, SENDS_ROWS, RETURNS),
             ("backward", {}, SENDS_ROWS, RETURNS),
             ("release", {}, RELEASES, ""),
-            ("launch", {"dedup": True}, SENDS_COUNTS, SENDS_ROWS),
-            ("second launch", {"split": True, "dedup": True}, SENDS_ROWS, RETURNS),
         ]
     ),
 )

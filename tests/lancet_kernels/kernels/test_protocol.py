@@ -18,8 +18,6 @@ NESTED = "F1 F2 B2 B1 F3 F4 B4 B3"
 THREE_BY_TURNS = "F1 B1 F2 B2 F3 B3"
 THREE_NESTED = "F1 F2 B2 B1 F3 B3"
 
-TWICE = {"units": 2, "dedup": True}  # a row and its copy, from every source
-KEPT = {"tokens": True}  # one exchange for both directions, and x sent again
 SHARED = {"banks": 2, "gradients": True, "gradient_banks": 1}  # one exchange for all backward passes
 
 # The number of states is part of the test: a model that shrank without notice would prove less.
@@ -43,16 +41,6 @@ RIGHT = [
     (2_903, Config(NESTED, ranks=3, units=2, landing=AWAITED)),
     (2_429, Config(NESTED, ranks=3, units=2, sparse=True, landing=AWAITED)),
     (9_023, Config(THREE_NESTED, ranks=3, programs=2, landing=AWAITED)),
-    (617, Config(NESTED, units=3, dedup=True, sparse=True, landing=AWAITED)),
-    (15_792, Config(THREE_BY_TURNS, units=3, dedup=True, programs=2, landing=AWAITED)),
-    (34_826, Config(THREE_NESTED, units=2, dedup=True)),
-    (1_598, Config("F1 F2 B2 B1", units=3, dedup=True, **SHARED, landing=AWAITED)),
-    (23_508, Config(NESTED, ranks=3, units=2, dedup=True, landing=AWAITED)),
-    (271, Config("F1 F2 F3 B2 B3 B1", **KEPT, units=3, sparse=True, landing=AWAITED)),
-    (69_042, Config("F1 F2 B2 B1", **KEPT, units=2)),
-    (3_882, Config("F1 F2 B1 F3 B3 B2", **KEPT, units=2, programs=2, tiles=2, landing=AWAITED)),
-    (22_068, Config("F1 F2 B2 B1", **KEPT, units=3, dedup=True, programs=2, landing=AWAITED)),
-    (1_528, Config("F1 F2 B2 B1", **KEPT, ranks=3, units=2, banks=1, landing=AWAITED)),
 ]
 RIGHT_LONG = [
     (116_332, Config(THREE_BY_TURNS, warps=2, landing=EACH)),
@@ -62,13 +50,6 @@ RIGHT_LONG = [
     (10_407, Config(BY_TURNS, ranks=3, units=2, programs=2, sparse=True, landing=AWAITED)),
     (3_566, Config(NESTED, ranks=3, units=2, per_tile=3, tiles=2, landing=AWAITED)),
     (34_254, Config(NESTED, ranks=4, units=1, per_tile=3, landing=AWAITED)),
-    (95_436, Config("F1 B1 F2 B2", units=2, dedup=True, banks=1, landing=EACH)),
-    (
-        18_791,
-        Config(THREE_BY_TURNS, units=3, per_tile=4, dedup=True, gradients=True, programs=2, landing=AWAITED),
-    ),
-    (793_842, Config(THREE_NESTED, ranks=3, units=2, dedup=True, programs=2, landing=AWAITED)),
-    (35_790, Config("F1 B1 F2 B2", units=3, tiles=2, dedup=True, programs=2, landing=AWAITED)),
 ]
 
 # What each mistake leads to, and in which system. Some need a program that goes on while another waits.
@@ -97,33 +78,7 @@ CAUGHT = {
     "offsets of the last epoch": ((EARLY_READ, OVERWRITE), Config(THREE_NESTED, units=2, sparse=True)),
     "counter without epoch": (EARLY_READ, Config(THREE_BY_TURNS)),
     "counts without release": (OVERWRITE, Config("F1 B1 F2 B2", banks=1, units=0)),
-    "copies without the leader's word": (EARLY_READ, Config("F1 B1", per_tile=1, programs=2, **TWICE)),
-    "origins before their word": (EARLY_READ, Config(THREE_NESTED, **TWICE)),
-    "leader of another source": (EARLY_READ, Config(THREE_NESTED, **TWICE)),
-    "copy of a copy": (EARLY_READ, Config("F1 B1", units=3, dedup=True)),
-    "copies without fence": (EARLY_READ, Config("F1 B1", warps=2, programs=2, **TWICE)),
-    "relaxed copies": (EARLY_READ, Config("F1 B1", programs=2, **TWICE)),
-    "copied word without epoch": (EARLY_READ, Config("F1 B1 F2 B2", banks=1, programs=2, **TWICE)),
-    "tile without its copies": (EARLY_READ, Config("F1 B1", programs=2, **TWICE)),
-    "release before the copies": (OVERWRITE, Config("F1 F2 B2 B1", **TWICE, **SHARED)),
-    "sums without their tile": (EARLY_READ, Config("F1 B1", ranks=1, per_tile=1, programs=2, **TWICE)),
-    "sums without other tiles": (EARLY_READ, Config("F1 B1", ranks=1, per_tile=1, programs=2, **TWICE)),
-    "origins before their tile is done": (
-        EARLY_READ,
-        Config("F1 B1", ranks=1, units=3, per_tile=1, dedup=True, programs=4),
-    ),
-    "sums signalled early": (EARLY_READ, Config("F1 B1", ranks=1, programs=2, **TWICE)),
-    "sums without fence": (EARLY_READ, Config("F1 B1", ranks=1, warps=2, programs=2, **TWICE)),
-    "done word without epoch": (
-        EARLY_READ,
-        Config("F1 B1 F2 B2", ranks=1, per_tile=1, banks=1, programs=2, **TWICE),
-    ),
-    "release before the sums": (OVERWRITE, Config("F1 F2 B2 B1", **TWICE, **SHARED)),
     "two streams": (OVERWRITE, Config("F1 F2 B2 B1", programs=2)),
-    "x behind the signal": (EARLY_READ, Config("F1 B1", **KEPT)),
-    "x in one bank": (OVERWRITE, Config("F1 F2 B2 B1", **KEPT)),
-    "x is not copied": (EARLY_READ, Config("F1 B1", **TWICE, **KEPT)),
-    "release within the pass": (OVERWRITE, Config("F1 F2 B2 B1", **KEPT, banks=1, programs=2)),
 }
 
 
@@ -132,8 +87,6 @@ def name(config: Config) -> str:
     said += [
         f"{getattr(config, what)}{what}" for what in ("ranks", "units", "tiles", "programs", "warps", "banks")
     ]
-    said += ["dedup"] * config.dedup
-    said += ["tokens"] * config.tokens
     return "-".join([*said, *(["gradients"] * config.gradients), *(["sparse"] * config.sparse)])
 
 
@@ -146,7 +99,7 @@ def run(config: Config) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("states", "config"), few_of(RIGHT, 1, 2, 11, 19, 20, 24, 28), ids=[name(config) for _, config in RIGHT]
+    ("states", "config"), few_of(RIGHT, 1, 2, 11), ids=[name(config) for _, config in RIGHT]
 )
 def test_nothing_goes_wrong(states: int, config: Config) -> None:
     result = run(config)
@@ -180,13 +133,6 @@ LARGE = {
     "release before the backward",
     "one bank",
     "one released word",
-    "copy of a copy",
-    "copies without fence",
-    "copied word without epoch",
-    "release before the copies",
-    "x is not copied",
-    "release within the pass",
-    "release before the sums",
 }
 LANDINGS = [(mistake, AWAITED) for mistake in CAUGHT] + [(m, EACH) for m in CAUGHT if m not in LARGE]
 
@@ -203,8 +149,6 @@ def test_every_way_of_landing_finds_the_mistake(mistake: str, landing: str) -> N
         "flag without epoch",
         "one released word",
         "counts without release",
-        "copied word without epoch",
-        "done word without epoch",
     ):
         assert "does not grow" in explore(system).wrong
     else:
@@ -236,13 +180,6 @@ def test_host_refuses_exactly_the_orders_that_would_hang(banks: int, gradients: 
     for order, wrong in verdicts.items():
         assert wrong.startswith("deadlock") != admits(order, banks), order
         assert bool(wrong) != admits(order, banks), order
-
-
-def test_passes_that_keep_tokens_may_come_in_any_order() -> None:
-    """They hold no bank, so that the host has nothing to refuse; one bank is enough."""
-    for banks in (1, 2):
-        for order in orders(3):
-            assert not explore(build(Config(order, **KEPT, banks=banks, landing=AWAITED))).wrong, order
 
 
 def test_counting_open_passes_would_not_do() -> None:

@@ -10,10 +10,10 @@ from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import routing, slots_kernel, topk_kernel
 from lancet_kernels.kernels.routing import Routed, RoutingConfig
-from lancet_kernels.ops.gates import GATES, Sigmoid, parse_gate
-from lancet_kernels.ops.gates.group_limit import mask_other_groups
-from lancet_kernels.ops.gates.slots import slots_in_token_order, top_k_stable
-from lancet_kernels.ops.gates.weights import sigmoid
+from lancet_kernels.ops.moe.gates import GATES, Sigmoid, parse_gate
+from lancet_kernels.ops.moe.gates.group_limit import mask_other_groups
+from lancet_kernels.ops.moe.gates.slots import slots_in_token_order, top_k_stable
+from lancet_kernels.ops.moe.gates.weights import sigmoid
 from tests.grids import few_of
 from tests.guarded_memory import guarded_memory
 

@@ -13,13 +13,12 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 HERE = Path(__file__).parent
-# Seconds for a case; bench/gpu.sh says when all must be over, in seconds since 1970.
+# Seconds for a case; bench/gpu/gpu.sh says when all must be over, in seconds since 1970.
 LIMIT_S, LEAST_S = 90.0, 15.0
 UNTIL = "SANITIZER_UNTIL"
 # One PE each: the sanitizer may let one kernel run at a time, so PEs that wait for another would not move.
 CASES = {
     "fused": ("test_virtual_pes.py", "test_forward_and_backward and cuda and W1"),
-    "grouped GEMM": ("test_grouped_gemm_kernel.py", "cuda and several"),
     "permute": ("test_permute_kernel.py", "cuda and (by_hand or given_buffer or parts)"),
     "routing": ("test_routing_kernel.py", "cuda and (by_hand or prefix)"),
 }

@@ -27,8 +27,6 @@ from lancet_kernels.kernels.tasks import LaunchShape, num_wgrads
 from tests.examples import examples
 from tests.lancet_kernels.kernels.task_lists import (
     DENSE,
-    FAN,
-    MERGE,
     PUT,
     REDUCE,
     TILE_IN,
@@ -39,9 +37,8 @@ from tests.lancet_kernels.kernels.task_lists import (
     task_list,
 )
 
-NUMBERS = {PUT: 2, TILE_IN: 2, TILE_OUT: 2, WGRAD: 4, DENSE: 3, REDUCE: 1, FAN: 1, MERGE: 1}
-NAMES = {PUT: "PUT", FAN: "FAN", TILE_IN: "TILE_IN", TILE_OUT: "TILE_OUT", WGRAD: "WGRAD", REDUCE: "REDUCE"}
-NAMES |= {MERGE: "MERGE"}
+NUMBERS = {PUT: 2, TILE_IN: 2, TILE_OUT: 2, WGRAD: 4, DENSE: 3, REDUCE: 1}
+NAMES = {PUT: "PUT", TILE_IN: "TILE_IN", TILE_OUT: "TILE_OUT", WGRAD: "WGRAD", REDUCE: "REDUCE"}
 Fact = tuple[str | int, ...]
 Lists = list[list[list[Task]]]  # [rank][launch]
 
@@ -72,7 +69,7 @@ def routings(draw: st.DrawFn, most_experts: int = 4) -> Routed:
     if draw(st.booleans()):
         hot = draw(st.integers(0, world * local - 1))
         counts = [[sum(count) if e == hot else 0 for e in range(len(count))] for count in counts]
-    return Routed(tuple(map(tuple, counts)), local, draw(st.sampled_from([1, 4, 16])), draw(st.booleans()))
+    return Routed(tuple(map(tuple, counts)), local, draw(st.sampled_from([1, 4, 16])))
 
 
 @st.composite
@@ -119,21 +116,15 @@ def list_tasks_kernel(
     table_ptr, problems_ptr, out_ptr, num_problems, num_tasks, W, L, D, F, H, tiles, chunks,
     tiles_in, tiles_out, lag, dense_tiles, programs, comm_programs,
     HAS_PUT: tl.constexpr, HAS_WGRAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    HAS_FAN: tl.constexpr, HAS_MERGE: tl.constexpr,
 ):  # fmt: skip
     tile_puts_ptr = schedule.tile_ptr(table_ptr, W, W * L) + tiles
     num_puts = tl.load(table_ptr + schedule.NUM_PUTS) if HAS_PUT else 0
-    if HAS_PUT and HAS_FAN:
-        num_puts += tl.load(table_ptr + schedule.NUM_TILES)
     num_wgrad = num_wgrads(L, D, F, H, BM, BN) if HAS_WGRAD else 0
-    if HAS_MERGE:
-        tiles_out += 1
     for i in range(num_tasks):
         kind, a, b, c, d = find_task(
             i, num_puts, tl.load(table_ptr + schedule.NUM_TILES), num_wgrad, dense_tiles,
             num_problems, tiles_in, tiles_out, lag, programs, comm_programs, problems_ptr,
             tile_puts_ptr, tile_puts_ptr + tiles, chunks, L, D, F, H, HAS_PUT, True, HAS_WGRAD, True, BM, BN,
-            HAS_FAN, HAS_MERGE,
         )  # fmt: skip
         tl.store(out_ptr + 5 * i, kind)
         tl.store(out_ptr + 5 * i + 1, a)
@@ -151,7 +142,6 @@ def device_table(
     receive = int(counts.sum()) if room is None else room
     tiles = schedule.most_tiles(receive, local, block_m)
     chunks = schedule.most_chunks(int(counts.sum(1).max()), experts, block_m)
-    chunks = schedule.most_puts(chunks, tiles, routed.dedup)
     size = schedule.table_words(world, experts, tiles, chunks)
     guarded = torch.full((size + 32,), -7, dtype=torch.int32)
     table = guarded[16:-16]
@@ -160,16 +150,7 @@ def device_table(
     blocks = {"BM": block_m, "BE": triton.next_power_of_2(experts)}
     offsets_kernel[(1,)](counts, table, report, rank, world, local, receive, **blocks)
     schedule_kernel[(local,)](
-        table,
-        rank,
-        world,
-        local,
-        tiles,
-        chunks,
-        **blocks,
-        BW=triton.next_power_of_2(world),
-        BT=4,
-        DEDUP=routed.dedup,
+        table, rank, world, local, tiles, chunks, **blocks, BW=triton.next_power_of_2(world), BT=4
     )
     assert (guarded[:16] == -7).all()
     assert (guarded[-16:] == -7).all()
@@ -192,7 +173,6 @@ def device_list(
         table, problems, out, len(dense), len(expected), routed.world, routed.local, *sizes, tiles, chunks,
         shape.tiles_in, shape.tiles_out, shape.lag, shape.dense_tiles, shape.programs,
         shape.comm_programs, HAS_PUT=shape.put, HAS_WGRAD=shape.wgrad, BM=block_m, BN=16,
-        HAS_FAN=routed.dedup, HAS_MERGE=routed.dedup and shape.tiles_out > 0,
     )  # fmt: skip
     return [(kind, *numbers[: NUMBERS[kind]]) for kind, *numbers in out.tolist()], expected
 
@@ -266,19 +246,8 @@ def test_rows_that_do_not_fit_make_the_table_void_on_every_pe(rank: int) -> None
 def waits(task: Task, rank: int, shape: LaunchShape, routed: Routed) -> Iterator[Fact]:
     """What the kernel waits for in this task."""
     kind, *numbers = task
-    if kind == FAN:
-        # Leaders may lie in any earlier tile with rows of a source of this one.
-        for source in routed.sources(rank, numbers[0]):
-            for tile in range(numbers[0] + 1):
-                if source in routed.sources(rank, tile):
-                    yield "arrived", rank, tile, source
-    elif kind == TILE_IN and routed.dedup:
-        yield "fanned", rank, numbers[0]
-    elif kind == TILE_IN:
+    if kind == TILE_IN:
         yield from (("arrived", rank, numbers[0], source) for source in routed.sources(rank, numbers[0]))
-    elif kind == MERGE:
-        # Earlier rows of a token that has its last one here lie in any earlier tile.
-        yield from (("tile", rank, tile) for tile in range(numbers[0] + 1))
     elif kind == TILE_OUT and shape.tiles_in:
         yield from (("ready", rank, numbers[0], n) for n in range(shape.tiles_in))
     elif kind == WGRAD and shape.tiles_in:
@@ -303,26 +272,16 @@ def makes(task: Task, rank: int, shape: LaunchShape, routed: Routed, done: dict[
         expert, m = numbers
         peer, local = divmod(expert, routed.local)
         yield "arrived", peer, routed.tiles(peer).index((local, m)), rank
-    elif kind == FAN:
-        yield "fanned", rank, *numbers
     elif kind == TILE_IN:
         yield "ready", rank, *numbers
     elif kind == TILE_OUT:
-        # The last column of a tile signals, or says it to MERGE.
+        # The last column of a tile signals.
         fact = "tile", rank, numbers[0]
         done[fact] = done.get(fact, 0) + 1
         if done[fact] == shape.tiles_out:
-            yield fact
-            if not routed.dedup:
-                yield from _returned(rank, numbers[0], routed)
-    elif kind == MERGE and numbers[0] >= 0:
-        yield from _returned(rank, numbers[0], routed)
-
-
-def _returned(rank: int, tile: int, routed: Routed) -> Iterator[Fact]:
-    local, m = routed.tiles(rank)[tile]
-    for source in routed.sources(rank, tile):
-        yield "returned", source, rank * routed.local + local, m
+            local, m = routed.tiles(rank)[numbers[0]]
+            for source in routed.sources(rank, numbers[0]):
+                yield "returned", source, rank * routed.local + local, m
 
 
 Needs = Callable[[Task, int, LaunchShape, Routed], Iterator[Fact]]
@@ -400,20 +359,12 @@ def test_tiles_stand_behind_the_puts_that_the_proof_names(one: Pass) -> None:
             assert len(set(listed)) == len(listed)
             keys = {task: key for key, task in one.routed.puts(rank)} if shape.put else {}
             assert keys.keys() == {task for task in listed if task[0] == PUT}
-            fans = range(len(one.routed.tiles(rank)) if shape.put and one.routed.dedup else 0)
-            assert {task for task in listed if task[0] == FAN} == {(FAN, tile) for tile in fans}
             done: set[Task] = set()
             for task in listed:
                 done.add(task)
-                if task[0] in (TILE_IN, FAN):
+                if task[0] == TILE_IN:
                     tile = one.routed.tiles(rank)[task[1]]
                     assert all(put in done for put, key in keys.items() if key <= tile), named(task)
-                if task[0] == TILE_IN and fans:
-                    assert (FAN, task[1]) in done, named(task)
-            merges = range(len(one.routed.tiles(rank)) if shape.tiles_out and one.routed.dedup else 0)
-            assert {task for task in listed if task[0] == MERGE and task[1] >= 0} == {
-                (MERGE, t) for t in merges
-            }
 
 
 # The same check must see what is wrong.
@@ -445,57 +396,21 @@ WRONG_ORDERS: dict[str, Callable[[Task, int], int]] = {
     "puts to peers after the tiles": last(own=False),
     "second chunks after the tiles": lambda task, rank: int(task[0] == PUT and task[2] == 1),
 }
-WRONG_ORDERS_WITH_FANS = {
-    "copies before puts": first(FAN),
-    "copies behind the tiles": lambda task, rank: int(task[0] == FAN),
-    "sums before the second GEMM": first(PUT, FAN, MERGE),
-    "sums behind the reductions": lambda task, rank: int(task[0] == MERGE),
-    "copies of later tiles first": lambda task, rank: -task[1] if task[0] == FAN else -1,
-    "copies before puts of their tile": lambda task, rank: (
-        task[2 if task[0] == PUT else 1] * 10 + (task[0] == PUT) if task[0] in (PUT, FAN) else 1000
-    ),
-}
-ONCE = replace(WHOLE, routed=replace(WHOLE.routed, dedup=True))
 
 
 def test_wrong_orders_start_from_a_right_one() -> None:
     assert not run(WHOLE, WHOLE.lists())
-    assert not run(ONCE, ONCE.lists())
 
 
-@pytest.mark.parametrize("mistake", [*WRONG_ORDERS, *WRONG_ORDERS_WITH_FANS])
+@pytest.mark.parametrize("mistake", WRONG_ORDERS)
 def test_wrong_order_gets_stuck(mistake: str) -> None:
-    one = WHOLE if mistake in WRONG_ORDERS else ONCE
-    key = (WRONG_ORDERS | WRONG_ORDERS_WITH_FANS)[mistake]
+    key = WRONG_ORDERS[mistake]
     lists = [
         [sorted(todo, key=lambda task, rank=rank: key(task, rank)) for todo in launches]
-        for rank, launches in enumerate(one.lists())
+        for rank, launches in enumerate(WHOLE.lists())
     ]
-    assert lists != one.lists()
-    assert run(one, lists)
-
-
-def test_sums_of_later_tiles_get_stuck() -> None:
-    """That a token's last row has the largest number is why MERGE waits for tiles up to its own."""
-
-    def backwards(task: Task, rank: int, shape: LaunchShape, routed: Routed) -> Iterator[Fact]:
-        yield from waits(task, rank, shape, routed)
-        if task[0] == MERGE:
-            yield "tile", rank, len(routed.tiles(rank)) - 1
-
-    assert run(ONCE, ONCE.lists(), needs=backwards)
-
-
-def test_leaders_in_later_tiles_get_stuck() -> None:
-    """That a leader has the smallest row to send is why copies wait for puts with keys up to their own."""
-
-    def backwards(task: Task, rank: int, shape: LaunchShape, routed: Routed) -> Iterator[Fact]:
-        yield from waits(task, rank, shape, routed)
-        if task[0] == FAN:
-            last = len(routed.tiles(rank)) - 1
-            yield from (("arrived", rank, last, source) for source in routed.sources(rank, last))
-
-    assert run(ONCE, ONCE.lists(), needs=backwards)
+    assert lists != WHOLE.lists()
+    assert run(WHOLE, lists)
 
 
 def test_tiles_by_source_instead_of_by_key_get_stuck() -> None:
@@ -515,7 +430,7 @@ def test_a_missing_put_gets_stuck() -> None:
     assert any(text.startswith("PE 1 is stuck in TILE_IN") for text in stuck)
 
 
-@pytest.mark.parametrize("kind", [FAN, MERGE, TILE_IN, TILE_OUT, WGRAD, REDUCE])
+@pytest.mark.parametrize("kind", [TILE_IN, TILE_OUT, WGRAD, REDUCE])
 def test_a_missing_wait_reads_too_early(kind: int) -> None:
     """Some turn of several programs takes the task before what it reads is there."""
 
@@ -523,9 +438,8 @@ def test_a_missing_wait_reads_too_early(kind: int) -> None:
         return iter(()) if task[0] == kind else waits(task, *rest)
 
     def runs() -> None:
-        one = ONCE if kind in (FAN, MERGE) else WHOLE
         for seed in range(50):
-            run(one, one.lists(), programs=16, seed=seed, needs=careless)
+            run(WHOLE, WHOLE.lists(), programs=16, seed=seed, needs=careless)
 
     with pytest.raises(AssertionError, match=rf"runs {NAMES[kind]}\("):
         runs()

@@ -13,20 +13,20 @@ from lancet_kernels.kernels import tuning
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.row_config import RowConfig
-from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, Entry, config_fields
+from lancet_kernels.kernels.tuned_entry import MEASURED, Entry, config_fields
 from lancet_kernels.kernels.tuning import TunedCache, tuned
 from tests.tuned_cache import GPU
 from tests.tuned_cache import cache as cache
 
-TILE = GemmConfig(64, 128, 64, 4, 4, 16)
-SHAPE = (1024, 3072, 768, 1)
+TILE = RowConfig(4, 512, 8)
+SHAPE = (768,)
 
 
-def entry(config=TILE, how=MEASURED, device=GPU, kind="grouped_gemm_dx", shape=SHAPE) -> Entry:
+def entry(config=TILE, how=MEASURED, device=GPU, kind="permute", shape=SHAPE) -> Entry:
     return Entry(kind, shape, "bfloat16", device, config_fields(config), how, 1.0, 1.5, "3.6.0", "2026-11-21")
 
 
-def look(kind="grouped_gemm_dx", shape=SHAPE, dtype=torch.bfloat16):
+def look(kind="permute", shape=SHAPE, dtype=torch.bfloat16):
     return tuned(kind, shape, dtype, torch.device("cuda", 0))
 
 
@@ -36,22 +36,19 @@ def test_nothing_is_found_where_nothing_was_tuned(cache) -> None:
 
 def test_on_a_cpu_nothing_is_ever_found(cache) -> None:
     cache.put([entry()])
-    assert tuned("grouped_gemm_dx", SHAPE, torch.bfloat16, torch.device("cpu")) is None
+    assert tuned("permute", SHAPE, torch.bfloat16, torch.device("cpu")) is None
 
 
-def test_a_number_of_rows_finds_what_was_tuned_for_the_next_power_of_two(cache) -> None:
+def test_only_what_was_tuned_is_found(cache) -> None:
     cache.put([entry()])
-    assert look(shape=(513, 3072, 768, 1)) == TILE
-    assert look(shape=(512, 3072, 768, 1)) is None
-    assert look(shape=(1024, 3072, 769, 1)) is None
+    assert look() == TILE
+    assert look(shape=(769,)) is None
     assert look(dtype=torch.float16) is None
-    assert look(kind="grouped_gemm_forward") is None
-    # Of a weight gradient the rows are what is summed over.
-    assert KINDS["grouped_gemm_dw"].rounded((768, 3072, 1000, 1)) == (768, 3072, 1024, 1)
+    assert look(kind="combine") is None
 
 
 def test_the_package_goes_before_the_user(cache) -> None:
-    mine, shipped = (GemmConfig(64, n, 64, 4, 3) for n in (64, 128))
+    mine, shipped = (RowConfig(n, 256) for n in (4, 8))
     cache.put([entry(mine)])
     assert look() == mine
     TunedCache(tuning.PACKAGE_TABLE).put([entry(shipped)])
@@ -59,12 +56,12 @@ def test_the_package_goes_before_the_user(cache) -> None:
 
 
 def test_what_older_versions_modelled_is_ignored_without_a_word_and_replaced(cache) -> None:
-    other = GemmConfig(128, 128, 64, 4, 4)
+    other = RowConfig(8, 256)
     modelled = entry(how="modelled", device="sm_90"), entry(other, how="modelled")
-    cache.put([*modelled, entry(kind="grouped_gemm_forward")])
+    cache.put([*modelled, entry(kind="combine")])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert list(cache.entries()) == [entry(kind="grouped_gemm_forward").key]
+        assert list(cache.entries()) == [entry(kind="combine").key]
         assert look() is None
         cache.put([entry()])
         assert look() == TILE
@@ -72,15 +69,20 @@ def test_what_older_versions_modelled_is_ignored_without_a_word_and_replaced(cac
 
 
 def test_a_configuration_that_this_gpu_cannot_run_is_ignored_with_a_warning(cache) -> None:
-    cache.put([entry(GemmConfig(256, 256, 128, 4, 5))])
+    kind, shape = "overlap", (768, 3072, "gelu", 1)
+    cache.put([entry(OverlapConfig(GemmConfig(256, 256, 128, 4, 5)), kind=kind, shape=shape)])
     with pytest.warns(UserWarning, match="cannot run on sm_90"):
-        assert look() is None
+        assert look(kind, shape) is None
 
 
 @pytest.mark.parametrize(
     ("kind", "shape", "config"),
     [
-        ("overlap", (768, 3072, "gelu", 1), OverlapConfig(TILE, programs=132, comm_programs=16, split=True)),
+        (
+            "overlap",
+            (768, 3072, "gelu", 1),
+            OverlapConfig(GemmConfig(64, 128, 64, 4, 4), programs=132, comm_programs=16, split=True),
+        ),
         ("permute", (768,), RowConfig(4, 512, 8)),
     ],
 )
@@ -110,21 +112,21 @@ def test_a_corrupt_file_is_ignored_with_one_warning_and_written_anew(cache, text
 @pytest.mark.parametrize(
     "change",
     [
-        {"config": {"block_m": 64}},
+        {"config": {"block_tokens": 64}},
         {"config": {**config_fields(TILE), "extra": 1}},
-        {"config": {**config_fields(TILE), "block_m": "64"}},
+        {"config": {**config_fields(TILE), "block_width": "64"}},
         {"config": None},
         {"how": "guessed"},
         {"milliseconds": float("nan")},
         {"milliseconds": "1"},
-        {"kind": "grouped_gemm_dw"},
+        {"kind": "routing"},
         {"shape": [1, 2]},
-        {"shape": [512, 3072, 768, 1]},
+        {"shape": [769]},
         {"unknown": 1},
     ],
 )
 def test_one_corrupt_entry_is_ignored_with_a_warning_and_the_others_stay(cache, change) -> None:
-    good = entry(kind="grouped_gemm_forward")
+    good = entry(kind="combine")
     cache.put([good, entry()])
     data = json.loads(cache.path.read_text())
     data["entries"][entry().key] |= change
@@ -136,24 +138,23 @@ def test_one_corrupt_entry_is_ignored_with_a_warning_and_the_others_stay(cache, 
 def test_a_killed_writer_leaves_no_lock(cache) -> None:
     cache.put([entry()])
     assert cache.path.with_name(".tuned.json.lock").exists()
-    cache.put([replace(entry(), shape=(16, 1, 1, 1))])
+    cache.put([replace(entry(), shape=(16,))])
     assert len(cache.entries()) == 2
 
 
 def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) -> None:
     """A task nobody looks up would be tuned for nothing."""
-    from lancet_kernels.compiling import grouped_gemm_specimens
-    from lancet_kernels.fused_pass import FusedPasses
-    from lancet_kernels.kernels import gemm_operands, overlap, permute, routing
+    from lancet_kernels.kernels import overlap, permute, routing
+    from lancet_kernels.measuring.fused_pass import FusedPasses
     from lancet_kernels.tuning.tune_tasks import make_tasks
     from lancet_kernels.tuning.workloads import Workload
 
     asked = set()
 
     def ask(kind, shape, dtype, device):
-        asked.add((kind, KINDS[kind].rounded(shape), dtype))
+        asked.add((kind, shape, dtype))
 
-    for module in (gemm_operands, overlap, permute, routing):
+    for module in (overlap, permute, routing):
         monkeypatch.setattr(module, "tuned", ask)
     w = Workload("tiny", 12, 16, 32, 4, 2, "swiglu")
     tasks = make_tasks([w], torch.float32)
@@ -167,7 +168,6 @@ def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) 
     with pytest.raises(AttributeError):
         overlap.default_overlap_config(16, 32, "swiglu", torch.float32, torch.device("cuda", 0))
     assert {(task.kind, task.shape, task.dtype) for task in tasks} <= asked
-    assert grouped_gemm_specimens.KERNELS.keys() <= {task.kind for task in tasks}
 
 
 def test_no_table_ships_before_one_is_measured() -> None:

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from virtual_pes import launched_without_tasks, rehearsal
 
+from lancet_kernels.compiling.rehearsal import rehearsal
 from lancet_kernels.errors import CommunicationError
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.test_overlap_kernel import SMALL
 from tests.lancet_kernels.kernels.virtual_pass import VirtualPass, assert_dense_right, assert_right
+from tests.lancet_kernels.kernels.virtual_pes import launched_without_tasks
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 WORLDS = [1, 2, 4]

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
-from virtual_pes import VirtualPes
 
 from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.gluon_config import hopper_config
@@ -22,6 +21,7 @@ from tests.lancet_kernels.kernels.overlap_cases import (
     tokens_of,
 )
 from tests.lancet_kernels.kernels.overlap_ranks import DENSE, make_dense
+from tests.lancet_kernels.kernels.virtual_pes import VirtualPes
 
 # Sizes that tensor descriptors take: multiples of 16 bytes.
 ALIGNED_DENSE = (("nn", 200, 264, 136), ("nt", 130, 72, 328), ("tn", 136, 520, 200))  # kind, M, N, K

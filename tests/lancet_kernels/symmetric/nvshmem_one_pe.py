@@ -87,7 +87,7 @@ def symmetric(library: ctypes.CDLL, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def arguments_of_put(make: Callable[..., torch.Tensor], device: str) -> tuple:
-    """Of put_to_itself: regions by make(shape, dtype), and a table of zeros in place of the peers."""
+    """Arguments of put_to_itself: regions by make(shape, dtype), a table of zeros in place of the peers."""
     rows, stage = make((ROWS, WIDTH), torch.float32), make((ROWS, WIDTH), torch.float32)
     signals = make((2,), torch.int64)
     source = torch.randn(8, WIDTH, device=device)

@@ -207,7 +207,7 @@ def test_two_ranks_on_one_gpu(pool):
 
 
 class Kernel:
-    """Of what Triton gives for a compiled kernel what init_module reads."""
+    """What init_module reads of what Triton gives for a compiled kernel."""
 
     def __init__(self, ptx: str, module: int):
         self.asm, self.module, self._loads = {"ptx": ptx}, None, module

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import lancet_kernels.training.data as data
 from lancet_kernels.errors import UserError
-from lancet_kernels.training.data import check_length, load_corpus, training_batch, validation_batches
+from lancet_kernels.training.data import batch_of_rank, load_corpus
 from tests.examples import examples
 
 WORD = 2**64 - 1
@@ -37,7 +37,7 @@ def write_files(folder, texts):
 def test_single_file_gives_its_last_twentieth_to_validation(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("0123456789" * 10)
-    corpus = load_corpus(str(file))
+    corpus = load_corpus(file)
     assert (corpus.name, corpus.vocab_size, corpus.train.dtype) == (str(file), 256, np.uint8)
     assert text_of(corpus.train) == "0123456789" * 9 + "01234"
     assert text_of(corpus.validation) == "56789"
@@ -160,17 +160,9 @@ def test_bad_inputs_are_one_line(tmp_path):
         assert "\n" not in str(caught.value)
 
 
-def test_hash_has_the_published_values():
-    # The first outputs of splitmix64 seeded with 0 and with 1234567.
-    assert data._mix(np.array([0, 1234567], dtype=np.uint64)).tolist() == [
-        0xE220A8397B1DCDAF,
-        6457827717110365317,
-    ]
-
-
-def test_training_rows_start_where_the_hash_says():
+def test_rows_start_where_the_hash_says():
     tokens = np.arange(1000, dtype=np.uint16)
-    inputs, targets = training_batch(tokens, seed=-1, step=7, global_batch=6, sequence=4, rank=1, ranks=2)
+    inputs, targets = batch_of_rank(tokens, seed=-1, step=7, batch=3, sequence=4, rank=1)
     starts = [splitmix64(splitmix64(splitmix64(WORD) ^ 7) ^ row) % 996 for row in (3, 4, 5)]
     assert inputs.dtype == targets.dtype == torch.int64
     assert inputs.tolist() == [[start + place for place in range(4)] for start in starts]
@@ -179,7 +171,7 @@ def test_training_rows_start_where_the_hash_says():
 
 def test_every_start_is_reached_and_none_beyond():
     tokens = np.arange(7, dtype=np.uint8)
-    inputs, targets = training_batch(tokens, seed=0, step=0, global_batch=400, sequence=4, rank=0, ranks=1)
+    inputs, targets = batch_of_rank(tokens, seed=0, step=0, batch=400, sequence=4, rank=0)
     assert torch.bincount(inputs[:, 0]).gt(100).tolist() == [True, True, True]
     assert targets.max() == 6
 
@@ -187,11 +179,7 @@ def test_every_start_is_reached_and_none_beyond():
 def test_seed_and_step_both_change_the_data():
     tokens = np.arange(60000, dtype=np.uint16)
     batches = {
-        tuple(
-            training_batch(tokens, seed=seed, step=step, global_batch=4, sequence=1, rank=0, ranks=1)[0]
-            .flatten()
-            .tolist()
-        )
+        tuple(batch_of_rank(tokens, seed=seed, step=step, batch=4, sequence=1, rank=0)[0].flatten().tolist())
         for seed in range(4)
         for step in range(4)
     }
@@ -209,78 +197,16 @@ def test_seed_and_step_both_change_the_data():
 )
 def test_any_number_of_ranks_reads_the_same_batch(seed, step, rows, ranks, sequence, extra):
     tokens = np.arange(sequence + 1 + extra, dtype=np.uint8)
-    sizes = {"seed": seed, "step": step, "global_batch": rows * ranks, "sequence": sequence}
-    whole = training_batch(tokens, **sizes, rank=0, ranks=1)
-    parts = [training_batch(tokens, **sizes, rank=rank, ranks=ranks) for rank in range(ranks)]
+    sizes = {"seed": seed, "step": step, "sequence": sequence}
+    whole = batch_of_rank(tokens, **sizes, batch=rows * ranks, rank=0)
+    parts = [batch_of_rank(tokens, **sizes, batch=rows, rank=rank) for rank in range(ranks)]
     for which in (0, 1):
         assert torch.equal(torch.cat([part[which] for part in parts]), whole[which])
 
 
-def test_validation_windows_by_hand():
-    # 21 tokens hold five windows of 4: at 0, 4, 8, 12, 16. Two batches of two take every 5/4-th.
-    tokens = np.arange(21, dtype=np.uint8)
-    batches = list(
-        validation_batches(tokens, global_batch=2, sequence=4, rank=0, ranks=1, max_batches=2),
-    )
-    assert [inputs[:, 0].tolist() for inputs, _ in batches] == [[0, 4], [8, 12]]
-    assert batches[1][1].tolist() == [[9, 10, 11, 12], [13, 14, 15, 16]]
-    # Only two batches of two fit however many are asked for.
-    assert (
-        len(list(validation_batches(tokens, global_batch=2, sequence=4, rank=0, ranks=1, max_batches=9))) == 2
-    )
-
-
-def test_validation_windows_overlap_rather_than_be_none():
-    tokens = np.arange(8, dtype=np.uint8)
-    [(inputs, targets)] = validation_batches(
-        tokens, global_batch=3, sequence=5, rank=0, ranks=1, max_batches=4
-    )
-    assert inputs[:, 0].tolist() == [0, 1, 2]
-    assert targets[:, -1].tolist() == [5, 6, 7]
-
-
-@examples(100)
-@given(
-    rows=st.integers(1, 3),
-    ranks=st.integers(1, 4),
-    sequence=st.integers(1, 6),
-    extra=st.integers(0, 150),
-    max_batches=st.integers(1, 5),
-)
-def test_validation_is_the_same_at_any_number_of_ranks(rows, ranks, sequence, extra, max_batches):
-    tokens = np.arange(sequence + 1 + extra, dtype=np.uint8)
-    sizes = {"global_batch": rows * ranks, "sequence": sequence, "max_batches": max_batches}
-    whole = list(validation_batches(tokens, **sizes, rank=0, ranks=1))
-    parts = [list(validation_batches(tokens, **sizes, rank=rank, ranks=ranks)) for rank in range(ranks)]
-    fits = (len(tokens) - 1) // (sequence * rows * ranks)
-    assert [len(part) for part in parts] == [len(whole)] * ranks == [max(min(fits, max_batches), 1)] * ranks
-    for batch, (inputs, targets) in enumerate(whole):
-        assert torch.equal(torch.cat([part[batch][0] for part in parts]), inputs)
-        assert torch.equal(torch.cat([part[batch][1] for part in parts]), targets)
-        assert torch.equal(inputs + 1, targets)
-    if fits:
-        predicted = torch.cat([targets.flatten() for _, targets in whole])
-        assert len(predicted.unique()) == len(predicted)
-
-
-def test_sizes_that_do_not_fit():
+def test_too_few_tokens():
+    sizes = {"seed": 0, "step": 0, "batch": 2, "rank": 0}
     tokens = np.zeros(5, dtype=np.uint8)
-    sizes = {"global_batch": 4, "sequence": 4, "rank": 0, "ranks": 2}
-    training_batch(tokens, seed=0, step=0, **sizes)
-    for change, message in [
-        ({"sequence": 5}, "training data: got 5 tokens, expected at least 6 for sequences of 5; give more"),
-        ({"sequence": 0}, "sequence length: got 0"),
-        (
-            {"global_batch": 3},
-            "global batch: got 3 sequences for 2 ranks, expected a positive multiple of 2; choose 4",
-        ),
-        ({"global_batch": 0}, "global batch: got 0 .* choose 2"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            training_batch(tokens, seed=0, step=0, **(sizes | change))
-        with pytest.raises(UserError, match=message.replace("training", "validation")):
-            validation_batches(tokens, max_batches=1, **(sizes | change))
-    with pytest.raises(UserError, match="validation batches: got 0"):
-        validation_batches(tokens, max_batches=0, **sizes)
-    with pytest.raises(UserError, match="test data"):
-        check_length(tokens, 5, "test")
+    batch_of_rank(tokens, sequence=4, **sizes)
+    with pytest.raises(UserError, match="got 5 tokens, expected at least 6 for sequences of 5; give"):
+        batch_of_rank(tokens, sequence=5, **sizes)

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lancet_kernels import Groups, UserError, ddp
-from tests.lancet_kernels.test_expert_groups import (
+from tests.lancet_kernels.layer.test_expert_groups import (
     RANKS,
     Case,
     Step,

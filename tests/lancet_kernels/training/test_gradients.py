@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import Groups, MoELayer, UserError
-from lancet_kernels.ops.all_reduce import cut_into_buckets
+from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.training.gradients import (
     GradientBuckets,
     as_backward_finishes,

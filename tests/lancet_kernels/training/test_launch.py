@@ -1,5 +1,6 @@
 """Ranks are real processes here, and so are the signals."""
 
+import json
 import os
 import re
 import signal
@@ -10,19 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import ProcessFailure
 
 from lancet_kernels.errors import RankFailed, UserError
-from lancet_kernels.training.launch import (
-    Failure,
-    Rank,
-    launch,
-    report_errors,
-    root_cause,
-    run_ranks,
-    start_ranks,
-    under_launcher,
-)
-from lancet_kernels.training.ranks import _one_line
+from lancet_kernels.training.launch import launch, root_cause
+from lancet_kernels.training.ranks import Rank, _one_line, report_errors, start_ranks, under_launcher
 from tests.grids import few_of
 
 RANKS_TIMEOUT_S = 240
@@ -30,8 +23,9 @@ WORKER = """
 import ctypes, os, signal, sys, time
 from pathlib import Path
 from lancet_kernels.errors import UserError
-from lancet_kernels.training.launch import report_errors, start_ranks
-from lancet_kernels.ops.waiting import waiting
+from lancet_kernels.errors import CommunicationError
+from lancet_kernels.training.ranks import report_errors, start_ranks
+from lancet_kernels.ops.comm.waiting import waiting
 
 folder, mode, *rest = sys.argv[1:]
 fails = os.environ.get("RANK") == "1"
@@ -40,6 +34,11 @@ def main():
     Path(folder, f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     if mode == "early" and fails:
         raise ValueError("early")
+    if mode == "late":
+        if not fails:
+            raise CommunicationError("rank 0 lost its connection")
+        time.sleep(0.7)
+        raise ValueError("late")
     import torch, torch.distributed as dist
     me = start_ranks("cpu", {"timeout": 1.5, "SIGSTOP": 4}.get(mode, TIMEOUT))
     number = torch.tensor([me.rank + 1.0])
@@ -66,7 +65,7 @@ def main():
         dist.all_reduce(number)
     return 0
 
-sys.exit(report_errors(main, os.environ.get("LOG_FOLDER")))
+sys.exit(report_errors(main))
 """.replace("TIMEOUT", str(RANKS_TIMEOUT_S))
 
 # What the command line does with the launcher's exceptions.
@@ -136,6 +135,11 @@ def failure_of(job: Path, mode: str, *rest: str, **options) -> str:
     return str(caught.value)
 
 
+def traceback_file(job: Path) -> Path:
+    (file,) = job.glob("lancet-*-rank-1.traceback.txt")
+    return file
+
+
 REST = ("a b", "$$x ${local_rank} $", "")
 
 
@@ -162,8 +166,8 @@ def test_ranks_meet_and_get_arguments_and_environment_as_given(job, capfd):
 @pytest.mark.parametrize(("mode", "text"), few_of([("raise", "boom second line"), ("early", "early")]))
 def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, mode, text):
     handler, before = signal.getsignal(signal.SIGINT), dict(os.environ)
-    line = failure_of(job, mode, *REST, environment={"EXTRA": "1", "LOG_FOLDER": str(job / "logs")})
-    file = job / "logs" / "rank-1.traceback.txt"
+    line = failure_of(job, mode, *REST, environment={"EXTRA": "1"})
+    file = traceback_file(job)
     assert line == f"rank 1 failed: ValueError: {text} (traceback in {file})"
     assert "worker.py" in file.read_text()
     assert "ValueError: " in file.read_text()
@@ -176,9 +180,8 @@ def test_a_rank_that_raises_is_named_and_its_traceback_is_in_a_file(job, capfd, 
 @pytest.mark.long
 def test_the_terminal_gets_that_one_line_and_nothing_else(job):
     command = [sys.executable, str(job / "launcher.py"), *worker(job, "raise")]
-    environment = os.environ | {"LOG_FOLDER": str(job / "logs")}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    file = job / "logs" / "rank-1.traceback.txt"
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    file = traceback_file(job)
     line = f"rank 1 failed: ValueError: boom second line (traceback in {file})\n"
     assert (result.returncode, result.stdout, result.stderr) == (1, "", line)
 
@@ -209,12 +212,6 @@ def test_a_rank_that_never_answers_is_named(job, mode):
     why = "has shown no sign of life for" if mode == "SIGSTOP" else "still runs"
     assert "rank 1 last entered meeting of the ranks" in line
     assert why in line
-
-
-@pytest.mark.long
-def test_stacks_of_a_crash_are_in_a_file(job):
-    failure_of(job, "segv", environment={"LOG_FOLDER": str(job / "logs")})
-    assert "Segmentation fault" in (job / "logs" / "rank-1.crash.txt").read_text()
 
 
 @pytest.mark.long
@@ -274,12 +271,9 @@ def start_hanging_job(job: Path) -> subprocess.Popen:
 @pytest.mark.long
 def test_under_torchrun_a_failed_rank_says_one_line(job):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"LOG_FOLDER": str(job / "logs")}
-    result = subprocess.run(
-        [*command, *worker(job, "raise")], env=environment, capture_output=True, text=True, timeout=60
-    )
+    result = subprocess.run([*command, *worker(job, "raise")], capture_output=True, text=True, timeout=60)
     assert result.returncode != 0
-    file = job / "logs" / "rank-1.traceback.txt"
+    file = traceback_file(job)
     line = f"rank 1 failed: ValueError: boom second line (traceback in {file})"
     assert result.stderr.count(line) == 1
     # The other one may have been ended before it could say so, but it never claims a failure of its own.
@@ -316,7 +310,9 @@ def test_no_ranks_is_an_error():
         launch(0, ["-c", ""])
 
 
-def test_alone_errors_are_one_line(tmp_path, capsys):
+def test_alone_errors_are_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
     def main(error):
         raise error
 
@@ -327,19 +323,14 @@ def test_alone_errors_are_one_line(tmp_path, capsys):
     assert capsys.readouterr().err == ""
     assert report_errors(lambda: main(UserError("K", got=3, expected=2, do="less"))) == 1
     assert capsys.readouterr().err == "K: got 3, expected 2; less\n"
-    assert report_errors(lambda: main(ValueError("no\nway")), tmp_path) == 1
-    file = tmp_path / "rank-0.traceback.txt"
+    assert report_errors(lambda: main(ValueError("no\nway"))) == 1
+    (file,) = tmp_path.iterdir()
     assert capsys.readouterr().err == f"ValueError: no way (traceback in {file})\n"
-    assert os.listdir(tmp_path) == ["rank-0.traceback.txt"]
 
 
-def raised(blames: str, time_ns: int, missing: tuple[int, ...] = ()) -> Failure:
+def raised(blames: str, time_ns: int, missing: tuple[int, ...] = ()) -> dict:
     extra = {"blames": blames, "time_ns": time_ns, "missing": missing, "traceback_file": None}
-    return Failure(1, {"message": blames, "extraInfo": extra})
-
-
-def ended(exitcode: int) -> Failure:
-    return Failure(exitcode, None)
+    return {"message": {"message": blames, "extraInfo": extra | {"timestamp": "0"}}}
 
 
 @pytest.mark.parametrize(
@@ -350,33 +341,27 @@ def ended(exitcode: int) -> Failure:
         ({0: raised("peer", 20), 1: raised("peer", 10)}, "rank 1 lost a peer"),
         ({0: raised("timeout", 20), 1: raised("peer", 10)}, "rank 0 failed"),
         ({0: raised("timeout", 20, (2,)), 1: raised("timeout", 30, (0,))}, "rank 2 did not answer"),
-        ({0: raised("peer", 1), 2: ended(-9)}, "rank 2 was killed by SIGKILL"),
-        ({0: raised("timeout", 1), 2: ended(3)}, "rank 2 ended with exit code 3"),
-        ({0: raised("peer", 1), 1: ended(-15)}, "rank 1 was killed by SIGTERM"),
-        ({0: ended(-9), 1: raised("self", 1)}, "rank 1 failed"),
+        ({0: raised("peer", 1), 2: -9}, "rank 2 was killed by SIGKILL"),
+        ({0: raised("timeout", 1), 2: 3}, "rank 2 ended with exit code 3"),
+        ({0: raised("peer", 1), 1: -15}, "rank 1 was killed by SIGTERM"),
+        ({0: -9, 1: raised("self", 1)}, "rank 1 failed"),
     ],
 )
-def test_root_cause(failures, line):
-    assert str(root_cause(failures)).startswith(line)
+def test_root_cause(tmp_path, failures, line):
+    """Failures: what a rank wrote, or the exit code of one that wrote nothing."""
+    recorded = {}
+    for rank, failure in failures.items():
+        file = tmp_path / f"{rank}.json"
+        if isinstance(failure, dict):
+            file.write_text(json.dumps(failure))
+        exitcode = 1 if isinstance(failure, dict) else failure
+        recorded[rank] = ProcessFailure(rank, 0, exitcode, str(file))
+    assert str(root_cause(recorded)).startswith(line)
 
 
-SAYS = """
-import json, os, sys, time
-blames, seconds = sys.argv[1:]
-time.sleep(float(seconds))
-extra = {"blames": blames, "time_ns": time.time_ns(), "missing": [], "traceback_file": None}
-with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-    json.dump({"message": {"message": "as it is", "extraInfo": extra}}, file)
-sys.exit(1)
-"""
-
-
-def test_a_rank_that_says_late_why_it_failed_is_named_before_one_that_lost_it():
-    """Which of the two is seen dead first is luck."""
-    commands = [[sys.executable, "-c", SAYS, *said] for said in (("peer", "0"), ("self", "0.7"))]
-    with pytest.raises(RankFailed) as caught:
-        run_ranks(commands, [{"RANK": "0"}, {"RANK": "1"}])
-    assert str(caught.value) == "rank 1 failed: as it is"
+def test_a_rank_that_says_late_why_it_failed_is_named_before_one_that_lost_it(job):
+    """Which of the two is seen dead first would be luck."""
+    assert failure_of(job, "late").startswith("rank 1 failed: ValueError: late (traceback in ")
 
 
 def test_one_line_leaves_out_native_frames_and_is_bounded():

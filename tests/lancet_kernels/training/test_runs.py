@@ -2,13 +2,21 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from lancet_kernels.atomic import file_errors, json_text, locked, write_json_atomically, write_text_atomically
 from lancet_kernels.errors import UserError
-from lancet_kernels.training.runs import RunFolder, resolve_run
+from lancet_kernels.training.runs import (
+    append_metrics,
+    is_in_use,
+    new_run,
+    read_config,
+    read_metrics,
+    resolve_run,
+    truncate_metrics,
+    writing,
+)
 
 
 def test_atomic_write_replaces_and_leaves_nothing_else(tmp_path):
@@ -50,45 +58,27 @@ def test_json_text_is_one_strict_line():
     assert json_text({"a": (1, float("-inf"))}) == '{"a": [1, null]}'
 
 
-def test_config_metrics_and_summary_come_back(tmp_path):
-    with RunFolder.create(tmp_path / "runs", "first") as run:
-        run.write_config({"model": "gpt2-tiny-moe", "lr": 0.1})
-        run.append_metrics({"step": 1, "loss": 5.5})
-        assert (run.path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 5.5}\n'
-        run.append_metrics({"step": 2, "loss": float("nan")})
-        assert (run.path / "metrics.jsonl").read_text().splitlines()[1] == '{"step": 2, "loss": null}'
-        run.write_summary({"steps": 2})
-        assert run.name == "first"
-    with RunFolder.open(tmp_path / "runs" / "first") as run:
-        assert run.read_config() == {"model": "gpt2-tiny-moe", "lr": 0.1}
-        assert json.loads((run.path / "summary.json").read_text()) == {"steps": 2}
+def start(root, name: str):
+    """A run that has begun."""
+    run = new_run(root, name)
+    write_json_atomically(run / "config.json", {"model": "gpt2-tiny-moe"})
+    return run
 
 
-def test_truncate_drops_later_steps_and_a_torn_line(tmp_path):
-    with RunFolder.create(tmp_path, "run") as run:
-        for step in range(1, 6):
-            run.append_metrics({"step": step})
-        with (run.path / "metrics.jsonl").open("a") as file:
-            file.write('{"step": 6, "lo')
-        run.truncate_metrics(after_step=3)
-        assert (run.path / "metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-        run.append_metrics({"step": 4})
-        assert (run.path / "metrics.jsonl").read_text().endswith('{"step": 3}\n{"step": 4}\n')
-
-
-def test_truncate_keeps_a_torn_file_of_whole_steps(tmp_path):
-    with RunFolder.create(tmp_path, "run") as run:
-        run.truncate_metrics(after_step=0)  # nothing logged yet
-        (run.path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2')
-        run.truncate_metrics(after_step=9)
-        assert (run.path / "metrics.jsonl").read_text() == '{"step": 1}\n'
-
-
-def test_truncate_refuses_a_file_damaged_in_the_middle(tmp_path):
-    with RunFolder.create(tmp_path, "run") as run:
-        (run.path / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 3}\n')
-        with pytest.raises(UserError, match=r"line 2 of .* damaged"):
-            run.truncate_metrics(after_step=3)
+def test_metrics_come_back_and_are_forgotten_after_a_step(tmp_path):
+    run = new_run(tmp_path / "runs", "first")
+    truncate_metrics(run, after_step=0)  # nothing logged yet
+    assert read_metrics(run) == []
+    for step, loss in enumerate((5.5, float("nan"), 4.5, 4.0), start=1):
+        append_metrics(run, {"step": step, "loss": loss})
+    text = (run / "metrics.jsonl").read_text()
+    assert text.startswith('{"step": 1, "loss": 5.5}\n{"step": 2, "loss": null}\n')
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    assert [metrics["step"] for metrics in read_metrics(run)] == [1, 2, 3, 4]
+    truncate_metrics(run, after_step=3)
+    append_metrics(run, {"step": 4, "loss": 4.0})
+    assert (run / "metrics.jsonl").read_text() == text
 
 
 def test_default_names_do_not_collide(tmp_path, monkeypatch):
@@ -101,144 +91,87 @@ def test_default_names_do_not_collide(tmp_path, monkeypatch):
 
     monkeypatch.setattr(runs, "real_datetime", runs.datetime, raising=False)
     monkeypatch.setattr(runs, "datetime", Clock)
-    names = []
-    for _ in range(3):
-        with RunFolder.create(tmp_path) as run:
-            names.append(run.name)
+    names = [new_run(tmp_path).name for _ in range(3)]
     assert names == ["20300102-030405", "20300102-030405-2", "20300102-030405-3"]
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "latest", "a/b", ".hidden"])
 def test_names_that_are_no_plain_folder_are_refused(tmp_path, name):
     with pytest.raises(UserError, match="run name"):
-        RunFolder.create(tmp_path, name)
+        new_run(tmp_path, name)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_taken_name_is_refused(tmp_path):
-    with RunFolder.create(tmp_path, "run") as run:
-        run.write_config({})
+@pytest.mark.parametrize("left", ["config.json", "notes.txt"])
+def test_a_taken_name_is_refused(tmp_path, left):
+    (new_run(tmp_path, "run") / left).write_text("{}")
     with pytest.raises(UserError, match="run, which exists"):
-        RunFolder.create(tmp_path, "run")
+        new_run(tmp_path, "run")
 
 
-@pytest.mark.parametrize("left", [[], ["plan.json"]])
-def test_the_name_of_a_run_that_never_began_is_free(tmp_path, left):
-    with RunFolder.create(tmp_path, "run") as run:
-        for name in left:
-            (run.path / name).write_text("{}")
-        with pytest.raises(UserError, match="in use by process"):
-            RunFolder.create(tmp_path, "run")
-    RunFolder.create(tmp_path, "run").close()
-
-
-def test_a_folder_of_something_else_is_no_free_name(tmp_path):
-    (tmp_path / "run").mkdir()
-    for name in (None, "plan.json", "lock", "notes.txt"):
-        if name is not None:
-            (tmp_path / "run" / name).write_text("")
-        if name != "lock":
-            with pytest.raises(UserError, match="run, which exists"):
-                RunFolder.create(tmp_path, "run")
-
-
-def test_a_discarded_run_leaves_nothing_but_what_it_wrote(tmp_path):
-    RunFolder.create(tmp_path, "run").discard()
-    assert os.listdir(tmp_path) == []
-    with RunFolder.create(tmp_path, "run") as run:
-        run.write_config({})
-        run.discard()
-    assert sorted(os.listdir(tmp_path / "run")) == ["config.json", "lock"]
-
-
-def test_the_lock_of_a_discarded_run_is_no_lock(tmp_path, monkeypatch):
-    run, real, opened = RunFolder.create(tmp_path, "run"), Path.open, []
-
-    def discarded_behind_the_back(path, *args, **kwargs):
-        file = real(path, *args, **kwargs)
-        if not opened:
-            opened.append(file)
-            run.discard()
-        return file
-
-    monkeypatch.setattr(Path, "open", discarded_behind_the_back)
-    with pytest.raises(UserError, match="No such file"):
-        RunFolder.open(tmp_path / "run")
+def test_the_name_of_a_run_that_never_began_is_free(tmp_path):
+    run = new_run(tmp_path, "run")
+    (run / "plan.json").write_text("{}")
+    with writing(run):
+        pass
+    assert new_run(tmp_path, "run") == run
 
 
 def test_root_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "runs").write_text("")
-    with pytest.raises(UserError, match="runs, a file"):
-        RunFolder.create(tmp_path / "runs", "run")
+    with pytest.raises(UserError, match=r"runs/run .*, expected a file that can be written"):
+        new_run(tmp_path / "runs", "run")
 
 
-def test_open_of_nothing_and_config_of_nothing(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        RunFolder.open(tmp_path / "none")
-    with RunFolder.create(tmp_path, "run") as run, pytest.raises(UserError, match="No such file"):
-        run.read_config()
+def test_config_of_nothing(tmp_path):
+    with pytest.raises(UserError, match="No such file"):
+        read_config(new_run(tmp_path, "run"))
 
 
 HOLDER = """
 import sys
-from lancet_kernels.training.runs import RunFolder
-run = RunFolder.open(sys.argv[1])
-print("held", flush=True)
-sys.stdin.read()
+from pathlib import Path
+from lancet_kernels.training.runs import writing
+with writing(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
 """
 
 
-def test_lock_names_its_holder_and_ends_with_it(tmp_path):
-    RunFolder.create(tmp_path, "run").close()
+def test_a_run_has_one_writer_and_is_free_when_it_is_killed(tmp_path):
+    run = new_run(tmp_path, "run")
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", HOLDER, str(run)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=f"in use by process {holder.pid},") as caught:
-            RunFolder.open(tmp_path / "run")
+        assert is_in_use(run)
+        with pytest.raises(UserError, match="in use by another process") as caught, writing(run, wait_s=0):
+            pass
         assert "\n" not in str(caught.value)
     finally:
         holder.kill()
         holder.wait()
         holder.stdin.close()
         holder.stdout.close()
-    RunFolder.open(tmp_path / "run", wait_s=2).close()
-
-
-def test_latest_is_a_relative_link_to_the_newest(tmp_path):
-    for name in ("one", "two"):
-        with RunFolder.create(tmp_path / "runs", name) as run:
-            run.write_config({})
-            run.point_latest()
-        assert os.readlink(tmp_path / "runs" / "latest") == name
-    (tmp_path / "runs").rename(tmp_path / "moved")
-    assert resolve_run(tmp_path / "moved", "latest") == tmp_path / "moved" / "two"
-    assert sorted(os.listdir(tmp_path / "moved")) == ["latest", "one", "two"]
-
-
-def test_latest_does_not_replace_a_folder(tmp_path):
-    (tmp_path / "latest").mkdir()
-    with RunFolder.create(tmp_path, "run") as run, pytest.raises(UserError, match="not a link"):
-        run.point_latest()
+    with writing(run, wait_s=2):
+        assert is_in_use(run)
+    assert not is_in_use(run)
 
 
 def test_resolve_run_by_name_path_and_what_it_says_otherwise(tmp_path, monkeypatch):
     root = tmp_path / "runs"
     with pytest.raises(UserError, match=r"got latest, .*which has none.*train one first"):
         resolve_run(root, "latest")
-    for name in ("b", "a"):
-        with RunFolder.create(root, name) as run:
-            run.write_config({})
-            run.point_latest()
+    for name, started in (("b", 2e9), ("a", 1e9)):
+        run = start(root, name)
+        os.utime(run / "config.json", (started, started))
     (root / "not-a-run").mkdir()
+    assert resolve_run(root, "latest") == root / "b"
     assert resolve_run(root, "a") == root / "a"
     assert resolve_run(root, str(root / "b")) == root / "b"
     monkeypatch.chdir(root)
-    assert resolve_run("elsewhere", "./b") == root / "b"
+    assert resolve_run("elsewhere", "./b").resolve() == root / "b"
     for name in ("c", "not-a-run", "."):
         with pytest.raises(UserError, match=r"\(a, b\)"):
             resolve_run(root, name)

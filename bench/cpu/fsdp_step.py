@@ -1,0 +1,327 @@
+"""Training steps with FSDP and expert parallelism, captured under a fake process group, and torch's own pass.
+
+    N ranks      W of them share one set of experts      T tokens of this rank, D width, F hidden width
+
+Every parameter is a shard: it is gathered before each use, in the forward and again in the backward, and its
+gradient is reduce-scattered. All communication is functional collectives, which torch's
+`schedule_overlap_bucketing` knows. Routing is real, but every rank sends every other one the same number of
+rows: sizes have to be static for torch's pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from torch._inductor.fx_passes import overlap_scheduling
+
+from lancet_kernels.graph.capture.capture import capture
+from lancet_kernels.graph.costs.clusters import load_cluster
+from lancet_kernels.graph.costs.costs import CostModel
+from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.program.program import Program
+from lancet_kernels.simulation.fake_ranks import fake_ranks
+
+collectives = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and the ranks that train it."""
+
+    name: str
+    layers: int
+    width: int
+    heads: int
+    experts: int
+    top_k: int
+    expert_hidden: int
+    shared_hidden: int
+    """Hidden width of the expert that sees every token; 0: none."""
+    dense_hidden: int
+    """Hidden width of the first layer's feed-forward, as in DeepSeek; 0: an MoE layer like the others."""
+    sequence: int
+    batch: int
+    vocabulary: int = 32768
+    ranks: int = 64
+    expert_ranks: int = 8
+    cluster: str = "dgx-h100"
+
+
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("deepseek-like", 14, 2048, 16, 64, 6, 1408, 2816, 10944, 4096, 4),
+        Shape("qwen3-like", 24, 2048, 32, 128, 8, 768, 0, 0, 4096, 4),
+        Shape("mixtral-like", 16, 4096, 32, 8, 2, 14336, 0, 0, 2048, 1),
+    )
+}
+SMALL = replace(SHAPES["deepseek-like"], name="small", layers=3)
+
+
+def _gather(shard: Tensor, ranks: int, group: str) -> Tensor:
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(shard, ranks, group))
+
+
+def _scatter(gradient: Tensor, ranks: int, group: str) -> Tensor:
+    return collectives.wait_tensor(collectives.reduce_scatter_tensor(gradient, "avg", ranks, group))
+
+
+class _ShardedLinear(torch.autograd.Function):
+    """x[.., I] @ W[O, I]^T, or per expert x[E, R, I] @ W[E, I, O]; W is gathered again in the backward.
+
+    shard: [O / ranks, I], or [E * I / ranks, O].
+    """
+
+    @staticmethod
+    def forward(ctx, x, shard, experts, ranks, group):
+        ctx.save_for_backward(x, shard)
+        ctx.experts, ctx.ranks, ctx.group = experts, ranks, group
+        whole = _gather(shard, ranks, group)
+        return torch.bmm(x, whole.view(experts, -1, shard.shape[1])) if experts else x @ whole.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, shard = ctx.saved_tensors
+        whole = _gather(shard, ctx.ranks, ctx.group)
+        if ctx.experts:
+            dx = torch.bmm(gradient, whole.view(ctx.experts, -1, shard.shape[1]).transpose(1, 2))
+            dw = torch.bmm(x.transpose(1, 2), gradient).view(-1, shard.shape[1])
+        else:
+            dx = gradient @ whole
+            dw = gradient.reshape(-1, gradient.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+        return dx, _scatter(dw, ctx.ranks, ctx.group), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Equal splits: its own adjoint."""
+
+    @staticmethod
+    def forward(ctx, rows, splits, group):
+        ctx.splits, ctx.group = splits, group
+        return collectives.wait_tensor(collectives.all_to_all_single(rows, splits, splits, group))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        sent = collectives.all_to_all_single(gradient.contiguous(), ctx.splits, ctx.splits, ctx.group)
+        return collectives.wait_tensor(sent), None, None
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Names and sizes of the groups."""
+
+    data: str
+    ranks: int
+    expert: str
+    expert_ranks: int
+    replica: str
+    replicas: int
+
+
+class _Linear(nn.Module):
+    """A weight in shards: over all ranks (shared), or over the replicas of an expert."""
+
+    def __init__(self, inner: int, outer: int, ranks: _Ranks, experts: int = 0, shared: bool = True) -> None:
+        super().__init__()
+        self.experts = experts
+        self.group, self.ranks = (ranks.data, ranks.ranks) if shared else (ranks.replica, ranks.replicas)
+        rows, columns = (experts * inner, outer) if experts else (outer, inner)
+        self.shard = nn.Parameter(torch.empty(_divided(rows, self.ranks), columns))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _ShardedLinear.apply(x, self.shard, self.experts, self.ranks, self.group)
+
+
+class _FeedForward(nn.Module):
+    """SwiGLU: dense, or of experts whose rows come as [E, R, D]."""
+
+    def __init__(self, width: int, hidden: int, ranks: _Ranks, experts: int = 0) -> None:
+        super().__init__()
+        self.gate, self.up = (_Linear(width, hidden, ranks, experts, not experts) for _ in range(2))
+        self.down = _Linear(hidden, width, ranks, experts, not experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class _Experts(nn.Module):
+    """Routed experts beside a shared one."""
+
+    def __init__(self, shape: Shape, ranks: _Ranks) -> None:
+        super().__init__()
+        self.shape, self.ranks = shape, ranks
+        self.local = _divided(shape.experts, ranks.expert_ranks)
+        # As one expert, so that it is cut along the width: there may be fewer experts than ranks.
+        self.router = _Linear(shape.width, shape.experts, ranks, experts=1)
+        self.experts = _FeedForward(shape.width, shape.expert_hidden, ranks, self.local)
+        self.shared = _FeedForward(shape.width, shape.shared_hidden, ranks) if shape.shared_hidden else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens, k = x.reshape(-1, x.shape[-1]), self.shape.top_k
+        weight, expert = self.router(tokens.unsqueeze(0))[0].float().softmax(-1).topk(k)
+        # [T * K]: rows by expert, and back.
+        order = expert.flatten().argsort()
+        back = order.argsort()
+        sent = self._exchange(tokens[order // k])
+        # From [source rank, local expert, row] to [local expert, source rank and row].
+        peers = self.ranks.expert_ranks
+        received = sent.view(peers, self.local, -1, x.shape[-1]).transpose(0, 1)
+        done = self.experts(received.reshape(self.local, -1, x.shape[-1]))
+        done = done.view(self.local, peers, -1, x.shape[-1]).transpose(0, 1)
+        returned = self._exchange(done.reshape(-1, x.shape[-1]))[back].view(-1, k, x.shape[-1])
+        mixed = (returned * weight.to(x.dtype).unsqueeze(-1)).sum(1)
+        return (mixed if self.shared is None else mixed + self.shared(tokens)).view_as(x)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        share = _divided(rows.shape[0], self.ranks.expert_ranks)
+        return _AllToAll.apply(rows, [share] * self.ranks.expert_ranks, self.ranks.expert)
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: Shape, ranks: _Ranks) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.query, self.key, self.value, self.out = (
+            _Linear(shape.width, shape.width, ranks) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, sequence, width = x.shape
+        q, k, v = (
+            linear(x).view(batch, sequence, self.heads, -1).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        # On the meta device torch would take attention apart.
+        attended = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+        return self.out(attended.transpose(1, 2).reshape(batch, sequence, width))
+
+
+class _Step(nn.Module):
+    """tokens [B, S] -> loss (against the tokens themselves: nothing runs)."""
+
+    def __init__(self, shape: Shape, ranks: _Ranks) -> None:
+        super().__init__()
+        self.embedding = nn.Parameter(torch.empty(_divided(shape.vocabulary, ranks.ranks), shape.width))
+        self.ranks, self.width = ranks, shape.width
+        self.attention = nn.ModuleList(_Attention(shape, ranks) for _ in range(shape.layers))
+        self.feed_forward = nn.ModuleList(
+            _FeedForward(shape.width, shape.dense_hidden, ranks)
+            if shape.dense_hidden and not layer
+            else _Experts(shape, ranks)
+            for layer in range(shape.layers)
+        )
+        self.head = _Linear(shape.width, shape.vocabulary, ranks)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = _Embedding.apply(tokens, self.embedding, self.ranks.ranks, self.ranks.data)
+        for attention, feed_forward in zip(self.attention, self.feed_forward, strict=True):
+            x = x + attention(F.rms_norm(x, (self.width,)))
+            x = x + feed_forward(F.rms_norm(x, (self.width,)))
+        logits = self.head(F.rms_norm(x, (self.width,)))
+        return -logits.float().log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).mean()
+
+
+class _Embedding(torch.autograd.Function):
+    """Rows of a table that is gathered, and whose gradient is scattered."""
+
+    @staticmethod
+    def forward(ctx, tokens, shard, ranks, group):
+        ctx.save_for_backward(tokens)
+        ctx.rows, ctx.ranks, ctx.group = shard.shape[0] * ranks, ranks, group
+        return F.embedding(tokens, _gather(shard, ranks, group))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (tokens,) = ctx.saved_tensors
+        whole = torch.ops.aten.embedding_dense_backward(gradient, tokens, ctx.rows, -1, False)
+        return None, _scatter(whole, ctx.ranks, ctx.group), None, None
+
+
+def _divided(size: int, ranks: int) -> int:
+    if size % ranks:
+        raise ValueError(f"a dimension of {size} on {ranks} ranks: it must be divisible")
+    return size // ranks
+
+
+def _groups(shape: Shape) -> _Ranks:
+    """The groups of rank 0."""
+    expert = dist.new_group(range(shape.expert_ranks))
+    replica = dist.new_group(range(0, shape.ranks, shape.expert_ranks))
+    world = dist.group.WORLD
+    assert world is not None
+    return _Ranks(
+        world.group_name,
+        shape.ranks,
+        expert.group_name,
+        shape.expert_ranks,
+        replica.group_name,
+        _divided(shape.ranks, shape.expert_ranks),
+    )
+
+
+@dataclass(frozen=True)
+class CapturedStep:
+    """The joint graph of a step, its Program and costs; usable inside `captured` only."""
+
+    joint: fx.GraphModule
+    program: Program
+    cost: CostModel
+
+
+@contextlib.contextmanager
+def captured(shape: Shape) -> Iterator[CapturedStep]:
+    """Forward and backward of a shape. Nothing runs and nothing is allocated."""
+    with fake_ranks(shape.ranks):
+        ranks = _groups(shape)
+        with torch.device("meta"):
+            model = _Step(shape, ranks).bfloat16()
+            tokens = torch.zeros(shape.batch, shape.sequence, dtype=torch.int64)
+        joint = capture(model, (tokens,)).joint
+        for node in joint.graph.nodes:
+            if ranks.replica in node.args:
+                node.meta["group"] = "replica"
+        program = program_from_fx(joint, name=shape.name)
+        cost = CostModel.for_cluster(
+            load_cluster(shape.cluster), shape.ranks, expert_ranks=shape.expert_ranks
+        )
+        yield CapturedStep(joint, program, cost)
+
+
+def order_of_torch(step: CapturedStep, more_memory: float) -> list[int]:
+    """The order (positions) that torch's pass gives a copy of the graph, for the costs of the step.
+
+    Args: more_memory: what it may need beyond the original peak, as a share of that.
+    """
+    module = copy.deepcopy(step.joint)
+    index, tensors = step.program.index, step.program.tensors
+
+    def milliseconds(node: fx.Node, size: int | None) -> float:
+        if node.name not in index or size == 0:
+            return 0.0
+        return step.cost(step.program.instructions[index[node.name]], tensors)
+
+    # Beside the costs it is given, it wants a GPU's own, which it only logs.
+    with mock.patch.object(
+        overlap_scheduling, "estimate_roofline_runtime_ms", lambda node: milliseconds(node, None)
+    ):
+        overlap_scheduling.schedule_overlap_bucketing(
+            module,
+            custom_runtime_estimation=milliseconds,
+            compute_estimator="analytical",
+            max_memory_increase_gb=None,
+            max_memory_increase_ratio=more_memory,
+            pre_bucketing_fsdp_collectives=False,
+        )
+    place = {index[node.name]: k for k, node in enumerate(module.graph.nodes) if node.name in index}
+    # To torch's pass, forward and backward are one graph: what ends the forward may come too late.
+    for i in reversed(range(len(step.program))):
+        place[i] = min([place[i], *(place[j] for j in step.program.dependents[i])])
+    return sorted(place, key=lambda i: (place[i], i))

@@ -1,0 +1,102 @@
+"""Charts of rows: one way to draw numbers that a table shows as well."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Which columns of rows to draw, and how.
+
+    kind: "bars" beside each other, "stack" on top of each other, or "lines". at: columns whose values name a
+    place on the x axis. series: columns, or mappings in one (`flat`). panels: columns of whose values each
+    combination gets axes of its own.
+    """
+
+    kind: str
+    at: tuple[str, ...]
+    series: tuple[str, ...]
+    panels: tuple[str, ...] = ()
+
+    def draw(self, axes: Sequence[Any], rows: Sequence[Row]) -> None:
+        """Into as many of matplotlib's axes as `split` has groups."""
+        for (title, of), panel in zip(self.split(rows).items(), axes, strict=True):
+            panel.set_title(title, fontsize=10)
+            self._draw(panel, [flat(row) for row in of])
+
+    def split(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
+        """Title of a panel -> its rows."""
+        groups: dict[str, list[Row]] = {}
+        for row in rows:
+            groups.setdefault(", ".join(str(row[key]) for key in self.panels), []).append(row)
+        return groups
+
+    def _draw(self, panel: Any, rows: Sequence[Row]) -> None:
+        columns = dict.fromkeys(c for row in rows for c in row if c.startswith(self.series))
+        series = {c.replace("_", " "): [row.get(c, math.nan) for row in rows] for c in columns}
+        if self.kind == "lines":
+            for name, heights in series.items():
+                panel.plot([row[self.at[0]] for row in rows], heights, "o-", label=name)
+            panel.set_xlabel(self.at[0])
+            panel.set_ylim(0, 1.1 * max(max(heights) for heights in series.values()))
+            return
+        stacked = self.kind == "stack"
+        width, bottom = (0.7 if stacked else 0.8 / len(series)), [0.0] * len(rows)
+        for n, (name, heights) in enumerate(series.items()):
+            side = 0.0 if stacked else (n - (len(series) - 1) / 2) * width
+            panel.bar([g + side for g in range(len(rows))], heights, width, bottom=bottom, label=name)
+            if stacked:
+                bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+        names = ["\n".join(textwrap.fill(str(row[key]), 12) for key in self.at) for row in rows]
+        panel.set_xticks(range(len(rows)), names, fontsize=8)
+
+
+def flat(row: Row) -> dict[str, Any]:
+    """Example: {"gpus": 8, "ms": {"none": 2.0}} -> {"gpus": 8, "ms none": 2.0}."""
+    cells: dict[str, Any] = {}
+    for key, value in row.items():
+        cells |= (
+            {f"{key} {name}": v for name, v in value.items()} if isinstance(value, Mapping) else {key: value}
+        )
+    return cells
+
+
+def draw(charts: Sequence[tuple[Chart, Sequence[Row]]], title: str, path: str | Path) -> None:
+    """All panels of some charts in one picture, at most three beside each other, below them one legend."""
+    counts = [len(chart.split(rows)) for chart, rows in charts]
+    across = min(sum(counts), 2 if sum(counts) == 4 else 3)
+    down = -(-sum(counts) // across)
+    with picture(path, max(8, 5.5 * across), 4 * down, title) as figure:
+        grid = iter(figure.subplots(down, across, squeeze=False).flat)
+        for (chart, rows), count in zip(charts, counts, strict=True):
+            chart.draw([next(grid) for _ in range(count)], rows)
+        for empty in grid:
+            empty.axis("off")
+        legends = [axes.get_legend_handles_labels() for axes in figure.axes]
+        once = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
+        figure.legend(once.values(), once, loc="outside lower center", ncols=min(len(once), 6), frameon=False)
+
+
+@contextmanager
+def picture(path: str | Path, width: float, height: float, title: str, dpi: int = 100) -> Iterator[Any]:
+    """A matplotlib figure of so many inches, which is saved to `path` (.png) at the end."""
+    # Not pyplot: it looks for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=11)
+    yield figure
+    for panel in figure.axes:
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=dpi)

@@ -1,0 +1,147 @@
+"""The fused launches of a layer on one GPU: right first, then how fast beside the products alone.
+
+One PE on all of the GPU: rows travel within its memory. Beside each direction stand the same matrix products,
+without activation and rows that travel: torch's `grouped_mm`, and quack's where it can be imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bench.gpu.gpu_clock import Clock, Times, each_round, spread
+from bench.gpu.gpu_sizes import Sizes
+from bench.peers import Absent, quack_gemm
+from lancet_kernels import ops
+from lancet_kernels.kernels.overlap import default_overlap_config
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.measuring.fused_pass import FusedPasses
+from lancet_kernels.ops.moe.expert_activation import activate
+
+FUSED, TORCH, QUACK = "lancet_kernels, fused", "torch grouped_mm", "quack"
+# Relative to the largest value, in bf16.
+DIFFERENCE_ALLOWED = 2e-2
+
+
+class FusedLayer:
+    """The passes of the sizes, and their rows sorted by expert, as grouped GEMMs want them.
+
+    Attributes:
+        absent: who cannot take part, and why.
+    """
+
+    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> None:
+        self.sizes, self.passes = sizes, FusedPasses(sizes, dtype, device)
+        self.config = default_overlap_config(sizes.width, sizes.hidden, sizes.activation, dtype, device)
+        routing = self.passes.routing
+        self.count = routing.count[None]
+        self.choice = routing.choice[: int(self.count.sum())].long()
+        self.token = self.choice // sizes.choices
+        self.x, self.dy = self.passes.x[self.token], self.passes.dy[self.token]
+        self.pre = self.x.new_zeros(len(self.token), sizes.wide)
+        self.hidden = self.x.new_zeros(len(self.token), sizes.hidden)
+        self.dw1, self.dw2 = (torch.empty_like(w) for w in (self.passes.experts.w1, self.passes.experts.w2))
+        self.absent: dict[str, str] = {}
+        self._quack: Callable | None = None
+        try:
+            self._quack = quack_gemm(device)
+        except Absent as error:
+            self.absent[QUACK] = str(error)
+
+    def right(self) -> Tensor:
+        """What the forward should give, float32, from the products of torch."""
+        experts, routing = self.passes.experts, self.passes.routing
+        pre = ops.grouped_gemm(self.x, self.count, experts.w1, None)
+        hidden = activate(pre.float(), self.sizes.activation).to(pre.dtype)
+        y = ops.grouped_gemm(hidden, self.count, experts.w2, None).float()
+        weight = routing.weight.reshape(-1)[self.choice, None]
+        return torch.zeros_like(self.passes.x, dtype=torch.float32).index_add_(0, self.token, y * weight)
+
+    def products(self, direction: str) -> dict[str, Callable[[], object]]:
+        """By contender."""
+        experts, x, dy, pre, hidden = self.passes.experts, self.x, self.dy, self.pre, self.hidden
+        w1, w2, count, quack = experts.w1, experts.w2, self.count, self._quack
+        offset = torch.cat([count.new_zeros(1), count[0].cumsum(0)]).to(torch.int32)
+
+        def by_torch() -> object:
+            if direction == "forward":
+                return ops.grouped_gemm(x, count, w1, None), ops.grouped_gemm(hidden, count, w2, None)
+            dx = ops.grouped_gemm_dx(dy, count, w2), ops.grouped_gemm_dx(pre, count, w1)
+            return dx, ops.grouped_gemm_dw(hidden, dy, count), ops.grouped_gemm_dw(x, pre, count)
+
+        def by_quack(quack: Callable[..., object]) -> None:
+            if direction == "forward":
+                quack(x, w1, out=pre, cu_seqlens_m=offset)
+                quack(hidden, w2, out=dy, cu_seqlens_m=offset)
+                return
+            quack(dy, w2.transpose(1, 2), out=hidden, cu_seqlens_m=offset)
+            quack(pre, w1.transpose(1, 2), out=x, cu_seqlens_m=offset)
+            quack(hidden.t(), dy, out=self.dw2, cu_seqlens_k=offset)
+            quack(x.t(), pre, out=self.dw1, cu_seqlens_k=offset)
+
+        return {TORCH: by_torch} | ({} if quack is None else {QUACK: partial(by_quack, quack)})
+
+    def try_peers(self) -> None:
+        """Each once: what fails here takes no part."""
+        for direction in ("forward", "backward"):
+            if self._quack is not None:
+                try:
+                    self.products(direction)[QUACK]()
+                except Exception as error:
+                    self.absent[QUACK] = f"failed: {type(error).__name__}: {error}"
+                    self._quack = None
+
+    def once(self) -> None:
+        """What makes the kernels compile."""
+        self.passes.forward_backward(self.config)
+
+
+def _begin(into: list, passes: FusedPasses, config: OverlapConfig) -> None:
+    into.append(passes.begin(config))
+
+
+def measure(clock: Clock, layer: FusedLayer, rounds: int, warmup: int) -> Iterator[dict]:
+    """A figure for each direction."""
+    passes, config, sizes = layer.passes, layer.config, layer.sizes
+    right = layer.right()
+    difference = float((passes.forward(config).float() - right).abs().max() / right.abs().max())
+    layer.try_peers()
+    times: dict[str, Times] = {"forward": {}, "backward": {}}
+    for number in range(warmup + rounds):
+        begun: list = []
+        ms = {("forward", FUSED): clock.once(partial(_begin, begun, passes, config))}
+        (saved,) = (saved for _, saved in begun)
+        ms["backward", FUSED] = clock.once(partial(passes.backward, config, saved))
+        for direction in times:
+            for who, run in layer.products(direction).items():
+                ms[direction, who] = clock.once(run)
+        if number >= warmup:
+            for (direction, who), value in ms.items():
+                times[direction].setdefault(who, []).append(value)
+    for exchange in passes.exchanges(config):
+        exchange.check()
+    flops = 2.0 * len(layer.token) * sizes.width * (sizes.wide + sizes.hidden)
+    for direction, of_direction in times.items():
+        work = flops * (1 if direction == "forward" else 2)
+        yield {
+            "figure": f"fused launch, {direction}",
+            "sizes": sizes.letters(),
+            "name": sizes.name,
+            "ms": {who: spread(values) for who, values in of_direction.items()},
+            "tflops": {who: work / spread(values)["median"] * 1e-9 for who, values in of_direction.items()},
+            "largest_difference": difference,
+            "difference_allowed": DIFFERENCE_ALLOWED,
+            "absent": layer.absent,
+            "ratios": [
+                {
+                    "what": f"rate over {who}",
+                    "value": spread(each_round(lambda a, b: b / a, of_direction[FUSED], of_direction[who])),
+                    "goal": None,
+                }
+                for who in of_direction
+                if who != FUSED
+            ],
+        }

@@ -1,0 +1,241 @@
+"""One setting of the HiDup paper, simulated: its strategies, and how long an iteration takes under them.
+
+A setting is a model on a number of GPUs of a cluster. Its forward is captured for one device, on one of two
+microbatches of the batch of all GPUs together; costs come from the cluster file and `hidup_links`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from bench.papers.hidup_links import links, with_bandwidth
+from bench.papers.hidup_models import HiDupModel, example_batch, hidup_config
+from lancet_kernels.graph.capture.forward_program import forward_program
+from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.costs.costs import Cost, CostModel, source_of
+from lancet_kernels.graph.program.program import Instruction, Program, TensorSpec
+from lancet_kernels.schedules.shard.conversions import ADJOINT, CollectiveCosts
+from lancet_kernels.schedules.shard.sharding import search_sharding
+from lancet_kernels.schedules.shard.sharding_baselines import baseline
+from lancet_kernels.schedules.shard.sharding_costs import COPIES, psi_of
+from lancet_kernels.schedules.shard.sharding_strategy import Communication, ShardingStage, ShardingStrategy
+from lancet_kernels.schedules.shard.signatures import signature_ms
+from lancet_kernels.simulation.fake_ranks import without_contents
+
+SEQUENCES = 32
+"""A GPU's batch, as in the code that the paper's authors published."""
+PRODUCTS = ("gate", "dispatch", "expert, up", "expert, down", "combine")
+NORM = 10
+"""Instructions in front of the gate's product that still belong to the layer."""
+
+
+@dataclass(frozen=True)
+class HiDupSetting:
+    """A model on GPUs that are spread evenly over machines. gbit_per_s: between machines (None: 9.71, the
+    public cloud of section 6.1)."""
+
+    model: str
+    gpus: int
+    machines: int = 1
+    gbit_per_s: float | None = None
+    layers: int | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        cluster = load_cluster("hidup-v100")
+        in_machine = self.gpus // self.machines
+        if self.gbit_per_s is None:
+            return replace(cluster, gpus_per_node=in_machine)
+        return with_bandwidth(cluster, self.gbit_per_s, in_machine)
+
+    @property
+    def cost(self) -> CostModel:
+        return CostModel(self.cluster, links(self.cluster, self.gpus))
+
+    @property
+    def program(self) -> Program:
+        """The forward of one of two microbatches."""
+        return captured(self.model, self.gpus, SEQUENCES * self.gpus // COPIES, self.layers)
+
+    @property
+    def whole_batch(self) -> Program:
+        """The forward of the whole batch, as baselines run it."""
+        return captured(self.model, self.gpus, SEQUENCES * self.gpus, self.layers)
+
+    @cached_property
+    def hidup(self) -> ShardingStrategy:
+        """The strategy of the search."""
+        return search_sharding(self.program, self.gpus, self.cost, memory_gb=self.cluster.memory_gb)
+
+    @cached_property
+    def published(self) -> ShardingStrategy:
+        """The strategy if the backward is counted without overlap; its prediction counts so, too."""
+        return search_sharding(
+            self.program,
+            self.gpus,
+            self.cost,
+            memory_gb=self.cluster.memory_gb,
+            name="hidup, searched as published",
+            overlaps_backward=False,
+        )
+
+    @cached_property
+    def expert_parallel(self) -> ShardingStrategy:
+        """GShard's, on the whole batch: experts on their ranks, all-to-alls around; else data parallel."""
+        return baseline("expert parallel", self.whole_batch, self.gpus, self.cost)
+
+    @cached_property
+    def data_parallel(self) -> ShardingStrategy:
+        """Every parameter whole on every rank, no collective but all-reduces of gradients; whole batch."""
+        return baseline("data parallel", self.whole_batch, self.gpus, self.cost)
+
+    @property
+    def baselines(self) -> dict[str, WholeBatch]:
+        """What others need for an iteration; data parallel only within one machine, as in the paper, and
+        where it fits into memory."""
+        times = {"expert parallel": WholeBatch.of(self.expert_parallel, overlaps_gradients=False)}
+        fits = self.data_parallel.memory_bytes <= self.cluster.memory_gb * 1e9
+        if fits and self.machines == 1:
+            times["data parallel"] = WholeBatch.of(self.data_parallel, overlaps_gradients=True)
+        return times
+
+    def row(self) -> dict[str, object]:
+        """What is shown of a setting, as JSON values."""
+        baselines = {name: times.wall_ms for name, times in self.baselines.items()}
+        parameters = self.hidup.parameters.values()
+        return {
+            "model": self.model,
+            "gpus": self.gpus,
+            "machines": self.machines,
+            "gbit_per_s": self.gbit_per_s,
+            "hidup_ms": self.hidup.predicted_ms,
+            "lower_bound_ms": self.hidup.lower_bound_ms,
+            "baselines_ms": baselines,
+            "speedup": min(baselines.values()) / self.hidup.predicted_ms,
+            "overlapped": self.hidup.overlapped,
+            "stages": len(self.hidup.stages),
+            "sharded": sum(form.is_cut for form in parameters),
+            "replicated": sum(not form.is_cut for form in parameters),
+            "memory_gb": self.hidup.memory_bytes / 1e9,
+        }
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """An iteration without a second microbatch, in milliseconds. hidden_ms: of the communication."""
+
+    computation_ms: float
+    communication_ms: float
+    hidden_ms: float
+
+    @classmethod
+    def of(cls, strategy: ShardingStrategy, *, overlaps_gradients: bool) -> WholeBatch:
+        """Computation and all-to-alls one after the other; all-reduces of gradients beside the backward, or
+        behind it. The restricted strategies gather no parameters."""
+        messages = [c for stage in strategy.stages for c in stage.communication]
+        # A stage counts half of a gradient's all-reduce, for one microbatch of two.
+        gradients = COPIES * sum(c.backward_ms for c in messages if c.tensor in strategy.parameters)
+        activations = sum(c.ms + c.backward_ms for c in messages if c.tensor not in strategy.parameters)
+        computation = sum(stage.comp_ms + stage.comp_backward_ms for stage in strategy.stages)
+        backward = sum(stage.comp_backward_ms for stage in strategy.stages)
+        hidden = min(gradients, backward) if overlaps_gradients else 0.0
+        return cls(computation, activations + gradients, hidden)
+
+    @property
+    def wall_ms(self) -> float:
+        """The whole iteration."""
+        return self.computation_ms + self.communication_ms - self.hidden_ms
+
+
+@lru_cache(maxsize=16)
+def captured(model: str, gpus: int, sequences: int, layers: int | None = None) -> Program:
+    """The forward on so many sequences of all GPUs together."""
+    config = hidup_config(model, gpus, layers)
+    with without_contents():
+        module = HiDupModel(config)
+        batch = example_batch(config, sequences)
+    return forward_program(module, batch, f"{model}, {gpus} GPUs, {sequences} sequences")
+
+
+def moe_layer(program: Program, strategy: ShardingStrategy) -> list[str]:
+    """How the first MoE layer is partitioned (figure 12): what is communicated, and the forms of its five
+    products (gate, dispatch, up, down, combine) in their order."""
+    products = [i.name for i in program.instructions if i.op == "aten.bmm"][: len(PRODUCTS)]
+    names = dict(zip(products, PRODUCTS, strict=True))
+    first, last = (program.index[products[n]] for n in (0, -1))
+    lines = []
+    for n, stage in enumerate(strategy.stages):
+        for c in stage.communication:
+            producer = program.producer.get(c.tensor)
+            behind_norm = producer is not None and first - NORM <= producer <= last
+            if behind_norm:
+                lines.append(f"stage {n}: {c.collective} of {c.tensor}, {c.source} -> {c.target}")
+        for name, forms in stage.computation.items():
+            if name in names:
+                lines.append(f"stage {n}: {names[name]} ({', '.join(map(str, forms))})")
+    return lines
+
+
+def repriced(strategy: ShardingStrategy, program: Program, cost: Cost) -> ShardingStrategy:
+    """The same strategy at other costs: what one found with estimates takes in truth (section 6.11). Its
+    bound is not known there: it is zero."""
+    costs = CollectiveCosts(cost, strategy.ranks)
+
+    def message(c: Communication) -> Communication:
+        # What concerns a parameter is done once for both microbatches: half of it counts for each.
+        share = COPIES if c.tensor in strategy.parameters else 1
+        spec = program.tensors[c.tensor]
+        sums_gradients = c.source == c.target
+        ms = 0.0 if sums_gradients else costs.milliseconds(c.collective, spec) / share
+        adjoint = c.collective if sums_gradients else ADJOINT[c.collective]
+        has_gradient = c.backward_ms > 0
+        backward = costs.milliseconds(adjoint, spec) / share if has_gradient else 0.0
+        return replace(c, ms=ms, backward_ms=backward)
+
+    stages = []
+    for stage in strategy.stages:
+        communication = tuple(map(message, stage.communication))
+        computation = sum(
+            signature_ms(program.instructions[program.index[name]], program, way, strategy.ranks, cost)
+            for name, way in stage.computation.items()
+        )
+        comm, comm_b = (sum(c.ms for c in communication), sum(c.backward_ms for c in communication))
+        stages.append(ShardingStage(communication, stage.computation, comm, comm_b, computation))
+    psi = psi_of([(s.comm_ms, s.comp_ms) for s in stages])
+    psi += psi_of([(s.comm_backward_ms, s.comp_backward_ms) for s in stages])
+    return replace(
+        strategy, stages=tuple(stages), predicted_ms=psi, lower_bound_ms=0.0, costs=source_of(cost)
+    )
+
+
+@dataclass(frozen=True)
+class NoisyCost:
+    """Costs that are off: of every operator by up to `share`, drawn with `seed`; of all communication by the
+    factor `communication`."""
+
+    cost: Cost
+    share: float = 0.0
+    seed: float = 0.0
+    communication: float = 1.0
+
+    def marked(self, program: Program) -> Program:
+        """The program in which every instruction carries its factor, its parts as well."""
+        return replace(
+            program,
+            instructions=tuple(
+                replace(i, attributes={**i.attributes, "factor": self._factor(i.name)})
+                for i in program.instructions
+            ),
+        )
+
+    def _factor(self, name: str) -> float:
+        return 1 + self.share * random.Random(f"{self.seed} {name}").uniform(-1, 1)
+
+    def __call__(self, instruction: Instruction, tensors: Mapping[str, TensorSpec]) -> float:
+        right = self.cost(instruction, tensors)
+        if instruction.kind.is_communication:
+            return right * self.communication * self._factor(instruction.name)
+        return right * instruction.attributes.get("factor", 1.0)

@@ -1,0 +1,305 @@
+"""Lancet's evaluation (MLSys 2024, section 7) by simulation: figures 11 to 16.
+
+A figure needs the results of some settings; its data are ratios and means of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+from bench.drawing import Chart
+from bench.papers.lancet_settings import COMPARED, Decomposition, Measured, measure
+from bench.papers.report import Claim, Data, Exhibit, Run, claim
+from lancet_kernels.simulation.simulate import ASSUMPTIONS as OF_THE_SIMULATION
+from lancet_kernels.simulation.simulate import Setting
+
+TITLE = "Figures of the Lancet paper (MLSys 2024)"
+ASSUMPTIONS = (
+    *OF_THE_SIMULATION,
+    *Setting.assumptions,
+    "all-to-alls and experts are priced by their capacity, 1.25 (padding), as in the paper's cost model; "
+    "`lancet, unpadded` in figure 13 sends real rows only, as Lancet's irregular all-to-all does, while the "
+    "baselines stay padded (as the paper measured them; this library pads none)",
+    "batch, experts per GPU (2), sequence (512) and clusters as in the paper; float32 (TF32 on A100), "
+    "capacity factor and top-1 are ours, because the paper does not name them",
+    "RAF and DeepSpeed are both `none`; their kernels and their extra memory are not told apart, so the "
+    "paper's out-of-memory of DeepSpeed does not show",
+    "`lancet` does more than the paper: list scheduling, and experts pipelined in the backward, too",
+)
+
+DEVICE = {"p4de": "A100", "p3dn": "V100"}
+MODELS = ("gpt2-s-moe", "gpt2-l-moe")
+GPUS = (16, 32, 48, 64)
+ABLATION_GPUS = 32
+"""Figures 13 and 16: four nodes of eight."""
+LAYERS = (12, 24, 48)
+"""For which figure 15 shows the planning time."""
+UNPADDED = "lancet, unpadded"
+"""The plan of `lancet` with all-to-alls that send only real rows."""
+RIVALS = {"none": "RAF (none)", "tutel": "Tutel"}
+
+# What the text of the paper reports (section 7); its bar charts give no numbers.
+PAPER_SPEEDUP = {
+    ("switch", "p4de"): {"mean": 1.17, "most": 1.21},
+    ("switch", "p3dn"): {"mean": 1.22, "most": 1.30},
+    ("batch-prioritized", "p4de"): {"mean": 1.17, "most": 1.24},
+    ("batch-prioritized", "p3dn"): {"mean": 1.21, "most": 1.24},
+}
+"""Speedup of Lancet over the baselines, by gate and cluster (7.1)."""
+PAPER_LESS_EXPOSED = {"p4de": {"none": 0.69, "tutel": 0.66}, "p3dn": {"none": 0.83, "tutel": 0.77}}
+"""By how much non-overlapped communication shrinks at most, against RAF (here `none`) and Tutel (7.1)."""
+PAPER_PREDICTION_ERROR = 0.0383
+"""Mean error of predicted iteration times against measured ones (7.2)."""
+PAPER_PLANNING_MINUTES = 20
+"""Most models are optimized in less (7.3)."""
+NEAR = 0.08
+"""Mean speedups that differ by no more agree."""
+
+Results = Mapping[Setting, Measured]
+
+
+def _setting(cluster: str, model: str, gpus: int, gate: str = "switch") -> Setting:
+    # Padded: the paper's cost model prices an all-to-all by its capacity.
+    return Setting(model, cluster, gpus, gate, padded=True)
+
+
+def _grid(gpus: Iterable[int], gate: str = "switch") -> list[Setting]:
+    sizes = tuple(gpus)
+    return [_setting(c, m, g, gate) for c in DEVICE for m in MODELS for g in sizes]
+
+
+def _ablated() -> list[Setting]:
+    return _grid([ABLATION_GPUS])
+
+
+def _by_layers() -> list[Setting]:
+    # A batch for which all depths fit into memory; otherwise planning would also try fewer parts.
+    return [replace(_setting("p4de", "gpt2-l-moe", 16), layers=n, batch=8) for n in LAYERS]
+
+
+def _names(m: Measured) -> dict[str, Any]:
+    s = m.setting
+    return {"cluster": s.cluster, "model": s.model, "gpus": s.gpus, "batch": m.batch}
+
+
+def _throughput(gate: str, results: Results) -> dict[str, Any]:
+    measured = [results[s] for s in _grid(GPUS, gate)]
+    speedups = {c: [m.speedup for m in measured if m.setting.cluster == c] for c in DEVICE}
+    return {
+        "gate": gate,
+        "rows": [
+            _names(m)
+            | {
+                "iteration_ms": {s: m.iteration(s) for s in COMPARED},
+                "out_of_memory": [s for s in COMPARED if not m.fits(s)],
+                "speedup": m.speedup,
+            }
+            for m in measured
+        ],
+        "speedup": {c: {"mean": fmean(v), "most": max(v)} for c, v in speedups.items()},
+        "paper": {"speedup": {c: PAPER_SPEEDUP[gate, c] for c in DEVICE}},
+    }
+
+
+def _decomposition(results: Results) -> dict[str, Any]:
+    measured = [results[s] for s in _ablated()]
+
+    def most(bar: Callable[[Measured], Decomposition]) -> dict[str, dict[str, float]]:
+        def less(m: Measured, than: str) -> float:
+            return 1.0 - bar(m).communication_ms / m.strategies[than].communication_ms
+
+        return {
+            c: {than: max(less(m, than) for m in measured if m.setting.cluster == c) for than in RIVALS}
+            for c in DEVICE
+        }
+
+    def row(m: Measured) -> dict[str, Any]:
+        bars = {**m.strategies, UNPADDED: m.unpadded}
+        parts = ("iteration_ms", "computation_ms", "overlapped_ms", "communication_ms")
+        return _names(m) | {part: {name: getattr(bar, part) for name, bar in bars.items()} for part in parts}
+
+    return {
+        "rows": [row(m) for m in measured],
+        "most_less_exposed": most(lambda m: m.strategies["lancet"]),
+        "most_less_exposed_unpadded": most(lambda m: m.unpadded),
+        "paper": {"most_less_exposed": PAPER_LESS_EXPOSED},
+    }
+
+
+def _accuracy(results: Results) -> dict[str, Any]:
+    """No accuracy: a prediction cannot be checked against itself. What wrong costs would do, instead."""
+    return {
+        "prediction_error": None,
+        "why": "the simulation is the prediction; only a measured iteration can show its error "
+        "(`lancet bench overlap` measures one, on this machine)",
+        "rows": [
+            _names(m)
+            | {
+                "what_if": what,
+                "planned_ms": m.iteration("lancet"),
+                "iteration_ms": times["lancet"],
+                "speedup": min(times["none"], times["tutel"]) / times["lancet"],
+                "planned_speedup": m.speedup,
+            }
+            for m in (results[s] for s in _ablated())
+            for what, times in m.what_if.items()
+        ],
+        "paper": {"prediction_error": PAPER_PREDICTION_ERROR},
+    }
+
+
+def _planning(results: Results) -> dict[str, Any]:
+    def row(m: Measured) -> dict[str, Any]:
+        return {"seconds": m.planning_seconds, "instructions": m.instructions}
+
+    deep = [results[s] for s in _by_layers()]
+    return {
+        "measured_here": True,
+        "rows": [_names(m) | row(m) for m in (results[s] for s in _grid(GPUS))],
+        "by_layers": [{"layers": n} | row(m) for n, m in zip(LAYERS, deep, strict=True)],
+        "growth": {
+            "layers": LAYERS[-1] / LAYERS[0],
+            "seconds": deep[-1].planning_seconds / deep[0].planning_seconds,
+        },
+        "paper": {"minutes": PAPER_PLANNING_MINUTES},
+    }
+
+
+def _ablation(results: Results) -> dict[str, Any]:
+    strategies = ("lancet-dw", "lancet-partition", "lancet")
+    rows = [
+        _names(m) | {"speedup": {s: m.iteration("none") / m.iteration(s) for s in strategies}}
+        for m in (results[s] for s in _ablated())
+    ]
+    speedups = [r["speedup"] for r in rows]
+    return {
+        "rows": rows,
+        "each_half_helps": all(min(s.values()) > 1.0 for s in speedups),
+        "both_help_more": all(s["lancet"] > max(s[half] for half in strategies[:2]) for s in speedups),
+        "paper": {"each_half_helps": True, "both_help_more": True},
+    }
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of the paper: its settings, and its data as a function of their results."""
+
+    title: str
+    settings: Callable[[], list[Setting]]
+    data: Callable[[Results], dict[str, Any]]
+    how: str = "simulated"
+
+
+FIGURES = {
+    "11": Figure("Iteration time, Switch gate", lambda: _grid(GPUS), partial(_throughput, "switch")),
+    "12": Figure(
+        "Iteration time, Batch Prioritized gate",
+        lambda: _grid(GPUS, "batch-prioritized"),
+        partial(_throughput, "batch-prioritized"),
+    ),
+    "13": Figure("Decomposition of the iteration", _ablated, _decomposition),
+    "14": Figure("Accuracy of the cost model", _ablated, _accuracy),
+    "15": Figure(
+        "Planning time",
+        lambda: [*_grid(GPUS), *_by_layers()],
+        _planning,
+        how="measured on this machine, planning for simulated clusters",
+    ),
+    "16": Figure("Ablation", _ablated, _ablation),
+}
+
+
+def simulate(figures: Sequence[str], run: Run) -> dict[str, Any]:
+    """Each setting once, whatever figures need it."""
+    settings = dict.fromkeys(s for name in figures for s in FIGURES[name].settings())
+    what_if = set(FIGURES["14"].settings()) if "14" in figures else set()
+    # Deep models first, so that the last simulations are short.
+    deep_first = sorted(settings, key=lambda s: -(s.layers or (24 if "-l-" in s.model else 12)))
+    results = run([(measure, (setting, setting in what_if)) for setting in deep_first])
+    return {"figures": data_of(figures, dict(zip(deep_first, results, strict=True)))}
+
+
+def data_of(figures: Sequence[str], results: Results) -> dict[str, Any]:
+    """Title, method ("simulated") and data of figures, as JSON values."""
+    chosen = {name: FIGURES[name] for name in figures}
+    return {name: {"title": f.title, "how": f.how, **f.data(results)} for name, f in chosen.items()}
+
+
+def claims(data: Data) -> list[Claim]:
+    """What the paper says in its text, beside what came out."""
+    figures, entries = data["figures"], []
+    for number in ("11", "12"):
+        for cluster, ours in figures.get(number, {}).get("speedup", {}).items():
+            paper = figures[number]["paper"]["speedup"][cluster]
+            told, simulated = (f"{s['mean']:.2f}x mean, {s['most']:.2f}x most" for s in (paper, ours))
+            name = f"figure {number}: speedup over the better of none and tutel, {DEVICE[cluster]}"
+            entries.append(claim(name, told, simulated, abs(ours["mean"] - paper["mean"]) <= NEAR))
+    if exposed := figures.get("13"):
+        for cluster, paper in exposed["paper"]["most_less_exposed"].items():
+            padded, unpadded = (
+                exposed[f"most_less_exposed{suffix}"][cluster] for suffix in ("", "_unpadded")
+            )
+            entries += [
+                claim(
+                    f"figure 13: exposed communication against {rival}, {DEVICE[cluster]}",
+                    f"up to {paper[than]:.0%} less",
+                    f"up to {padded[than]:.0%} less ({unpadded[than]:.0%} unpadded)",
+                    unpadded[than] >= paper[than],
+                    "with these links less of it can be hidden",
+                )
+                for than, rival in RIVALS.items()
+            ]
+    if planning := figures.get("15"):
+        most = max(row["seconds"] for row in planning["rows"])
+        paper = planning["paper"]["minutes"]
+        told = f"below {paper} minutes for most models, with measuring on a GPU"
+        entries.append(claim("figure 15: planning time", told, f"up to {most:.0f} s", most < 60 * paper))
+    if ablation := figures.get("16"):
+        for key, name in (("each_half_helps", "each half helps"), ("both_help_more", "both help more")):
+            holds = ablation[key]
+            entries.append(claim(f"figure 16: {name}", "yes", "yes" if holds else "no", holds))
+    return entries
+
+
+def exhibits(data: Data) -> Iterator[Exhibit]:
+    """One per figure, two of figures 13 and 15."""
+    places = ("cluster", "model")
+    for number, of in data["figures"].items():
+        title, rows = f"Figure {number}: {of['title']} ({of['how']})", of["rows"]
+        if number in ("11", "12"):
+            chart = Chart("bars", ("gpus", "speedup"), ("iteration_ms",), places)
+            full = "the strategies under `out_of_memory` do not fit into the GPU's memory"
+            yield Exhibit(
+                number, title, [r | {"speedup": round(r["speedup"], 2)} for r in rows], chart, [full]
+            )
+        elif number == "13":
+            parts = ("computation_ms", "overlapped_ms", "communication_ms")
+            bars = [
+                {key: r[key] for key in (*places, "gpus")}
+                | {"strategy": s}
+                | {part: r[part][s] for part in parts}
+                for r in rows
+                for s in r["iteration_ms"]
+            ]
+            yield Exhibit(number, title, bars, Chart("stack", ("strategy",), parts, places))
+        elif number == "14":
+            notes = [
+                f"the paper measures an error of {of['paper']['prediction_error']:.2%}. There is no number "
+                f"here: {of['why']}",
+                "instead: the same plans, simulated with times that differ from those that they assume",
+            ]
+            chart = Chart("bars", ("what_if",), ("speedup", "planned_speedup"), places)
+            yield Exhibit(number, title, rows, chart, notes)
+        elif number == "15":
+            yield Exhibit(number, title, rows, Chart("lines", ("gpus",), ("seconds",), places))
+            growth = "{layers:.0f} times the layers take {seconds:.1f} times as long".format(**of["growth"])
+            deep = [{"layers of gpt2-l-moe": r["layers"], **r} for r in of["by_layers"]]
+            chart = Chart("lines", ("layers of gpt2-l-moe",), ("seconds",))
+            yield Exhibit(number, "gpt2-l-moe with other depths, p4de, 16 GPUs", deep, chart, [growth])
+        else:
+            chart = Chart("bars", ("model",), ("speedup",), ("cluster",))
+            yield Exhibit(number, title, rows, chart, ["speedup over none (RAF)"])

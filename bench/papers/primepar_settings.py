@@ -1,0 +1,188 @@
+"""One setting of the PrimePar slides, simulated: blocks at their real sizes, under the best partitions of the
+whole space and under Megatron's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from bench.papers.partition_program import partition_program
+from bench.papers.transformer_blocks import MLP, BlockSizes, best_megatron, block, fixed, problem
+from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.rules.slices import Partition, split, square
+from lancet_kernels.schedules.linears.partition_costs import PartitionCost
+from lancet_kernels.schedules.linears.segments import Problem, Solution, megatron, solve
+from lancet_kernels.schedules.time.simulate import Timeline, simulate
+
+SEQUENCE = 2048
+BATCH = 8
+GPUS = (4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model of the paper: its blocks, and how many."""
+
+    name: str
+    sizes: BlockSizes
+    layers: int
+    is_large: bool
+
+
+MODELS = (
+    Model("OPT 6.7B", BlockSizes(4096, 32, 16384), 32, False),
+    Model("OPT 175B", BlockSizes(12288, 96, 49152), 96, True),
+    Model("Llama2 7B", BlockSizes(4096, 32, 11008, gated=True), 32, False),
+    Model("Llama2 70B", BlockSizes(8192, 64, 28672, gated=True, key_value_width=1024), 80, True),
+    Model("Bloom 7B1", BlockSizes(4096, 32, 16384), 30, False),
+    Model("Bloom 176B", BlockSizes(14336, 112, 57344), 70, True),
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One model on so many GPUs, and what a sensitivity changes."""
+
+    model: Model
+    gpus: int
+    batch: int = BATCH
+    gpus_per_node: int = 8
+    network: float = 1.0
+    """Bandwidth between nodes, relative to the cluster's."""
+    compute: float = 1.0
+    """Efficiency of GEMMs, relative to the cluster's."""
+    microbatches: int = 1
+    """Microbatches of `batch` sequences each, at whose end weight gradients are summed."""
+
+    @property
+    def cluster(self) -> Cluster:
+        cluster = load_cluster("p3dn")
+        efficiency = {k: min(1.0, v * self.compute) for k, v in cluster.compute_efficiency.items()}
+        return replace(
+            cluster,
+            gpus_per_node=self.gpus_per_node,
+            inter_node_gb_per_s=cluster.inter_node_gb_per_s * self.network,
+            compute_efficiency=efficiency,
+        )
+
+
+def row(setting: Scenario) -> dict[str, Any]:
+    """Search, and price Megatron's partition in the same space. -> times of all layers, memory, MLP blocks of
+    Megatron's and PrimePar's alone, as JSON values."""
+    model, gpus = setting.model, setting.gpus
+    whole = _problem(setting)
+    # Splits alone, what others search.
+    splits = whole.restricted(
+        {
+            o.name: [p for p in partitions if p.steps == 1]
+            for o, partitions in zip(whole.operators, whole.choices, strict=True)
+        }
+    )
+    rule = fixed(whole, _rule(whole, gpus), model.layers)
+    limit = rule.memory_bytes
+    primepar = solve(whole, model.layers, limit)
+    ms = {
+        "megatron": rule.ms,
+        "best megatron": best_megatron(whole, gpus, model.layers, limit).ms,
+        "spatial": solve(splits, model.layers, limit).ms,
+        "primepar": primepar.ms,
+    }
+    chosen = _middle_layer(primepar, len(whole.operators) - 1)
+    return {
+        "model": model.name,
+        "gpus": gpus,
+        "batch": setting.batch,
+        "iteration_ms": ms,
+        "memory_gb": {"megatron": limit / 1e9, "primepar": primepar.memory_bytes / 1e9},
+        "speedup": ms["megatron"] / ms["primepar"],
+        "speedup_over_best_megatron": ms["best megatron"] / ms["primepar"],
+        "speedup_over_spatial": ms["spatial"] / ms["primepar"],
+        "speedup_without_communication": ms["megatron"] / rule.intra.compute_ms,
+        "memory": primepar.memory_bytes / limit,
+        "mlp": {"megatron": _mlp(whole, rule), "primepar": _mlp(whole, primepar)},
+        "partition": {o.name: str(p) for o, p in zip(whole.operators, chosen, strict=True)},
+    }
+
+
+def _problem(setting: Scenario) -> Problem:
+    sizes, parts = setting.model.sizes, setting.microbatches
+    return problem(setting.cluster, sizes, setting.batch, SEQUENCE, setting.gpus, microbatches=parts)
+
+
+def _rule(p: Problem, gpus: int) -> list[Partition]:
+    """Megatron's: tensor parallel in a node, data parallel between nodes."""
+    bits, node = gpus.bit_length() - 1, p.cluster.gpus_per_node.bit_length() - 1
+    return megatron(p.operators, max(0, bits - node), min(bits, node))
+
+
+def _mlp(p: Problem, solution: Solution) -> dict[str, float]:
+    """Times of the MLP block of a layer in the middle, with the redistribution between its operators and
+    their neighbours."""
+    chosen = _middle_layer(solution, len(p.operators) - 1)
+    layer = p.restricted({o.name: (c,) for o, c in zip(p.operators, chosen, strict=True)})
+    inside = [n for n, o in enumerate(p.operators) if o.name in MLP]
+    intra = sum((layer.costs[n][0] for n in inside), PartitionCost())
+    return {
+        "computation_ms": intra.compute_ms,
+        "collective_ms": intra.collective_ms,
+        "redistribution_ms": sum(
+            float(ms[0, 0]) for (i, j), ms in layer.edge_ms.items() if i in inside or j in inside
+        ),
+        "ring_ms": intra.ring_ms,
+        "exposed_ring_ms": intra.exposed_ring_ms,
+    }
+
+
+def _middle_layer(solution: Solution, operators: int) -> tuple[Partition, ...]:
+    """The partitions of one layer, with the last operator of the one before."""
+    first = (len(solution.partitions) - 1) // operators // 2 * operators
+    return solution.partitions[first : first + operators + 1]
+
+
+def slides_timelines() -> dict[str, Timeline]:
+    """The MLP block of the slides' timelines, 2 nodes of 4 GPUs: Megatron's partition and PrimePar's.
+
+    The slides have size(O) / 4 + size(I) / 4 < size(W) / 2, so a batch of less than 4 x width tokens.
+    """
+    cluster = replace(load_cluster("p3dn"), gpus_per_node=4)
+    operators = block(MODELS[0].sizes, BATCH // 2, SEQUENCE)[7:10]
+    p = Problem.over(cluster, operators, ((0, 1), (1, 2)), 8)
+    b, n, k, m = (split(d) for d in "bnkm")
+    chosen = {
+        "Megatron: fc1 {B, K, K}, fc2 {B, N, N}": ((b, k, k), (b, k, k), (b, n, n)),
+        "PrimePar: fc1 {K, P2x2}, fc2 {N, P2x2}": ((k, square(1)), (k, m, k), (n, square(1))),
+    }
+    return {
+        name: simulate(partition_program(p, list(map(Partition, partitions)), name), _given)
+        for name, partitions in chosen.items()
+    }
+
+
+def _given(instruction, _tensors) -> float:
+    return instruction.milliseconds
+
+
+@cache
+def _stage_ms(model: Model, gpus: int, stages: int, microbatches: int) -> dict[str, float]:
+    """Milliseconds of one microbatch on one stage of so many GPUs, by whose partition it runs under."""
+    setting = Scenario(replace(model, layers=model.layers // stages), gpus, microbatches=microbatches)
+    p, layers = _problem(setting), setting.model.layers
+    # If none fits into nothing, the one that needs least.
+    megatron = best_megatron(p, gpus, layers, memory_limit=0.0)
+    return {
+        "megatron": megatron.ms,
+        "primepar": solve(p, layers, megatron.memory_bytes).ms,
+        "computation": megatron.intra.compute_ms,
+    }
+
+
+def pipelines(model: Model, gpus: int = 32, microbatches: int = 16) -> dict[str, dict[int, float]]:
+    """Milliseconds of an iteration, by stages of the pipeline: (microbatches + stages - 1) stage times;
+    "computation" is what Megatron's would take if communication took no time."""
+    iteration: dict[str, dict[int, float]] = {"megatron": {}, "primepar": {}, "computation": {}}
+    for stages in (1, 2, 4, 8):
+        for name, ms in _stage_ms(model, gpus // stages, stages, microbatches).items():
+            iteration[name][stages] = (microbatches + stages - 1) * ms
+    return iteration

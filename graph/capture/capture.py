@@ -1,0 +1,261 @@
+"""Captures the joint forward and backward graph of a module, and turns such a graph into a function again.
+
+    captured = capture(module, inputs)
+    captured.joint            one fx graph of aten and lancet ops, forward and backward
+    captured.compile(split)   a function of the module's inputs that runs the graphs of `split` under autograd
+
+Nothing is executed: tensors are fake during capture, so a model may be larger than this machine. This file,
+`trace` and `captured_graph` are the only ones that use torch's private interfaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import compiled_autograd
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    ParamAOTInput,
+    PlainAOTOutput,
+)
+from torch._functorch.aot_autograd import (
+    aot_compile_joint_with_descriptors,
+    aot_export_joint_with_descriptors,
+)
+from torch._functorch.partitioners import default_partition
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.captured_graph import output_node, set_value, tensors_restored
+from lancet_kernels.graph.capture.garbage import without_garbage_collection
+from lancet_kernels.graph.capture.plain_tensors import PlainTensors
+from lancet_kernels.graph.capture.recompute import insert_recomputation
+from lancet_kernels.graph.capture.run import GraphRunner, Recorder
+from lancet_kernels.graph.capture.trace import Assumptions, trace
+from lancet_kernels.graph.program.phases import forward_first
+from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.ops.moe.rows import expected_sizes
+
+Split = Callable[[fx.GraphModule, int], tuple[fx.GraphModule, fx.GraphModule]]
+"""(joint graph, number of forward outputs) -> (forward graph, backward graph)."""
+Give = Callable[[Iterable[tuple[str, Tensor | None]]], None]
+"""Takes gradients, by parameter."""
+
+
+class CaptureError(UserError):
+    """The module cannot be captured as one graph. The message has torch's reason."""
+
+
+@dataclass
+class Captured:
+    """A module's joint graph, and the state of torch that is needed to run it."""
+
+    module: nn.Module
+    """The traced copy; shares the parameters of the original."""
+    joint: fx.GraphModule
+    plain: PlainTensors
+    """Read anew in each call."""
+    assumptions: Callable[[], Assumptions]
+    """Computes what the graph assumes to be constant; on demand, as it takes some tenths of a second."""
+    _descriptors: Any
+    _tracing_context: TracingContext
+
+    @property
+    def forward_outputs(self) -> int:
+        """The number of forward outputs of the joint graph; its other outputs are gradients."""
+        return sum(isinstance(d, PlainAOTOutput) for d in output_node(self.joint).meta["desc"])
+
+    @property
+    def result_structure(self) -> pytree.TreeSpec:
+        """How the forward's outputs stand in what the module returns."""
+        return self._descriptors.out_spec
+
+    @property
+    def returns_alone(self) -> bool:
+        """Does the forward return its results and change nothing: no buffer, no input?"""
+        outputs = output_node(self.joint).meta["desc"][: self.forward_outputs]
+        return all(isinstance(d, PlainAOTOutput) for d in outputs)
+
+    def parameter_of_gradient(self) -> dict[int, str]:
+        """Position of a gradient among the joint graph's outputs -> name of its parameter."""
+        descriptors = output_node(self.joint).meta["desc"]
+        return {
+            i: d.grad_of.target
+            for i, d in enumerate(descriptors)
+            if isinstance(d, GradAOTOutput) and isinstance(d.grad_of, ParamAOTInput)
+        }
+
+    def compile(
+        self,
+        split: Split,
+        recorder: Recorder | None = None,
+        inner_compile: str = "",
+        give: Give | None = None,
+    ) -> Callable[..., object]:
+        """A function of the module's inputs that runs the two graphs under autograd. Call it once.
+
+        Args:
+            recorder: records the start and end of instructions, while it is on.
+            inner_compile: a backend of torch.compile for the pieces between communications; "": none.
+            give: is called at the end of each backward with the gradients of the parameters.
+        """
+        recorder = recorder or Recorder()
+        parameters = self.parameter_of_gradient()
+        first_gradient = 0
+
+        def behind(results: Sequence[Tensor | None]) -> None:
+            if give is not None:
+                give((name, results[i - first_gradient]) for i, name in parameters.items())
+
+        def runner(phase: Phase) -> Callable[..., GraphRunner]:
+            then = behind if phase is Phase.BACKWARD else None
+            return lambda graph, _inputs: GraphRunner(graph, phase, recorder, inner_compile, then)
+
+        def partition(joint: fx.GraphModule, _inputs, *, num_fwd_outputs: int, **_):
+            nonlocal first_gradient
+            first_gradient = num_fwd_outputs
+            return split(joint, num_fwd_outputs)
+
+        def compile_joint() -> Callable[..., object]:
+            return aot_compile_joint_with_descriptors(
+                self._descriptors,
+                partition_fn=partition,
+                fw_compiler=runner(Phase.FORWARD),
+                bw_compiler=runner(Phase.BACKWARD),
+            )
+
+        fake_mode = self._tracing_context.fake_mode
+        assert fake_mode is not None
+        # Saved tensors may be read again (retain_graph=True). At run time torch asks for an empty list, too.
+        self._descriptors._aot_state.fw_metadata.bw_donated_idxs = []
+        with (
+            # The same contexts as during tracing, which torch assumes here.
+            tracing(self._tracing_context),
+            compiled_autograd._disable(),
+            fake_mode,
+            enable_python_dispatcher(),
+            torch._functorch.config.patch(donated_buffer=False),
+        ):
+            try:
+                call = compile_joint()
+            except TensorifyScalarRestartAnalysis:
+                # A float64 tensor without dimensions: torch has recorded that it is a tensor, and must be
+                # called again.
+                call = compile_joint()
+        names = [*self._descriptors.params_spec, *self._descriptors.buffers_spec]
+        module, plain = self.module, self.plain
+
+        def run(*inputs: object, **by_name: object) -> object:
+            values = plain.values()
+            state = [values[name] if name in values else _attribute(module, name) for name in names]
+            return call(*state, *inputs, **by_name)
+
+        return run
+
+
+@without_garbage_collection()
+def capture(
+    module: nn.Module, inputs: Sequence[object], by_name: Mapping[str, object] | None = None
+) -> Captured:
+    """Capture the joint graph of `module(*inputs, **by_name)`.
+
+    Args: inputs: example inputs; the graph is valid for their shapes.
+    Raises: CaptureError, with torch's reason, if the module is not one graph (it branches on data, say).
+    """
+    try:
+        traced, plain, assumptions = trace(module, inputs, by_name or {})
+        fake_mode = traced.meta["fake_mode"]
+        context = TracingContext(fake_mode)
+        with tensors_restored(traced), tracing(context), expected_sizes(), contextlib.ExitStack() as stack:
+            # By default, torch makes symbols of sizes and integers, also in later captures with the same
+            # tensors, which it marks when a graph has run.
+            joint = aot_export_joint_with_descriptors(
+                stack, traced, tuple(inputs), dict(by_name or {}), ignore_shape_env=True
+            )
+    except UserError:
+        raise
+    except Exception as error:
+        raise _refusal(module, error) from error
+    _make_sizes_numbers(module, joint.graph_module)
+    insert_recomputation(joint.graph_module)
+    return Captured(traced, joint.graph_module, plain, assumptions, joint, context)
+
+
+def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
+    """Replace the symbolic sizes of a graph by the numbers that they stand for, so that sizes can be
+    compared.
+
+    Raises: CaptureError for a size that depends on data.
+    """
+
+    def with_numbers(value: object) -> object:
+        if not isinstance(value, FakeTensor) or all(type(n) is int for n in (*value.shape, *value.stride())):
+            return value
+        sizes = [int(n) for n in value.shape], [int(n) for n in value.stride()]
+        with value.fake_mode:
+            static = torch.empty_strided(*sizes, dtype=value.dtype, device=value.device)
+        return static.requires_grad_(value.requires_grad)
+
+    for node in joint.graph.nodes:
+        value = node.meta.get("val")
+        try:
+            if isinstance(value, (tuple, list)):
+                node.meta["val"] = type(value)(map(with_numbers, value))
+            elif isinstance(value, Tensor):
+                set_value(node, with_numbers(value))
+            elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                raise ValueError(f"the result of {node.target} is a number that depends on data")
+        except (RuntimeError, ValueError) as error:
+            raise _refusal(module, error) from error
+
+
+def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split the joint graph into forward and backward; the forward saves the tensors that the backward reads.
+    The order of the nodes on each side is kept."""
+    forward = forward_first(joint.graph)
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            # torch's partitioner reads this tag to find the last forward node.
+            node.meta["partitioner_tag"] = "is_forward" if node in forward else "is_backward"
+    # Inputs that are numbers have no `val`.
+    placeholders = [node.meta.get("val") for node in joint.graph.nodes if node.op == "placeholder"]
+    halves = default_partition(
+        joint, placeholders, num_fwd_outputs=forward_outputs, static_lifetime_input_indices=[]
+    )
+    _drop_repeated(*halves)
+    return halves
+
+
+def _drop_repeated(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+    """Erase unused copies of forward ops from the backward: torch leaves ops that may draw random numbers
+    (fused attention) in both graphs, so they would run twice."""
+    ran = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    for node in reversed(backward.graph.nodes):
+        if node.op == "call_function" and node.name in ran and not node.users:
+            backward.graph.erase_node(node)
+    backward.recompile()
+
+
+def _attribute(module: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(module.get_submodule(owner), leaf)
+
+
+def _refusal(module: nn.Module, error: Exception) -> CaptureError:
+    reason = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
+    return CaptureError(
+        f"capture of {type(module).__name__}",
+        got=f"{type(error).__name__}: {reason}",
+        expected="a module that torch.compile(fullgraph=True) accepts",
+        do="remove what it names, or train without optimize()",
+    )

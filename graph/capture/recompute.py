@@ -1,0 +1,118 @@
+"""Activation checkpointing as instructions of the backward.
+
+A trace marks every node inside `torch.utils.checkpoint` (of either kind, `use_reentrant` or not) with its
+region and its policy; selective checkpointing marks some of them to be saved. `insert_recomputation` copies
+the marked nodes that the backward reads, and those that the copies read, behind the forward:
+
+    forward   a = f(x); b = g(a); y = h(b)          x is what the region reads, y its result
+    backward  a' = f(x); b' = g(a')                 right before the first reader of the region
+              dx = ... (dy, a', b')
+
+They are priced, moved and hidden like all other instructions, all-to-alls among them. What is not recomputed:
+
+- a result that the forward reads outside its region, as in torch: it is what the next region starts from
+- the routing of an MoE layer (experts, slots and weights of the choices, counts): 12 bytes a choice, against
+  a second exchange of counts, for which the host waits
+- random numbers, which would be others (torch's checkpoint restores its generator; a plan moves instructions)
+- what reads a buffer that the forward changes: its old value is gone
+
+A region is recomputed at the earliest when the backward of the one before has begun
+(`phases.recompute_after`), so a plan keeps the memory that checkpointing saves.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lancet_kernels.graph.capture.captured_graph import output_node
+from lancet_kernels.graph.program.from_fx import draws_random_numbers, op_name
+from lancet_kernels.graph.program.phases import REGION
+from lancet_kernels.graph.program.program import recomputed_name
+
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_ROUTING = ("lancet.gate", "lancet.kept_counts", "lancet.exchange_counts")
+
+
+def insert_recomputation(module: fx.GraphModule) -> None:
+    """Make the recomputation that a traced joint graph asks for part of the graph; remove torch's marks."""
+    graph = module.graph
+    forward = _traced_in_forward(graph)
+    marked = {n for n in forward if n.meta.get("recompute") in _RECOMPUTED} - _saved(module, forward)
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    """By region's first reader, the marked nodes that the backward reads of it."""
+    first_reader: dict[object, fx.Node] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes if node not in forward else ():
+            if source in marked:
+                first = first_reader.setdefault(_region(source), node)
+                readers.setdefault(first, []).append(source)
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    copies: dict[fx.Node, fx.Node] = {}
+    for number, (first, read) in enumerate(readers.items()):
+        for node in sorted(_with_sources(read, marked), key=position.__getitem__):
+            with graph.inserting_before(first):
+                copy = graph.node_copy(node, lambda source: copies.get(source, source))
+            copy.name = recomputed_name(node.name)
+            copy.meta = {**node.meta, REGION: number, "partitioner_tag": "is_backward"}
+            copies[node] = copy
+    for node in graph.nodes:
+        if node not in forward and REGION not in node.meta:
+            for source in node.all_input_nodes:
+                if source in copies:
+                    node.replace_input_with(source, copies[source])
+    for node in graph.nodes:
+        node.meta.pop("recompute", None)
+    graph.lint()
+    module.recompile()
+
+
+def _traced_in_forward(graph: fx.Graph) -> set[fx.Node]:
+    """The inputs, and the nodes that were traced in the forward; later ones may also depend on no tangent."""
+    return {n for n in graph.nodes if n.op != "output" and n.meta.get("partitioner_tag") != "is_backward"}
+
+
+def _region(node: fx.Node) -> object:
+    return node.meta.get("ac_graph_id")
+
+
+def _saved(module: fx.GraphModule, forward: set[fx.Node]) -> set[fx.Node]:
+    """The nodes that are saved although they are marked."""
+    output = output_node(module)
+    changed = {d.mutated_input for d in output.meta["desc"] if isinstance(d, InputMutationAOTOutput)}
+    saved = set()
+    for node in module.graph.nodes:
+        if node.target is operator.getitem:
+            if node.args[0] in saved and not _is_read_outside(node.args[0], forward):
+                saved.add(node)
+                continue
+        elif node.op == "call_function":
+            reads_changed = any(source.meta.get("desc") in changed for source in node.all_input_nodes)
+            if draws_random_numbers(node) or op_name(node) in _ROUTING or reads_changed:
+                saved.add(node)
+                continue
+        if _is_read_outside(node, forward):
+            saved.add(node)
+    return saved
+
+
+def _is_read_outside(node: fx.Node, forward: set[fx.Node]) -> bool:
+    """Does the forward read the node, or is it returned, outside its region?"""
+    return any(
+        user.op == "output" or (user in forward and _region(user) != _region(node)) for user in node.users
+    )
+
+
+def _with_sources(nodes: list[fx.Node], marked: set[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all marked ones that they depend on."""
+    reached: set[fx.Node] = set()
+    pending = list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in reached:
+            reached.add(node)
+            pending += [source for source in node.all_input_nodes if source in marked]
+    return reached

@@ -1,0 +1,116 @@
+"""Descriptions of clusters: one TOML file per cluster, read into a `Cluster`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from lancet_kernels.errors import UserError, check_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+_FOLDER = resources.files("lancet_kernels.graph.costs") / "clusters"
+_TABLES = ("peak_tflops", "compute_efficiency")
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Peak numbers from the vendor, each with an efficiency: the fraction of it that real code reaches.
+
+    Units: TFLOP/s, 10^9 bytes, 10^9 bytes per second in one direction, microseconds.
+    """
+
+    name: str
+    description: str
+    device: str
+    gpus_per_node: int
+    peak_tflops: Mapping[str, float]
+    compute_efficiency: Mapping[str, float]
+    memory_gb: float
+    memory_gb_per_s: float
+    memory_efficiency: float
+    launch_us: float
+    """Fixed cost of one kernel: launch, ramp-up and tail. It limits how finely partitioning pays off."""
+    intra_node_gb_per_s: float
+    """Per GPU, to the other GPUs of its node together."""
+    inter_node_gb_per_s: float
+    """Per node, all its network cards together."""
+    link_efficiency: float
+    intra_node_latency_us: float
+    inter_node_latency_us: float
+    per_peer_us: float
+    """The time that an all-to-all takes for each further rank, independent of the message size."""
+
+    def tflops(self, dtype: str) -> float:
+        """The TFLOP/s that real code reaches in a dtype; a dtype that is not in the file counts as
+        float32."""
+        named = dtype if dtype in self.peak_tflops else "float32"
+        return self.peak_tflops[named] * self.compute_efficiency[named]
+
+
+def cluster_names() -> list[str]:
+    """Names of the clusters that the library includes."""
+    return sorted(f.name.removesuffix(".toml") for f in _FOLDER.iterdir() if f.name.endswith(".toml"))
+
+
+def load_cluster(name: str | Path | Cluster) -> Cluster:
+    """A cluster by its name, or from your own TOML file (a path that ends in `.toml`); a Cluster as it is.
+
+    Raises:
+        UserError: no such cluster or file, a key is missing or unknown, or a number is not positive.
+    """
+    if isinstance(name, Cluster):
+        return name
+    own = str(name).endswith(".toml")
+    if not own:
+        check_name("cluster", name, cluster_names(), do="or give a .toml file")
+    source = Path(name) if own else _FOLDER / f"{name}.toml"
+    try:
+        data = tomllib.loads(source.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(
+            "cluster file", got=f"{source} ({error})", expected="a readable TOML file", do="correct the file"
+        ) from error
+    return _cluster(data, str(source))
+
+
+def _cluster(data: dict[str, Any], source: str) -> Cluster:
+    expected = {f.name for f in fields(Cluster)}
+    wrong = expected.symmetric_difference(data)
+    if wrong:
+        raise UserError(
+            f"keys of cluster file {source}",
+            got=f"missing or unknown: {', '.join(sorted(wrong))}",
+            expected=f"exactly {', '.join(sorted(expected))}",
+            do="compare with the files that come with the library",
+        )
+    numbers = {k: v for k, v in data.items() if k not in ("name", "description", "device", *_TABLES)}
+    for table in _TABLES:
+        if not isinstance(data[table], dict) or "float32" not in data[table]:
+            raise UserError(
+                f"{table} in {source}", got=data[table], expected="a table with float32", do="add float32"
+            )
+        if set(data[table]) != set(data["peak_tflops"]):
+            raise UserError(
+                f"dtypes of {table} in {source}",
+                got=sorted(data[table]),
+                expected=sorted(data["peak_tflops"]),
+                do="name the same dtypes in both tables",
+            )
+        numbers |= {f"{table}.{dtype}": value for dtype, value in data[table].items()}
+    for key, value in numbers.items():
+        latency = key.endswith("_us")
+        good = isinstance(value, int | float) and not isinstance(value, bool)
+        if not good or value < 0 or (value == 0 and not latency):
+            raise UserError(
+                f"{key} in cluster file {source}", got=value, expected="a positive number", do="correct it"
+            )
+    return Cluster(**data)

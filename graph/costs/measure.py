@@ -1,0 +1,287 @@
+"""Measures the nodes of a graph, and the collectives of this machine.
+
+Nodes are timed one by one while the whole graph, with its collectives, runs on real inputs on all ranks at
+the same time. Collectives are timed alone over a series of sizes (Lancet, section 3: 1 KB, 2 KB, 4 KB, ...).
+Both are collective calls: all ranks must make them, with the same graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from lancet_kernels.graph.capture.captured_graph import with_any_strides
+from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.program.from_fx import is_collective, is_instruction
+from lancet_kernels.ops.comm.all_reduce import start_all_reduce
+from lancet_kernels.ops.comm.all_to_all import start_all_to_all
+from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size
+from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.comm.shards import start_all_gather, start_reduce_scatter
+from lancet_kernels.ops.comm.shift import start_shift
+from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.ops.fused import fused_graph
+
+SMALLEST_BYTES = 1024
+GPU_SLEEP_CYCLES = 500_000
+"""About 0.3 ms."""
+
+
+@dataclass(frozen=True)
+class NodeTimes:
+    """The measured time of a node.
+
+    milliseconds: of computation; for a collective, the time of the computing thread (packing, copying)
+        without the time on the link.
+    wire_bytes: for an all-to-all, the larger of the bytes sent to and received from other ranks, of the rank
+        with most.
+    """
+
+    milliseconds: float
+    wire_bytes: float = 0.0
+
+
+def measure_nodes(
+    module: fx.GraphModule, inputs: Sequence[object], group: str, repeats: int = 3
+) -> dict[str, NodeTimes]:
+    """Times of every instruction node, by name: medians over runs (without the first), of the slowest rank.
+
+    The slowest rank counts because the others wait for it at the next all-to-all, and experts have different
+    loads: with means over two ranks, predictions of `lancet bench overlap` were 7.1 % off, with the slowest
+    3.2 % (2-core CPU, 2026-11-21). On CPU ranks this is the CPU time of the computing thread, without other
+    processes and without waiting for other ranks; for computation that blocks on other ranks, the wall time
+    of the rank that arrives last. On a GPU it is the time between two events, without the launch. An emulated
+    link is not paced meanwhile. The states of the random generators are restored.
+
+    Args: inputs: one per placeholder of the graph, on the device to measure.
+    """
+    names = [node.name for node in module.graph.nodes if is_instruction(node)]
+    on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in inputs)
+    runs = []
+    with unpaced(inputs):
+        for _ in range(repeats + 1):
+            timer = _GpuTimer(module) if on_gpu else _Timer(module)
+            with torch.no_grad():
+                timer.run(*inputs)
+            runs.append([(timer.cpu[name], timer.wall[name], timer.wire[name]) for name in names])
+    # [run, instruction, (CPU, wall, bytes)]
+    measured = torch.tensor(runs[1:], dtype=torch.float64)
+    slowest = _over_ranks(measured.median(0).values, group, "max")
+    least, most = _over_ranks(measured.amin(0), group, "min"), _over_ranks(measured.amax(0), group, "max")
+    times = {}
+    for i, node in enumerate(node for node in module.graph.nodes if is_instruction(node)):
+        # A node that waits for other ranks: the rank that arrives last waits least; the minimum over runs.
+        milliseconds = float(least[i, 1]) if _waits_for_ranks(node) else float(slowest[i, 0])
+        times[node.name] = NodeTimes(milliseconds, float(most[i, 2]))
+    return times
+
+
+@contextlib.contextmanager
+def unpaced(inputs: Sequence[object]) -> Iterator[None]:
+    """Context in which an emulated link is not paced; restores the states of the random generators."""
+    gbps, link.gbps = link.gbps, None
+    devices = {value.device for value in inputs if isinstance(value, Tensor) and value.is_cuda}
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        link.gbps = gbps
+        link.read()
+
+
+def _waits_for_ranks(node: fx.Node) -> bool:
+    """Does the node block until all ranks reach it, though the planner treats it as computation?"""
+    if node.target in (fused_graph.FORWARD, fused_graph.BACKWARD):
+        return True
+    schema = getattr(node.target, "_schema", None)
+    takes_group = schema is not None and any(argument.name == "group" for argument in schema.arguments)
+    return takes_group and not is_collective(node)
+
+
+class _Timer(fx.Interpreter):
+    """Runs a graph node by node, and records CPU and wall milliseconds and bytes on the wire by node."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.cpu: dict[str, float] = {}
+        self.wall: dict[str, float] = {}
+        self.wire: dict[str, float] = {}
+
+    def call_function(self, target: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        return super().call_function(with_any_strides(target), args, kwargs)
+
+    def run_node(self, node: fx.Node) -> object:
+        if not is_instruction(node):
+            return super().run_node(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        return self._timed(node, lambda: getattr(self, node.op)(node.target, args, kwargs))
+
+    def _timed(self, node: fx.Node, call: Callable[[], object]) -> object:
+        # Without a spare core, the threads that move the bytes of a collective slow computation down: they
+        # count.
+        clock = time.process_time if is_collective(node) and not _spare_cores() else time.thread_time
+        link.read()
+        begin, cpu = time.perf_counter(), clock()
+        result = call()
+        self.cpu[node.name] = (clock() - cpu) * 1e3
+        self.wall[node.name] = (time.perf_counter() - begin) * 1e3
+        self.wire[node.name] = link.read().bytes_on_wire
+        return result
+
+
+class _GpuTimer(_Timer):
+    """The same on a GPU, by events on its stream.
+
+    The device first sleeps while the host launches the node, so that the launch is not measured. For a node
+    that makes the host wait, the launch is included.
+    """
+
+    def _timed(self, node: fx.Node, call: Callable[[], object]) -> object:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        link.read()
+        torch.cuda._sleep(GPU_SLEEP_CYCLES)
+        begin.record()
+        result = call()
+        end.record()
+        torch.cuda.synchronize()
+        traffic, elapsed_ms = link.read(), begin.elapsed_time(end)
+        # For a collective, only packing and unpacking rows is computation. An all-reduce packs very little,
+        # and does not report its time on the link, so it counts as zero.
+        computing_ms = max(0.0, elapsed_ms - traffic.exposed_ms)
+        if is_collective(node) and not traffic.count:
+            computing_ms = 0.0
+        self.cpu[node.name], self.wall[node.name] = computing_ms, elapsed_ms
+        self.wire[node.name] = traffic.bytes_on_wire
+        return result
+
+
+@lru_cache(maxsize=1)
+def _spare_cores() -> bool:
+    """Does this machine have more cores than its ranks compute on?"""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return cores > ranks * torch.get_num_threads()
+
+
+def measure_communication(
+    largest: dict[tuple[str, str], int], width: int, groups: Groups, device: torch.device, repeats: int = 5
+) -> CommunicationModel:
+    """Times of each collective from 1 KB up to its largest size, in steps of two.
+
+    Args:
+        largest: bytes per rank (all-gather and reduce-scatter: of the whole), by collective and group.
+            "world" means the expert group for all-to-alls, all ranks for shifts, and the data group for the
+            rest; "replica" means the replica group.
+        width: of the rows in all-to-all buffers. device: of the step's tensors.
+    """
+
+    def all_reduce(group: str) -> Callable[[int], object]:
+        return lambda size: start_all_reduce([torch.zeros(max(1, size // 4), device=device)], group)
+
+    def all_gather(group: str) -> Callable[[int], object]:
+        ranks = group_size(group)
+        return lambda size: start_all_gather(
+            torch.zeros(max(1, size // (4 * ranks)), device=device), 0, group
+        )
+
+    def reduce_scatter(group: str) -> Callable[[int], object]:
+        ranks = group_size(group)
+        return lambda size: start_reduce_scatter(
+            torch.zeros(ranks * max(1, size // (4 * ranks)), device=device), 0, group
+        )
+
+    def shift_around(size: int) -> object:
+        ranks = group_size(groups.world)
+        around = [(place + 1) % ranks for place in range(ranks)]
+        return start_shift([torch.zeros(max(1, size // 4), device=device)], around, groups.world)
+
+    starts: dict[tuple[str, str], Callable[[int], object]] = {
+        ("all_to_all", "world"): lambda size: _uniform_all_to_all(size, width, groups.expert, device),
+        ("point_to_point", "world"): shift_around,
+    }
+    for name, group in (("world", groups.data), ("replica", groups.replica)):
+        starts["all_reduce", name] = all_reduce(group)
+        starts["all_gather", name] = all_gather(group)
+        starts["reduce_scatter", name] = reduce_scatter(group)
+    samples = {}
+    for collective, name in largest:
+        start = starts[collective, name]
+        points = []
+        size = SMALLEST_BYTES
+        while True:
+            timed = _link_time if collective == "all_to_all" else _total_time
+            call = timed(start, size, device)
+            points.append((float(size), _median_ms(call, groups.world, repeats)))
+            if size >= largest[collective, name]:
+                break
+            size *= 2
+        samples[collective, name] = points
+    link.read()
+    return CommunicationModel.measured(samples)
+
+
+def _link_time(start: Callable[[int], Any], size: int, device: torch.device) -> Callable[[], float]:
+    """A call that returns the milliseconds on the link; packing and unpacking count as computation."""
+
+    def call() -> float:
+        link.read()
+        start(size).wait()
+        return link.read().all_to_all_ms
+
+    return call
+
+
+def _total_time(start: Callable[[int], Any], size: int, device: torch.device) -> Callable[[], float]:
+    def call() -> float:
+        _finish(device)
+        begin = time.perf_counter()
+        start(size).wait()
+        _finish(device)
+        return (time.perf_counter() - begin) * 1e3
+
+    return call
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _uniform_all_to_all(size: int, width: int, group: str, device: torch.device) -> object:
+    """Start an all-to-all of `size` bytes of float32 rows per rank, spread evenly over the ranks."""
+    ranks = group_size(group)
+    rows = max(1, size // (4 * width * ranks))
+    count = torch.full((ranks, 1), rows, dtype=torch.int64, device=device)
+    return start_all_to_all(torch.zeros(ranks * rows, width, device=device), count, count, group, True)
+
+
+def _median_ms(call: Callable[[], float], group: str, repeats: int) -> float:
+    times = []
+    for _ in range(repeats + 1):
+        if group:
+            with waiting("barrier before a measurement", group_of(group)):
+                dist.barrier(group=group_of(group))
+        times.append(call())
+    return float(_over_ranks(torch.tensor([statistics.median(times[1:])]), group, "sum")[0])
+
+
+def _over_ranks(values: Tensor, group: str, reduction: str) -> Tensor:
+    """The mean ("sum"), "min" or "max" over the ranks."""
+    values = values.to(torch.float64, copy=True)
+    if group:
+        values = values.to(group_device(group))
+        operation = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}[reduction]
+        with waiting("all_reduce of measured times", group_of(group)):
+            dist.all_reduce(values, operation, group=group_of(group))
+    values = values.cpu()
+    return values / group_size(group) if reduction == "sum" else values

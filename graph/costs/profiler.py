@@ -1,0 +1,235 @@
+"""Profiles a training step on this machine: times of its instructions, its collectives, and of what plans
+add.
+
+Lancet's caching op profiler and communication cost model (section 3): each op and shape is measured once.
+Times are stored in a JSON file (`graph.costs.measured`), which rank 0 reads and writes for all ranks.
+Instructions with the same op, shapes and attributes share one time, the median of all of them.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from lancet_kernels.cache_file import cache_folder
+from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.costs import MeasuredCosts, collective_of
+from lancet_kernels.graph.costs.device_costs import DeviceCosts, DeviceCostsFile
+from lancet_kernels.graph.costs.measure import measure_communication, measure_nodes
+from lancet_kernels.graph.costs.measure_device import (
+    cuts_to_measure,
+    measure_copies,
+    measure_launch,
+    measure_parts,
+)
+from lancet_kernels.graph.costs.measured import MeasuredTimes, measurement_key
+from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.program.program import Instruction, Kind, Program
+from lancet_kernels.ops.comm.groups import Groups, Value, from_first_rank, group_rank, group_size
+from lancet_kernels.ops.comm.link import link
+
+DEVICE_COSTS = "device_costs.json"
+"""The file of device costs, in the same folder as that of the measured times."""
+
+
+def default_cache() -> Path:
+    """The default file of measured times, in the user's cache folder."""
+    return cache_folder() / "times.json"
+
+
+class Profiler:
+    """Measured costs on all ranks of `groups`. All methods are collective.
+
+    Args: cache: file of measured times; None: the one in the user's cache folder.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device, cache: str | Path | None = None) -> None:
+        self.groups, self.device = groups, device
+        file = Path(cache or default_cache())
+        self.times = MeasuredTimes(file)
+        kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
+        threads = torch.get_num_threads()
+        self.device_model = f"{device.type} {kind or platform.machine()}, {threads} threads"
+        self._where = f"{self.device_model}, {_ranks(groups)}, torch {torch.__version__}"
+        self._device_costs = DeviceCostsFile(file.with_name(DEVICE_COSTS))
+
+    def program(self, module: fx.GraphModule, inputs: Sequence[object]) -> Program:
+        """The Program of a graph; computations have their measured times, all-to-alls the bytes that are
+        really sent.
+
+        Half of the time that a collective takes on the computing thread is added to the computation before
+        it, half to the one after it.
+
+        Args: inputs: one per placeholder of the graph.
+        """
+        program = program_from_fx(module)
+        # In the interpreter, the times of fused launches are predicted already.
+        preset = {i.name: i.milliseconds for i in program.instructions if i.milliseconds is not None}
+        keys = {i.name: self._key(i, program) for i in program.instructions if i.name not in preset}
+        every_key = {*keys.values(), *(_bytes_key(keys[i.name]) for i in _all_to_alls(program))}
+        cached = self._from_first({key: self.times.get(key) for key in sorted(every_key)})
+        if any(number is None for number in cached.values()):
+            return self._with_times(program, keys, self._measure(module, inputs, program, keys), preset)
+        times = {key: number for key, number in cached.items() if number is not None}
+        return self._with_times(program, keys, times, preset)
+
+    def _measure(
+        self, module: fx.GraphModule, inputs: Sequence[object], program: Program, keys: dict[str, str]
+    ) -> dict[str, float]:
+        measured = measure_nodes(module, inputs, self.groups.world)
+        by_key: dict[str, list[float]] = {}
+        for name, key in keys.items():
+            by_key.setdefault(key, []).append(measured[name].milliseconds)
+        for instruction in _all_to_alls(program):
+            key = _bytes_key(keys[instruction.name])
+            by_key.setdefault(key, []).append(measured[instruction.name].wire_bytes)
+        times = {key: statistics.median(numbers) for key, numbers in by_key.items()}
+        self._store(times)
+        return times
+
+    def _with_times(
+        self, program: Program, keys: dict[str, str], times: dict[str, float], preset: dict[str, float]
+    ) -> Program:
+        """The program with measured times. Args: times: by key. preset: by name of an instruction."""
+        # Views are free: in a partitioned program they are repeated, not copied.
+        milliseconds = preset | {
+            i.name: 0.0 if i.is_free else times[keys[i.name]]
+            for i in program.instructions
+            if i.kind is Kind.COMPUTE and i.name not in preset
+        }
+        ranks = group_size(self.groups.expert)
+        instructions = list(program.instructions)
+        for position, instruction in enumerate(instructions):
+            if instruction.kind is Kind.COMPUTE:
+                continue
+            host_ms = times[keys[instruction.name]]
+            beside = [
+                name
+                for waits in (program.dependencies, program.dependents)
+                if (name := _nearest_computation(program, position, waits))
+            ]
+            for name in beside:
+                milliseconds[name] += host_ms / len(beside)
+            if instruction.kind is Kind.ALL_TO_ALL:
+                # The bytes of an all-to-all with evenly spread rows, as in the points of the model.
+                size = times[_bytes_key(keys[instruction.name])] * ranks / max(1, ranks - 1)
+                instructions[position] = replace(instruction, bytes=size)
+        return replace(
+            program,
+            instructions=tuple(
+                replace(i, milliseconds=milliseconds[i.name]) if i.kind is Kind.COMPUTE else i
+                for i in instructions
+            ),
+        )
+
+    def communication(self, program: Program, width: int) -> CommunicationModel:
+        """Measured times of the collectives of a Program, up to its largest sizes.
+
+        Args: width: of the rows in its all-to-all buffers.
+        """
+        largest = {("all_to_all", "world"): 0, ("all_reduce", "world"): 0}
+        for instruction in program.instructions:
+            if not instruction.kind.is_communication:
+                continue
+            key = collective_of(instruction), instruction.attributes.get("group", "world")
+            largest[key] = max(largest.get(key, 0), int(instruction.bytes))
+        wire = "" if link.gbps is None else f", emulated link {link.gbps:g} Gbit/s"
+        sizes = ", ".join(f"{' '.join(key)} {size}" for key, size in largest.items())
+        prefix = f"communication up to {sizes}, rows of {width}, {self._where}{wire}: "
+        times = self._from_first({key: ms for key, ms in self.times.items() if key.startswith(prefix)})
+        if not times:
+            model = measure_communication(largest, width, self.groups, self.device)
+            times = {
+                f"{prefix}{collective} {group} {size:.0f}": ms
+                for (collective, group), points in model.points.items()
+                for size, ms in points
+            }
+            self._store(times)
+        samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for line, ms in times.items():
+            collective, group, size = line.removeprefix(prefix).split()
+            samples.setdefault((collective, group), []).append((float(size), ms))
+        return CommunicationModel.measured(samples)
+
+    @property
+    def _where_with_link(self) -> str:
+        return self._where if link.gbps is None else f"{self._where}, emulated link {link.gbps:g} Gbit/s"
+
+    def costs(
+        self, module: fx.GraphModule, inputs: Sequence[object], program: Program, width: int
+    ) -> MeasuredCosts:
+        """The costs of a graph's measured Program, and of what a plan adds to it.
+
+        Args: program: the result of `program`. width: of the rows in its all-to-all buffers.
+        """
+        communication = self.communication(program, width)
+        return MeasuredCosts(self._of_device(module, inputs, program), communication, self._where_with_link)
+
+    def _of_device(self, module: fx.GraphModule, inputs: Sequence[object], program: Program) -> DeviceCosts:
+        """The device costs from the cache file; missing ones are measured."""
+        cuts = cuts_to_measure(program)
+        costs = self._from_first(self._device_costs.get(self.device_model, torch.__version__))
+        missing = [cut for cut in cuts if costs is None or cut.key not in costs.shares]
+        if costs is not None and not missing:
+            return costs
+        # Every rank runs the graph, because of its collectives; the times of rank 0 count.
+        if costs is None:
+            base = measure_launch(self.device), measure_copies(self.device)
+            costs = DeviceCosts(self.device_model, torch.__version__, *base)
+        shares = measure_parts(module, inputs, missing, self.device)
+        costs = self._from_first(replace(costs, shares={**costs.shares, **shares}))
+        if group_rank(self.groups.world) == 0:
+            self._device_costs.put(costs)
+        return costs
+
+    def _key(self, instruction: Instruction, program: Program) -> str:
+        attributes = ", ".join(f"{k}={v}" for k, v in sorted(instruction.attributes.items()))
+        return f"{measurement_key(instruction, program.tensors, self._where)} [{attributes}]"
+
+    def _from_first(self, values: Value) -> Value:
+        """The value of rank 0, on every rank: all must make the same decision whether to measure."""
+        return from_first_rank(values, self.groups.world, "the measured times")
+
+    def _store(self, times: dict[str, float]) -> None:
+        for key, milliseconds in times.items():
+            self.times.put(key, milliseconds)
+        if group_rank(self.groups.world) == 0:
+            self.times.save()
+
+
+def _ranks(groups: Groups) -> str:
+    """Example: `4 ranks`, or `4 ranks, experts over 2`."""
+    world, expert = group_size(groups.world), group_size(groups.expert)
+    return f"{world} ranks" if world == expert else f"{world} ranks, experts over {expert}"
+
+
+def _all_to_alls(program: Program) -> list[Instruction]:
+    return [i for i in program.instructions if i.kind is Kind.ALL_TO_ALL]
+
+
+def _nearest_computation(program: Program, position: int, waits: Sequence[Sequence[int]]) -> str | None:
+    """Name of the last computation that a position depends on, or the first that depends on it; not a view.
+
+    Args: waits: `program.dependencies` or `program.dependents`.
+    """
+    closest = max if waits is program.dependencies else min
+    frontier, seen = set(waits[position]), set()
+    computations: set[int] = set()
+    while frontier:
+        i = frontier.pop()
+        seen.add(i)
+        if program.instructions[i].is_free:
+            frontier |= set(waits[i]) - seen
+        elif program.instructions[i].kind is Kind.COMPUTE:
+            computations.add(i)
+    return program.instructions[closest(computations)].name if computations else None
+
+
+def _bytes_key(key: str) -> str:
+    return f"bytes on the wire: {key}"

@@ -1,0 +1,384 @@
+"""Converts an fx graph into a `Program`: any graph with functional collectives or our all-to-all in it.
+
+Every op node becomes an instruction; the elements of a tuple are its outputs. Bytes and FLOPs come from the
+shapes of the fake results (`meta["val"]`), so nothing is executed; the number of rows is that of an evenly
+spread, dropless batch (`ops.moe.rows.expected_sizes`). The exchange of counts blocks the host, so it is
+computation.
+`wait_tensor` is free: the instruction that reads its result waits for the collective. All-gathers and
+reduce-scatters have the attribute `collective`. Ops that draw from torch's global random generator
+(`draws_random_numbers`) overwrite its state, so that they keep their order.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from lancet_kernels.graph.program.phases import forward_nodes, recompute_after
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.ops.moe.gates import parse_gate
+
+KEPT_BYTES = "kept_bytes"
+"""Key of `meta` of a fused forward launch: the bytes that its ticket, the last result, keeps alive."""
+
+_KINDS = {
+    "lancet.all_to_all": Kind.ALL_TO_ALL,
+    "lancet.all_reduce_bucket": Kind.ALL_REDUCE,
+    "lancet.shift": Kind.POINT_TO_POINT,
+    "lancet.redistribute": Kind.OTHER_COMMUNICATION,
+    "lancet.all_gather": Kind.OTHER_COMMUNICATION,
+    "lancet.reduce_scatter": Kind.OTHER_COMMUNICATION,
+    "lancet.exchange_shards": Kind.ALL_TO_ALL,
+    "lancet.all_reduce": Kind.ALL_REDUCE,
+    "_c10d_functional.all_to_all_single": Kind.ALL_TO_ALL,
+    "_c10d_functional.all_reduce": Kind.ALL_REDUCE,
+    "_c10d_functional.all_reduce_": Kind.ALL_REDUCE,
+    "_c10d_functional.all_reduce_coalesced": Kind.ALL_REDUCE,
+}
+_COLLECTIVE_NAMESPACE = "_c10d_functional."
+_COLLECTIVES = {
+    f"{_COLLECTIVE_NAMESPACE}{op}{variant}": collective
+    for op, collective in (
+        ("all_gather_into_tensor", "all_gather"),
+        ("reduce_scatter_tensor", "reduce_scatter"),
+    )
+    for variant in ("", "_coalesced", "_out")
+} | {
+    "lancet.redistribute": "all_gather",
+    "lancet.all_gather": "all_gather",
+    "lancet.reduce_scatter": "reduce_scatter",
+}
+"""Values of the attribute `collective`, by which cost models find these ops."""
+GENERATOR = "state of the random generator"
+"""The tensor that every random op overwrites; an input of Programs with random ops."""
+WRITTEN_INTO = "written_into"
+"""Key of a node's `meta`: the name of the tensor into whose storage the node writes its result."""
+_WAIT = "_c10d_functional.wait_tensor"
+_UNSAFE_VIEW = "aten._unsafe_view"
+"""A view without alias annotation in its schema, because nothing else reads its input."""
+_HARDLY_READ = {
+    "aten.nll_loss_forward": 0,
+    "aten.nll_loss_backward": 1,
+    "aten.embedding": 0,
+}
+"""Argument of which the op reads only single elements or rows, or only the shape: its bytes do not count."""
+
+
+def program_from_fx(module: fx.GraphModule, name: str = "graph") -> Program:
+    """The Program of a module's graph (see `program_from_graph`)."""
+    return program_from_graph(module.graph, name)
+
+
+def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program | None = None) -> Program:
+    """The Program of an fx graph whose nodes have `meta["val"]` (as in every traced graph).
+
+    A placeholder without `val` is not a tensor; an attribute without `val` has the module's value. Optional
+    keys of `meta`: "milliseconds", "group", "parts" (the number of parts, if the node is one of them), and
+    `WRITTEN_INTO`.
+
+    Args: unchanged: the Program of the graph before some nodes were replaced; the instructions of all other
+        nodes are copied from it, with their times.
+    Instructions and tensors are named like their nodes; element i of a tuple is named `node.i`.
+    """
+    nodes = list(graph.nodes)
+    forward = forward_nodes(nodes)
+    after = recompute_after(nodes, forward)
+    tensors: dict[str, TensorSpec] = {}
+    instructions, inputs, parameters = [], [], []
+    for node in nodes:
+        if unchanged is not None and node.name in unchanged.index:
+            instruction = unchanged.instructions[unchanged.index[node.name]]
+            tensors.update((t, unchanged.tensors[t]) for t in instruction.outputs)
+            # A result carried from part to part is read from the last part, by that part's name.
+            read = tuple(dict.fromkeys(_tensor_names(node.all_input_nodes)))
+            behind = after[node].name if node in after else ""
+            same = (read, behind) == (instruction.inputs, instruction.after)
+            instructions.append(instruction if same else replace(instruction, inputs=read, after=behind))
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            for spec in _specs(node):
+                tensors[spec.name] = spec
+                inputs.append(spec.name)
+                # In a joint graph, the descriptor tells parameters from inputs; in any other graph,
+                # parameters are attributes.
+                if node.op == "get_attr" or hasattr(node.meta.get("desc"), "target"):
+                    parameters.append(spec.name)
+        elif is_instruction(node):
+            outputs = _specs(node)
+            owner = node.meta.get(WRITTEN_INTO)
+            owned = outputs if owner is None else [replace(s, alias_of=owner, bytes=0) for s in outputs]
+            tensors.update((spec.name, spec) for spec in owned)
+            phase = Phase.FORWARD if node in forward else Phase.BACKWARD
+            instructions.append(_instruction(node, outputs, phase, after.get(node)))
+    if any(GENERATOR in i.mutates for i in instructions):
+        tensors[GENERATOR] = TensorSpec(GENERATOR, (), "int64", bytes=0)
+        inputs.append(GENERATOR)
+    results = [name for node in nodes if node.op == "output" for name in _tensor_names(node.all_input_nodes)]
+    ends = tuple(dict.fromkeys(results))
+    return Program(name, tuple(instructions), tensors, tuple(inputs), ends, tuple(parameters))
+
+
+def is_instruction(node: fx.Node) -> bool:
+    """Does the node call an op? Getting an element of a tuple does not count."""
+    return node.op in ("call_function", "call_method", "call_module") and node.target is not operator.getitem
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Is the node a collective, which occupies the link instead of the device?"""
+    return is_instruction(node) and _kind(op_name(node)).is_communication
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Does the op draw from torch's global random generator? The order of such ops must not change."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    # Fused attention has the tag, but draws nothing without dropout.
+    names = [argument.name for argument in node.target._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    return arguments.get("dropout_p", 0.0) != 0.0
+
+
+def is_view(node: fx.Node) -> bool:
+    """Does the op return one tensor that shares its input's storage (with any strides)?"""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or len(schema.returns) != 1 or not isinstance(node.meta.get("val"), Tensor):
+        return False
+    info = schema.returns[0].alias_info
+    if op_name(node) == _UNSAFE_VIEW:
+        return True
+    return info is not None and not info.is_write and node.target.is_view
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.mm`, `lancet.gate`: namespace and name of the op, without the overload."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target.overloadpacket)
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def tensor_names(node: fx.Node) -> list[str]:
+    """Names of the tensors that a node returns; for a getitem node, the name of the element.
+
+    A node that reassembles a tensor from its parts has that tensor's name (`meta["stands_for"]`).
+    """
+    if "stands_for" in node.meta:
+        return [node.meta["stands_for"]]
+    if node.target is operator.getitem:
+        source, index = node.args
+        return [name for name in [f"{source.name}.{index}"] if name in tensor_names(source)]
+    value = _value(node)
+    if isinstance(value, (tuple, list)):
+        return [f"{node.name}.{i}" for i, v in enumerate(value) if isinstance(v, Tensor)]
+    return [node.name] if isinstance(value, Tensor) else []
+
+
+def _value(argument: object) -> Any:
+    """The fake result of a node, or the module's value for an attribute; any other argument is returned as
+    is."""
+    if not isinstance(argument, fx.Node):
+        return argument
+    if "val" not in argument.meta and argument.op == "get_attr":
+        return operator.attrgetter(argument.target)(argument.graph.owning_module)
+    return argument.meta.get("val")
+
+
+def _with_arguments(node: fx.Node) -> list[tuple[Any, object]]:
+    """Pairs (argument of the schema, its value) of all arguments that the node passes."""
+    arguments = node.target._schema.arguments
+    by_name = (
+        (argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs
+    )
+    return [*zip(arguments, node.args, strict=False), *by_name]
+
+
+def _tensor_names(nodes: Iterable[fx.Node]) -> list[str]:
+    return [name for node in nodes for name in tensor_names(node)]
+
+
+def _instruction(
+    node: fx.Node, outputs: list[TensorSpec], phase: Phase, after: fx.Node | None
+) -> Instruction:
+    op = op_name(node)
+    attributes = _attributes(node)
+    # Each group has its own communication costs (`graph.costs.communication`).
+    attributes |= {key: node.meta[key] for key in ("group", "parts") if key in node.meta}
+    if op in _COLLECTIVES:
+        attributes["collective"] = _COLLECTIVES[op]
+    if op == "lancet.gate":
+        attributes["partitionable"] = parse_gate(attributes["spec"]).partitionable
+    inputs = _tensor_names(node.all_input_nodes)
+    return Instruction(
+        name=node.name,
+        op=op,
+        inputs=tuple(dict.fromkeys(inputs)),
+        outputs=tuple(spec.name for spec in outputs),
+        kind=_kind(op),
+        phase=phase,
+        flops=_flops(node, op),
+        bytes=_bytes(node, op, outputs),
+        milliseconds=node.meta.get("milliseconds"),
+        mutates=_mutated(node),
+        attributes=attributes,
+        after="" if after is None else after.name,
+    )
+
+
+def _kind(op: str) -> Kind:
+    if op in _KINDS:
+        return _KINDS[op]
+    if op.startswith(_COLLECTIVE_NAMESPACE) and op != _WAIT:
+        return Kind.OTHER_COMMUNICATION
+    return Kind.COMPUTE
+
+
+def _specs(node: fx.Node) -> list[TensorSpec]:
+    value = _value(node)
+    values = [v for v in (value if isinstance(value, (tuple, list)) else [value]) if isinstance(v, Tensor)]
+    aliases = _aliased(node)
+    specs = [
+        TensorSpec(
+            name, tuple(map(int, v.shape)), str(v.dtype).removeprefix("torch."), alias_of=aliases.get(i)
+        )
+        for i, (name, v) in enumerate(zip(tensor_names(node), values, strict=True))
+    ]
+    if KEPT_BYTES in node.meta:
+        specs[-1] = replace(specs[-1], bytes=node.meta[KEPT_BYTES])
+    return specs
+
+
+def _aliased(node: fx.Node) -> dict[int, str]:
+    """Position of an output -> name of the input whose storage it shares."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}
+    aliases = {}
+    for i, result in enumerate(schema.returns):
+        if result.alias_info is None:
+            continue
+        for argument, value in _with_arguments(node):
+            # `Tensor(a -> *)` annotates an op that returns a list of views of the argument.
+            same = argument.alias_info is not None and (
+                argument.alias_info.before_set & result.alias_info.before_set
+                or "*" in argument.alias_info.after_set
+            )
+            if same and isinstance(value, fx.Node) and tensor_names(value):
+                aliases[i] = tensor_names(value)[0]
+    if op_name(node) in (_WAIT, _UNSAFE_VIEW) and tensor_names(node.args[0]):
+        aliases[0] = tensor_names(node.args[0])[0]
+    # A list of views (unbind, split): every element shares the input's storage.
+    value = _value(node)
+    if 0 in aliases and isinstance(value, (tuple, list)):
+        aliases = dict.fromkeys(range(len(value)), aliases[0])
+    return aliases
+
+
+def _mutated(node: fx.Node) -> tuple[str, ...]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return ()
+    written = (GENERATOR,) if draws_random_numbers(node) else ()
+    return written + tuple(
+        name
+        for argument, value in _with_arguments(node)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)
+        for name in tensor_names(value)
+    )
+
+
+def _attributes(node: fx.Node) -> dict[str, Any]:
+    """The arguments that are JSON values, by name; normalized `dims` for transposes and reductions; for a
+    gate, whether it is partitionable."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return {}
+    arguments = {argument.name: value for argument, value in _with_arguments(node)}
+    for name in (
+        "group",
+        "group_name",
+        "layer",
+    ):  # names of process groups and exchanges are not part of the structure
+        arguments.pop(name, None)
+    if op_name(node) == "lancet.dropout":  # nor are seeds: repeated layers have equal attributes
+        del arguments["seed"], arguments["site"]
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items() if _is_plain(v)}
+    if op_name(node) == "aten.transpose":
+        plain |= {"dims": [plain.pop("dim0"), plain.pop("dim1")], "swap": True}
+    elif op_name(node) in ("aten.sum", "aten.mean"):
+        dims = plain.pop("dim", None)
+        rank = _value(node.args[0]).dim()
+        plain["dims"] = list(range(rank)) if dims is None else dims
+    elif op_name(node) == "lancet.gate":
+        plain["partitionable"] = parse_gate(plain["spec"]).partitionable
+    return plain
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(v) for v in value)
+    return isinstance(value, (int, float, str, bool)) and not (
+        isinstance(value, float) and not math.isfinite(value)
+    )
+
+
+def _flops(node: fx.Node, op: str) -> float:
+    """FLOPs of matrix products and attention; other ops are bound by memory, so only their bytes count."""
+    values = fx.map_arg(node.args, _value)
+    if op in ("lancet.grouped_gemm", "lancet.grouped_gemm_dx"):
+        return 2.0 * values[0].shape[0] * values[2][0].numel()
+    if op == "lancet.grouped_gemm_dw":
+        return 2.0 * values[0].shape[0] * _value(node)[0].numel()
+    packet = getattr(node.target, "overloadpacket", None)
+    if op.startswith("aten._scaled_dot_product") or op == "aten.scaled_dot_product_attention":
+        # Fused kernels skip the masked half of causal attention, which torch's registry ignores.
+        return _attention_flops(values, "backward" in op) * (0.5 if _is_causal(node) else 1.0)
+    if packet in flop_registry:
+        by_name = fx.map_arg(node.kwargs, _value)
+        return float(flop_registry[packet](*values, **by_name, out_val=_value(node)))
+    return 0.0
+
+
+def _is_causal(node: fx.Node) -> bool:
+    return any(argument.name == "is_causal" and value is True for argument, value in _with_arguments(node))
+
+
+def _attention_flops(values: list[Any], backward: bool) -> float:
+    """Query x key and probabilities x value, 2 FLOPs per multiply-add; the backward has five such
+    products."""
+    tensors = [v for v in values if isinstance(v, Tensor) and v.dim() == 4]
+    # The first operand of the backward is the gradient.
+    query, key, value = tensors[1:4] if backward else tensors[:3]
+    batch, heads, sequence, width = query.shape
+    product = 2.0 * batch * heads * sequence * key.shape[2] * max(width, value.shape[3])
+    return product * (5 if backward else 2)
+
+
+def _bytes(node: fx.Node, op: str, outputs: list[TensorSpec]) -> float:
+    """Bytes read and written; 0 for a view; for communication the bytes on the link."""
+    if outputs and all(spec.alias_of is not None for spec in outputs):
+        return 0.0
+    unread = node.args[_HARDLY_READ[op]] if op in _HARDLY_READ else None
+    read = [n for n in node.all_input_nodes if n is not unread]
+    values = [v for v in map(_value, read) if isinstance(v, Tensor)]
+    if op == "lancet.all_to_all":
+        return float(_content_bytes(_value(node.args[0])))
+    if _COLLECTIVES.get(op) == "reduce_scatter":
+        # As for an all-gather, the bytes of the whole, not of the shard.
+        return float(sum(_content_bytes(v) for v in values))
+    if _kind(op).is_communication:
+        return float(sum(spec.content_bytes for spec in outputs))
+    own = _value(node)
+    values += own if isinstance(own, (tuple, list)) else [own]
+    return float(sum(_content_bytes(v) for v in values if isinstance(v, Tensor)))
+
+
+def _content_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

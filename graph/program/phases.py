@@ -1,0 +1,64 @@
+"""Forward or backward: the phase of each node of a joint graph, and when recomputation may begin."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping
+from typing import cast
+
+from torch import fx
+
+REGION = "recomputed_region"
+"""Key of `meta` of a recomputed node (`graph.capture.recompute`): the number of its checkpointed region, in
+the order in which the backward reads them."""
+
+
+def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The forward nodes: in a joint graph those that neither depend on a tangent nor are recomputed; in any
+    other graph all."""
+    behind = {
+        n for n in nodes if REGION in n.meta or (n.op == "placeholder" and n.name.startswith("tangents"))
+    }
+    for node in nodes:
+        if any(source in behind for source in node.all_input_nodes):
+            behind.add(node)
+    return {node for node in nodes if node not in behind}
+
+
+def forward_first(graph: fx.Graph) -> set[fx.Node]:
+    """Move forward nodes in front of the first backward node, also those that only the backward reads, such
+    as the transpose of a weight. -> the forward nodes."""
+    forward = forward_nodes(list(graph.nodes))
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    first = next((i for i, node in enumerate(nodes) if node not in forward), len(nodes))
+    for node in nodes[first:]:
+        if node in forward:
+            nodes[first].prepend(node)
+    return forward
+
+
+def recompute_after(nodes: list[fx.Node], forward: Collection[fx.Node]) -> Mapping[fx.Node, fx.Node]:
+    """By recomputed node, the node that must have run before: the first backward node that reads the region
+    before its own. So the activations of two regions are alive at most, whatever order is planned."""
+    first_reader: dict[int, fx.Node] = {}
+    after: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        region = _region(node)
+        if region is not None:
+            if region - 1 in first_reader:
+                after[node] = first_reader[region - 1]
+        elif node not in forward:
+            for source in node.all_input_nodes:
+                read = _region(source)
+                if read is not None:
+                    first_reader.setdefault(read, node)
+    return after
+
+
+def _region(node: fx.Node) -> int | None:
+    """The region that a node, or the tuple that it is an element of, recomputes; None: none."""
+    while node.target is operator.getitem:
+        node = cast(fx.Node, node.args[0])
+    return node.meta.get(REGION)

@@ -1,0 +1,322 @@
+"""A training step as plain data: an ordered, valid sequence of instructions over named tensors.
+
+Lancet (section 4) writes an instruction as I_n = (x_n, y_n, f_n): its inputs, outputs and operator. A
+`Program` is a sequence of instructions with their tensors. Schedules work on Programs only, so they need no
+torch, can be tested with synthetic programs, and can plan for clusters that are not available.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.program.reachability import Reachability
+
+ITEM_BYTES = {
+    "complex128": 16,
+    "complex64": 8,
+    "float64": 8,
+    "uint64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "uint32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "int16": 2,
+    "uint16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+class Kind(str, Enum):
+    """The resource that an instruction occupies: compute, or the link, with the kind of collective."""
+
+    COMPUTE = "compute"
+    ALL_TO_ALL = "all_to_all"
+    ALL_REDUCE = "all_reduce"
+    POINT_TO_POINT = "point_to_point"
+    """A shift: every rank sends to one rank and receives from one."""
+    OTHER_COMMUNICATION = "other_communication"
+
+    @property
+    def is_communication(self) -> bool:
+        return self is not Kind.COMPUTE
+
+
+class Phase(str, Enum):
+    """The part of the training step an instruction belongs to."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor. `bytes` is the memory that it allocates, by default the size of `shape` in `dtype`.
+
+    A tensor with `alias_of` shares that tensor's storage (a view, or the result of an in-place update) and
+    allocates nothing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    bytes: int = None  # type: ignore[assignment]  # __post_init__ fills it in
+    alias_of: str | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "shape", tuple(self.shape))
+        check_name(f"dtype of tensor {self.name}", self.dtype, ITEM_BYTES, do="name it as torch does")
+        if self.bytes is None:
+            object.__setattr__(self, "bytes", 0 if self.alias_of else self.content_bytes)
+
+    @property
+    def content_bytes(self) -> int:
+        """Bytes of the values, even if the storage is shared."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One operator applied to tensors. Costs are in `flops` and in `bytes` moved (to memory, or over the
+    link).
+
+    `milliseconds` is a measured time, which replaces every estimate, or None. `mutates` names inputs that are
+    overwritten: readers of the old value stay before this instruction, readers of the new value after it.
+    `after` names an earlier instruction that must have run before, although nothing of it is read; "": none.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    kind: Kind = Kind.COMPUTE
+    phase: Phase = Phase.FORWARD
+    flops: float = 0.0
+    bytes: float = 0.0
+    milliseconds: float | None = None
+    mutates: tuple[str, ...] = ()
+    attributes: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    after: str = ""
+
+    def __post_init__(self):
+        for name in ("inputs", "outputs", "mutates"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "kind", Kind(self.kind))
+        object.__setattr__(self, "phase", Phase(self.phase))
+
+    @property
+    def is_free(self) -> bool:
+        """Does it take no time? Then whoever reads its result may repeat it."""
+        return self.kind is Kind.COMPUTE and not (self.flops or self.bytes or self.milliseconds)
+
+
+_RECOMPUTED = "_recomputed"
+
+
+def recomputed_name(name: str) -> str:
+    """The name of the backward instruction that recomputes a forward one (`graph.capture.recompute`)."""
+    return name + _RECOMPUTED
+
+
+def original_name(name: str) -> str | None:
+    """The forward instruction that the instruction of this name recomputes; None: it recomputes nothing."""
+    return name.removesuffix(_RECOMPUTED) if name.endswith(_RECOMPUTED) else None
+
+
+@dataclass(frozen=True)
+class Program:
+    """An ordered, valid sequence of instructions with its tensors, inputs and outputs.
+
+    `parameters` are the inputs that are weights: every part of a partitioned instruction uses all of them.
+
+    Raises:
+        UserError: a name is used twice, or a tensor has no spec, two producers, or a reader before its
+        producer.
+    """
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    tensors: Mapping[str, TensorSpec]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        for name in ("instructions", "inputs", "outputs", "parameters"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check()
+
+    def __len__(self) -> int:
+        return len(self.instructions)
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """Position of each instruction by name."""
+        return {instruction.name: i for i, instruction in enumerate(self.instructions)}
+
+    @cached_property
+    def producer(self) -> dict[str, int]:
+        """Tensor -> position of the instruction that computes it; program inputs have none."""
+        return {t: i for i, instruction in enumerate(self.instructions) for t in instruction.outputs}
+
+    @cached_property
+    def consumers(self) -> dict[str, list[int]]:
+        """Positions of the instructions that read each tensor, in order."""
+        readers: dict[str, list[int]] = {t: [] for t in self.tensors}
+        for i, instruction in enumerate(self.instructions):
+            for t in dict.fromkeys(instruction.inputs):
+                readers[t].append(i)
+        return readers
+
+    @cached_property
+    def parameter_set(self) -> frozenset[str]:
+        return frozenset(self.parameters)
+
+    @cached_property
+    def output_set(self) -> frozenset[str]:
+        return frozenset(self.outputs)
+
+    @cached_property
+    def storage(self) -> dict[str, str]:
+        """The tensor that owns the memory of each tensor: itself, or the end of its `alias_of` chain."""
+        owner: dict[str, str] = {}
+        for name in self.tensors:
+            root = name
+            while (storage := self.tensors[root].alias_of) is not None:
+                root = storage
+            owner[name] = root
+        return owner
+
+    @cached_property
+    def dependencies(self) -> list[tuple[int, ...]]:
+        """For each instruction, the positions that must come before it: the producers of its inputs; for a
+        storage that is overwritten also its last writer, and before a writer all readers so far; and `after`.
+
+        Forward and backward run one after the other: the first instructions of the backward depend on the
+        last ones of the forward, even if they do not read their results.
+        """
+        mutated = {self.storage[t] for i in self.instructions for t in i.mutates}
+        readers: dict[str, list[int]] = {s: [] for s in mutated}
+        writer: dict[str, int] = {}
+        result = []
+        for i, instruction in enumerate(self.instructions):
+            before = {self.producer[t] for t in instruction.inputs if t in self.producer}
+            if instruction.after:
+                before.add(self.index[instruction.after])
+            touched = {self.storage[t] for t in (*instruction.inputs, *instruction.outputs)} & mutated
+            written = {self.storage[t] for t in instruction.mutates}
+            for s in touched | written:
+                if s in writer:
+                    before.add(writer[s])
+                if s in written:
+                    before.update(readers[s])
+                    readers[s], writer[s] = [], i
+                else:
+                    readers[s].append(i)
+            before.discard(i)
+            result.append(tuple(sorted(before)))
+        phases = [instruction.phase for instruction in self.instructions]
+        read_in_forward = {j for i, phase in enumerate(phases) if phase is Phase.FORWARD for j in result[i]}
+        ends = [i for i, phase in enumerate(phases) if phase is Phase.FORWARD and i not in read_in_forward]
+        for i, earlier in enumerate(result):
+            begins = phases[i] is Phase.BACKWARD and not any(phases[j] is Phase.BACKWARD for j in earlier)
+            if begins:
+                result[i] = tuple(sorted({*earlier, *(j for j in ends if j < i)}))
+        return result
+
+    @cached_property
+    def dependents(self) -> list[tuple[int, ...]]:
+        """For each instruction, the positions that depend on it."""
+        after: list[list[int]] = [[] for _ in self.instructions]
+        for i, before in enumerate(self.dependencies):
+            for j in before:
+                after[j].append(i)
+        return [tuple(a) for a in after]
+
+    @cached_property
+    def reachability(self) -> Reachability:
+        """Which instructions are connected by directed paths."""
+        return Reachability.of(self.dependencies)
+
+    def is_view(self, instruction: Instruction) -> bool:
+        """Do its results share the storage of other tensors?"""
+        outputs = instruction.outputs
+        return bool(outputs) and all(self.tensors[t].alias_of is not None for t in outputs)
+
+    def positions(self, kind: Kind) -> list[int]:
+        """Positions of all instructions of one kind, in order."""
+        return [i for i, instruction in enumerate(self.instructions) if instruction.kind is kind]
+
+    def reordered(self, order: Sequence[str] | Sequence[int]) -> Program:
+        """The same instructions in another order, as names or as positions.
+
+        Raises:
+            UserError: `order` is no permutation, or an instruction would come before one it depends on.
+        """
+        positions = [self.index.get(o, -1) if isinstance(o, str) else int(o) for o in order]
+        if sorted(positions) != list(range(len(self))):
+            missing = [i.name for k, i in enumerate(self.instructions) if k not in set(positions)]
+            raise UserError(
+                f"order for program {self.name}",
+                got=f"{len(positions)} entries, without {', '.join(missing[:3]) or 'any missing'}",
+                expected=f"each of the {len(self)} instructions exactly once",
+                do="plan again for this program",
+            )
+        place = {p: k for k, p in enumerate(positions)}
+        for i, before in enumerate(self.dependencies):
+            for j in before:
+                if place[j] > place[i]:
+                    early, late = self.instructions[i].name, self.instructions[j].name
+                    raise UserError(
+                        f"order for program {self.name}",
+                        got=f"{early} before {late}",
+                        expected=f"{late} first, because {early} depends on it",
+                        do="fix the schedule that asked for this order",
+                    )
+        return replace(self, instructions=tuple(self.instructions[p] for p in positions))
+
+    def _check(self) -> None:
+        available = set(self.inputs)
+        names: set[str] = set()
+        for t, spec in self.tensors.items():
+            if spec.name != t or (spec.alias_of is not None and spec.alias_of not in self.tensors):
+                self._refuse(
+                    f"{t} with the spec of {spec.name}, alias of {spec.alias_of}",
+                    "its own spec, an existing alias",
+                )
+        for instruction in self.instructions:
+            if instruction.name in names:
+                self._refuse(f"two instructions named {instruction.name}", "every name once")
+            names.add(instruction.name)
+            for t in (*instruction.inputs, *instruction.mutates):
+                if t not in available:
+                    self._refuse(
+                        f"{instruction.name} reads {t}", "tensors that are computed before they are read"
+                    )
+            if instruction.after and instruction.after not in names:
+                self._refuse(f"{instruction.name} after {instruction.after}", "an earlier instruction")
+            for t in instruction.outputs:
+                if t in available:
+                    self._refuse(f"{instruction.name} computes {t} again", "one producer for every tensor")
+                available.add(t)
+        if not set(self.parameters) <= set(self.inputs):
+            others = sorted(set(self.parameters) - set(self.inputs))
+            self._refuse(f"parameters {', '.join(others)}", "parameters that are inputs")
+        for t in (*available, *self.outputs):
+            if t not in self.tensors or t not in available:
+                self._refuse(f"tensor {t}", "tensors with a spec and a producer")
+
+    def _refuse(self, got: str, expected: str) -> None:
+        raise UserError(f"program {self.name}", got=got, expected=expected, do="correct the instruction list")

@@ -1,0 +1,405 @@
+"""Spatial-temporal partitions: the slice of each dimension that a device computes at each step, and the
+communication that follows from it. (PrimePar, ASPLOS '24, slides "Tensor Partition Notations" to "Gradient
+step t = 3")
+
+A *dimension slice index* is a formula of the device (row r, column c), the step t and the phase; a
+*primitive* is the set of these formulas for a few bits of the device's number; a `Partition` is a sequence of
+primitives. Communication is not part of a primitive, but follows from comparing slices: the shifts of tiles
+between steps, the sums of partial results, and the transfers of tensors between phases.
+
+    B batch    M rows    N features in, summed over in the forward    K features out
+    O[B, M, K] = I[B, M, N] W[N, K]
+
+Example, `square(1)` (2 x 2 devices, 2 steps): in the forward I_N = r + c + t, so device (0, 0) multiplies
+slices 0 and 1 of N one after the other, and gets its second tiles of I and W from (0, 1) and (1, 0), which
+used them first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import pairwise
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.rules.equations import parse
+
+FORWARD, BACKWARD, GRADIENT = "forward", "backward", "gradient"
+PHASES = (FORWARD, BACKWARD, GRADIENT)
+
+Tile = tuple[int, ...]
+"""The slice index of each dimension of a tensor."""
+Sources = tuple[int, ...]
+"""For each device, the device that its next tile comes from; itself if it already holds the tile."""
+
+
+@dataclass(frozen=True)
+class SliceIndex:
+    """row * r + column * c + step * t + constant + last_step * delta(t, last), modulo the slices."""
+
+    row: int = 0
+    column: int = 0
+    step: int = 0
+    constant: int = 0
+    last_step: int = 0
+
+    def at(self, r: int, c: int, t: int, slices: int, steps: int) -> int:
+        """The slice of device (r, c) at step t of `steps`."""
+        value = self.row * r + self.column * c + self.step * t + self.constant
+        return (value + self.last_step * (t == steps - 1)) % slices
+
+    def __str__(self) -> str:
+        """Example: `r + c - 1 + delta(t, last)`."""
+        names = {"r": self.row, "c": self.column, "t": self.step, "delta(t, last)": self.last_step}
+        terms = [(n, name) for name, n in names.items() if n]
+        terms.insert(len(terms) - bool(self.last_step), (self.constant, ""))
+        text = ""
+        for n, name in terms:
+            if n:
+                size = name if abs(n) == 1 and name else f"{abs(n)}{name}"
+                text += (" - " if n < 0 else " + ") + size if text else ("-" if n < 0 else "") + size
+        return text or "0"
+
+
+Formulas = Mapping[str, Mapping[str, SliceIndex]]
+"""The formulas by phase, then by dimension."""
+
+
+@dataclass(frozen=True)
+class Primitive:
+    """How the devices of a few bits divide an operator; a dimension without a formula is not cut."""
+
+    name: str
+    row_bits: int
+    column_bits: int
+    steps: int
+    formulas: Formulas = field(hash=False)
+
+    @property
+    def bits(self) -> int:
+        return self.row_bits + self.column_bits
+
+    @property
+    def slices(self) -> int:
+        """The number of slices of each dimension that it cuts."""
+        return 1 << self.row_bits
+
+    @cached_property
+    def dimensions(self) -> frozenset[str]:
+        """The dimensions that are cut."""
+        return frozenset(d for formulas in self.formulas.values() for d in formulas)
+
+    def slice(self, phase: str, dimension: str, device: int, t: int) -> int:
+        """The slice of a device at step t. Args: device: its bits for this primitive only, row before
+        column."""
+        r, c = device >> self.column_bits, device & ((1 << self.column_bits) - 1)
+        return self.formulas[phase][dimension].at(r, c, t, self.slices, self.steps)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def split(dimension: str) -> Primitive:
+    """The spatial primitive: one bit of the device's number cuts one dimension into two, in every phase."""
+    formulas = {phase: {dimension: SliceIndex(row=1)} for phase in PHASES}
+    return Primitive(dimension.upper(), 1, 0, 1, formulas)
+
+
+def replicate() -> Primitive:
+    """The primitive of one bit that cuts nothing: both devices compute the same, as in Megatron between its
+    split layers."""
+    return Primitive("1", 1, 0, 1, {phase: {} for phase in PHASES})
+
+
+def square(k: int, rows: str = "m", summed: str = "n", columns: str = "k") -> Primitive:
+    """P(2^k x 2^k): a square of 4^k devices, 2^k steps, no collectives and no replicas (slide "Novel
+    Spatial-temporal Tensor Partition Primitive").
+
+    Args: rows, summed, columns: the dimensions M, N, K of the product.
+    """
+    if k < 0:
+        raise UserError("square primitive", got=f"k = {k}", expected="k >= 0", do="use 4^k devices")
+    own_row, own_column = SliceIndex(row=1), SliceIndex(column=1)
+    formulas = {
+        FORWARD: {rows: own_row, summed: SliceIndex(row=1, column=1, step=1), columns: own_column},
+        BACKWARD: {
+            rows: own_row,
+            summed: SliceIndex(row=1, column=1, constant=-1),
+            columns: SliceIndex(column=1, step=1),
+        },
+        GRADIENT: {
+            rows: SliceIndex(row=1, step=1),
+            summed: SliceIndex(row=1, column=1, constant=-1, last_step=1),
+            columns: SliceIndex(column=1, constant=-1, last_step=1),
+        },
+    }
+    return Primitive(f"P{1 << k}x{1 << k}", k, k, 1 << k, formulas)
+
+
+def home_square(k: int, skewed: str, rows: str = "m", summed: str = "n", columns: str = "k") -> Primitive:
+    """P(2^k x 2^k) in which every phase begins with the tiles that a device keeps between the phases: its
+    *home*. Not in the slides.
+
+    As in `square` there are no collectives and no replicas. In the slides a phase begins with the tiles that
+    the one before ended with, so that weights travel on and dW has to follow them; here a phase ends with
+    tiles that are thrown away, so nothing has to be aligned and backward and gradient may take turns. For it,
+    a device keeps its first tile of dO through the backward.
+
+    Args: skewed: "n" or "k", the dimension of which device (r, c) begins with slice r + c; of the other one
+        with slice c. The result of a layer skewed in k lies where one skewed in n begins, and the other way
+        round: nothing travels between layers that alternate.
+    """
+    if k < 0 or skewed not in ("n", "k"):
+        raise UserError(
+            "home square",
+            got=f"k = {k}, skewed in {skewed!r}",
+            expected="k >= 0, n or k",
+            do="use 4^k devices, and skew features in (n) or out (k)",
+        )
+    r, c, skew = SliceIndex(row=1), SliceIndex(column=1), SliceIndex(row=1, column=1)
+    n, o = (skew, c) if skewed == "n" else (c, skew)
+    formulas = {
+        FORWARD: {rows: r, summed: replace(n, step=1), columns: o},
+        BACKWARD: {rows: r, summed: n, columns: replace(o, step=1)},
+        GRADIENT: {rows: replace(r, step=1), summed: n, columns: o},
+    }
+    return Primitive(f"P{1 << k}x{1 << k} skewed {skewed}", k, k, 1 << k, formulas)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A sequence of primitives, each for the next bits of the device's number, starting with the slowest
+    (node).
+
+    Steps are nested: those of the first primitive are the outermost loop. A dimension that several primitives
+    cut is cut recursively, by the first one into the largest slices.
+    """
+
+    primitives: tuple[Primitive, ...] = ()
+
+    @cached_property
+    def bits(self) -> int:
+        return sum(p.bits for p in self.primitives)
+
+    @property
+    def devices(self) -> int:
+        return 1 << self.bits
+
+    @cached_property
+    def steps(self) -> int:
+        """The number of steps of each phase."""
+        return math.prod(p.steps for p in self.primitives)
+
+    def slices(self, dimension: str) -> int:
+        """The number of slices of a dimension."""
+        return math.prod(p.slices for p in self.primitives if dimension in p.dimensions)
+
+    def slice(self, phase: str, dimension: str, device: int, t: int) -> int:
+        """The slice that a device computes at step t of a phase; negative steps count from the end."""
+        index, bits, steps, t = 0, self.bits, self.steps, t % self.steps
+        for primitive in self.primitives:
+            bits, steps = bits - primitive.bits, steps // primitive.steps
+            if dimension in primitive.dimensions:
+                own, now = (device >> bits) % (1 << primitive.bits), (t // steps) % primitive.steps
+                index = index * primitive.slices + primitive.slice(phase, dimension, own, now)
+        return index
+
+    def tile(self, phase: str, dimensions: Iterable[str], device: int, t: int) -> Tile:
+        """The slice of each dimension."""
+        return tuple(self.slice(phase, d, device, t) for d in dimensions)
+
+    def tiles(self, phase: str, dimensions: Sequence[str], t: int) -> tuple[Tile, ...]:
+        """The tiles of all devices."""
+        if not dimensions:
+            return ((),) * self.devices
+        return tuple(zip(*(self._slices_at(phase, d, t % self.steps) for d in dimensions), strict=True))
+
+    @cached_property
+    def _slice_cache(self) -> dict[tuple[str, str, int], tuple[int, ...]]:
+        return {}
+
+    def _slices_at(self, phase: str, dimension: str, t: int) -> tuple[int, ...]:
+        """The slices of all devices; cached."""
+        key = phase, dimension, t
+        if key not in self._slice_cache:
+            every = (self.slice(phase, dimension, device, t) for device in range(self.devices))
+            self._slice_cache[key] = tuple(every)
+        return self._slice_cache[key]
+
+    def __str__(self) -> str:
+        """As in the slides. Example: `{N, P2x2}`."""
+        return "{" + ", ".join(map(str, self.primitives)) + "}"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of an operator, with the names of its dimensions."""
+
+    name: str
+    dimensions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Product:
+    """The computation of a phase: the product of the operands, summed over the dimensions that the result
+    does not have."""
+
+    phase: str
+    result: Operand
+    operands: tuple[Operand, ...]
+
+    @cached_property
+    def summed(self) -> tuple[str, ...]:
+        """The dimensions summed over."""
+        every = dict.fromkeys(d for operand in self.operands for d in operand.dimensions)
+        return tuple(d for d in every if d not in self.result.dimensions)
+
+
+def products(equation: str, names: Sequence[str] = ("I", "W", "O")) -> dict[str, Product]:
+    """The product that each phase computes, from the equation of the forward (`graph.rules.equations`).
+
+    Example: `products("b m n, n k -> b m k")` is forward O = I W, backward dI = dO W, gradient dW = I dO.
+    Raises: UserError for anything but two operands and one result.
+    """
+    sides = [[o.split() for o in side.split(",")] for side in equation.split("->")]
+    if [len(side) for side in sides] != [2, 1]:
+        raise UserError("equation", got=equation, expected="two operands -> one result", do="write it so")
+    parsed = parse(equation, tuple(len(o) for side in sides for o in side))
+    dimensions = [tuple(d for d in o if d is not None) for o in (*parsed.inputs, *parsed.outputs)]
+    (i, w, o), (di, dw, do) = (
+        [Operand(prefix + name, d) for name, d in zip(names, dimensions, strict=True)] for prefix in ("", "d")
+    )
+    return {
+        FORWARD: Product(FORWARD, o, (i, w)),
+        BACKWARD: Product(BACKWARD, di, (do, w)),
+        GRADIENT: Product(GRADIENT, dw, (i, do)),
+    }
+
+
+LINEAR = products("b m n, n k -> b m k")
+
+
+def sources(held: Sequence[Tile], needed: Sequence[Tile]) -> Sources:
+    """For each device, the nearest device that holds the tile it needs.
+
+    Raises: UserError if no device holds a tile.
+    """
+    holders: dict[Tile, list[int]] = defaultdict(list)
+    for device, tile in enumerate(held):
+        holders[tile].append(device)
+    for device, tile in enumerate(needed):
+        if tile not in holders:
+            raise UserError(
+                "next tiles of a tensor",
+                got=f"tile {tile} for device {device}, which no device holds",
+                expected="tiles that one of the devices holds",
+                do="correct the dimension slice indices, or redistribute",
+            )
+    return tuple(nearest(holders[tile], device) for device, tile in enumerate(needed))
+
+
+def nearest(holders: Iterable[int], device: int) -> int:
+    """The one of several devices whose number shares the most leading bits with that of `device`: itself, if
+    it is one of them."""
+    # The exclusive or is smallest where the leading bits agree.
+    return min(holder ^ device for holder in holders) ^ device
+
+
+def moves(source_of: Sequence[int]) -> bool:
+    """Does any tile move to another device?"""
+    return any(source != device for device, source in enumerate(source_of))
+
+
+@lru_cache(maxsize=100_000)
+def shifts(partition: Partition, phase: str, tensor: Operand) -> tuple[Sources, ...]:
+    """The sources of a tensor's tiles between each step of a phase and the next."""
+    tiles = [partition.tiles(phase, tensor.dimensions, t) for t in range(partition.steps)]
+    return tuple(sources(now, then) for now, then in pairwise(tiles))
+
+
+def hand_over(
+    partition: Partition, tensor: Operand, before: tuple[str, int], after: tuple[str, int]
+) -> Sources:
+    """The sources of a tensor's tiles between one (phase, step) and another: an *alignment*.
+
+    Example: W of `square(k)`, from (forward, -1) to (backward, 0): every device already holds its tile.
+    """
+    (phase, t), (next_phase, next_t) = before, after
+    return sources(
+        partition.tiles(phase, tensor.dimensions, t), partition.tiles(next_phase, tensor.dimensions, next_t)
+    )
+
+
+@lru_cache(maxsize=100_000)
+def begins_at_home(partition: Partition) -> bool:
+    """Does every phase of a linear layer begin with tiles that the forward, and for dO the backward, began
+    with? Else each begins with those that the phase before ended with."""
+    (i, weight), do = LINEAR[FORWARD].operands, LINEAR[BACKWARD].operands[0]
+    alignments = (
+        (weight, FORWARD, BACKWARD),
+        (i, FORWARD, GRADIENT),
+        (do, BACKWARD, GRADIENT),
+    )
+    return all(
+        partition.tiles(before, tensor.dimensions, 0) == partition.tiles(after, tensor.dimensions, 0)
+        for tensor, before, after in alignments
+    )
+
+
+def replicas(partition: Partition, phase: str, tensor: Operand, t: int = 0) -> int:
+    """The number of devices that hold the same tile of a tensor at a step."""
+    tiles = partition.tiles(phase, tensor.dimensions, t)
+    return len(tiles) // len(set(tiles))
+
+
+def summands(partition: Partition, product: Product) -> list[frozenset[Tile]]:
+    """For each device, the slices of the contracted dimensions that its result contains after the last step.
+
+    Partial sums move with their tile of the result.
+    Raises: UserError if the same slices are added twice.
+    """
+    arriving: list[frozenset[Tile]] = [frozenset()] * partition.devices
+    between = shifts(partition, product.phase, product.result)
+    for t in range(partition.steps):
+        if t:
+            arriving = [arriving[source] for source in between[t - 1]]
+        now = partition.tiles(product.phase, product.summed, t)
+        for device, (before, tile) in enumerate(zip(arriving, now, strict=True)):
+            if tile in before:
+                raise UserError(
+                    f"summands of {product.result.name}",
+                    got=f"slices {tile} twice on device {device}",
+                    expected="each slice once",
+                    do="correct the dimension slice indices",
+                )
+            arriving[device] = before | {tile}
+    return arriving
+
+
+@lru_cache(maxsize=100_000)
+def all_reduces(partition: Partition, product: Product) -> tuple[tuple[int, ...], ...]:
+    """Groups of devices that must all-reduce their results after the last step; none if all are complete.
+
+    Raises: UserError if results contain some common slices, but not the same ones: then no sum is correct.
+    """
+    every = math.prod(partition.slices(d) for d in product.summed)
+    held = summands(partition, product)
+    by_result: dict[Tile, dict[frozenset[Tile], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for device, tile in enumerate(partition.tiles(product.phase, product.result.dimensions, -1)):
+        by_result[tile][held[device]].append(device)
+    groups = []
+    for tile, devices_of in by_result.items():
+        sizes = {len(devices) for devices in devices_of.values()}
+        if len(sizes) > 1 or not sum(map(len, devices_of)) == len(frozenset().union(*devices_of)) == every:
+            raise UserError(
+                f"partial results {product.result.name} of tile {tile}",
+                got=" and ".join(str(sorted(slices)) for slices in devices_of),
+                expected=f"each of {every} slices once",
+                do="correct the dimension slice indices",
+            )
+        if len(devices_of) > 1:
+            groups += [tuple(sorted(group)) for group in zip(*devices_of.values(), strict=True)]
+    return tuple(sorted(groups))

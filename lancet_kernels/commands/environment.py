@@ -1,0 +1,282 @@
+"""`lancet env`: what is installed on this machine, and which backends of this library can run on it?
+
+Facts to paste into a bug report, those of `torch.utils.collect_env` first. No host name, user name, address
+or key is among them: the home folder is written as `~`, and of the environment only variables of `_SHOWN`
+come with their values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lancet_kernels import __version__
+from lancet_kernels.atomic import json_text
+
+_MACHINE = (
+    "os libc_version python_version torch_version cuda_compiled_version cuda_runtime_version "
+    "nvidia_driver_version nvidia_gpu_models"
+).split()
+"""Facts that torch collects; the others have paths in them, or pages of text."""
+_PACKAGES = (
+    "triton numpy ortools matplotlib transformers accelerate safetensors tokenizers "
+    "nvidia-nvshmem-cu12 nvidia-nvshmem-cu13 nvshmem4py-cu12 nvshmem4py-cu13 cuda-python"
+).split()
+_SHOWN = (
+    "LANCET_RHO LANCET_GAMMA LANCET_IOTA TRITON_INTERPRET OMP_NUM_THREADS CUDA_VISIBLE_DEVICES "
+    "CUDA_DEVICE_MAX_CONNECTIONS WORLD_SIZE LOCAL_WORLD_SIZE"
+).split()
+"""Numbers and switches: these cannot hold a name or a secret."""
+_SET = ("LANCET_", "NCCL_", "NVSHMEM_", "GLOO_", "TORCH_", "TORCHINDUCTOR_", "TRITON_", "XDG_CACHE_HOME")
+"""Beginnings of variables of which only is said that they are set."""
+
+
+class Availability(NamedTuple):
+    """Can a backend run here? reason: why it can, or what is missing."""
+
+    works: bool
+    reason: str
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `lancet`."""
+    command = commands.add_parser(
+        "env",
+        help="show versions, GPUs, backends and caches, for a bug report",
+        description="Show versions, GPUs, links between them, which backends can run here and why the "
+        "others cannot, and the state of the cache files. To paste into a bug report: no host names, user "
+        "names or secrets are in it.",
+    )
+    command.add_argument("--json", action="store_true", help="print the facts as JSON")
+    command.set_defaults(run=run)
+
+
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Print the facts. -> exit code."""
+    facts = environment()
+    print(json_text(facts) if arguments.json else as_text(facts))
+    return 0
+
+
+def environment() -> dict[str, Any]:
+    """All facts, as JSON values. Starts no rank and runs no kernel."""
+    return {
+        "lancet_kernels": __version__,
+        "machine": _machine(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "nvlink": _nvlink(),
+        "symmetric_memory": _symmetric_memory(),
+        "backends": {name: row._asdict() for name, row in backends().items()},
+        "caches": _caches(),
+        "variables": _variables(os.environ),
+    }
+
+
+def backends() -> dict[str, Availability]:
+    """Every way in which a layer can run -> whether it can here."""
+    return {
+        "torch, CPU ranks (gloo)": _torch_on_cpu(),
+        "torch, GPUs (NCCL)": _torch_on_gpus(),
+        "fused, Triton's interpreter on the CPU": _fused_interpreted(),
+        "fused, one GPU": _fused_on_gpu(),
+        "fused, several GPUs": _fused_between_gpus(),
+    }
+
+
+def _torch_on_cpu() -> Availability:
+    if not dist.is_available():
+        return Availability(False, "this torch was built without torch.distributed: one rank only")
+    if not dist.is_gloo_available():
+        return Availability(False, "this torch was built without gloo: one rank only")
+    return Availability(True, "gloo")
+
+
+def _torch_on_gpus() -> Availability:
+    if not torch.cuda.is_available():
+        return Availability(False, _no_gpu())
+    if not (dist.is_available() and dist.is_nccl_available()):
+        return Availability(False, "this torch was built without NCCL: one GPU only")
+    return Availability(True, f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+
+
+def _fused_interpreted() -> Availability:
+    if lack := _no_triton():
+        return Availability(False, lack)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Availability(True, "TRITON_INTERPRET=1 is set; for proof, not for speed")
+    return Availability(True, "with TRITON_INTERPRET=1 set before Python starts; for proof, not for speed")
+
+
+def _fused_on_gpu() -> Availability:
+    if lack := _no_triton():
+        return Availability(False, lack)
+    if not torch.cuda.is_available():
+        return Availability(False, _no_gpu())
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return Availability(False, "TRITON_INTERPRET=1 is set: kernels run on the CPU; unset it")
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return Availability(False, f"compute capability {capability[0]}.{capability[1]}, needs 8.0 or newer")
+    return Availability(True, f"compute capability {capability[0]}.{capability[1]}")
+
+
+def _fused_between_gpus() -> Availability:
+    one = _fused_on_gpu()
+    if not one.works:
+        return one
+    if torch.cuda.device_count() < 2:
+        return Availability(False, "one GPU on this machine; several ranks need a GPU each")
+    # Imported here, because they import the kernels' modules.
+    from lancet_kernels.symmetric import nvshmem, torch_memory
+
+    device = torch.device("cuda", 0)
+    by_maker = {"torch": torch_memory.missing(device), "NVSHMEM": nvshmem.missing(device)}
+    usable = [maker for maker, lack in by_maker.items() if not lack]
+    if not usable:
+        return Availability(False, "; ".join(by_maker.values()))
+    return Availability(True, f"by {' or '.join(usable)}; whether peers are reachable shows when ranks start")
+
+
+def _no_gpu() -> str:
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; install a CUDA build"
+    return f"no CUDA device that torch {torch.__version__} can use; check the driver with nvidia-smi"
+
+
+def _no_triton() -> str:
+    """Why kernels cannot run at all; "" if Triton is here."""
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"no Triton ({error}); pip install triton (Linux only)"
+    return ""
+
+
+def cpu_cores() -> int:
+    """How many cores this process may use."""
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable else os.cpu_count() or 1
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _machine() -> dict[str, object]:
+    # Imported here, because only this command needs it.
+    from torch.utils.collect_env import get_env_info
+
+    facts = get_env_info()._asdict()
+    # A line for each GPU, in one.
+    facts["nvidia_gpu_models"] = (facts["nvidia_gpu_models"] or "none").replace("\n", "; ")
+    return {name: facts[name] for name in _MACHINE} | {"cpu_cores": cpu_cores()}
+
+
+def _nvlink() -> str:
+    """Which pairs of GPUs reach each other's memory."""
+    from lancet_kernels.symmetric.gpus import nvlinks
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < 2:
+        return f"nothing to reach: {count} GPUs"
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    reached = sum(torch.cuda.can_device_access_peer(*pair) for pair in pairs)
+    links = nvlinks()
+    linked = "" if links is None else f", {sum(links[a][b] > 0 for a, b in pairs)} of them over NVLink"
+    return f"{reached} of {len(pairs)} ordered pairs of GPUs have peer access{linked}"
+
+
+def _symmetric_memory() -> dict[str, str]:
+    """torch's own symmetric memory and NVSHMEM: usable, or what is missing."""
+    from lancet_kernels.kernels import nvshmem_bitcode
+    from lancet_kernels.symmetric.nvshmem import missing
+
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+    except ImportError as error:
+        own = f"not in this torch ({error})"
+    else:
+        backend = symmetric.get_backend(torch.device("cuda")) if torch.cuda.is_available() else None
+        own = f"backend {backend}" if backend else "needs a GPU"
+    arch = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 90
+    bitcode = nvshmem_bitcode.find_bitcode(arch)
+    version = nvshmem_bitcode.version() or "of $NVSHMEM_HOME"
+    return {
+        "torch": own,
+        "nvshmem": missing(torch.device("cuda", 0)) or "installed",
+        "nvshmem_bitcode": f"{version}, {bitcode.name}" if bitcode else f"none for sm_{arch}",
+    }
+
+
+def _caches() -> dict[str, dict[str, object]]:
+    """The files in which measurements are kept between runs."""
+    from lancet_kernels.cache_file import cache_folder
+    from lancet_kernels.kernels.tuning import default_cache
+
+    folder = cache_folder()
+    files = (
+        ("op times", folder / "times.json", "milliseconds"),
+        ("device costs", folder / "device_costs.json", "devices"),
+        ("tuned configurations", default_cache(), "entries"),
+    )
+    return {what: {"file": _without_home(path), "state": _state(path, key)} for what, path, key in files}
+
+
+def _state(path: Path, key: str) -> str:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))[key]
+        return f"{len(entries)} entries, {path.stat().st_size / 1024:.0f} KiB"
+    except FileNotFoundError:
+        return "not there yet"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"unreadable ({type(error).__name__}): it is ignored and written anew"
+
+
+def _without_home(path: Path) -> str:
+    try:
+        return str(Path("~") / path.relative_to(Path.home()))
+    except (ValueError, RuntimeError):
+        return path.name
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    shown = {name: environ[name] for name in _SHOWN if name in environ}
+    hidden = {name: "set" for name in sorted(environ) if name.startswith(_SET) and name not in shown}
+    return shown | hidden
+
+
+def as_text(facts: Mapping[str, Any]) -> str:
+    """The facts for people, a line each."""
+    backends = {
+        f"{'yes' if row['works'] else 'no ':<3}  {name}": row["reason"]
+        for name, row in facts["backends"].items()
+    }
+    caches = {what: f"{cache['file']}: {cache['state']}" for what, cache in facts["caches"].items()}
+    sections = {
+        "Machine": facts["machine"],
+        "Packages": facts["packages"],
+        "Symmetric memory": facts["symmetric_memory"] | {"NVLink": facts["nvlink"]},
+        "Backends": backends,
+        "Caches": caches,
+        "Environment": facts["variables"],
+    }
+    lines = [line for title, rows in sections.items() for line in _section(title, rows)]
+    return "\n".join([f"lancet_kernels {facts['lancet_kernels']}", *lines])
+
+
+def _section(title: str, rows: Mapping[str, object]) -> list[str]:
+    if not rows:
+        return [f"{title}: none"]
+    width = max(map(len, rows))
+    return [title, *(f"  {name:<{width}}  {'-' if value is None else value}" for name, value in rows.items())]

@@ -1,0 +1,145 @@
+"""Argument checks of `MoELayer`: sizes in its constructor; tensors, and wrappers around it, in its calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from numbers import Integral, Real
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.layer.expert_names import ExpertsByGlobalId
+from lancet_kernels.ops.moe.gates import GATES, Gate
+
+# Layers whose experts a DistributedDataParallel module leaves alone.
+_CHECKED: WeakKeyDictionary[DistributedDataParallel, WeakSet[ExpertsByGlobalId]] = WeakKeyDictionary()
+
+
+def check_sizes(
+    gate: Gate, ranks: int, d_model: int, d_ff: int, num_experts: int, top_k: int, shared_d_ff: int | None
+) -> None:
+    """Raise UserError for sizes that no layer of `ranks` ranks can have."""
+    if not isinstance(gate, Gate):
+        raise UserError(
+            "gate", got=repr(gate), expected=f"one of {', '.join(GATES)}, or a Gate", do="name one"
+        )
+    sizes = {"d_model": d_model, "d_ff": d_ff, "num_experts": num_experts, "top_k": top_k}
+    if shared_d_ff is not None:
+        sizes["shared_expert_d_ff"] = shared_d_ff
+    for what, value in sizes.items():
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise UserError(what, got=repr(value), expected="a whole number", do="give an int")
+        if value < 1 and what in ("d_model", "d_ff", "num_experts"):
+            raise UserError(what, got=value, expected="at least 1", do="give a positive size")
+    if shared_d_ff is not None and shared_d_ff < 1:
+        raise UserError(
+            "shared_expert_d_ff", got=shared_d_ff, expected="at least 1 or None", do="leave it out"
+        )
+    if num_experts % ranks:
+        raise UserError(
+            "num_experts",
+            got=num_experts,
+            expected=f"a multiple of the {ranks} ranks of the group",
+            do="change the number of experts or of ranks",
+        )
+    gate.check(num_experts, top_k)
+
+
+def check_exchange_options(backend: str, options: Mapping[str, object]) -> None:
+    """Raise UserError unless each option of fused layers is None, or a positive number of a fused layer.
+
+    Args: options: "timeout", "banks", "max_tokens", "receive_factor" with their values.
+    """
+    for name, value in options.items():
+        if value is None:
+            continue
+        if backend != "fused":
+            raise UserError(
+                name,
+                got=f"{value!r} with backend={backend!r}",
+                expected="None",
+                do="use backend='fused' for it",
+            )
+        kind = Integral if name in ("banks", "max_tokens") else Real
+        if not isinstance(value, kind) or isinstance(value, bool) or not 0 < float(value) < math.inf:
+            what = "a positive whole number" if kind is Integral else "a positive number"
+            raise UserError(name, got=repr(value), expected=f"{what}, or None", do="correct it")
+
+
+def check_capacity_factor(gate: Gate, capacity_factor: float | None) -> None:
+    """Raise UserError unless it is a positive number, or None where the gate may be dropless."""
+    is_number = isinstance(capacity_factor, Real) and not isinstance(capacity_factor, bool)
+    if capacity_factor is not None and not (
+        is_number and capacity_factor > 0 and math.isfinite(capacity_factor)
+    ):
+        raise UserError(
+            "capacity_factor",
+            got=repr(capacity_factor),
+            expected="a positive number, or None for dropless",
+            do="use 1.25, say",
+        )
+    gate.check_capacity_factor(capacity_factor)
+
+
+def check_input(x: Tensor, token_ids: Tensor | None, d_model: int, dtype: torch.dtype) -> None:
+    """Raise UserError for a forward of other tensors than [..., d_model] in `dtype` and one id per token."""
+    for what, value in (("input", x), ("token_ids", token_ids)):
+        if not isinstance(value, Tensor) and not (what == "token_ids" and value is None):
+            raise UserError(
+                f"{what} of MoELayer",
+                got=f"a {type(value).__name__}",
+                expected="a tensor",
+                do="give a torch.Tensor",
+            )
+    if x.dim() < 1 or x.shape[-1] != d_model:
+        raise UserError(
+            "input of MoELayer",
+            got=f"shape {list(x.shape)}",
+            expected=f"[..., {d_model}]",
+            do="make the last dimension d_model",
+        )
+    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UserError(
+            "input of MoELayer",
+            got=x.dtype,
+            expected=f"{dtype} (the dtype of its parameters)",
+            do="convert one of them, or use torch.autocast",
+        )
+    if token_ids is not None and token_ids.dtype not in (torch.int64, torch.int32):
+        raise UserError(
+            "token_ids of MoELayer",
+            got=token_ids.dtype,
+            expected="int64 or int32",
+            do="give the ids that the embedding gets",
+        )
+    if token_ids is not None and token_ids.shape != x.shape[:-1]:
+        raise UserError(
+            "token_ids of MoELayer",
+            got=f"shape {list(token_ids.shape)}",
+            expected=list(x.shape[:-1]),
+            do="give one id per token",
+        )
+
+
+def check_data_parallel(layer: ExpertsByGlobalId) -> None:
+    """Raise UserError inside a DistributedDataParallel that would average different experts."""
+    if torch.compiler.is_compiling() or not layer.expert_group:
+        return
+    around = DistributedDataParallel._active_ddp_module
+    if around is None or layer in _CHECKED.setdefault(around, WeakSet()):
+        return
+    names = {p: name for name, p in around.module.named_parameters()}
+    for own in layer.expert_names():
+        name = names.get(getattr(layer, own))
+        if name is not None and name not in around.parameters_to_ignore:
+            raise UserError(
+                "DistributedDataParallel around an MoELayer",
+                got=f"{name} among the parameters that it averages over all ranks",
+                expected="only parameters that are the same on all ranks (each rank has its own experts)",
+                do="make the model anew (experts were overwritten) and wrap it with lancet_kernels.ddp",
+            )
+    _CHECKED[around].add(layer)

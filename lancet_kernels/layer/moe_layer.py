@@ -1,0 +1,356 @@
+"""`MoELayer`: a drop-in Mixture-of-Experts feed-forward, expert-parallel over a process group.
+
+T  tokens on this rank      E  experts in all       W  ranks, L = E / W experts on each
+D  d_model                  F  d_ff                 K  top_k      C  capacity
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+import lancet_kernels.layer.expert_states  # noqa: F401  tells optimizers
+from lancet_kernels import ops
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.capture.captured_graph import is_fake
+from lancet_kernels.kernels.activation_names import ACTIVATIONS, ALL_ACTIVATIONS, check_activation
+from lancet_kernels.layer.expert_names import ExpertsByGlobalId
+from lancet_kernels.layer.layer_checks import (
+    check_capacity_factor,
+    check_data_parallel,
+    check_exchange_options,
+    check_input,
+    check_sizes,
+)
+from lancet_kernels.ops.comm.groups import (
+    AnyGroups,
+    Groups,
+    expert_group_name,
+    group_name,
+    group_rank,
+    group_size,
+    without_mesh,
+)
+from lancet_kernels.ops.comm.waiting import enter_layer
+from lancet_kernels.ops.moe.expert_activation import activate, input_width
+from lancet_kernels.ops.moe.gates import Gate, parse_gate
+from lancet_kernels.ops.moe.losses import RoutingSums
+
+BACKENDS = ("torch", "fused")
+
+
+class MoELayer(ExpertsByGlobalId):
+    """Experts behind a gate: x[..., D] -> [..., D], each token through K of E experts.
+
+    Experts are divided among the ranks of `groups`; everything else is replicated. `ops.comm.groups` says
+    which gradients are summed over which ranks. Without torch.distributed the process has all experts.
+
+    Args:
+        d_model, d_ff: model width D, hidden width F of each expert.
+        num_experts: E over all ranks; the group size must divide it.
+        top_k: experts per token.
+        gate: a name of `lancet_kernels.ops.moe.gates.GATES`, a name with options such as
+            ``"topk(renormalize=True)"``, or a `Gate`.
+        capacity_factor: each rank may send ``C = ceil(capacity_factor * T * K / E)`` tokens to an expert,
+            the others are dropped (contribute zero); None: dropless.
+        activation: "gelu", "silu", "swiglu" or, unless fused, "clamped-swiglu" (that of GPT-OSS).
+        bias: biases in the experts (and the shared expert).
+        backend: "torch": collectives of `groups` and grouped GEMMs. "fused": persistent Triton kernels in
+            which GEMM tiles and one-sided puts share one launch (GPUs; or the CPU with TRITON_INTERPRET=1,
+            for proof not speed). Every pass of a fused layer is collective. One rank, which has nothing to
+            overlap, runs grouped GEMMs.
+        timeout, banks, max_tokens, receive_factor: only for "fused". Seconds that a rank waits for a
+            peer (None: as the group's collectives); how many forward passes may wait for their backward at
+            once (None: 2); the most tokens of any pass on a rank, for which memory is allocated once (None:
+            those of the first pass; a larger one allocates anew, on all ranks at the same pass); room for how
+            many times the even share of received rows (None: for the most there can be).
+        shared_expert_d_ff: hidden width of a shared expert, which processes every token; None: without one.
+        groups: the ranks that share the experts: a process group, all groups of the job as `Groups`, or a
+            DeviceMesh of one dimension, or with a dimension "expert" (and "replica", along which ranks hold
+            the same experts). None: all ranks.
+        device, dtype: of the parameters. The router is computed in float32 or wider, for every dtype.
+
+    Memory of a fused layer, and what it sends: see `LayerExchange`. Under activation checkpointing (either
+    kind) only the layer's input is kept, and no bank is taken until the backward.
+
+    Losses: ``forward(x, return_sums=True)`` also returns the layer's `RoutingSums`, plain tensors.
+    Nothing is stored on the module, so `torch.compile(fullgraph=True)` and activation checkpointing see
+    no side effect. Give the sums of all layers to `moe_losses` (one small all-reduce for all of them)
+    and add ``losses.balance.mean()`` to the loss with your coefficient.
+
+    Keys: gate "hash" routes by token id, so pass `token_ids`; without them the position is used as the
+    id. Gate "random" changes its routing when `routing_step` changes (`set_routing_step`), so recomputing
+    a step gives the same routing.
+
+    Checkpoints: in ``state_dict()`` the experts appear one by one under their global ids,
+    ``experts.7.w1``, as views of the parameters, and what an optimizer keeps of them are DTensors in its
+    ``state_dict()``. So torch.distributed.checkpoint saves each expert once and loads it at any number of
+    ranks.
+    """
+
+    correction_bias: Tensor | None
+    routing_step: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        num_experts: int,
+        *,
+        top_k: int = 1,
+        gate: str | Gate = "switch",
+        capacity_factor: float | None = 1.25,
+        activation: str = "gelu",
+        bias: bool = False,
+        shared_expert_d_ff: int | None = None,
+        backend: str = "torch",
+        timeout: float | None = None,
+        banks: int | None = None,
+        max_tokens: int | None = None,
+        receive_factor: float | None = None,
+        groups: AnyGroups | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = "an MoE layer"  # for messages; `name_layers` knows it better
+        self.gate = parse_gate(gate) if isinstance(gate, str) else gate
+        given = without_mesh(groups)
+        self.groups = given if isinstance(given, Groups) else None
+        self.expert_group = expert_group_name(given)
+        # Whose tokens are numbered through, for gates that are keyed by the token's global index.
+        # An expert group alone does not say which ranks have tokens of their own: then all have.
+        self._data_group = group_name(None) if self.groups is None else self.groups.data
+        self.ranks, self.rank = group_size(self.expert_group), group_rank(self.expert_group)
+        check_sizes(self.gate, self.ranks, d_model, d_ff, num_experts, top_k, shared_expert_d_ff)
+        check_capacity_factor(self.gate, capacity_factor)
+        fused = backend == "fused"
+        what = "activation of a fused layer" if fused else "activation"
+        check_activation(activation, what, ACTIVATIONS if fused else ALL_ACTIVATIONS)
+        self.d_model, self.d_ff, self.num_experts, self.top_k = d_model, d_ff, num_experts, top_k
+        self.capacity_factor, self.activation = capacity_factor, activation
+        self.local_experts = num_experts // self.ranks
+
+        check_name("backend", backend, BACKENDS)
+        self.backend = backend
+        self.exchange = None
+        exchange = {
+            "timeout": timeout, "banks": banks, "max_tokens": max_tokens, "receive_factor": receive_factor,
+        }  # fmt: skip
+        check_exchange_options(backend, exchange)
+        if backend == "fused":
+            # Only here: the kernels need Triton, which not every machine has.
+            from lancet_kernels.ops.fused.fused_experts import LayerExchange
+
+            self.exchange = LayerExchange(
+                self.expert_group, self.local_experts, d_model, d_ff, activation,
+                timeout_s=timeout, banks=banks or 2, max_tokens=max_tokens, receive_factor=receive_factor,
+            )  # fmt: skip
+
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        hidden = input_width(activation, d_ff)
+        self.router = (
+            nn.Parameter(torch.empty(num_experts, d_model, **factory)) if self.gate.uses_logits else None
+        )
+        self.w1 = nn.Parameter(torch.empty(self.local_experts, d_model, hidden, **factory))
+        self.w2 = nn.Parameter(torch.empty(self.local_experts, d_ff, d_model, **factory))
+        self.b1 = nn.Parameter(torch.empty(self.local_experts, hidden, **factory)) if bias else None
+        self.b2 = nn.Parameter(torch.empty(self.local_experts, d_model, **factory)) if bias else None
+        self.shared_up: nn.Linear | None = None
+        self.shared_down: nn.Linear | None = None
+        if shared_expert_d_ff is not None:
+            shared_hidden = input_width(activation, shared_expert_d_ff)
+            self.shared_up = nn.Linear(d_model, shared_hidden, bias=bias, **factory)
+            self.shared_down = nn.Linear(shared_expert_d_ff, d_model, bias=bias, **factory)
+        if self.gate.uses_correction_bias:
+            self.register_buffer("correction_bias", torch.zeros(num_experts, device=device))
+        else:
+            self.correction_bias = None
+        if self.gate.key == "index":
+            self.register_buffer("routing_step", torch.zeros((), dtype=torch.int64, device=device))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normal(0, 0.02) weights, zero biases. An expert's values depend on its global id, not on the
+        ranks."""
+        if is_fake(self.w1):
+            return  # Nothing to fill, and no number to read from a generator.
+        # One number from the default generator, so that ranks that were seeded alike stay alike.
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        for name in self.expert_names():
+            parameter = getattr(self, name)
+            if parameter.is_meta:
+                continue
+            for local in range(self.local_experts):
+                if name in ("b1", "b2"):
+                    parameter[local].zero_()
+                    continue
+                expert = self.rank * self.local_experts + local
+                generator = torch.Generator(parameter.device)
+                generator.manual_seed((seed + 2 * expert + (name == "w2")) % 2**63)
+                parameter[local].normal_(0.0, 0.02, generator=generator)
+        if self.router is not None:
+            self.router.normal_(0.0, 0.02)
+        for linear in (self.shared_up, self.shared_down):
+            if linear is not None:
+                linear.weight.normal_(0.0, 0.02)
+                if linear.bias is not None:
+                    linear.bias.zero_()
+
+    def capacity(self, num_tokens: int) -> int:
+        """C for T tokens on this rank: ceil(capacity_factor * T * K / E), at least 1; T if dropless."""
+        if self.capacity_factor is None:
+            return num_tokens
+        return max(1, math.ceil(self.capacity_factor * num_tokens * self.top_k / self.num_experts))
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        token_ids: Tensor | None = None,
+        return_sums: bool = False,
+        logits_TE: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, RoutingSums]:
+        """x [..., D] -> [..., D], and optionally the layer's RoutingSums.
+
+        Args:
+            x: any number of tokens, which may differ between ranks.
+            token_ids: int64 or int32, shaped like x without its last dimension; only gate "hash" uses it.
+            logits_TE: router output that another module computed, in place of the layer's own router.
+        NaN and infinity are no errors: they reach the loss, and through it the gradients of all ranks, where
+        a GradScaler sees them (on a rank that trains nothing but experts: in those of its experts that got
+        such a token).
+        Raises: UserError (wrong shape or dtype, ranks that disagree), CommunicationError.
+        """
+        check_input(x, token_ids, self.d_model, self.w1.dtype)
+        check_data_parallel(self)
+        if not torch.compiler.is_compiling():
+            enter_layer(self.name)
+        x_TD = x.reshape(-1, self.d_model)
+        num_tokens = x_TD.shape[0]
+        capacity = self.capacity(num_tokens)
+        logits_TE = self._logits(x_TD) if logits_TE is None else _at_least_float32(logits_TE)
+        used_E = torch.zeros(self.num_experts, dtype=torch.int64, device=x.device)
+        expert_TK, slot_TK, weight_TK, used_out_E = ops.gate(
+            logits_TE,
+            used_E,
+            self._keys(x_TD, token_ids),
+            self._selection_bias(),
+            str(self.gate),
+            self.top_k,
+            capacity,
+        )
+        count_WL = ops.kept_counts(used_out_E, capacity, self.ranks)
+        y_TD = self._experts(self._cast(x_TD), expert_TK, slot_TK, weight_TK, count_WL, capacity)
+        shared_TD = self._shared_expert(x_TD)
+        y = (y_TD if shared_TD is None else y_TD + shared_TD).view(x.shape)
+        if not return_sums:
+            return y
+        return y, ops.routing_sums(self.gate, logits_TE, used_E, used_out_E, capacity, num_tokens)
+
+    def _selection_bias(self) -> Tensor | None:
+        """What the gate adds to the scores to select, [E]; None for gates without one."""
+        return self.correction_bias
+
+    def _shared_expert(self, x_TD: Tensor) -> Tensor | None:
+        """Output of the shared expert, [T, D]; None without one."""
+        if self.shared_up is None or self.shared_down is None:
+            return None
+        return self.shared_down(activate(self.shared_up(x_TD), self.activation))
+
+    def _experts(self, x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity: int) -> Tensor:
+        """dispatch -> all-to-all -> experts -> all-to-all -> combine. -> [T, D]."""
+        # Captured for a plan, a layer shows its ops; the plan says which of them are fused.
+        if self.exchange is not None and not torch.compiler.is_compiling():
+            from lancet_kernels.ops.fused.fused_experts import check_fused, fused_experts
+
+            check_fused(x_TD)
+            # One rank has nothing to overlap: no counts to exchange, no row to put or to wait for. The ops
+            # below are grouped GEMMs on the same compact rows, and need no regions.
+            if self.ranks > 1:
+                return fused_experts(
+                    x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity,
+                    self._cast(self.w1), self._cast(self.b1), self._cast(self.w2), self._cast(self.b2),
+                    self.exchange,
+                )  # fmt: skip
+        row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
+        received_WL = ops.exchange_counts(count_WL, self.d_model, x_TD.dtype, self.expert_group)
+        num_choices = row_TK.numel()
+        most_rows = self._most_rows(num_choices, capacity)
+        num_rows = num_choices if self.capacity_factor is None else None
+        sent_SD = ops.dispatch(x_TD, row_TK, None, most_rows, num_rows)
+        rows_RD = self._all_to_all(sent_SD, count_WL, received_WL, True)
+        hidden_RH = ops.grouped_gemm(rows_RD, received_WL, self._cast(self.w1), self._cast(self.b1))
+        hidden_RF = ops.expert_activation(hidden_RH, received_WL, self.activation)
+        rows_RD = ops.grouped_gemm(hidden_RF, received_WL, self._cast(self.w2), self._cast(self.b2))
+        back_SD = self._all_to_all(rows_RD, received_WL, count_WL, False, sent_SD.shape[0])
+        return ops.combine(back_SD, row_TK, weight_TK)
+
+    def _most_rows(self, num_choices: int, capacity: int) -> int:
+        """How many of these choices can be kept."""
+        return min(num_choices, self.num_experts * capacity)
+
+    def _all_to_all(self, rows, send_count_WL, receive_count_WL, to_experts, num_rows=None) -> Tensor:
+        """Rows to the experts, or back. One rank's rows need no copy; only graphs show the instruction."""
+        if not self.expert_group and not torch.compiler.is_compiling():
+            return rows
+        return ops.all_to_all(rows, send_count_WL, receive_count_WL, self.expert_group, to_experts, num_rows)
+
+    def _logits(self, x_TD: Tensor) -> Tensor | None:
+        """Router output [T, E] in float32, in float64 for a float64 model; autocast does not apply."""
+        if self.router is None:
+            return None
+        return ops.router_logits(x_TD, self.router)
+
+    def _keys(self, x_TD: Tensor, token_ids: Tensor | None) -> Tensor | None:
+        """What a keyed gate routes by, int64 [T]: token ids, or the token's global index mixed with the
+        step."""
+        if self.gate.key is None:
+            return None
+        if self.gate.key == "token" and token_ids is not None:
+            # The hash is 64 bits wide; int32 would wrap and route otherwise.
+            return token_ids.reshape(-1).to(torch.int64)
+        index_T = ops.token_index(x_TD.shape[0], self._data_group, x_TD.device)
+        return index_T + self.routing_step * (1 << 40) if self.gate.key == "index" else index_T
+
+    @overload
+    def _cast(self, tensor: Tensor) -> Tensor: ...
+
+    @overload
+    def _cast(self, tensor: None) -> None: ...
+
+    def _cast(self, tensor: Tensor | None) -> Tensor | None:
+        """Cast to autocast's dtype where autocast is on, because autocast does not know our ops."""
+        if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
+            return tensor
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+    @torch.no_grad()
+    def update_correction_bias(self, assigned_E: Tensor, rate: float) -> None:
+        """After a step, push under-used experts up and over-used ones down (DeepSeek-V3, section 2.1.2).
+
+        Args: assigned_E: assignments over all ranks (`MoELosses.assigned[layer]`), so that ranks stay equal.
+        """
+        bias_E = self._selection_bias()
+        if bias_E is None:
+            raise UserError(
+                "gate", got=self.gate.name, expected="sigmoid", do="only that gate has a correction bias"
+            )
+        load_E = assigned_E.to(bias_E.dtype)
+        bias_E += rate * torch.sign(load_E.mean() - load_E)
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.d_model}, d_ff={self.d_ff}, num_experts={self.num_experts}, top_k={self.top_k}, "
+            f"gate={self.gate}, capacity_factor={self.capacity_factor}, activation={self.activation}, "
+            f"backend={self.backend}, "
+            f"experts {self.expert_ids().start} to {self.expert_ids().stop - 1} here"
+        )
+
+
+def _at_least_float32(logits_TE: Tensor) -> Tensor:
+    return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))

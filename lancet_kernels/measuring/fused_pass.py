@@ -1,0 +1,117 @@
+"""Runs only the fused kernels of a layer, without gate and parameters, to time them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lancet_kernels import symmetric
+from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.overlap import moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing, SavedPass
+from lancet_kernels.kernels.routing import route_scores
+from lancet_kernels.ops.moe.send_rows import send_rows
+from lancet_kernels.symmetric import SymmetricMemory
+from lancet_kernels.tuning.workloads import Workload
+
+# Short, so that a peer that fails does not delay tuning for long.
+TIMEOUT_S = 20.0
+
+
+def most_rows(workload: Workload, world: int) -> dict[str, int]:
+    """Room for any routing of the workload's tokens on `world` ranks."""
+    sent = workload.tokens * workload.choices
+    each = min(workload.capacity, workload.tokens) * (workload.experts // world)
+    return {"send_rows": sent, "receive_rows": world * min(sent, each)}
+
+
+class FusedPasses:
+    """Random rows, routing and experts of a workload on this rank. The constructor and each pass are
+    collective.
+
+    Args: memory: symmetric memory; None: a new one over all ranks. name: to tell several workloads in one
+        memory apart.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: SymmetricMemory | None = None,
+        name: str = "",
+    ) -> None:
+        self.workload, self.dtype, self.device, self.name = workload, dtype, device, name
+        self.memory = memory or symmetric.create(None, device, TIMEOUT_S)
+        self.local_experts = workload.experts // self.memory.world
+        generator = torch.Generator(device).manual_seed(self.memory.rank)
+        make = lambda *shape: (  # noqa: E731
+            torch.randn(*shape, generator=generator, device=device, dtype=torch.float32) * 0.1
+        ).to(dtype)
+        self.x, self.dy = (make(workload.tokens, workload.width) for _ in range(2))
+        self.experts = Experts(
+            make(self.local_experts, workload.width, workload.wide),
+            None,
+            make(self.local_experts, workload.hidden, workload.width),
+            None,
+            workload.activation,
+        )
+        score = make(workload.tokens, workload.experts).float()
+        used = torch.zeros(workload.experts, dtype=torch.int64, device=device)
+        routed = route_scores(score, used, workload.choices, workload.capacity)
+        weight = score.softmax(-1).gather(1, routed.expert_TK).contiguous()
+        row = send_rows(routed.expert_TK, routed.slot_TK, routed.kept_E)
+        self.routing = Routing.of(routed.expert_TK, row, weight, routed.kept_E)
+        self._exchanges: dict[int, tuple[Exchange, Exchange]] = {}
+
+    def exchanges(self, config: OverlapConfig) -> tuple[Exchange, Exchange]:
+        """Forward and backward exchange; configurations with the same rows per signal share them."""
+        rows = config.gemm.block_m
+        if rows not in self._exchanges:
+            sizes: dict[str, Any] = {
+                "local_experts": self.local_experts,
+                **most_rows(self.workload, self.memory.world),
+                "width": self.workload.width,
+                "dtype": self.dtype,
+                "chunk_rows": rows,
+                "timeout_s": TIMEOUT_S,
+            }
+            self._exchanges[rows] = (
+                Exchange(self.memory, f"{self.name}forward{rows}", **sizes),
+                Exchange(self.memory, f"{self.name}backward{rows}", **sizes),
+            )
+        return self._exchanges[rows]
+
+    def forward(self, config: OverlapConfig) -> torch.Tensor:
+        """One forward pass without a backward. Raises: CommunicationError, in this or in the next pass."""
+        exchange, _ = self.exchanges(config)
+        out, saved = self.begin(config)
+        exchange.release(saved.use)
+        exchange.watch()
+        return out
+
+    def begin(self, config: OverlapConfig) -> tuple[torch.Tensor, SavedPass]:
+        """A forward pass; `backward` must follow."""
+        exchange, _ = self.exchanges(config)
+        return moe_forward(exchange, self.x, self.routing, self.experts, config)
+
+    def forward_backward(self, config: OverlapConfig) -> ExpertGradients:
+        """One forward and its backward pass."""
+        _, saved = self.begin(config)
+        return self.backward(config, saved)
+
+    def backward(
+        self, config: OverlapConfig, saved: SavedPass, dense: Sequence[DenseGemm] = ()
+    ) -> ExpertGradients:
+        """The backward of a pass of `begin`. Args: dense: GEMMs to compute as fillers."""
+        forward, backward = self.exchanges(config)
+        gradients = moe_backward(
+            forward, saved, backward, self.dy, self.routing, self.experts, config, dense=dense
+        )
+        forward.release(saved.use)
+        for exchange in (forward, backward):
+            exchange.watch()
+        return gradients

@@ -1,0 +1,108 @@
+"""A whole training step, forward and backward, as one CUDA graph: the host launches no kernels.
+
+    step = lancet_kernels.optimize(TrainingStep(model, ranks), inputs, backend="fused", lowering="fused")
+    graphed = GraphedStep(step, inputs)
+    for tokens, targets in batches:
+        result = graphed(tokens, targets)      # replays; parameters' .grad are filled
+        optimizer.step()
+
+Fused MoE layers read sizes and count their passes on the device, so a replay continues where the last one
+stopped. Layers on streams cannot be captured on more than one rank: their all-to-alls need sizes on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.fused import fused_graph
+from lancet_kernels.optimization.optimized_module import OptimizedModule
+
+# torch asks for a few runs before a capture, in which everything that is created on first use is created.
+WARMUP_STEPS = 3
+
+
+def first_output(result: object) -> Tensor:
+    """What is differentiated: the first tensor that the step returns, as `TrainingStep` has it."""
+    return pytree.tree_leaves(result)[0]
+
+
+class GraphedStep:
+    """A captured step. A call copies the inputs into the graph and replays it.
+
+    Args:
+        step: from `optimize`, on a CUDA device. inputs: with the shapes and dtypes of every later call.
+        objective: returns the scalar to differentiate, given the result of the step.
+    Collective: all ranks create and call it together. While it is created, no forward of the step may be
+    without its backward. It runs the step `WARMUP_STEPS` times, and clears its gradients.
+    Raises: UserError for another device, or if an instruction would make the host wait for the device.
+    """
+
+    def __init__(
+        self,
+        step: OptimizedModule,
+        inputs: Sequence[object],
+        *,
+        objective: Callable[[object], Tensor] = first_output,
+    ) -> None:
+        check_capturable(step)
+        self.step = step
+        self._inputs = pytree.tree_map_only(Tensor, torch.clone, tuple(inputs))
+        self._device = next(step.module.parameters()).device
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP_STEPS):
+                objective(step(*self._inputs)).backward()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        # Gradients that the capture makes live in the graph's memory, and every replay overwrites them.
+        step.module.zero_grad(set_to_none=True)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            result = step(*self._inputs)
+            objective(result).backward()
+        self._result = pytree.tree_map_only(Tensor, Tensor.detach, result)
+
+    def __call__(self, *inputs: object) -> object:
+        """Forward and backward. -> what the step returns, valid until the next call; gradients in `.grad`.
+
+        Raises: UserError for inputs of other shapes, CommunicationError for a peer that stayed away in this
+        step or in one before.
+        """
+        mine, given = pytree.tree_leaves(self._inputs), pytree.tree_leaves(tuple(inputs))
+        if _shapes(mine) != _shapes(given):
+            raise UserError(
+                "inputs of a captured step",
+                got=_shapes(given),
+                expected=_shapes(mine),
+                do="give what was captured, or call the step itself",
+            )
+        for target, source in zip(mine, given, strict=True):
+            if isinstance(target, Tensor):
+                target.copy_(source, non_blocking=True)
+        self._graph.replay()
+        fused_graph.watch_layers(self.step.fused_layers)
+        return self._result
+
+
+def check_capturable(step: OptimizedModule) -> None:
+    """Raise UserError unless a CUDA graph can capture the step."""
+    device = next(step.module.parameters()).device
+    if device.type != "cuda":
+        raise UserError("device of a captured step", got=device, expected="a CUDA device", do="call the step")
+    if step.host_waits:
+        more = f" and {len(step.host_waits) - 3} more" if len(step.host_waits) > 3 else ""
+        raise UserError(
+            "step to capture",
+            got=f"instructions that make the host wait: {', '.join(step.host_waits[:3])}{more}",
+            expected="none",
+            do="optimize(..., backend='fused', lowering='fused'), or call the step itself",
+        )
+
+
+def _shapes(leaves: Sequence[object]) -> list[object]:
+    return [(list(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves]

@@ -1,0 +1,334 @@
+"""Checks at each call of an optimized module that the assumptions of its plan still hold.
+
+    a temporary change (a mode, a shape, autocast)                     the module runs without its plan a
+    permanent change (parameters, wrappers around the module)        an error, because results would be wrong
+
+The assumptions are those of the trace (`graph.capture.trace`), and further ones in this file that a trace
+does not have.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.trace import Assumptions
+from lancet_kernels.layer.layer_checks import check_data_parallel
+from lancet_kernels.layer.model_layers import moe_layers
+from lancet_kernels.optimization.model_checks import refuse_sharded
+
+Arguments = tuple[tuple[object, ...], dict[str, object]]
+"""Arguments of a call: by position, and by name."""
+
+_NUMBERS = (bool, int, float, complex, str)
+
+OTHER_SHAPE = "inputs of another shape"
+"""The reason for which only a shape differs from what was planned (`planned_shapes`)."""
+
+
+def bind(
+    signature: inspect.Signature, what: str, inputs: Sequence[object], by_name: Mapping[str, object]
+) -> Arguments:
+    """The arguments of a call in a canonical form: by position where the forward allows it, without those
+    that equal their default.
+
+    Raises: UserError if they do not fit the signature.
+    """
+    try:
+        bound = signature.bind(*inputs, **by_name)
+    except TypeError as error:
+        raise UserError(
+            f"inputs of {what}", got=error, expected=f"forward{signature}", do="give what the module takes"
+        ) from None
+    for name, value in list(bound.arguments.items()):
+        default = signature.parameters[name].default
+        if value is default or (type(value) in _NUMBERS and _description(value) == _description(default)):
+            del bound.arguments[name]
+    return bound.args, dict(sorted(bound.kwargs.items()))
+
+
+def example_arguments(model: nn.Module, example_inputs: Sequence[object] | Mapping[str, object]) -> Arguments:
+    """Example inputs, a tuple by position or a dict by name, as arguments for a capture.
+
+    Raises: UserError if they do not fit the signature of the forward.
+    """
+    by_name = example_inputs if isinstance(example_inputs, Mapping) else {}
+    by_position = () if isinstance(example_inputs, Mapping) else example_inputs
+    return to_trace(bind(inspect.signature(model.forward), type(model).__name__, by_position, by_name))
+
+
+def to_trace(arguments: Arguments) -> Arguments:
+    """The same values in tensors for a capture.
+
+    They are dense, because a graph contains strides, and those of a slice differ from those of a new tensor.
+    They are distinct, because in the graph of a module that gets the same tensor twice only one of the two is
+    read. They are none of `torch.inference_mode`, which no autograd graph may save.
+    """
+    seen: set[int] = set()
+
+    def alone(tensor: Tensor) -> Tensor:
+        if id(tensor) in seen or tensor.is_inference():
+            tensor = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        seen.add(id(tensor))
+        return _with_strides(tensor, _dense_strides(tensor))
+
+    return pytree.tree_map_only(Tensor, alone, arguments)
+
+
+def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == strides:
+        return tensor
+    strided = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return strided.copy_(tensor)
+
+
+class PlannedInputs:
+    """The inputs that the plan is valid for: their structure, the values of numbers, and for each tensor its
+    shape, dtype, device, strides and requires_grad."""
+
+    def __init__(self, arguments: Arguments) -> None:
+        leaves, self._structure = pytree.tree_flatten(arguments)
+        self._leaves = [_description(leaf) for leaf in leaves]
+        self._strides = [leaf.stride() if isinstance(leaf, Tensor) else None for leaf in leaves]
+
+    def reason(self, arguments: Arguments) -> str:
+        """Why the plan is not valid for these arguments; "" if it is."""
+        leaves, structure = pytree.tree_flatten(arguments)
+        if [_description(leaf) for leaf in leaves] == self._leaves and structure == self._structure:
+            return ""
+        if structure != self._structure:
+            return "inputs with another structure"
+        for leaf, planned in zip(leaves, self._leaves, strict=True):
+            if isinstance(leaf, Tensor) != isinstance(planned[0], torch.Size):
+                return "inputs with another structure"
+            if not isinstance(leaf, Tensor) and _description(leaf) != planned:
+                return "another number among the inputs"
+        what = ("shape", "dtype", "device", "requires_grad")
+        others = {
+            what[i]
+            for leaf, planned in zip(leaves, self._leaves, strict=True)
+            for i, (mine, theirs) in enumerate(zip(_description(leaf), planned, strict=True))
+            if mine != theirs
+        }
+        other = next((other for other in what[1:] if other in others), None)
+        return f"inputs of another {other}" if other else OTHER_SHAPE
+
+    def laid_out(self, arguments: Arguments) -> Arguments:
+        """The same values, with the strides that the plan is valid for."""
+        leaves, structure = pytree.tree_flatten(arguments)
+        laid = [
+            leaf if strides is None else _with_strides(leaf, strides)
+            for leaf, strides in zip(leaves, self._strides, strict=True)
+        ]
+        return pytree.tree_unflatten(laid, structure) if any(map(_differ, laid, leaves)) else arguments
+
+
+def _differ(one: object, other: object) -> bool:
+    return one is not other
+
+
+def _description(leaf: object) -> tuple:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), leaf
+
+
+class Guards:
+    """The assumptions of the plan of `module`, which they do not keep alive.
+
+    Args:
+        arguments: the example inputs.
+        sums_gradients: does the plan sum gradients over the ranks?
+        by: the function that made the plan, for messages.
+        kinds: what may not be replaced: attributes of `nn.Module`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        assumptions: Assumptions,
+        arguments: Arguments,
+        sums_gradients: bool,
+        by: str = "optimize",
+        kinds: Sequence[str] = ("_modules", "_parameters"),
+    ) -> None:
+        self.inputs = PlannedInputs(arguments)
+        self._name, self._by = f"the {by}d {type(module).__name__}", f"{by}()"
+        self._module, self._assumptions, self._sums_gradients = ref(module), assumptions, sums_gradients
+        self._training = module.training
+        self._devices = {"cpu", next(module.parameters()).device.type}
+        self._autocast, self._dtype = _autocast(self._devices), torch.get_default_dtype()
+        self._own = _own_calls(module)
+        self._kinds = kinds
+        self._state = {
+            name: (ref(tensor), tensor.requires_grad, _kind(tensor)) for name, tensor in self._named(module)
+        }
+        self._held = [
+            (ref(owner), kind, name, None if value is None else ref(value))
+            for owner in module.modules()
+            for kind in kinds
+            for name, value in getattr(owner, kind).items()
+        ]
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The module; None where nobody else has it any more."""
+        return self._module()
+
+    def reason(self, arguments: Arguments) -> str:
+        """Why this call must run without the plan; "" if it can use the plan.
+
+        Raises: UserError if the module's parameters have changed, or a wrapper would make its gradients
+        wrong.
+        """
+        module = self.module
+        if module is not None:
+            self._refuse_wrappers(module)
+            self._refuse_other_parameters(module)
+        # Last: inputs of another shape can run with the plan if that is all.
+        reason = self._mode(module) or self.inputs.reason(arguments)
+        if reason:
+            self._refuse_other_kinds()
+        return reason
+
+    def _mode(self, module: nn.Module | None) -> str:
+        """What is temporarily other than in the trace; "" if nothing is."""
+        if module is not None and module.training != self._training:
+            return f"the module is in {'training' if module.training else 'evaluation'} mode"
+        if (now := _autocast(self._devices)) != self._autocast:
+            return f"autocast is {_autocast_text(now)}, was {_autocast_text(self._autocast)}"
+        if torch.get_default_dtype() is not self._dtype:
+            return f"the default dtype is {torch.get_default_dtype()}, was {self._dtype}"
+        if module is None:
+            return ""
+        if _own_calls(module) != self._own:
+            return f"the hooks or the forward of {type(module).__name__} itself"
+        if not self._assumptions.hold(module):
+            return f"no longer so: {self._assumptions.broken(module) or 'an assumption of the trace'}"
+        return ""
+
+    def for_inputs(self, arguments: Arguments, assumptions: Assumptions) -> Guards:
+        """The same guards for other inputs, with the assumptions of their trace."""
+        guards = copy.copy(self)
+        guards.inputs, guards._assumptions = PlannedInputs(arguments), assumptions
+        return guards
+
+    def _refuse_wrappers(self, module: nn.Module) -> None:
+        """Raise UserError inside a DistributedDataParallel that would sum gradients a second time, or sum the
+        gradients of different experts."""
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is None:
+            return
+        if self._sums_gradients:
+            raise UserError(
+                f"DistributedDataParallel around {self._name}",
+                got="gradients that are summed over the ranks twice",
+                expected="one sum",
+                do="leave it out (it may stay after optimize(..., reduce_gradients=False))",
+            )
+        for layer in moe_layers(module):
+            check_data_parallel(layer)
+
+    def _refuse_other_parameters(self, module: nn.Module) -> None:
+        """Raise UserError if parameters were replaced, added or removed, or their requires_grad has
+        changed."""
+        if any(map(_replaced, self._held)):
+            self._compare_state(module)
+        for name, (tensor, trained, _) in self._state.items():
+            now = tensor()
+            if now is not None and now.requires_grad is not trained:
+                raise self._changed(f"{name} with requires_grad={now.requires_grad}", trained)
+
+    def _named(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """What may not be replaced, by all of its names."""
+        named: list[tuple[str, Tensor]] = [*module.named_parameters(remove_duplicate=False)]
+        if "_buffers" in self._kinds:
+            named += module.named_buffers(remove_duplicate=False)
+        return named
+
+    def _compare_state(self, module: nn.Module) -> None:
+        refuse_sharded(module)
+        now = dict(self._named(module))
+        for name in [*self._state, *now]:
+            if name not in now:
+                raise self._changed(f"no {name}", f"the {name} that was there")
+            if name not in self._state:
+                raise self._changed(f"a new tensor {name}", "those that were there")
+            if now[name] is not self._state[name][0]():
+                raise self._changed(f"another tensor as {name}", "the one that was there")
+
+    def _refuse_other_kinds(self) -> None:
+        """Raise UserError if a parameter's dtype, device, shape or strides have changed."""
+        for name, (tensor, _, planned) in self._state.items():
+            now = tensor()
+            for mine, theirs in zip(planned if now is None else _kind(now), planned, strict=True):
+                if mine != theirs:
+                    raise self._changed(f"{name} with {mine}", theirs)
+
+    def _changed(self, got: str, expected: object) -> UserError:
+        return UserError(
+            f"parameters of {self._name}",
+            got=got,
+            expected=f"{expected}, as at {self._by}",
+            do=f"change the model first, then call {self._by} again",
+        )
+
+
+def _replaced(held: tuple[ref[nn.Module], str, str, ref[Any] | None]) -> bool:
+    """Is there something else where a module had a parameter, a buffer or a submodule?"""
+    owner, kind, name, value = held
+    module = owner()
+    return module is None or getattr(module, kind).get(name) is not (None if value is None else value())
+
+
+def _kind(parameter: Tensor) -> tuple[object, ...]:
+    return parameter.dtype, parameter.device, list(parameter.shape), parameter.stride()
+
+
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, object], ...]:
+    """The hooks around a module's forward and backward, by kind."""
+    return (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
+def _own_calls(module: nn.Module) -> tuple[object, ...]:
+    """The hooks and the forward of the module itself, which are not part of the trace."""
+    everywhere = nn.modules.module
+    hooks = (
+        *hooks_of(module),
+        everywhere._global_forward_hooks,
+        everywhere._global_forward_pre_hooks,
+        everywhere._global_backward_hooks,
+        everywhere._global_backward_pre_hooks,
+    )
+    return (*(list(h.values()) for h in hooks), type(module), module.__dict__.get("forward"))
+
+
+def _autocast(devices: Collection[str]) -> tuple[tuple[str, torch.dtype], ...]:
+    """The device types for which autocast is on, with its dtype."""
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in sorted(devices) if _autocasts(kind))
+
+
+def _autocasts(kind: str) -> bool:
+    return kind != "meta" and torch.is_autocast_enabled(kind)
+
+
+def _autocast_text(autocast: tuple[tuple[str, torch.dtype], ...]) -> str:
+    return ", ".join(f"{dtype} on {kind}" for kind, dtype in autocast) or "off"

@@ -1,0 +1,291 @@
+"""`optimize`: returns a module that trains with a plan, in which all-to-alls overlap computation.
+
+    capture -> Program -> costs (measured here, or of a cluster) -> Plan of rank 0, sent to all ranks -> run
+
+The result is mathematically the same: the same routing, the same drops, and the same gradients up to the
+rounding of sums over parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.capture.capture import Captured
+from lancet_kernels.graph.capture.captured_graph import copy_of
+from lancet_kernels.graph.capture.garbage import without_garbage_collection
+from lancet_kernels.graph.capture.host_waits import host_waits
+from lancet_kernels.graph.capture.inner_compile import check_compiler
+from lancet_kernels.graph.capture.run import Recorder
+from lancet_kernels.graph.costs.clusters import Cluster
+from lancet_kernels.graph.costs.costs import source_of
+from lancet_kernels.kernels.activation_names import check_activation
+from lancet_kernels.layer.model_layers import moe_layers, name_layers
+from lancet_kernels.layer.moe_layer import BACKENDS
+from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
+from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
+from lancet_kernels.optimization.guards import Arguments, Guards, example_arguments
+from lancet_kernels.optimization.model_checks import check_model
+from lancet_kernels.optimization.optimized_module import OptimizedModule
+from lancet_kernels.optimization.outside_gradients import GradientWatch
+from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
+from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
+from lancet_kernels.optimization.replicas import Replicas
+from lancet_kernels.optimization.stages import Progress
+from lancet_kernels.optimization.summed_gradients import PlannedSums
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
+from lancet_kernels.schedules.rewrite.realize import realize, split_as_planned
+from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions, fastest_that_fits
+from lancet_kernels.schedules.time.simulate import Timeline
+from lancet_kernels.training.gradients import broadcast_replicated
+
+_log = logging.getLogger(__name__)
+_STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def optimize(
+    model: nn.Module,
+    example_inputs: Sequence[object] | Mapping[str, object],
+    *,
+    strategy: str = "auto",
+    cluster: str | Path | Cluster | None = None,
+    cache: str | Path | None = None,
+    times: str | Path | None = None,
+    options: PlanningOptions | None = None,
+    plan: str | Path | None = None,
+    reduce_gradients: bool = True,
+    groups: AnyGroups | None = None,
+    backend: str | None = None,
+    lowering: str = "auto",
+    inner_compile: str = "",
+    compare_every: int = 1000,
+    verbose: bool = False,
+) -> OptimizedModule:
+    """Plan a training step of `model` and return a module that trains with the plan.
+
+    Collective: every rank calls it with the same model and shapes. Rank 0 plans. Before the first step, ranks
+    compare their graphs and plans, and raise an error if these differ.
+
+    Args:
+        example_inputs: real inputs of one step, a tuple by position or a dict by name; the step runs on them
+            a few times to measure the ops.
+        strategy: "none" (all-to-alls block), "tutel", "lancet-dw", "lancet-partition", "lancet", "duplex",
+            "lancet+duplex"; or "auto", the one of these that is predicted fastest within
+            the memory limit.
+        cluster: plan for a cluster (a name, or a TOML file) instead of measuring this machine.
+        cache: a plan file. It is used if it is for this model, strategy and options, and was planned with
+            costs from the same source (cluster; or device, torch, ranks and link); otherwise it is
+            overwritten with the new plan. None: always plan.
+        times: file of measured op times, which are not measured again (default: in the user's cache folder).
+            The costs of partitioning, measured once per device model, are in device_costs.json beside it.
+        options: memory limit and hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
+        plan: a file from `Plan.save` to use instead of planning; it must be for this model, and for this
+            strategy unless that is "auto".
+        reduce_gradients: sum gradients over the ranks that hold the same parameters, as part of the plan;
+            these ranks start with the parameters and buffers of the first of them. Divide the loss by the
+            number of ranks for an average, and do not wrap the model in DistributedDataParallel.
+        groups: the ranks that share experts, and the ranks over which gradients are summed (default: the
+            groups of the MoE layers, or one group of all ranks).
+        backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
+            which puts and GEMM tiles overlap; each copy of the step (duplex) has its own, which may compute
+            weight gradients of another copy. None: the backend of the model's MoE layers.
+        lowering: for backend "fused": "auto" fuses all layers that can be fused if the step is then predicted
+            faster, which is measured where `cluster` is not given; "fused" does in any case, "streams" fuses
+            none. In the interpreter (CPU), times mean nothing, so "auto" means "fused".
+        inner_compile: a backend of torch.compile ("inductor") for the computation between communications,
+            compiled in the first step; the order of the plan is kept. "": run the ops uncompiled.
+        compare_every: with `reduce_gradients`, parameters that several ranks hold are compared, bit by bit
+            through a digest, in one of so many calls, while the step runs; if ranks have updated one
+            differently, the next call names it in an error. 0: never.
+        verbose: show progress and times on standard error of the first rank. (The logger
+            `lancet_kernels.optimization.stages` has the same at level INFO.)
+    Raises: CaptureError (the model is not a single graph; with torch's reason), UserError (an unknown
+    strategy, ranks that disagree, a plan for another model).
+    """
+    _check_choices(strategy, backend, inner_compile, compare_every)
+    if backend == "fused":
+        for layer in moe_layers(model):
+            check_activation(layer.activation, "activation of a layer to be fused")
+    check_model(model)
+    name_layers(model)
+    arguments = example_arguments(model, example_inputs)
+    progress = Progress(_STAGES, verbose)
+    progress.begin("capturing the step")
+    step = CapturedStep.of(model, *arguments, reduce_gradients, times, groups)
+    world, measured = step.groups.world, cluster is None
+    module, inputs = capture_alike(step)
+    _warn_of_unregistered(model, step)
+    if step.reduces_gradients:
+        # As DistributedDataParallel does, which this replaces: equal parameters then stay equal.
+        broadcast_replicated(model, step.groups)
+    options = _on_device(options, step.device)
+    progress.begin("measuring ops")
+    graph = step.costed(module, inputs, cluster)
+    if backend == "fused" or (backend is None and any(x.backend == "fused" for x in moe_layers(model))):
+        stored = next((file for file in (plan, cache) if file is not None and Path(file).exists()), None)
+        choice = FusedChoice(strategy, options, lowering, stored, step.device, measured)
+        graph = fuse_layers(step, choice, cluster, graph)
+        measured = measured and not choice.interpreted
+    progress.begin("planning")
+    if plan is not None:
+        plans = plans_of_first_rank(world, lambda: [_plan_of_file(plan, graph, strategy)])
+    else:
+        # Several plans are only compared if they can be measured.
+        most = 4 if measured else 1
+        plans = plans_of_first_rank(world, lambda: _plans(graph, strategy, options, cache, most))
+    planned = step.planned(graph, plans, measured)
+    chosen, timeline = planned[fastest_that_fits([plan for plan, _ in planned])]
+    if chosen.chosen:
+        # The predictions of the compared plans, updated with measurements of their partitioned graphs.
+        tried = {plan.chosen: plan.predicted for plan, _ in planned}
+        chosen = replace(chosen, compared={**chosen.compared, **tried})
+    chosen = replace(chosen, fused=step.fused)
+    if cache is not None and group_rank(world) == 0:
+        chosen.save(cache)
+    progress.begin("applying the plan")
+    optimized = _module_with(chosen, timeline, step, graph, arguments, inner_compile, compare_every)
+    progress.end()
+    return optimized
+
+
+def _check_choices(strategy: str, backend: str | None, inner_compile: str, compare_every: int) -> None:
+    """Raise UserError for an unknown strategy, backend or compiler, or a number of calls that is none."""
+    check_name("strategy", strategy, STRATEGY_NAMES)
+    if backend is not None:
+        check_name("backend", backend, BACKENDS)
+    if inner_compile:
+        check_compiler(inner_compile)
+    if type(compare_every) is not int or compare_every < 0:
+        raise UserError(
+            "compare_every", got=repr(compare_every), expected="a number of calls, or 0", do="use 1000, say"
+        )
+
+
+def _warn_of_unregistered(model: nn.Module, step: CapturedStep) -> None:
+    """Warn of tensors that are trained and that nothing else finds among the parameters."""
+    paths = [step.captured.plain.paths[name] for name in step.captured.plain.trained]
+    if paths:
+        warnings.warn(
+            f"{', '.join(paths)} of {type(model).__name__}: trained, but no registered parameter; backward "
+            "gives its gradient, summed over the ranks, but parameters(), state_dict() and the clipping of "
+            "gradients do not know it, and ranks may start with other values; register it (nn.Parameter as "
+            "an attribute, nn.ParameterList)",
+            stacklevel=5,  # of who called optimize()
+        )
+
+
+def _module_with(
+    plan: Plan,
+    timeline: Timeline,
+    step: CapturedStep,
+    graph: CostedGraph,
+    arguments: Arguments,
+    inner_compile: str,
+    compare_every: int,
+) -> OptimizedModule:
+    """The module that trains with the plan. Changes the graph of the captured step."""
+    recorder, captured = Recorder(), step.captured
+    captured.joint.graph = graph.module.graph
+    realize(captured.joint, graph.program, plan)
+    host_wait_names = host_waits(captured.joint.graph)
+    sums: PlannedSums | None = None
+    watch: GradientWatch | None = None
+    if step.reduces_gradients:
+        buckets = buckets_in_order(captured.joint, captured.parameter_of_gradient())
+        if captured.plain.trained:
+            # Where tensors are trained that are no parameters, nothing runs without the plan.
+            summed = {name for _, names in buckets for name in names}
+            watch = GradientWatch({n: p for n, p in step.model.named_parameters() if n in summed})
+        else:
+            sums = PlannedSums(step.model, step.groups, buckets)
+            watch = sums.watch
+
+    def compiled(captured: Captured, plan: Plan) -> Callable[..., object]:
+        give = None if watch is None else watch.give
+        return captured.compile(
+            lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder, inner_compile, give
+        )
+
+    run = compiled(captured, plan)
+    guards = Guards(step.model, captured.assumptions(), arguments, step.reduces_gradients)
+    shapes = PlannedShapes(step, graph.program, plan, PlannedStep(run, guards), compiled)
+    return OptimizedModule(
+        step.model,
+        plan,
+        timeline,
+        shapes,
+        recorder,
+        sums,
+        Replicas(step.model, step.groups, compare_every) if step.reduces_gradients else None,
+        host_wait_names,
+        step.layer_numbers,
+    )
+
+
+def _on_device(options: PlanningOptions | None, device: torch.device) -> PlanningOptions:
+    """The options, with the free memory of a CUDA device, including torch's unused cache."""
+    options = options or PlanningOptions.from_environment()
+    if device.type != "cuda":
+        return options
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return replace(options, free_memory_gb=(torch.cuda.mem_get_info(device)[0] + unused) / 1e9)
+
+
+@without_garbage_collection()
+def _plans(
+    graph: CostedGraph,
+    strategy: str,
+    options: PlanningOptions,
+    cache: str | Path | None,
+    most: int,
+) -> list[Plan]:
+    """The plan in `cache`, if it is for this program, strategy and options, with costs from the same source;
+    otherwise at most `most` candidates, best prediction first."""
+    if cache is not None and not Path(cache).parent.is_dir():
+        raise UserError(
+            "plan file", got=f"{cache} in a folder that is missing", expected="a folder", do="make the folder"
+        )
+    if cache is not None and Path(cache).exists():
+        try:
+            plan = _loaded(cache, graph)
+            if (plan.strategy, plan.options) == (strategy, options.to_json()):
+                if plan.costs == source_of(graph.cost):
+                    return [plan]
+                old, new = plan.costs or "of an older version", source_of(graph.cost)
+                _log.warning("planning anew: plan file: got costs %s, expected %s", old, new)
+        except UserError as error:
+            _log.warning("planning anew: %s", error)
+    plans = graph.planner(options).candidates(strategy, most)
+    # With measured parts, another order may be the best.
+    return plans if most == 1 else [replace(plan, order=()) for plan in plans]
+
+
+def _loaded(path: str | Path, graph: CostedGraph) -> Plan:
+    """The plan in a file. Raises: UserError unless it can be applied to this graph."""
+    plan = Plan.load(path, graph.program)
+    realize(copy_of(graph.module), graph.program, plan)
+    return plan
+
+
+def _plan_of_file(path: str | Path, graph: CostedGraph, strategy: str) -> Plan:
+    """The plan in a file. Raises: UserError unless it is for this graph, and of this strategy (auto: any)."""
+    plan = _loaded(path, graph)
+    if strategy not in (AUTO, plan.strategy):
+        raise UserError(
+            "plan file",
+            got=f"{path} of strategy {plan.strategy}",
+            expected=f"a plan of strategy {strategy}",
+            do="name the plan's strategy, or another plan",
+        )
+    return plan

@@ -1,0 +1,148 @@
+"""The module that `optimize` returns: it trains with the plan, and runs the original module when the plan
+does not apply."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.run import Recorder
+from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.ops.comm.all_to_all import running_a_plan
+from lancet_kernels.ops.comm.link import link
+from lancet_kernels.optimization.guards import bind
+from lancet_kernels.optimization.planned_shapes import PlannedShapes
+from lancet_kernels.optimization.replicas import Replicas
+from lancet_kernels.optimization.summed_gradients import PlannedSums
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.time.clock import COMPUTE, LINK
+from lancet_kernels.schedules.time.simulate import Event, Timeline
+
+
+class OptimizedModule(nn.Module):
+    """A module with its plan. Call it like the module; `module` is the original, which shares the parameters.
+
+    With gradients enabled and nothing changed since `optimize`, it runs the plan, also for inputs of other
+    shapes, which may differ between ranks (`planned_shapes`). After a temporary change (a mode, autocast) it
+    runs the original module, sums its gradients over the ranks as the plan would, and warns once per reason.
+    After a permanent change (parameters, wrappers around the model) it raises a UserError. Without gradients
+    it runs the original module.
+
+    plan: the plan. timeline: the simulated iteration. fallbacks: number of calls with gradients that ran
+    without the plan, by reason.
+    host_waits: instructions that make the host wait for a GPU (`graphed`). fused_layers: numbers of the fused
+    layers (`ops.fused.fused_graph`).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: Plan,
+        timeline: Timeline,
+        shapes: PlannedShapes,
+        recorder: Recorder,
+        sums: PlannedSums | None,
+        replicas: Replicas | None,
+        host_waits: Sequence[str] = (),
+        fused_layers: Sequence[int] = (),
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.host_waits, self.fused_layers = tuple(host_waits), tuple(fused_layers)
+        self.train(module.training)
+        self.plan, self.timeline = plan, timeline
+        self.fallbacks: Counter[str] = Counter()
+        self._shapes, self._recorder = shapes, recorder
+        self._sums, self._replicas = sums, replicas
+        self._signature = inspect.signature(module.forward)
+
+    @torch.compiler.disable
+    def forward(self, *inputs: object, **by_name: object) -> object:
+        """The result of the module for these inputs, given by position or by name.
+
+        Raises: UserError for a model that changed permanently since it was planned, or whose parameters have
+        become different on ranks that hold the same ones.
+        """
+        if not torch.is_grad_enabled():
+            return self.module(*inputs, **by_name)
+        arguments = bind(self._signature, f"the optimized {type(self.module).__name__}", inputs, by_name)
+        step = self._shapes.step_for(arguments)
+        if self._replicas is not None:
+            self._replicas.call()
+        if not isinstance(step, str):
+            inputs, by_name = step.guards.inputs.laid_out(arguments)
+            with running_a_plan():
+                result = step.run(*inputs, **by_name)
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(_refuse_double_backward)
+            return result
+        reason = step
+        self.fallbacks[reason] += 1
+        if self.fallbacks[reason] == 1:
+            warnings.warn(
+                f"the optimized {type(self.module).__name__} runs without its plan: {reason}; gradients are "
+                "right, communication is not hidden (`fallbacks` counts such calls)",
+                stacklevel=2,
+            )
+        if self._sums is not None:
+            return self._sums.call(self.module, inputs, by_name)
+        return self.module(*inputs, **by_name)
+
+    def __deepcopy__(self, memo: dict) -> OptimizedModule:
+        raise self._cannot("copied", "copy.deepcopy(optimized.module), and optimize() the copy to train it")
+
+    def __reduce_ex__(self, protocol: object) -> tuple:
+        raise self._cannot(
+            "pickled or saved whole",
+            "torch.save(optimized.module.state_dict(), file), and optimize() the model that loads it",
+        )
+
+    def _cannot(self, what: str, instead: str) -> UserError:
+        return UserError(
+            f"optimized {type(self.module).__name__}",
+            got=f"a module to be {what}",
+            expected="none: its plan holds compiled graphs and communicators of this process",
+            do=f"use {instead}",
+        )
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[list[Event]]:
+        """Record iterations on this rank; the list is filled when the block ends (CPU ranks).
+
+        Reading the clock at every instruction costs time: look at order and overlap, not at the total.
+        """
+        events: list[Event] = []
+        self._recorder.on, self._recorder.computed, link.log = True, [], []
+        try:
+            yield events
+        finally:
+            computed, moved = self._recorder.computed, link.log
+            self._recorder.on, link.log = False, None
+        begin = min((start for _, _, start, _ in computed), default=0.0)
+        for name, phase, start, end in computed:
+            events.append(
+                Event(name, COMPUTE, (start - begin) * 1e3, (end - begin) * 1e3, Kind.COMPUTE, phase)
+            )
+        for start, end in moved:
+            times = (start - begin) * 1e3, (end - begin) * 1e3
+            events.append(Event("all-to-all", LINK, *times, Kind.ALL_TO_ALL, Phase.FORWARD))
+
+
+def _refuse_double_backward(_gradient: Tensor) -> None:
+    """Called when backward reaches the plan; with create_graph=True, gradients are enabled there."""
+    if torch.is_grad_enabled():
+        raise UserError(
+            "backward of an optimized module",
+            got="create_graph=True",
+            expected="gradients that are not differentiated again",
+            do="call optimized.module for them",
+        )

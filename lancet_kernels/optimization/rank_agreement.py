@@ -1,0 +1,106 @@
+"""Makes sure that all ranks have the same graph and the same plan before the first step.
+
+Rank 0 plans, and sends its plan, or its error, to all ranks. If graphs differ, the error names the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import asdict
+
+import torch.distributed as dist
+from torch import fx
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.ops.comm.groups import from_first_rank, group_of, group_rank, group_size
+from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.optimization.captured_step import CapturedStep
+from lancet_kernels.schedules.plan import FusedGroup, Plan
+
+
+def capture_alike(step: CapturedStep) -> tuple[fx.GraphModule, list[object]]:
+    """The joint graph and example values of its inputs. Compares the graphs of all ranks before anything
+    runs.
+
+    Raises: CaptureError of this rank; UserError that names the ranks with another graph, or without one.
+    """
+    digest, refusal = "", None
+    try:
+        module, inputs = step.graph(), step.graph_inputs()
+        tensors = [*step.model.named_parameters(), *step.model.named_buffers()]
+        state = [(name, list(t.shape), str(t.dtype)) for name, t in tensors]
+        # A digest, because all ranks gather it from all ranks.
+        digest = fingerprint(program_from_fx(module)) + hashlib.sha256(repr(state).encode()).hexdigest()
+    except UserError as error:
+        refusal = error
+    fingerprints = values_of_ranks(step.groups.world, digest)
+    if refusal is not None:
+        raise refusal
+    for others, what in (
+        ([peer for peer, other in enumerate(fingerprints) if not other], "no graph"),
+        ([peer for peer, other in enumerate(fingerprints) if other != fingerprints[0]], "another one"),
+    ):
+        if others:
+            raise UserError(
+                "training step across ranks",
+                got=f"{what} on rank(s) {', '.join(map(str, others))}",
+                expected=f"the graph of rank 0 on all {len(fingerprints)} ranks",
+                do="give every rank the same model and the same input shapes",
+            )
+    return module, inputs
+
+
+def plans_of_first_rank(group: str, make: Callable[[], list[Plan]]) -> list[Plan]:
+    """The plans of rank 0, on every rank. Raises: UserError on all ranks if rank 0 failed."""
+    plans = [
+        Plan.from_json(data) for data in result_of_first_rank(group, lambda: [p.to_json() for p in make()])
+    ]
+    if len(set(values_of_ranks(group, tuple(plan.fingerprint for plan in plans)))) != 1:
+        raise UserError(
+            "plan across ranks",
+            got="different plans",
+            expected="the same plan on every rank",
+            do="start all ranks with one version",
+        )
+    return plans
+
+
+def fused_groups_of_first_rank(
+    group: str, choose: Callable[[], tuple[FusedGroup, ...]]
+) -> tuple[FusedGroup, ...]:
+    """The groups that rank 0 chose, on every rank. Raises: as `result_of_first_rank`."""
+    chosen = result_of_first_rank(group, lambda: [asdict(group) for group in choose()])
+    return tuple(map(FusedGroup.from_json, chosen))
+
+
+def result_of_first_rank(group: str, make: Callable[[], list]) -> list:
+    """The result of `make` on rank 0, on every rank. Raises: the error of `make` on rank 0, and a UserError
+    with its text on the others."""
+    result: list | str = []
+    failure: Exception | None = None
+    if group_rank(group) == 0:
+        try:
+            result = make()
+        except Exception as error:
+            failure, result = error, f"{type(error).__name__}: {error}"
+    # Also after an error, because the other ranks wait.
+    result = from_first_rank(result, group, "what rank 0 planned")
+    if failure is not None:
+        raise failure
+    if isinstance(result, str):
+        raise UserError("plan of rank 0", got=result, expected="a plan", do="see the error of rank 0")
+    return result
+
+
+def values_of_ranks(group: str, value: object) -> list:
+    """The values of all ranks of the group; without a group, only that of this process."""
+    if not group:
+        return [value]
+    values: list = [None] * group_size(group)
+    process_group = group_of(group)
+    with waiting("comparison of the ranks' graphs and plans", process_group):
+        dist.all_gather_object(values, value, group=process_group)
+    return values

@@ -1,0 +1,274 @@
+"""The model that `parallelize` is given: its forward on one device, for the whole batch and a microbatch."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch._ops import HigherOrderOperator
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.capture import Captured, capture
+from lancet_kernels.graph.capture.captured_graph import input_position, is_tangent, output_node, state_name
+from lancet_kernels.graph.capture.forward_program import (
+    forward_graph,
+    forward_of,
+    on_part_of_batch,
+    runs_graph,
+)
+from lancet_kernels.graph.program.forms import WHOLE, Form
+from lancet_kernels.graph.program.from_fx import GENERATOR, op_name, program_from_fx
+from lancet_kernels.graph.program.phases import REGION
+from lancet_kernels.graph.program.program import Program
+from lancet_kernels.optimization.guards import Arguments
+from lancet_kernels.schedules.duplex import copies_of_batch
+from lancet_kernels.schedules.partition.ranges import PartitionRange
+from lancet_kernels.schedules.rewrite.realize import cut_ranges
+from lancet_kernels.schedules.shard.shard_graph import shard_graph
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
+
+_MOVES = frozenset(
+    f"aten.{op}"
+    for op in """view reshape _unsafe_view t transpose permute expand detach alias clone squeeze
+    unsqueeze""".split()
+)
+"""Ops that may be there or not for the same gradient."""
+
+
+class OneDeviceModel:
+    """A model with example inputs: the whole batch, of which `copies` microbatches are made.
+
+    Raises: CaptureError; UserError for a model that cannot be sharded, in one line that says why.
+    """
+
+    def __init__(self, model: nn.Module, arguments: Arguments, copies: int) -> None:
+        self.model, self.arguments, self.copies = model, arguments, copies
+        self.name = type(model).__name__
+        self.leaves: list[object] = pytree.tree_leaves(arguments)
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in self.leaves):
+            raise self._refuse("an input that wants a gradient", "inputs without", "detach it")
+        self.captured = capture(model, *arguments)
+        plain = self.captured.plain
+        if plain.trained:
+            got = f"{plain.paths[plain.trained[0]]}, trained, which is no parameter"
+            raise self._refuse(got, "parameters", "register it (nn.Parameter as an attribute)")
+        if not self.captured.returns_alone:
+            got = "a forward that changes its buffers or its inputs (batch norm, say)"
+            raise self._refuse(got, "results alone", "use a layer norm, or optimize()")
+        if any(not isinstance(node, fx.Node) for node in output_node(forward_graph(self.captured)).args[0]):
+            raise self._refuse("a result that is no tensor", "tensors alone", "return the loss alone")
+        if any(REGION in node.meta for node in self.captured.joint.graph.nodes):
+            warnings.warn(
+                f"parallelize of {self.name}: activation checkpointing inside the model is ignored, its "
+                "activations are saved",
+                stacklevel=4,
+            )
+        self._leave_ranks()
+        self.program = forward_of(self.captured, self.name)
+        for instruction in self.program.instructions:
+            if GENERATOR in instruction.mutates:
+                got = f"{instruction.name} ({instruction.op}), whose random numbers depend on the sharding"
+                raise self._refuse(got, "none", "use lancet_kernels.Dropout, or set its probability to 0")
+        self._compare_gradients()
+
+    def _leave_ranks(self) -> None:
+        """Let tokens have the numbers that they have on one device. Raises: UserError for any other op of a
+        group of ranks."""
+        for node in self.captured.joint.graph.nodes:
+            schema = getattr(node.target, "_schema", None)
+            for n, argument in enumerate(schema.arguments if schema is not None else ()):
+                given = node.args[n] if n < len(node.args) else node.kwargs.get(argument.name)
+                if argument.name not in ("group", "group_name") or not given:
+                    continue
+                if op_name(node) != "lancet.token_index":
+                    got = f"{node.name} ({op_name(node)}), an op of several ranks"
+                    raise self._refuse(got, "a model for one device", "use optimize()")
+                node.update_arg(n, "")
+
+    def _refuse(self, got: str, expected: str, do: str) -> UserError:
+        return UserError(f"model {self.name} to parallelize", got=got, expected=expected, do=do)
+
+    @cached_property
+    def batch(self) -> tuple[int, PartitionRange | None]:
+        """Its size, and how it is cut into microbatches. Raises: UserError where it cannot be."""
+        if self.copies == 1:
+            return 0, None
+        try:
+            microbatches = copies_of_batch(self.program, self.copies)
+        except UserError as error:
+            raise self._refuse(
+                str(error.got), str(error.expected), "choose another batch, or copies=1"
+            ) from None
+        sizes = {self.program.tensors[t].shape[0] for t in self.program.inputs if t in microbatches.forms}
+        size = min(sizes)
+        if size % self.copies:
+            raise self._refuse(
+                f"a batch of {size}",
+                f"a multiple of {self.copies}, for microbatches of one size",
+                "choose another batch, or copies=1",
+            )
+        return size, microbatches
+
+    @cached_property
+    def microbatch(self) -> fx.GraphModule:
+        """The forward graph of the first microbatch. Raises: UserError where an op wants the whole batch."""
+        module, (_, cut) = forward_graph(self.captured), self.batch
+        if cut is None:
+            return module
+        try:
+            return on_part_of_batch(module, cut.forms, self.copies)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            got = f"a forward that does not run on half of its batch ({reason})"
+            raise self._refuse(got, "ops along the batch", "use copies=1") from error
+
+    def microbatch_program(self, name: str = "") -> Program:
+        """What a strategy is for: of the first microbatch."""
+        return self.as_forward(program_from_fx(self.microbatch), name)
+
+    def as_forward(self, program: Program, name: str = "") -> Program:
+        """The Program of the microbatch's graph, with what the backward reads (`forward_of`)."""
+        whole = {i.name: i.attributes["saved"] for i in self.program.instructions}
+        instructions = tuple(
+            replace(i, attributes={**i.attributes, "saved": whole[i.name]}) for i in program.instructions
+        )
+        return replace(program, name=name or self.name, instructions=instructions)
+
+    @property
+    def microbatch_values(self) -> list[object]:
+        """A value for each placeholder of the microbatch's graph."""
+        return _values(self.microbatch, self.captured, self.leaves)
+
+    def _inputs(self, graph: fx.Graph) -> Iterator[tuple[str, int]]:
+        """(placeholder, position among the leaves) of the tensors of the batch."""
+        for node in graph.nodes:
+            if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
+                position = input_position(node)
+                if position is not None:
+                    yield node.name, position
+
+    @cached_property
+    def input_positions(self) -> list[int]:
+        """Which leaves of the arguments the sharded graph reads, in its order."""
+        return [position for _, position in self._inputs(forward_graph(self.captured).graph)]
+
+    @cached_property
+    def first_names(self) -> dict[str, str]:
+        """The first name of every parameter, buffer and plain tensor, under each of its names."""
+        first: dict[int, str] = {}
+        named = [
+            *self.model.named_parameters(remove_duplicate=False),
+            *self.model.named_buffers(remove_duplicate=False),
+            *self.captured.plain.values().items(),
+        ]
+        return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+    @cached_property
+    def state_names(self) -> dict[str, str]:
+        """By placeholder, the first name of the parameter or buffer that it stands for."""
+        named = ((n.name, state_name(n)) for n in self.captured.joint.graph.nodes if n.op == "placeholder")
+        return {placeholder: self.first_names[name] for placeholder, name in named if name is not None}
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Tensors of the forward that are neither parameters, buffers nor inputs, by attribute: constants
+        that it writes itself, and plain tensors."""
+        module = forward_graph(self.captured)
+        targets = [node.target for node in module.graph.nodes if node.op == "get_attr"]
+        constants = {target: operator.attrgetter(target)(module) for target in targets}
+        return constants | self.captured.plain.values()
+
+    def forms(self, strategy: ShardingStrategy) -> dict[str, Form]:
+        """By first name, in which form a rank has a parameter. Buffers are whole."""
+        forms: dict[str, Form] = {name: WHOLE for name, _ in self.model.named_parameters()}
+        for placeholder, name in self.state_names.items():
+            if name in forms and placeholder in strategy.parameters:
+                forms[name] = strategy.parameters[placeholder]
+        return forms
+
+    def sharded_graph(self, strategy: ShardingStrategy, group: str) -> fx.Graph:
+        """The forward of one rank; its attributes go by their first names."""
+        graph = forward_graph(self.captured).graph
+        inputs = {name: f"input_{position}" for name, position in self._inputs(graph)}
+        forms = self.forms(strategy)
+        state = {p: (name, forms.get(name, WHOLE)) for p, name in self.state_names.items()}
+        _, cut = self.batch
+        if cut is not None:
+            cut_ranges(graph, self.program, [cut])
+        return shard_graph(graph, strategy, group, self.copies, state, inputs)
+
+    def _compare_gradients(self) -> None:
+        """Refuse a model whose gradients are not those of its forward ops: those alone are sharded."""
+        traced = self.captured.module
+        assert isinstance(traced, fx.GraphModule)
+        if not any(map(_may_change_gradients, traced.graph.nodes)):
+            return
+        forward = forward_graph(self.captured)
+        module = runs_graph(nn.Module(), forward.graph)
+        again = capture(module, _values(forward, self.captured, self.leaves))
+        placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
+        inputs = {n: state_name(node) or input_position(node) for n, node in enumerate(placeholders)}
+        if _gradient_formulas(self.captured, {}) != _gradient_formulas(again, inputs):
+            raise self._refuse(
+                "gradients that are not those of its forward's ops (an autograd.Function, no_grad, a hook)",
+                "plain differentiable ops",
+                "write it with ops of torch, or use optimize()",
+            )
+
+
+def _may_change_gradients(node: fx.Node) -> bool:
+    """May a node of the module's trace be anything but an op with torch's own gradient?"""
+    if node.op == "call_method":
+        return node.target in ("detach", "detach_", "requires_grad_", "register_hook")
+    if node.op != "call_function":
+        return node.op == "call_module"
+    home = getattr(node.target, "__module__", None) or ""
+    private = home.startswith(("torch._C", "torch.autograd", "torch._dynamo")) and home != "torch._C._nn"
+    return private or isinstance(node.target, HigherOrderOperator)
+
+
+def _values(module: fx.GraphModule, captured: Captured, leaves: list[object]) -> list[object]:
+    """A value for each placeholder of a forward graph: parameters, buffers, leaves of the arguments, of a
+    microbatch as many rows as its graph is for."""
+    traced = captured.module
+    state: dict[str, Tensor] = dict(traced.named_parameters(remove_duplicate=False))
+    state |= dict(traced.named_buffers(remove_duplicate=False))
+    values: list[object] = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            name, position = state_name(node), input_position(node)
+            assert name is not None or position is not None, f"{node.name} is neither input nor parameter"
+            value = leaves[position or 0] if name is None else state[name]
+            if isinstance(value, Tensor) and value.shape != node.meta["val"].shape:
+                value = value[: node.meta["val"].shape[0]]
+            values.append(value)
+    return values
+
+
+def _gradient_formulas(captured: Captured, inputs: Mapping[int, object]) -> list[str]:
+    """A digest of how each gradient is calculated, moves of elements left out.
+
+    Args: inputs: by position, the parameter that an input of the captured module stands for.
+    """
+    digests: dict[fx.Node, str] = {}
+    for node in captured.joint.graph.nodes:
+        read = [digests[source] for source in node.all_input_nodes]
+        if node.op == "placeholder":
+            position = input_position(node)
+            given = None if position is None else inputs.get(position, position)
+            text = repr((state_name(node) or given, is_tangent(node)))
+        elif op_name(node) in _MOVES and len(read) == 1:
+            digests[node] = read[0]
+            continue
+        else:
+            arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda source: digests[source])
+            text = op_name(node) + repr(sorted(read) if op_name(node) == "aten.add" else arguments)
+        digests[node] = hashlib.sha256(text.encode()).hexdigest()
+    results = output_node(captured.joint).args[0]
+    return sorted(digests[node] for node in results if isinstance(node, fx.Node))

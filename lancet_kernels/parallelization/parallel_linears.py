@@ -1,0 +1,388 @@
+"""Linear layers of a transformer's attention and MLP blocks, on the ranks of a group, as a partition says.
+
+    norm -> qkv -> attention -> projection -> add -> norm -> fc1 -> activation -> fc2 -> add
+
+PrimePar's search (`schedules.linears.segments`) finds the partition of each operator of a block, or
+Megatron's rule gives it; the linear layers are replaced in place, and what redistributes between operators is
+derived. The code in between stays the model's own. So additions and norms are whole on every rank, attention
+is cut along heads, activations along rows and features, and the search is told so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.rules.slices import FORWARD, Partition, replicate
+from lancet_kernels.graph.rules.tile_layouts import is_executable
+from lancet_kernels.ops.comm.groups import (
+    AnyGroups,
+    expert_group_name,
+    from_first_rank,
+    group_rank,
+    group_size,
+)
+from lancet_kernels.parallelization.partitioned_linear import LeadingDimensions, Neighbour, PartitionedLinear
+from lancet_kernels.schedules.linears.partition_costs import linear, pointwise
+from lancet_kernels.schedules.linears.segments import Problem, candidates, home_squares, megatron, solve_apart
+
+LINEAR_STRATEGIES = ("primepar", "megatron")
+DEFAULT_CLUSTER = "p3dn"
+"""The paper's."""
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of the linear layers of a block in their module. kinds: of features out in one fused layer, by
+    kind before head (3: GPT-2's c_attn); 0: otherwise."""
+
+    inner: tuple[str, ...]
+    outer: str
+    kinds: int = 0
+
+
+ATTENTION = (
+    Names(("c_attn",), "c_proj", kinds=3),  # GPT-2
+    Names(("q_proj", "k_proj", "v_proj"), "out_proj"),  # OPT
+    Names(("q_proj", "k_proj", "v_proj"), "o_proj"),  # Llama
+    Names(("query_key_value",), "dense"),  # Bloom
+)
+MLP = (
+    Names(("c_fc",), "c_proj"),
+    Names(("fc1",), "fc2"),
+    Names(("gate_proj", "up_proj"), "down_proj"),
+    Names(("dense_h_to_4h",), "dense_4h_to_h"),
+)
+OPERATORS = ("qkv", "attention", "projection", "fc1", "activation", "fc2")
+HEAD_COUNTS = ("num_heads", "n_head", "n_heads", "num_attention_heads")
+CUT_WITH_HEADS = (*HEAD_COUNTS, "num_key_value_heads", "split_size", "embed_dim")
+"""Numbers of an attention module that are its ranks' own once heads are cut."""
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Linear layers before (`inner`) and behind (`outer`) attention or an activation, in `module`."""
+
+    name: str
+    module: nn.Module
+    names: Names
+    heads: int = 0
+    """0: of an MLP."""
+    key_value_heads: int = 0
+
+    @property
+    def inner_layers(self) -> list[nn.Module]:
+        return [getattr(self.module, name) for name in self.names.inner]
+
+    @property
+    def outer_layer(self) -> nn.Module:
+        return getattr(self.module, self.names.outer)
+
+    @property
+    def sizes(self) -> tuple:
+        """Blocks for which they are equal are partitioned alike."""
+        layers = (*self.inner_layers, self.outer_layer)
+        return self.names, self.heads, self.key_value_heads, *map(_shape, layers)
+
+
+def parallelize_linears(
+    model: nn.Module,
+    example_inputs: Tensor | Sequence[object] | Mapping[str, object],
+    groups: AnyGroups | None = None,
+    strategy: str = "primepar",
+    *,
+    cluster: str | Path | Cluster = DEFAULT_CLUSTER,
+    partitions: Mapping[str, Partition] | None = None,
+    memory_gb: float | None = None,
+) -> nn.Module:
+    """Replace the linear layers of every attention and MLP block (GPT-2, OPT, Llama, Bloom, by the names in
+    their modules) by layers of which each rank holds a part. In place. (PrimePar, ASPLOS '24)
+
+    Every rank has the whole model, with the same parameters, and afterwards gives it the same inputs; outputs
+    and gradients are those of one device. Parameters keep their names; `whole_state_dict` gives whole ones.
+    Make the optimizer afterwards.
+
+    Args:
+        model: what is not a linear layer of such a block stays whole on every rank.
+        example_inputs: of the model; one forward without gradients says how many rows a batch has.
+        groups: 2^n ranks; None: all.
+        strategy: "primepar" searches; "megatron" splits columns, then rows.
+        cluster: a name or a TOML file, whose links and devices the search prices. What it finds takes least
+            time.
+        partitions: of operators by name (qkv, attention, projection, fc1, activation, fc2), instead of those
+            of the strategy.
+        memory_gb: 10^9 bytes on each rank for the linear layers of all blocks and what stands between them,
+            as the search counts: 16 bytes for each parameter (float16, gradient, Adam), 2 for each number
+            that the backward needs. None: no limit.
+    Returns: the model.
+    Raises: UserError (no such block, sizes or heads that ranks cannot divide, another strategy, nothing that
+        fits into the memory).
+    """
+    check_name("strategy", strategy, LINEAR_STRATEGIES)
+    name = expert_group_name(groups)
+    ranks = group_size(name)
+    if ranks & (ranks - 1):
+        raise UserError("ranks of a partition", got=ranks, expected="2^n", do="give a group of so many")
+    blocks = list(_blocks(model))
+    if not blocks:
+        raise UserError(
+            f"linear layers of {type(model).__name__}",
+            got="no module with those of an attention or MLP block",
+            expected="; ".join(", ".join((*n.inner, n.outer)) for n in (*ATTENTION, *MLP)),
+            do="name them so, or use SquareLinear",
+        )
+    if unknown := set(partitions or {}) - set(OPERATORS):
+        raise UserError(
+            "partitions", got=", ".join(unknown), expected=", ".join(OPERATORS), do="correct the name"
+        )
+    # All ranks have to use one result, also where a search ends in a tie.
+    rows, sequence = from_first_rank(_rows(model, example_inputs, blocks[0]), name, "rows of a batch")
+    kinds = _kinds(blocks, load_cluster(cluster), rows, sequence, ranks)
+    limit = None if memory_gb is None else 1e9 * memory_gb
+    chosen = from_first_rank(_chosen(kinds, strategy, partitions or {}, limit), name, "partitions")
+    for one in blocks:
+        _replace(one, chosen[one.sizes], groups)
+    return model
+
+
+def _blocks(model: nn.Module) -> Iterator[_Block]:
+    """In the order of the model's modules."""
+    for name, module in list(model.named_modules()):
+        for names in ATTENTION:
+            if _has(module, names):
+                yield _Block(name, module, names, *_heads(name, module, names))
+        for names in MLP:
+            if _has(module, names):
+                yield _Block(name, module, names)
+
+
+def _has(module: nn.Module, names: Names) -> bool:
+    return all(_is_linear(getattr(module, name, None)) for name in (*names.inner, names.outer))
+
+
+def _is_linear(layer: object) -> bool:
+    """Conv1D of transformers is a linear layer with the weight the other way round."""
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def _shape(layer: nn.Module) -> tuple[int, int]:
+    """Features out and in."""
+    out, into = layer.get_parameter("weight").shape
+    return (out, into) if isinstance(layer, nn.Linear) else (into, out)
+
+
+def _heads(name: str, module: nn.Module, names: Names) -> tuple[int, int]:
+    """Numbers of heads: of queries, and of keys and values."""
+    places = [module, getattr(module, "config", None)]
+    counts = [getattr(place, count) for place in places for count in HEAD_COUNTS if hasattr(place, count)]
+    width = _shape(getattr(module, names.outer))[1]
+    if not counts or width % counts[0]:
+        raise UserError(
+            f"attention {name}",
+            got=f"no number of heads that divides {width} features",
+            expected=f"an attribute {' or '.join(HEAD_COUNTS)} of it or of its config",
+            do="add one",
+        )
+    key_value = _shape(getattr(module, names.inner[-1]))[0] if len(names.inner) == 3 else width
+    return counts[0], key_value * counts[0] // width
+
+
+def _rows(model: nn.Module, example_inputs: Tensor | Sequence | Mapping, first: _Block) -> tuple[int, int]:
+    """Rows of a batch, and of a sequence, at the first block."""
+    seen: list[torch.Size] = []
+    hook = getattr(first.module, first.names.inner[0]).register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0].shape)
+    )
+    try:
+        with torch.no_grad():
+            if isinstance(example_inputs, Mapping):
+                model(**example_inputs)
+            elif isinstance(example_inputs, Tensor):
+                model(example_inputs)
+            else:
+                model(*example_inputs)
+    finally:
+        hook.remove()
+    if not seen:
+        raise UserError(
+            "example inputs",
+            got=f"a forward that does not call {first.name}.{first.names.inner[0]}",
+            expected="one that runs every block",
+            do="give the inputs of a training step",
+        )
+    return seen[0][:-1].numel(), seen[0][-2] if len(seen[0]) > 1 else 1
+
+
+def _problem(cluster: Cluster, one: _Block, rows: int, sequence: int, ranks: int) -> Problem:
+    """A block between two additions, with the partitions of each operator that can run here."""
+    inner = [features for features, _ in map(_shape, one.inner_layers)]
+    (_, width), (out, middle) = _shape(one.inner_layers[0]), _shape(one.outer_layer)
+    add = pointwise("add", 1, rows, width, splits="k", passes=3)
+    if one.heads:
+        operators = (
+            add,
+            linear("qkv", 1, rows, width, sum(inner)),
+            pointwise(
+                "attention", 1, rows, middle, splits="h", passes=4, flops=2.0 * rows * sequence * middle
+            ),
+            linear("projection", 1, rows, middle, out),
+            add,
+        )
+    else:
+        operators = (
+            add,
+            linear("fc1", 1, rows, width, sum(inner)),
+            pointwise("activation", 1, rows, middle, splits="mk", passes=1 + len(inner)),
+            linear("fc2", 1, rows, middle, out),
+            add,
+        )
+    bits, node = ranks.bit_length() - 1, min(cluster.gpus_per_node, ranks)
+    node_bits = bits - (node.bit_length() - 1)
+    limits = _limits(one, rows)
+    choices = [
+        [
+            p
+            for p in candidates(o, bits, node_bits, squares=home_squares)
+            if _can_run(p, limits[o.name], ranks)
+        ]
+        if o.name in limits
+        else [_whole(ranks)]
+        for o in operators
+    ]
+    for operator, every in zip(operators, choices, strict=True):
+        if not every:
+            raise UserError(
+                f"partition of {operator.name} of {one.name} over {ranks} ranks",
+                got=f"sizes {limits[operator.name]}",
+                expected="sizes that some partition divides evenly",
+                do="use fewer ranks, or another batch",
+            )
+    edges = tuple(pairwise(range(len(operators))))
+    return Problem(cluster, operators, edges, tuple(map(tuple, choices)))
+
+
+def _limits(one: _Block, rows: int) -> dict[str, dict[str, int]]:
+    """By operator: the dimensions that may be cut, and what their slices have to divide."""
+    inner = math.gcd(*(features for features, _ in map(_shape, one.inner_layers)))
+    (_, width), (out, middle) = _shape(one.inner_layers[0]), _shape(one.outer_layer)
+    first, between, last = ("qkv", "attention", "projection") if one.heads else ("fc1", "activation", "fc2")
+    heads = {"h": math.gcd(one.heads, one.key_value_heads)}
+    return {
+        first: {"m": rows, "n": width, "k": inner},
+        between: heads if one.heads else {"m": rows, "k": inner},
+        last: {"m": rows, "n": middle, "k": out},
+    }
+
+
+def _can_run(partition: Partition, limits: Mapping[str, int], ranks: int) -> bool:
+    cut = {d for primitive in partition.primitives for d in primitive.dimensions}
+    divides = cut <= limits.keys() and all(limits[d] % partition.slices(d) == 0 for d in cut)
+    return partition.devices == ranks and divides and ("n" not in limits or is_executable(partition))
+
+
+def _whole(ranks: int) -> Partition:
+    """Everything on every rank."""
+    return Partition((replicate(),) * (ranks.bit_length() - 1))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Equal blocks: the first of them, how many there are, and what to search."""
+
+    first: _Block
+    count: int
+    problem: Problem
+    limits: Mapping[str, Mapping[str, int]]
+    ranks: int
+
+
+def _kinds(blocks: Sequence[_Block], cluster: Cluster, rows: int, sequence: int, ranks: int) -> list[_Kind]:
+    counts = Counter(one.sizes for one in blocks)
+    firsts = {one.sizes: one for one in reversed(blocks)}
+    return [
+        _Kind(one, counts[sizes], _problem(cluster, one, rows, sequence, ranks), _limits(one, rows), ranks)
+        for sizes, one in firsts.items()
+    ]
+
+
+def _chosen(
+    kinds: Sequence[_Kind], strategy: str, given: Mapping[str, Partition], memory_limit: float | None
+) -> dict[tuple, dict[str, Partition]]:
+    """The partitions of the operators by name, for the sizes of each kind of block."""
+    problems = []
+    for kind in kinds:
+        problem, fixed = kind.problem, dict(given)
+        if strategy == "megatron":
+            rule = megatron(problem.operators, 0, kind.ranks.bit_length() - 1)
+            fixed = {o.name: p for o, p in zip(problem.operators, rule, strict=True)} | fixed
+        _check_partitions(fixed, kind)
+        choices = {o.name: c for o, c in zip(problem.operators, problem.choices, strict=True)}
+        choices |= {name: (p,) for name, p in fixed.items() if name in choices}
+        problems.append((problem.restricted(choices), kind.count))
+    solutions = solve_apart(problems, memory_limit)
+    # What stands between equal blocks is fixed, so all of them have the partitions of the first.
+    return {
+        kind.first.sizes: {
+            o.name: p for o, p in zip(kind.problem.operators, solution.partitions, strict=False)
+        }
+        for kind, solution in zip(kinds, solutions, strict=True)
+    }
+
+
+def _check_partitions(chosen: Mapping[str, Partition], kind: _Kind) -> None:
+    for name, limits in kind.limits.items():
+        if name in chosen and not _can_run(chosen[name], limits, kind.ranks):
+            sizes = ", ".join(f"{d} = {n}" for d, n in limits.items())
+            raise UserError(
+                f"partition of {name} of {kind.first.name}",
+                got=str(chosen[name]),
+                expected=f"one over {kind.ranks} ranks whose slices divide {sizes}",
+                do="use fewer ranks, another batch, or strategy primepar without partitions",
+            )
+
+
+def _replace(one: _Block, partitions: Mapping[str, Partition], groups: AnyGroups | None) -> None:
+    """The linear layers of a block by those under the given partitions."""
+    inner, middle, outer = (
+        ("qkv", Neighbour(partitions["attention"], "h"), "projection")
+        if one.heads
+        else ("fc1", Neighbour(partitions["activation"]), "fc2")
+    )
+    around, leading = Neighbour(partitions["add"]), LeadingDimensions()
+    parts = (one.heads, one.names.kinds) if one.names.kinds else None
+    for name, layer in zip(one.names.inner, one.inner_layers, strict=True):
+        own = PartitionedLinear(layer, partitions[inner], around, middle, groups, leading, parts)
+        setattr(one.module, name, own)
+    last = PartitionedLinear(one.outer_layer, partitions[outer], middle, around, groups, leading)
+    setattr(one.module, one.names.outer, last)
+    if one.heads:
+        _cut_heads(one.module, middle, one.heads, group_rank(expert_group_name(groups)))
+
+
+def _cut_heads(module: nn.Module, attention: Neighbour, heads: int, rank: int) -> None:
+    """Let an attention module compute this rank's heads."""
+    slices = attention.partition.slices("h")
+    for name in CUT_WITH_HEADS:
+        if isinstance(getattr(module, name, None), int):
+            setattr(module, name, getattr(module, name) // slices)
+    own = attention.partition.slice(FORWARD, "h", rank, 0) if slices > 1 else 0
+
+    def own_alibi(_module, inputs, by_name):
+        """Bloom's distances, [batch * heads, ...], one for each head."""
+        if isinstance(alibi := by_name.get("alibi"), Tensor):
+            by_head = alibi.unflatten(0, (-1, heads))
+            by_name["alibi"] = by_head.chunk(slices, dim=1)[own].flatten(0, 1)
+        return inputs, by_name
+
+    if slices > 1 and "alibi" in signature(module.forward).parameters:
+        module.register_forward_pre_hook(own_alibi, with_kwargs=True)

@@ -1,0 +1,292 @@
+"""The module that `parallelize` returns: called with the whole batch, with a rank's part of the parameters.
+
+Its state dict has the names of the whole model; what is sharded is a DTensor there, so that
+torch.distributed.checkpoint can write it on so many ranks and read it on others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.forward_program import runs_graph
+from lancet_kernels.graph.program.forms import Form
+from lancet_kernels.ops.comm.groups import group_name, group_of
+from lancet_kernels.ops.comm.shards import shard_of
+from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.optimization.guards import Guards, bind, hooks_of
+from lancet_kernels.optimization.optimized_module import OptimizedModule
+from lancet_kernels.parallelization.one_device_model import OneDeviceModel
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
+from lancet_kernels.training.gradients import set_gradient_group
+
+
+def sharded_module(
+    model: nn.Module,
+    graph: fx.Graph,
+    forms: Mapping[str, Form],
+    group: str,
+    tensors: Mapping[str, Tensor],
+) -> nn.Module:
+    """A module that runs the graph, with the parameters and buffers of the model under their names: those of
+    the first rank, of sharded ones this rank's slice.
+
+    Args: forms: by name, in which form a rank has a parameter. tensors: others that the graph reads, by
+        attribute.
+    """
+    root, saved = nn.Module(), model.state_dict()
+    for name, buffer in [*model.named_buffers(), *tensors.items()]:
+        _owner(root, name).register_buffer(name.rpartition(".")[2], buffer, persistent=name in saved)
+    for name, parameter in model.named_parameters():
+        form = forms[name]
+        if form.dimension is not None:
+            parameter = _shard(parameter, form.dimension, group)
+        _owner(root, name).register_parameter(name.rpartition(".")[2], parameter)
+    module = runs_graph(root, graph)
+    for name, form in forms.items():
+        if form.is_cut:
+            # Every rank has another slice: nothing is summed.
+            set_gradient_group(_owner(module, name), None, [name.rpartition(".")[2]])
+    module.train(model.training)
+    return module
+
+
+def _shard(parameter: nn.Parameter, dim: int, group: str) -> nn.Parameter:
+    whole = parameter.detach().clone()
+    if group:
+        process_group = group_of(group)
+        with waiting("broadcast of the parameters to be sharded", process_group):
+            dist.broadcast(whole, src=dist.get_global_rank(process_group, 0), group=process_group)
+    own = shard_of(whole, dim, group).clone(memory_format=torch.contiguous_format)
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+
+def _owner(root: nn.Module, name: str) -> nn.Module:
+    """The submodule that a tensor of this name belongs to; it is made where there is none."""
+    owner = root
+    for part in name.split(".")[:-1]:
+        if part not in owner._modules:
+            owner.add_module(part, nn.Module())
+        owner = owner.get_submodule(part)
+    return owner
+
+
+class ParallelModule(nn.Module):
+    """This rank's part of a training step. Call it with the whole batch, like the model on one device; every
+    rank gets the whole result. `backward` gives a rank the gradients of its part: of whole parameters the
+    sum over the ranks, of sharded ones their slice of it.
+
+    Parameters have the names of the model's. A state dict is that of the whole model: what is sharded is a
+    DTensor there, and may be loaded from a DTensor on other ranks or from the whole tensor.
+
+    strategy: in which form everything is. plan: the order in which the step runs. optimized: what runs it.
+    """
+
+    def __init__(
+        self, optimized: OptimizedModule, strategy: ShardingStrategy, source: OneDeviceModel, mesh: DeviceMesh
+    ) -> None:
+        super().__init__()
+        runs = optimized.module
+        self._modules, self._parameters, self._buffers = runs._modules, runs._parameters, runs._buffers
+        self._non_persistent_buffers_set = runs._non_persistent_buffers_set
+        # In a tuple, because it is no submodule: its parameters are these.
+        self._held = (optimized,)
+        self.strategy, self.plan, self.mesh = strategy, optimized.plan, mesh
+        self.forms = source.forms(strategy)
+        model, self._name = source.model, source.name
+        self._reads, self._structure = source.input_positions, source.captured.result_structure
+        self._signature = inspect.signature(model.forward)
+        self._guards = Guards(
+            model,
+            source.captured.assumptions(),
+            source.arguments,
+            sums_gradients=True,
+            by="parallelize",
+            kinds=("_modules", "_parameters", "_buffers"),
+        )
+        plain = source.captured.plain
+        # Which keep the model, with all of its parameters.
+        self._plain = plain if plain.paths else None
+        first = source.first_names
+        self._names = {name: first[name] for name in model.state_dict() if name in first}
+        self._in_strategy = source.state_names
+        named = dict(model.named_modules())
+        for name, module in self.named_modules():
+            module.training = named[name].training if name in named else model.training
+        self._modes = {name: module.training for name, module in self.named_modules()}
+        self._sharded = [
+            (name, ref(parameter), parameter._version)
+            for name, parameter in model.named_parameters()
+            if self.forms[name].dimension is not None
+        ]
+        self.register_state_dict_post_hook(_as_whole)
+        self.register_load_state_dict_pre_hook(_as_own)
+
+    @property
+    def optimized(self) -> OptimizedModule:
+        return self._held[0]
+
+    def forward(self, *inputs: object, **by_name: object) -> object:
+        """The model's result for the whole batch.
+
+        Raises: UserError for shapes other than the example's, in another mode, or where the model or this
+        module was changed otherwise: the graph is that of the model as it was.
+        """
+        arguments = bind(self._signature, f"the parallelized {self._name}", inputs, by_name)
+        reason = self._guards.reason(arguments) or self._changed()
+        if reason:
+            raise UserError(
+                f"call of the parallelized {self._name}",
+                got=reason,
+                expected="what parallelize() was given: its graph is for these inputs and settings alone",
+                do="keep to them (drop the last batch), or parallelize() once more for the others",
+            )
+        for name, tensor in self._plain.values().items() if self._plain is not None else ():
+            setattr(_owner(self, name), name.rpartition(".")[2], tensor)
+        leaves = pytree.tree_leaves(self._guards.inputs.laid_out(arguments))
+        results = self.optimized(*(leaves[position] for position in self._reads))
+        return pytree.tree_unflatten(list(results), self._structure)
+
+    def _changed(self) -> str:
+        """What was changed that the graph does not read; "" if nothing was."""
+        for name, module in self.named_modules():
+            if module.training is not self._modes.get(name, module.training):
+                modes = ("evaluation", "training")
+                where = f" of {name}" if name else ""
+                return f"{modes[module.training]} mode{where}, was {modes[not module.training]} mode"
+            if module is not self and any(hooks_of(module)):
+                return f"hooks of {name}, which is not called"
+        for name, parameter, version in self._sharded:
+            whole = parameter()
+            if whole is not None and whole._version != version:
+                return f"another value of {name} in the model, of which this module has its own part"
+        return ""
+
+    def explain(self) -> str:
+        """The strategy, with the names of the model's parameters, and the plan, as text."""
+        return f"{self.strategy.explain(self._in_strategy)}\n{self.plan.explain()}"
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """The state of an optimizer of these parameters, by the names of the whole model, DTensors where they
+        are sharded. Collective through the optimizer's step where it has no state yet: that is made, as
+        torch.distributed.checkpoint fills what is there."""
+        _make_state(optimizer)
+        names = self._names_in(optimizer)
+        state = {
+            name: {
+                k: self.whole(name, v) if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()
+            }
+            for name, p in names.items()
+        }
+        by_parameter = {p: name for name, p in names.items()}
+        groups = [
+            {**group, "params": [by_parameter[p] for p in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state_dict` gave, on as many ranks or on others."""
+        _make_state(optimizer)
+        with torch.no_grad():
+            for name, parameter in self._names_in(optimizer).items():
+                for key, value in state["state"][name].items():
+                    mine = optimizer.state[parameter].get(key)
+                    if isinstance(mine, Tensor):
+                        mine.copy_(self.own(name, value))
+                    else:
+                        optimizer.state[parameter][key] = value
+        for group, given in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            group.update({k: v for k, v in given.items() if k != "params"})
+
+    def _names_in(self, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+        """The optimizer's parameters by name. Raises: UserError for one that is not this module's."""
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        given = [p for group in optimizer.param_groups for p in group["params"]]
+        strangers = sum(p not in names for p in given)
+        if strangers:
+            raise UserError(
+                f"optimizer of the parallelized {self._name}",
+                got=f"{strangers} parameters that are not of this module",
+                expected="parameters of the parallelized module",
+                do="make the optimizer behind parallelize(), with its parameters()",
+            )
+        return {names[p]: p for p in given}
+
+    def whole(self, name: str, own: Tensor) -> Tensor:
+        """What this rank holds of a parameter, its gradient or an optimizer's state of it, as a tensor of the
+        whole model: a DTensor where it is sharded, else itself."""
+        form = self.forms.get(name)
+        if form is None or form.dimension is None or own.dim() == 0:
+            return own
+        if own.shape != self.get_parameter(name).shape:
+            raise UserError(
+                f"tensor of {name}, which is sharded",
+                got=list(own.shape),
+                expected=f"the shape of this rank's part, {list(self.get_parameter(name).shape)}",
+                do="use an optimizer whose state has the shape of the parameters",
+            )
+        return DTensor.from_local(own, self.mesh, [Shard(form.dimension)], run_check=False)
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of the whole model, a DTensor or not. Collective for DTensors that are
+        sharded otherwise. Raises: UserError for another shape."""
+        form = self.forms.get(name)
+        if form is None or form.dimension is None or whole.dim() == 0:
+            return whole.full_tensor() if isinstance(whole, DTensor) else whole
+        dim = form.dimension
+        if isinstance(whole, DTensor):
+            if whole.device_mesh == self.mesh and whole.placements == (Shard(dim),):
+                return whole.to_local()
+            whole = whole.full_tensor()
+        size = self.get_parameter(name).shape[dim] * self.mesh.size()
+        if whole.shape[dim] != size:
+            raise UserError(
+                f"{name} of the parallelized {self._name}",
+                got=list(whole.shape),
+                expected=f"the whole tensor, {size} along dimension {dim}",
+                do="give the state dict of the whole model",
+            )
+        return shard_of(whole, dim, group_name(self.mesh.get_group()))
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """The state of an optimizer that has not made a step, by one that changes nothing."""
+    if optimizer.state:
+        return
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [(p, p.grad, p.detach().clone()) for p in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter, gradient, value in before:
+        parameter.grad = gradient
+        parameter.data.copy_(value)
+    for state in optimizer.state.values():
+        if "step" in state:
+            state["step"] = state["step"] * 0
+
+
+def _as_whole(module: ParallelModule, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    """Replace own parameters in a state dict by those of the whole model, each under all of its names."""
+    own = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+    for name, first in module._names.items():
+        state[prefix + name] = module.whole(first, own[prefix + first])
+
+
+def _as_own(module: ParallelModule, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """The other way round."""
+    for name, first in module._names.items():
+        if prefix + name in state:
+            whole = state[prefix + name] if name == first else state.pop(prefix + name)
+            state[prefix + first] = module.own(first, whole)

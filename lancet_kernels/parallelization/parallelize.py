@@ -1,0 +1,275 @@
+"""`parallelize`: a model for one device in, this rank's sharded and duplexed training step out.
+
+    capture on one device -> strategy (searched, or given) -> two microbatches -> shards and collectives
+    -> optimize (order, early starts)
+
+HiDup, sections 3 to 5. The mathematics is that of the model on one device, given the whole batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.costs.costs import Cost, CostModel
+from lancet_kernels.graph.costs.profiler import Profiler
+from lancet_kernels.graph.program.program import Instruction, Program
+from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.layer.model_layers import moe_layers
+from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_name, group_of, group_size
+from lancet_kernels.optimization.guards import example_arguments
+from lancet_kernels.optimization.model_checks import check_model
+from lancet_kernels.optimization.optimize import optimize
+from lancet_kernels.optimization.rank_agreement import result_of_first_rank, values_of_ranks
+from lancet_kernels.parallelization.one_device_model import OneDeviceModel
+from lancet_kernels.parallelization.parallel_linears import (
+    DEFAULT_CLUSTER,
+    LINEAR_STRATEGIES,
+    parallelize_linears,
+)
+from lancet_kernels.parallelization.parallel_module import ParallelModule, sharded_module
+from lancet_kernels.schedules.duplex import COPIES
+from lancet_kernels.schedules.shard.conversions import MESSAGE_KINDS
+from lancet_kernels.schedules.shard.sharding import search_sharding
+from lancet_kernels.schedules.shard.sharding_baselines import BASELINES, shared_baseline
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
+from lancet_kernels.schedules.strategies import PlanningOptions
+
+HIDUP = "hidup"
+SHARDINGS = (HIDUP, *BASELINES)
+"""Names of strategies."""
+ORDER = "lancet-dw"
+"""The plan's strategy: the best order of the graph as it is, the stages in turns among them."""
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def parallelize(
+    model: nn.Module,
+    example_inputs: Sequence[object] | Mapping[str, object],
+    groups: AnyGroups | None = None,
+    *,
+    strategy: str | Path | ShardingStrategy = HIDUP,
+    cluster: str | Path | Cluster | None = None,
+    memory_gb: float | None = None,
+    copies: int = COPIES,
+    times: str | Path | None = None,
+    options: PlanningOptions | None = None,
+    inner_compile: str = "",
+    verbose: bool = False,
+) -> ParallelModule | nn.Module:
+    """Turn a model for one device into this rank's part of the same training step on all ranks.
+
+    Collective: all ranks of the job call it with the same model and the same inputs. What the first rank has
+    counts: its parameters, and the strategy that it finds.
+
+    Args:
+        model: its forward returns the loss, or tensors from which every rank calculates it alike. Parameters
+            that are not sharded stay those of `model`.
+        example_inputs: the whole batch, a tuple by position or a dict by name, as for one device. Every rank
+            gets the whole batch in every step; its slice is taken inside.
+        groups: the ranks: a DeviceMesh of one dimension, a process group, or the expert group of `Groups`;
+            None: all of the job.
+        strategy: "hidup": the fastest that the search finds; one that people choose by hand: "data parallel",
+            "expert parallel" (GShard's), "replicated"; or a `ShardingStrategy`, or the file of one.
+            "primepar", "megatron": a copy of the model in which only the linear layers of attention and MLP
+            blocks are partitioned (`parallelize_linears`); of the arguments below `cluster` and `memory_gb`
+            alone apply, which here limits what is partitioned. Nothing is planned.
+        cluster: search and plan for a cluster (a name, a TOML file) instead of measuring this machine, which
+            runs half of the batch on one device.
+        memory_gb: of a device: strategies that need more are dropped. For the searches alone.
+        copies: microbatches, of which one communicates while another computes. 1: none.
+        times, options, inner_compile, verbose: as for `optimize`.
+    Returns: a new module, which shares with `model` the parameters that stay whole.
+    Raises: CaptureError (no single graph), UserError (no process group, sizes that the ranks do not divide, a
+        strategy for something else, an argument that has no meaning for the strategy, ranks that disagree).
+    """
+    check_model(model)
+    group, mesh = _group(groups, next(model.parameters()).device.type)
+    strategy = _strategy_or_file(strategy)
+    if strategy in LINEAR_STRATEGIES:
+        planned = {"copies": copies != COPIES, "times": times, "options": options}
+        _refuse_unused(strategy, planned | {"inner_compile": inner_compile, "verbose": verbose})
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        return parallelize_linears(
+            copy.deepcopy(model, shared),
+            example_inputs,
+            mesh,
+            str(strategy),
+            cluster=cluster or DEFAULT_CLUSTER,
+            memory_gb=memory_gb,
+        )
+    _refuse_unused(strategy, {"memory_gb": strategy != HIDUP and memory_gb})
+    _refuse_experts(model)
+    own = Groups.of_ranks(group)
+    arguments = example_arguments(model, example_inputs)
+    device_model = _alike(lambda: OneDeviceModel(model, arguments, copies), own)
+    chosen = _strategy(device_model, strategy, own, cluster, memory_gb, times)
+    graph = device_model.sharded_graph(chosen, own.expert)
+    optimized = optimize(
+        sharded_module(model, graph, device_model.forms(chosen), own.expert, device_model.tensors),
+        tuple(device_model.leaves[position] for position in device_model.input_positions),
+        strategy=ORDER,
+        cluster=cluster,
+        times=times,
+        options=options,
+        groups=own,
+        inner_compile=inner_compile,
+        verbose=verbose,
+    )
+    return ParallelModule(optimized, chosen, device_model, mesh)
+
+
+def _group(given: AnyGroups | None, device: str) -> tuple[str, DeviceMesh]:
+    """The name of the group, and its mesh. Raises: UserError where there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise UserError(
+            "parallelize",
+            got="no process group",
+            expected="one, of the ranks that share the model",
+            do="start the ranks with torchrun and call torch.distributed.init_process_group()",
+        )
+    if isinstance(given, DeviceMesh):
+        if given.ndim != 1:
+            raise UserError(
+                "mesh to parallelize on",
+                got=f"{given.ndim} dimensions {given.mesh_dim_names or ''}",
+                expected="one: a tensor is cut along one of its dimensions at a time",
+                do="give one dimension of it, mesh['name'], or a flat mesh",
+            )
+        return group_name(given.get_group()), given
+    group = given or dist.group.WORLD
+    if isinstance(group, Groups):
+        if not group.expert:
+            raise UserError(
+                "groups to parallelize on",
+                got="an expert group of one rank",
+                expected="ranks that share the model",
+                do="give their process group",
+            )
+        group = group_of(group.expert)
+    assert group is not None
+    return group_name(group), DeviceMesh.from_group(group, device)
+
+
+def _strategy_or_file(strategy: str | Path | ShardingStrategy) -> str | Path | ShardingStrategy:
+    """A str is a name, or else a file."""
+    names = (*SHARDINGS, *LINEAR_STRATEGIES)
+    if not isinstance(strategy, str) or strategy in names:
+        return strategy
+    if not Path(strategy).is_file():
+        raise UserError(
+            "strategy",
+            got=repr(strategy),
+            expected=f"one of {', '.join(names)}, a ShardingStrategy, or the file of one",
+            do="check the name",
+        )
+    return Path(strategy)
+
+
+def _refuse_unused(strategy: str | Path | ShardingStrategy, arguments: Mapping[str, object]) -> None:
+    """Raise UserError for an argument that is given (not false) and has no meaning for the strategy."""
+    for name, value in arguments.items():
+        if value:
+            raise UserError(
+                f"{name} of parallelize",
+                got=f"one, with strategy {strategy if isinstance(strategy, str) else 'given'}",
+                expected="none: this strategy does not use it",
+                do="leave it out",
+            )
+
+
+def _refuse_experts(model: nn.Module) -> None:
+    layers = moe_layers(model)
+    if layers:
+        raise UserError(
+            f"model {type(model).__name__} to parallelize",
+            got=f"{len(layers)} MoELayer(s), whose experts are on their ranks already",
+            expected="a model for one device, experts as a dimension of dense tensors",
+            do="use optimize() for MoELayers",
+        )
+
+
+def _alike(make: Callable[[], OneDeviceModel], groups: Groups) -> OneDeviceModel:
+    """The model on one device, the same one on every rank. Raises: UserError on every rank otherwise."""
+    model, refusal, digest = None, None, ""
+    try:
+        model = make()
+        digest = fingerprint(model.microbatch_program())
+    except UserError as error:
+        refusal = error
+    digests = values_of_ranks(groups.world, digest)
+    if refusal is not None:
+        raise refusal
+    others = [str(rank) for rank, other in enumerate(digests) if other != digests[0]]
+    if others or not digests[0]:
+        raise UserError(
+            "model to parallelize",
+            got=f"another one, or other inputs, on rank(s) {', '.join(others) or '0'}",
+            expected="the same model and the same batch on every rank",
+            do="give every rank the whole batch, and see what the other ranks say",
+        )
+    assert model is not None
+    return model
+
+
+def _strategy(
+    model: OneDeviceModel,
+    strategy: str | Path | ShardingStrategy,
+    groups: Groups,
+    cluster: str | Path | Cluster | None,
+    memory_gb: float | None,
+    times: str | Path | None,
+) -> ShardingStrategy:
+    """The first rank's strategy, on every rank. Raises: UserError on every rank if it has none."""
+    ranks = group_size(groups.expert)
+    if isinstance(strategy, str):
+        program = model.microbatch_program()
+        if cluster is None:
+            program, cost = _measured(model, groups, times)
+        else:
+            cost = CostModel.for_cluster(load_cluster(cluster), ranks)
+
+    def make() -> ShardingStrategy:
+        if isinstance(strategy, str):
+            if strategy in BASELINES:
+                return shared_baseline(strategy, program, ranks, cost)
+            return search_sharding(program, ranks, cost, memory_gb=memory_gb)
+        given = ShardingStrategy.load(strategy) if isinstance(strategy, Path) else strategy
+        if given.ranks != ranks:
+            raise UserError(
+                f"sharding of {given.program}",
+                got=f"one for {given.ranks} ranks",
+                expected=f"one for {ranks}",
+                do="search again for these ranks",
+            )
+        given.check(model.microbatch_program(given.program))
+        return given
+
+    (data,) = result_of_first_rank(groups.world, lambda: [make().to_json()])
+    return ShardingStrategy.from_json(data)
+
+
+def _measured(model: OneDeviceModel, groups: Groups, times: str | Path | None) -> tuple[Program, Cost]:
+    """The microbatch's Program with times measured on this device, and costs for it. Collective."""
+    module, values = model.microbatch, model.microbatch_values
+    device = next(model.model.parameters()).device
+    profiler = Profiler(groups, device, times)
+    measured = profiler.program(module, values)
+    largest = max(spec.content_bytes for spec in measured.tensors.values())
+    messages = [
+        Instruction(name, f"sharding.{name}", kind=kind, bytes=largest, attributes={"collective": name})
+        for name, kind in MESSAGE_KINDS.items()
+    ]
+    with_messages = replace(measured, instructions=(*measured.instructions, *messages))
+    cost = profiler.costs(module, values, with_messages, 1)
+    return model.as_forward(measured), cost

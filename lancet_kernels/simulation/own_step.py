@@ -1,0 +1,176 @@
+"""Plans a user's training step for simulated ranks: `FILE.py:make_step`.
+
+`make_step()` returns the module and the example inputs for `optimize`. It runs as rank 0 of a fake job, with
+fake tensors, which have no contents.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.costs.costs import CostModel
+from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.optimization.guards import example_arguments
+from lancet_kernels.optimization.model_checks import check_model
+from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
+
+_RETURNS = "(module, example inputs), the inputs a tuple by position or a dict by name"
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """A simulated setting: the step that a function in a file returns, on `gpus` ranks of a cluster.
+
+    module: `FILE.py:function`. cluster: a name, or the path of a TOML file.
+    """
+
+    module: str
+    cluster: str
+    gpus: int
+
+    assumptions = ("without the optimizer's step, which optimize() does not plan either",)
+
+    @cached_property
+    def hardware(self) -> Cluster:
+        return load_cluster(self.cluster)
+
+    @cached_property
+    def priced(self) -> CostedGraph:
+        """The program that `optimize` would plan on these ranks, with its costs there.
+
+        Raises: UserError for GPUs that are not whole nodes, and for errors in the file, the function or the
+        module; CaptureError for a module that is not one graph.
+        """
+        # Checked first, because a number of GPUs that does not fill nodes gives the clearer error.
+        CostModel.for_cluster(self.hardware, self.gpus)
+        make_step = load_function(self.module)
+        with fake_ranks(self.gpus):
+            model, inputs = self._call(make_step)
+            step = capture_step(model, inputs)
+            return step.costed(step.captured.joint, (), self.hardware)
+
+    def _call(self, make_step: Callable[[], object]) -> tuple[nn.Module, Sequence | Mapping[str, object]]:
+        try:
+            with without_contents():
+                step = make_step()
+        except UserError:
+            raise
+        except Exception as error:
+            reads = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+            raise UserError(
+                self.module,
+                got=_reason(error, Path(self.module.rpartition(":")[0])),
+                expected="a step that does not read values of tensors, which have none while planning"
+                if reads
+                else _RETURNS,
+                do="remove the code that reads values; only shapes matter here"
+                if reads
+                else f"correct it; {make_step.__name__}() runs on rank 0 of an initialized job",
+            ) from error
+        if not (isinstance(step, (tuple, list)) and len(step) == 2 and isinstance(step[0], nn.Module)):
+            raise UserError(
+                self.module, got=_kinds(step), expected=_RETURNS, do="return what optimize() would get"
+            )
+        model, inputs = step
+        if isinstance(inputs, Tensor) or not isinstance(inputs, (tuple, list, Mapping)):
+            got = f"{type(model).__name__} with {type(inputs).__name__} as inputs"
+            raise UserError(self.module, got=got, expected=_RETURNS, do="write (x,) for one input")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UserError(
+                self.module,
+                got=f"{type(model).__name__} without parameters to train",
+                expected="a training step",
+                do="return the module that holds model and loss",
+            )
+        return model, inputs
+
+    def describe(self) -> str:
+        """One line for headings."""
+        return f"{self.module}, {self.gpus} ranks of {self.hardware.name} ({self.hardware.description})"
+
+    def facts(self) -> dict[str, object]:
+        """What was simulated, as JSON values."""
+        return {"module": self.module, "cluster": self.hardware.name, "gpus": self.gpus}
+
+
+def capture_step(model: nn.Module, inputs: Sequence | Mapping[str, object]) -> CapturedStep:
+    """The captured step of a model, as `optimize` would plan it.
+
+    Raises: UserError, CaptureError.
+    """
+    check_model(model)
+    return CapturedStep.of(model, *example_arguments(model, inputs), True, None)
+
+
+def load_function(spec: str) -> Callable[[], object]:
+    """The function `FILE.py:name`; the file is executed as a module.
+
+    Raises: UserError for a spec without function, a missing file, a file that fails, or a missing function.
+    """
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path or not name.isidentifier():
+        raise UserError(
+            "module", got=spec, expected="FILE.py:function", do="add the function, as in step.py:make_step"
+        )
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(
+            "module", got=f"{path}, which does not exist", expected="a Python file", do="check the path"
+        )
+    function = getattr(_run_file(file), name, None)
+    if not callable(function):
+        what = f"no {name}" if function is None else f"a {name} that is not a function"
+        raise UserError(
+            "module", got=f"{what} in {path}", expected=f"a function {name}()", do="define it there"
+        )
+    return function
+
+
+def _run_file(file: Path) -> ModuleType:
+    name = f"own_step_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError("module", got=str(file), expected="a Python file (.py)", do="check the path")
+    module = importlib.util.module_from_spec(spec)
+    # As for `python FILE.py`: it can import modules from its folder, and its classes can be pickled.
+    folder = str(file.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(
+            f"file {file}", got=_reason(error, file), expected="a file that can be imported", do="correct it"
+        ) from error
+    return module
+
+
+def _reason(error: Exception, file: Path) -> str:
+    """`ValueError: first line of its message (step.py, line 12)`: the innermost line of the file."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    lines = [
+        f.lineno
+        for f in traceback.extract_tb(error.__traceback__)
+        if Path(f.filename).resolve() == file.resolve()
+    ]
+    return f"{type(error).__name__}: {text}" + (f" ({file.name}, line {lines[-1]})" if lines else "")
+
+
+def _kinds(result: object) -> str:
+    """`(Linear, Tensor, Tensor)` of a tuple of these, `None`, `Linear`."""
+    if isinstance(result, (tuple, list)):
+        return f"({', '.join(type(one).__name__ for one in result)})"
+    return "None" if result is None else f"a {type(result).__name__}"

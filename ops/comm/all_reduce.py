@@ -1,0 +1,71 @@
+"""All-reduce of gradients, several tensors as one bucket, in one piece or as start and wait.
+
+A bucket has one dtype. The sum is over the ranks of the group, in the order gloo and NCCL choose for a
+buffer of that size: the same bucket gives the same bits in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lancet_kernels.ops.comm.groups import group_of
+from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.comm.pending import Here, Pending, Result, Started
+from lancet_kernels.ops.comm.waiting import waiting
+
+Gradient = TypeVar("Gradient")
+
+
+def cut_into_buckets(
+    gradients: Iterable[tuple[Gradient, torch.dtype, str, int]], bucket_bytes: int
+) -> list[tuple[str, list[Gradient]]]:
+    """Gradients in buckets, each with its group. One dtype and one group per bucket; a bucket closes when it
+    has reached `bucket_bytes`, so that its sum can start.
+
+    Args: gradients: (gradient, dtype, group, bytes), in the order in which they are finished.
+    """
+    buckets: list[tuple[str, list[Gradient]]] = []
+    open_bucket: dict[tuple[torch.dtype, str], tuple[list[Gradient], int]] = {}
+    for gradient, dtype, group, num_bytes in gradients:
+        bucket, size = open_bucket.get((dtype, group), ([], bucket_bytes))
+        if size >= bucket_bytes:
+            bucket, size = [], 0
+            buckets.append((group, bucket))
+        bucket.append(gradient)
+        open_bucket[dtype, group] = bucket, size + num_bytes
+    return buckets
+
+
+def start_all_reduce(gradients: list[Tensor], group: str) -> Started[list[Tensor]]:
+    """Start to sum a bucket over the ranks of the group (a name from `group_name`). The sums come in the
+    order of the bucket; they are views of one buffer."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    pieces = flat.split([gradient.numel() for gradient in gradients])
+    sums = [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
+    return start_sum(flat, group, lambda: sums) if group else Here(sums)
+
+
+def start_sum(total: Tensor, group: str, finish: Callable[[], Result]) -> Pending[Result]:
+    """Start to replace a contiguous tensor by its sum over the ranks. Args: finish: makes the result then."""
+    process_group = group_of(group)
+    with waiting("all_reduce", process_group):
+        transfer = link.start_all_reduce(process_group, total.numel() * total.element_size(), total.is_cuda)
+        work = dist.all_reduce(total, group=process_group, async_op=True)
+    return Pending("all_reduce", process_group, work, transfer, finish)
+
+
+@torch.library.custom_op("lancet::all_reduce_bucket", mutates_args=())
+def all_reduce_bucket(gradients: list[Tensor], group: str) -> list[Tensor]:
+    """The sums over the ranks, after waiting for them."""
+    # An op's results may not be views of each other.
+    return [gradient.clone() for gradient in start_all_reduce(gradients, group).wait()]
+
+
+@all_reduce_bucket.register_fake
+def _(gradients, group):
+    return [torch.empty_like(gradient, memory_format=torch.contiguous_format) for gradient in gradients]

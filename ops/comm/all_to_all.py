@@ -1,0 +1,206 @@
+"""Irregular all-to-all in two phases: counts first, then the rows themselves (Lancet, section 6, figure 10).
+
+    W  ranks, L experts on each      R  rows      D  width
+
+`exchange_counts` is phase one and runs once per layer: it gives the counts of both directions, so the combine
+and both backward passes need no second exchange. `all_to_all` is phase two. On the way to the experts, rows
+are sorted by rank before it and by local expert after it; on the way back it is the reverse (`ops.moe.rows`).
+Its adjoint is itself, with the counts swapped and the direction reversed.
+
+`start_all_to_all` and `wait` do the same in two steps, so that computation can run in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.comm.groups import counts_group, group_of
+from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.comm.pending import Here, Pending, Started, apart
+from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
+from lancet_kernels.ops.moe.rows import expert_major, rank_major, traced_rows
+
+_HEADER = 5
+# Message sizes are multiples of this: ranks with different numbers of experts must be able to detect that,
+# but gloo ends the process if two ranks expect messages of different sizes.
+_MESSAGE = 64
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+_runs_a_plan = False
+
+
+@contextlib.contextmanager
+def running_a_plan() -> Iterator[None]:
+    """Context that marks exchanges of counts as those of a plan. The collectives of a plan differ from those
+    of the module, so that it is an error if a rank runs the plan while another runs the module."""
+    global _runs_a_plan
+    before, _runs_a_plan = _runs_a_plan, True
+    try:
+        yield
+    finally:
+        _runs_a_plan = before
+
+
+@torch.library.custom_op("lancet::exchange_counts", mutates_args=())
+def exchange_counts(count_WL: Tensor, width: int, dtype: torch.dtype, group: str) -> Tensor:
+    """Tell every rank how many rows it gets for each of its experts.
+
+    A header is sent with it (width, dtype, layer, ..., with a plan or without), so that all ranks raise an
+    error if they disagree, and none hangs. Ranks may have different numbers of tokens.
+
+    Args: count_WL int64, rows for expert l of rank w; group: a name from `group_name`.
+    Returns: [W, L] int64, rows that rank w has for expert l of this rank.
+    Raises: UserError (ranks disagree), CommunicationError (a peer is missing).
+    """
+    if not group:
+        return count_WL.clone()
+    ranks, local_experts = count_WL.shape
+    values = [width, _DTYPES.index(dtype), local_experts, _number(current_layer()), int(_runs_a_plan)]
+    header = torch.tensor(values, device=count_WL.device)
+    message = torch.cat([header.expand(ranks, -1), count_WL], dim=1)
+    sent = torch.nn.functional.pad(message, (0, -message.shape[1] % _MESSAGE))
+    received = torch.empty_like(sent)
+    process_group = group_of(counts_group(group))
+    with waiting("exchange_counts", process_group, current_layer()):
+        dist.all_to_all_single(received, sent, group=process_group)
+    _check_headers(received[:, :_HEADER].tolist(), process_group)
+    return received[:, _HEADER : _HEADER + local_experts].contiguous()
+
+
+def _check_headers(headers: list[list[int]], group: dist.ProcessGroup) -> None:
+    own = headers[group.rank()]
+    if len({header[-1] for header in headers}) > 1:
+        without = ", ".join(str(peer) for peer, header in enumerate(headers) if not header[-1])
+        raise UserError(
+            "optimized module across ranks",
+            got=f"rank(s) {without} running without the plan, others with it",
+            expected="the same on every rank",
+            do="see the warning there, which names the mode, setting or shape that differs",
+        )
+    for peer, header in enumerate(headers):
+        if header[:3] == own[:3] and header != own:
+            raise UserError(
+                "MoE layer across ranks",
+                got=f"{current_layer()} on rank {group.rank()}, another one on rank {peer}",
+                expected="the same layer on every rank at the same time",
+                do="let all ranks run, or leave out, the same MoE layers",
+            )
+        if header != own:
+            raise UserError(
+                "MoE layer across ranks (width, dtype, experts per rank)",
+                got=f"{_describe(own)} on rank {group.rank()} and {_describe(header)} on rank {peer}",
+                expected="the same on every rank",
+                do="give every rank the same layer",
+            )
+
+
+@cache
+def _number(layer: str) -> int:
+    """Stands for the layer in a header."""
+    return zlib.crc32(layer.encode())
+
+
+def _describe(header: list[int]) -> tuple:
+    return header[0], str(_DTYPES[header[1]]).removeprefix("torch."), header[2]
+
+
+@exchange_counts.register_fake
+def _(count_WL, width, dtype, group):
+    return torch.empty_like(count_WL)
+
+
+def start_all_to_all(
+    rows_SD: Tensor,
+    send_count_WL: Tensor,
+    receive_count_WL: Tensor,
+    group: str,
+    to_experts: bool,
+    num_rows: int | None = None,
+) -> Started[Tensor]:
+    """Start to send rows, which must not change until `wait`.
+
+    Args: as of `all_to_all`.
+    """
+    if not group:
+        # With one rank, both sides have the same order.
+        return Here(rows_SD)
+    process_group = group_of(group)
+    rank = process_group.rank()
+    send_rows, receive_rows = send_count_WL.sum(1).tolist(), receive_count_WL.sum(1).tolist()
+    # On a device that did not know the number of rows, the tensor may have more rows than needed.
+    sent_SD = (rows_SD if to_experts else rank_major(rows_SD, send_count_WL))[: sum(send_rows)].contiguous()
+    received_RD = sent_SD.new_empty(sum(receive_rows), sent_SD.shape[1])
+    row_bytes = sent_SD.shape[1] * sent_SD.element_size()
+    layer = current_layer()
+    with waiting("all_to_all", process_group, layer):
+        transfer = link.start(
+            process_group,
+            sent=(sum(send_rows) - send_rows[rank]) * row_bytes,
+            received=(sum(receive_rows) - receive_rows[rank]) * row_bytes,
+            cuda=sent_SD.is_cuda,
+        )
+        work = dist.all_to_all_single(
+            received_RD, sent_SD, receive_rows, send_rows, group=process_group, async_op=True
+        )
+    transfer.watch(work, sent_SD)
+
+    def finish() -> Tensor:
+        # A collective delivers rank by rank.
+        return expert_major(received_RD, receive_count_WL) if to_experts else received_RD
+
+    return Pending("all_to_all", process_group, work, transfer, finish, layer)
+
+
+@torch.library.custom_op("lancet::all_to_all", mutates_args=())
+def all_to_all(
+    rows_SD: Tensor,
+    send_count_WL: Tensor,
+    receive_count_WL: Tensor,
+    group: str,
+    to_experts: bool,
+    num_rows: int | None = None,
+) -> Tensor:
+    """Exchange rows and wait.
+
+    Args:
+        send_count_WL, receive_count_WL: int64, rows of each (rank, expert) to send and to receive.
+        group: a name from `group_name`.
+        to_experts: True: rows [S, D] by rank and expert become [R, D] by local expert and rank. False: back.
+        num_rows: the number of received rows, if the caller knows it.
+    """
+    pending = start_all_to_all(rows_SD, send_count_WL, receive_count_WL, group, to_experts)
+    return apart(pending.wait(), rows_SD)
+
+
+@all_to_all.register_fake
+def _(rows_SD, send_count_WL, receive_count_WL, group, to_experts, num_rows=None):
+    num_rows = num_rows if group else rows_SD.shape[0]
+    return rows_SD.new_empty(traced_rows(rows_SD.shape[0], num_rows), rows_SD.shape[1])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    rows_SD, send_count_WL, receive_count_WL, ctx.group, ctx.to_experts, _ = inputs
+    ctx.save_for_backward(send_count_WL, receive_count_WL)
+    ctx.num_rows = rows_SD.shape[0]
+    ctx.layer = current_layer()
+
+
+def _backward(ctx, grad_RD):
+    send_count_WL, receive_count_WL = ctx.saved_tensors
+    enter_layer(ctx.layer)
+    grad_SD = torch.ops.lancet.all_to_all(
+        grad_RD, receive_count_WL, send_count_WL, ctx.group, not ctx.to_experts, ctx.num_rows
+    )
+    return grad_SD, None, None, None, None, None
+
+
+all_to_all.register_autograd(_backward, setup_context=_setup_context)

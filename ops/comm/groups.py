@@ -1,0 +1,284 @@
+"""Which ranks share experts, and which ranks sum which gradients?
+
+Groups go by name, because an op's arguments are plain data. The empty name means "one rank": no
+torch.distributed needed.
+
+    N = 4 ranks, expert groups of W = 2:      experts 0 1   2 3        expert group    (0, 1) (2, 3)
+                                              rank    0     1          replica group   (0, 2) (1, 3)
+                                              rank    2     3          data group      (0, 1, 2, 3)
+
+All-to-alls run in the expert group. Gradients of experts are summed over the replica group, all others over
+the data group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeAlias, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.comm.waiting import waiting
+
+AnyGroups: TypeAlias = "Groups | DeviceMesh | dist.ProcessGroup"
+"""What `groups=` takes everywhere: all groups of a job; a DeviceMesh with a dimension "expert" (and
+"replica", along which ranks hold the same experts), or of one dimension; or the process group of the ranks
+that share experts, or one model."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one model on this rank, as names; "" is a group of one rank.
+
+    Replica and data groups have communicators of their own, so that an all-reduce never blocks an all-to-all
+    in the same queue.
+    """
+
+    expert: str = ""
+    """W ranks that share one set of experts: the all-to-alls."""
+    replica: str = ""
+    """N / W ranks that hold the same experts: their gradients are summed here."""
+    data: str = ""
+    """N ranks with different tokens: all other gradients are summed here."""
+    world: str = ""
+    """All ranks that run this model, tensor-parallel ones included: they agree on one plan."""
+
+    @classmethod
+    def of(cls, groups: AnyGroups | None) -> Groups:
+        """All groups of a job, however they are given: a process group as to `around`, a mesh as to
+        `from_mesh`.
+
+        Collective over all ranks of the job, unless they are `Groups`.
+        """
+        given = without_mesh(groups)
+        return given if isinstance(given, Groups) else cls.around(given)
+
+    @classmethod
+    def around(cls, expert_group: dist.ProcessGroup | str | None = None) -> Groups:
+        """Derive all groups from the expert groups, for a job in which every rank sees different tokens.
+
+        Collective over all ranks of the job; each gives its own expert group, or the name of it (None: one
+        group of all ranks). A second call with the same group returns the same communicators.
+        Raises: UserError on every rank, unless all expert groups have one size and every rank is in one.
+        """
+        if not dist.is_available() or not dist.is_initialized():
+            return cls()
+        expert = expert_group if isinstance(expert_group, str) else group_name(expert_group)
+        own = dist.get_process_group_ranks(group_of(expert)) if expert else [dist.get_rank()]
+        expert_groups = _distinct(_all_gather(own))
+        ranks = sorted(rank for group in expert_groups for rank in group)
+        all_ranks = list(range(dist.get_world_size()))
+        if len({len(group) for group in expert_groups}) != 1 or ranks != all_ranks:
+            raise UserError(
+                "expert groups",
+                got=", ".join(map(str, expert_groups)),
+                expected=f"groups of one size that hold each of the {len(all_ranks)} ranks once",
+                do="make the groups alike, or use Groups.from_mesh",
+            )
+        remembered = _AROUND.setdefault(_world(), {})
+        if expert not in remembered:
+            place = own.index(dist.get_rank())
+            replicas = [group[place] for group in expert_groups]
+            remembered[expert] = cls._with_communicators(expert, replicas, all_ranks, all_ranks)
+        return remembered[expert]
+
+    @classmethod
+    def from_mesh(cls, mesh: DeviceMesh, expert: str, replica: str | None = None) -> Groups:
+        """The groups of a DeviceMesh, by the names of its dimensions. Collective over all ranks of the job.
+
+        Args: expert: the dimension along which ranks hold different experts. replica: the dimension along
+            which ranks hold the same experts and see different tokens; None: no such dimension. Along all
+            other dimensions (tensor parallel) ranks see the same tokens; use `set_gradient_group` for
+            parameters that are sharded along them.
+        Raises: UserError for a dimension that the mesh does not have.
+        """
+        names = mesh.mesh_dim_names or ()
+        for name in (expert, replica):
+            if name is not None and name not in names:
+                raise UserError(
+                    "dimension of the mesh",
+                    got=repr(name),
+                    expected=f"one of {', '.join(names) or 'its names, of which it has none'}",
+                    do="name the mesh's dimensions with mesh_dim_names",
+                )
+        replicas = dist.get_process_group_ranks(mesh[replica].get_group()) if replica else [dist.get_rank()]
+        different_tokens = tuple(name for name in names if name in (expert, replica))
+        data = mesh[different_tokens].mesh.flatten().tolist()
+        expert_name = group_name(mesh[expert].get_group())
+        return cls._with_communicators(expert_name, replicas, data, mesh.mesh.flatten().tolist())
+
+    @classmethod
+    def of_ranks(cls, group: str) -> Groups:
+        """For ranks of which each holds other slices of one model (`parallelize`): the group for its
+        collectives, one of the same ranks for gradients, and no replicas. Collective over all ranks of the
+        job."""
+        ranks = dist.get_process_group_ranks(group_of(group)) if group else [dist.get_rank()]
+        return cls._with_communicators(group, [dist.get_rank()], ranks, ranks)
+
+    @classmethod
+    def _with_communicators(
+        cls, expert: str, replica: list[int], data: list[int], world: list[int]
+    ) -> Groups:
+        """Args: the ranks of this rank's groups. Collective over all ranks of the job."""
+        expert_ranks = dist.get_process_group_ranks(group_of(expert)) if expert else [dist.get_rank()]
+        counts = _new_group(expert_ranks)
+        # torch sorts the ranks of a new group; in a group that is not sorted, positions would differ.
+        if expert and expert_ranks == sorted(expert_ranks):
+            _COUNTS[group_of(expert)] = counts
+        data_name = _new_group(data)
+        # With one rank per expert group, experts are replicated like everything else.
+        replica_name = data_name if sorted(replica) == sorted(data) else _new_group(replica)
+        all_ranks = len(world) == dist.get_world_size()
+        return cls(expert, replica_name, data_name, group_name(None) if all_ranks else _new_group(world))
+
+
+Value = TypeVar("Value")
+# By group, which they do not keep alive.
+_AROUND: WeakKeyDictionary[dist.ProcessGroup, dict[str, Groups]] = WeakKeyDictionary()
+"""For the group of all ranks: groups by name of the expert group."""
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[DeviceMesh, Groups]] = WeakKeyDictionary()
+"""For the group of all ranks."""
+_COUNTS: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = WeakKeyDictionary()
+
+
+def _all_gather(ranks: list[int]) -> list[list[int]]:
+    gathered: list[list[int]] = [[]] * dist.get_world_size()
+    with waiting("comparison of the process groups"):
+        dist.all_gather_object(gathered, ranks)
+    return gathered
+
+
+def _distinct(groups: list[list[int]]) -> list[list[int]]:
+    return [list(group) for group in sorted(set(map(tuple, groups)))]
+
+
+def _new_group(ranks: Sequence[int]) -> str:
+    """A new communicator for these ranks; "" for one rank. Collective over all ranks of the job.
+
+    Every rank takes part in making all groups, in one order: torch counts them to give them names, and
+    ranks that had counted differently would wait for each other for ever.
+    """
+    own = ""
+    for group in _distinct(_all_gather(sorted(ranks))):
+        if len(group) > 1:
+            with waiting("making of the process groups"):
+                # torch's own default is 30 minutes.
+                timeout = timedelta(seconds=group_timeout_s(_world()))
+                process_group = dist.new_group(group, timeout=timeout)
+            if group == sorted(ranks):
+                own = process_group.group_name
+    return own
+
+
+def subgroup(places: Sequence[int], group: str) -> str:
+    """The communicator of some places of a group, this rank's among them; a second call gives the same one.
+
+    Collective over these ranks alone, all of which ask for their subgroups in the same order.
+    """
+    whole = group_of(group)
+    names = _SUBGROUPS.setdefault(whole, {})
+    if tuple(places) not in names:
+        ranks = [dist.get_global_rank(whole, place) for place in places]
+        with waiting("making of a process group", whole, peers=[p for p in places if p != whole.rank()]):
+            process_group = dist.new_group(
+                ranks, timeout=timedelta(seconds=group_timeout_s(whole)), use_local_synchronization=True
+            )
+        names[tuple(places)] = process_group.group_name
+    return names[tuple(places)]
+
+
+def counts_group(name: str) -> str:
+    """The communicator on which the counts of an expert group are exchanged.
+
+    On that of the rows, the counts of one part of a batch would queue behind the rows of the part before
+    it. Without `Groups`, which make the second one, nothing is cut into parts, and the first one will do.
+    """
+    return _COUNTS.get(group_of(name), name) if name else ""
+
+
+def group_name(group: dist.ProcessGroup | None) -> str:
+    """The name to hand to the ops. None means all ranks, or the one rank there is."""
+    if not dist.is_available() or not dist.is_initialized():
+        return ""
+    group = group or _world()
+    return group.group_name if group.size() > 1 else ""
+
+
+def expert_group_name(groups: AnyGroups | None) -> str:
+    """The name of the ranks that share experts, or one model; None: all ranks."""
+    given = without_mesh(groups)
+    return given.expert if isinstance(given, Groups) else group_name(given)
+
+
+def data_group_name(groups: AnyGroups | None) -> str:
+    """The name of the ranks with different tokens: of these groups, or this very group (None: all ranks)."""
+    given = without_mesh(groups)
+    return given.data if isinstance(given, Groups) else group_name(given)
+
+
+def without_mesh(groups: AnyGroups | None) -> Groups | dist.ProcessGroup | None:
+    """A mesh as `Groups`, made once for each mesh, or as its process group."""
+    if not isinstance(groups, DeviceMesh):
+        return groups
+    names = groups.mesh_dim_names or ()
+    if groups.ndim == 1 and "expert" not in names:
+        return groups.get_group()
+    made = _MESHES.setdefault(_world(), {})
+    if groups not in made:
+        made[groups] = Groups.from_mesh(groups, "expert", "replica" if "replica" in names else None)
+    return made[groups]
+
+
+def _world() -> dist.ProcessGroup:
+    """All ranks, where torch.distributed is initialized."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The process group of a name from `group_name` (not of the empty one)."""
+    return _resolve_process_group(cast(Any, name))  # of a type of torch's own, which older ones lack
+
+
+def from_first_rank(value: Value, group: str, what: str) -> Value:
+    """The value of the group's first rank, on every rank; `value` where there is no group. Collective.
+
+    Args: what: is sent, for the message if a rank stays away.
+    """
+    if not group:
+        return value
+    process_group, box = group_of(group), [value]
+    with waiting(f"broadcast of {what}", process_group):
+        dist.broadcast_object_list(box, src=dist.get_global_rank(process_group, 0), group=process_group)
+    return box[0]
+
+
+def group_size(name: str) -> int:
+    """How many ranks; 1 for the empty name."""
+    return group_of(name).size() if name else 1
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """How long a collective of the group may wait for a rank."""
+    device = next(iter(group._device_types))
+    return group._get_backend(device).options._timeout.total_seconds()
+
+
+def group_rank(name: str) -> int:
+    """This rank's place in the group; 0 for the empty name."""
+    return group_of(name).rank() if name else 0
+
+
+def group_device(name: str) -> torch.device:
+    """Where a tensor must be for the group's collectives: the CPU if its backend takes that, else the GPU."""
+    kinds = {device.type for device in group_of(name)._device_types}
+    return torch.device("cpu") if "cpu" in kinds else torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,214 @@
+"""A matrix goes from one layout to another: every rank sends the pieces of its tile that others need.
+
+    [rows, features] is cut into `units`; a box is ((first row, end), (first feature, end)) in units
+
+What is replicated is alike on all ranks that have it, its gradient too: so a redistribution sums nothing,
+and neither does its backward, which is another redistribution. To take a tile of what every rank has whole
+is one, in which nothing travels, and to gather a whole from tiles is its backward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.comm.groups import group_of, group_rank
+from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.comm.pending import apart
+from lancet_kernels.ops.comm.shift import shift
+from lancet_kernels.ops.comm.waiting import waiting
+
+Span = tuple[int, int]
+Box = tuple[Span, Span]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank has and another one (or itself) needs: units of the whole matrix."""
+
+    source: int
+    target: int
+    rows: Span
+    columns: Span
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """held, needed: the box of each rank before and behind it."""
+
+    units: tuple[int, int]
+    held: tuple[Box, ...]
+    needed: tuple[Box, ...]
+    pieces: tuple[Piece, ...]
+
+    @cached_property
+    def travels(self) -> bool:
+        """Does any rank need what another one has?"""
+        return any(piece.source != piece.target for piece in self.pieces)
+
+    @cached_property
+    def sources(self) -> tuple[int, ...] | None:
+        """For each rank, whose tile it gets, if every tile goes as it is to one rank; else None."""
+        whole = all(self.held[p.source] == self.needed[p.target] == (p.rows, p.columns) for p in self.pieces)
+        sources = tuple(p.source for p in sorted(self.pieces, key=lambda p: p.target))
+        return sources if whole and sorted(sources) == list(range(len(self.held))) else None
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """All of it; `of_numbers` is the inverse."""
+        boxes = [n for box in (*self.held, *self.needed) for span in box for n in span]
+        pieces = [n for p in self.pieces for n in (p.source, p.target, *p.rows, *p.columns)]
+        return [len(self.held), *self.units, *boxes, *pieces]
+
+    @classmethod
+    def of_numbers(cls, numbers: list[int]) -> Redistribution:
+        return _of_numbers(tuple(numbers))
+
+    def unit_sizes(self, tile: tuple[int, ...], rank: int) -> tuple[int, int]:
+        """Rows and features of a unit, from the size of this rank's tile.
+
+        Raises: UserError if the tile cannot be cut so.
+        """
+        (r0, r1), (c0, c1) = self.held[rank]
+        if tile[0] % (r1 - r0) or tile[1] % (c1 - c0):
+            raise UserError(
+                "rows and features of an activation",
+                got=f"a tile of {tuple(tile)} on rank {rank}",
+                expected=f"multiples of {r1 - r0} and {c1 - c0}",
+                do="use a batch and a sequence whose product the ranks can divide",
+            )
+        return tile[0] // (r1 - r0), tile[1] // (c1 - c0)
+
+    def result_of(self, x: Tensor, rank: int) -> tuple[Tensor, int, int]:
+        """An empty tile behind it; rows and features of a unit."""
+        height, width = self.unit_sizes(x.shape, rank)
+        (r0, r1), (c0, c1) = self.needed[rank]
+        return x.new_empty((r1 - r0) * height, (c1 - c0) * width), height, width
+
+
+@lru_cache(maxsize=1000)
+def _of_numbers(numbers: tuple[int, ...]) -> Redistribution:
+    ranks, *units = numbers[:3]
+    spans = [(numbers[n], numbers[n + 1]) for n in range(3, 3 + 8 * ranks, 2)]
+    boxes = list(zip(spans[::2], spans[1::2], strict=True))
+    rest = numbers[3 + 8 * ranks :]
+    pieces = (rest[n : n + 6] for n in range(0, len(rest), 6))
+    return Redistribution(
+        (units[0], units[1]),
+        tuple(boxes[:ranks]),
+        tuple(boxes[ranks:]),
+        tuple(Piece(s, t, (r0, r1), (c0, c1)) for s, t, r0, r1, c0, c1 in pieces),
+    )
+
+
+class Way:
+    """A redistribution, and that of the gradient; worked out once, so that calls can be captured."""
+
+    def __init__(self, there: Redistribution, back: Redistribution) -> None:
+        self.there, self.back = there, back
+        self._changes = there.held != there.needed or back.held != back.needed
+        self._op, self._numbers = _op(there), (there.numbers, back.numbers)
+        self._sources: list[int] | None = None
+        if there.sources and back.sources:
+            returns = all(back.sources[source] == place for place, source in enumerate(there.sources))
+            self._sources = list(there.sources) if returns else None
+
+    def __call__(self, x: Tensor, group: str, what: str) -> Tensor:
+        """This rank's tile behind it, from its tile x[rows, features] before. Differentiable.
+
+        Args: what: travels, for the message if a rank stays away.
+        Raises: UserError, CommunicationError.
+        """
+        if not self._changes:
+            return x
+        if self._sources is not None:
+            return shift([x], self._sources, group, what, None)[0]
+        return self._op(x, *self._numbers, group, what)
+
+
+def moved(x: Tensor, plan: Redistribution, group: str, what: str) -> Tensor:
+    """The redistribution, waited for. -> a tensor of its own, or x where nothing changes."""
+    if plan.held == plan.needed:
+        return x
+    rank = group_rank(group)
+    result, height, width = plan.result_of(x, rank)
+
+    def source(piece: Piece) -> Tensor:
+        return _cut(x, piece, plan.held[rank], height, width)
+
+    def target(piece: Piece) -> Tensor:
+        return _cut(result, piece, plan.needed[rank], height, width)
+
+    for piece in plan.pieces:
+        if piece.source == piece.target == rank:
+            target(piece).copy_(source(piece))
+    if plan.travels:
+        # A rank has one box, so there is one piece at the most for each pair of ranks.
+        sent = sorted((p for p in plan.pieces if p.source == rank != p.target), key=lambda p: p.target)
+        coming = sorted((p for p in plan.pieces if p.target == rank != p.source), key=lambda p: p.source)
+        send, receive = [0] * len(plan.held), [0] * len(plan.held)
+        for piece in sent:
+            send[piece.target] = source(piece).numel()
+        for piece in coming:
+            receive[piece.source] = target(piece).numel()
+        leaving = torch.cat([x.new_empty(0), *(source(p).reshape(-1) for p in sent)])
+        arrived = x.new_empty(sum(receive))
+        _exchange(arrived, leaving, receive, send, group, what)
+        for piece, values in zip(coming, arrived.split([n for n in receive if n]), strict=True):
+            target(piece).copy_(values.view(target(piece).shape))
+    return result
+
+
+def _exchange(
+    arrived: Tensor, buffer: Tensor, receive: list[int], send: list[int], group: str, what: str
+) -> None:
+    process_group, size = group_of(group), buffer.element_size()
+    with waiting(f"redistribution of {what}", process_group):
+        transfer = link.start(process_group, buffer.numel() * size, arrived.numel() * size, buffer.is_cuda)
+        work = dist.all_to_all_single(arrived, buffer, receive, send, group=process_group, async_op=True)
+        transfer.watch(work, buffer)
+        transfer.finish(work)
+
+
+def _cut(tile: Tensor, piece: Piece, box: Box, height: int, width: int) -> Tensor:
+    """The piece as a view of the tile that fills `box`."""
+    (r0, _), (c0, _) = box
+    rows = slice((piece.rows[0] - r0) * height, (piece.rows[1] - r0) * height)
+    return tile[rows, (piece.columns[0] - c0) * width : (piece.columns[1] - c0) * width]
+
+
+def _redistributed(x: Tensor, there: list[int], back: list[int], group: str, what: str) -> Tensor:
+    return apart(moved(x, Redistribution.of_numbers(there), group, what), x)
+
+
+def _fake(x, there, back, group, what):
+    return Redistribution.of_numbers(there).result_of(x, group_rank(group))[0]
+
+
+def _keep_arguments(ctx, inputs, output) -> None:
+    ctx.arguments = inputs[1:]
+
+
+def _backward(ctx, grad):
+    there, back, group, what = ctx.arguments
+    op = _op(Redistribution.of_numbers(back))
+    return op(grad, back, there, group, f"gradient of {what}"), None, None, None, None
+
+
+_EXCHANGE, _TAKE = (
+    torch.library.custom_op(f"lancet::{name}", _redistributed, mutates_args=())
+    for name in ("redistribute", "take_tile")
+)
+"""The same op under two names, by which plans know whether anything travels."""
+for op in (_EXCHANGE, _TAKE):
+    op.register_fake(_fake)
+    op.register_autograd(_backward, setup_context=_keep_arguments)
+
+
+def _op(plan: Redistribution):
+    return _EXCHANGE if plan.travels else _TAKE

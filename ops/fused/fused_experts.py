@@ -1,0 +1,404 @@
+"""The expert part of an MoE layer in fused kernels: dispatch, both GEMMs and combine share one launch.
+
+    T  tokens on this rank      E  experts in all
+    K  choices per token        W  ranks, L = E / W experts on each
+    D  model width              F  hidden width, H = F or 2F (swiglu)
+
+Same mathematics as dispatch -> all_to_all -> grouped_gemm -> expert_activation -> grouped_gemm -> all_to_all
+-> combine (the reference), but rows travel by one-sided puts through symmetric memory while GEMM tiles run
+(`lancet_kernels.kernels.overlap`). Sizes travel with the signals: nothing waits for the host.
+
+The forward exchange of a layer keeps the rows that it received until its backward, so each layer has its
+own. Backward exchanges are free when the backward ends, so layers of one size share one. Exchanges are made
+once, for the most tokens: how many there are, and how they are routed, may change from step to step and from
+rank to rank, and nothing is made or agreed upon for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.exchange import Exchange, ResultBuffers
+from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing
+from lancet_kernels.kernels.runtime import check_device
+from lancet_kernels.ops.comm.groups import (
+    AnyGroups,
+    expert_group_name,
+    group_of,
+    group_size,
+    group_timeout_s,
+)
+from lancet_kernels.ops.comm.waiting import current_layer, enter_layer, waiting
+from lancet_kernels.ops.fused.fused_passes import ForwardPass, take_pass, ticket_of
+from lancet_kernels.ops.moe.expert_activation import input_width
+from lancet_kernels.ops.moe.send_rows import send_rows
+from lancet_kernels.symmetric import SymmetricMemory, create, virtual_memories
+
+_log = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class _Alone:
+    """Represents the group without torch.distributed."""
+
+
+ALONE = _Alone()
+ALONE_TIMEOUT_S = 60.0
+
+
+class FusedMemory:
+    """Symmetric memory of one process group on one device, and what its layers share. Collective to make."""
+
+    # The key is the process group itself, because a new group may have the name of a destroyed one.
+    _of_group: ClassVar[WeakKeyDictionary[object, dict[torch.device, FusedMemory]]] = WeakKeyDictionary()
+
+    def __init__(self, memory: SymmetricMemory) -> None:
+        self.memory = memory
+        self.layers = 0
+        self._shared: dict[tuple, Exchange] = {}
+        self._buffers: dict[tuple, ResultBuffers] = {}
+
+    @classmethod
+    def of(cls, group: str, device: torch.device, timeout_s: float) -> FusedMemory:
+        """The memory of a group, created on first use, which must be at the same point on every rank."""
+        process_group = group_of(group) if group else None
+        of_device = cls._of_group.setdefault(process_group or ALONE, {})
+        if device not in of_device:
+            # A group of one rank has no name, also where there are other ranks.
+            alone = process_group is None
+            of_device[device] = cls(
+                virtual_memories(1, device)[0] if alone else create(process_group, device, timeout_s)
+            )
+        return of_device[device]
+
+    @classmethod
+    def forget(cls) -> None:
+        """Free the memory for use without torch.distributed; layers that run again allocate new memory."""
+        for shared in cls._of_group.pop(ALONE, {}).values():
+            shared.memory.close()
+
+    @classmethod
+    def reset(cls, process_group: dist.ProcessGroup | None) -> None:
+        """Drop the memory of a group after a failure; no rendezvous, because ranks may have failed apart."""
+        for device, shared in cls._of_group.pop(process_group or ALONE, {}).items():
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # launches under way end at the latest with their timeouts
+            shared.memory.close(together=False)
+
+    def shared(self, **sizes) -> Exchange:
+        """The exchange that the backwards of all layers of these sizes share."""
+        key = tuple(sorted(sizes.items(), key=str))
+        if key not in self._shared:
+            self._shared[key] = Exchange(self.memory, f"backward{len(self._shared)}", **sizes)
+        return self._shared[key]
+
+    def buffers(self, **sizes) -> ResultBuffers:
+        """What all exchanges of these sizes need only while a launch runs; launches are in one stream."""
+        key = tuple(sorted(sizes.items(), key=str))
+        if key not in self._buffers:
+            self._buffers[key] = ResultBuffers(self.memory, f"buffers{len(self._buffers)}", **sizes)
+        return self._buffers[key]
+
+
+class LayerExchange:
+    """The exchanges of one layer, created when a pass first needs them (collective, like the pass itself).
+
+    Args:
+        group: name of the process group. local_experts, width, hidden, activation: L, D, F and which.
+        banks: how many forward passes may be waiting for their backward at the same time.
+        max_tokens: the most tokens of any pass on this rank; None: those of the first pass, and a pass with
+            more creates larger exchanges, which all ranks must do in the same pass (logged as a warning).
+        receive_factor: room for that many times the rows that each rank receives if all experts get equally
+            many; None: for the most that there can be. A pass that needs more raises UserError.
+        timeout_s: limit for a wait for a peer, then CommunicationError; None: that of the group's
+            collectives.
+        config: tiles and grid of the launches; None: a default for the device.
+
+    Memory, in elements of the rows' dtype: with H = F, or 2F for swiglu, S = max_tokens * K rows sent, R rows
+    received at most (W * max_tokens * min(K, L), or receive_factor * S)
+
+        of a layer, once                banks * R * D      rows received
+        of each pass, to its backward   R * H              values before the activation
+        of all layers together          (2 * R + S) * D    rows of dy received, results that came back
+        while a launch runs             R * F, in a backward R * (H + F)
+
+    besides some bytes for each row received (4 * banks), each choice (28, of the routing) and some words for
+    each tile. A pass keeps no rows to send, and under activation checkpointing nothing.
+    Values after the activation are computed again in the backward, where those before it are at hand for the
+    gradient; the gradient of the combine weights needs no results (`kernels.overlap_tiles`).
+
+    Sent by a rank, in elements: (S + R) * D in each direction, x to the experts and their results back.
+
+    Example: bfloat16, swiglu, one bank, balanced (receive_factor 1, so R = S = T K): 2 TKD + 4 TKF bytes for
+    each layer.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        local_experts: int,
+        width: int,
+        hidden: int,
+        activation: str,
+        *,
+        banks: int = 2,
+        max_tokens: int | None = None,
+        receive_factor: float | None = None,
+        timeout_s: float | None = None,
+        config: OverlapConfig | None = None,
+    ) -> None:
+        self.max_tokens, self.receive_factor = max_tokens, receive_factor
+        self.group, self.local_experts, self.width, self.hidden = group, local_experts, width, hidden
+        self.activation, self.banks, self.config = activation, banks, config
+        if timeout_s is None:
+            timeout_s = group_timeout_s(group_of(group)) if group else ALONE_TIMEOUT_S
+        self.timeout_s = timeout_s
+        self._exchanges: dict[tuple, tuple[FusedMemory, Exchange, Exchange, OverlapConfig]] = {}
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share the layer's experts; None: only this rank."""
+        return group_of(self.group) if self.group else None
+
+    def of(
+        self, num_choices: int, capacity: int, like: Tensor, copies: int = 1
+    ) -> tuple[Exchange, Exchange, OverlapConfig]:
+        """Forward and backward exchange and configuration for rows like `like` [T, D].
+
+        capacity: the most rows that any rank sends to one expert, with as many tokens. copies: how many
+        forward passes make one step, so that as many times `banks` may wait for their backward.
+        """
+        memory = FusedMemory.of(self.group, like.device, self.timeout_s)
+        num_tokens = like.shape[0]
+        key = num_choices, like.dtype, like.device, copies
+        if (
+            key not in self._exchanges
+            or self._exchanges[key][0] is not memory
+            or num_tokens * num_choices > self._exchanges[key][1].send_rows
+        ):
+            self._check_tokens(num_tokens, num_choices, self._exchanges.get(key), memory)
+            config = self.config or default_overlap_config(
+                self.width, self.hidden, self.activation, like.dtype, like.device
+            )
+            send_rows, receive_rows = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
+            of_rows: dict[str, Any] = {
+                "send_rows": send_rows,
+                "receive_rows": receive_rows,
+                "width": self.width,
+                "dtype": like.dtype,
+            }
+            sizes: dict[str, Any] = {
+                **of_rows,
+                "local_experts": self.local_experts,
+                "chunk_rows": config.gemm.block_m,
+                "buffers": memory.buffers(**of_rows),
+                "timeout_s": self.timeout_s,
+            }
+            memory.layers += 1
+            name = f"layer{memory.layers} {current_layer()}".strip()
+            forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
+            self._exchanges[key] = memory, forward, memory.shared(**sizes), config
+        return self._exchanges[key][1:]
+
+    def _check_tokens(
+        self, num_tokens: int, num_choices: int, before: tuple | None, memory: FusedMemory
+    ) -> None:
+        """Raise UserError for more tokens than were declared; say so if exchanges are created anew."""
+        if self.max_tokens is not None and num_tokens > self.max_tokens:
+            raise UserError(
+                f"tokens of a pass of {current_layer() or 'a fused layer'}",
+                got=num_tokens,
+                expected=f"at most {self.max_tokens} (max_tokens)",
+                do="declare more when the layer is made",
+            )
+        if before is not None and before[0] is memory:
+            _log.warning(
+                "%s: %d tokens, more than the %d before: larger exchanges are created, which all ranks must "
+                "do in this pass; set max_tokens to create them once",
+                current_layer() or "a fused layer", num_tokens, before[1].send_rows // num_choices,
+            )  # fmt: skip
+
+    def _most_rows(
+        self, memory: SymmetricMemory, num_tokens: int, num_choices: int, capacity: int
+    ) -> tuple[int, int]:
+        """How many rows any rank may send, and receive. Collective: ranks may have different numbers.
+
+        Example: 4 ranks, 2 experts each, 100 tokens, top-3, dropless: 300 and 4 * 100 * 2 = 800; with
+        receive_factor = 1.5: 450.
+        """
+        tokens = memory.largest(max(num_tokens, self.max_tokens or 0, 1))
+        # A capacity grows with the tokens, and is that of the rank with the most of them.
+        capacity = memory.largest(-(-capacity * tokens // num_tokens) if num_tokens else 0)
+        return tokens * num_choices, self._received(memory.world, tokens, num_choices, capacity)
+
+    def _received(self, world: int, tokens: int, num_choices: int, capacity: int) -> int:
+        receive = world * min(tokens * num_choices, self.local_experts * min(capacity, tokens))
+        if self.receive_factor is not None:
+            receive = min(receive, math.ceil(self.receive_factor * tokens * num_choices))
+        return receive
+
+    def kept_bytes(self, like: Tensor, num_choices: int, capacity: int) -> int:
+        """Bytes of a pass from its forward to its backward: R * H, and R * D of rows received.
+
+        The latter are one bank of the layer; the others are there, too. Args: as of `of`, with as many tokens
+        on every rank, or max_tokens.
+        """
+        tokens = max(like.shape[0], self.max_tokens or 0)
+        capacity = -(-capacity * tokens // max(like.shape[0], 1))
+        received = self._received(group_size(self.group), tokens, num_choices, capacity)
+        columns = input_width(self.activation, self.hidden) + self.width
+        return received * columns * like.element_size()
+
+    def watch(self) -> None:
+        """Raise CommunicationError if a wait in these exchanges has timed out; does not wait itself."""
+        for _, *exchanges, _ in self._exchanges.values():
+            for exchange in exchanges:
+                exchange.watch()
+
+    def __deepcopy__(self, memo: dict) -> LayerExchange:
+        # A copied layer creates its own exchanges when it first runs.
+        return LayerExchange(
+            self.group, self.local_experts, self.width, self.hidden, self.activation,
+            banks=self.banks, max_tokens=self.max_tokens, receive_factor=self.receive_factor,
+            timeout_s=self.timeout_s, config=self.config,
+        )  # fmt: skip
+
+
+def reset_exchanges(groups: AnyGroups | None = None) -> None:
+    """Let fused layers of a group work again after a CommunicationError. Collective, and waits for nobody.
+
+    All ranks call it once they are done with the failed step, and then run the next step together: exchanges
+    are created anew. Passes that wait for their backward are lost: calling their backward raises UserError.
+
+    Args: groups: those of the layers; None: all ranks.
+    """
+    name = expert_group_name(groups)
+    FusedMemory.reset(group_of(name) if name else None)
+
+
+def fused_experts(
+    x_TD: Tensor,
+    expert_TK: Tensor,
+    slot_TK: Tensor,
+    weight_TK: Tensor,
+    count_WL: Tensor,
+    capacity: int,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    layer: LayerExchange,
+    *,
+    forward_dense: Sequence[DenseGemm] = (),
+    backward_dense: Sequence[DenseGemm] = (),
+) -> Tensor:
+    """-> [T, D]; differentiable in x, the weights of the choices, and the experts' parameters.
+
+    Args: as for the ops of the reference; count_WL: from `kept_counts`. forward_dense, backward_dense:
+        independent GEMMs that the launches compute as fillers.
+    Raises: UserError for input that the kernels do not support, CommunicationError if a peer did not take
+    part.
+    """
+    check_fused(x_TD)
+    return _FusedExperts.apply(
+        x_TD, expert_TK, slot_TK, weight_TK, count_WL, capacity, w1, b1, w2, b2,
+        layer, tuple(forward_dense), tuple(backward_dense),
+    )  # fmt: skip
+
+
+def check_fused(x_TD: Tensor) -> None:
+    """Raise UserError for a dtype or a device that fused kernels do not support."""
+    if x_TD.dtype not in DTYPES:
+        raise UserError(
+            "dtype of an MoE layer with backend='fused'",
+            got=x_TD.dtype,
+            expected="float32, float16 or bfloat16",
+            do="use backend='torch' for float64",
+        )
+    check_device("input of an MoE layer with backend='fused'", x_TD)
+
+
+def run_forward(
+    x: Tensor,
+    expert: Tensor,
+    row: Tensor,
+    weight: Tensor,
+    count_WL: Tensor,
+    capacity: int,
+    w1: Tensor,
+    b1: Tensor | None,
+    w2: Tensor,
+    b2: Tensor | None,
+    layer: LayerExchange,
+    dense: Sequence[DenseGemm],
+    copies: int = 1,
+) -> tuple[Tensor, ForwardPass]:
+    """A forward pass. -> out [T, D], and the pass, whose bank must still be released."""
+    with waiting("fused_experts", layer.process_group, current_layer()):
+        forward, backward, config = layer.of(expert.shape[1], capacity, x, copies)
+        count = count_WL.reshape(-1).contiguous()
+        routing = Routing.of(expert.contiguous(), row, weight.float().contiguous(), count)
+        b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
+        experts = Experts(w1.contiguous(), b1, w2.contiguous(), b2, layer.activation)
+        out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
+        forward.watch(current_layer())
+    return out, ForwardPass((forward, backward), saved, routing, experts, config)
+
+
+def run_backward(
+    forward_pass: ForwardPass, dy: Tensor, *, dense: Sequence[DenseGemm] = ()
+) -> ExpertGradients:
+    """The backward of a pass, which it ends."""
+    forward, backward = forward_pass.exchanges
+    gradients = moe_backward(
+        forward, forward_pass.saved, backward, dy.contiguous(), forward_pass.routing, forward_pass.experts,
+        forward_pass.config, dense=dense,
+    )  # fmt: skip
+    forward.release(forward_pass.saved.use)
+    backward.watch(current_layer())
+    return gradients
+
+
+class _FusedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x, expert, slot, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense, backward_dense
+    ):
+        row = send_rows(expert, slot, count_WL)
+        out, forward_pass = run_forward(
+            x, expert, row, weight, count_WL, capacity, w1, b1, w2, b2, layer, forward_dense
+        )
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(ticket_of(forward_pass))
+            ctx.dense, ctx.weight_dtype = backward_dense, weight.dtype
+            ctx.group, ctx.layer = layer.process_group, current_layer()
+        else:
+            forward_pass.exchanges[0].release(forward_pass.saved.use)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (ticket,) = ctx.saved_tensors
+        forward_pass = take_pass(ticket)
+        enter_layer(ctx.layer)
+        with waiting("fused_experts_backward", ctx.group, ctx.layer):
+            gradients = run_backward(forward_pass, dy, dense=ctx.dense)
+        dweight = gradients.dweight.to(ctx.weight_dtype)
+        return (
+            gradients.dx, None, None, dweight, None, None, gradients.dw1, gradients.db1, gradients.dw2,
+            gradients.db2, None, None, None,
+        )  # fmt: skip

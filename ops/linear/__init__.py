@@ -1,0 +1,4 @@
+"""PrimePar's linear layer on the ranks of a partition.
+
+Read `tiles`, then `square_linear`.
+"""

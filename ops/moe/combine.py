@@ -1,0 +1,130 @@
+"""Combine: gather each token's rows back from the experts and add them up with their weights.
+
+    T  tokens on this rank      S  rows that were sent, and came back (`ops.moe.rows`)
+    K  choices per token        D  model width
+
+Dropped choices contribute zero. The sum over K is computed in a fixed order and in at least float32, then
+rounded once to the dtype of the rows, without an intermediate tensor of T * K rows.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.ops.fused.kernel_path import runs_in_kernels
+
+
+def _choices(rows_SD: Tensor, row_TK: Tensor) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """For each k: k, the rows [T, D] of all tokens' choice k, and a mask of the dropped ones [T, 1] (None:
+    none)."""
+    dropped_TK = row_TK < 0
+    any_dropped = bool(dropped_TK.any())
+    for k in range(row_TK.shape[1]):
+        row_T = row_TK[:, k].clamp(min=0) if any_dropped else row_TK[:, k]
+        yield k, rows_SD.index_select(0, row_T), dropped_TK[:, k, None] if any_dropped else None
+
+
+def _weighted_sum(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+    """-> [T, D] in at least float32, choice by choice."""
+    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
+    sum_TD = rows_SD.new_zeros(row_TK.shape[0], rows_SD.shape[1], dtype=dtype)
+    for k, rows_TD, dropped_T1 in _choices(rows_SD, row_TK):
+        rows_TD = rows_TD.to(dtype)
+        if dropped_T1 is not None:
+            rows_TD.masked_fill_(dropped_T1, 0)
+        if weight_TK is None:
+            sum_TD += rows_TD
+        else:
+            sum_TD += rows_TD.mul_(weight_TK[:, k, None].to(dtype))
+    return sum_TD
+
+
+def _bags(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+    """`_weighted_sum` in one call: torch's embedding bags, one per token. float32 and float64 only."""
+    kept_N = (row_TK >= 0).reshape(-1)
+    row_S, weight_S = row_TK.reshape(-1), None if weight_TK is None else weight_TK.reshape(-1)
+    if bool(kept_N.all()):
+        first_T = torch.arange(0, row_S.numel(), row_TK.shape[1])
+    else:
+        row_S = row_S[kept_N]
+        weight_S = None if weight_S is None else weight_S[kept_N]
+        kept_T = kept_N.view_as(row_TK).sum(1)
+        first_T = kept_T.cumsum(0) - kept_T
+    weight_S = None if weight_S is None else weight_S.to(rows_SD.dtype)
+    return torch.nn.functional.embedding_bag(row_S, rows_SD, first_T, mode="sum", per_sample_weights=weight_S)
+
+
+@torch.library.custom_op("lancet::combine", mutates_args=())
+def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor:
+    """out[t] = sum_k weight[t, k] * rows[row[t, k]].
+
+    Args: row_TK: int64, as given to dispatch; weight_TK: None means 1.
+    Returns: [T, D] in the dtype of the rows.
+    """
+    if runs_in_kernels(rows_SD):
+        from lancet_kernels.kernels import permute
+
+        weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
+        return permute.combine(rows_SD.contiguous(), row_TK.contiguous(), weight_TK)
+
+    if not rows_SD.numel() or not row_TK.numel():
+        return rows_SD.new_zeros(row_TK.shape[0], rows_SD.shape[1])
+    if rows_SD.dtype == torch.float32 and rows_SD.device.type == "cpu":
+        return _bags(rows_SD.contiguous(), row_TK, weight_TK)
+    return _weighted_sum(rows_SD, row_TK, weight_TK).to(rows_SD.dtype)
+
+
+@combine.register_fake
+def _(rows_SD, row_TK, weight_TK):
+    return rows_SD.new_empty(row_TK.shape[0], rows_SD.shape[1])
+
+
+@torch.library.custom_op("lancet::combine_dweight", mutates_args=())
+def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
+    """-> [T, K], at least float32: x[t] . rows[row[t, k]], zero where dropped.
+
+    The gradient of the weights in combine (x = gradient of its output) and in dispatch (rows = gradient of
+    its output).
+    """
+    if runs_in_kernels(x_TD):
+        from lancet_kernels.kernels import permute
+
+        return permute.combine_dweight(x_TD.contiguous(), rows_SD.contiguous(), row_TK.contiguous())
+
+    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
+    dweight_TK = rows_SD.new_zeros(row_TK.shape, dtype=dtype)
+    if rows_SD.numel():
+        x_TD1 = x_TD.to(dtype).unsqueeze(2)
+        for k, rows_TD, dropped_T1 in _choices(rows_SD, row_TK):
+            dot_T1 = torch.bmm(rows_TD.to(dtype).unsqueeze(1), x_TD1).squeeze(2)
+            if dropped_T1 is not None:
+                dot_T1.masked_fill_(dropped_T1, 0)
+            dweight_TK[:, k] = dot_T1.squeeze(1)
+    return dweight_TK
+
+
+@combine_dweight.register_fake
+def _(x_TD, rows_SD, row_TK):
+    dtype = torch.promote_types(rows_SD.dtype, torch.float32)
+    return row_TK.new_empty(row_TK.shape, dtype=dtype)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    rows_SD, row_TK, weight_TK = inputs
+    weighted = weight_TK is not None and ctx.needs_input_grad[2]
+    ctx.save_for_backward(row_TK, weight_TK, rows_SD if weighted else None)
+    ctx.num_rows = rows_SD.shape[0]
+
+
+def _backward(ctx, grad_TD):
+    row_TK, weight_TK, rows_SD = ctx.saved_tensors
+    grad_rows = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_rows = torch.ops.lancet.dispatch(grad_TD, row_TK, weight_TK, ctx.num_rows, ctx.num_rows)
+    if rows_SD is not None:
+        grad_weight = torch.ops.lancet.combine_dweight(grad_TD, rows_SD, row_TK).to(weight_TK.dtype)
+    return grad_rows, None, grad_weight
+
+
+combine.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,71 @@
+"""Dispatch: copies each token's row to the rows of its experts.
+
+    T  tokens on this rank      S  rows to send (`ops.moe.rows`)
+    K  choices per token        D  model width
+
+Dispatch and combine are each other's adjoint, so each one's backward is the other.
+"""
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.ops.fused.kernel_path import runs_in_kernels
+from lancet_kernels.ops.moe.rows import traced_rows
+from lancet_kernels.ops.moe.send_rows import choice_of_rows
+
+
+@torch.library.custom_op("lancet::dispatch", mutates_args=())
+def dispatch(
+    x_TD: Tensor,
+    row_TK: Tensor,
+    weight_TK: Tensor | None,
+    most_rows: int,
+    num_rows: int | None = None,
+) -> Tensor:
+    """rows[row[t, k]] = x[t] * weight[t, k].
+
+    Args:
+        row_TK: int64, from `send_rows`. weight_TK: None means 1.
+        most_rows: an upper bound of S; the number of rows of the result if the host does not know S.
+        num_rows: S, if the caller knows it.
+    Returns: [S, D] in the dtype of x; products are computed in at least float32.
+    """
+    if runs_in_kernels(x_TD):
+        from lancet_kernels.kernels.permute import permute
+
+        weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
+        return permute(x_TD.contiguous(), row_TK.contiguous(), weight_TK, most_rows)
+
+    choice_S = choice_of_rows(row_TK)
+    token_S = choice_S if row_TK.shape[1] == 1 else choice_S.div(row_TK.shape[1], rounding_mode="floor")
+    rows_SD = x_TD.index_select(0, token_S)
+    if weight_TK is None:
+        return rows_SD
+    weight_S1 = weight_TK.reshape(-1)[choice_S].unsqueeze(1)
+    # The rows are already a copy, so multiply in place, unless the weights have a wider dtype.
+    wide = torch.promote_types(rows_SD.dtype, weight_S1.dtype) != rows_SD.dtype
+    return (rows_SD * weight_S1).to(x_TD.dtype) if wide else rows_SD.mul_(weight_S1)
+
+
+@dispatch.register_fake
+def _(x_TD, row_TK, weight_TK, most_rows, num_rows=None):
+    return x_TD.new_empty(traced_rows(most_rows, num_rows), x_TD.shape[1])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x_TD, row_TK, weight_TK, *_ = inputs
+    weighted = weight_TK is not None and ctx.needs_input_grad[2]
+    ctx.save_for_backward(row_TK, weight_TK, x_TD if weighted else None)
+
+
+def _backward(ctx, grad_SD):
+    row_TK, weight_TK, x_TD = ctx.saved_tensors
+    grad_x = grad_weight = None
+    if ctx.needs_input_grad[0]:
+        grad_x = torch.ops.lancet.combine(grad_SD, row_TK, weight_TK)
+    if x_TD is not None:
+        grad_weight = torch.ops.lancet.combine_dweight(x_TD, grad_SD, row_TK).to(weight_TK.dtype)
+    return grad_x, None, grad_weight, None, None
+
+
+dispatch.register_autograd(_backward, setup_context=_setup_context)

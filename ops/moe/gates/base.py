@@ -1,0 +1,120 @@
+"""The interface of gates: the contract that every routing rule of this library keeps.
+
+    T  tokens on this rank            K  choices per token
+    E  experts in all                 C  capacity: most tokens this rank may send to one expert
+
+A gate maps ``(logits[T, E], used[E])`` to ``(expert[T, K], slot[T, K], weight[T, K], used'[E])``.
+``slot[t, k]`` is the row that choice takes in its expert's buffer; ``slot >= C`` means dropped.
+``used`` counts the assignments that earlier parts of the same batch made, dropped ones included, so
+that calling a *partitionable* gate part by part, passing ``used`` on, gives exactly the slots of one
+call on the whole batch (Lancet, section 2.3: capacity passing).
+
+A gate is a frozen dataclass; ``str(gate)`` is its spec, for example ``topk(renormalize=True)``, and
+`lancet_kernels.ops.moe.gates.parse_gate` reads it back. Ops and checkpoints carry the spec, not the object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.moe.gates import weights
+from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Base of all gates: token-order priority, softmax weights. Subclasses say what differs."""
+
+    name: ClassVar[str]
+    partitionable: ClassVar[bool] = True
+    """Can it decide from part of a batch, given `used`?"""
+    uses_logits: ClassVar[bool] = True
+    """False: the routing is not learned, and the layer has no router weight."""
+    uses_correction_bias: ClassVar[bool] = False
+    """True: selection (not the weights) adds a per-expert bias kept by the layer."""
+    key: ClassVar[str | None] = None
+    """What `key_T` holds: "token" (token ids) or "index" (global token index); None: no key."""
+    score: ClassVar[str] = "softmax"
+
+    @property
+    def normalized(self) -> bool:
+        """Are the weights of a token's choices divided by their sum?"""
+        return False
+
+    @property
+    def scale(self) -> float:
+        """What the weights are multiplied by."""
+        return 1.0
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, wanted = getattr(self, field.name), type(field.default)
+            if type(value) is not wanted and not (wanted is float and type(value) is int):
+                raise UserError(
+                    f"{field.name} of gate {self.name}",
+                    got=repr(value),
+                    expected=f"{wanted.__name__}, such as {field.default!r}",
+                    do="check the option",
+                )
+
+    def __str__(self) -> str:
+        changed = [
+            f"{f.name}={getattr(self, f.name)!r}"
+            for f in dataclasses.fields(self)
+            if getattr(self, f.name) != f.default
+        ]
+        return f"{self.name}({','.join(changed)})" if changed else self.name
+
+    def check(self, num_experts: int, top_k: int) -> None:
+        """Raise UserError if this gate can't choose `top_k` of `num_experts`."""
+        if not 1 <= top_k <= num_experts:
+            raise UserError(
+                "top_k",
+                got=top_k,
+                expected=f"1 to num_experts ({num_experts})",
+                do="lower top_k or add experts",
+            )
+
+    def check_capacity_factor(self, capacity_factor: float | None) -> None:
+        """Raise UserError if this gate can't work with the capacity factor (None: dropless)."""
+
+    def num_choices(self, num_experts: int, top_k: int) -> int:
+        """K of the outputs; top_k for every gate in which tokens choose."""
+        return top_k
+
+    def select(
+        self,
+        logits_TE: Tensor | None,
+        key_T: Tensor | None,
+        bias_E: Tensor | None,
+        num_experts: int,
+        top_k: int,
+    ) -> Tensor:
+        """-> expert_TK, int64: the experts of each token, all different, best first."""
+        raise NotImplementedError(f"gate {self.name} does not select")
+
+    def assign_slots(
+        self, logits_TE: Tensor | None, expert_TK: Tensor, used_E: Tensor, capacity: int
+    ) -> tuple[Tensor, Tensor]:
+        """-> slot_TK, used'_E (int64), in token order: (t, k) before (t, k + 1) before (t + 1, 0)."""
+        return slots_in_token_order(expert_TK, used_E)
+
+    def weights(self, logits_TE: Tensor | None, expert_TK: Tensor, dtype: torch.dtype) -> Tensor:
+        """-> weight_TK: what each expert's output is multiplied with."""
+        return weights.choice_weights(logits_TE, expert_TK, self.score, self.normalized, self.scale, dtype)
+
+    def weights_backward(self, grad_TK: Tensor, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
+        """-> gradient of the logits, [T, E], given the gradient of the weights."""
+        return weights.choice_weights_backward(
+            grad_TK, logits_TE, expert_TK, self.score, self.normalized, self.scale
+        )
+
+    def probabilities(self, logits_TE: Tensor) -> Tensor:
+        """-> [T, E], rows sum to 1: what the load-balance loss averages. Differentiable."""
+        return weights.normalized_scores(logits_TE, self.score)

@@ -1,0 +1,39 @@
+"""The index of each kept choice's row in the rows to send.
+
+    T  tokens on this rank      W  ranks, L experts on each, e = w * L + l
+    K  choices per token
+
+Computed once per layer; dispatch, combine and their gradients read it.
+"""
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.ops.moe.rows import DROPPED
+
+
+@torch.library.custom_op("lancet::send_rows", mutates_args=())
+def send_rows(expert_TK: Tensor, slot_TK: Tensor, count_WL: Tensor) -> Tensor:
+    """-> [T, K] int64: row indices, sorted by expert, then slot; DROPPED for a slot >= the expert's count.
+
+    Args: expert_TK, slot_TK: int64, from the gate; the slots of an expert are 0, 1, 2, ... without gaps.
+    Example: counts = [[1], [2]], expert = [[1, 0], [1, 0]], slot = [[0, 0], [1, 1]] -> [[1, 0], [2, -1]].
+    """
+    count_E = count_WL.reshape(-1)
+    first_E = count_E.cumsum(0) - count_E
+    return torch.where(slot_TK < count_E[expert_TK], first_E[expert_TK] + slot_TK, DROPPED)
+
+
+@send_rows.register_fake
+def _(expert_TK, slot_TK, count_WL):
+    return torch.empty_like(expert_TK, memory_format=torch.contiguous_format)
+
+
+def choice_of_rows(row_TK: Tensor) -> Tensor:
+    """-> [S] int64: the choice t * K + k of each row. Makes the host wait for the number of rows.
+
+    Example: row = [[1, 0], [2, -1]] -> [1, 0, 2].
+    """
+    row_N = row_TK.reshape(-1)
+    choice_S = (row_N >= 0).nonzero().view(-1)
+    return torch.empty_like(choice_S).index_copy_(0, row_N[choice_S], choice_S)

@@ -1,0 +1,4 @@
+"""Random numbers that do not depend on how a batch is cut.
+
+Read `splitmix`, then `token_index` and `dropout`.
+"""

@@ -1,0 +1,4 @@
+"""PrimePar: the search for partitions of linear layers.
+
+Read `partition_costs`, then `segments`.
+"""

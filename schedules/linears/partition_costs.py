@@ -1,0 +1,306 @@
+"""What does an operator cost under a partition, and an edge between two? (PrimePar, slides "Cost Model")
+
+    intraCost   computation, collectives, and the ring steps that computation does not hide
+    interCost   redistribution between an operator and the next one, forward and backward
+    memory      of one device: weights with gradients and optimizer states, and what the backward needs
+
+Dimensions: b batch, m rows of a sequence, n features summed over in the forward, k features out, h heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from lancet_kernels.graph.costs.clusters import Cluster
+from lancet_kernels.graph.costs.costs import roofline_ms
+from lancet_kernels.graph.costs.grouping import (
+    Boxes,
+    all_reduce_ms,
+    boxes,
+    redistributions_ms,
+    shift_ms,
+    travelling_shares,
+)
+from lancet_kernels.graph.rules.slices import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    LINEAR,
+    Operand,
+    Partition,
+    Product,
+    all_reduces,
+    begins_at_home,
+    hand_over,
+    shifts,
+)
+
+DTYPE, ITEM = "float16", 2
+"""Dtype and bytes of a number in weights and activations."""
+WEIGHT_BYTES = 16
+"""Per parameter in mixed precision with Adam: weight and gradient in 2 bytes, master weight and two moments
+in 4."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A node of the graph: what each phase computes, and which primitives may cut it.
+
+    flops: of the forward; every other phase of a product takes as many. passes: how often a phase of an
+    operator that is no product reads or writes a tensor of its size. normalized: a dimension whose statistics
+    have to be summed when it is cut. accumulated: microbatches whose weight gradients are added up before the
+    devices sum them, once.
+    """
+
+    name: str
+    sizes: Mapping[str, int] = field(hash=False)
+    products: Mapping[str, Product] = field(hash=False)
+    splits: str
+    has_weight: bool = False
+    flops: float = 0.0
+    passes: int = 0
+    normalized: str = ""
+    accumulated: int = 1
+
+    def bytes(self, tensor: Operand) -> float:
+        """Size of the whole tensor."""
+        return ITEM * math.prod(self.sizes[d] for d in tensor.dimensions)
+
+    @property
+    def result(self) -> Operand:
+        return self.products[FORWARD].result
+
+
+def linear(name: str, b: int, m: int, n: int, k: int) -> Operator:
+    """O[b, m, k] = I[b, m, n] W[n, k]."""
+    return Operator(name, {"b": b, "m": m, "n": n, "k": k}, LINEAR, "bmnk", True, 2.0 * b * m * n * k)
+
+
+def pointwise(
+    name: str, b: int, m: int, k: int, *, splits: str = "bmk", passes: int = 2, flops: float = 0.0
+) -> Operator:
+    """An operator whose result has the form of its input: activation, addition; attention along its heads."""
+    last = splits[-1]
+    dimensions = ("b", "m", last)
+    i, o, di, do = (Operand(n, dimensions) for n in ("I", "O", "dI", "dO"))
+    products = {FORWARD: Product(FORWARD, o, (i,)), BACKWARD: Product(BACKWARD, di, (do, i))}
+    normalized = "k" if name.startswith("norm") else ""
+    return Operator(name, {"b": b, "m": m, last: k}, products, splits, False, flops, passes, normalized)
+
+
+@dataclass(frozen=True)
+class PartitionCost:
+    """Milliseconds, and bytes on one device."""
+
+    compute_ms: float = 0.0
+    collective_ms: float = 0.0
+    """All-reduces, which nothing hides."""
+    ring_ms: float = 0.0
+    exposed_ring_ms: float = 0.0
+    """What of the ring steps the computation of their step does not hide."""
+    memory_bytes: float = 0.0
+
+    @property
+    def ms(self) -> float:
+        return self.compute_ms + self.collective_ms + self.exposed_ring_ms
+
+    def __add__(self, other: PartitionCost) -> PartitionCost:
+        return PartitionCost(
+            self.compute_ms + other.compute_ms,
+            self.collective_ms + other.collective_ms,
+            self.ring_ms + other.ring_ms,
+            self.exposed_ring_ms + other.exposed_ring_ms,
+            self.memory_bytes + other.memory_bytes,
+        )
+
+
+def intra_cost(cluster: Cluster, operator: Operator, partition: Partition) -> PartitionCost:
+    """Cost of one operator, all its phases."""
+    total = PartitionCost(memory_bytes=_memory(operator, partition))
+    for product in operator.products.values():
+        total += phase_times(cluster, operator, partition, product).cost
+    if operator.has_weight:
+        total += _alignment_cost(cluster, operator, partition)
+    return total
+
+
+@dataclass(frozen=True)
+class PhaseTimes:
+    """Milliseconds of one phase of an operator.
+
+    step: of the computation of each step. travelling: beside each step, the tensors whose tiles travel.
+    """
+
+    step_ms: float
+    travelling: tuple[tuple[tuple[str, float], ...], ...]
+    collective_ms: float
+
+    @property
+    def cost(self) -> PartitionCost:
+        beside = [sum(ms for _, ms in tiles) for tiles in self.travelling]
+        return PartitionCost(
+            compute_ms=self.step_ms * len(beside),
+            collective_ms=self.collective_ms,
+            ring_ms=sum(beside),
+            exposed_ring_ms=sum(max(0.0, ms - self.step_ms) for ms in beside),
+        )
+
+
+def phase_times(cluster: Cluster, operator: Operator, partition: Partition, product: Product) -> PhaseTimes:
+    """Times of one phase under a partition."""
+    tensors = (*product.operands, product.result)
+    tile_bytes = [operator.bytes(t) / _parts(partition, t.dimensions) for t in tensors]
+    every = dict.fromkeys(d for t in tensors for d in t.dimensions)
+    flops = operator.flops / _parts(partition, tuple(every))
+    if operator.passes:
+        # The backward of what is no product takes twice its forward.
+        twice = 1 + (product.phase == BACKWARD)
+        flops, moved = flops * twice, operator.passes * twice * tile_bytes[-1]
+    else:
+        moved = sum(tile_bytes)
+    travelling: list[list[tuple[str, float]]] = [[] for _ in range(partition.steps)]
+    for tensor, size in zip(tensors, tile_bytes, strict=True):
+        is_result = tensor is product.result
+        for t, sources in enumerate(shifts(partition, product.phase, tensor)):
+            # Operands of step t + 1 travel beside step t, a sum that moves on beside the step it moves to.
+            if ms := shift_ms(cluster, sources, size):
+                travelling[t + is_result].append((tensor.name, ms))
+    if operator.has_weight and product.phase == GRADIENT and not begins_at_home(partition):
+        # The only tile of the weight goes back to where the forward begins: beside the last step.
+        weight = operator.products[FORWARD].operands[1]
+        back = hand_over(partition, weight, (BACKWARD, -1), (FORWARD, 0))
+        if ms := shift_ms(cluster, back, operator.bytes(weight) / _parts(partition, weight.dimensions)):
+            travelling[-1].append((weight.name, ms))
+    groups = all_reduces(partition, product) if product.summed else ()
+    collective_ms = all_reduce_ms(cluster, groups, tile_bytes[-1])
+    if product.phase == GRADIENT:
+        collective_ms /= operator.accumulated
+    if operator.normalized:
+        collective_ms += _statistics_ms(cluster, operator, partition, product)
+    step_ms = roofline_ms(cluster, DTYPE, flops, moved)
+    return PhaseTimes(step_ms, tuple(map(tuple, travelling)), collective_ms)
+
+
+def _statistics_ms(cluster: Cluster, operator: Operator, partition: Partition, product: Product) -> float:
+    """Two numbers of 4 bytes a row, summed over the devices that share it."""
+    rows = Operand("rows", tuple(d for d in product.result.dimensions if d != operator.normalized))
+    groups = all_reduces(partition, Product(product.phase, rows, (product.result,)))
+    size = 8 * math.prod(operator.sizes[d] for d in rows.dimensions) / _parts(partition, rows.dimensions)
+    return all_reduce_ms(cluster, groups, size)
+
+
+def _alignment_cost(cluster: Cluster, operator: Operator, partition: Partition) -> PartitionCost:
+    """Tiles that one phase leaves elsewhere than the next one wants them."""
+    i, weight = operator.products[FORWARD].operands
+    do, dweight = operator.products[BACKWARD].operands[0], operator.products[GRADIENT].result
+    ms, kept = 0.0, 0 if begins_at_home(partition) else -1
+    for tensor, before, after in (
+        (weight, (FORWARD, kept), (BACKWARD, 0)),
+        (do, (BACKWARD, kept), (GRADIENT, 0)),
+        (i, (FORWARD, kept), (GRADIENT, 0)),
+        (dweight, (GRADIENT, -1), (FORWARD, 0)),
+    ):
+        size = operator.bytes(tensor) / _parts(partition, tensor.dimensions)
+        ms += shift_ms(cluster, hand_over(partition, tensor, before, after), size)
+    return PartitionCost(ring_ms=ms, exposed_ring_ms=ms)
+
+
+def _memory(operator: Operator, partition: Partition) -> float:
+    """Weights with all that belongs to them, and the input, which the backward needs."""
+    forward = operator.products[FORWARD]
+    kept = sum(
+        operator.bytes(t) / _parts(partition, t.dimensions)
+        for t in forward.operands
+        if not (operator.has_weight and t is forward.operands[1])
+    )
+    if operator.name.startswith("add"):
+        kept = 0.0  # whose backward needs nothing
+    if operator.has_weight:
+        weight = forward.operands[1]
+        tile = operator.bytes(weight) / _parts(partition, weight.dimensions)
+        kept += tile / ITEM * WEIGHT_BYTES
+    return kept
+
+
+def _parts(partition: Partition, dimensions: tuple[str, ...]) -> int:
+    """Into how many tiles a tensor is cut."""
+    return math.prod(partition.slices(d) for d in dimensions)
+
+
+def inter_cost(
+    cluster: Cluster, producer: Operator, before: Partition, consumer: Operator, after: Partition
+) -> float:
+    """Milliseconds of redistribution on one edge: the result in the forward, its gradient in the backward.
+
+    Dimensions correspond by position.
+    """
+    return sum(redistribution_times(cluster, producer, before, consumer, after))
+
+
+def edge_costs(
+    cluster: Cluster,
+    producer: Operator,
+    befores: Sequence[Partition],
+    consumer: Operator,
+    afters: Sequence[Partition],
+) -> np.ndarray:
+    """`inter_cost` of every partition of the producer with every one of the consumer: [befores, afters]."""
+    forward, backward = _redistributions(cluster, producer, befores, consumer, afters)
+    return forward + backward
+
+
+def redistribution_times(
+    cluster: Cluster, producer: Operator, before: Partition, consumer: Operator, after: Partition
+) -> tuple[float, float]:
+    """Milliseconds of the forward's and the backward's redistribution on one edge."""
+    forward, backward = _redistributions(cluster, producer, [before], consumer, [after])
+    return float(forward[0, 0]), float(backward[0, 0])
+
+
+def _redistributions(
+    cluster: Cluster,
+    producer: Operator,
+    befores: Sequence[Partition],
+    consumer: Operator,
+    afters: Sequence[Partition],
+) -> tuple[np.ndarray, np.ndarray]:
+    result, operand = producer.result, consumer.products[FORWARD].operands[0]
+    gradient, wanted = consumer.products[BACKWARD].result, producer.products[BACKWARD].operands[0]
+    size = producer.bytes(result)
+    forward = _between(
+        cluster,
+        [boxes(p, FORWARD, result.dimensions, -1) for p in befores],
+        [boxes(p, FORWARD, operand.dimensions, 0) for p in afters],
+        size,
+    )
+    backward = _between(
+        cluster,
+        [boxes(p, BACKWARD, gradient.dimensions, -1) for p in afters],
+        [boxes(p, BACKWARD, wanted.dimensions, 0) for p in befores],
+        size,
+    )
+    return forward, backward.T
+
+
+def _between(cluster: Cluster, held: list[Boxes], needed: list[Boxes], size: float) -> np.ndarray:
+    """Redistribution of every pair; many partitions have the same tiles, so of every pair of layouts once."""
+    held_layouts, held_rows = np.unique(np.stack(held), axis=0, return_inverse=True)
+    needed_layouts, needed_rows = np.unique(np.stack(needed), axis=0, return_inverse=True)
+    shapes = held_layouts.shape, needed_layouts.shape
+    shares = _shares(held_layouts.tobytes(), needed_layouts.tobytes(), *shapes, cluster.gpus_per_node)
+    costs = redistributions_ms(cluster, *shares, size)
+    return costs[np.ix_(held_rows.ravel(), needed_rows.ravel())]
+
+
+@lru_cache(maxsize=64)
+def _shares(
+    held: bytes, needed: bytes, held_shape: tuple, needed_shape: tuple, gpus_per_node: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Alike for models of all sizes."""
+    one, other = np.frombuffer(held).reshape(held_shape), np.frombuffer(needed).reshape(needed_shape)
+    return travelling_shares(one, other, gpus_per_node)

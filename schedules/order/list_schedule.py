@@ -1,0 +1,340 @@
+"""List scheduling by critical path, with weight gradients as filler. Goes beyond the paper's Algorithm 1,
+which moves weight gradients only.
+
+Whenever compute is idle, the ready instruction with the longest path to the end of the program runs.
+Instructions that no all-to-all depends on (weight gradients, optimizer steps, the reassembly of activations
+for the backward pass) are fillers: they run when nothing else is ready, which is exactly while an all-to-all
+is exposed; the filler that fits the gap best goes first. A message is sent when the link is about to become
+idle, the one with the longest path first; gradient all-reduces only when no other message is ready.
+
+Under a memory limit a `MemoryBudget` must admit each instruction: after any instruction that it admits, the
+remaining ones can run in the Program's own order within the limit. Messages that read only parameters
+(all-gathers) are then sent shortly before they are needed, because gathering early takes memory that deferred
+instructions could use.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lancet_kernels.graph.program.program import Kind, Phase, Program
+from lancet_kernels.graph.program.reachability import bitset
+from lancet_kernels.schedules.order.ordering import Ready
+from lancet_kernels.schedules.order.weight_gradients import sums_gradients
+from lancet_kernels.schedules.time.clock import INFINITY, Clock, link_of
+from lancet_kernels.schedules.time.peak_memory import MemoryBudget, Storages
+from lancet_kernels.schedules.time.simulate import critical_path
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a list schedule decides.
+
+    Attributes:
+        oldest_first: fillers run in program order instead of by best fit. Best fit hides more; oldest first
+            completes the buckets of gradient all-reduces earlier, which matters if all-reduces are long.
+        refuse_beyond: a filler longer than this many times the gap is saved for a later gap, if there is one.
+        ahead: how early a message may be sent before its latest start, in durations of the longest message.
+        reserve: memory that only messages may use, in sizes of the largest message.
+        in_order: instructions other than fillers run in program order instead of by longest path. The copies
+            of a duplexed step have equally long paths, and would otherwise not alternate.
+    """
+
+    oldest_first: bool = False
+    refuse_beyond: float = 2.0
+    ahead: float = INFINITY
+    reserve: float = 0.0
+    in_order: bool = False
+
+    def __str__(self) -> str:
+        kind = "list schedule in order" if self.in_order else "list schedule"
+        fill = "oldest first" if self.oldest_first else "best fit"
+        refuse = (
+            f"refuse beyond {self.refuse_beyond:g}" if self.refuse_beyond < INFINITY else "refuse nothing"
+        )
+        ahead = f", messages {self.ahead:g} ahead" if self.ahead < INFINITY else ""
+        return f"{kind}, {fill}, {refuse}{ahead}" + (f", reserve {self.reserve:g}" if self.reserve else "")
+
+
+FREE = [Policy(oldest, refuse) for oldest in (False, True) for refuse in (2.0, 1.0, INFINITY)]
+"""The policies that are tried without a memory limit."""
+FREE += [Policy(ahead=2.0), Policy(ahead=8.0)]
+FREE += [Policy(oldest, refuse, in_order=True) for oldest in (False, True) for refuse in (2.0, INFINITY)]
+LIMITED = [Policy(ahead=ahead, reserve=reserve) for ahead in (2.0, 8.0) for reserve in (0.0, 2.0)]
+
+
+class Work:
+    """What all list schedules of a program share: critical paths, and which instructions are urgent messages,
+    fillers, or due by a certain time."""
+
+    def __init__(self, program: Program, ms: Sequence[float]):
+        self.program, self.ms = program, ms
+        self.priority = critical_path(program, ms)
+        instructions = program.instructions
+        self.is_urgent = [x.kind.is_communication and not sums_gradients(x) for x in instructions]
+        self.urgent = bitset([i for i, urgent in enumerate(self.is_urgent) if urgent])
+        self.needed_by_none = [not d & self.urgent for d in program.reachability.descendants]
+        self.is_filler = [
+            unneeded or _waits_for_backward(program, i) for i, unneeded in enumerate(self.needed_by_none)
+        ]
+        self.storages = Storages(program)
+        self.is_free = [
+            x.kind is Kind.COMPUTE and not ms[i] and not self.storages.born[i]
+            for i, x in enumerate(instructions)
+        ]
+        """Views and waits, which take neither time nor memory."""
+        messages = [i for i, x in enumerate(instructions) if x.kind.is_communication]
+        self.links = {link_of(instructions[i]) for i in messages}
+        self.longest_message = max((ms[i] for i in messages), default=0.0)
+        self.largest_message = max((self._allocated_bytes(i) for i in messages), default=0)
+        self.latest_start = self._latest_starts()
+
+    def _allocated_bytes(self, i: int) -> int:
+        return sum(self.storages.bytes[s] for s in self.storages.born[i])
+
+    def is_main(self, i: int) -> bool:
+        """Is it computation other than filler? The time of these measures the progress of a schedule."""
+        return self.program.instructions[i].kind is Kind.COMPUTE and not self.is_filler[i]
+
+    def _latest_starts(self) -> list[float]:
+        """By position of each urgent message: after how many milliseconds of main computation it must be sent
+        at the latest, so that it and all later messages arrive before their first readers run."""
+        passed, elapsed = [], 0.0
+        for i, ms in enumerate(self.ms):
+            passed.append(elapsed)
+            elapsed += ms if self.is_main(i) else 0.0
+        latest = [INFINITY] * len(self.ms)
+        due = {
+            i: passed[min(after)]
+            for i, after in enumerate(self.program.dependents)
+            if self.is_urgent[i] and after
+        }
+        next_start = INFINITY
+        for i in sorted(due, key=lambda i: (due[i], i), reverse=True):
+            next_start = latest[i] = min(next_start, due[i]) - self.ms[i]
+        return latest
+
+
+class ListScheduler:
+    """Simulates compute and links forward in time, and chooses the next instruction at each step."""
+
+    MOST_TRIES = 8
+    """How many candidates are offered to the memory budget before the scheduler does something else."""
+
+    def __init__(self, work: Work, policy: Policy, limit: float | None):
+        self.work, self.policy = work, policy
+        self.program, self.ms = work.program, work.ms
+        self.priority = [-float(i) for i in range(len(work.ms))] if policy.in_order else work.priority
+        self.clock: Clock[int] = Clock()
+        self.budget = None if limit is None else MemoryBudget(work.storages, limit)
+        self.reserve = policy.reserve * work.largest_message
+        self.dependencies = Ready(self.program)
+        self.free: deque[int] = deque()
+        self.ready: list[tuple[float, int]] = []
+        self.fillers: set[int] = set()
+        self.messages: list[tuple[float, int]] = []
+        self.sums: deque[int] = deque()
+        self.order: list[int] = []
+        self.is_issued = [False] * len(self.program)
+        self.unsent = work.urgent
+        self.arrived = 0
+        self.main_ms = 0.0
+        self.loaded_until: dict[str, float] = {}
+        """By link, when all messages sent so far will have arrived."""
+
+    def schedule(self) -> list[int]:
+        for start in self.dependencies.at_first:
+            self._make_ready(start)
+        while len(self.order) < len(self.program):
+            self._receive()
+            i = self._next_compute()
+            if self._send_before(self.clock.now + (0.0 if i is None else self.ms[i])):
+                # Sending took memory, or made other instructions ready: choose again.
+                self._put_back(i)
+            elif i is not None:
+                self._compute(i)
+            elif not self.clock.is_idle:
+                self.clock.wait()
+            else:
+                self._issue_first()
+        return self.order
+
+    def _receive(self) -> None:
+        """Mark the messages that have arrived by now as done."""
+        self.clock.catch_up()
+        for i in self.clock.sent[self.arrived :]:
+            self._done(i)
+        self.arrived = len(self.clock.sent)
+
+    def _make_ready(self, i: int) -> None:
+        if self.work.is_free[i]:
+            self.free.append(i)
+        elif self.work.is_urgent[i]:
+            heapq.heappush(self.messages, (-self.priority[i], i))
+        elif self.program.instructions[i].kind.is_communication:
+            self.sums.append(i)
+        elif self.work.is_filler[i]:
+            self.fillers.add(i)
+        else:
+            heapq.heappush(self.ready, (-self.priority[i], i))
+
+    def _put_back(self, i: int | None) -> None:
+        if i is not None:
+            self._make_ready(i)
+
+    def _issue(self, i: int) -> None:
+        self.order.append(i)
+        self.is_issued[i] = True
+        if self.budget is not None:
+            self.budget.issue(i)
+
+    def _done(self, i: int) -> None:
+        for j in self.dependencies.done(i):
+            self._make_ready(j)
+
+    def _compute(self, i: int) -> None:
+        self._issue(i)
+        self.clock.compute(i, self.ms[i], ())
+        if self.work.is_main(i):
+            self.main_ms += self.ms[i]
+        self._done(i)
+
+    def _send(self, i: int) -> None:
+        self._issue(i)
+        instruction = self.program.instructions[i]
+        link, is_urgent = link_of(instruction), instruction.kind is not Kind.ALL_REDUCE
+        self.clock.send(i, self.ms[i], (), link=link, is_urgent=is_urgent)
+        self.unsent &= ~(1 << i)
+        self.loaded_until[link] = max(self.loaded_until.get(link, 0.0), self.clock.now) + self.ms[i]
+
+    def _send_before(self, moment: float) -> bool:
+        """Send messages on every link that would be idle before `moment`. -> was any sent?"""
+        sent = False
+        while True:
+            message = self._next_message(moment)
+            if message is None:
+                return sent
+            self._send(message)
+            sent = True
+
+    def _next_message(self, moment: float) -> int | None:
+        """The most urgent message that may be sent; without one, a gradient all-reduce."""
+        if all(self.loaded_until.get(link, 0.0) > moment for link in self.work.links):
+            return None
+        aside: list[tuple[float, int]] = []
+        message = None
+        while self.messages and message is None and len(aside) < self.MOST_TRIES:
+            entry = heapq.heappop(self.messages)
+            if self._may_go(entry[1], moment):
+                message = entry[1]
+            else:
+                aside.append(entry)
+        for entry in aside:
+            heapq.heappush(self.messages, entry)
+        if message is None and self.sums and self._may_go(self.sums[0], moment):
+            message = self.sums.popleft()
+        return message
+
+    def _may_go(self, i: int, moment: float) -> bool:
+        if self.loaded_until.get(link_of(self.program.instructions[i]), 0.0) > moment:
+            return False
+        early = self.work.latest_start[i] - self.policy.ahead * self.work.longest_message
+        if self.policy.ahead < INFINITY and self.work.is_urgent[i] and self.main_ms < early:
+            return False
+        return self.budget is None or self.budget.admits(i)
+
+    def _issue_first(self) -> None:
+        """No message is in flight and no candidate was chosen: issue the next instruction in program
+        order."""
+        i = self._first()
+        assert self.dependencies.is_ready(i), "the first remaining instruction depends only on earlier ones"
+        self._take(i)
+        if self.program.instructions[i].kind.is_communication:
+            self._send(i)
+        else:
+            self._compute(i)
+
+    def _first(self) -> int:
+        if self.budget is not None:
+            return self.budget.first
+        return self.is_issued.index(False)
+
+    def _take(self, i: int) -> int:
+        """Remove an instruction from the queue that it waits in, and return it."""
+        self.fillers.discard(i)
+        if i in self.sums:
+            self.sums.remove(i)
+        for heap in (self.ready, self.messages):
+            if (-self.priority[i], i) in heap:
+                heap.remove((-self.priority[i], i))
+                heapq.heapify(heap)
+        return i
+
+    def _next_compute(self) -> int | None:
+        if self.free:
+            return self.free.popleft()
+        if self.ready:
+            urgent = self._most_urgent()
+            return self._make_room() if urgent is None else urgent
+        return self._filler_for_gap()
+
+    def _most_urgent(self) -> int | None:
+        """The instruction with the longest path among those that the memory budget admits."""
+        aside: list[tuple[float, int]] = []
+        urgent = None
+        while self.ready and urgent is None and len(aside) < self.MOST_TRIES:
+            entry = heapq.heappop(self.ready)
+            if self.budget is None or self.budget.admits(entry[1], self.reserve):
+                urgent = entry[1]
+            else:
+                aside.append(entry)
+        for entry in aside:
+            heapq.heappush(self.ready, entry)
+        return urgent
+
+    def _make_room(self) -> int | None:
+        """A filler that frees memory, or the first remaining instruction; None: wait for a message."""
+        assert self.budget is not None  # without one, the most urgent is always admitted
+        budget = self.budget
+        freeing = [i for i in self.fillers if budget.frees(i) > 0]
+        for i in heapq.nsmallest(self.MOST_TRIES, freeing):
+            if budget.admits(i):
+                return self._take(i)
+        first = self._first()
+        if self.dependencies.is_ready(first) and self.program.instructions[first].kind is Kind.COMPUTE:
+            return self._take(first)
+        return None
+
+    def _filler_for_gap(self) -> int | None:
+        """The filler that best fits the time until the next message arrives."""
+        until = self.clock.busy_until
+        if until == INFINITY:
+            chosen = heapq.nlargest(self.MOST_TRIES, self.fillers, key=lambda i: (self.priority[i], -i))
+        else:
+            gap = until - self.clock.now
+            most = self.policy.refuse_beyond * gap
+            fitting = [i for i in self.fillers if self.ms[i] <= most or not self._later(i)]
+            key = None if self.policy.oldest_first else lambda i: (abs(gap - self.ms[i]), i)
+            chosen = heapq.nsmallest(self.MOST_TRIES, fitting, key=key)
+        for i in chosen:
+            if self.budget is None or self.budget.admits(i):
+                return self._take(i)
+        return None
+
+    def _later(self, filler: int) -> bool:
+        """Is there an unsent message that this filler could overlap instead?"""
+        if self.work.needed_by_none[filler]:
+            return bool(self.unsent)
+        return bool(self.unsent & ~self.program.reachability.descendants[filler])
+
+
+def _waits_for_backward(program: Program, i: int) -> bool:
+    """Is it a forward computation whose results only the backward pass reads?"""
+    instruction = program.instructions[i]
+    if instruction.phase is not Phase.FORWARD or instruction.kind is not Kind.COMPUTE:
+        return False
+    readers = [program.instructions[j] for j in program.dependents[i]]
+    return bool(readers) and all(r.phase is not Phase.FORWARD for r in readers)

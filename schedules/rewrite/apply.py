@@ -1,0 +1,175 @@
+"""Applies a planned order to an fx graph.
+
+    reorder(graph, order)       puts the nodes into the order of the plan
+    start_early_wait_late(gm)   splits each collective: it starts at its place, and its first reader waits
+
+Contract: afterwards the graph runs its instructions in exactly the requested order. If that order is invalid
+for the graph, the graph is unchanged and UserError names the node that would read a tensor too early, or draw
+the random numbers of another one. All ranks issue their collectives in the order of the plan, so no two ranks
+can deadlock.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import fx
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.layer_names import layer_meta
+from lancet_kernels.graph.program.from_fx import draws_random_numbers, is_instruction, op_name
+from lancet_kernels.graph.program.phases import forward_nodes
+from lancet_kernels.ops.comm.all_reduce import start_all_reduce
+from lancet_kernels.ops.comm.all_to_all import start_all_to_all
+from lancet_kernels.ops.comm.shards import (
+    start_all_gather,
+    start_all_reduce_summands,
+    start_exchange_shards,
+    start_reduce_scatter,
+)
+from lancet_kernels.ops.comm.shift import start_shift
+
+_STARTS: dict[str, Callable] = {
+    "lancet.all_to_all": start_all_to_all,
+    "lancet.all_reduce_bucket": start_all_reduce,
+    "lancet.shift": start_shift,
+    "lancet.all_gather": start_all_gather,
+    "lancet.reduce_scatter": start_reduce_scatter,
+    "lancet.exchange_shards": start_exchange_shards,
+    "lancet.all_reduce": start_all_reduce_summands,
+}
+
+
+def wait(pending: Any) -> object:
+    """Wait for a started collective. Args: pending: what the start function returned. -> its result."""
+    return pending.wait()
+
+
+def instruction_order(graph: fx.Graph) -> list[str]:
+    """Names of the instruction nodes, in the order in which they run."""
+    return [node.name for node in graph.nodes if is_instruction(node)]
+
+
+def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
+    """Put the instruction nodes of a graph into `order`; elements of tuples follow their producer.
+
+    Raises: UserError if `order` is not a permutation of the instructions, has an instruction before one of
+    its inputs, or a forward instruction after a backward one.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    present = instruction_order(graph)
+    if sorted(order) != sorted(present):
+        difference = sorted(set(order) ^ set(present))[:3]
+        raise UserError(
+            "order of a plan",
+            got=f"{len(order)} instructions, different in {', '.join(difference) or 'repetitions'}",
+            expected=f"each of the graph's {len(present)} instructions once",
+            do="plan again for this graph",
+        )
+    reordered: list[fx.Node] = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+    available = set(reordered)
+    forward = forward_nodes(list(graph.nodes))
+    backward = ""
+    for name in order:
+        node = nodes[name]
+        if node not in forward:
+            backward = name
+        elif backward:
+            raise UserError(
+                "order of a plan",
+                got=f"{backward} before {name}",
+                expected=f"{name} first: it belongs to the forward, {backward} to the backward",
+                do="plan again for this graph",
+            )
+        missing = [source.name for source in node.all_input_nodes if source not in available]
+        if missing:
+            raise UserError(
+                "order of a plan",
+                got=f"{name} before {missing[0]}",
+                expected=f"{missing[0]} first, whose result {name} reads",
+                do="plan again for this graph",
+            )
+        elements = _with_elements(node)
+        reordered += elements
+        available.update(elements)
+    _check_draws(graph, reordered)
+    _place(graph, reordered)
+    graph.lint()
+    assert instruction_order(graph) == list(order)
+
+
+def _check_draws(graph: fx.Graph, reordered: Sequence[fx.Node]) -> None:
+    """Raise UserError if the order of ops that draw random numbers changes; no edge of the graph keeps it."""
+    present = [node.name for node in graph.nodes if draws_random_numbers(node)]
+    planned = [node.name for node in reordered if draws_random_numbers(node)]
+    for first, early in zip(present, planned, strict=True):
+        if first != early:
+            raise UserError(
+                "order of a plan",
+                got=f"{early} before {first}",
+                expected=f"{first} first: both draw random numbers",
+                do="plan again for this graph",
+            )
+
+
+def _with_elements(node: fx.Node) -> list[fx.Node]:
+    """The node and the getitem nodes of its elements, also of nested tuples."""
+    nodes = [node]
+    for user in node.users:
+        if user.target is operator.getitem:
+            nodes += _with_elements(user)
+    return nodes
+
+
+def _place(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+    """Move nodes to the front of the graph, in this order."""
+    cursor = graph._root
+    for node in nodes:
+        cursor.append(node)
+        cursor = node
+
+
+def start_early_wait_late(module: fx.GraphModule, blocking: Collection[str] = ()) -> None:
+    """Split each all-to-all, all-reduce and shift: its start stays, its wait goes before its first reader.
+
+    Args: blocking: names of collectives that are not split.
+    """
+    graph = module.graph
+    for node in list(graph.nodes):
+        start = _STARTS.get(op_name(node)) if is_instruction(node) else None
+        if start is None or node.name in blocking:
+            continue
+        name = node.name
+        with graph.inserting_before(node):
+            pending = graph.call_function(start, node.args, node.kwargs)
+        pending.name = f"{name}_start"
+        pending.meta = layer_meta(node)
+        readers = _readers(node)
+        first = min(readers, key=_position(graph).__getitem__) if readers else graph.output_node()
+        elements = [user for user in node.users if user.target is operator.getitem]
+        with graph.inserting_before(first):
+            result = graph.call_function(wait, (pending,))
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+        result.name = name
+        cursor = result
+        for element in elements:
+            cursor.append(element)
+            cursor = element
+    graph.lint()
+    module.recompile()
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """The nodes that read a result; for a tuple, those that read its elements."""
+    readers = []
+    for user in node.users:
+        readers += _readers(user) if user.target is operator.getitem else [user]
+    return readers
+
+
+def _position(graph: fx.Graph) -> dict[fx.Node, int]:
+    return {node: i for i, node in enumerate(graph.nodes)}

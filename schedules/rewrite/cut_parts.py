@@ -1,0 +1,247 @@
+"""One part of an instruction in an fx graph: its node, its slice of the operands, its rows and counts.
+
+A part reads the parts of partitioned tensors, slices of tensors from outside the range, and the complete sums
+of partial tensors. After the gate each part has its own counts, its own exchange of counts and its own rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lancet_kernels.graph.capture.captured_graph import fake_mode_of, set_value
+from lancet_kernels.graph.capture.layer_names import layer_meta
+from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, WINDOW, Form, Forms
+from lancet_kernels.graph.program.from_fx import KEPT_BYTES
+from lancet_kernels.graph.rules.part_instruction import part_name
+from lancet_kernels.schedules.rewrite.cut_nodes import (
+    Routing,
+    are_by_expert,
+    element_of,
+    form_of,
+    refuse,
+    rule_of,
+    shape_of,
+    with_elements,
+)
+
+aten, lancet = torch.ops.aten, torch.ops.lancet
+_SUM_OF_MEAN = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
+
+Values = dict[Any, Any]
+"""Cache of fake results, by op and shapes of the arguments: repeated layers are computed once."""
+
+
+class Parts:
+    """The nodes of all parts of a range. `env[p][node]` is the node that replaces `node` in part p.
+
+    Args:
+        cut: the nodes that run part by part. count: the number of parts.
+        whole: gives the node with the complete sum of a partial tensor.
+        empty: parts may have no elements.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        cut: Sequence[fx.Node],
+        forms: Forms,
+        count: int,
+        routings: Sequence[Routing],
+        values: Values | None,
+        whole: Callable[[fx.Node], fx.Node],
+        empty: bool = False,
+    ) -> None:
+        self.graph, self.forms, self.count, self.routings, self._cut = graph, forms, count, routings, cut
+        self.partitioned = {element for node in cut for element in with_elements(node)}
+        self.env: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
+        self._values, self._whole = values, whole
+        self._rows_and_counts: list[dict[Routing, tuple[fx.Node, fx.Node]]] = [{} for _ in range(count)]
+        self._windows: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._units = _units(cut, forms, count, 0 if empty else count)
+        # The first part is the largest, so that what is allocated for its size is enough for all.
+        self._bounds = [-(-self._units * p // count) for p in range(count + 1)]
+
+    def form(self, node: fx.Node) -> Form:
+        """The form of a tensor in the parts."""
+        return form_of(node, self.forms)
+
+    def copy(self, node: fx.Node, part: int) -> None:
+        """Insert one part of an instruction at the graph's insertion point."""
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: self.part(source, part, node))
+        rule, is_cut = rule_of(node), self.form(node).is_cut
+        args = rule.arguments_of_slice(args, self._part_shape(node, part) if is_cut else None)
+        if part:
+            for output, argument in rule.carries:
+                args[argument] = self.env[part - 1][element_of(node, output)]
+        if rule.most_rows_argument is not None:
+            # At most one row per choice, and at most one per slot.
+            args[rule.most_rows_argument] = min(args[1].meta["val"].numel(), shape_of(node)[0])
+        if rule.num_rows_argument is not None:
+            args[rule.num_rows_argument :] = [None]
+        if rule.copies_argument is not None:
+            args[rule.copies_argument] = self.count
+        if rule.count_arguments and self.form(node.args[0]) == WHOLE:
+            raise refuse(
+                f"a part of {node.name} that reads all of {node.args[0].name}", "only the rows of the part"
+            )
+        if rule.count_arguments and self.form(node.args[0]) == WINDOW:
+            for position in rule.count_arguments:
+                args[position] = self.window_counts(node.args[position], part)
+        is_share = rule.averages and self.form(node) == PARTIAL
+        is_empty = is_share and not args[0].meta["val"].numel()
+        # The mean of an empty part is NaN, its sum zero.
+        target = _SUM_OF_MEAN[node.target] if is_empty else node.target
+        copy = self.call(target, tuple(args), dict(kwargs), part_name(node.name, part))
+        if is_share:
+            share = args[0].meta["val"].numel() / node.args[0].meta["val"].numel()
+            copy = self.call(aten.mul.Tensor, (copy, share), {}, f"{part_name(node.name, part)}_share")
+        copy.meta.update(layer_meta(node))
+        if KEPT_BYTES in node.meta:
+            copy.meta[KEPT_BYTES] = node.meta[KEPT_BYTES] // self.count
+        self.env[part][node] = copy
+        self._copy_elements(node, copy, part)
+
+    def _copy_elements(self, node: fx.Node, copy: fx.Node, part: int) -> None:
+        for user in node.users:
+            if user.target is operator.getitem:
+                element = self.call(operator.getitem, (copy, user.args[1]), {}, part_name(user.name, part))
+                self.env[part][user] = element
+
+    def part(self, node: fx.Node, part: int, reader: fx.Node | None = None) -> fx.Node:
+        """The node that stands for `node` in a part: the part's copy, rows or counts, a slice, or the node.
+
+        Args: reader: the op that reads it; its count argument gives the number of rows.
+        """
+        if node in self.partitioned and self.form(node) == PARTIAL:
+            return self._whole(node)
+        if node in self.env[part]:
+            return self.env[part][node]
+        if node in self.partitioned:
+            raise refuse(
+                f"{node.name} of part {part} read before it is computed", "an order that computes it first"
+            )
+        routing = self._routing_of(node)
+        if routing is not None:
+            row, count = self.rows_and_counts(routing, part)
+            return row if node is routing.row else count
+        form = self.form(node)
+        own = node
+        if form == WINDOW and reader is not None:
+            count = reader.args[rule_of(reader).count_arguments[0]]
+            own = self.rows(
+                lancet.window_rows.default,
+                (node, count, part, self.count),
+                are_by_expert(node),
+                f"{node.name}_window{part}",
+            )
+        elif form.dimension is not None:
+            first, end = self._window(shape_of(node)[form.dimension], part)
+            args = (node, form.dimension, first, end)
+            own = self.call(aten.slice.Tensor, args, {}, f"{node.name}_slice{part}")
+        elif form != WHOLE:
+            raise refuse(
+                f"irregular rows of {node.name}, which is outside the range",
+                "a range that contains the dispatch",
+            )
+        self.env[part][node] = own
+        return own
+
+    def _part_shape(self, node: fx.Node, part: int) -> list[int]:
+        shape, dimension = shape_of(node), self.form(node).dimension
+        assert dimension is not None, f"{node.name} is not cut"
+        first, end = self._window(shape[dimension], part)
+        shape[dimension] = end - first
+        return shape
+
+    def _window(self, size: int, part: int) -> tuple[int, int]:
+        """Start and end index (exclusive) of a part in a dimension of this size."""
+        scale = size // max(1, self._units)
+        return self._bounds[part] * scale, self._bounds[part + 1] * scale
+
+    def _routing_of(self, node: fx.Node) -> Routing | None:
+        """The routing whose rows or counts `node` computes; None for any other node."""
+        return next((routing for routing in self.routings if node in (routing.row, routing.count)), None)
+
+    def rows_and_counts(self, routing: Routing, part: int) -> tuple[fx.Node, fx.Node]:
+        """The nodes of a part's row_TK and counts[W, E_l]."""
+        if routing not in self._rows_and_counts[part]:
+            args = (self.part(routing.expert, part), self.part(routing.slot, part), routing.num_experts)
+            name = f"{routing.dispatch.name}_rows_part{part}"
+            both = self.call(lancet.part_rows.default, (*args, routing.capacity), {}, name)
+            row = self.call(operator.getitem, (both, 0), {}, f"{name}_row")
+            count = self.call(operator.getitem, (both, 1), {}, f"{name}_count")
+            shape = shape_of(routing.count)
+            count = self.call(aten.view.default, (count, shape), {}, f"{name}_counts")
+            self._rows_and_counts[part][routing] = row, count
+        return self._rows_and_counts[part][routing]
+
+    def window_counts(self, count: fx.Node, part: int) -> fx.Node:
+        """The number of rows of each (rank, expert) in a part's window of slots."""
+        if (count, part) not in self._windows:
+            args = (count, part, self.count)
+            name = f"{count.name}_window{part}"
+            self._windows[count, part] = self.call(lancet.window_counts.default, args, {}, name)
+        return self._windows[count, part]
+
+    def rows(self, target, args: tuple, by_expert: bool, name: str) -> fx.Node:
+        """A node whose result is received rows (by expert) or rows to send."""
+        node = self.call(target, (*args, by_expert), {}, name)
+        node.meta["rows_by_expert"] = by_expert
+        return node
+
+    def call(self, target, args: tuple, kwargs: dict, name: str) -> fx.Node:
+        """A new node that calls an op, with its fake result."""
+        node = self.graph.create_node("call_function", target, args, kwargs, name)
+        try:
+            set_value(node, self._value(target, args, kwargs))
+        except BaseException:
+            self.graph.erase_node(node)
+            raise
+        return node
+
+    def _value(self, target, args: tuple, kwargs: dict) -> object:
+        """The fake result of a call."""
+        fake = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+        key = None if self._values is None else _cache_key((target, *fake))
+        if self._values is not None and key in self._values:
+            return self._values[key]
+        with fake_mode_of(self._cut[0]):
+            value = target(*fake[0], **fake[1])
+        if self._values is not None:
+            self._values[key] = value
+        return value
+
+
+def _units(cut: Sequence[fx.Node], forms: Forms, parts: int, least: int) -> int:
+    """The size of the shortest dimension that is cut, `least` or more: every other one is a multiple of
+    it."""
+    sizes = set()
+    for node in cut:
+        for n in (*node.all_input_nodes, *with_elements(node)):
+            form = form_of(n, forms)
+            if form.dimension is not None:
+                sizes.add(shape_of(n)[form.dimension])
+    # Windows of slots fit any number of rows.
+    units = min(sizes, default=parts)
+    if units < least or any(size % max(1, units) for size in sizes):
+        raise refuse(
+            f"{parts} parts of dimensions {sorted(sizes)}",
+            "dimensions that are multiples of the shortest one, which has at least one element per part",
+        )
+    return units
+
+
+def _cache_key(value: Any) -> Any:
+    """Cache key of arguments: of a tensor everything but its contents."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_cache_key, value))
+    if isinstance(value, dict):
+        return tuple((name, _cache_key(one)) for name, one in value.items())
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
+    return value

@@ -1,0 +1,5 @@
+"""HiDup: the search for a sharding.
+
+Read `sharding_strategy` (what is decided), `sharding` (the entry), then `sharding_search`; `shard_graph`
+applies it.
+"""

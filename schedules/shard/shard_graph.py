@@ -1,0 +1,311 @@
+"""A forward graph for one device, as each of W ranks runs it by a `ShardingStrategy`.
+
+HiDup, section 5 (Compiler). The graph comes with its two microbatches apart already
+(`schedules.rewrite.cut`): parts of an instruction run in the signature that the strategy has for the
+instruction. Wherever a tensor is needed in another form than it is there in, a collective makes it
+(`ops.comm.shards`), once for all that read it in that form. Stages follow each other as in section 4.1, the
+communication of one microbatch beside the computation of the other. All ranks get the same graph.
+
+What the strategy does not know, it being for one microbatch (sums over both, slices of the input), runs in
+whatever signature needs least communication.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program.forms import PARTIAL, WHOLE, Form
+from lancet_kernels.graph.program.from_fx import WRITTEN_INTO, program_from_graph, tensor_names
+from lancet_kernels.graph.program.program import Instruction
+from lancet_kernels.graph.rules.rules import MEAN, rule_for
+from lancet_kernels.ops.comm.groups import group_size
+from lancet_kernels.schedules.shard.conversions import SLICE, collective
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStage, ShardingStrategy
+from lancet_kernels.schedules.shard.signatures import signatures
+
+aten, lancet = torch.ops.aten, torch.ops.lancet
+
+Way = tuple[Form, ...]
+"""Forms of an instruction's inputs, then outputs."""
+_PART = re.compile(r"_part\d+$")
+_SUMS, _PRODUCTS = ("aten.add", "aten.sub"), ("aten.mul", "aten.div")
+_TRAFFIC = {SLICE: 0.0, "all_to_all": 0.5, "all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
+"""What a conversion sends, about, in units of the tensor's size."""
+
+
+def shard_graph(
+    graph: fx.Graph,
+    strategy: ShardingStrategy,
+    group: str,
+    copies: int,
+    state: Mapping[str, tuple[str, Form]],
+    inputs: Mapping[str, str],
+) -> fx.Graph:
+    """The graph of this rank.
+
+    Args:
+        graph: a forward graph, of `copies` microbatches.
+        group: the ranks (a name from `group_name`), as many as the strategy is for.
+        state: by placeholder, the parameter or buffer that the new graph reads instead, and the form in which
+            the rank has it.
+        inputs: by placeholder, the name of the new one. Every rank gets all of the batch.
+    Returns: a graph whose results are whole on every rank. Attributes of the given one are its own, too.
+    """
+    sharder = _Sharder(graph, strategy, group, state, inputs)
+    sharder.run(copies)
+    return sharder.graph
+
+
+class _Sharder:
+    """`held[tensor][form]` is the node of the new graph that has a tensor in that form."""
+
+    def __init__(
+        self,
+        source: fx.Graph,
+        strategy: ShardingStrategy,
+        group: str,
+        state: Mapping[str, tuple[str, Form]],
+        inputs: Mapping[str, str],
+    ) -> None:
+        self.strategy, self.group, self.ranks = strategy, group, group_size(group)
+        for node in source.nodes:
+            # Parts of the graph that comes out are other tensors.
+            node.meta.pop(WRITTEN_INTO, None)
+        self.program = program_from_graph(source)
+        self.nodes = {node.name: node for node in source.nodes}
+        self.graph = fx.Graph()
+        self.held: dict[str, dict[Form, fx.Node]] = {}
+        self.ways: dict[str, list[Way]] = {}
+        for stage in strategy.stages:
+            for name, way in stage.computation.items():
+                self.ways.setdefault(name, []).append(way)
+        self.constant = self._constants()
+        self.results = source.output_node().args[0]
+        for node in source.nodes:
+            if node.name in inputs:
+                self.held[node.name] = {WHOLE: self.graph.placeholder(inputs[node.name])}
+            elif node.op == "get_attr":
+                self.held[node.name] = {WHOLE: self.graph.get_attr(node.target)}
+        for name, (attribute, form) in state.items():
+            if name in self.nodes:
+                self.held[name] = {form: self.graph.get_attr(attribute)}
+
+    def run(self, copies: int) -> None:
+        """All stages, then the results."""
+        stages = self.strategy.stages
+        for n in range(len(stages) + 1):
+            for copy in range(copies):
+                if n < len(stages):
+                    self._communicate(stages[n], copy)
+                # The computation of the other microbatch, whose communication came before.
+                before = n if copy == copies - 1 else n - 1
+                which = (copy + 1) % copies
+                if 0 <= before < len(stages):
+                    self._compute(stages[before], which)
+        self.graph.output(tuple(self._result(node) for node in self.results))
+        self.graph.eliminate_dead_code()
+
+    def _communicate(self, stage: ShardingStage, copy: int) -> None:
+        for c in stage.communication:
+            if c.source != c.target:
+                self.get(self._of_copy(c.tensor, copy), c.target)
+
+    def _compute(self, stage: ShardingStage, copy: int) -> None:
+        for name in stage.computation:
+            instruction = self._instruction_of_copy(name, copy)
+            if instruction is not None and not self._is_free(instruction):
+                self._make(instruction)
+
+    def _of_copy(self, tensor: str, copy: int) -> str:
+        """What stands for a tensor of the strategy's Program in one of the microbatches."""
+        name, dot, element = tensor.partition(".")
+        candidates = (f"{name}_part{copy}{dot}{element}", f"{name}_slice{copy}", tensor)
+        return next(t for t in candidates if t in self.program.tensors)
+
+    def _instruction_of_copy(self, name: str, copy: int) -> Instruction | None:
+        for candidate in (f"{name}_part{copy}", name):
+            if candidate in self.program.index:
+                return self.program.instructions[self.program.index[candidate]]
+        return None
+
+    # Which signature
+
+    def _constants(self) -> set[str]:
+        """Tensors that depend on parameters and numbers alone."""
+        constant = set(self.program.parameters)
+        for i in self.program.instructions:
+            if constant.issuperset(i.inputs):
+                constant.update(i.outputs)
+        return constant
+
+    def _is_free(self, instruction: Instruction) -> bool:
+        """Views, and what only prepares weights: each reader has its own, in the form it wants."""
+        return self.program.is_view(instruction) or (
+            not instruction.flops and self.constant.issuperset(instruction.inputs)
+        )
+
+    def _ways_of(self, instruction: Instruction) -> list[Way]:
+        """The strategy's ways; else all there are, the one of least traffic first."""
+        operands = len(instruction.inputs) + len(instruction.outputs)
+        ways = self.ways.get(instruction.name) or self.ways.get(_PART.sub("", instruction.name), [])
+        ways = [way for way in ways if len(way) == operands]
+        if ways and not self._is_free(instruction):
+            return ways
+        return ways + sorted(self._all_ways(instruction), key=lambda way: self._traffic(instruction, way))
+
+    def _all_ways(self, instruction: Instruction) -> list[Way]:
+        ways = [
+            (*s.inputs, *s.outputs)
+            for s in signatures(instruction, self.program, self.ranks, lambda i, tensors: 0.0)
+        ]
+        read = self.nodes[instruction.name].all_input_nodes
+        if instruction.op in _SUMS and len(read) == 2 == len(instruction.inputs):
+            ways.append((PARTIAL, PARTIAL, PARTIAL))
+        if instruction.op in _PRODUCTS and self.nodes[instruction.name].args[0] is read[0]:
+            ways.append((PARTIAL, *(WHOLE for _ in instruction.inputs[1:]), PARTIAL))
+        return ways
+
+    def _traffic(self, instruction: Instruction, way: Way) -> float:
+        return sum(
+            self._cheapest(t, form)[0] * self.program.tensors[t].content_bytes
+            for t, form in zip(instruction.inputs, way, strict=False)
+        )
+
+    def _cheapest(self, tensor: str, wanted: Form) -> tuple[float, Form]:
+        """(traffic, form to start from) of a tensor in a form."""
+        self._ensure_held(tensor)
+        if wanted in self.held[tensor]:
+            return 0.0, wanted
+        options = [(_TRAFFIC[name], f) for f in self.held[tensor] if (name := collective(f, wanted))]
+        return min(options, key=lambda item: item[0], default=(float("inf"), wanted))
+
+    # Tensors and instructions
+
+    def get(self, tensor: str, form: Form) -> fx.Node:
+        """The node that has a tensor in a form; what is missing for it is added to the graph."""
+        held = self.held.get(tensor, {})
+        if form in held:
+            return held[form]
+        producer = self.program.producer.get(tensor)
+        if producer is not None:
+            instruction = self.program.instructions[producer]
+            if self._is_free(instruction):
+                self._make(instruction, tensor, form)
+            self._ensure_held(tensor)
+        held = self.held[tensor]
+        if form not in held:
+            held[form] = self._converted(tensor, self._cheapest(tensor, form)[1], form)
+        return held[form]
+
+    def _ensure_held(self, tensor: str) -> None:
+        """See to it that the tensor is there in some form."""
+        if tensor not in self.held:
+            self._make(self.program.instructions[self.program.producer[tensor]])
+
+    def _make(self, instruction: Instruction, tensor: str = "", form: Form | None = None) -> None:
+        """Add an instruction, if there is none yet; one that is free so that it makes `tensor` in `form`."""
+        ways = self._ways_of(instruction)
+        if form is not None:
+            position = len(instruction.inputs) + instruction.outputs.index(tensor)
+            fitting = [way for way in ways if way[position] == form]
+            if not fitting and tensor in self.held:
+                return
+            ways = fitting or ways
+        elif instruction.outputs[0] in self.held:
+            return
+        # Constants are made whole on every rank; slices of them are there as well.
+        way = ways[0] if instruction.inputs else (WHOLE,) * len(instruction.outputs)
+        self._add(instruction, way)
+
+    def _add(self, instruction: Instruction, way: Way) -> None:
+        node, split = self.nodes[instruction.name], len(instruction.inputs)
+        wanted = dict(zip(instruction.inputs, way, strict=False))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.get(*self._operand(n, wanted)))
+        args = self._arguments(instruction, list(args), way[split:])
+        # What comes from a collective lies without gaps, whatever strides it had.
+        target = aten.reshape.default if node.target is aten.view.default else node.target
+        added = self.graph.create_node("call_function", target, tuple(args), kwargs, node.name)
+        if not isinstance(node.meta["val"], (tuple, list)):
+            self._hold(instruction.outputs[0], way[split], self._share(instruction, added, way))
+            return
+        for n, tensor in enumerate(instruction.outputs):
+            # A tuple may have elements that are no tensors.
+            element = int(tensor.rpartition(".")[2])
+            self._hold(tensor, way[split + n], self.graph.call_function(operator.getitem, (added, element)))
+        self._average(instruction, node, way[split:])
+
+    def _operand(self, node: fx.Node, wanted: Mapping[str, Form]) -> tuple[str, Form]:
+        (name,) = tensor_names(node)
+        return name, wanted[name]
+
+    def _hold(self, tensor: str, form: Form, node: fx.Node) -> None:
+        self.held.setdefault(tensor, {}).setdefault(form, node)
+
+    def _arguments(self, instruction: Instruction, args: list, outputs: Way) -> list:
+        """With a rank's sizes in place of the whole ones (`graph.rules.rules`)."""
+        rule = rule_for(instruction)
+        if rule is None or outputs == (WHOLE,) * len(outputs):
+            return args
+        shape = None
+        if outputs[0].dimension is not None:
+            shape = list(self.program.tensors[instruction.outputs[0]].shape)
+            shape[outputs[0].dimension] //= self.ranks
+        return rule.arguments_of_slice(args, shape)
+
+    def _share(self, instruction: Instruction, average: fx.Node, way: Way) -> fx.Node:
+        """The share of the whole average that the average over a rank's slice has."""
+        rule = rule_for(instruction)
+        is_summand = rule is not None and rule.averages and way[-1] == PARTIAL and way[0].is_cut
+        return self.graph.call_function(aten.div.Tensor, (average, self.ranks)) if is_summand else average
+
+    def _average(self, instruction: Instruction, node: fx.Node, outputs: Way) -> None:
+        """A mean loss, of which ranks have sums and weights: a sum is divided by the weight of all."""
+        rule = rule_for(instruction)
+        position = None if rule is None else rule.reduction_argument
+        if position is None or node.args[position] != MEAN or outputs[0] != PARTIAL:
+            return
+        loss, weight = instruction.outputs
+        summands = self.held[loss]
+        quotient = (summands[PARTIAL], self.get(weight, WHOLE))
+        summands[PARTIAL] = self.graph.call_function(aten.div.Tensor, quotient)
+
+    # Between forms
+
+    def _converted(self, tensor: str, source: Form, target: Form) -> fx.Node:
+        name, node = collective(source, target), self.held[tensor].get(source)
+        if name is None or node is None:
+            raise UserError(
+                f"sharding of {self.strategy.program}",
+                got=f"{tensor} as {', '.join(map(str, self.held[tensor]))}, read as {target}",
+                expected="a form that a collective can make of it",
+                do="search again",
+            )
+        calls = {
+            SLICE: (lancet.take_shard.default, (target.dimension,)),
+            "all_gather": (lancet.all_gather.default, (source.dimension,)),
+            "all_to_all": (lancet.exchange_shards.default, (source.dimension, target.dimension)),
+            "all_reduce": (lancet.all_reduce.default, ()),
+            "reduce_scatter": (lancet.reduce_scatter.default, (target.dimension,)),
+        }
+        op, dimensions = calls[name]
+        return self.graph.create_node(
+            "call_function", op, (node, *dimensions, self.group), {}, f"{tensor.replace('.', '_')}_{name}"
+        )
+
+    def _result(self, node: fx.Node) -> fx.Node:
+        """A result, whole on every rank, with one gradient for all of them (`ops.comm.shards`)."""
+        (tensor,) = tensor_names(node)
+        self._ensure_held(tensor)
+        held = self.held[tensor]
+        if WHOLE in held:
+            return self.graph.call_function(lancet.share_gradient.default, (held[WHOLE], self.group))
+        if PARTIAL in held:
+            return self.graph.call_function(lancet.all_reduce.default, (held[PARTIAL], self.group, True))
+        form, shard = next(iter(held.items()))
+        return self.graph.call_function(lancet.all_gather.default, (shard, form.dimension, self.group, True))

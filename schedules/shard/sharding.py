@@ -1,0 +1,129 @@
+"""How should a model for one device run on many? The search for a `ShardingStrategy`.
+
+HiDup, section 4. `search_sharding` searches the forward Program of a microbatch. What people choose by hand
+is in `schedules.shard.sharding_baselines`, how long a strategy takes at other costs in
+`schedules.sharding_times`.
+"""
+
+from __future__ import annotations
+
+from lancet_kernels.graph.costs.costs import Cost, source_of
+from lancet_kernels.graph.program.forms import Form
+from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program.program_json import fingerprint
+from lancet_kernels.schedules.shard.conversions import collective
+from lancet_kernels.schedules.shard.sharding_costs import Conversion
+from lancet_kernels.schedules.shard.sharding_search import Search, Searched
+from lancet_kernels.schedules.shard.sharding_states import Restriction
+from lancet_kernels.schedules.shard.sharding_strategy import Communication, ShardingStage, ShardingStrategy
+
+MOST_LABELS = 200
+"""Strategies kept behind each border in a large graph; those of small graphs are all kept."""
+TOLERANCE = 0.01
+LEAST_SLICED_BYTES = 1 << 16
+PRICES = (0.1, 0.3, 0.45, 0.65, 1.0)
+"""Prices of memory: such a share of the fastest strategy's time for all that a device may hold."""
+SMALL = 8
+"""Instructions of a graph that is searched without any of these."""
+
+
+def search_sharding(
+    program: Program,
+    ranks: int,
+    cost: Cost,
+    *,
+    memory_gb: float | None = None,
+    restriction: Restriction | None = None,
+    name: str = "hidup",
+    most_labels: int | None = None,
+    overlaps_backward: bool = True,
+) -> ShardingStrategy:
+    """The fastest strategy for the forward Program of a microbatch (section 4.2).
+
+    Args:
+        program: the forward of a model for one device, on one microbatch of the batch of all ranks together.
+        ranks: how many ranks share every tensor. cost: prices instructions and collectives.
+        memory_gb: of a device; strategies that need more are dropped. It is looked at only where the
+            fastest strategy of all needs more.
+        most_labels: strategies kept behind each border; None: all of a small graph, `MOST_LABELS` of others.
+        overlaps_backward: see `Search`.
+    Raises: UserError: a Program with collectives or a backward; no strategy within the memory.
+    """
+
+    is_small = len(program) <= SMALL
+
+    def searched(memory_bytes: float | None = None, price: float = 0.0) -> Searched:
+        return Search(
+            program,
+            ranks,
+            cost,
+            restriction=restriction,
+            memory_bytes=memory_bytes,
+            most_labels=most_labels or (None if is_small else MOST_LABELS),
+            tolerance=0.0 if is_small else TOLERANCE,
+            least_sliced_bytes=0 if is_small else LEAST_SLICED_BYTES,
+            overlaps_backward=overlaps_backward,
+            price=price,
+        ).run()
+
+    result = searched()
+    limit = None if memory_gb is None else memory_gb * 1e9
+    if limit is not None and result.best.bytes > limit:
+        # Those that fit at some price of memory, beside the search that keeps to the limit on its way.
+        candidates = [searched(limit)]
+        if not is_small:
+            prices = (share * result.best.psi / limit for share in PRICES)
+            candidates += [searched(price=price) for price in prices]
+        fitting = [candidate for candidate in candidates if candidate.best.bytes <= limit]
+        result = min(fitting, key=lambda candidate: candidate.best.psi)
+    return _strategy(result, program, ranks, cost, name)
+
+
+def _strategy(result: Searched, program: Program, ranks: int, cost: Cost, name: str) -> ShardingStrategy:
+    stages: list[list] = []
+    parameters: dict[str, Form] = {}
+    for step in result.steps:
+        if step.new_stage or not stages:
+            stages.append([])
+        stages[-1].append(step)
+    finished: list[ShardingStage] = []
+    for steps in stages:
+        communication: list[Communication] = []
+        computation: dict[str, tuple[Form, ...]] = {}
+        for step in steps:
+            block = result.blocks[step.block]
+            communication += [
+                Communication(c.tensor, c.source, c.target, _collective(c), c.ms, c.backward_ms)
+                for c in step.conversions
+            ]
+            parameters.update(step.rests)
+            computation |= dict(zip(block.instructions, step.signature.ways, strict=True))
+        finished.append(
+            ShardingStage(
+                tuple(communication),
+                computation,
+                sum(c.ms for c in communication),
+                sum(c.backward_ms for c in communication),
+                sum(step.signature.ms for step in steps),
+            )
+        )
+    best = result.best
+    return ShardingStrategy(
+        name,
+        program.name,
+        fingerprint(program),
+        ranks,
+        tuple(finished),
+        parameters,
+        best.psi,
+        result.bound_ms,
+        best.bytes,
+        source_of(cost),
+        result.labels,
+        result.borders,
+        {t: tuple(program.tensors[t].shape) for t in parameters},
+    )
+
+
+def _collective(conversion: Conversion) -> str:
+    return collective(conversion.source, conversion.target) or "all_reduce"

@@ -1,0 +1,110 @@
+"""What do people choose by hand? Shardings that a search is compared with.
+
+replicated        every rank computes everything
+data parallel     every weight whole on every rank, each its own part of the batch, gradients summed
+expert parallel   GShard's: experts on their ranks between two all-to-alls, all else data parallel
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.costs.costs import Cost
+from lancet_kernels.graph.program.forms import WHOLE, Form, cut_along
+from lancet_kernels.graph.program.program import Program
+from lancet_kernels.schedules.shard.blocks import Block, BlockSignature
+from lancet_kernels.schedules.shard.sharding import search_sharding
+from lancet_kernels.schedules.shard.sharding_states import Restriction
+from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
+
+REPLICATED = "replicated"
+BASELINES = (REPLICATED, "data parallel", "expert parallel")
+EXPERT_DIMENSIONS = 3
+"""An expert weight has experts, then a matrix."""
+
+
+def baseline(
+    name: str, program: Program, ranks: int, cost: Cost, experts: Collection[str] | None = None
+) -> ShardingStrategy:
+    """The best strategy of that kind, both microbatches in turns.
+
+    Args: experts: names of expert weights, whose first dimension is the expert (default: all parameters with
+        three dimensions). Raises: UserError: unknown name; the program cannot run so.
+    """
+    check_name("baseline", name, BASELINES)
+    if experts is None:
+        experts = [t for t in program.parameters if len(program.tensors[t].shape) == EXPERT_DIMENSIONS]
+    restriction = {
+        "replicated": Restriction(_rests_whole, frozenset(), _computes_everything),
+        "data parallel": Restriction(_rests_whole, frozenset()),
+        "expert parallel": _expert_parallel(frozenset(experts)),
+    }[name]
+    return search_sharding(program, ranks, cost, restriction=restriction, name=name)
+
+
+def shared_baseline(name: str, program: Program, ranks: int, cost: Cost) -> ShardingStrategy:
+    """The same, for ranks that are to run it: small models may be as fast where every rank computes
+    everything, but then there is nothing to run on ranks.
+
+    Raises: UserError where the work cannot be shared out.
+    """
+    experts = {t for t in program.parameters if len(program.tensors[t].shape) == EXPERT_DIMENSIONS}
+    numbers = sorted({program.tensors[t].shape[0] for t in experts})
+    if name == REPLICATED:
+        return baseline(name, program, ranks, cost)
+    if name == "expert parallel" and (not experts or any(number % ranks for number in numbers)):
+        raise UserError(
+            f"{name} sharding of {program.name}",
+            got=f"{' and '.join(map(str, numbers))} experts" if experts else "no parameter [experts, ., .]",
+            expected=f"a number of experts that {ranks} ranks divide",
+            do="use strategy 'data parallel' or 'hidup'",
+        )
+    rests = (
+        Restriction(_rests_whole, frozenset())
+        if name == "data parallel"
+        else _expert_parallel(frozenset(experts))
+    )
+    restriction = replace(
+        rests,
+        signature=lambda block, signature: _is_shared(block, signature) and rests.signature(block, signature),
+    )
+    try:
+        return search_sharding(program, ranks, cost, restriction=restriction, name=name)
+    except UserError:
+        sizes = [list(program.tensors[t].shape) for t in program.inputs if t not in program.parameter_set]
+        raise UserError(
+            f"{name} sharding of {program.name}",
+            got=f"inputs {', '.join(map(str, sizes))}",
+            expected=f"microbatches that {ranks} ranks divide, through the whole model",
+            do="choose another batch, or strategy 'hidup'",
+        ) from None
+
+
+def _rests_whole(name: str, form: Form) -> bool:
+    return not form.is_cut
+
+
+def _computes_everything(block: Block, signature: BlockSignature) -> bool:
+    return all(form == WHOLE for way in signature.ways for form in way)
+
+
+def _is_shared(block: Block, signature: BlockSignature) -> bool:
+    """Is a block's work shared out, where it can be?"""
+
+    def cuts(of: BlockSignature) -> bool:
+        return any(form.is_cut for form in (*of.reads, *of.makes))
+
+    return cuts(signature) or not any(map(cuts, block.signatures))
+
+
+def _expert_parallel(experts: frozenset[str]) -> Restriction:
+    def rests(name: str, form: Form) -> bool:
+        return form == cut_along(0) if name in experts else not form.is_cut
+
+    def reads_its_experts(block: Block, signature: BlockSignature) -> bool:
+        pairs = zip(block.parameters, signature.parameters, strict=True)
+        return all(form == cut_along(0) for t, form in pairs if t in experts)
+
+    return Restriction(rests, frozenset({"all_to_all"}), reads_its_experts)

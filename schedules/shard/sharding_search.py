@@ -1,0 +1,388 @@
+"""Which series of stages runs a forward graph on many ranks fastest, two microbatches in turns?
+
+HiDup, section 4.2 (figure 4). A state is a cut of the graph with the forms in which the tensors that cross it
+are held. A stage is a communication step, then a computation step; while one copy of the model computes, the
+other communicates; costs are those of `schedules.shard.sharding_costs`.
+
+Stages grow block by block: a label holds the costs of a strategy whose last stage is still open, and may be
+closed in front of any block. A tensor made in the open stage cannot be communicated before that is closed.
+Of strategies in the same state the dominated ones are dropped (theorem 1). What each can still lose
+against the other is bounded: max is 1-Lipschitz, so a strategy also goes when it is ahead in overlap by
+less than it is behind in time.
+
+What follows from a set of labels depends on their differences alone, so it is worked out once for each
+structure of a segment and set of differences. In a row of equal layers the differences soon repeat: from then
+on a layer costs a look-up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs.costs import Cost
+from lancet_kernels.graph.program.program import Program
+from lancet_kernels.schedules.shard.blocks import Block
+from lancet_kernels.schedules.shard.sharding_bound import lower_bounds
+from lancet_kernels.schedules.shard.sharding_costs import BACKWARD, COPIES, EPSILON, Label, Step, dominates
+from lancet_kernels.schedules.shard.sharding_states import Restriction, Segment, State, StateSpace
+
+MOST_OF_A_STATE = 12
+PRICES_OF_MEMORY = (0.0, 0.3, 1.0, 3.0)
+DIGITS = 6
+"""Decimals of a millisecond in which labels are compared for being alike."""
+
+States = dict[State, list[Label]]
+
+
+class Entry(NamedTuple):
+    """The step of a label that enters a segment: which of those it is."""
+
+    number: int
+
+
+class Passage(NamedTuple):
+    """A segment passed as `pattern` passes the segment `like`, of the same structure."""
+
+    pattern: Label
+    like: Segment
+    segment: Segment
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What leaves a segment: labels by state (tensors by position, see `_by_position`), and beside each the
+    label that entered."""
+
+    like: Segment
+    states: dict[State, list[tuple[Label, Label]]]
+
+
+@dataclass
+class Searched:
+    """The best strategy, and how the search went.
+
+    is_exact: nothing but strategies dominated (within the tolerance) was dropped. bound_ms: no strategy is
+    faster. labels: strategies looked at. borders: in the graph. passed: segments that were passed as an
+    earlier one of the same structure. kept: the labels of every closed state, by the blocks behind its border
+    (only if asked for).
+    """
+
+    best: Label
+    steps: list[Step]
+    blocks: list[Block]
+    is_exact: bool
+    bound_ms: float
+    labels: int
+    borders: int
+    passed: int
+    kept: dict[tuple[int, State], list[Label]] = field(default_factory=dict)
+
+
+class Search:
+    """Figure 4, over borders in the order of how many blocks lie behind them.
+
+    Args:
+        program: the forward of one microbatch, for one device.
+        most_labels: kept behind each border, the fastest so far (None: all, and the result is the optimum).
+        most_borders: with more, only those along the Program's order are looked at.
+        memory_bytes: what a device has.
+        keep_states: keep the labels of all closed states; every segment is then searched.
+        tolerance: share of the computation by which the result may be slower than the optimum: strategies
+            are also dropped that are ahead by less than their part of it.
+        least_sliced_bytes: parameters that are smaller rest whole, unless they are read in slices.
+        overlaps_backward: False counts computation and communication of the backward one after the other,
+            as the searcher does that the paper's authors published.
+        price: milliseconds that are added for every byte a strategy holds, so that smaller ones win.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        ranks: int,
+        cost: Cost,
+        *,
+        restriction: Restriction | None = None,
+        grouped: bool = True,
+        most_labels: int | None = None,
+        most_borders: int = 20_000,
+        memory_bytes: float | None = None,
+        keep_states: bool = False,
+        tolerance: float = 0.0,
+        least_sliced_bytes: int = 0,
+        overlaps_backward: bool = True,
+        price: float = 0.0,
+    ) -> None:
+        self.space = StateSpace(
+            program,
+            ranks,
+            cost,
+            restriction=restriction,
+            grouped=grouped,
+            least_sliced_bytes=least_sliced_bytes,
+        )
+        self.blocks = self.space.blocks
+        self.most_labels, self.most_borders, self.keep_states = most_labels, most_borders, keep_states
+        self.memory_bytes = memory_bytes
+        self.with_memory = memory_bytes is not None
+        self.overlaps_backward, self.price = overlaps_backward, price
+        # A strategy is compared at most twice for each block: when it grows, and when it is closed.
+        self.tolerance_ms = tolerance * self.computation_ms / (2 * len(self.blocks) or 1)
+        # Milliseconds a byte: as if all of a device cost so many times the computation.
+        self._prices = [0.0]
+        if memory_bytes is not None:
+            self._prices = [share * self.computation_ms / memory_bytes for share in PRICES_OF_MEMORY]
+        self._labels = self._passed = 0
+        self._is_exact = True
+        self._patterns: dict[tuple, Passed] = {}
+        self._kept: dict[tuple[int, State], list[Label]] = {}
+
+    @property
+    def computation_ms(self) -> float:
+        """Every block in its fastest signature, both microbatches, forward and backward: no strategy needs
+        less."""
+        fastest = sum(min(s.ms for s in block.signatures) for block in self.blocks)
+        return COPIES * (1 + BACKWARD) * fastest
+
+    def run(self) -> Searched:
+        """The best complete strategy. Raises: UserError where none keeps to the memory limit."""
+        program = self.space.program
+        if not self.blocks:
+            raise UserError(
+                "program for a search of shardings", got="no instruction", expected="a model", do="give one"
+            )
+        levels = self.space.borders(self.most_borders)
+        self._is_exact = levels is not None
+        levels = levels or self.space.borders_in_order()
+        segments = self.space.segments(levels)
+        states: States = {(): [Label(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, None, None)]}
+        for segment in segments:
+            if not states:
+                break
+            # Memory is a limit on the sum, not on differences.
+            as_before = not self.keep_states and not self.with_memory
+            states = self._pass(segment, states) if as_before else self._explore(segment, states)
+        bound, least_bytes = lower_bounds(self.space, segments, overlaps_backward=self.overlaps_backward)
+        complete = [label for labels in states.values() for label in labels]
+        if not complete:
+            raise UserError(
+                f"sharding of {program.name} on {self.space.ranks} ranks",
+                got=f"no strategy within {(self.memory_bytes or 0) / 1e9:.3g} GB a device",
+                expected=f"{least_bytes / 1e9:.3g} GB or more, for the smallest one",
+                do="use more devices, or a smaller batch",
+            )
+        best = min(complete, key=lambda label: label.psi)
+        if self._is_exact and not self.price:
+            bound = max(bound, best.psi - 2 * len(self.blocks) * self.tolerance_ms)
+        steps = self._steps(best)
+        best = best._replace(front=best.front - self.price * best.bytes)
+        return Searched(
+            best,
+            steps,
+            self.blocks,
+            self._is_exact,
+            min(bound, best.psi),
+            self._labels,
+            sum(map(len, levels)),
+            self._passed,
+            self._kept,
+        )
+
+    def _pass(self, segment: Segment, states: States) -> States:
+        """The states behind a segment; searched only if the differences are new."""
+        through = self._through(segment, states)
+        by_position = [(self._by_position(s, segment, through), s) for s in states]
+        by_position.sort(key=lambda pair: _state_key(pair[0]))
+        low = min(label.front for labels in states.values() for label in labels)
+        ordered = [(state, sorted(states[state], key=lambda label: label[:6])) for _, state in by_position]
+        entering = [label for _, labels in ordered for label in labels]
+        differences = tuple(
+            (position, tuple([_rounded(label, low) for label in labels]))
+            for (position, _), (_, labels) in zip(by_position, ordered, strict=True)
+        )
+        key = segment.structure, differences
+        if key in self._patterns:
+            self._passed += 1
+        else:
+            behind = self._explore(segment, _relative(ordered, low))
+            self._patterns[key] = Passed(
+                segment,
+                {
+                    self._by_position(state, segment, through): [(label, _entry(label)) for label in labels]
+                    for state, labels in behind.items()
+                },
+            )
+        passed = self._patterns[key]
+        names = dict(enumerate((*segment.tensors, *through)))
+        result: States = {}
+        for position, pairs in passed.states.items():
+            state = tuple(sorted(item._replace(tensor=names[item.tensor]) for item in position))
+            result[state] = [
+                Label(
+                    label.front + low,
+                    *label[1:6],
+                    label.bytes - entry.bytes + entering[entry.step.number].bytes,
+                    entering[entry.step.number],
+                    Passage(label, passed.like, segment),
+                )
+                for label, entry in pairs
+            ]
+        return result
+
+    def _through(self, segment: Segment, states: States) -> list[int]:
+        """Tensors that cross a segment and are not named in it; all states of a border hold the same."""
+        state = next(iter(states))
+        return [item.tensor for item in state if item.tensor not in segment.position]
+
+    def _by_position(self, state: State, segment: Segment, through: list[int]) -> State:
+        """The state with the position of each tensor in the segment; behind these, the others."""
+        position = segment.position
+        after = {n: len(position) + p for p, n in enumerate(through)}
+        numbered = (
+            item._replace(tensor=position[item.tensor] if item.tensor in position else after[item.tensor])
+            for item in state
+        )
+        return tuple(sorted(numbered))
+
+    def _explore(self, segment: Segment, states: States) -> States:
+        """The states behind a segment, by figure 4."""
+        frontier: dict[int, States] = {segment.borders[0][0]: states}
+        for level in segment.borders[1:]:
+            allowed = set(level)
+            following: dict[int, States] = {}
+            for done, current in frontier.items():
+                self._is_exact &= not self._prune(current)
+                closed = self._closed(current)
+                if self.keep_states:
+                    self._kept |= {(done, state): labels for state, labels in closed.items()}
+                for b in segment.blocks:
+                    after = done | 1 << b
+                    if done >> b & 1 or self.space.before[b] & ~done or after not in allowed:
+                        continue
+                    target = following.setdefault(after, {})
+                    for new_stage, of in ((False, current), (True, closed)):
+                        for state, labels in of.items():
+                            self._grow(target, done, state, labels, b, new_stage)
+            frontier = following
+        return frontier.get(segment.borders[-1][0], {})
+
+    def _prune(self, states: States) -> bool:
+        """Keep the `most_labels` fastest of a border, of each state at most `MOST_OF_A_STATE`: otherwise the
+        many ways to hide the same messages crowd out other forms. With a memory limit the fastest at several
+        prices of memory, and the smallest of each state, so that the smallest strategy of all is never lost.
+        -> was any dropped?"""
+        total = sum(map(len, states.values()))
+        if self.most_labels is None or total <= self.most_labels:
+            return False
+        kept: dict[State, dict[int, Label]] = {state: {} for state in states}
+        for price in self._prices:
+            ranked: dict[State, list[tuple[float, Label]]] = {}
+            for state, labels in states.items():
+                priced = [(label.psi + price * label.bytes, label) for label in labels]
+                ranked[state] = sorted(priced, key=lambda pair: pair[0])[:MOST_OF_A_STATE]
+            times = sorted(ms for pairs in ranked.values() for ms, _ in pairs)
+            limit = times[min(self.most_labels // len(self._prices), len(times) - 1)]
+            for state, pairs in ranked.items():
+                kept[state] |= {id(label): label for ms, label in pairs if ms <= limit}
+        for state in list(states):
+            if self.with_memory:
+                smallest = min(states[state], key=lambda label: label.bytes)
+                kept[state][id(smallest)] = smallest
+            states[state] = list(kept[state].values())
+            if not states[state]:
+                del states[state]
+        return True
+
+    def _insert(self, states: States, state: State, label: Label) -> None:
+        self._labels += 1
+        if self.memory_bytes is not None and label.bytes > self.memory_bytes:
+            return
+        labels = states.setdefault(state, [])
+        tolerance = max(EPSILON, self.tolerance_ms)
+        if any(dominates(other, label, self.with_memory, tolerance) for other in labels):
+            return
+        labels[:] = [other for other in labels if not dominates(label, other, self.with_memory)]
+        labels.append(label)
+
+    def _closed(self, states: States) -> States:
+        """The same strategies with their last stage closed: the P of figure 4, without dominated ones."""
+        closed: States = {}
+        for state, labels in states.items():
+            old = tuple(item._replace(is_new=False) for item in state)
+            for label in labels:
+                if label.step is not None:
+                    self._insert(closed, old, label.closed())
+        return closed
+
+    def _grow(
+        self, target: States, done: int, state: State, labels: list[Label], b: int, new_stage: bool
+    ) -> None:
+        """Insert every label behind block b, in the open stage or as the first block of a new one."""
+        for t in self.space.transitions(done, state, b):
+            step = Step(new_stage, b, t.signature, t.rests, t.conversions)
+            comm_b, exposed = t.comm_backward_ms, 0.0
+            if not self.overlaps_backward:
+                comm_b, exposed = 0.0, COPIES * comm_b
+            exposed += self.price * t.bytes
+            for label in labels:
+                grown = label.grown(t.comm_ms, comm_b, t.signature.ms, t.bytes, step, exposed)
+                self._insert(target, t.state, grown)
+
+    def _steps(self, label: Label | None) -> list[Step]:
+        """How a strategy got to a label, from the first step on."""
+        steps: list[Step] = []
+        while label is not None and label.step is not None:
+            if isinstance(label.step, Passage):
+                steps += reversed(self._steps_of(label.step))
+            elif isinstance(label.step, Entry):
+                break
+            else:
+                steps.append(label.step)
+            label = label.before
+        return steps[::-1]
+
+    def _steps_of(self, passage: Passage) -> list[Step]:
+        """The steps through a segment, with its own names."""
+        like, segment = passage.like, passage.segment
+        name = self.space.name
+        own = {name[a]: name[b] for a, b in zip(like.tensors, segment.tensors, strict=True)}
+        block = dict(zip(like.blocks, segment.blocks, strict=True))
+        return [
+            step._replace(
+                block=block[step.block],
+                rests=tuple((own[t], form) for t, form in step.rests),
+                conversions=tuple(c._replace(tensor=own[c.tensor]) for c in step.conversions),
+            )
+            for step in self._steps(passage.pattern)
+        ]
+
+
+def _entry(label: Label) -> Label:
+    """The label that entered the segment."""
+    while not isinstance(label.step, Entry):
+        assert label.before is not None
+        label = label.before
+    return label
+
+
+def _relative(ordered: list[tuple[State, list[Label]]], low: float) -> States:
+    """The labels as a segment is entered with: times as differences, and numbered."""
+    number = count()
+    return {
+        state: [
+            label._replace(front=label.front - low, before=None, step=Entry(next(number))) for label in labels
+        ]
+        for state, labels in ordered
+    }
+
+
+def _rounded(label: Label, low: float) -> tuple[float, ...]:
+    """The costs that decide what follows, the time as a difference."""
+    front, *others = label[:6]
+    return tuple(round(ms, DIGITS) for ms in (front - low, *others))
+
+
+def _state_key(state: State) -> list[tuple[int, str, bool]]:
+    return [(item.tensor, " ".join(map(str, item.forms)), item.is_new) for item in state]

@@ -1,0 +1,338 @@
+"""What may follow in a search of shardings? Borders in the graph, forms held across them, and one block more.
+
+HiDup, section 4.1. A *border* has blocks that ran behind it; a state is the tensors that cross it, each with
+the forms in which there are copies of it. A transition runs one more block in one of its signatures: it says
+what has to be communicated for that, how the block's parameters rest, and which state is behind it.
+
+Where a border is the only one behind its blocks, the graph falls apart into segments, one after
+another. Segments of repeated layers have the same structure: all but the names is alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from lancet_kernels.graph.costs.costs import Cost
+from lancet_kernels.graph.program.forms import WHOLE, Form
+from lancet_kernels.graph.program.program import Program
+from lancet_kernels.schedules.shard.blocks import Block, BlockSignature, blocks_of, saved_outputs
+from lancet_kernels.schedules.shard.conversions import CollectiveCosts, collective, forms_of, held_bytes
+from lancet_kernels.schedules.shard.sharding_costs import COPIES, STATE_COPIES, Conversion
+
+
+class Held(NamedTuple):
+    """A tensor that crosses a border: the forms there are of it, and whether the open stage made it."""
+
+    tensor: int
+    forms: tuple[Form, ...]
+    is_new: bool
+
+
+State = tuple[Held, ...]
+"""Sorted by tensor."""
+
+
+@dataclass(frozen=True)
+class Restriction:
+    """A smaller space, for baselines: what may rest how, and which collectives may be used.
+
+    parameter: (name, form at rest) -> allowed? collectives: of activations. signature: may a block run so?
+    """
+
+    parameter: Callable[[str, Form], bool] = lambda name, form: True
+    collectives: frozenset[str] = frozenset(("all_gather", "all_to_all", "all_reduce", "reduce_scatter"))
+    signature: Callable[[Block, BlockSignature], bool] = lambda block, signature: True
+
+
+class ParameterOption(NamedTuple):
+    """How a block's parameters rest, what is communicated for them, and the bytes of copies made for it."""
+
+    rests: tuple[tuple[str, Form], ...]
+    conversions: tuple[Conversion, ...]
+    bytes: float
+
+
+class Transition(NamedTuple):
+    """A block in one of its signatures. comm_ms and comm_backward_ms: of its conversions, which come first
+    those of activations, then those of parameters. bytes: held in addition."""
+
+    state: State
+    signature: BlockSignature
+    rests: tuple[tuple[str, Form], ...]
+    conversions: tuple[Conversion, ...]
+    comm_ms: float
+    comm_backward_ms: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Blocks between two borders, each the only one behind its blocks.
+
+    borders: by how many blocks are behind them, as bit masks; the first and the last are one each.
+    tensors: all that its blocks name, in the order in which they do. structure: equal for segments that
+    differ in names alone.
+    """
+
+    borders: list[list[int]]
+    blocks: tuple[int, ...]
+    tensors: tuple[int, ...]
+    structure: int
+
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Place of a tensor in `tensors`."""
+        return {n: position for position, n in enumerate(self.tensors)}
+
+
+class StateSpace:
+    """All strategies of a Program on `ranks` ranks (`Restriction`: some of them).
+
+    Args: least_sliced_bytes: parameters that are smaller rest whole, unless they are read in slices.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        ranks: int,
+        cost: Cost,
+        *,
+        restriction: Restriction | None = None,
+        grouped: bool = True,
+        least_sliced_bytes: int = 0,
+    ) -> None:
+        self.program, self.ranks, self.restriction = program, ranks, restriction or Restriction()
+        self.costs = CollectiveCosts(cost, ranks)
+        self.blocks = blocks_of(program, ranks, cost, grouped=grouped)
+        self.least_sliced_bytes = least_sliced_bytes
+        self.number: dict[str, int] = {}
+        for block in self.blocks:
+            for t in (*block.reads, *block.parameters, *block.makes):
+                self.number.setdefault(t, len(self.number))
+        self.name = {n: t for t, n in self.number.items()}
+        self._home = {t: b for b, block in enumerate(self.blocks) for t in block.makes}
+        self._readers: dict[str, int] = {}
+        for b, block in enumerate(self.blocks):
+            for t in (*block.reads, *block.parameters):
+                self._readers[t] = self._readers.get(t, 0) | 1 << b
+        self.before = [
+            sum(1 << self._home[t] for t in set(block.reads) if t in self._home) for block in self.blocks
+        ]
+        self._trained = self._with_gradients()
+        self._saved = {t for i in program.instructions for t in saved_outputs(i)}
+        self._options: dict[tuple[int, int], list[ParameterOption]] = {}
+        self._converted: dict[tuple[str, Form, Form], tuple[float, float] | None] = {}
+        self._structures: dict[tuple, int] = {}
+
+    def borders(self, most: int) -> list[list[int]] | None:
+        """All borders, by how many blocks are behind them (breadth-first, section 4.2); None where there are
+        more than `most`."""
+        levels, total = [[0]], 1
+        for _ in self.blocks:
+            level = {
+                done | 1 << b
+                for done in levels[-1]
+                for b, before in enumerate(self.before)
+                if not done >> b & 1 and not before & ~done
+            }
+            total += len(level)
+            if total > most:
+                return None
+            levels.append(sorted(level))
+        return levels
+
+    def borders_in_order(self) -> list[list[int]]:
+        """Only those along the Program's order."""
+        return [[(1 << b) - 1] for b in range(len(self.blocks) + 1)]
+
+    def segments(self, levels: list[list[int]]) -> list[Segment]:
+        """The graph between borders that are the only ones of their level."""
+        single = [n for n, level in enumerate(levels) if len(level) == 1]
+        return [self.segment(levels[begin : end + 1]) for begin, end in pairwise(single)]
+
+    def segment(self, borders: list[list[int]]) -> Segment:
+        """The blocks between the first border and the last one."""
+        inside = borders[-1][0] & ~borders[0][0]
+        blocks = tuple(b for b in range(len(self.blocks)) if inside >> b & 1)
+        named = (
+            self.number[t]
+            for b in blocks
+            for t in (*self.blocks[b].reads, *self.blocks[b].parameters, *self.blocks[b].makes)
+        )
+        tensors = tuple(dict.fromkeys(named))
+        key = self._structure(blocks, tensors)
+        return Segment(borders, blocks, tensors, self._structures.setdefault(key, len(self._structures)))
+
+    def _structure(self, blocks: tuple[int, ...], tensors: tuple[int, ...]) -> tuple:
+        position = {n: p for p, n in enumerate(tensors)}
+        inside = sum(1 << b for b in blocks)
+        of_blocks = [
+            (
+                # Blocks of the same structure share their signatures.
+                id(block.signatures),
+                tuple(position[self.number[t]] for t in block.reads),
+                tuple(position[self.number[t]] for t in block.parameters),
+                tuple(position[self.number[t]] for t in block.makes),
+                tuple(n for n, other in enumerate(blocks) if self.before[b] >> other & 1),
+                tuple(self._allowed(b, s) for s in range(len(block.signatures))),
+            )
+            for b in blocks
+            for block in (self.blocks[b],)
+        ]
+        of_tensors = []
+        for n in tensors:
+            t = self.name[n]
+            spec, readers = self.program.tensors[t], self._readers.get(t, 0)
+            prices = tuple(
+                self.costs.milliseconds(name, spec) for name in sorted(self.restriction.collectives)
+            )
+            kinds = t in self._trained, t in self._saved, bool(readers & ~inside)
+            of_tensors.append((spec.shape, spec.dtype, *kinds, prices))
+        return tuple(of_blocks), tuple(of_tensors)
+
+    def _allowed(self, b: int, s: int) -> tuple | None:
+        """What the restrictions and costs leave of a signature."""
+        if not self.restriction.signature(self.blocks[b], self.blocks[b].signatures[s]):
+            return None
+        return tuple(
+            (tuple(form for _, form in o.rests), tuple((c.ms, c.backward_ms) for c in o.conversions))
+            for o in self.options(b, s)
+        )
+
+    def transitions(self, done: int, state: State, b: int) -> Iterator[Transition]:
+        """Every way to run block b behind a border."""
+        after = done | 1 << b
+        held = {item.tensor: item for item in state}
+        block = self.blocks[b]
+        for s, signature in enumerate(block.signatures):
+            if not self.restriction.signature(block, signature):
+                continue
+            for option in self.options(b, s):
+                behind = self._behind(after, held, b, signature, option)
+                if behind is None:
+                    continue
+                new_state, conversions, more_bytes = behind
+                # The gradient of a weight with several readers is summed once.
+                conversions += tuple(
+                    c for c in option.conversions if c.source != c.target or self.number[c.tensor] not in held
+                )
+                yield Transition(
+                    new_state,
+                    signature,
+                    option.rests,
+                    conversions,
+                    sum(c.ms for c in conversions),
+                    sum(c.backward_ms for c in conversions),
+                    more_bytes,
+                )
+
+    def _behind(
+        self,
+        after: int,
+        held: dict[int, Held],
+        b: int,
+        signature: BlockSignature,
+        option: ParameterOption,
+    ) -> tuple[State, tuple[Conversion, ...], float] | None:
+        """The state behind a block, what is communicated for it, and the bytes that come in addition."""
+        block = self.blocks[b]
+        following = dict(held)
+        conversions: list[Conversion] = []
+        more_bytes = COPIES * signature.bytes + option.bytes
+        for t, wanted in zip(block.reads, signature.reads, strict=True):
+            item = following.get(self.number[t])
+            if item is None:  # of the batch: whole, and a slice costs nothing
+                if wanted not in forms_of(self.program.tensors[t], self.ranks):
+                    return None
+                continue
+            if wanted in item.forms or (wanted.is_cut and WHOLE in item.forms):
+                continue
+            if item.is_new:
+                return None
+            best = self._cheapest(t, item.forms, wanted)
+            if best is None:
+                return None
+            conversions.append(best)
+            if t in self._saved:
+                more_bytes += COPIES * held_bytes(self.program.tensors[t], wanted, self.ranks)
+            forms = (WHOLE,) if wanted == WHOLE else tuple(sorted({*item.forms, wanted}, key=str))
+            following[item.tensor] = item._replace(forms=forms)
+        for t, form in option.rests:
+            n = self.number[t]
+            rest = following.get(n)
+            if rest is not None and rest.forms != (form,):
+                return None
+            if rest is None:
+                more_bytes += STATE_COPIES * held_bytes(self.program.tensors[t], form, self.ranks)
+            following[n] = Held(n, (form,), False)
+        for t, form in zip(block.makes, signature.makes, strict=True):
+            following[self.number[t]] = Held(self.number[t], (form,), True)
+        alive = (item for n, item in following.items() if self._readers.get(self.name[n], 0) & ~after)
+        return tuple(sorted(alive)), tuple(conversions), more_bytes
+
+    def _cheapest(self, tensor: str, forms: Iterable[Form], wanted: Form) -> Conversion | None:
+        candidates: list[Conversion] = []
+        for source in forms:
+            key = tensor, source, wanted
+            if key not in self._converted:
+                allowed = collective(source, wanted) in self.restriction.collectives
+                spec = self.program.tensors[tensor]
+                self._converted[key] = self.costs.both_ways(source, wanted, spec) if allowed else None
+            times = self._converted[key]
+            if times is not None:
+                backward = times[1] if tensor in self._trained else 0.0
+                candidates.append(Conversion(tensor, source, wanted, times[0], backward))
+        return min(candidates, key=lambda c: c.ms + c.backward_ms, default=None)
+
+    def options(self, b: int, s: int) -> list[ParameterOption]:
+        """How the parameters of a block may rest that runs in its signature s."""
+        if (b, s) not in self._options:
+            block, signature = self.blocks[b], self.blocks[b].signatures[s]
+            self._options[b, s] = [
+                option
+                for option in self._parameter_options(block, signature)
+                if all(self.restriction.parameter(t, form) for t, form in option.rests)
+            ]
+        return self._options[b, s]
+
+    def _parameter_options(self, block: Block, signature: BlockSignature) -> list[ParameterOption]:
+        """Parameters that it reads whole rest all whole (their gradients are summed by an all-reduce), or as
+        many as possible in slices (all-gather; reduce-scatter of the gradient). That is done once for both
+        microbatches: half of it counts for each. Backward reads what was gathered, so it is kept."""
+        choices: list[ParameterOption] = []
+        for sliced_at_rest in (False, True):
+            rests: list[tuple[str, Form]] = []
+            conversions: list[Conversion] = []
+            copies = 0.0
+            for t, form in zip(block.parameters, signature.parameters, strict=True):
+                spec = self.program.tensors[t]
+                rest = form
+                slices = forms_of(spec, self.ranks)[1:]
+                is_large = spec.content_bytes >= self.least_sliced_bytes
+                if form == WHOLE and sliced_at_rest and slices and is_large:
+                    rest = slices[0]
+                    copies += spec.content_bytes
+                    gather = self.costs.milliseconds("all_gather", spec) / COPIES
+                    scatter = self.costs.milliseconds("reduce_scatter", spec) / COPIES
+                    conversions.append(
+                        Conversion(t, rest, WHOLE, gather, scatter if t in self._trained else 0.0)
+                    )
+                elif form == WHOLE and t in self._trained and self.ranks > 1:
+                    total = self.costs.milliseconds("all_reduce", spec) / COPIES
+                    conversions.append(Conversion(t, WHOLE, WHOLE, 0.0, total))
+                rests.append((t, rest))
+            choices.append(ParameterOption(tuple(rests), tuple(conversions), copies))
+        return list(dict.fromkeys(choices))
+
+    def _with_gradients(self) -> set[str]:
+        """Float parameters, and everything that depends on one and is float."""
+        tensors = self.program.tensors
+        trained = {t for t in self.program.parameters if "float" in tensors[t].dtype}
+        for i in self.program.instructions:
+            if not trained.isdisjoint(i.inputs):
+                trained |= {t for t in i.outputs if "float" in tensors[t].dtype}
+        return trained

@@ -1,0 +1,248 @@
+"""What does a search over sharding decide? Forms of tensors, stages, and what overlaps what.
+
+HiDup, section 4. It can be saved, read and explained. All times are of one microbatch, but the predicted one:
+the two microbatches run in turns, and it is that of both, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from textwrap import wrap
+from typing import Any
+
+from lancet_kernels.graph.program.forms import Form
+from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program.program_json import check_fingerprint
+from lancet_kernels.graph.program.saved_json import SavedJson
+from lancet_kernels.schedules.shard.conversions import ADJOINT
+from lancet_kernels.schedules.shard.sharding_costs import BACKWARD, COPIES
+
+WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Communication:
+    """A tensor whose form changes in a stage, and its collective; of a parameter that is whole at rest and
+    when it is read, the all-reduce of its gradient. Milliseconds of one microbatch, forward and backward."""
+
+    tensor: str
+    source: Form
+    target: Form
+    collective: str
+    ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True)
+class ShardingStage:
+    """A communication step, then a computation step (section 4.1).
+
+    computation: for each instruction, the forms of its inputs and outputs by position.
+    comm_ms, comp_ms and their backward: of one microbatch, on every rank.
+    """
+
+    communication: tuple[Communication, ...]
+    computation: Mapping[str, tuple[Form, ...]]
+    comm_ms: float
+    comm_backward_ms: float
+    comp_ms: float
+
+    @property
+    def comp_backward_ms(self) -> float:
+        return BACKWARD * self.comp_ms
+
+
+@dataclass(frozen=True)
+class ShardingStrategy(SavedJson):
+    """One way to run a Program on `ranks` ranks.
+
+    parameters: the form in which each rests. predicted_ms: both microbatches, forward and backward: psi of
+    equation (5). lower_bound_ms: what no strategy of the searched space can beat; equal to the prediction
+    where the search dropped dominated strategies only. memory_bytes: weights, gradients, Adam's moments, and
+    the activations that backward reads.
+    """
+
+    KIND, VERSION, AGAIN = "sharding", 1, "search again"
+
+    name: str
+    program: str
+    program_fingerprint: str
+    ranks: int
+    stages: tuple[ShardingStage, ...]
+    parameters: Mapping[str, Form]
+    predicted_ms: float
+    lower_bound_ms: float
+    memory_bytes: float
+    costs: str = ""
+    strategies_looked_at: int = 0
+    borders: int = 0
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """By how much the prediction may lie above the optimum, as a share of the bound."""
+        return self.predicted_ms / self.lower_bound_ms - 1 if self.lower_bound_ms else 0.0
+
+    @property
+    def computation_ms(self) -> float:
+        """Computation of both microbatches, forward and backward."""
+        return COPIES * sum(s.comp_ms + s.comp_backward_ms for s in self.stages)
+
+    @property
+    def communication_ms(self) -> float:
+        """Communication of both microbatches, forward and backward."""
+        return COPIES * sum(s.comm_ms + s.comm_backward_ms for s in self.stages)
+
+    @property
+    def serial_ms(self) -> float:
+        """The same without any overlap."""
+        return self.computation_ms + self.communication_ms
+
+    @property
+    def overlapped(self) -> float:
+        """Time in which both work, as a share of the shorter one (table 4)."""
+        shorter = min(self.computation_ms, self.communication_ms)
+        return (self.serial_ms - self.predicted_ms) / shorter if shorter else 0.0
+
+    def fields_to_json(self) -> dict[str, Any]:
+        """The fields as JSON values."""
+        fields = asdict(replace(self, stages=(), parameters={}))
+        stages = [
+            {
+                **asdict(replace(stage, communication=(), computation={})),
+                "communication": [
+                    {**asdict(c), "source": str(c.source), "target": str(c.target)}
+                    for c in stage.communication
+                ],
+                "computation": {i: [*map(str, forms)] for i, forms in stage.computation.items()},
+            }
+            for stage in self.stages
+        ]
+        parameters = {t: str(form) for t, form in self.parameters.items()}
+        return {
+            **fields,
+            "shapes": {t: list(shape) for t, shape in self.shapes.items()},
+            "stages": stages,
+            "parameters": parameters,
+        }
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> ShardingStrategy:
+        """The strategy with the fields that `fields_to_json` gave."""
+        fields["parameters"] = {t: Form.parse(form) for t, form in fields["parameters"].items()}
+        fields["stages"] = tuple(_stage_from_json(stage) for stage in fields["stages"])
+        fields["shapes"] = {t: tuple(shape) for t, shape in fields["shapes"].items()}
+        return cls(**fields)
+
+    def check(self, program: Program) -> None:
+        """Raise UserError unless the strategy is for this program."""
+        what = f"sharding of {self.program}"
+        check_fingerprint(program, self.program_fingerprint, what, "searched", "search again")
+
+    def explain(self, names: Mapping[str, str] | None = None) -> str:
+        """Which tensor in which form, the stages, and what overlaps what, as text.
+
+        Args: names: what to call tensors of the program, parameters by their names in the model, say.
+        """
+        names = names or {}
+        parameters = {names.get(t, t): form for t, form in self.parameters.items()}
+        shapes = {names.get(t, t): shape for t, shape in self.shapes.items()}
+        exposed = self.predicted_ms - self.computation_ms
+        lines = [
+            f"Sharding `{self.name}` of {self.program} on {self.ranks} ranks",
+            f"  predicted {self.predicted_ms:.2f} ms for two microbatches, forward and backward: computation "
+            f"{self.computation_ms:.2f} ms, and {exposed:.2f} ms in which it waits for communication",
+            f"  communication {self.communication_ms:.2f} ms; {self.overlapped:.0%} of the shorter of both "
+            f"is overlapped; without any overlap {self.serial_ms:.2f} ms",
+            f"  no strategy is faster than {self.lower_bound_ms:.2f} ms (this one: {self.gap:.1%} more); "
+            f"{self.strategies_looked_at} looked at over {self.borders} borders in the graph",
+            f"  memory {self.memory_bytes / 1e9:.3g} GB a device: weights, gradients, Adam's moments, "
+            "and what the backward reads",
+            f"  costs: {self.costs}",
+            f"Parameters at rest: {_counted(parameters)}",
+            *_by_form(parameters, shapes),
+            f"Stages: {len(self.stages)}. While one microbatch communicates for a stage, the other computes.",
+        ]
+        for n, stage in enumerate(self.stages):
+            lines += [f"Stage {n}", *_overlaps(self.stages, n)]
+            lines += [f"    {_message(c, names)}" for c in stage.communication]
+            lines.append(
+                f"  computes {len(stage.computation)} instructions (forms of inputs and outputs), "
+                f"{stage.comp_ms:.3f} ms, backward {stage.comp_backward_ms:.3f} ms"
+            )
+            operands = [f"{name} ({', '.join(map(str, forms))})" for name, forms in stage.computation.items()]
+            lines += wrap(
+                "; ".join(operands),
+                WIDTH,
+                initial_indent=" " * 4,
+                subsequent_indent=" " * 4,
+                break_long_words=False,
+            )
+        return "\n".join(lines)
+
+
+def _stage_from_json(data: Mapping[str, Any]) -> ShardingStage:
+    communication = tuple(
+        Communication(**{**c, "source": Form.parse(c["source"]), "target": Form.parse(c["target"])})
+        for c in data["communication"]
+    )
+    computation = {i: tuple(map(Form.parse, forms)) for i, forms in data["computation"].items()}
+    return ShardingStage(**{**data, "communication": communication, "computation": computation})
+
+
+def _counted(forms: Mapping[str, Form]) -> str:
+    """Example: `31 whole on every rank, 8 in slices`."""
+    sliced = sum(form.is_cut for form in forms.values())
+    return f"{len(forms) - sliced} whole on every rank, {sliced} in slices"
+
+
+def _by_form(forms: Mapping[str, Form], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Names and shapes by form, on lines of readable width."""
+    names: dict[str, list[str]] = {}
+    for t, form in forms.items():
+        names.setdefault(str(form), []).append(f"{t} [{'x'.join(map(str, shapes.get(t, ())))}]")
+    return [
+        line
+        for form, of in names.items()
+        for line in wrap(
+            f"{form}: {', '.join(of)}",
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent=" " * 4,
+            break_long_words=False,
+        )
+    ]
+
+
+def _message(c: Communication, names: Mapping[str, str]) -> str:
+    """Example: `all_to_all of x: cut 0 -> cut 1, 0.310 ms, backward all_to_all 0.310 ms`."""
+    tensor = names.get(c.tensor, c.tensor)
+    if c.source == c.target:
+        return f"all_reduce of the gradient of {tensor}, backward {c.backward_ms:.3f} ms"
+    backward = f", backward {ADJOINT[c.collective]} {c.backward_ms:.3f} ms" if c.backward_ms else ""
+    return f"{c.collective} of {tensor}: {c.source} -> {c.target}, {c.ms:.3f} ms{backward}"
+
+
+def _overlaps(stages: Sequence[ShardingStage], n: int) -> list[str]:
+    """What runs beside a stage's messages, and how much of them stays exposed, of both microbatches."""
+    stage = stages[n]
+    if not stage.communication:
+        return ["  communicates nothing"]
+    lines = []
+    for direction, comm, before, own in (
+        ("forward", stage.comm_ms, stages[n - 1].comp_ms if n else 0.0, stage.comp_ms),
+        (
+            "backward",
+            stage.comm_backward_ms,
+            stages[n - 1].comp_backward_ms if n else 0.0,
+            stage.comp_backward_ms,
+        ),
+    ):
+        exposed = max(0.0, comm - before) + max(0.0, comm - own)
+        beside = f"computation of stage {n - 1} ({before:.3f} ms)" if n else "nothing"
+        lines.append(
+            f"  {direction}: {comm:.3f} ms of messages, once beside {beside}, once beside computation of "
+            f"stage {n} ({own:.3f} ms): {exposed:.3f} ms exposed"
+        )
+    return lines

@@ -1,0 +1,164 @@
+"""Simulates an ordered Program with `schedules.time.clock`: when does each instruction start and end?
+
+Compute runs in program order; each instruction starts when the one before it and its inputs are done. A
+message is issued at its place in the order, and overlaps the computation that follows.
+
+Example: A (compute 2) feeds X (all-to-all 3); B (compute 1) is independent; C (compute 1) needs X. In the
+order A X B C: A 0-2, X 2-5, B 2-3, C 5-6. The iteration takes 6 ms, of which 2 (3 to 5) are exposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from lancet_kernels.graph.costs.costs import Cost, durations
+from lancet_kernels.graph.program.program import Kind, Phase, Program
+from lancet_kernels.schedules.time.clock import COMPUTE, INFINITY, Clock, link_of
+from lancet_kernels.schedules.time.peak_memory import peak_memory
+
+
+@dataclass(frozen=True)
+class Event:
+    """The interval in which an instruction occupies a resource, in milliseconds from the start."""
+
+    name: str
+    resource: str
+    start_ms: float
+    end_ms: float
+    kind: Kind
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class Times:
+    """Start and end by position in the Program; the simulated order; its computations, in order; its
+    messages, in the order in which they arrived."""
+
+    start: list[float]
+    end: list[float]
+    order: list[int]
+    compute: list[int]
+    messages: list[int]
+
+    @property
+    def iteration_ms(self) -> float:
+        return max(self.end, default=0.0)
+
+    @property
+    def exposed_ms(self) -> float:
+        """Communication time during which compute idles."""
+        busy = [(self.start[i], self.end[i]) for i in self.messages]
+        return _uncovered(_joined(busy), [(self.start[i], self.end[i]) for i in self.compute])
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated iteration."""
+
+    program: Program
+    times: Times
+
+    @property
+    def iteration_ms(self) -> float:
+        return self.times.iteration_ms
+
+    @cached_property
+    def exposed_ms(self) -> float:
+        return self.times.exposed_ms
+
+    @cached_property
+    def peak_memory_bytes(self) -> int:
+        return peak_memory(self.program, self.times.order)
+
+    @cached_property
+    def events(self) -> list[Event]:
+        """One event per instruction, without those that take no time (views)."""
+        instructions, start, end = self.program.instructions, self.times.start, self.times.end
+        places = [(i, COMPUTE) for i in self.times.compute]
+        places += [(i, link_of(instructions[i])) for i in self.times.messages]
+        return [
+            Event(
+                instructions[i].name, resource, start[i], end[i], instructions[i].kind, instructions[i].phase
+            )
+            for i, resource in places
+            if end[i] > start[i]
+        ]
+
+
+def simulate(program: Program, cost: Cost, *, blocking: Collection[str] = ()) -> Timeline:
+    """Simulate a Program in its own order. `blocking` names communication that nothing overlaps: it starts
+    when all compute before it is done, and compute behind it waits for its end."""
+    times = run(program, durations(program, cost), range(len(program)), blocking=blocking)
+    return Timeline(program, times)
+
+
+def run(
+    program: Program, ms: Sequence[float], order: Sequence[int], *, blocking: Collection[str] = ()
+) -> Times:
+    """Simulate another valid order of the Program's positions. Args: ms: durations by position."""
+    clock: Clock[int] = Clock()
+    for i in order:
+        instruction = program.instructions[i]
+        after = program.dependencies[i]
+        if instruction.kind is Kind.COMPUTE:
+            clock.compute(i, ms[i], after)
+            continue
+        is_urgent = instruction.kind is not Kind.ALL_REDUCE
+        clock.send(i, ms[i], after, link=link_of(instruction), is_urgent=is_urgent)
+        if instruction.name in blocking:
+            clock.finish(i)
+    clock.catch_up(INFINITY)
+    start, end = ([moments[i] for i in range(len(program))] for moments in (clock.start, clock.end))
+    computations = [i for i in order if program.instructions[i].kind is Kind.COMPUTE]
+    return Times(start, end, list(order), computations, clock.sent)
+
+
+def _joined(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The union of intervals (those of different links may overlap), as sorted disjoint intervals."""
+    joined: list[tuple[float, float]] = []
+    for start, end in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def _uncovered(busy: list[tuple[float, float]], cover: list[tuple[float, float]]) -> float:
+    """Total length of `busy` outside `cover`; both are sorted and disjoint."""
+    total, k = 0.0, 0
+    for start, end in busy:
+        total += end - start
+        while k < len(cover) and cover[k][1] <= start:
+            k += 1
+        n = k
+        while n < len(cover) and cover[n][0] < end:
+            total -= max(0.0, min(end, cover[n][1]) - max(start, cover[n][0]))
+            n += 1
+    return total
+
+
+def critical_path(program: Program, ms: Sequence[float]) -> list[float]:
+    """For each instruction, the longest path from its start to the end of the program, in milliseconds.
+
+    All-reduces count too, because the optimizer waits for them.
+    """
+    length = [0.0] * len(program)
+    for i in reversed(range(len(program))):
+        length[i] = ms[i] + max((length[j] for j in program.dependents[i]), default=0.0)
+    return length
+
+
+def lower_bound_ms(program: Program, ms: Sequence[float]) -> float:
+    """max(compute, each link, critical path), in milliseconds, for durations by position.
+
+    No order is faster: compute is one resource and each link another, and the instructions on a path of
+    dependencies run one after the other. Perhaps none is as fast.
+    """
+    busy: dict[str, float] = {}
+    for instruction, duration in zip(program.instructions, ms, strict=True):
+        resource = COMPUTE if instruction.kind is Kind.COMPUTE else link_of(instruction)
+        busy[resource] = busy.get(resource, 0.0) + duration
+    return max([*busy.values(), *critical_path(program, ms)], default=0.0)

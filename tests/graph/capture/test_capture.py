@@ -1,0 +1,136 @@
+"""Capture: what cannot be captured says why; what was captured trains like the module, bit for bit."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.capture import CaptureError, capture, split_joint
+from lancet_kernels.graph.capture.captured_graph import input_position, is_tangent, state_name
+from lancet_kernels.graph.program.from_fx import op_name, program_from_fx, tensor_names
+from lancet_kernels.graph.program.program import Phase
+from tests.grids import few_of
+from tests.model_zoo import MODELS, make_model
+
+
+class BranchOnData(nn.Module):
+    def forward(self, x):
+        return x * 2 if x.sum() > 0 else x
+
+
+class ReadsANumber(nn.Module):
+    def forward(self, x):
+        return x * x.max().item()
+
+
+@pytest.mark.parametrize("module", [BranchOnData(), ReadsANumber()])
+def test_what_cannot_be_captured_says_why_in_one_line(module):
+    with pytest.raises(CaptureError) as caught:
+        capture(module, (torch.randn(3, requires_grad=True),))
+    message = str(caught.value)
+    assert isinstance(caught.value, UserError)
+    assert "\n" not in message
+    assert type(module).__name__ in message
+    assert "fullgraph=True" in message
+    assert caught.value.__cause__ is not None
+    reason = caught.value.got.lower()
+    assert "data-dependent" in reason or "depends on data" in reason
+
+
+class Flag:
+    """What modules outside of torch write to while they run."""
+
+    value = False
+
+
+FLAG = Flag()
+
+
+class WritesAFlag(nn.Module):
+    """Sets it, and sets it back if `restores`."""
+
+    def __init__(self, restores: bool) -> None:
+        super().__init__()
+        self.restores = restores
+
+    def forward(self, x):
+        FLAG.value = True
+        y = x * 2 if FLAG.value else x
+        if self.restores:
+            FLAG.value = False
+        return y
+
+
+def test_a_write_that_is_undone_is_no_side_effect():
+    x = torch.randn(3, requires_grad=True)
+    program = program_from_fx(capture(WritesAFlag(restores=True), (x,)).joint)
+    assert "aten.mul" in [i.op for i in program.instructions]
+    with pytest.raises(UserError, match=r"a forward that writes .*FLAG\.value"):
+        capture(WritesAFlag(restores=False), (x,))
+    assert FLAG.value is False
+
+
+def test_gradients_of_inputs_and_of_weights_are_instructions_of_their_own():
+    model, inputs = make_model("gpt2")
+    captured = capture(model, inputs)
+    program = program_from_fx(captured.joint)
+    outputs = [
+        n if n is None else tensor_names(n)[0]
+        for n in tree_leaves(captured.joint.graph.output_node().args, is_leaf=lambda n: n is None)
+    ]
+    parameters = captured.parameter_of_gradient()
+    ops = [i.op for i in program.instructions]
+    linears = ops.count("aten.addmm")
+    # Each addmm: dX and dW are an mm each. The head and the routers are an mm, with two more each.
+    forward_mm = sum(i.op == "aten.mm" and i.phase is Phase.FORWARD for i in program.instructions)
+    backward_mm = sum(i.op == "aten.mm" and i.phase is Phase.BACKWARD for i in program.instructions)
+    assert backward_mm == 2 * (linears + forward_mm)
+    assert ops.count("lancet.grouped_gemm") == ops.count("lancet.grouped_gemm_dx") == 4
+    assert ops.count("lancet.grouped_gemm_dw") == 4
+    assert sorted(parameters.values()) == sorted(name for name, _ in model.named_parameters())
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    for position, name in parameters.items():
+        assert program.tensors[outputs[position]].shape == shapes[name]
+
+
+def test_a_second_shape_is_captured_as_plainly_as_the_first():
+    """Dynamo would make sizes symbols once it has seen two; a plan is for one shape."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    for batch in (3, 5, 7):
+        captured = capture(model, (torch.randn(batch, 4, requires_grad=True),))
+        for node in captured.joint.graph.nodes:
+            value = node.meta.get("val")
+            assert not isinstance(value, torch.Tensor) or all(type(n) is int for n in value.shape)
+            assert not op_name(node).startswith("aten.sym_")
+
+
+@pytest.mark.long
+def test_what_placeholders_stand_for():
+    model, inputs = make_model("llama")
+    captured = capture(model, inputs)
+    nodes = [n for n in captured.joint.graph.nodes if n.op == "placeholder"]
+    positions = {input_position(n) for n in nodes} - {None}
+    names = {state_name(n) for n in nodes} - {None}
+    tangents = [n for n in nodes if is_tangent(n)]
+    state = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    assert names <= state
+    assert positions == {0, 1}
+    assert len(nodes) == len(names) + len(positions) + len(tangents)
+    assert len(tangents) == 1
+
+
+@pytest.mark.parametrize("name", few_of(MODELS))
+def test_the_captured_graphs_train_like_eager(name):
+    model, inputs = make_model(name)
+    captured = capture(model, inputs)
+    run = captured.compile(split_joint)
+    loss = model(*inputs)
+    loss.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    found = run(*inputs)
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
+    found.backward()
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[n], rtol=1e-12, atol=1e-12, msg=n)

@@ -1,0 +1,54 @@
+"""Collectives of a graph know their layer when they run, forward and backward."""
+
+import torch
+from torch import fx
+
+from lancet_kernels import ops
+from lancet_kernels.graph.capture.layer_names import announce_layers, layer_name
+from lancet_kernels.graph.capture.run import GraphRunner, Recorder
+from lancet_kernels.graph.program.program import Phase
+from lancet_kernels.ops.comm.waiting import current_layer, enter_layer
+
+
+def stack(path: str) -> dict:
+    return {"1": ("L['self']", object), "2": (f"L['self'].{path}", object)}
+
+
+def graph_of_two_layers() -> fx.GraphModule:
+    """all_to_all of layer a, again, of b, and one of a's backward."""
+    graph = fx.Graph()
+    rows, count = graph.placeholder("rows"), graph.placeholder("count")
+    for key, path in (
+        ("nn_module_stack", "blocks.0.a"),
+        ("nn_module_stack", "blocks.0.a"),
+        ("nn_module_stack", "blocks.1.b"),
+        ("fwd_nn_module_stack", "blocks.0.a"),
+    ):
+        rows = graph.call_function(torch.ops.lancet.all_to_all.default, (rows, count, count, "", True))
+        rows.meta[key] = stack(path)
+    graph.output(rows)
+    return fx.GraphModule({}, graph)
+
+
+def test_a_layer_is_announced_where_it_changes():
+    module = graph_of_two_layers()
+    assert [layer_name(n) for n in module.graph.nodes if n.op == "call_function"][1:3] == [
+        "blocks.0.a",
+        "blocks.1.b",
+    ]
+    announce_layers(module, in_pieces=False)
+    calls = [
+        n.args[0] if n.target is enter_layer else "op" for n in module.graph.nodes if n.op == "call_function"
+    ]
+    assert calls == ["blocks.0.a", "op", "op", "blocks.1.b", "op", "blocks.0.a", "op"]
+
+
+def test_a_graph_that_runs_enters_its_layers():
+    rows, count = torch.randn(6, 4), torch.full((1, 2), 3)
+    enter_layer("")
+    recorder = Recorder(on=True)
+    runner = GraphRunner(graph_of_two_layers(), Phase.FORWARD, recorder)
+    assert torch.equal(runner([rows, count]), rows)
+    assert current_layer() == "blocks.0.a"
+    assert len(recorder.computed) == 4, "announcing a layer is no instruction"
+    assert ops.all_to_all(rows, count, count, "", True).equal(rows)

@@ -1,0 +1,176 @@
+"""Recomputation of checkpointed blocks: what is in the backward, what is saved, when it may begin."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lancet_kernels import Dropout, MoELayer
+from lancet_kernels.graph.capture.capture import capture, split_joint
+from lancet_kernels.graph.program.from_fx import op_name, program_from_fx
+from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
+from lancet_kernels.graph.program.program_json import program_from_json, program_to_json
+from lancet_kernels.schedules.rewrite.apply import instruction_order
+from lancet_kernels.schedules.time.peak_memory import peak_memory
+from lancet_kernels.schedules.time.recomputation import Recomputation
+
+D = 8
+
+
+def save_products(_context, op, *_arguments, **_by_name) -> CheckpointPolicy:
+    products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if op in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Block(nn.Module):
+    """x + MoE(x + norm(dropouts of a tanh MLP of x)). The batch norm changes its buffers."""
+
+    def __init__(self, site: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+        self.norm = nn.BatchNorm1d(3)
+        self.keyed, self.drawn = Dropout(0.2, site), nn.Dropout(0.1)
+        self.moe = MoELayer(D, 2 * D, 4, top_k=2, gate="topk")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.norm(self.keyed(self.down(self.drawn(torch.tanh(self.up(x))))))
+        return y + self.moe(y)
+
+
+class Step(nn.Module):
+    def __init__(self, blocks: int = 2, **options: object) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(site) for site in range(blocks))
+        self.options = options
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.options) if self.options else block(x)
+        return x.square().mean()
+
+
+EVERYTHING = {"use_reentrant": False}
+SELECTIVE = {**EVERYTHING, "context_fn": partial(create_selective_checkpoint_contexts, save_products)}
+
+
+def program_of(step: Step) -> Program:
+    """For a large batch, so that activations count more than weights."""
+    return program_from_fx(capture(step, (batch(1024),)).joint)
+
+
+def batch(size: int = 4) -> Tensor:
+    return torch.randn(size, 3, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def programs() -> dict[str, Program]:
+    return {
+        "plain": program_of(Step()),
+        "everything": program_of(Step(**EVERYTHING)),
+        "reentrant": program_of(Step(use_reentrant=True)),
+        "selective": program_of(Step(**SELECTIVE)),
+    }
+
+
+def recomputed_ops(program: Program) -> list[str]:
+    return sorted(i.op for i in program.instructions if original_name(i.name) is not None)
+
+
+def test_blocks_are_recomputed_in_the_backward(programs) -> None:
+    program = programs["everything"]
+    for instruction in program.instructions:
+        original = original_name(instruction.name)
+        if original is not None:
+            assert instruction.phase is Phase.BACKWARD
+            forward = program.instructions[program.index[original]]
+            assert forward.phase is Phase.FORWARD
+            assert (forward.op, forward.attributes) == (instruction.op, instruction.attributes)
+    ops = recomputed_ops(program)
+    assert ops.count("lancet.all_to_all") == 4  # dispatch and combine of two layers
+    assert {"aten.tanh", "lancet.dropout", "lancet.expert_activation"} <= set(ops)
+    assert recomputed_ops(programs["reentrant"]) == ops
+    assert not recomputed_ops(programs["plain"])
+
+
+def test_what_is_saved(programs) -> None:
+    """Routing, random numbers, results of the blocks, and what reads a buffer that changes."""
+    never = ("lancet.gate", "lancet.exchange_counts", "aten.native_dropout", "aten.bernoulli")
+    ops = recomputed_ops(programs["everything"])
+    assert not set(never) & set(ops)
+    assert not any("batch_norm" in op for op in ops)
+    # The result of a block is where the next one starts: the addition before it is not repeated.
+    program = programs["everything"]
+    results = [i for i in program.instructions if i.op == "aten.add" and i.phase is Phase.FORWARD]
+    assert original_name(results[-1].name) is None
+    assert f"{results[-1].name}_recomputed" not in program.index
+
+
+def test_selective_checkpointing_saves_what_it_is_told_to(programs) -> None:
+    ops = recomputed_ops(programs["selective"])
+    assert "aten.tanh" in ops
+    assert not {"aten.mm", "aten.addmm"} & set(ops)
+
+
+def test_memory_is_saved(programs) -> None:
+    peaks = {name: peak_memory(program) for name, program in programs.items()}
+    assert peaks["everything"] < peaks["selective"] < peaks["plain"]
+    spent = Recomputation.of(programs["everything"], lambda instruction, _: 1.0)
+    assert spent is not None
+    assert spent.all_to_alls == spent.link_ms == 4
+    assert spent.instructions == spent.compute_ms + 4 == len(recomputed_ops(programs["everything"]))
+    # What is left is what differs between graphs: the order in which the backward frees activations.
+    assert spent.saved_gb * 1e9 == pytest.approx(peaks["plain"] - peaks["everything"], rel=0.2)
+    assert Recomputation.of(programs["plain"], lambda instruction, _: 1.0) is None
+
+
+def test_a_block_waits_for_the_backward_of_the_one_before() -> None:
+    """Two blocks are recomputed at a time, at most, in any order that the Program allows."""
+    program = program_of(Step(4, **EVERYTHING))
+    after = {i.after for i in program.instructions if i.after}
+    assert len(after) == 3  # the first one begins with the backward
+    for gate in after:
+        assert original_name(gate) is None
+        assert program.instructions[program.index[gate]].phase is Phase.BACKWARD
+    for instruction in program.instructions:
+        if instruction.after:
+            position = program.index[instruction.name]
+            assert program.index[instruction.after] in program.dependencies[position]
+    assert program_from_json(program_to_json(program)) == program
+
+
+@pytest.mark.parametrize("options", [EVERYTHING, {"use_reentrant": True}, SELECTIVE])
+def test_gradients_are_those_of_the_module(options) -> None:
+    """With the masks of torch's dropout, which the backward does not draw again."""
+    step, x = Step(**options), batch().requires_grad_()
+    state = {name: value.clone() for name, value in step.state_dict().items()}
+    captured = capture(step, (x,))
+    run = captured.compile(split_joint)
+
+    def gradients(call) -> list[Tensor]:
+        step.load_state_dict(state)
+        torch.manual_seed(3)
+        return list(torch.autograd.grad(call(x), [x, *step.parameters()]))
+
+    plain = Step()
+    plain.load_state_dict(state)
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(plain(x), [x, *plain.parameters()])
+    for own, other in zip(gradients(run), expected, strict=True):
+        assert torch.allclose(own, other, rtol=1e-12, atol=1e-14)
+
+
+def test_forward_and_backward_run_each_instruction_once() -> None:
+    captured = capture(Step(**EVERYTHING), (batch(),))
+    planned = instruction_order(captured.joint.graph)
+    halves = split_joint(captured.joint, captured.forward_outputs)
+    ran = [name for half in halves for name in instruction_order(half.graph)]
+    assert len(ran) == len(set(ran))
+    assert set(ran) <= set(planned)
+    collectives = [n for n in halves[1].graph.nodes if op_name(n) == "lancet.all_to_all"]
+    assert len(collectives) == 8  # four recomputed, four of the gradients
+    program = program_from_fx(captured.joint)
+    assert len(program.positions(Kind.ALL_TO_ALL)) == 12

@@ -1,0 +1,193 @@
+"""Clusters, the communication model, the roofline, measured times on disk, and parts of instructions."""
+
+import json
+import warnings
+
+import pytest
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs.clusters import cluster_names, load_cluster
+from lancet_kernels.graph.costs.communication import CommunicationModel
+from lancet_kernels.graph.costs.costs import CostModel, roofline_ms
+from lancet_kernels.graph.costs.measured import MeasuredTimes, measurement_key
+from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, cut_along
+from lancet_kernels.graph.program.program import Instruction, Kind, TensorSpec
+from lancet_kernels.graph.rules.part_instruction import can_be_cut, part_instruction, part_tensor, reassembly
+from tests.schedules.made_programs import GivenCosts
+
+T, D, F = 64, 32, 128
+
+
+def mm():
+    specs = {
+        "x": TensorSpec("x", (T, D), "float16"),
+        "w": TensorSpec("w", (D, F), "float16"),
+        "y": TensorSpec("y", (T, F), "float16"),
+    }
+    traffic = sum(s.content_bytes for s in specs.values())
+    return Instruction("mm", "aten.mm", ("x", "w"), ("y",), flops=2.0 * T * D * F, bytes=traffic), specs
+
+
+def test_every_cluster_loads():
+    assert cluster_names() == ["dgx-h100", "hidup-v100", "local", "p3dn", "p4de"]
+    for name in cluster_names():
+        assert load_cluster(name).name == name
+
+
+def test_cluster_files_are_checked(tmp_path):
+    with pytest.raises(UserError, match="cluster: got 'p9'"):
+        load_cluster("p9")
+    with pytest.raises(UserError, match="readable TOML"):
+        load_cluster(tmp_path / "missing.toml")
+    file = tmp_path / "mine.toml"
+    file.write_text('name = "mine"')
+    with pytest.raises(UserError, match="missing or unknown"):
+        load_cluster(file)
+
+
+def test_a_cluster_of_ones_own(tmp_path):
+    from importlib import resources
+
+    text = (resources.files("lancet_kernels.graph.costs") / "clusters" / "p3dn.toml").read_text()
+    file = tmp_path / "mine.toml"
+    file.write_text(text.replace("launch_us = 9.0", "launch_us = 0.0"))
+    assert load_cluster(file).launch_us == 0
+    file.write_text(text.replace("memory_gb = 32.0", "memory_gb = -1"))
+    with pytest.raises(UserError, match="memory_gb in"):
+        load_cluster(file)
+
+
+def test_interpolation_by_hand():
+    model = CommunicationModel.measured({("all_to_all", "world"): [(1024, 1.0), (2048, 2.0), (4096, 3.0)]})
+
+    def ask(size, parts=1):
+        return model.milliseconds("all_to_all", size, parts=parts)
+
+    assert [ask(s) for s in (0, 512, 1024, 1536, 2048, 3072, 4096)] == [1, 1, 1, 1.5, 2, 2.5, 3]
+    assert ask(8192) == 5  # the last slope goes on: 1 ms per 2048 bytes
+    assert ask(4096, parts=4) == ask(1024)  # an irregular part is asked for at C/k
+    assert CommunicationModel.from_json(json.loads(json.dumps(model.to_json()))) == model
+    with pytest.raises(UserError, match="all_reduce in world"):
+        model.milliseconds("all_reduce", 1)
+
+
+def test_samples_of_one_size_count_as_their_median_and_noise_cannot_make_time_negative():
+    samples = [(1024, 2.0), (1024, 9.0), (1024, 1.0), (2048, 1.0)]
+    model = CommunicationModel.measured({("all_to_all", "world"): samples})
+    assert model.milliseconds("all_to_all", 1024) == 2
+    assert model.milliseconds("all_to_all", 1 << 30) == 1
+
+
+def test_calculated_all_to_all_by_hand():
+    p3dn = load_cluster("p3dn")
+    model = CommunicationModel.from_cluster(p3dn, 16)
+    # 8 ranks x 16 MiB x 8/16 leave a node at 12.5 x 0.8 GB/s; 45 us latency and 15 peers of 2 us.
+    expected = 8 * (1 << 24) * 8 / 16 / 10e9 * 1e3 + 0.045 + 0.030
+    assert model.milliseconds("all_to_all", 1 << 24) == pytest.approx(expected)
+    assert CommunicationModel.from_cluster(p3dn, 1).milliseconds("all_reduce", 1 << 20) == pytest.approx(0.04)
+    with pytest.raises(UserError, match="number of GPUs"):
+        CommunicationModel.from_cluster(p3dn, 12)
+
+
+def test_roofline_by_hand():
+    p4de = load_cluster("p4de")
+    assert roofline_ms(p4de, "float16", 1e12, 0) == pytest.approx(1 / 156 * 1e3 + 0.008)
+    assert roofline_ms(p4de, "float16", 0, 2.039e9 * 0.8) == pytest.approx(1.008)
+    assert roofline_ms(p4de, "float16", 0, 0) == 0
+
+
+def test_costs_prefer_what_was_measured():
+    instruction, specs = mm()
+    measured = MeasuredTimes()
+    cost = CostModel.for_cluster(load_cluster("p4de"), 8, measured)
+    estimate = cost(instruction, specs)
+    measured.put(measurement_key(instruction, specs, "A100-SXM4-80GB"), 7.0)
+    assert (cost(instruction, specs), estimate < 1) == (7.0, True)
+    carries = Instruction("mm", "aten.mm", ("x", "w"), ("y",), milliseconds=5.0)
+    assert cost(carries, specs) == 5.0
+    # A part of a measured whole pays the launch (8 us) again.
+    part, part_specs = part_instruction(carries, specs, {"x": cut_along(0), "y": cut_along(0)}, 0, 2)
+    assert cost(part, part_specs) == pytest.approx(0.008 + (5 - 0.008) / 2)
+    assert GivenCosts(0.5)(part, part_specs) == 3.0
+
+
+def test_parts_read_whole_weights_again():
+    instruction, specs = mm()
+    part, part_specs = part_instruction(instruction, specs, {"x": cut_along(0), "y": cut_along(0)}, 1, 4)
+    assert (part.name, part.inputs, part.outputs) == ("mm_part1", ("x_part1", "w"), ("y_part1",))
+    assert part.flops == instruction.flops / 4
+    assert part.bytes == 2 * (T * D / 4 + D * F + T * F / 4)
+    assert part_specs["x_part1"].shape == (T // 4, D)
+    cost = CostModel.for_cluster(load_cluster("p4de"), 8)
+    assert 4 * cost(part, part_specs) > cost(instruction, specs)
+
+
+def test_irregular_parts_have_one_kth_of_the_rows():
+    spec = TensorSpec("b", (40, 4), "float32")
+    part = part_tensor(spec, IRREGULAR, 0, 4, row_dimension=0)
+    assert (part.shape, part.bytes) == ((10, 4), spec.bytes // 4)
+    counts = part_tensor(TensorSpec("n", (2, 2), "int64"), IRREGULAR, 0, 4)
+    assert (counts.shape, counts.bytes) == ((2, 2), 32)
+    exchange = Instruction("x", "lancet.all_to_all", ("b", "n", "m"), ("c",), Kind.ALL_TO_ALL, bytes=640)
+    specs = {"b": spec, "c": TensorSpec("c", spec.shape), "n": TensorSpec("n", (2, 2), "int32")}
+    specs["m"] = TensorSpec("m", (2, 2), "int32")
+    forms = dict.fromkeys(("b", "n", "m", "c"), IRREGULAR)
+    made, _ = part_instruction(exchange, specs, forms, 0, 4)
+    assert made.bytes == 160
+
+
+def test_which_cuts_line_up():
+    specs = {"x": TensorSpec("x", (6, 2)), "y": TensorSpec("y", (12,)), "c": TensorSpec("c", (2, 7))}
+    assert can_be_cut(specs, {"x": cut_along(0), "y": cut_along(0)}, 3)
+    assert not can_be_cut(specs, {"x": cut_along(0), "y": cut_along(0)}, 4)
+    assert can_be_cut(specs, {"c": cut_along(1)}, 4)
+    assert not can_be_cut(specs, {"c": cut_along(1)}, 8)
+
+
+def test_reassembly_is_not_free():
+    spec = TensorSpec("x", (10,), "float32")
+    assert reassembly(spec, cut_along(0), 4) == (0, 80)
+    assert reassembly(spec, PARTIAL, 4) == (160, 200)
+    assert reassembly(spec, CARRIED, 4) == (0, 0)
+
+
+def test_measured_times_survive_and_merge(tmp_path):
+    path = tmp_path / "deep" / "times.json"
+    one, two = MeasuredTimes(path), MeasuredTimes(path)
+    one.put("a", 1.0)
+    one.save()
+    two.put("b", 2.0)
+    two.save()
+    again = MeasuredTimes(path)
+    assert (again.get("a"), again.get("b"), again.get("c"), len(again)) == (1.0, 2.0, None, 2)
+    assert [f.name for f in path.parent.iterdir() if not f.name.endswith(".lock")] == ["times.json"]
+    with pytest.raises(UserError, match="time of a"):
+        one.put("a", float("nan"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "\x00\xff",
+        '{"format": "else", "version": 1, "milliseconds": {}}',
+        '{"format": "lancet-measured-times", "version": 99, "milliseconds": {}}',
+        '{"format": "lancet-measured-times", "version": 1, "milliseconds": {"a": "fast"}}',
+        '{"format": "lancet-measured-times", "version": 1, "milliseconds": [1]}',
+    ],
+)
+def test_a_corrupt_or_foreign_file_is_ignored_with_one_warning(tmp_path, text):
+    path = tmp_path / "times.json"
+    path.write_text(text)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        times = MeasuredTimes(path)
+        times.put("a", 1.0)
+        times.save()
+    assert len(caught) == 1
+    assert "not readable" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert MeasuredTimes(path).get("a") == 1.0

@@ -1,0 +1,189 @@
+"""Programs: validation, dependencies, reachability, JSON, fingerprint."""
+
+import ast
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.graph.program.program_json import fingerprint, program_from_json, program_to_json
+from lancet_kernels.graph.program.reachability import Reachability, bitset
+from tests.examples import examples
+from tests.schedules.made_programs import tiny_step
+
+
+def tensors(*names, **aliases):
+    return {n: TensorSpec(n, (4, 2), alias_of=aliases.get(n)) for n in names}
+
+
+def chain() -> Program:
+    a = Instruction("a", "aten.add", ("x",), ("y",))
+    b = Instruction("b", "lancet.all_to_all", ("y",), ("z",), Kind.ALL_TO_ALL)
+    c = Instruction("c", "aten.add", ("x", "z"), ("w",))
+    return Program("p", (a, b, c), tensors("x", "y", "z", "w"), ("x",), ("w",))
+
+
+def test_dependencies_and_reachability():
+    p = chain()
+    assert p.dependencies == [(), (0,), (1,)]
+    assert p.dependents == [(1,), (2,), ()]
+    assert p.reachability.ancestors == [0b000, 0b001, 0b011]
+    assert p.reachability.descendants == [0b110, 0b100, 0b000]
+    assert p.reachability.reaches(0, 2)
+    assert not p.reachability.reaches(2, 0)
+    assert p.positions(Kind.ALL_TO_ALL) == [1]
+
+
+def test_an_update_in_place_stays_behind_the_readers_of_the_old_value():
+    described = tensors("w", "g", "a", "b", "w2", w2="w")
+    read = Instruction("read", "aten.mul", ("w",), ("a",))
+    update = Instruction("update", "lancet.sgd", ("w", "g"), ("w2",), mutates=("w",), phase=Phase.OPTIMIZER)
+    use = Instruction("use", "aten.mul", ("w2",), ("b",))
+    p = Program("p", (read, update, use), described, ("w", "g"))
+    assert p.dependencies == [(), (0,), (1,)]
+    with pytest.raises(UserError, match="read first"):
+        p.reordered(["update", "read", "use"])
+
+
+def test_the_backward_begins_behind_the_forward():
+    """d is made from x's gradient alone, statistics from the forward alone: still none of them crosses."""
+    names = ("x", "dx", "y", "statistics", "d", "e")
+    forward = Instruction("f", "aten.mul", ("x",), ("y",))
+    statistics = Instruction("s", "aten.sum", ("y",), ("statistics",))
+    begin = Instruction("b", "aten.mul", ("dx",), ("d",), phase=Phase.BACKWARD)
+    behind = Instruction("e", "aten.mul", ("d", "x"), ("e",), phase=Phase.BACKWARD)
+    p = Program("p", (forward, statistics, begin, behind), tensors(*names), ("x", "dx"))
+    assert p.dependencies == [(), (0,), (1,), (2,)]
+    with pytest.raises(UserError, match="got b before s, expected s first"):
+        p.reordered(["f", "b", "s", "e"])
+
+
+def test_reordered_refuses_what_is_not_valid():
+    p = chain()
+    assert p.reordered(["a", "b", "c"]) == p
+    with pytest.raises(UserError, match="got c before b"):
+        p.reordered(["a", "c", "b"])
+    with pytest.raises(UserError, match="exactly once"):
+        p.reordered([0, 1])
+    with pytest.raises(UserError, match="exactly once"):
+        p.reordered(["a", "b", "nobody"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda p: {"instructions": p.instructions[1:]}, "b reads y"),
+        (lambda p: {"instructions": (*p.instructions, p.instructions[0])}, "two instructions named a"),
+        (
+            lambda p: {"instructions": (*p.instructions, replace(p.instructions[0], name="d"))},
+            "d computes y again",
+        ),
+        (lambda p: {"outputs": ("nothing",)}, "tensor nothing"),
+        (lambda p: {"parameters": ("y",)}, "parameters y"),
+        (lambda p: {"tensors": {**p.tensors, "x": TensorSpec("q", (1,))}}, "x with the spec of q"),
+    ],
+)
+def test_invalid_programs_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        replace(chain(), **change(chain()))
+
+
+def test_unknown_dtype():
+    with pytest.raises(UserError, match="dtype of tensor x"):
+        TensorSpec("x", (1,), "float33")
+
+
+def test_views_add_no_memory():
+    spec = TensorSpec("v", (4, 2), "float16", alias_of="x")
+    assert (spec.bytes, spec.content_bytes) == (0, 16)
+    assert TensorSpec("x", (4, 2), "float16").bytes == 16
+
+
+def test_json_both_ways():
+    p = tiny_step()
+    again = program_from_json(json.loads(json.dumps(program_to_json(p))))
+    assert again == p
+    assert fingerprint(again) == fingerprint(p)
+
+
+def test_json_of_something_else_is_refused():
+    with pytest.raises(UserError, match="program JSON"):
+        program_from_json({"format": "lancet-program", "version": 99})
+    with pytest.raises(UserError, match="program JSON"):
+        program_from_json([])
+    broken = program_to_json(chain())
+    del broken["instructions"][0]["op"]
+    with pytest.raises(UserError, match="program JSON"):
+        program_from_json(broken)
+
+
+def test_fingerprint_ignores_costs_and_sees_structure():
+    p = chain()
+    measured = replace(p.instructions[0], milliseconds=3.0, flops=7.0, bytes=9.0)
+    assert fingerprint(replace(p, instructions=(measured, *p.instructions[1:]))) == fingerprint(p)
+    other = replace(p.instructions[0], attributes={"dim": 1})
+    assert fingerprint(replace(p, instructions=(other, *p.instructions[1:]))) != fingerprint(p)
+
+
+@examples(60)
+@given(st.data())
+def test_reachability_equals_search(data):
+    length = data.draw(st.integers(1, 20))
+    earlier = [
+        tuple(data.draw(st.lists(st.integers(0, i - 1), max_size=3, unique=True))) if i else ()
+        for i in range(length)
+    ]
+    reach = Reachability.of(earlier)
+    for i in range(length):
+        seen, stack = set(), list(earlier[i])
+        while stack:
+            j = stack.pop()
+            if j not in seen:
+                seen.add(j)
+                stack += earlier[j]
+        assert reach.ancestors[i] == bitset(sorted(seen))
+        assert all(reach.descendants[j] >> i & 1 for j in seen)
+        others = {j for j in range(length) if j != i and j not in seen and not reach.reaches(i, j)}
+        assert reach.independent(i) == bitset(sorted(others))
+
+
+def test_reachability_of_ten_thousand_instructions():
+    instructions = [Instruction("i0", "x", (), ("t0",))]
+    instructions += [
+        Instruction(f"i{n}", "x", (f"t{n - 1}", f"t{n // 2}"), (f"t{n}",)) for n in range(1, 10_000)
+    ]
+    described = {f"t{n}": TensorSpec(f"t{n}", (1,)) for n in range(10_000)}
+    p = Program("long", tuple(instructions), described)
+    assert p.reachability.reaches(0, 9_999)
+
+
+PLAIN = {
+    "graph/program": "program program_json reachability forms",
+    "graph/rules": "part_instruction equations rules",
+    "graph/costs": "clusters communication costs measured",
+    "schedules/time": "clock simulate peak_memory timeline recomputation",
+    "schedules/order": "weight_gradients list_schedule best_order issue",
+    "schedules/partition": "axes pipeline ranges partition_range",
+    "schedules": "plan strategies",
+}
+
+
+@pytest.mark.parametrize("path", [f"{folder}/{m}.py" for folder, ms in PLAIN.items() for m in ms.split()])
+def test_planning_needs_no_torch_and_pictures_are_imported_late(path):
+    tree = ast.parse((Path(__file__).parents[3] / path).read_text())
+    everywhere = {m for node in ast.walk(tree) for m in imported(node)}
+    on_top = {m for node in tree.body for m in imported(node)}
+    assert "torch" not in everywhere
+    assert "matplotlib" not in on_top
+
+
+def imported(node: ast.AST) -> set[str]:
+    """Top-level names of the packages that a statement imports."""
+    if isinstance(node, ast.Import):
+        return {alias.name.split(".")[0] for alias in node.names}
+    return {node.module.split(".")[0]} if isinstance(node, ast.ImportFrom) and node.module else set()

@@ -1,0 +1,219 @@
+"""The rule table covers what models of three families do forward, and a wrong rule is found out."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lancet_kernels.graph.program.forms import CARRIED, WHOLE, cut_along
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, TensorSpec
+from lancet_kernels.graph.rules.rules import RULES, Rule, rule_for
+from lancet_kernels.schedules.partition.axes import AxisInference
+from tests.capturing import read_only_step
+from tests.graph.cut_and_reassemble import WrongRule, check_node, one_op
+from tests.graph.samples import SAMPLES, Draw
+from tests.grids import few_of
+from tests.model_zoo import MODELS, Size
+
+BATCH = 5
+"""No other size is a multiple of it."""
+
+NEVER_CUT = {
+    "aten.arange": "made from nothing: every part uses all of it",
+    "aten.zeros": "made from nothing",
+    "aten.ones": "made from nothing",
+    "aten.full": "made from nothing: a number of tokens",
+    "aten.tril": "the causal mask has no batch",
+    "aten.bitwise_not": "the causal mask has no batch",
+    "aten.t": "transposes a weight",
+}
+
+
+@pytest.mark.parametrize("name", few_of(MODELS))
+def test_between_the_all_to_alls_everything_is_cut_along_the_batch(name):
+    step = read_only_step(name, Size(batch=BATCH))
+    program = step.program
+    first, *_, last = [
+        i for i in program.positions(Kind.ALL_TO_ALL) if program.instructions[i].phase is Phase.FORWARD
+    ]
+    gate = max(i for i in range(first) if program.instructions[i].op == "lancet.gate")
+    last = next(i for i in range(last, len(program)) if program.instructions[i].op == "lancet.combine")
+    forms = AxisInference(program).forms(gate, last)
+    sizes = {program.tensors[t].shape[form.dimension] for t, form in forms.items() if form.is_cut}
+    assert {size % BATCH for size in sizes} == {0}
+    whole = [
+        i
+        for i in program.instructions[gate : last + 1]
+        if not any(t in forms for t in (*i.inputs, *i.outputs))
+    ]
+    assert {i.op for i in whole} <= NEVER_CUT.keys()
+    for instruction in program.instructions[gate : last + 1]:
+        assert rule_for(instruction) or instruction.op in NEVER_CUT
+    assert not {i.op for i in whole if i.op == "aten.bitwise_not"} or "written-out" in name
+
+
+@pytest.mark.parametrize("name", few_of(MODELS))
+def test_forward_ops_without_a_rule_are_known(name):
+    """Beside what is made from nothing: the sum over ranks, which needs everything."""
+    program = read_only_step(name, Size(batch=BATCH)).program
+    without = {i.op for i in program.instructions if i.phase is Phase.FORWARD and rule_for(i) is None}
+    assert without <= {
+        *("aten.arange", "aten.zeros", "aten.ones", "aten.full", "aten.scalar_tensor"),
+        "lancet.sum_over_ranks",
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gate", ["batch-prioritized", "gshard", "expert-choice"])
+def test_a_captured_gate_that_needs_the_whole_batch_is_never_cut(gate):
+    program = read_only_step("gpt2", Size(gate=gate, top_k=2)).program
+    position = next(i for i, x in enumerate(program.instructions) if x.op == "lancet.gate")
+    instruction = program.instructions[position]
+    assert instruction.attributes["partitionable"] is False
+    assert rule_for(instruction).assignments(instruction, program.tensors, only_experts=False) == []
+    send = next(i for i in program.positions(Kind.ALL_TO_ALL) if i > position)
+    inference = AxisInference(program)
+    assert inference.forms(position, send) is None
+    assert inference.forms(position + 1, send)
+
+
+def instruction(op, inputs, outputs, **attributes):
+    specs = {f"t{i}": TensorSpec(f"t{i}", shape) for i, shape in enumerate([*inputs, *outputs])}
+    names = list(specs)
+    made = Instruction("i", op, names[: len(inputs)], names[len(inputs) :], attributes=attributes)
+    return made, specs
+
+
+@pytest.mark.parametrize(
+    ("kind", "besides"),
+    [
+        ("flash", [(2, 4, 6), (2,), (), (0,)]),
+        ("efficient", [(2, 4, 32), (), ()]),
+        ("cudnn", [(2, 4, 6, 1), (), ()]),
+    ],
+)
+def test_attention_as_cuda_has_it(kind, besides):
+    """What torch 2.13's meta functions say it returns; seeds count for nothing without dropout."""
+    shape = (2, 4, 6, 8)
+    op = f"aten._scaled_dot_product_{kind}_attention"
+    i, tensors = instruction(op, [shape] * 3, [shape, *besides], dropout_p=0.0)
+    ways = RULES[op].assignments(i, tensors, only_experts=False)
+    seeds = [CARRIED] * (len(besides) - 1)
+    assert ways == [(*[cut_along(n)] * 5, *seeds) for n in (0, 1)]
+    i, tensors = instruction(op, [shape] * 3, [shape, *besides], dropout_p=0.1)
+    assert RULES[op].assignments(i, tensors, only_experts=False) == []
+
+
+def test_example_of_the_paper():
+    i, tensors = instruction("aten.mm", [(4, 5), (5, 6)], [(4, 6)])
+    assert set(RULES["aten.mm"].assignments(i, tensors, only_experts=False)) == {
+        (cut_along(0), WHOLE, cut_along(0)),
+        (WHOLE, cut_along(1), cut_along(1)),
+    }
+
+
+# A wrong rule must not pass the proof of tests/graph/rules/test_rules_torch.py.
+
+MUTATIONS: dict[str, tuple[str, Rule]] = {
+    "softmax along its dimension": ("aten._softmax", Rule(derived="elementwise")),
+    "log_softmax along its dimension": ("aten._log_softmax", Rule(derived="elementwise")),
+    "layer norm along its features": (
+        "aten.layer_norm",
+        Rule(("... d, d, d -> ... d", "... d, d -> ... d", "... d -> ... d")),
+    ),
+    "mm along the contraction": ("aten.mm", Rule(("t d, d f -> t d",))),
+    "mm rows and columns mixed up": ("aten.mm", Rule(("t d, d f -> f t",))),
+    "mm partial sums of the rows": ("aten.mm", Rule(("t+ d!, d! f! -> s! f!",))),
+    "bias added by every summand": ("aten.addmm", Rule(("f, t d+, d+ f -> t f",))),
+    "bmm without its batch in the second": ("aten.bmm", Rule(("b t d, c d f -> b t f",))),
+    "linear's weight cut along its input": (
+        "aten.linear",
+        Rule(("... d, d f -> ... f", "... d, d f, f -> ... f")),
+    ),
+    "embedding along the vocabulary": ("aten.embedding", Rule(("v d, v -> v d", "v d, v s -> v s d"))),
+    "attention along the queries and keys": (
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        Rule(("b h s d!, b h s d!, b h s d! -> b h s d!, b h s",)),
+    ),
+    "view's faster dimension": ("aten.view", Rule(("a b -> b", "a b c -> a c"))),
+    "permute as if nothing moved": ("aten.permute", Rule(derived="elementwise")),
+    "transpose as if nothing moved": ("aten.transpose", Rule(derived="elementwise")),
+    "cumsum along its dimension": ("aten.cumsum", Rule(derived="elementwise")),
+    "cat along its dimension": ("aten.cat", Rule(("a, a -> a", "a b, a b -> a b"))),
+    "slice along its dimension": ("aten.slice", Rule(("a -> a", "a b -> a b"))),
+    "select of another dimension": ("aten.select", Rule(("a b -> a", "a b c -> a b"))),
+    "split along its dimension": (
+        "aten.split",
+        Rule(("a -> a, a", "a b -> a b, a b", "a b c -> a b c, a b c")),
+    ),
+    "max as a mean": ("aten.amax", Rule(derived="sum", averages=True)),
+    "normalization's gradient along its features": (
+        "aten.native_layer_norm_backward",
+        Rule(("... d, ... d, ... d, ... d, d, d -> ... d, d, d",)),
+    ),
+    "bmm's partial sums added to a bias": ("aten.baddbmm", Rule(("b t f, b t d+, b d+ f -> b t f",))),
+    "table's gradient along the table": ("aten.embedding_dense_backward", Rule(("t d, t -> t d",))),
+    "gradient of attention along the queries": (
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        Rule(("b h s d!, b h s d!, b h s d!, b h s d!, b h s d!, b h s -> b h s d!, b h s d!, b h s d!",)),
+    ),
+    "softmax's gradient along its dimension": ("aten._softmax_backward_data", Rule(derived="elementwise")),
+    "max as partial sums": ("aten.amax", Rule(derived="sum")),
+    "logsumexp as partial sums": ("aten.logsumexp", Rule(derived="sum")),
+    "squeeze as any view": ("aten.squeeze", Rule(derived="view")),
+    "unflatten as any view": ("aten.unflatten", Rule(derived="view")),
+    "gather along its dimension": ("aten.gather", Rule(derived="elementwise")),
+    "tril along its rows": ("aten.tril", Rule(derived="elementwise")),
+    "stack as if appended": ("aten.stack", Rule(("a, a -> a 1", "a b, a b -> a b 1"))),
+    "repeat along what is repeated": ("aten.repeat", Rule(("a -> a", "a b -> a b"))),
+    "pad along what is padded": ("aten.constant_pad_nd", Rule(("a -> a", "a b -> a b"))),
+    "dropout that does not know its tokens": ("lancet.dropout", Rule(("... d, -, d, - -> ... d",))),
+    "dropout that does not know its features": ("lancet.dropout", Rule(("... d, ..., -, - -> ... d",))),
+    "gate without capacity passing": (
+        "lancet.gate",
+        replace(
+            RULES["lancet.gate"],
+            equations=(
+                "t e!, - -> t k, t k, t k, *",
+                "-, t -> t k, t k, t k, *",
+                "t e!, -, - -> t k, t k, t k, *",
+            ),
+            carries=(),
+        ),
+    ),
+    "weight gradient that forgets the sum": (
+        "lancet.grouped_gemm_dw",
+        Rule(("r d!, r f!, w! e! -> e! r f!",), in_experts=True),
+    ),
+    "bias gradient per part": (
+        "lancet.grouped_gemm_dbias",
+        Rule(("r f!, w! e! -> e! r",), in_experts=True),
+    ),
+    "experts' GEMM along its input width": (
+        "lancet.grouped_gemm",
+        Rule(("r! d, w! e!, e! d f! -> d f!",), in_experts=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_wrong_rule_is_found_out(mutation):
+    op, wrong = MUTATIONS[mutation]
+
+    @settings(
+        max_examples=60,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        report_multiple_bugs=False,
+        phases=[*settings().phases][:3],
+    )
+    @given(data=st.data())
+    def proof(data):
+        target, args, kwargs = SAMPLES[op](Draw(data.draw))
+        node, values = one_op(target, args, kwargs)
+        check_node(node, values, (2, 3), wrong)
+
+    with pytest.raises(WrongRule):
+        proof()

@@ -1,0 +1,117 @@
+"""Equations and rules against cuts written down by hand."""
+
+import pytest
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program.forms import CARRIED, IRREGULAR, PARTIAL, WHOLE, WINDOW
+from lancet_kernels.graph.program.program import Instruction, TensorSpec
+from lancet_kernels.graph.rules.equations import elementwise, parse, permute, view
+from lancet_kernels.graph.rules.rules import RULES, rule_for
+
+
+def cuts(op, inputs, outputs, *, only_experts=False, **attributes):
+    """Every way to cut an op; a cut is the number of its dimension."""
+    shapes = {f"i{n}": s for n, s in enumerate(inputs)} | {f"o{n}": s for n, s in enumerate(outputs)}
+    specs = {n: TensorSpec(n, s) for n, s in shapes.items()}
+    names = tuple(f"i{n}" for n in range(len(inputs))), tuple(f"o{n}" for n in range(len(outputs)))
+    instruction = Instruction("i", op, *names, attributes=attributes)
+    ways = rule_for(instruction).assignments(instruction, specs, only_experts=only_experts)
+    return {tuple(form.dimension if form.is_cut else form for form in way) for way in ways}
+
+
+def test_parse():
+    e = parse("... d, f d -> ... f", (3, 2, 3))
+    assert e.inputs == ((".1", ".0", "d"), ("f", "d"))
+    assert e.outputs == ((".1", ".0", "f"),)
+    assert e.contractions == {"d"}
+    assert e.cuttable == [".0", ".1", "f"]
+    e = parse("t+ e -> e", (2, 1))
+    assert (e.cuttable, e.summed) == (["e", "t"], {"t"})
+    assert parse("a b -> (a b)", (2, 1)).cuttable == ["a"]
+    with pytest.raises(UserError, match="one ->"):
+        parse("a b", (2,))
+    with pytest.raises(UserError, match="operands of"):
+        parse("a -> a", (1,))
+    with pytest.raises(UserError, match="rank 3"):
+        parse("a b -> a", (3, 1))
+
+
+def test_derived_equations():
+    assert elementwise([(4, 8), (8,)], [(4, 8)]) == "x1 x0, x0 -> x1 x0"
+    assert elementwise([(4, 1), ()], [(4, 8)]) == "x1 1, - -> x1 x0"
+    assert permute(3, (2, 0, 1)) == "x0 x1 x2 -> x2 x0 x1"
+    assert parse(view((4, 8, 6), (32, 6)), (3, 2)).cuttable == ["x0", "x4"]
+
+
+# The paper's example: Y = X W, rows of X or columns of W.
+def test_matrix_product():
+    assert cuts("aten.mm", [(8, 4), (4, 6)], [(8, 6)]) == {(0, WHOLE, 0), (WHOLE, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "outputs", "attributes", "expected"),
+    [
+        ("aten.linear", [(2, 8, 4), (6, 4), (6,)], [(2, 8, 6)], {},
+         {(0, WHOLE, WHOLE, 0), (1, WHOLE, WHOLE, 1), (WHOLE, 0, 0, 2)}),
+        ("aten.addmm", [(6,), (8, 4), (4, 6)], [(8, 6)], {}, {(WHOLE, 0, WHOLE, 0), (0, WHOLE, 1, 1)}),
+        ("aten.bmm", [(2, 8, 4), (2, 4, 6)], [(2, 8, 6)], {}, {(0, 0, 0), (1, WHOLE, 1), (WHOLE, 2, 2)}),
+        ("aten.add", [(2, 8), (8,)], [(2, 8)], {}, {(0, WHOLE, 0), (1, 0, 1)}),
+        ("aten.gelu", [(2, 8)], [(2, 8)], {}, {(0, 0), (1, 1)}),
+        ("aten.native_layer_norm", [(2, 3, 8), (8,), (8,)], [(2, 3, 8), (2, 3, 1), (2, 3, 1)], {},
+         {(0, WHOLE, WHOLE, 0, 0, 0), (1, WHOLE, WHOLE, 1, 1, 1)}),
+        ("aten._softmax", [(2, 3, 8)], [(2, 3, 8)], {"dim": -1}, {(0, 0), (1, 1)}),
+        ("aten.cat", [(2, 3), (2, 5)], [(2, 8)], {"dim": 1}, {(0, 0, 0)}),
+        ("aten.split", [(4, 6)], [(4, 3), (4, 3)], {"dim": 1}, {(0, 0, 0)}),
+        ("aten.mean", [(4, 6)], [(4, 1)], {"dims": [-1]}, {(0, 0), (1, PARTIAL)}),
+        ("aten.sum", [(4, 6)], [(6,)], {"dims": [0]}, {(0, PARTIAL), (1, 0)}),
+        ("aten.transpose", [(2, 3, 4)], [(2, 4, 3)], {"dims": [1, 2], "swap": True},
+         {(0, 0), (1, 2), (2, 1)}),
+        ("aten.permute", [(2, 3, 4)], [(4, 2, 3)], {"dims": [2, 0, 1]}, {(0, 1), (1, 2), (2, 0)}),
+        ("aten.t", [(2, 3)], [(3, 2)], {}, {(0, 1), (1, 0)}),
+        ("aten.view", [(4, 8, 6)], [(32, 6)], {}, {(0, 0), (2, 1)}),
+        ("aten.view", [(32, 6)], [(4, 8, 2, 3)], {}, {(0, 0), (1, 2)}),
+        ("aten.unsqueeze", [(4, 6)], [(4, 1, 6)], {}, {(0, 0), (1, 2)}),
+        ("aten.embedding", [(50, 6), (2, 3)], [(2, 3, 6)], {}, {(WHOLE, 0, 0), (WHOLE, 1, 1), (1, WHOLE, 2)}),
+        ("aten._scaled_dot_product_flash_attention", [(2, 4, 8, 6)] * 3, [(2, 4, 8, 6), (2, 4, 8)], {},
+         {(0, 0, 0, 0, 0), (1, 1, 1, 1, 1)}),
+        ("aten.scaled_dot_product_attention", [(2, 4, 8, 6)] * 3 + [(2, 1, 8, 8)], [(2, 4, 8, 6)], {},
+         {(0, 0, 0, 0, 0), (1, 1, 1, WHOLE, 1)}),
+    ],
+)  # fmt: skip
+def test_cuts(op, inputs, outputs, attributes, expected):
+    assert cuts(op, inputs, outputs, **attributes) == expected
+
+
+W, E, ROWS, D, F, TOKENS = 2, 3, 32, 4, 6, 16
+
+
+def test_moe_ops_turn_the_batch_irregular_and_back():
+    routing = [(TOKENS, 2)] * 3
+    used = (W * E,)
+    gate = [(TOKENS, W * E), used], [*routing, used]
+    assert cuts("lancet.gate", *gate) == {(0, WHOLE, 0, 0, 0, CARRIED)}
+    assert cuts("lancet.gate", *gate, partitionable=False) == set()
+    assert cuts("lancet.send_rows", [*routing[:2], (W, E)], [routing[0]]) == {(0, 0, IRREGULAR, 0)}
+    assert cuts("lancet.dispatch", [(TOKENS, D), routing[0]], [(ROWS, D)]) == {(0, 0, IRREGULAR)}
+    assert cuts("lancet.combine", [(ROWS, D), *routing[:2]], [(TOKENS, D)]) == {(IRREGULAR, 0, 0, 0)}
+    assert cuts("lancet.exchange_counts", [(W, E)], [(W, E)]) == {(IRREGULAR, IRREGULAR)}
+
+
+def test_rows_are_cut_only_where_nothing_but_experts_is_in_the_range():
+    exchange = "lancet.all_to_all", [(ROWS, D), (W, E), (W, E)], [(ROWS, D)]
+    assert cuts(*exchange) == {(IRREGULAR,) * 4}
+    assert cuts(*exchange, only_experts=True) == {(WINDOW, WHOLE, WHOLE, WINDOW)}
+    experts = "lancet.grouped_gemm", [(ROWS, D), (W, E), (E, D, F)], [(ROWS, F)]
+    assert cuts(*experts) == {(IRREGULAR, IRREGULAR, WHOLE, IRREGULAR)}
+    assert cuts(*experts, only_experts=True) == {(WINDOW, WHOLE, WHOLE, WINDOW)}
+    wgrad = "lancet.grouped_gemm_dw", [(ROWS, D), (ROWS, F), (W, E)], [(E, D, F)]
+    assert cuts(*wgrad, only_experts=True) == {(WINDOW, WINDOW, WHOLE, PARTIAL)}
+
+
+def test_a_dimension_of_size_one_is_never_cut():
+    assert cuts("aten.mm", [(1, 4), (4, 6)], [(1, 6)]) == {(WHOLE, 1, 1)}
+
+
+def test_ops_that_depend_on_the_whole_batch_have_no_rule():
+    assert "aten.native_dropout" not in RULES
+    assert rule_for(Instruction("i", "aten.sort")) is None

@@ -1,0 +1,332 @@
+"""PrimePar's primitives: collective-free, free of replicas, aligned; derived shifts as in the slides; wrong
+formulas fail; and tiles that travel as derived give the product."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.rules.slices import (
+    BACKWARD,
+    FORWARD,
+    GRADIENT,
+    LINEAR,
+    PHASES,
+    Operand,
+    Partition,
+    Primitive,
+    SliceIndex,
+    all_reduces,
+    begins_at_home,
+    hand_over,
+    home_square,
+    moves,
+    products,
+    replicas,
+    shifts,
+    sources,
+    split,
+    square,
+)
+from tests.graph.emulated_devices import assembled, handed_over, run_phase, tiles_of
+from tests.grids import few_of
+
+I, W, O = Operand("I", ("m", "n")), Operand("W", ("n", "k")), Operand("O", ("m", "k"))  # noqa: E741
+ALIGNMENTS = {
+    "W, forward to backward": (W, (FORWARD, -1), (BACKWARD, 0), False),
+    "W, backward to forward": (W, (BACKWARD, -1), (FORWARD, 0), True),
+    "dO, backward to gradient": (O, (BACKWARD, -1), (GRADIENT, 0), False),
+    "I, forward to gradient": (I, (FORWARD, -1), (GRADIENT, 0), False),
+    "dW, gradient to forward": (W, (GRADIENT, -1), (FORWARD, 0), False),
+}
+"""Tensor, from where, to where, and whether tiles travel for it (slides: "W from right")."""
+
+
+def collective_free(partition: Partition) -> bool:
+    """Every device's summed-over slices take all values over t, on the tile of the result that it holds."""
+    return not any(all_reduces(partition, product) for product in LINEAR.values())
+
+
+def free_of_replicas(partition: Partition) -> bool:
+    tensors = [(phase, t) for phase, p in LINEAR.items() for t in (*p.operands, p.result)]
+    return all(
+        len(set(partition.tiles(phase, [d for d in tensor.dimensions if d != "b"], t))) == partition.devices
+        for phase, tensor in tensors
+        for t in range(partition.steps)
+    )
+
+
+def aligned(partition: Partition) -> bool:
+    return all(
+        moves(hand_over(partition, tensor, before, after)) == travels
+        for tensor, before, after, travels in ALIGNMENTS.values()
+    )
+
+
+def shifts_are_rings(partition: Partition) -> bool:
+    """Between steps every tile goes to exactly one other device."""
+    everybody = list(range(partition.devices))
+    return all(
+        sorted(step) == everybody
+        for phase, p in LINEAR.items()
+        for tensor in (*p.operands, p.result)
+        for step in shifts(partition, phase, tensor)
+    )
+
+
+def holds(partition: Partition) -> bool:
+    """All of the above; a formula for which a tile is nowhere, or added twice, has none of it."""
+    checks = (collective_free, free_of_replicas, aligned, shifts_are_rings)
+    try:
+        return all(check(partition) for check in checks)
+    except UserError:
+        return False
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_square_needs_no_collective_and_no_replica_and_hands_over(k: int) -> None:
+    partition = Partition((square(k),))
+    assert (partition.devices, partition.steps) == (4**k, 2**k)
+    assert collective_free(partition)
+    assert free_of_replicas(partition)
+    assert aligned(partition)
+    assert shifts_are_rings(partition)
+    for product in LINEAR.values():
+        for d in range(partition.devices):
+            taken = [partition.tile(product.phase, product.summed, d, t) for t in range(partition.steps)]
+            assert len(set(taken)) == 2**k
+
+
+FROM = {
+    "nowhere": (0, 0),
+    "right": (0, 1),
+    "bottom": (1, 0),
+    "right-top": (-1, 1),
+    "bottom left": (1, -1),
+    "bottom right": (1, 1),
+}
+"""Directions of the slides, as (rows down, columns to the right) of where a tile comes from."""
+SLIDES = {
+    (FORWARD, "I"): ["right"] * 3,
+    (FORWARD, "W"): ["bottom"] * 3,
+    (FORWARD, "O"): ["nowhere"] * 3,
+    (BACKWARD, "dO"): ["right"] * 3,
+    (BACKWARD, "W"): ["right-top"] * 3,
+    (BACKWARD, "dI"): ["nowhere"] * 3,
+    (GRADIENT, "I"): ["bottom left", "bottom left", "bottom"],
+    (GRADIENT, "dO"): ["bottom", "bottom", "bottom right"],
+    (GRADIENT, "dW"): ["nowhere", "nowhere", "right"],
+}
+
+
+def from_direction(direction: str, side: int) -> tuple[int, ...]:
+    down, right = FROM[direction]
+    return tuple((d // side + down) % side * side + (d % side + right) % side for d in range(side * side))
+
+
+def test_derived_shifts_are_those_of_the_slides() -> None:
+    partition = Partition((square(2),))
+    for phase, product in LINEAR.items():
+        for tensor in (*product.operands, product.result):
+            derived = shifts(partition, phase, tensor)
+            assert list(derived) == [from_direction(d, 4) for d in SLIDES[phase, tensor.name]]
+    wrap = hand_over(partition, W, (BACKWARD, -1), (FORWARD, 0))
+    assert wrap == from_direction("right", 4)
+
+
+MUTANTS = {
+    "forward N without the column": (FORWARD, "n", {"column": 0}),
+    "forward N that stands still": (FORWARD, "n", {"step": 0}),
+    "backward N without - 1": (BACKWARD, "n", {"constant": 0}),
+    "backward K that runs backwards": (BACKWARD, "k", {"step": -1}),
+    "gradient K without the last step's shift": (GRADIENT, "k", {"last_step": 0}),
+    "gradient N without the last step's shift": (GRADIENT, "n", {"last_step": 0}),
+    "gradient M that stands still": (GRADIENT, "m", {"step": 0}),
+}
+
+
+def mutant(primitive: Primitive, phase: str, dimension: str, change: dict[str, int]) -> Primitive:
+    formulas = {p: dict(f) for p, f in primitive.formulas.items()}
+    formulas[phase][dimension] = replace(formulas[phase][dimension], **change)
+    return replace(primitive, formulas=formulas)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_formula_is_noticed(name: str) -> None:
+    """With two slices - 1 and + 1 are the same: k = 2."""
+    phase, dimension, change = MUTANTS[name]
+    assert holds(Partition((square(2),)))
+    assert not holds(Partition((mutant(square(2), phase, dimension, change),)))
+
+
+def hands_over_without_a_move(first: Partition, second: Partition) -> bool:
+    """O of a layer lies where I of the next one begins, and dI of that where dO of the first one begins."""
+    ends = {phase: LINEAR[phase].result.dimensions for phase in (FORWARD, BACKWARD)}
+    begins = {phase: LINEAR[phase].operands[0].dimensions for phase in (FORWARD, BACKWARD)}
+    return first.tiles(FORWARD, ends[FORWARD], -1) == second.tiles(
+        FORWARD, begins[FORWARD], 0
+    ) and second.tiles(BACKWARD, ends[BACKWARD], -1) == first.tiles(BACKWARD, begins[BACKWARD], 0)
+
+
+def holds_at_home(partition: Partition, other: Partition) -> bool:
+    """What a home square promises; `other` is the one that it alternates with."""
+    try:
+        return (
+            collective_free(partition)
+            and free_of_replicas(partition)
+            and all(moves(step) == (tensor.name in ("I", "W", "dO")) for tensor, step in steps_of(partition))
+            and shifts_are_rings(partition)
+            and begins_at_home(partition)
+            and not moves(hand_over(partition, W, (GRADIENT, -1), (FORWARD, 0)))
+            and hands_over_without_a_move(partition, other)
+            and hands_over_without_a_move(other, partition)
+        )
+    except UserError:
+        return False
+
+
+def steps_of(partition: Partition) -> list[tuple[Operand, tuple[int, ...]]]:
+    return [
+        (tensor, step)
+        for phase, p in LINEAR.items()
+        for tensor in (*p.operands, p.result)
+        for step in shifts(partition, phase, tensor)
+    ]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_home_square_returns_nothing_and_hands_over_without_a_move(k: int) -> None:
+    """Sums stay, operands move in rings, each phase begins with what a device keeps; the slides' square does
+    not begin at home, and hands I over."""
+    n, o = (Partition((home_square(k, skewed),)) for skewed in "nk")
+    assert holds_at_home(n, o)
+    assert holds_at_home(o, n)
+    slides = Partition((square(k),))
+    assert not begins_at_home(slides)
+    assert not hands_over_without_a_move(slides, slides)
+
+
+HOME_MUTANTS = {
+    "forward N without the column": (FORWARD, "n", {"column": 0}),
+    "forward N that stands still": (FORWARD, "n", {"step": 0}),
+    "forward N that ends at home": (FORWARD, "n", {"constant": 1}),
+    "backward K that runs backwards from elsewhere": (BACKWARD, "k", {"step": -1, "constant": -1}),
+    "backward N of the slides": (BACKWARD, "n", {"constant": -1}),
+    "gradient M that stands still": (GRADIENT, "m", {"step": 0}),
+    "gradient K with the slides' last step": (GRADIENT, "k", {"constant": -1, "last_step": 1}),
+}
+
+
+@pytest.mark.parametrize("name", HOME_MUTANTS)
+def test_a_broken_formula_of_a_home_square_is_noticed(name: str) -> None:
+    phase, dimension, change = HOME_MUTANTS[name]
+    broken = Partition((mutant(home_square(2, "n"), phase, dimension, change),))
+    assert not holds_at_home(broken, Partition((home_square(2, "k"),)))
+
+
+SEQUENCES = [
+    (square(1),),
+    (split("n"), square(1)),
+    (home_square(1, "k"), split("m")),
+    (home_square(2, "n"),),
+    (split("b"), split("n"), split("k")),
+    (square(2),),
+    (square(3),),
+    (split("m"), split("n"), square(1)),
+    (square(1), split("b"), split("k")),
+    (square(1), square(1)),
+    (split("m"), split("n"), split("k"), split("m")),
+    (home_square(3, "k"),),
+    (home_square(1, "n"), home_square(1, "k")),
+    (square(1), home_square(1, "k")),
+]
+
+
+@pytest.mark.parametrize("partition", few_of(map(Partition, SEQUENCES), 0, 1, 2, 3, 4, 5), ids=str)
+def test_emulated_devices_get_the_product(partition: Partition) -> None:
+    """Forward, backward and gradient in fp64; every tile comes from where it was derived to come from."""
+    rng = np.random.default_rng(0)
+    sizes = {d: 2 * partition.slices(d) for d in "bmnk"}
+
+    def whole(dimensions: str) -> np.ndarray:
+        return rng.standard_normal([sizes[d] for d in dimensions])
+
+    i, w, do = whole("bmn"), whole("nk"), whole("bmk")
+    operand_i, operand_w = LINEAR[FORWARD].operands
+    operand_do = LINEAR[BACKWARD].operands[0]
+    i_tiles, w_tiles = tiles_of(i, operand_i, partition, FORWARD), tiles_of(w, operand_w, partition, FORWARD)
+    kept = 0 if begins_at_home(partition) else -1
+    home = i_tiles, w_tiles
+    o_tiles, last = run_phase(partition, LINEAR[FORWARD], [i_tiles, w_tiles])
+    i_tiles, w_tiles = last if kept else home
+    w_tiles = handed_over(w_tiles, operand_w, partition, (FORWARD, kept), (BACKWARD, 0))
+    do_tiles = tiles_of(do, operand_do, partition, BACKWARD)
+    di_tiles, (last_do_tiles, w_tiles) = run_phase(partition, LINEAR[BACKWARD], [do_tiles, w_tiles])
+    do_tiles = handed_over(
+        last_do_tiles if kept else do_tiles, operand_do, partition, (BACKWARD, kept), (GRADIENT, 0)
+    )
+    i_tiles = handed_over(i_tiles, operand_i, partition, (FORWARD, kept), (GRADIENT, 0))
+    dw_tiles, _ = run_phase(partition, LINEAR[GRADIENT], [i_tiles, do_tiles])
+    w_tiles = handed_over(w_tiles, operand_w, partition, (BACKWARD, -1), (FORWARD, 0))
+
+    results = {p: LINEAR[p].result for p in PHASES}
+    o = assembled(o_tiles, do, results[FORWARD], partition, FORWARD, -1)
+    di = assembled(di_tiles, i, results[BACKWARD], partition, BACKWARD, -1)
+    dw = assembled(dw_tiles, w, results[GRADIENT], partition, GRADIENT, -1)
+    close = {"rtol": 1e-12, "atol": 1e-12}
+    np.testing.assert_allclose(o, i @ w, **close)
+    np.testing.assert_allclose(di, do @ w.T, **close)
+    np.testing.assert_allclose(dw, np.einsum("bmn,bmk->nk", i, do), **close)
+    # The next forward finds the weight where it was.
+    for tile, expected in zip(w_tiles, tiles_of(w, operand_w, partition, FORWARD), strict=True):
+        np.testing.assert_array_equal(tile, expected)
+
+
+def test_what_splits_have_to_sum_and_replicate() -> None:
+    """Slides: a cut of N leaves partial O, a cut of K partial dI, of B and M partial dW; the operand without
+    the dimension is on both devices."""
+    expected = {
+        "b": (GRADIENT, "W"),
+        "m": (GRADIENT, "W"),
+        "n": (FORWARD, "dO"),
+        "k": (BACKWARD, "I"),
+    }
+    for dimension, (summing, copied) in expected.items():
+        partition = Partition((split(dimension),))
+        for phase, product in LINEAR.items():
+            assert all_reduces(partition, product) == (((0, 1),) if phase == summing else ())
+            for tensor in (*product.operands, product.result):
+                is_copied = tensor.name.removeprefix("d") == copied.removeprefix("d")
+                assert replicas(partition, phase, tensor) == (2 if is_copied else 1)
+
+
+def test_the_all_reduce_of_a_split_beside_a_square_runs_between_equal_places() -> None:
+    """Slides, timeline of the MLP block: fc2 of {N, P2x2} sums O between the two halves."""
+    partition = Partition((split("n"), square(1)))
+    assert all_reduces(partition, LINEAR[FORWARD]) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert not all_reduces(partition, LINEAR[BACKWARD])
+    assert not all_reduces(partition, LINEAR[GRADIENT])
+
+
+def test_formulas_in_words() -> None:
+    gradient = square(2).formulas[GRADIENT]
+    assert {d: str(f) for d, f in gradient.items()} == {
+        "m": "r + t",
+        "n": "r + c - 1 + delta(t, last)",
+        "k": "c - 1 + delta(t, last)",
+    }
+    assert str(SliceIndex()) == "0"
+    assert str(SliceIndex(constant=-2)) == "-2"
+    assert str(Partition((split("n"), square(1)))) == "{N, P2x2}"
+
+
+def test_one_line_for_bad_input() -> None:
+    with pytest.raises(UserError, match="square primitive: got k = -1"):
+        square(-1)
+    with pytest.raises(UserError, match="home square: got k = 1, skewed in 'm'"):
+        home_square(1, "m")
+    with pytest.raises(UserError, match="two operands -> one result"):
+        products("m n -> n m")
+    with pytest.raises(UserError, match=r"tile \(1,\) for device 1, which no device holds"):
+        sources([(0,), (0,)], [(0,), (1,)])

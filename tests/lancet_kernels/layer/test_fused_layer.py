@@ -1,0 +1,413 @@
+"""`MoELayer(backend="fused")` against `backend="torch"`: forward, backward, several layers, several steps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from dataclasses import fields
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lancet_kernels import CommunicationError, MoELayer, UserError, reset_exchanges
+from lancet_kernels.ops.fused import fused_experts, fused_passes
+from lancet_kernels.symmetric import SharedMemory
+from tests.grids import few_of
+
+CASES = [
+    {"gate": "switch", "top_k": 1, "capacity_factor": 1.0},
+    {"gate": "topk", "top_k": 2, "capacity_factor": None, "activation": "swiglu", "bias": True},
+    {"gate": "batch-prioritized", "top_k": 1, "capacity_factor": 0.5, "activation": "silu"},
+    {"gate": "gshard", "top_k": 2, "capacity_factor": 1.25, "bias": True},
+    {"gate": "sigmoid", "top_k": 2, "capacity_factor": 1.25, "shared_expert_d_ff": 12},
+    {"gate": "hash", "top_k": 1, "capacity_factor": 1.25},
+]
+
+
+def train(backend: str, options: dict, steps: int, layers: int) -> list[dict[str, Tensor]]:
+    """Outputs and gradients of every step of a stack of layers with residuals, plain SGD between."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    model = nn.ModuleList(MoELayer(16, 24, 4, **options, backend=backend) for _ in range(layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    results = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(2, 9, 16, generator=generator, requires_grad=True)
+        y = x
+        for layer in model:
+            y = y + layer(y)
+        (y * torch.randn(y.shape, generator=generator)).sum().backward()
+        result = {"y": y.detach().clone(), "x.grad": x.grad.clone()}
+        result |= {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        results.append(result)
+        optimizer.step()
+        optimizer.zero_grad()
+    return results
+
+
+def both(options: dict, steps: int, layers: int) -> float:
+    """The largest difference of the two backends, over the largest value."""
+    return largest_difference(train("torch", options, steps, layers), train("fused", options, steps, layers))
+
+
+def largest_difference(expected: list[dict[str, Tensor]], got: list[dict[str, Tensor]]) -> float:
+    """Over the largest value of each tensor."""
+    worst = 0.0
+    for one, other in zip(expected, got, strict=True):
+        assert one.keys() == other.keys()
+        for name in one:
+            if one[name].numel():
+                scale = one[name].abs().max().clamp_min(1e-3)
+                worst = max(worst, float((other[name] - one[name]).abs().max() / scale))
+    return worst
+
+
+@pytest.mark.parametrize("options", few_of(CASES, 0, 1), ids=lambda o: f"{o['gate']}-{o['capacity_factor']}")
+def test_fused_equals_torch(pool, options) -> None:
+    assert max(pool.run(both, options, 1, 1)) < 2e-5
+
+
+@pytest.mark.long
+def test_three_layers_for_three_steps(pool) -> None:
+    """Banks and epochs are used again and again; layers share one backward exchange."""
+    assert max(pool.run(both, CASES[0] | {"bias": True}, 3, 3)) < 1e-4
+
+
+TOKENS = ((12, 7), (0, 5), (3, 12))  # of each rank, step by step; none more than any of the first
+
+
+def train_varying(backend: str, options: dict) -> list[dict[str, Tensor]]:
+    """Steps with other numbers of tokens on every rank; the last one without gradients."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    layer = MoELayer(16, 24, 4, **options, backend=backend)
+    results = []
+    for step, tokens in enumerate(TOKENS):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(tokens[rank], 16, generator=generator, requires_grad=True)
+        with torch.set_grad_enabled(step + 1 < len(TOKENS)):
+            y = layer(x)
+        result = {"y": y.detach().clone()}
+        if y.requires_grad:
+            (y * torch.randn(y.shape, generator=generator)).sum().backward()
+            result |= {"x.grad": x.grad.clone()}
+        result |= {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+        results.append(result)
+        layer.zero_grad()
+    return results
+
+
+def both_varying(options: dict) -> tuple[float, list[str]]:
+    """-> the largest difference of the two backends, and what all ranks had to agree on, by name."""
+    agreed = []
+    agree, gather = SharedMemory._agree, SharedMemory._gather
+    note = lambda call: lambda *given: agreed.append(given[1]) or call(*given)  # noqa: E731
+    expected = train_varying("torch", options)
+    with (
+        mock.patch.object(SharedMemory, "_agree", note(agree)),
+        mock.patch.object(SharedMemory, "_gather", note(gather)),
+    ):
+        got = train_varying("fused", options)
+    return largest_difference(expected, got), agreed
+
+
+@pytest.mark.parametrize("options", few_of([CASES[1], CASES[0]]), ids=lambda o: o["gate"])
+def test_other_numbers_of_tokens_in_every_step(pool, options) -> None:
+    """Nothing is made and nothing is agreed upon for them: regions are there once, for the most tokens."""
+    for worst, agreed in pool.run(both_varying, options, timeout_s=240):
+        assert worst < 2e-5
+        # Those of the forward, and of the backward, once.
+        assert sum(".rows'" in request for request in agreed) == 2
+        assert agreed.count("largest") == 2
+        assert len(set(agreed)) == len(agreed) - 1
+
+
+def too_small() -> str:
+    """All tokens of both ranks go to one expert of rank 0, and there is room for 1.2 times the even share."""
+    options = {"capacity_factor": None, "backend": "fused", "receive_factor": 1.2}
+    layer = MoELayer(16, 24, 2, gate="switch", **options)
+    layer.name = "blocks.7"
+    with torch.no_grad():
+        layer.router[0] = 1.0
+        layer.router[1] = -1.0
+    with pytest.raises(UserError) as error:
+        layer(torch.ones(10, 16))
+    return str(error.value)
+
+
+def test_rows_that_do_not_fit_are_an_error_on_every_rank(pool) -> None:
+    for rank, message in enumerate(pool.run(too_small)):
+        assert message.startswith(
+            f"rows that PE 0 receives in layer1 blocks.7, on PE {rank}: got 20 (nothing was sent), "
+            "expected at most 12; set a larger receive_factor"
+        )
+
+
+def fails_and_goes_on() -> tuple[str, float]:
+    """Rank 1 leaves a pass out; both reset, and train on. -> rank 0's error, difference from `torch` then."""
+    torch.manual_seed(0)
+    fused = MoELayer(16, 24, 4, backend="fused", timeout=60.0)
+    plain = MoELayer(16, 24, 4)
+    plain.load_state_dict(fused.state_dict())
+    x = torch.randn(9, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    message = ""
+    fused(x).sum().backward()
+    waiting = fused(x)
+    if dist.get_rank() == 0:
+        # Only for this pass: one that has its peer may take longer on a busy machine.
+        for _, forward, _, _ in fused.exchange._exchanges.values():
+            forward.timeout_s = 3.0
+        with pytest.raises(CommunicationError) as error:
+            fused(x)
+        message = str(error.value)
+    dist.barrier()
+    reset_exchanges()
+    with pytest.raises(UserError):
+        waiting.sum().backward()
+    worst = 0.0
+    for _ in range(2):
+        fused.zero_grad()
+        plain.zero_grad()
+        fused(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        pairs = zip(fused.parameters(), plain.parameters(), strict=True)
+        worst = max(worst, *(float((a.grad - b.grad).abs().max()) for a, b in pairs))
+    return message, worst
+
+
+def test_a_layer_works_again_after_a_failed_wait(pool) -> None:
+    results = pool.run(fails_and_goes_on, timeout_s=120)
+    assert "PE 0 waited for PE 1" in results[0][0]
+    assert "more than 3 s" in results[0][0]
+    assert "(symmetric memory: shared)" in results[0][0]
+    assert max(worst for _, worst in results) < 1e-5
+
+
+def test_options_of_the_exchange_are_checked() -> None:
+    with pytest.raises(UserError, match="banks: got 2 with backend='torch', expected None"):
+        MoELayer(16, 24, 2, banks=2)
+    for name, value in (("banks", 0), ("max_tokens", 1.5), ("receive_factor", -1.0), ("timeout", "long")):
+        with pytest.raises(UserError, match=f"{name}: got {value!r}, expected a positive"):
+            MoELayer(16, 24, 2, backend="fused", **{name: value})
+
+
+def in_pairs() -> float:
+    """Two expert groups of two ranks each, at once."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return both({"gate": "topk", "top_k": 2, "group": pairs[dist.get_rank() // 2]}, 1, 1)
+
+
+@pytest.mark.long
+def test_fused_expert_groups_of_two(pool) -> None:
+    assert max(pool.run(in_pairs, ranks=4, timeout_s=120)) < 2e-5
+
+
+def test_one_rank_without_torch_distributed() -> None:
+    torch.manual_seed(1)
+    fused = MoELayer(16, 24, 4, top_k=2, gate="topk", backend="fused")
+    plain = MoELayer(16, 24, 4, top_k=2, gate="topk")
+    plain.load_state_dict(fused.state_dict())
+    x = torch.randn(11, 16)
+    with mock.patch.object(
+        fused_experts, "create", side_effect=AssertionError("symmetric memory for one rank")
+    ):
+        y = fused(x)
+    torch.testing.assert_close(y, plain(x), rtol=1e-5, atol=1e-6)
+    y.sum().backward()
+    plain(x).sum().backward()
+    for (name, mine), theirs in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def more_tokens() -> tuple[str, list[str]]:
+    """-> the error for more than max_tokens; what is logged without it, in passes of 3, 2, 5 and 4 tokens."""
+    declared = MoELayer(16, 24, 2, backend="fused", max_tokens=5)
+    with pytest.raises(UserError) as error:
+        declared(torch.ones(6, 16))
+    lines: list[str] = []
+    layer = MoELayer(16, 24, 2, backend="fused")
+    with mock.patch.object(
+        logging.getLogger(fused_experts.__name__), "warning", lambda *a: lines.append(a[0] % a[1:])
+    ):
+        for tokens in (3, 2, 5, 4):
+            layer(torch.ones(tokens, 16)).sum().backward()
+    return str(error.value), lines
+
+
+def test_more_tokens_than_before(pool) -> None:
+    for message, lines in pool.run(more_tokens):
+        assert message.startswith("tokens of a pass of an MoE layer: got 6, expected at most 5 (max_tokens)")
+        assert len(lines) == 1
+        assert "5 tokens, more than the 3 before" in lines[0]
+
+
+def without_gradients() -> None:
+    layer = MoELayer(16, 24, 2, backend="fused")
+    with torch.no_grad():
+        outs = [layer(torch.ones(3, 16)) for _ in range(5)]
+    assert all(torch.equal(outs[0], out) for out in outs)
+
+
+def test_without_gradients_any_number_of_passes(pool) -> None:
+    pool.run(without_gradients)
+
+
+def forwards_before_a_backward() -> None:
+    layer = MoELayer(16, 24, 2, backend="fused")
+    x = torch.ones(3, 16)
+    for _ in range(5):
+        layer(x)  # nobody keeps the result, so its bank is free again
+    kept = [layer(x) for _ in range(2)]
+    with pytest.raises(UserError, match="still waits for its backward"):
+        layer(x)
+    for y in reversed(kept):
+        y.sum().backward()
+    layer(x).sum().backward()
+
+
+def test_a_third_forward_before_a_backward_is_refused_and_dropped_passes_are_not(pool) -> None:
+    pool.run(forwards_before_a_backward)
+
+
+def copied() -> None:
+    layer = MoELayer(16, 24, 2, backend="fused")
+    twin = copy.deepcopy(layer)
+    x = torch.ones(3, 16)
+    ys = [layer(x), twin(x), layer(x), twin(x)]
+    assert all(torch.equal(ys[0], y) for y in ys)
+    sum(y.sum() for y in ys).backward()
+
+
+def test_a_copy_is_a_layer_of_its_own(pool) -> None:
+    pool.run(copied)
+
+
+def memory_kept(options: dict) -> dict[str, int]:
+    """Bytes of a layer's regions, of those that layers share, and of what a pass keeps."""
+    layer = MoELayer(16, 24, 4, backend="fused", banks=3, max_tokens=50, top_k=2, gate="topk", **options)
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    x = torch.ones(9, 16, requires_grad=True)
+    parameters = {parameter.data_ptr() for parameter in layer.parameters()} | {x.data_ptr()}
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(x)
+    ((_, forward, backward, _),) = layer.exchange._exchanges.values()
+    (waiting,) = fused_passes._passes.values()
+    sizes = lambda *regions: sum(region.local.numel() * 4 for region in regions)  # noqa: E731
+    found = {
+        "layer": sizes(forward.rows),
+        "shared": sizes(backward.rows, backward.buffers.results),
+        "alike": forward.buffers is backward.buffers,
+        "pass": sum(t.numel() * 4 for t in vars(waiting.saved).values() if isinstance(t, Tensor)),
+        "words": sum(r.local.nbytes for r in (forward.arrived, forward.returned, forward.row_weights)),
+        "routing": sum(
+            getattr(waiting.routing, field.name).numel() * getattr(waiting.routing, field.name).element_size()
+            for field in fields(waiting.routing)
+        ),
+        "saved by autograd": sum(size for at, size in kept.items() if at not in parameters),
+    }
+    y.sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("options", few_of([{"activation": "swiglu", "receive_factor": 1.25}, {}]), ids=str)
+def test_memory_is_as_documented(pool, options) -> None:
+    """The formula of `LayerExchange`, for 2 ranks with 2 experts each, in float32."""
+    tokens, choices, width, hidden, banks = 50, 2, 16, 24, 3
+    sent = tokens * choices
+    received = math.ceil(1.25 * sent) if "receive_factor" in options else 2 * tokens * choices
+    wide = 2 * hidden if options.get("activation") == "swiglu" else hidden
+    for found in pool.run(memory_kept, options | {"capacity_factor": None}, timeout_s=120):
+        assert found["layer"] == 4 * banks * received * width
+        assert found["shared"] == 4 * (2 * received + sent) * width
+        assert found["alike"]
+        assert found["pass"] == 4 * received * wide
+        assert found["routing"] <= 28 * 9 * choices + 100
+        # Of the gate and of the router; no rows.
+        assert found["saved by autograd"] <= 9 * (4 * 4 + choices * 40) + 200
+        assert found["words"] <= found["layer"]
+
+
+class Blocks(nn.Module):
+    """Fused layers with residuals, each under activation checkpointing; None: without it."""
+
+    def __init__(self, use_reentrant: bool | None, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.use_reentrant = use_reentrant
+        options = {"gate": "topk", "top_k": 2, "capacity_factor": None, "activation": "swiglu"}
+        self.layers = nn.ModuleList(
+            MoELayer(16, 24, 4, backend="fused", banks=1, max_tokens=12, **options) for _ in range(layers)
+        )
+
+    def forward(self, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.use_reentrant is None:
+                y = y + layer(y)
+            else:
+                y = y + checkpoint(layer, y, use_reentrant=self.use_reentrant)
+        return y
+
+    def open_passes(self) -> int:
+        """Banks that wait for a backward, in all layers."""
+        exchanges = [made[1] for layer in self.layers for made in layer.exchange._exchanges.values()]
+        return sum(use() is not None for each in exchanges for use, _ in each._open.values())
+
+
+def checkpointed(use_reentrant: bool | None) -> dict[str, object]:
+    """Two forwards, then their backwards, through layers with one bank each (without checkpointing, one).
+
+    -> gradients, and what is kept between forward and backward: tensors of activations, and open passes.
+    """
+    kept: dict[int, int] = {}
+    model = Blocks(use_reentrant)
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    xs = [torch.randn(12, 16, generator=generator, requires_grad=True) for _ in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ys = [model(x) for x in (xs if use_reentrant is not None else xs[:1])]
+    found: dict[str, object] = {"open": model.open_passes(), "kept": sum(kept.values()) / len(ys)}
+    for x in xs[len(ys) :]:
+        ys[0].square().sum().backward()
+        ys = [model(x)]
+    for y in ys:
+        y.square().sum().backward()
+    found["grads"] = [x.grad for x in xs] + [parameter.grad for parameter in model.parameters()]
+    found["open at the end"] = model.open_passes()
+    return found
+
+
+@pytest.mark.parametrize("use_reentrant", few_of([False, True]))
+def test_activation_checkpointing_keeps_no_pass_open(pool, use_reentrant) -> None:
+    """Layers with one bank: checkpointed, any number of forwards may wait for their backward."""
+    plain, results = (pool.run(checkpointed, each, timeout_s=200) for each in (None, use_reentrant))
+    for expected, got in zip(plain, results, strict=True):
+        assert expected["open"] == 2
+        assert got["open"] == got["open at the end"] == expected["open at the end"] == 0
+        # The inputs of the layers, nothing inside them.
+        assert got["kept"] <= 3 * 12 * 16 * 4 < expected["kept"]
+        for mine, theirs in zip(got["grads"], expected["grads"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_float64_and_a_wrong_name_are_refused() -> None:
+    with pytest.raises(UserError, match="use backend='torch' for float64"):
+        MoELayer(16, 24, 2, backend="fused", dtype=torch.float64)(torch.ones(3, 16, dtype=torch.float64))
+    with pytest.raises(UserError, match="one of torch, fused"):
+        MoELayer(16, 24, 2, backend="fast")

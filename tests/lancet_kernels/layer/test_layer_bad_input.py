@@ -1,0 +1,134 @@
+"""What MoELayer refuses, in one clear line: on one rank, and on all ranks where they disagree."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lancet_kernels import MoELayer, UserError, moe_losses
+from lancet_kernels.ops.moe.gates import GATES
+
+BAD_LAYERS = {
+    "d_model": ({"d_model": 0}, "d_model: got 0, expected at least 1"),
+    "d_ff": ({"d_ff": -1}, "d_ff: got -1, expected at least 1"),
+    "num_experts": ({"num_experts": 0}, "num_experts: got 0, expected at least 1"),
+    "top_k": ({"gate": "topk", "top_k": 5}, r"top_k: got 5, expected 1 to num_experts \(4\)"),
+    "top_k of 0": ({"gate": "topk", "top_k": 0}, "top_k: got 0"),
+    "switch with 2": ({"top_k": 2}, "top_k of gate switch: got 2, expected 1"),
+    "gshard with 1": ({"gate": "gshard"}, "top_k of gate gshard: got 1, expected 2"),
+    "capacity 0": ({"capacity_factor": 0}, "capacity_factor: got 0, expected a positive number, or None"),
+    "capacity nan": ({"capacity_factor": math.nan}, "capacity_factor: got nan"),
+    "capacity inf": ({"capacity_factor": math.inf}, "capacity_factor: got inf"),
+    "dropless expert choice": (
+        {"gate": "expert-choice", "capacity_factor": None},
+        "capacity_factor of gate expert-choice: got None, expected a number",
+    ),
+    "gate": ({"gate": "best"}, f"gate: got 'best', expected one of {', '.join(GATES)}"),
+    "gate option": ({"gate": "topk(sharp=1)"}, "options of gate topk: .* softmax, renormalize"),
+    "gate value": ({"gate": "topk(softmax='while')"}, "softmax of gate topk: got 'while'"),
+    "importance": ({"gate": "batch-prioritized(importance='none')"}, "importance of gate batch-prioritized"),
+    "groups": ({"gate": "sigmoid(groups=3)"}, "groups of gate sigmoid: got 3"),
+    "top_groups": ({"gate": "sigmoid(groups=2,top_groups=3)"}, "top_groups of gate sigmoid: got 3"),
+    "activation": ({"activation": "relu"}, "activation: got 'relu', expected one of gelu, silu, swiglu"),
+    "shared": ({"shared_expert_d_ff": 0}, "shared_expert_d_ff: got 0"),
+    "d_model of no number": ({"d_model": None}, "d_model: got None, expected a whole number"),
+    "fractional experts": ({"num_experts": 2.5}, "num_experts: got 2.5, expected a whole number"),
+    "text as experts": ({"num_experts": "8"}, "num_experts: got '8', expected a whole number"),
+    "top_k as float": ({"gate": "topk", "top_k": 2.0}, "top_k: got 2.0, expected a whole number"),
+    "top_k as bool": ({"top_k": True}, "top_k: got True, expected a whole number"),
+    "shared as text": ({"shared_expert_d_ff": "8"}, "shared_expert_d_ff: got '8', expected a whole number"),
+    "capacity as text": ({"capacity_factor": "1.25"}, "capacity_factor: got '1.25', expected a positive"),
+    "no gate": ({"gate": None}, "gate: got None, expected one of switch, .*, or a Gate"),
+    "class as gate": ({"gate": GATES["topk"]}, "gate: got <class .*, or a Gate"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LAYERS)
+def test_bad_layer(name):
+    changes, message = BAD_LAYERS[name]
+    with pytest.raises(UserError, match=message) as caught:
+        MoELayer(**{"d_model": 4, "d_ff": 8, "num_experts": 4} | changes)
+    assert_one_line(caught.value)
+
+
+def test_bad_input():
+    layer = MoELayer(4, 8, 4)
+    ids = torch.zeros(3, dtype=torch.int64)
+    for x, token_ids, message in [
+        (torch.zeros(3, 5), None, r"input of MoELayer: got shape \[3, 5\], expected \[..., 4\]"),
+        (None, None, "input of MoELayer: got a NoneType, expected a tensor; give"),
+        ([1, 2], None, "input of MoELayer: got a list, expected a tensor"),
+        (torch.zeros(3, 4), [0, 1, 2], "token_ids of MoELayer: got a list, expected a tensor"),
+        (torch.zeros(()), None, r"got shape \[\], expected \[..., 4\]"),
+        (torch.zeros(3, 4, dtype=torch.float64), None, "got torch.float64, expected torch.float32"),
+        (torch.zeros(3, 4, dtype=torch.int64), None, "got torch.int64, expected torch.float32"),
+        (torch.zeros(2, 4), ids, r"token_ids of MoELayer: got shape \[3\], expected \[2\]"),
+        (torch.zeros(3, 4), ids.float(), "token_ids of MoELayer: got torch.float32, expected int64"),
+    ]:
+        with pytest.raises(UserError, match=message) as caught:
+            layer(x, token_ids=token_ids)
+        assert_one_line(caught.value)
+    y, sums = layer(torch.zeros(3, 4), return_sums=True)
+    for wrong, message in [
+        ([], "sums: got none, expected one RoutingSums per MoE layer"),
+        (sums, "sums: got a RoutingSums, expected one"),
+        (y, "sums: got a Tensor, expected one"),
+        ([sums, y], "sums: got a Tensor in the list, expected one"),
+    ]:
+        with pytest.raises(UserError, match=message) as caught:
+            moe_losses(wrong)
+        assert_one_line(caught.value)
+
+
+def assert_one_line(error: UserError) -> None:
+    text = str(error)
+    assert "\n" not in text
+    assert ": got " in text
+    assert ", expected " in text
+    assert "; " in text, "no word on what to do"
+
+
+def odd_experts_on_rank() -> str:
+    try:
+        MoELayer(4, 8, 3)
+    except UserError as error:
+        return str(error)
+    return "no error"
+
+
+def test_experts_that_do_not_divide(pool):
+    message = "num_experts: got 3, expected a multiple of the 2 ranks of the group; change the number of "
+    assert pool.run(odd_experts_on_rank) == [message + "experts or of ranks"] * 2
+
+
+def disagree_on_rank(what: str) -> str:
+    """Rank 1's layer differs in `what`. -> the error."""
+    odd = dist.get_rank() == 1
+    dtype = torch.bfloat16 if what == "dtype" and odd else torch.float32
+    width = 16 if what == "width" and odd else 8
+    experts = 8 if what == "experts" and odd else 4
+    layer = MoELayer(width, 8, experts, dtype=dtype)
+    try:
+        layer(torch.randn(16, width, dtype=dtype))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("dtype", "(8, 'float32', 2) on rank 0 and (8, 'bfloat16', 2) on rank 1"),
+        ("width", "(8, 'float32', 2) on rank 0 and (16, 'float32', 2) on rank 1"),
+        ("experts", "(8, 'float32', 2) on rank 0 and (8, 'float32', 4) on rank 1"),
+    ],
+)
+def test_ranks_that_disagree_all_raise(pool, what, message):
+    results = pool.run(disagree_on_rank, what, ranks=2)
+    for error in results:
+        assert error.startswith("UserError: MoE layer across ranks"), error
+        assert "\n" not in error
+    assert message in results[0]
+    first, second = message.split(" and ")
+    assert f"{second} and {first}" in results[1]

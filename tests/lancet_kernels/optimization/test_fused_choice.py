@@ -1,0 +1,126 @@
+"""Fused launches or streams: by the formula for a cluster, by measuring both where the step runs here."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
+from lancet_kernels.optimization.rank_agreement import capture_alike
+from lancet_kernels.schedules.fuse import fused_prediction
+from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork, best_fit
+from lancet_kernels.schedules.plan import FusedGroup, Plan
+from tests.planned_steps import StepCase, build_step
+
+CLUSTER = "p3dn"
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: the times of launches mean something."""
+    monkeypatch.setattr(FusedChoice, "interpreted", False)
+
+
+def chosen(
+    lowering: str, cluster: str | None, times: Path, stored: Path | None = None
+) -> tuple[CapturedStep, CostedGraph]:
+    """-> the step, its layers fused or not; its graph so."""
+    step, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5))
+    captured = CapturedStep(step, inputs, {}, False, times / "times.json")
+    choice = FusedChoice("lancet-dw", None, lowering, stored, torch.device("cpu"), cluster is None)
+    graph = captured.costed(*capture_alike(captured), cluster)
+    return captured, fuse_layers(captured, choice, cluster, graph)
+
+
+def launches(graph: CostedGraph) -> list[float]:
+    """Milliseconds of the fused launches."""
+    of = [i for i in graph.program.instructions if i.op.startswith("lancet.fused_experts")]
+    return [graph.cost(i, graph.program.tensors) for i in of]
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(("launch_ms", "verdict"), [(1e6, "streams"), (0.0, "fused")])
+def test_the_formula_decides_for_a_cluster(monkeypatch, tmp_path, launch_ms, verdict) -> None:
+    """The whole step must be faster with launches that take this much more."""
+    monkeypatch.setattr(fused_prediction, "LAUNCH_MS", launch_ms)
+    monkeypatch.setattr(fused_prediction, "EFFICIENCY", 1.0)
+    step, graph = chosen("auto", CLUSTER, tmp_path)
+    (group,) = step.fused
+    assert (group.fused, group.measured) == (verdict == "fused", False)
+    assert group.why.startswith(f"{verdict}: the step is predicted faster (")
+    assert "launches by formula" in group.why
+    works = [group.forward, group.backward] if group.fused else []
+    assert launches(graph) == [pytest.approx(work.milliseconds()) for work in works]
+    assert len(step.layer_numbers) == group.fused
+
+
+@pytest.mark.usefixtures("compiled")
+def test_both_are_measured_here(monkeypatch, tmp_path) -> None:
+    """In the interpreter a launch takes longer than what it replaces; the formula has no say."""
+    monkeypatch.setattr(fused_prediction, "LAUNCH_MS", 1e6)
+    with mock.patch.object(
+        FusedChoice, "confirmed", autospec=True, side_effect=FusedChoice.confirmed
+    ) as confirmed:
+        step, graph = chosen("auto", None, tmp_path)
+    measured = launches(confirmed.call_args.args[3])
+    assert len(measured) == 2
+    assert all(0 < ms < 1e5 for ms in measured)
+    (group,) = step.fused
+    assert (group.fused, group.measured, launches(graph)) == (False, True, [])
+    assert group.why.startswith("streams: the step is predicted faster (")
+    assert group.why.endswith("launches measured here)")
+
+
+def test_in_the_interpreter_the_formula_stands_in_for_times(tmp_path) -> None:
+    step, graph = chosen("auto", None, tmp_path)
+    (group,) = step.fused
+    assert (group.fused, group.measured, group.why) == (True, False, "fused: requested")
+    assert launches(graph)[0] == pytest.approx(group.forward.milliseconds())
+
+
+def test_streams_on_request(tmp_path) -> None:
+    step, graph = chosen("streams", CLUSTER, tmp_path)
+    assert [(group.fused, group.why) for group in step.fused] == [(False, "streams: requested")]
+    assert not launches(graph)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_stored_plan_keeps_its_choice(monkeypatch, tmp_path) -> None:
+    """Also where the formula would choose otherwise by now; and it survives the file."""
+    step, graph = chosen("fused", CLUSTER, tmp_path)
+    plan = replace(graph.planner().plan("none"), fused=step.fused)
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").fused == step.fused
+    assert all(group.why in plan.explain() for group in step.fused)
+    monkeypatch.setattr(fused_prediction, "LAUNCH_MS", 1e6)
+    again, _ = chosen("auto", CLUSTER, tmp_path, tmp_path / "plan.json")
+    assert again.fused == step.fused
+
+
+def test_a_group_survives_json() -> None:
+    group = FusedGroup("dispatch", True, ("mm",), LaunchWork(1.0, 2.0), LaunchWork(3.0, 4.0), "why", True)
+    assert FusedGroup.from_json(json.loads(json.dumps(asdict(group)))) == group
+
+
+FILLERS = {"long": 0.35, "short": 0.09, "longest": 20.0}
+
+
+def test_fillers_fill_what_communication_takes_longer() -> None:
+    assert best_fit(FILLERS, LaunchWork(0.55, 0.1)) == ["long", "short"]
+    assert best_fit(FILLERS, LaunchWork(0.5, 0.6)) == []
+    assert LaunchWork(0.5, 0.1).milliseconds(0.35) == pytest.approx(0.5 / 0.85 + 0.02)
+    # Half as much of everything in each of two copies.
+    assert best_fit(FILLERS, LaunchWork(1.1, 0.2).part(2)) == ["long", "short"]
+
+
+def test_the_example_of_the_formula() -> None:
+    work = LaunchWork(2.0, 1.5)
+    assert work.milliseconds() == pytest.approx(2.37, abs=0.005)
+    assert work.milliseconds(0.4) == work.milliseconds()
+    assert work.milliseconds(0.8) - work.milliseconds() == pytest.approx(0.35, abs=0.005)

@@ -1,0 +1,179 @@
+"""Copies of the step with fused MoE layers, in the interpreter, against the module itself: loss, gradients,
+routing. Launches of one copy compute weight gradients of the other."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, fx
+
+from lancet_kernels import OptimizedModule, ops, optimize
+from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.ops.fused import fused_experts, fused_graph
+from lancet_kernels.optimization import optimize as optimization
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.strategies import PlanningOptions
+from tests.grids import few_of
+from tests.planned_steps import StepCase, build_step, gradients, sum_over_ranks
+
+GATES = ("switch", "topk", "hash", "random", "sigmoid")
+TOLERANCE = 2e-4
+FAST = load_cluster("p3dn")
+"""All-to-alls of a small step are shorter than its GEMMs: a launch hides nothing else."""
+SLOW = replace(FAST, name="slow links", intra_node_latency_us=200.0)
+
+
+@dataclass
+class Outcome:
+    """One step on this rank.
+
+    forwards: the number of forward launches. fillers_run: how many gradients the backward launches computed
+    as fillers. launches: by name of a backward launch in the planned graph, the first operands of its
+    fillers.
+    """
+
+    worst: float
+    same_routing: bool
+    dropped: int
+    forwards: int
+    fillers_run: int
+    launches: dict[str, list[str]]
+    explained: str
+    planned_fillers: list[tuple[str, tuple[str, ...]]]
+    survives_json: bool
+
+
+def plain_step(step: torch.nn.Module, inputs: tuple) -> tuple[dict[str, Tensor], list[tuple[Tensor, Tensor]]]:
+    """Outputs and gradients of the module itself; expert [T, K] and kept [T, K] of each layer."""
+    routing, gate = [], ops.gate
+
+    def recorded(*arguments):
+        result = gate(*arguments)
+        routing.append((result[0], result[1] < arguments[6]))
+        return result
+
+    with mock.patch.object(ops, "gate", recorded):
+        outputs = step(*inputs)
+    outputs[0].backward()
+    result = numbers(outputs, sum_over_ranks(step, gradients(step)))
+    step.zero_grad(set_to_none=True)
+    return result, routing
+
+
+def numbers(outputs: tuple[Tensor, ...], by_parameter: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"output {n}": output.detach() for n, output in enumerate(outputs)} | by_parameter
+
+
+def routing_of(calls: list) -> list[tuple[Tensor, Tensor]]:
+    """The routing of each layer, from the forward launches of its copies."""
+    by_layer: dict[int, list] = {}
+    for call in calls:
+        by_layer.setdefault(id(call.args[10]), []).append(call.args)
+    return [
+        (torch.cat([a[1] for a in copies]), torch.cat([a[2] >= 0 for a in copies]))
+        for copies in by_layer.values()
+    ]
+
+
+def operands_of_fillers(graph: fx.Graph) -> dict[str, list[str]]:
+    launches = [node for node in graph.nodes if node.target is fused_graph.BACKWARD]
+    return {node.name: [a.name for a in node.args[fused_graph.DENSE_ARGUMENTS[0]]] for node in launches}
+
+
+def fused(step: torch.nn.Module, inputs: tuple, strategy: str, cluster: Cluster) -> OptimizedModule:
+    return optimize(
+        step,
+        inputs,
+        strategy=strategy,
+        backend="fused",
+        lowering="fused",
+        cluster=cluster,
+        options=PlanningOptions(memory_limit_gb=1.0),
+    )
+
+
+def on_ranks(case: StepCase, strategy: str) -> Outcome:
+    step, inputs = build_step(case)
+    expected, routing = plain_step(step, inputs)
+    with (
+        mock.patch.object(optimization, "realize", wraps=optimization.realize) as realized,
+        mock.patch.object(fused_experts, "run_forward", wraps=fused_experts.run_forward) as forward,
+        mock.patch.object(fused_experts, "moe_backward", wraps=fused_experts.moe_backward) as backward,
+    ):
+        planned = fused(step, inputs, strategy, SLOW)
+        outputs = planned(*inputs)
+        outputs[0].backward()
+    got = numbers(outputs, gradients(step))
+    assert got.keys() == expected.keys()
+    fused_routing = routing_of(forward.call_args_list)
+    pairs = [pair for both in zip(routing, fused_routing, strict=True) for pair in zip(*both, strict=True)]
+    return Outcome(
+        worst=max(map(distance, got.values(), (expected[name] for name in got))),
+        same_routing=all(torch.equal(one, other) for one, other in pairs),
+        dropped=sum(int((~kept).sum()) for _, kept in routing),
+        forwards=forward.call_count,
+        fillers_run=sum(len(call.kwargs["dense"]) for call in backward.call_args_list),
+        launches=operands_of_fillers(realized.call_args.args[0].graph),
+        explained=planned.plan.explain(),
+        planned_fillers=[(f.launch, f.gradients) for r in planned.plan.ranges for f in r.fillers],
+        survives_json=survives_json(planned),
+    )
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """The largest difference, over the largest value."""
+    got, expected = got.double(), expected.double()
+    return float((got - expected).abs().max() / expected.abs().max().clamp_min(1e-3))
+
+
+def survives_json(planned: OptimizedModule) -> bool:
+    plan = Plan.from_json(json.loads(json.dumps(planned.plan.to_json())))
+    return (plan.ranges, plan.fused) == (planned.plan.ranges, planned.plan.fused)
+
+
+def copies_in(names: list[str]) -> set[str]:
+    """The copies that these nodes belong to."""
+    return {match[1] for name in names if (match := re.search(r"_part(\d+)$", name))}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gate", "layers", "batch"),
+    few_of(
+        [
+            ("duplex", "topk", 2, 3),
+            *(("duplex", gate, 4, 2) for gate in GATES),
+            *(("lancet+duplex", gate, 4, 5) for gate in ("switch", "topk")),
+        ]
+    ),
+)
+def test_copies_train_as_the_module_and_compute_gradients_of_each_other(
+    pool, strategy, gate, layers, batch
+) -> None:
+    top_k = 2 if gate == "topk" else 1
+    case = StepCase(gate, top_k, dtype=torch.float32, layers=layers, batch=batch, sequence=5)
+    for outcome in pool.run(on_ranks, case, strategy, ranks=2, timeout_s=240):
+        assert outcome.worst < TOLERANCE
+        assert outcome.same_routing
+        assert outcome.dropped
+        moe_layers = layers // 2
+        assert outcome.forwards >= 2 * moe_layers
+        assert len(outcome.launches) == outcome.forwards
+        assert any(copies_in(operands) - copies_in([launch]) for launch, operands in outcome.launches.items())
+        assert outcome.fillers_run == sum(map(len, outcome.launches.values()))
+        for launch, names in outcome.planned_fillers:
+            assert f"{launch} also computes {', '.join(names)}" in outcome.explained
+        assert outcome.survives_json
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("cluster", "expected"), [(FAST, False), (SLOW, True)], ids=["fast", "slow"])
+def test_fillers_are_chosen_where_that_is_predicted_faster(cluster, expected) -> None:
+    step, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5))
+    plan = fused(step, inputs, "duplex", cluster).plan
+    assert bool(plan.ranges[0].fillers) == expected
+    assert (" also computes " in plan.explain()) == expected

@@ -1,0 +1,191 @@
+"""`optimize(backend="fused")` in the interpreter against `backend="torch"`: losses, gradients, parameters."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lancet_kernels import MoELayer, OptimizedModule, optimize, set_routing_step
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.ops.fused import fused_experts, fused_graph
+from lancet_kernels.optimization import optimize as optimization
+from lancet_kernels.schedules.fuse import fused_prediction
+from lancet_kernels.symmetric import SharedMemory
+from tests.grids import few_of
+from tests.lancet_kernels.layer.test_fused_layer import largest_difference
+from tests.planned_steps import StepCase, build_step
+
+GATES = ("switch", "topk", "hash", "random", "sigmoid")  # every partitionable one
+CLUSTER = "p3dn"  # planned for it, to measure nothing here
+
+
+def train(case: StepCase, backend: str, steps: int) -> tuple[list[dict[str, Tensor]], OptimizedModule]:
+    """Loss, gradients and parameters of every step, plain SGD. -> those, and the planned step."""
+    step, inputs = build_step(case)
+    planned = optimize(step, inputs, strategy="lancet", backend=backend, cluster=CLUSTER)
+    optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
+    results = []
+    for number in range(steps):
+        set_routing_step(step, number)
+        loss = planned(*inputs)[0]
+        loss.backward()
+        result = {"loss": loss.detach()}
+        for name, parameter in step.named_parameters():
+            if parameter.grad is not None:
+                result[f"{name}.grad"] = parameter.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append(result | {name: p.detach().clone() for name, p in step.named_parameters()})
+    return results, planned
+
+
+def compare(case: StepCase, steps: int) -> tuple[float, list[tuple], list[int]]:
+    """The largest difference, over the largest value; what became of each layer; how many gradients of
+    other layers rode along in each fused backward that really ran."""
+    expected, on_streams = train(case, "torch", steps)
+    with (
+        mock.patch.object(fused_experts, "moe_forward", wraps=fused_experts.moe_forward) as forward,
+        mock.patch.object(fused_experts, "moe_backward", wraps=fused_experts.moe_backward) as backward,
+    ):
+        got, planned = train(case, "fused", steps)
+    riding = [len(call.kwargs["dense"]) for call in backward.call_args_list]
+    assert forward.call_count == len(riding)
+    worst = largest_difference(expected, got)
+    # What a CUDA graph could not capture: on streams sizes travel through the host, forward and backward.
+    waiting = {name.partition("_part")[0] for name in on_streams.host_waits}
+    assert {"exchange_counts", "all_to_all"} <= waiting or dist.get_world_size() == 1
+    assert len(planned.fused_layers) == case.layers // 2
+    assert not planned.host_waits
+    plan, explained = planned.plan, planned.plan.explain()
+    return worst, [(group.fused, group.why, group.layer in explained) for group in plan.fused], riding
+
+
+def compare_with_riders(case: StepCase, steps: int) -> tuple[float, list[tuple], list[int]]:
+    """The same as if launches hid everything: every gradient of another layer that may ride along does."""
+    with mock.patch.object(fused_prediction, "LEAST_HIDDEN", float("-inf")):
+        return compare(case, steps)
+
+
+@pytest.mark.parametrize(
+    ("gate", "ranks", "steps", "layers"), few_of([("topk", 1, 1, 2), *((gate, 2, 3, 4) for gate in GATES)])
+)
+def test_steps(pool, gate, ranks, steps, layers) -> None:
+    case = StepCase(
+        gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1, layers=layers
+    )
+    run = compare_with_riders if gate == "topk" else compare
+    for worst, groups, riding in pool.run(run, case, steps, ranks=ranks, timeout_s=240):
+        assert worst < 2e-4
+        # A plan that says "fused" and runs the ops would give the same numbers.
+        moe_layers = layers // 2
+        assert len(riding) >= moe_layers * steps
+        assert len(groups) == moe_layers
+        assert all(fused and shown for fused, _, shown in groups), groups
+        assert gate != "topk" or sum(riding) > (layers - 2) * steps
+
+
+SHAPES = (((2, 5), (1, 3)), ((1, 4), (2, 5)), ((1, 3), (2, 4)))
+"""Batch and length of each rank, step by step; none more than what was planned."""
+
+
+def train_varying(
+    case: StepCase, backend: str, steps: int
+) -> tuple[list[dict[str, Tensor]], OptimizedModule]:
+    """Loss and gradients of steps with other numbers of tokens on every rank."""
+    step, inputs = build_step(case)
+    planned = optimize(step, inputs, strategy="lancet", backend=backend, cluster=CLUSTER)
+    results = []
+    for number, shapes in enumerate(SHAPES[:steps]):
+        batch, length = shapes[dist.get_rank()]
+        set_routing_step(step, number)
+        loss = planned(*(t[:batch, :length].contiguous() for t in inputs))[0]
+        loss.backward()
+        grads = {name: p.grad.clone() for name, p in step.named_parameters() if p.grad is not None}
+        results.append({"loss": loss.detach()} | grads)
+        step.zero_grad()
+    return results, planned
+
+
+def compare_varying(case: StepCase, steps: int) -> tuple[float, dict[str, int], list[str]]:
+    """The largest difference of the two backends; calls without a plan; regions that were made."""
+    made = []
+    allocate = SharedMemory.allocate
+    note = lambda memory, name, *given: made.append(name) or allocate(memory, name, *given)  # noqa: E731
+    expected, on_streams = train_varying(case, "torch", steps)
+    with mock.patch.object(SharedMemory, "allocate", note):
+        got, planned = train_varying(case, "fused", steps)
+    assert planned.fused_layers
+    return largest_difference(expected, got), dict(on_streams.fallbacks + planned.fallbacks), made
+
+
+@pytest.mark.parametrize(("gate", "steps"), few_of([("topk", 2), *((gate, 3) for gate in GATES)]))
+def test_other_numbers_of_tokens_on_every_rank(pool, gate, steps) -> None:
+    """Each rank captures what it needs, with the plan of all; the exchanges stay as they are."""
+    case = StepCase(
+        gate=gate, dtype=torch.float32, batch=2, sequence=5, top_k=2 if gate == "topk" else 1, layers=2
+    )
+    for worst, fallbacks, made in pool.run(
+        compare_varying, case, steps, timeout_s=500, collective_timeout_s=200
+    ):
+        assert worst < 2e-4
+        assert not fallbacks
+        assert sum(name.endswith(".rows") for name in made) == 2, made
+
+
+def bytes_of_tickets(case: StepCase) -> set[int]:
+    """What the tickets of a planned step stand for, as its program counts them."""
+    with mock.patch.object(optimization, "realize", wraps=optimization.realize) as realized:
+        train(case, "fused", 1)
+    module = realized.call_args.args[0]
+    program = program_from_fx(module)
+    forwards = [node for node in module.graph.nodes if node.target is fused_graph.FORWARD]
+    return {program.tensors[f"{node.name}.1"].bytes for node in forwards}
+
+
+@pytest.mark.long
+def test_plans_count_what_a_layer_keeps(pool) -> None:
+    """The rows that it received, and the values before the activation."""
+    case = StepCase(dtype=torch.float32, batch=2, sequence=5, layers=2, capacity_factor=None)
+    received, width, hidden = 2 * 10, 8, 32
+    for counted in pool.run(bytes_of_tickets, case, timeout_s=400):
+        assert counted == {4 * received * (hidden + width)}
+
+
+class OneLayer(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.before = nn.Linear(16, 16)
+        self.layer = MoELayer(16, 24, 2, backend="fused", max_tokens=40, receive_factor=1.5, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.before(x)).square().sum()
+
+
+def test_a_planned_layer_has_the_options_of_its_module() -> None:
+    planned = optimize(OneLayer(banks=3), (torch.ones(7, 16),), strategy="lancet-dw", cluster=CLUSTER)
+    (number,) = planned.fused_layers
+    exchange = fused_graph._layers[number]
+    assert (exchange.banks, exchange.max_tokens, exchange.receive_factor) == (3, 40, 1.5)
+    planned(torch.ones(7, 16)).backward()
+    planned(torch.ones(19, 16)).backward()  # more than planned, within max_tokens
+    assert not planned.fallbacks
+
+
+@pytest.mark.long
+def test_forwards_whose_backward_never_comes_give_their_banks_back() -> None:
+    case = StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5)
+    step, inputs = build_step(case)
+    planned = optimize(step, inputs, strategy="lancet-dw", backend="fused", lowering="fused", cluster=CLUSTER)
+    first = planned(*inputs)[0].detach()
+    for _ in range(4):
+        objective = planned(*inputs)[0]
+    torch.testing.assert_close(objective, first)
+    objective.backward()
+    assert all(p.grad is not None for p in step.parameters())
+    with pytest.raises(UserError, match="at most 2 open"):
+        [planned(*inputs) for _ in range(3)]

@@ -1,0 +1,210 @@
+"""Files of `optimize`: plans and measured times; what fits is used, the rest is said and made anew."""
+
+import contextlib
+import io
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lancet_kernels.optimization.optimize as library
+from lancet_kernels import UserError
+from lancet_kernels.optimization import captured_step
+from lancet_kernels.optimization.optimize import optimize
+from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.rewrite.realize import GraphCutter
+from lancet_kernels.schedules.strategies import Planner, PlanningOptions
+from tests.grids import few_of
+from tests.optimized import BOUND, outcome_of
+from tests.planned_steps import (
+    SmallStep,
+    StepCase,
+    build_step,
+    dear_communication,
+)
+
+
+@pytest.fixture(scope="module")
+def small_step() -> SmallStep:
+    """A captured step of this one process."""
+    return SmallStep(StepCase(layers=2))
+
+
+def plans_on_rank(cache: str, kinds: list[str]) -> list[tuple[bool, str, float]]:
+    """For each kind of plan file: whether anything was planned, what was said, how far from the module."""
+    module, inputs = build_step(StepCase(layers=2))
+    plain = outcome_of(module, inputs, reduced=False)
+    found = []
+    for kind in kinds:
+        if dist.get_rank() == 0:
+            write_plan_file(Path(cache), kind)
+        with counted_plans() as planned, contextlib.redirect_stderr(io.StringIO()) as said:
+            ready = optimize(module, inputs, cluster="p3dn", cache=cache)
+        assert Plan.load(cache).fingerprint == ready.plan.fingerprint, "the file has another plan"
+        found.append((bool(planned), said.getvalue(), outcome_of(ready, inputs, True).distance(plain)))
+    with counted_plans() as planned:
+        given = optimize(module, inputs, cluster="p3dn", plan=cache)
+    assert not planned
+    assert given.plan.fingerprint == ready.plan.fingerprint
+    return found
+
+
+@contextlib.contextmanager
+def counted_plans():
+    """Strategies that are planned inside the block."""
+    planned: list[str] = []
+
+    class Counting(Planner):
+        def candidates(self, strategy, most):
+            planned.append(strategy)
+            return super().candidates(strategy, most)
+
+    def dear(program, _cost, options, cut, _with_fillers):
+        return Counting(
+            program, dear_communication, options, GraphCutter(cut.module, program, dear_communication)
+        )
+
+    captured_step.Planner = dear
+    try:
+        yield planned
+    finally:
+        captured_step.Planner = Planner
+
+
+def write_plan_file(path: Path, kind: str) -> None:
+    """Spoil a fitting plan file."""
+    if kind == "damaged":
+        path.write_text(path.read_text()[:100])
+    elif kind == "binary":
+        path.write_bytes(b"\xff\x00\x81")
+    elif kind == "list":
+        path.write_text("[1, 2]")
+    elif kind in ("foreign", "reordered", "strange parts", "other strategy"):
+        data = json.loads(path.read_text())
+        if kind == "foreign":
+            data["program_fingerprint"] = "0" * 64
+        elif kind == "reordered":
+            data["order"].reverse()
+        elif kind == "strange parts":
+            data["ranges"][0]["parts"] = "two"
+        else:
+            data["strategy"] = "tutel"
+        path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    few_of(
+        ["fitting", "damaged", "binary", "list", "foreign", "reordered", "strange parts", "other strategy"],
+        0,
+        1,
+        4,
+    ),
+)
+def test_plan_files(small_step, tmp_path, caplog, kind):
+    path = tmp_path / "plan.json"
+    arguments = small_step.costed(), "lancet", PlanningOptions(), path, 1
+    with counted_plans() as planned:
+        first = library._plans(*arguments)[0]
+        first.save(path)
+        write_plan_file(path, kind)
+        second = library._plans(*arguments)[0]
+        second.save(path)
+    assert first.ranges, "nothing was cut, so no part can be strange"
+    assert second.fingerprint == first.fingerprint == Plan.load(path, small_step.program).fingerprint
+    assert len(planned) == (1 if kind == "fitting" else 2)
+    ignored = kind not in ("fitting", "other strategy")
+    assert [message.startswith("planning anew: ") for message in caplog.messages] == [True] * ignored
+
+
+def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
+    for name in ("LANCET_RHO", "LANCET_GAMMA", "LANCET_IOTA"):
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "plan.json"
+
+    def plan(given: PlanningOptions | None) -> bool:
+        """-> whether it was planned anew."""
+        options = library._on_device(given, torch.device("cpu"))
+        with counted_plans() as planned:
+            library._plans(small_step.costed(), "lancet", options, path, 1)[0].save(path)
+        return bool(planned)
+
+    two = PlanningOptions(PartitionOptions(most_parts=2))
+    assert [plan(None), plan(None), plan(two), plan(two)] == [True, False, True, False]
+    monkeypatch.setenv("LANCET_RHO", "2")
+    assert not plan(None), "the environment says the same"
+    assert all(r.parts == 2 for r in Plan.load(path).ranges)
+    assert plan(replace(two, memory_limit_gb=1e3))
+
+
+def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
+    path = tmp_path / "plan.json"
+    plan = library._plans(small_step.costed(), "lancet", PlanningOptions(), None, 1)[0]
+    plan.save(path)
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.replace", fail)
+    with pytest.raises(UserError, match=r"file to write: got .*plan.json \(no space\)"):
+        replace(plan, strategy="tutel").save(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+@pytest.mark.parametrize(
+    "kind", few_of(["fitting", "damaged", "foreign", "reordered", "other strategy"], 0, 2)
+)
+def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
+    path = tmp_path / "plan.json"
+    made = library._plans(small_step.costed(), "lancet", PlanningOptions(), None, 1)[0]
+    made.save(path)
+    write_plan_file(path, kind)
+    with contextlib.nullcontext() if kind == "fitting" else pytest.raises(UserError):
+        assert library._plan_of_file(path, small_step.costed(), "lancet").fingerprint == made.fingerprint
+
+
+@pytest.mark.long
+def test_plan_files_of_two_ranks(pool, tmp_path):
+    kinds = ["missing", "fitting"]
+    by_rank = pool.run(plans_on_rank, str(tmp_path / "plan.json"), kinds, ranks=2, timeout_s=120)
+    for rank, found in enumerate(by_rank):
+        assert [planned for planned, _, _ in found] == [rank == 0, False], "rank 0 alone plans"
+        assert [said for _, said, _ in found] == ["", ""]
+        assert max(distance for _, _, distance in found) < BOUND
+
+
+def times_on_rank(times: str) -> tuple[list[str], list[str], float]:
+    """Warnings of two calls that measure, the first one with a damaged file; distance from the module."""
+    module, inputs = build_step(StepCase(layers=2))
+    plain = outcome_of(module, inputs, reduced=False)
+    said = []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ready = optimize(module, inputs, strategy="none", times=times)
+        said.append([str(w.message) for w in caught if "measured times" in str(w.message)])
+    return (*said, outcome_of(ready, inputs, True).distance(plain))
+
+
+@pytest.mark.long
+def test_damaged_times_are_measured_again(pool, tmp_path):
+    path = tmp_path / "times.json"
+    path.write_text('{"format": "lancet-meas')
+    first, second = pool.run(times_on_rank, str(path), ranks=2, timeout_s=180)
+    for damaged, _, distance in (first, second):
+        assert len(damaged) <= 1
+        assert distance < BOUND
+    assert len(first[0]) == 1
+    assert "ignored and will be measured again" in first[0][0]
+    assert not first[1]
+    assert not second[1]
+    kept = json.loads(path.read_text())
+    assert kept["format"] == "lancet-measured-times"
+    assert len(kept["milliseconds"]) > 20

@@ -1,0 +1,325 @@
+"""Two transformer layers on 4 ranks under the partition that is found, or Megatron's: the mathematics of one
+device, parameters held in slices under their own names."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+
+from lancet_kernels import UserError, parallelize
+from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.rules.slices import Partition, Primitive, home_square, replicate, split
+from lancet_kernels.parallelization.parallel_linears import OPERATORS, parallelize_linears
+from lancet_kernels.parallelization.partitioned_linear import PartitionedLinear, whole_state_dict
+from tests.grids import few_of
+from tests.ranks import RankPool
+
+WIDTH, HEADS, BATCH, SEQUENCE = 32, 8, 4, 4
+
+
+class Attention(nn.Module):
+    """By the names of a family; the code between its linear layers is alike."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.split_size = HEADS, WIDTH // HEADS, WIDTH
+        self.fused = {"gpt2": "c_attn", "bloom": "query_key_value"}.get(family)
+        self.last = {"gpt2": "c_proj", "opt": "out_proj", "llama": "o_proj", "bloom": "dense"}[family]
+        bias = family != "llama"
+        if self.fused:
+            self.add_module(self.fused, nn.Linear(WIDTH, 3 * WIDTH, bias))
+        else:
+            key_value = WIDTH // 2 if family == "llama" else WIDTH
+            for name, features in (("q_proj", WIDTH), ("k_proj", key_value), ("v_proj", key_value)):
+                self.add_module(name, nn.Linear(WIDTH, features, bias))
+        self.add_module(self.last, nn.Linear(WIDTH, WIDTH, bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused == "query_key_value":
+            fused = self.query_key_value(x).unflatten(-1, (self.num_heads, 3, self.head_dim))
+            q, k, v = (fused[..., n, :].transpose(1, 2) for n in range(3))
+        else:
+            each = (
+                self.c_attn(x).split(self.split_size, dim=-1)
+                if self.fused
+                else (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+            )
+            q, k, v = (part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in each)
+        y = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return getattr(self, self.last)(y.transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        names = {
+            "gpt2": ("c_fc", "c_proj"),
+            "opt": ("fc1", "fc2"),
+            "llama": ("gate_proj", "up_proj", "down_proj"),
+            "bloom": ("dense_h_to_4h", "dense_4h_to_h"),
+        }[family]
+        *self.first, self.last = names
+        for name in self.first:
+            self.add_module(name, nn.Linear(WIDTH, 2 * WIDTH, family != "llama"))
+        self.add_module(self.last, nn.Linear(2 * WIDTH, WIDTH, family != "llama"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = [getattr(self, name)(x) for name in self.first]
+        y = silu(hidden[0]) * hidden[1] if len(hidden) > 1 else gelu(hidden[0]) + 0.5
+        return getattr(self, self.last)(y)
+
+
+class Layer(nn.Module):
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.mlp = Attention(family), Mlp(family)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def make_model(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(family), Layer(family)).double()
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def slow_cluster() -> Cluster:
+    """As if tiles were large: latency counts for little, and GEMMs hide what travels beside them."""
+    cluster = load_cluster("p3dn")
+    slow = {dtype: 1e-4 * share for dtype, share in cluster.compute_efficiency.items()}
+    return replace(cluster, intra_node_latency_us=0.0, launch_us=0.0, compute_efficiency=slow)
+
+
+def train_on_rank(family: str, strategy: str, partitions: dict | None) -> dict:
+    """Two steps whole and in parts, side by side.
+
+    Gradients of biases of keys are zero but for rounding: Adam's epsilon must not let it through.
+    """
+    whole, parted = make_model(family), make_model(family)
+    x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
+    if partitions is None:
+        parted = parallelize(parted, (x,), strategy=strategy, cluster=slow_cluster())
+    else:
+        parallelize_linears(parted, (x,), None, strategy, cluster=slow_cluster(), partitions=partitions)
+    optimizers = [torch.optim.Adam(m.parameters(), 1e-2, eps=1e-3) for m in (whole, parted)]
+    errors = {"output": 0.0, "input gradient": 0.0, "parameter": 0.0}
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x, dy = (torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64, generator=generator) for _ in "xy")
+        inputs = [x.clone().requires_grad_() for _ in range(2)]
+        outputs = [model(one) for model, one in zip((whole, parted), inputs, strict=True)]
+        for y, optimizer in zip(outputs, optimizers, strict=True):
+            optimizer.zero_grad()
+            y.backward(dy)
+            optimizer.step()
+        errors["output"] = max(errors["output"], difference(*outputs))
+        errors["input gradient"] = max(errors["input gradient"], difference(inputs[0].grad, inputs[1].grad))
+    reference, own = whole.state_dict(), whole_state_dict(parted)
+    errors["parameter"] = max(difference(reference[name], own[name]) for name in reference)
+    layers = [m for m in parted.modules() if isinstance(m, PartitionedLinear)]
+    return {
+        "errors": errors,
+        "names": list(parted.state_dict()) == list(reference) == list(own),
+        "held": [(layer.weight.nbytes, 0 if layer.bias is None else layer.bias.nbytes) for layer in layers],
+        "sizes": [(layer.in_features, layer.out_features, layer.bias is not None) for layer in layers],
+        "partitions": [layer.partition for layer in layers],
+    }
+
+
+def check(results: list[dict]) -> list[Partition]:
+    """-> the partitions of the linear layers, in their order."""
+    for result in results:
+        assert max(result["errors"].values()) < 1e-9, result["errors"]
+        assert result["names"]
+        expected = [
+            (8 * n * k // (p.slices("n") * p.slices("k")), has_bias * 8 * k // p.slices("k"))
+            for (n, k, has_bias), p in zip(result["sizes"], result["partitions"], strict=True)
+        ]
+        assert result["held"] == expected
+    return results[0]["partitions"]
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    few_of([(f, s) for f in ("opt", "gpt2", "llama", "bloom") for s in ("primepar", "megatron")], 0),
+)
+def test_two_layers_equal_those_of_one_device(pool: RankPool, family: str, strategy: str) -> None:
+    partitions = check(pool.run(train_on_rank, family, strategy, None, ranks=4))
+    assert any(p.steps > 1 for p in partitions) == (strategy == "primepar")
+
+
+M, N, K, H, ONE, P2 = split("m"), split("n"), split("k"), split("h"), replicate(), home_square(1, "n")
+
+
+@pytest.mark.parametrize(
+    "primitives",
+    few_of(
+        [
+            pytest.param(([P2], [H, ONE], [P2], [P2], [M, K], [P2])),
+            pytest.param(([M, N], [H, H], [N, M], [K, M], [K, ONE], [K, K])),
+            pytest.param(([N, N], [ONE, ONE], [M, M], [N, K], [ONE, M], [M, N])),
+        ],
+        1,
+    ),
+)
+def test_any_partition_of_the_space(pool: RankPool, primitives: tuple[list[Primitive], ...]) -> None:
+    """Sums in each phase, replicas, rows that are cut differently on both sides."""
+    partitions = {name: Partition(tuple(of)) for name, of in zip(OPERATORS, primitives, strict=True)}
+    check(pool.run(train_on_rank, "gpt2", "primepar", partitions, ranks=4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["opt", "gpt2", "llama", "bloom"])
+def test_two_layers_on_sixteen_ranks(pool_of_16: RankPool, family: str) -> None:
+    check(pool_of_16.run(train_on_rank, family, "primepar", None, ranks=16, timeout_s=300))
+
+
+@pytest.mark.long
+def test_squares_and_splits_on_sixteen_ranks(pool_of_16: RankPool) -> None:
+    every = {
+        "qkv": (P2, P2), "attention": (H, H, H, ONE), "projection": (home_square(2, "k"),),
+        "fc1": (M, P2, K), "activation": (M, M, K, K), "fc2": (N, P2, M),
+    }  # fmt: skip
+    partitions = {name: Partition(of) for name, of in every.items()}
+    check(pool_of_16.run(train_on_rank, "opt", "primepar", partitions, ranks=16, timeout_s=300))
+
+
+def limited_on_rank(memory_gb: float | None) -> tuple[str, list[int], float]:
+    """A large batch, for which rows are cut and weights replicated where memory allows it. -> message, into
+    how many tiles weights are cut, error of the output."""
+    whole = make_model("opt")
+    x = torch.randn(256, SEQUENCE, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    try:
+        parted = parallelize(whole, (x,), strategy="primepar", cluster=slow_cluster(), memory_gb=memory_gb)
+    except UserError as error:
+        return str(error), [], 0.0
+    assert not any(isinstance(m, PartitionedLinear) for m in whole.modules()), "the model is not changed"
+    assert parted[0].norm1.weight is whole[0].norm1.weight
+    layers = [m.partition for m in parted.modules() if isinstance(m, PartitionedLinear)]
+    tiles = [p.slices("n") * p.slices("k") for p in layers]
+    return "", tiles, difference(whole(x), parted(x))
+
+
+def test_a_memory_limit_keeps_weights_from_being_replicated(pool: RankPool) -> None:
+    free, limited, impossible = (
+        pool.run(limited_on_rank, memory_gb, ranks=4)[0] for memory_gb in (None, 4e-4, 1e-5)
+    )
+    assert min(free[1]) == 1
+    assert set(limited[1]) == {4}
+    assert max(free[2], limited[2]) < 1e-9
+    assert re.match(r"memory limit: got 1e-05 GB, expected at least 0.000\d+ GB", impossible[0]), impossible
+    assert impossible[0].endswith("use more devices, or a smaller batch")
+
+
+def refused_on_rank() -> list[str]:
+    messages = []
+    x = torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
+    rows_in_halves = {"fc1": Partition((M,)), "activation": Partition((M,)), "fc2": Partition((M,))}
+    for model, strategy, partitions in (
+        (nn.Linear(4, 4), "primepar", {}),
+        (make_model("opt"), "alpa", {}),
+        (make_model("opt"), "primepar", {"mlp": Partition((M,))}),
+        (make_model("opt"), "megatron", {"qkv": Partition((H,))}),
+        (make_model("opt"), "megatron", rows_in_halves),
+    ):
+        try:
+            parallelize_linears(model, (x,), None, strategy, partitions=partitions)(x[:1, :3])
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_bad_input_gets_one_line(pool: RankPool) -> None:
+    expected = (
+        r"linear layers of Linear: got no module with",
+        r"strategy: got 'alpa', expected one of primepar, megatron",
+        r"partitions: got mlp, expected qkv, attention",
+        r"partition of qkv of 0.attention: got {H}, expected one over 2 ranks whose slices divide m = 16",
+        r"rows and features of an activation: got a tile of \(3, 32\) on rank [01], expected multiples of 2",
+    )
+    for messages in pool.run(refused_on_rank, ranks=2):
+        assert len(messages) == len(expected)
+        for message, pattern in zip(messages, expected, strict=True):
+            assert re.match(pattern, message), message
+
+
+def other_rows_on_rank() -> str:
+    model, x = make_model("opt"), torch.randn(BATCH, SEQUENCE, WIDTH, dtype=torch.float64)
+    parallelize_linears(model, (x,), None, "megatron")
+    try:
+        model(x[: 2 if dist.get_rank() == 1 else 4])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_rows_all_raise(pool: RankPool) -> None:
+    for message in pool.run(other_rows_on_rank, ranks=4):
+        assert re.match(r"PartitionedLinear across ranks: got \d+ rows .* on rank 1", message), message
+
+
+def transformers_model(family: str) -> nn.Module:
+    import transformers as hf
+
+    common = {"vocab_size": 64, "attn_implementation": "eager"}
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = hf.GPT2Config(n_embd=32, n_layer=2, n_head=8, n_positions=16, **common)
+        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+        return hf.GPT2LMHeadModel(config).double()
+    if family == "opt":
+        config = hf.OPTConfig(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=8, ffn_dim=64, word_embed_proj_dim=32,
+            max_position_embeddings=16, dropout=0.0, **common,
+        )  # fmt: skip
+        return hf.OPTForCausalLM(config).double()
+    if family == "llama":
+        config = hf.LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=8,
+            num_key_value_heads=4, **common,
+        )  # fmt: skip
+        return hf.LlamaForCausalLM(config).double()
+    config = hf.BloomConfig(hidden_size=32, n_layer=2, n_head=8, **common)
+    config.hidden_dropout = config.attention_dropout = 0.0
+    return hf.BloomForCausalLM(config).double()
+
+
+def train_transformers_on_rank(family: str, strategy: str) -> dict[str, float]:
+    whole, parted = transformers_model(family), transformers_model(family)
+    tokens = torch.randint(2, 64, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    parallelize_linears(parted, inputs, None, strategy, cluster=slow_cluster())
+    losses = [model(**inputs).loss for model in (whole, parted)]
+    for model, loss in zip((whole, parted), losses, strict=True):
+        loss.backward()
+        torch.optim.SGD(model.parameters(), 1.0).step()
+    reference, own = whole.state_dict(), whole_state_dict(parted)
+    assert list(parted.state_dict()) == list(reference)
+    count = sum(isinstance(m, PartitionedLinear) for m in parted.modules())
+    return {
+        "loss": difference(*losses),
+        "parameter": max(difference(reference[name], own[name]) for name in reference),
+        "layers": count,
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["primepar", "megatron"])
+@pytest.mark.parametrize(("family", "layers"), [("gpt2", 8), ("opt", 12), ("llama", 14), ("bloom", 8)])
+def test_transformers_models(pool: RankPool, family: str, layers: int, strategy: str) -> None:
+    """Attention in transformers takes the softmax, and Bloom's all scores, in float32."""
+    pytest.importorskip("transformers")
+    for result in pool.run(train_transformers_on_rank, family, strategy, ranks=4):
+        assert result["layers"] == layers
+        assert result["loss"] < 1e-7
+        assert result["parameter"] < 1e-6

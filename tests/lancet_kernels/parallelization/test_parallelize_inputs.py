@@ -1,0 +1,355 @@
+"""What `parallelize` takes beside the models of the paper, and what it refuses, in one line."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from weakref import ref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lancet_kernels import Dropout, MoELayer, UserError, parallelize, set_routing_step
+from lancet_kernels.ops.comm.groups import group_name
+from tests.lancet_kernels.parallelization.test_parallelize import cluster, distance, gradient_errors
+
+
+class Plain(nn.Module):
+    """x[B, D] -> loss."""
+
+    def __init__(self, extra: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__()
+        self.up, self.down, self.extra = nn.Linear(8, 16), nn.Linear(16, 8), extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.extra(self.down(functional.relu(self.up(x)))).square().mean()
+
+
+class Surprise(torch.autograd.Function):
+    """Doubles, and says it had multiplied by seven."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return 7 * gradient
+
+
+class Mixed(nn.Module):
+    """Tied and frozen parameters, buffers, one of them not saved, inputs by name, several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.unread = nn.Parameter(torch.randn(3))
+        self.register_buffer("scale", torch.rand(8))
+        self.register_buffer("shift", torch.rand(8), persistent=False)
+
+    def forward(self, x: Tensor, target: Tensor, *, weight: int = 2) -> dict[str, Tensor]:
+        constant = torch.tensor([0.5, 2.0], dtype=x.dtype).repeat(4)
+        y = self.second(torch.tanh(self.first(x)) * self.scale + self.shift) * self.frozen * constant
+        return {
+            "loss": weight * functional.cross_entropy(y, target, ignore_index=1),
+            "best": y.argmax(1),
+            "y": y,
+        }
+
+
+def mixed_errors() -> list[float]:
+    torch.manual_seed(1)
+    model = Mixed().double()
+    step = None
+    errors = []
+    for target in (torch.tensor([0, 1, 2, 3, 1, 1, 6, 7]), torch.arange(8)):
+        batch = {"target": target, "x": torch.randn(8, 8, dtype=torch.float64), "weight": 3}
+        step = step or parallelize(copy.deepcopy(model), batch, cluster=cluster(100.0))
+        expected, found = model(**batch), step(**batch)
+        assert expected.keys() == found.keys()
+        assert torch.equal(expected["best"], found["best"])
+        errors += [distance(found[k], expected[k]) for k in ("loss", "y")]
+        for result in (expected, found):
+            (result["loss"] + result["y"].square().sum()).backward()
+        for module in (model, step):
+            for parameter in (module.unread, module.frozen):
+                parameter.grad = torch.zeros_like(parameter)
+        errors += gradient_errors(step, model).values()
+        step.zero_grad(), model.zero_grad()
+    assert list(step.state_dict()) == list(model.state_dict())
+    assert step.state_dict()["second.weight"].shape == (8, 8)
+    trained = {n for n, p in step.named_parameters() if p.requires_grad}
+    assert trained == {n for n, p in model.named_parameters() if p.requires_grad}
+    state = {n: t + 1 for n, t in model.state_dict().items()}
+    step.load_state_dict(state)
+    model.load_state_dict(state)
+    batch["x"] = batch["x"] + 1
+    return [*errors, distance(step(**batch)["y"], model(**batch)["y"])]
+
+
+class Read(nn.Module):
+    """Reads a buffer, plain tensors, settings and a module that has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.drop, self.factor = nn.Dropout(0.0), 2.0
+        self.plain, self.listed = torch.rand(8).double(), [torch.rand(16).double()]
+        self.register_buffer("shift", torch.rand(8))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.up(x * self.plain + self.shift)) * self.listed[0] * self.factor
+        return self.down(torch.tanh(y)).square().mean()
+
+
+def read_errors() -> tuple[list[float], dict[str, str]]:
+    """Errors of loss and gradients while tensors are replaced, and what is said of other changes."""
+    torch.manual_seed(1)
+    x = torch.randn(8, 8, dtype=torch.float64)
+    given = Read()
+    model = copy.deepcopy(given)
+    with torch.inference_mode():
+        step = parallelize(given, (x,), strategy="data parallel", cluster=cluster(1.0))
+    said: dict[str, str] = {}
+    errors = []
+
+    def compare() -> None:
+        expected, found = model(x), step(x)
+        expected.backward()
+        found.backward()
+        errors.extend([distance(found, expected), *gradient_errors(step, model).values()])
+        step.zero_grad(), model.zero_grad()
+
+    def refused(name: str, thing: object, attribute: str, value: object) -> None:
+        before = getattr(thing, attribute)
+        setattr(thing, attribute, value)
+        said[name] = refusal(lambda: step(x))
+        setattr(thing, attribute, before)
+
+    compare()
+    for one in (given, model):
+        one.plain, one.listed[0] = torch.full((8,), 0.5).double(), torch.full((16,), 1.5).double()
+    compare()
+    for one in (given, model):
+        one.plain.mul_(2)
+    for one in (step, model):
+        one.shift = torch.full((8,), 0.25).double()
+    compare()
+    refused("attribute", given, "factor", 3.0)
+    refused("dropout", given.drop, "p", 0.5)
+    refused("mode of a submodule", given.drop, "training", False)
+    refused("mode of a part", step.up, "training", False)
+    refused("buffer", given, "shift", torch.ones(8).double())
+    refused("submodule", given, "up", nn.Linear(8, 16).double())
+    refused("shape", given, "plain", torch.ones(1).double())
+    with torch.autocast("cpu", torch.bfloat16):
+        said["autocast"] = refusal(lambda: step(x))
+    for name, module in (("hook", given.up), ("hook on a part", step.up)):
+        hook = module.register_forward_hook(lambda _module, _inputs, output: 2 * output)
+        said[name] = refusal(lambda: step(x))
+        hook.remove()
+    compare()
+    return errors, said
+
+
+READ = {
+    "attribute": "no longer so: factor == 2.0",
+    "dropout": "no longer so: drop.p == 0.0",
+    "mode of a submodule": "no longer so: drop.training == True",
+    "mode of a part": "evaluation mode of up, was training mode",
+    "buffer": "parameters of the parallelized Read: got another tensor as shift",
+    "submodule": "parameters of the parallelized Read: got another tensor as up.weight",
+    "shape": "no longer so: tensor 'plain' size mismatch",
+    "autocast": "autocast is torch.bfloat16 on cpu, was off",
+    "hook": "no longer so: no forward_hooks on up",
+    "hook on a part": "hooks of up, which is not called",
+}
+
+
+def test_tensors_that_are_replaced_and_settings_that_are_changed(pool):
+    for errors, said in pool.run(read_errors, timeout_s=240):
+        assert max(errors) < 1e-12
+        for name, text in READ.items():
+            assert text in said[name], f"{name}: {said[name]}"
+            assert "\n" not in said[name]
+
+
+def kept_and_changed(strategy: str) -> tuple[float, bool, str]:
+    """Under autocast: the error of the loss; is the model kept by what was made of it? What is said of a
+    sharded parameter that is changed in the model?"""
+    torch.manual_seed(1)
+    model, x = Plain(), torch.randn(8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        step = parallelize(model, (x,), strategy=strategy, cluster=cluster(1000.0))
+        error = distance(step(x), model(x))
+    assert any(form.is_cut for form in step.forms.values())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        said = refusal(lambda: step(x))
+        watched = ref(model)
+        del model, parameter
+        gc.collect()
+        step(x).backward()
+    return error, watched() is not None, said
+
+
+def test_the_whole_model_is_not_kept(pool):
+    for error, kept, said in pool.run(kept_and_changed, "hidup", timeout_s=120):
+        assert error < 1e-2
+        assert not kept
+        assert "another value of up.weight in the model, of which this module has its own part" in said
+
+
+def test_tied_and_frozen_parameters_buffers_and_several_results(pool):
+    for errors in pool.run(mixed_errors, timeout_s=120):
+        assert max(errors) < 1e-12
+
+
+def dropout_errors() -> list[float]:
+    """Errors of the loss and the gradients, in two training steps."""
+    torch.manual_seed(1)
+    model, x = Plain(Dropout(0.4, site=1)).double(), torch.randn(8, 8, dtype=torch.float64)
+    step = parallelize(sharded := copy.deepcopy(model), (x,), strategy="data parallel", cluster=cluster(1.0))
+    model.extra._group = ""  # as on one device
+    errors = []
+    for number in range(2):
+        for module in (model, sharded):
+            set_routing_step(module, number)
+        expected, found = model(x), step(x)
+        expected.backward()
+        found.backward()
+        errors += [distance(found, expected), *gradient_errors(step, model).values()]
+        step.zero_grad(), model.zero_grad()
+    return errors
+
+
+def test_dropout_keyed_by_token_drops_what_it_drops_on_one_device(pool):
+    for errors in pool.run(dropout_errors, timeout_s=120):
+        assert max(errors) < 1e-12
+
+
+def saved_and_measured(folder: str) -> tuple[list[float], str]:
+    """A strategy for costs measured here, saved and used again; and with one microbatch."""
+    torch.manual_seed(1)
+    model, x = Plain().double(), torch.randn(8, 8, dtype=torch.float64)
+    expected = model(x)
+    file, times = Path(folder) / "strategy.json", Path(folder) / "times.json"
+    first = parallelize(model, (x,), times=times)
+    if dist.get_rank() == 0:
+        first.strategy.save(file)
+    dist.barrier()
+    again = parallelize(model, (x,), strategy=file, times=times)
+    assert again.strategy == first.strategy
+    alone = parallelize(model, (x,), copies=1, strategy="data parallel", cluster=cluster(1.0))
+    return [distance(step(x), expected) for step in (first, again, alone)], first.explain()
+
+
+def test_a_measured_strategy_is_saved_and_used_again(pool, tmp_path):
+    for errors, text in pool.run(saved_and_measured, str(tmp_path), timeout_s=240):
+        assert max(errors) < 1e-12
+        assert "up.weight" in text
+        assert "primals" not in text
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The line in which a call is refused."""
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def refusals() -> dict[str, str]:
+    """What is said of what cannot be."""
+    x = torch.randn(8, 8)
+    links = cluster(1.0)
+    wrong = parallelize(Plain(), (x,), cluster=links)
+    said = {}
+
+    def made(name: str, model: nn.Module, batch: Tensor = x, **options: object) -> None:
+        said[name] = refusal(lambda: parallelize(model, (batch,), cluster=links, **options))
+
+    made("odd batch", Plain(), x[:7])
+    made("one row", Plain(), x[:1])
+    made("small batch", Plain(), x[:2], strategy="data parallel")
+    made("no experts", Plain(), strategy="expert parallel")
+    made("name", Plain(), strategy="zero")
+    made("other ranks", Plain(), strategy=replace(wrong.strategy, ranks=4))
+    made("another batch", Plain(), x[:4], strategy=wrong.strategy)
+    made("branch", Plain(lambda y: y if y.sum() > 0 else -y))
+    made("dropout", Plain(lambda y: functional.dropout(y, 0.5)))
+    made("norm", nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+    made("function", Plain(Surprise.apply))
+    group = group_name(None)
+    made("ranks", Plain(lambda y: torch.ops.lancet.all_reduce(y, group)))
+    weight = nn.Parameter(torch.ones(8))
+    made("unregistered", Plain(lambda y: y * weight))
+    made("no parameters", nn.Tanh())
+    embedding = nn.Embedding(8, 8, sparse=True)
+    made("sparse", nn.Sequential(embedding, Plain()), torch.arange(8), strategy="data parallel")
+    made("layer", nn.Sequential(MoELayer(8, 16, 4)))
+    made("ranks differ", Plain(), x[: 4 + 2 * dist.get_rank()])
+    made("memory", Plain(), memory_gb=1e-9)
+    made("memory of a baseline", Plain(), strategy="data parallel", memory_gb=1.0)
+    made("copies of linears", Plain(), strategy="primepar", copies=1)
+    said["shape"] = refusal(lambda: wrong(x[:4]))
+    said["mode"] = refusal(lambda: copy_in_evaluation(wrong)(x))
+    said["optimizer"] = refusal(
+        lambda: wrong.optimizer_state_dict(torch.optim.SGD(Plain().parameters(), 0.1))
+    )
+    return said
+
+
+def copy_in_evaluation(step: nn.Module) -> nn.Module:
+    return step.eval()
+
+
+EXPECTED = {
+    "odd batch": "got a batch of 7, expected a multiple of 2",
+    "one row": "nothing can be cut along the batch",
+    "small batch": "expected microbatches that 2 ranks divide",
+    "no experts": "got no parameter [experts, ., .]",
+    "name": "parallel, expert parallel, primepar, megatron, a ShardingStrategy, or the file of one",
+    "other ranks": "got one for 4 ranks, expected one for 2",
+    "ranks": "(lancet.all_reduce), an op of several ranks",
+    "another batch": "expected the program it was searched for",
+    "branch": "capture of Plain: got",
+    "dropout": "random numbers depend on the sharding",
+    "norm": "changes its buffers",
+    "function": "gradients that are not those of its forward's ops",
+    "unregistered": "trained, which is no parameter",
+    "no parameters": "model Tanh: got no parameters",
+    "sparse": "gradient of 0.weight: got a tensor of layout torch.sparse_coo",
+    "layer": "got 1 MoELayer",
+    "ranks differ": "got another one, or other inputs, on rank(s) 1",
+    "memory": "no strategy within 1e-09 GB a device",
+    "memory of a baseline": "memory_gb of parallelize: got one, with strategy data parallel, expected none",
+    "copies of linears": "copies of parallelize: got one, with strategy primepar",
+    "shape": "got inputs of another shape, expected what parallelize() was given",
+    "mode": "got evaluation mode, was training mode",
+    "optimizer": "4 parameters that are not of this module",
+}
+
+
+def test_what_cannot_be_is_refused_in_one_line(pool):
+    for said in pool.run(refusals, timeout_s=300):
+        for name, text in EXPECTED.items():
+            assert text in said[name], f"{name}: {said[name]}"
+            assert "\n" not in said[name]
+
+
+def test_no_process_group():
+    with pytest.raises(UserError, match="got no process group, expected one"):
+        parallelize(Plain(), (torch.randn(8, 8),))

@@ -1,0 +1,342 @@
+"""SquareLinear on real ranks: what nn.Linear computes, with 1 / 4^k of its weight on each rank, and no
+collective but for the gradient of the bias."""
+
+import os
+import re
+import signal
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from lancet_kernels import CommunicationError, SquareLinear, UserError
+from lancet_kernels.ops.comm.link import emulate_link, link
+from lancet_kernels.simulation.fake_ranks import fake_ranks
+from tests.grids import few_of
+from tests.processes import processes
+from tests.ranks import RankPool
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    """Two linear layers with an element-wise function in between that is not zero at zero."""
+
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(gelu(self.first(x)) + 0.5)
+
+
+def make_block(n: int, hidden: int, k: int, bias: bool, dtype: torch.dtype) -> Block:
+    torch.manual_seed(0)
+    return Block(nn.Linear(n, hidden, bias, dtype=dtype), nn.Linear(hidden, k, bias, dtype=dtype))
+
+
+def called_by(block: Block, tile: Tensor) -> Counter[str]:
+    """What the process group is asked for in a forward and backward, by whatever asks."""
+    tile.requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        block(tile).square().sum().backward()
+    assert tile.grad is not None
+    return Counter(e.name for e in profile.events() if e.name.startswith("c10d::"))
+
+
+def train_on_rank(
+    rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool, alternating: bool = False
+) -> dict:
+    """Train a block whole and in tiles, side by side; what differs, what is held, what was called."""
+    n, _, k = sizes
+    whole = make_block(*sizes, bias, torch.float64)
+    first, second = ({"takes": "skewed"}, {"gives": "skewed"}) if alternating else ({}, {})
+    tiled = Block(
+        SquareLinear.from_linear(whole.first, **first), SquareLinear.from_linear(whole.second, **second)
+    )
+    whole_adam, tiled_adam = (torch.optim.Adam(b.parameters(), 1e-2) for b in (whole, tiled))
+    errors = {"output": 0.0, "input gradient": 0.0, "parameter": 0.0}
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(step)
+        x, dy = (torch.randn(*rows, f, dtype=torch.float64, generator=generator) for f in (n, k))
+        x_whole, x_tiled = x.clone().requires_grad_(), x.clone().requires_grad_()
+        y_whole = whole(x_whole)
+        y_whole.backward(dy)
+        y_tiled = tiled.second.gather(tiled(tiled.first.scatter(x_tiled)), rows)
+        y_tiled.backward(dy)
+        whole_adam.step()
+        tiled_adam.step()
+        held = [*tiled.parameters(), *(p.grad for p in tiled.parameters())]
+        whole_adam.zero_grad()
+        tiled_adam.zero_grad()
+        errors["output"] = max(errors["output"], difference(y_whole, y_tiled))
+        errors["input gradient"] = max(errors["input gradient"], difference(x_whole.grad, x_tiled.grad))
+    for layer, reference in zip(tiled.children(), whole.children(), strict=True):
+        for own, other in zip(layer.to_linear().parameters(), reference.parameters(), strict=True):
+            errors["parameter"] = max(errors["parameter"], difference(own, other))
+    states = [t for state in tiled_adam.state.values() for t in state.values() if t.dim()]
+    held += states
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    # Of a weight a tile, of a bias the slice of its features; with gradients and two moments.
+    least = 4 * sum(p.nbytes / (ranks if p.dim() > 1 else ranks**0.5) for p in whole.parameters())
+    return {
+        "errors": errors,
+        "called": called_by(tiled, tiled.first.scatter(x)),
+        "held": sum(t.nbytes for t in held) / least,
+    }
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def check_training(results: list[dict], ranks: int, bias: bool, is_even: bool = False) -> None:
+    allowed = {"c10d::send", "c10d::recv_"} | ({"c10d::allreduce_"} if bias else set())
+    for result in results:
+        assert max(result["errors"].values()) < 1e-10, result["errors"]
+        assert result["called"].keys() <= allowed
+        assert result["held"] == 1 if is_even else result["held"] > 1
+    if ranks > 1:
+        assert all(result["called"]["c10d::send"] > 0 for result in results)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "bias", "alternating"),
+    few_of(
+        [
+            ((2, 4), (8, 16, 8), True, False),
+            ((3, 3), (5, 7, 5), True, True),
+            ((3, 3), (5, 7, 5), True, False),
+            ((8,), (8, 16, 4), False, True),
+            ((1,), (1, 3, 2), True, False),
+        ],
+        0,
+        1,
+    ),
+)
+def test_four_ranks_train_what_one_trains(
+    pool: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int], bias: bool, alternating: bool
+) -> None:
+    results = pool.run(train_on_rank, rows, sizes, bias, alternating, ranks=4)
+    is_even = all(size % 4 == 0 for size in sizes)
+    check_training(results, 4, bias, is_even)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("rows", "sizes", "alternating"),
+    [((16,), (32, 48, 32), True), ((3, 5), (13, 21, 13), False), ((2,), (64, 16, 64), True)],
+)
+def test_sixteen_ranks_train_what_one_trains(
+    pool_of_16: RankPool, rows: tuple[int, ...], sizes: tuple[int, int, int], alternating: bool
+) -> None:
+    results = pool_of_16.run(train_on_rank, rows, sizes, True, alternating, ranks=16, timeout_s=300)
+    is_even = all(size % 16 == 0 for size in sizes)
+    check_training(results, 16, True, is_even)
+
+
+def test_one_rank_needs_no_group() -> None:
+    result = train_on_rank((2, 3), (5, 6, 5), True)
+    check_training([result], 1, True, is_even=True)
+
+
+def one_gradient_on_rank(sizes: tuple[int, int], needs_dx: bool) -> float:
+    """Only the gradient of the input, or only those of the parameters. -> the largest difference."""
+    torch.manual_seed(0)
+    whole = nn.Linear(*sizes, dtype=torch.float64).requires_grad_(not needs_dx)
+    layer = SquareLinear.from_linear(whole)
+    layer.requires_grad_(not needs_dx)
+    x = torch.randn(6, sizes[0], dtype=torch.float64)
+    inputs = [x.clone().requires_grad_(needs_dx) for _ in range(2)]
+    whole(inputs[0]).square().sum().backward()
+    layer.gather(layer(layer.scatter(inputs[1])), (6,)).square().sum().backward()
+    if needs_dx:
+        assert layer.weight.grad is None
+        return difference(inputs[0].grad, inputs[1].grad)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(parameter.grad)
+    gradients = layer.to_linear()
+    pairs = (gradients.weight, whole.weight.grad), (gradients.bias, whole.bias.grad)
+    return max(difference(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("needs_dx", [True, False])
+@pytest.mark.parametrize("sizes", [(6, 4), (4, 6)], ids=str)
+def test_one_of_both_gradients(pool: RankPool, sizes: tuple[int, int], needs_dx: bool) -> None:
+    assert max(pool.run(one_gradient_on_rank, sizes, needs_dx, ranks=4)) < 1e-12
+
+
+def traffic_on_rank(gbps: float) -> tuple[int, int, int]:
+    """Transfers and bytes of a forward and backward over the emulated link, and what they should be."""
+    layer = SquareLinear(16, 32, bias=False, dtype=torch.float64)
+    tile = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    layer(tile)
+    link.read()
+    emulate_link(gbps)
+    layer(tile).sum().backward()
+    traffic, rank = link.read(), dist.get_rank()
+    m, n, k = 8, 8, 16
+    tiles = {"x": m * n, "dx": m * n, "y": m * k, "dy": m * k, "weight": k * n}
+    expected = count = 0
+    for _, tensor, sources in layer.shifts():
+        count += sources[rank] != rank
+        expected += 8 * tiles[tensor] * (sources[rank] != rank)
+    return traffic.count, count, traffic.bytes_sent - expected
+
+
+def test_what_travels_is_what_was_derived_and_is_paced(pool: RankPool) -> None:
+    """The first call compares shapes; it is not counted."""
+    for count, expected, more in pool.run(traffic_on_rank, 0.5, ranks=4):
+        assert count == expected
+        assert more == 0
+
+
+def lonely_rank() -> str:
+    """All ranks compare shapes; in the second call rank 3 does not come."""
+    layer, tile = SquareLinear(8, 8), torch.randn(4, 4)
+    layer(tile)
+    if dist.get_rank() == 3:
+        dist.distributed_c10d._get_default_store().wait(["others are done"])
+        return ""
+    try:
+        for _ in range(2):
+            layer(tile)
+    except CommunicationError as error:
+        return str(error)
+    finally:
+        store = dist.distributed_c10d._get_default_store()
+        if store.add("done", 1) == 3:
+            store.set("others are done", "")
+    return "no error"
+
+
+def test_a_rank_that_stays_away_is_named(pool: RankPool) -> None:
+    """Rank 1 gets W from rank 3 and sends its own there, so it names it once."""
+    messages = pool.run(lonely_rank, ranks=4, collective_timeout_s=3.0, leave_together=False)
+    assert any(re.search(r"waited \d+\.\d s in shift of [IW].* for rank\(s\) 3$", m) for m in messages), (
+        messages
+    )
+    assert not any("no error" in m for m in messages[:3])
+
+
+def killed_rank(rank: int, store: str, results) -> None:
+    """A process of its own: rank 3 dies between forward and backward."""
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=4, timeout=timedelta(seconds=5)
+    )
+    layer, tile = SquareLinear(8, 8), torch.randn(4, 4, requires_grad=True)
+    y = layer(tile).sum()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        y.backward()
+        message = "no error"
+    except CommunicationError as error:
+        message = str(error)
+    results.put((rank, message))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+@pytest.mark.long
+def test_a_rank_that_dies_in_the_ring_is_reported_by_all(tmp_path: Path) -> None:
+    """Within the group's timeout. In the backward every rank exchanges tiles with rank 3 in some step, but it
+    may have to wait earlier for one that has already stopped."""
+    context = processes()
+    results = context.Queue()
+    ranks = [
+        context.Process(target=killed_rank, args=(rank, f"{tmp_path}/store", results)) for rank in range(4)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        messages = dict(results.get(timeout=60) for _ in range(3))
+    finally:
+        for process in ranks:
+            process.kill()
+    asked = r"(lost its connection to one of|waited \d+\.\d s in shift of .* for) rank\(s\) "
+    for rank in range(3):
+        assert re.match(rf"rank {rank} {asked}", messages[rank]), messages
+    assert any("rank(s) 3" in m for m in messages.values()), messages
+
+
+def mismatched_rank() -> str:
+    layer = SquareLinear(8, 8)
+    try:
+        layer(torch.randn(5 if dist.get_rank() == 2 else 4, 4))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_different_rows_all_raise(pool: RankPool) -> None:
+    messages = pool.run(mismatched_rank, ranks=4)
+    assert all("SquareLinear across ranks" in m and "on rank 2" in m for m in messages), messages
+
+
+def no_square_of_ranks() -> str:
+    try:
+        SquareLinear(4, 4)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def differently_skewed() -> str:
+    try:
+        SquareLinear(8, 8, takes="skewed" if dist.get_rank() == 1 else "straight")(torch.randn(4, 4))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_take_different_tiles_all_raise(pool: RankPool) -> None:
+    for message in pool.run(differently_skewed, ranks=4):
+        assert re.match(r'SquareLinear across ranks: got .*takes="skewed" on rank', message), message
+
+
+def test_bad_input_gets_one_line(pool: RankPool) -> None:
+    for ranks in (2, 3):
+        messages = pool.run(no_square_of_ranks, ranks=ranks)
+        assert all(f"ranks of SquareLinear: got {ranks}, expected 1, 4, 16" in m for m in messages), messages
+    layer = SquareLinear(4, 6)
+    with pytest.raises(UserError, match=r"input tile of SquareLinear: got \(2, 3\) of float32"):
+        layer(torch.randn(2, 3))
+    with pytest.raises(UserError, match="float64"):
+        layer(torch.randn(2, 4, dtype=torch.float64))
+    with pytest.raises(UserError, match=r"SquareLinear.scatter: got \(2, 6\)"):
+        layer.scatter(torch.randn(2, 6))
+    with pytest.raises(UserError, match="takes of SquareLinear: got 'diagonal', expected straight or skewed"):
+        SquareLinear(4, 6, takes="diagonal")
+    with pytest.raises(UserError, match="leading dimensions"):
+        layer.gather(torch.randn(2, 6), (3,))
+
+
+def ends_on_rank(sizes: tuple[int, int], takes: str, gives: str) -> list[str]:
+    """The tensors that travel between layers, before or behind the steps."""
+    layer = SquareLinear(*sizes, takes=takes, gives=gives)
+    return [tensor for where, tensor, _ in layer.shifts() if where in ("enter", "leave")]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "takes", "gives", "travelling"),
+    [
+        ((8, 8), "skewed", "straight", []),
+        ((8, 8), "straight", "skewed", []),
+        ((4, 8), "straight", "straight", ["x", "dx"]),
+        ((8, 4), "straight", "straight", ["y", "dy"]),
+    ],
+)
+def test_between_layers_the_narrower_side_travels_or_nothing(
+    sizes: tuple[int, int], takes: str, gives: str, travelling: list[str]
+) -> None:
+    """Between layers that alternate nothing does."""
+    with fake_ranks(16):
+        assert ends_on_rank(sizes, takes, gives) == travelling

@@ -1,0 +1,76 @@
+"""The all-to-all of one rank: nobody to talk to, yet the same contract."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.comm.all_to_all import _check_headers, start_all_to_all
+from tests.ops.op_cases import QUICK, SEEDS, counts, generator, transposed_in_memory, with_gaps
+
+COUNTS = torch.tensor([[0, 3, 1]])
+
+
+class FakeGroup:
+    """What error messages ask a process group."""
+
+    def rank(self) -> int:
+        return 1
+
+    def size(self) -> int:
+        return 3
+
+
+def rows_of(count_WL: Tensor, seed: int = 0) -> Tensor:
+    return torch.randn(int(count_WL.sum()), 5, dtype=torch.float64, generator=generator(seed))
+
+
+@QUICK
+@given(count=counts(), to_experts=st.booleans(), seed=SEEDS)
+def test_one_rank_gets_its_own_rows(count: Tensor, to_experts: bool, seed: int) -> None:
+    count = count[:1]
+    for relayout in (torch.clone, with_gaps, transposed_in_memory):
+        rows, layout = relayout(rows_of(count, seed)), relayout(count)
+        assert torch.equal(ops.all_to_all(rows, layout, layout, "", to_experts), rows)
+        assert start_all_to_all(rows, layout, layout, "", to_experts).wait() is rows
+        assert torch.equal(ops.exchange_counts(layout, 5, torch.float64, ""), count)
+
+
+def test_results_are_copies() -> None:
+    """A custom op must not hand its input back: writing to one would change the other."""
+    assert ops.exchange_counts(COUNTS, 5, torch.float32, "").data_ptr() != COUNTS.data_ptr()
+    rows = rows_of(COUNTS)
+    assert ops.all_to_all(rows, COUNTS, COUNTS, "", True).data_ptr() != rows.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_travel_bit_for_bit(dtype: torch.dtype) -> None:
+    rows = rows_of(COUNTS).to(dtype)
+    out = ops.all_to_all(rows, COUNTS, COUNTS, "", True)
+    assert out.dtype == dtype
+    assert torch.equal(out, rows)
+
+
+def test_gradcheck() -> None:
+    rows = rows_of(COUNTS).requires_grad_()
+    torch.autograd.gradcheck(lambda b: ops.all_to_all(b, COUNTS, COUNTS, "", True), rows)
+
+
+@pytest.mark.parametrize("relayout", [torch.clone, transposed_in_memory])
+def test_opcheck(relayout) -> None:
+    count = relayout(COUNTS)
+    rows = relayout(rows_of(COUNTS)).clone().requires_grad_()
+    torch.library.opcheck(ops.all_to_all, (rows, count, count, "", True))
+    torch.library.opcheck(ops.exchange_counts, (count, 5, torch.bfloat16, ""))
+
+
+def test_ranks_that_disagree_are_named() -> None:
+    same = [5, 0, 2, 7, 0]
+    _check_headers([same, same, same], FakeGroup())
+    with pytest.raises(UserError, match=r"got \(5, 'float32', 2\) on rank 1 and \(5, 'bfloat16', 2\)"):
+        _check_headers([same, same, [5, 2, 2, 7, 0]], FakeGroup())
+    with pytest.raises(UserError, match="on rank 1, another one on rank 2"):
+        _check_headers([same, same, [5, 0, 2, 8, 0]], FakeGroup())

@@ -1,0 +1,272 @@
+"""all_to_all and exchange_counts on real ranks: bitwise right, nothing but rows on the wire, bounded waits.
+
+W ranks      L experts on each      D width
+"""
+
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lancet_kernels import CommunicationError, ops
+from lancet_kernels.ops import all_to_all, exchange_counts, start_all_reduce, start_all_to_all
+from lancet_kernels.ops.comm.groups import Groups, group_name
+from lancet_kernels.ops.comm.link import GPUS_PER_NODE, emulate_link, link
+from tests.grids import few_of
+
+MOST, D = 5, 8
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+COUNTS = ["mixed", "none", "full", "to rank 0", "empty experts", "only own"]
+
+
+def all_counts(kind: str, ranks: int, local_experts: int) -> Tensor:
+    """[W, W, L]: rows that each rank sends to each expert of each rank; any rank can work them out."""
+    shape = (ranks, ranks, local_experts)
+    counts = torch.randint(0, MOST + 1, shape, generator=torch.Generator().manual_seed(ranks + local_experts))
+    if kind == "none":
+        counts.zero_()
+    elif kind == "full":
+        counts.fill_(MOST)
+    elif kind == "to rank 0":
+        counts[:, 1:] = 0
+        counts[:, 0] = MOST
+    elif kind == "empty experts":
+        counts[:, :, ::2] = 0
+    elif kind == "only own":
+        counts *= torch.eye(ranks, dtype=torch.int64)[:, :, None]
+    return counts
+
+
+def segment(source: int, peer: int, expert: int, rows: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """The rows that one rank has for one expert of another; any rank can work them out."""
+    generator = torch.Generator().manual_seed(((seed * 8 + source) * 8 + peer) * 8 + expert)
+    return torch.randn(rows, D, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def sent_by(counts: Tensor, rank: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Rows to send, by rank, then expert."""
+    _, ranks, local = counts.shape
+    pairs = [(w, e) for w in range(ranks) for e in range(local)]
+    return torch.cat([segment(rank, w, e, int(counts[rank, w, e]), dtype, seed) for w, e in pairs])
+
+
+def received_by(counts: Tensor, rank: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Rows received, by expert, then source."""
+    ranks, _, local = counts.shape
+    pairs = [(w, e) for e in range(local) for w in range(ranks)]
+    return torch.cat([segment(w, rank, e, int(counts[w, rank, e]), dtype, seed) for w, e in pairs])
+
+
+class SentBytes:
+    """What torch.distributed.all_to_all_single is given to send to other ranks, in bytes per call."""
+
+    def __enter__(self) -> list[int]:
+        calls: list[int] = []
+        self._real = dist.all_to_all_single
+
+        def counted(output, input, output_split_sizes=None, input_split_sizes=None, group=None, **options):
+            rank = dist.get_rank(group)
+            rows = input_split_sizes or [len(input) // dist.get_world_size(group)] * dist.get_world_size(
+                group
+            )
+            assert sum(rows) == len(input), "more is handed over than the splits say"
+            row = input[0].numel() * input.element_size() if len(input) else 0
+            calls.append((sum(rows) - rows[rank]) * row)
+            return self._real(output, input, output_split_sizes, input_split_sizes, group=group, **options)
+
+        dist.all_to_all_single = counted
+        return calls
+
+    def __exit__(self, *_):
+        dist.all_to_all_single = self._real
+
+
+def exchange_on_rank(kind: str, local_experts: int, dtype: torch.dtype) -> dict:
+    """Counts, rows, and the gradients back, of this rank; and the bytes of each step."""
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), group_name(None)
+    counts = all_counts(kind, ranks, local_experts)
+    rows = sent_by(counts, rank, dtype, seed=1).requires_grad_()
+    received = exchange_counts(counts[rank], D, dtype, group)
+    link.read()
+    with SentBytes() as calls:
+        out = all_to_all(rows, counts[rank], received, group, True)
+        forward = link.read()
+        out.backward(received_by(counts, rank, dtype, seed=2))
+    backward = link.read()
+    return {
+        "received": received,
+        "out": out.detach(),
+        "grad": rows.grad,
+        "calls": calls,
+        "link": [forward.bytes_sent, backward.bytes_sent],
+        "count": [forward.count, backward.count],
+    }
+
+
+@pytest.mark.parametrize("ranks", few_of([2, 4]))
+@pytest.mark.parametrize("kind", COUNTS)
+@pytest.mark.parametrize("dtype", few_of(DTYPES), ids=lambda dtype: str(dtype).removeprefix("torch."))
+def test_rows_arrive_where_they_belong_and_gradients_go_back(pool, dtype, kind, ranks):
+    for local_experts in (1, 3):
+        results = pool.run(exchange_on_rank, kind, local_experts, dtype, ranks=ranks)
+        counts = all_counts(kind, ranks, local_experts)
+        row_bytes = D * torch.empty((), dtype=dtype).element_size()
+        for r, got in enumerate(results):
+            assert torch.equal(got["received"], counts[:, r])
+            assert torch.equal(got["out"], received_by(counts, r, dtype, seed=1))
+            assert torch.equal(got["grad"], sent_by(counts, r, dtype, seed=2))
+            forward = (counts[r].sum() - counts[r, r].sum()).item() * row_bytes
+            backward = (counts[:, r].sum() - counts[r, r].sum()).item() * row_bytes
+            assert got["calls"] == [forward, backward], "bytes handed to torch.distributed"
+            assert got["link"] == [forward, backward], "bytes that the link reports"
+            assert got["count"] == [1, 1]
+
+
+def test_alone_nothing_travels():
+    counts = torch.tensor([[2, 0, 5]])
+    rows = sent_by(counts[None], 0, torch.float32, seed=1).requires_grad_()
+    link.read()
+    received = exchange_counts(counts, D, torch.float32, "")
+    out = all_to_all(rows, counts, received, "", True)
+    out.sum().backward()
+    assert torch.equal(received, counts)
+    assert torch.equal(out, rows)
+    assert rows.grad.sum() == 7 * D
+    assert link.read().bytes_sent == 0
+
+
+# ---- the emulated link
+
+GBPS = 0.02
+ROWS, WIDTH = 100, 1250  # 500 kB of float32 to each other rank: 0.2 s at 0.02 Gbit/s
+
+
+def paced_on_rank(gbps: float) -> dict:
+    """One all-to-all of ROWS rows to each rank."""
+    ranks, group = dist.get_world_size(), group_name(None)
+    counts = torch.full((ranks, 1), ROWS)
+    rows = torch.randn(ranks * ROWS, WIDTH)
+    start_all_to_all(rows, counts, counts, group, True).wait()
+    emulate_link(gbps)
+    dist.barrier()
+    link.read()
+    begin = time.monotonic()
+    pending = start_all_to_all(rows, counts, counts, group, True)
+    out = pending.wait()
+    total = time.monotonic() - begin
+    traffic = link.read()
+    return {
+        "total": total * 1e3,
+        "all_to_all": traffic.all_to_all_ms,
+        "exposed": traffic.exposed_ms,
+        "bytes": traffic.bytes_sent,
+        "finite": bool(out.isfinite().all()),
+    }
+
+
+@pytest.mark.parametrize("ranks", few_of([2, 4]))
+def test_emulated_link_takes_its_time(pool, ranks):
+    wire_ms = (ranks - 1) * ROWS * WIDTH * 4 * 8 / (GBPS * 1e9) * 1e3
+    for got in pool.run(paced_on_rank, GBPS, ranks=ranks):
+        assert got["finite"]
+        assert got["bytes"] == (ranks - 1) * ROWS * WIDTH * 4
+        assert wire_ms * 0.999 <= got["all_to_all"]
+        assert got["exposed"] > 0.9 * wire_ms
+        assert got["total"] >= got["all_to_all"] * 0.999
+
+
+def paced_all_reduce_on_rank() -> tuple[float, float]:
+    """-> milliseconds of an all-reduce, and what its numbers are."""
+    gradient = torch.full((ROWS, WIDTH), 1.0 + dist.get_rank())
+    emulate_link(GBPS)
+    dist.barrier()
+    begin = time.monotonic()
+    (total,) = start_all_reduce([gradient], group_name(None)).wait()
+    assert (total == total[0, 0]).all()
+    return (time.monotonic() - begin) * 1e3, float(total[0, 0])
+
+
+def test_emulated_link_paces_all_reduces(pool):
+    """Each of two ranks sends half of its bytes twice, as one of a node's GPUs that have summed theirs."""
+    wire_ms = ROWS * WIDTH * 4 / GPUS_PER_NODE * 8 / (GBPS * 1e9) * 1e3
+    for milliseconds, total in pool.run(paced_all_reduce_on_rank, ranks=2):
+        assert milliseconds >= wire_ms
+        assert total == 3.0
+
+
+def two_at_once_on_rank() -> float:
+    counts = torch.full((2, 1), ROWS)
+    rows = torch.randn(2 * ROWS, WIDTH)
+    emulate_link(GBPS)
+    dist.barrier()
+    begin = time.monotonic()
+    pending = [start_all_to_all(rows, counts, counts, group_name(None), True) for _ in range(2)]
+    for transfer in pending:
+        transfer.wait()
+    return time.monotonic() - begin
+
+
+def test_emulated_link_carries_one_at_a_time(pool):
+    wire_s = ROWS * WIDTH * 4 * 8 / (GBPS * 1e9)
+    assert min(pool.run(two_at_once_on_rank)) >= 2 * wire_s * 0.999
+
+
+# ---- a peer that does not come
+
+
+def absent_on_rank(op: str) -> tuple[str, str, float]:
+    """Rank 1 stays away; the others say what they got to hear, and when."""
+    group, ranks = group_name(None), dist.get_world_size()
+    counts = torch.ones(ranks, 1, dtype=torch.int64)
+    rows = torch.ones(ranks, D)
+    # The first collective also makes the connections: a peer that leaves comes later.
+    exchange_counts(counts, D, torch.float32, group)
+    if dist.get_rank() == 1:
+        time.sleep(2.5)
+        return "absent", "", 0.0
+    begin = time.monotonic()
+    try:
+        if op == "exchange_counts":
+            exchange_counts(counts, D, torch.float32, group)
+        elif op == "all_to_all":
+            all_to_all(rows, counts, counts, group, True)
+        else:
+            emulate_link(1.0)
+            start_all_to_all(rows, counts, counts, group, True).wait()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "no error", "", time.monotonic() - begin
+
+
+@pytest.mark.parametrize("op", few_of(["all_to_all", "exchange_counts", "emulated"]))
+def test_peer_that_never_comes(pool, op):
+    results = pool.run(absent_on_rank, op, ranks=4, collective_timeout_s=1.0, leave_together=False)
+    name = "exchange_counts" if op == "exchange_counts" else "all_to_all"
+    for rank in (0, 2, 3):
+        kind, message, seconds = results[rank]
+        peers = ", ".join(str(peer) for peer in range(4) if peer != rank)
+        assert kind == CommunicationError.__name__, message
+        assert re.fullmatch(rf"rank {rank} waited \d+\.\d s in {name} for rank\(s\) {peers}", message)
+        assert "\n" not in message
+        assert seconds > 0.9
+
+
+def counts_beside_rows() -> bool:
+    """Rank 0 has rows under way before it exchanges counts, rank 1 sends its rows only after its counts."""
+    expert = Groups.around().expert
+    count_WL, rows_SD = torch.tensor([[2], [2]]), torch.randn(4, 3)
+
+    def rows():
+        return start_all_to_all(rows_SD, count_WL, count_WL, expert, True)
+
+    pending = rows() if dist.get_rank() == 0 else None
+    received_WL = ops.exchange_counts(count_WL, 3, torch.float32, expert)
+    (pending or rows()).wait()
+    return torch.equal(received_WL, count_WL)
+
+
+def test_counts_do_not_queue_behind_rows(pool):
+    assert pool.run(counts_beside_rows) == [True, True]

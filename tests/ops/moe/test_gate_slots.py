@@ -1,0 +1,95 @@
+"""Slots by priority, and the order of equal scores."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lancet_kernels.ops.moe.gates.slots import (
+    slots_in_choice_order,
+    slots_in_order,
+    slots_in_token_order,
+    top_k_stable,
+)
+from tests.ops.op_cases import QUICK, SEEDS, generator, used_before
+
+
+def loop_slots(experts: list[int], used: list[int]) -> tuple[list[int], list[int]]:
+    used, slots = list(used), []
+    for e in experts:
+        slots.append(used[e])
+        used[e] += 1
+    return slots, used
+
+
+def random_choices(tokens: int, experts: int, top_k: int, seed: int) -> Tensor:
+    """[T, K], different experts per token."""
+    return torch.rand(tokens, experts, generator=generator(seed)).argsort(-1)[:, :top_k].contiguous()
+
+
+def test_by_hand() -> None:
+    slot_N, used_E = slots_in_order(torch.tensor([2, 0, 2, 2]), torch.tensor([5, 0, 1]))
+    assert slot_N.tolist() == [1, 5, 2, 3]
+    assert used_E.tolist() == [6, 0, 4]
+
+
+def test_orders_by_hand() -> None:
+    """Two tokens that choose (0, 1) and (1, 0): only the order of priority tells who is first where."""
+    expert_TK, used_E = torch.tensor([[0, 1], [1, 0]]), torch.zeros(2, dtype=torch.int64)
+    assert slots_in_token_order(expert_TK, used_E)[0].tolist() == [[0, 0], [1, 1]]
+    assert slots_in_choice_order(expert_TK, used_E)[0].tolist() == [[0, 1], [0, 1]]
+    same_TK = torch.tensor([[0, 1], [0, 1]])
+    reverse = slots_in_choice_order(same_TK, used_E, torch.tensor([1, 0]))
+    assert reverse[0].tolist() == [[1, 1], [0, 0]]
+
+
+@QUICK
+@given(choices=st.lists(st.integers(0, 5), max_size=60), seed=SEEDS)
+def test_in_order_against_a_loop(choices: list[int], seed: int) -> None:
+    used_E = used_before(6, seed)
+    slot_N, after_E = slots_in_order(torch.tensor(choices, dtype=torch.int64), used_E)
+    assert (slot_N.tolist(), after_E.tolist()) == loop_slots(choices, used_E.tolist())
+
+
+@QUICK
+@given(tokens=st.integers(0, 20), experts=st.integers(1, 8), data=st.data(), seed=SEEDS)
+def test_priorities_against_a_loop(tokens: int, experts: int, data: st.DataObject, seed: int) -> None:
+    top_k = data.draw(st.integers(1, experts))
+    expert_TK, used_E = random_choices(tokens, experts, top_k, seed), used_before(experts, seed)
+    order_T = torch.randperm(tokens, generator=generator(seed))
+    orders = {
+        slots_in_token_order: [(t, k) for t in range(tokens) for k in range(top_k)],
+        slots_in_choice_order: [(t, k) for k in range(top_k) for t in range(tokens)],
+        lambda e, u: slots_in_choice_order(e, u, order_T): [
+            (t, k) for k in range(top_k) for t in order_T.tolist()
+        ],
+    }
+    for function, order in orders.items():
+        slot_TK, after_E = function(expert_TK, used_E)
+        slots, after = loop_slots([int(expert_TK[t, k]) for t, k in order], used_E.tolist())
+        assert [int(slot_TK[t, k]) for t, k in order] == slots
+        assert after_E.tolist() == after
+
+
+@QUICK
+@given(tokens=st.integers(0, 9), experts=st.integers(1, 70), data=st.data(), seed=SEEDS)
+def test_equal_scores_go_to_the_lower_index(
+    tokens: int, experts: int, data: st.DataObject, seed: int
+) -> None:
+    k = data.draw(st.integers(1, experts))
+    score_TE = torch.randint(0, 3, (tokens, experts), generator=generator(seed)).float()
+    expected = [sorted(range(experts), key=lambda e: (-row[e], e))[:k] for row in score_TE.tolist()]
+    assert top_k_stable(score_TE, k).tolist() == expected
+
+
+def test_equal_scores_in_a_long_row() -> None:
+    """Beyond 16 elements torch's unstable sort really reorders ties."""
+    assert top_k_stable(torch.zeros(2, 5000), 4999).tolist() == [list(range(4999))] * 2
+    assert top_k_stable(torch.zeros(2, 5000), 1).tolist() == [[0], [0]]
+
+
+def test_slots_of_a_long_batch_keep_their_order() -> None:
+    """20,000 choices of two experts: an unstable sort would number them in another order."""
+    choices = (torch.arange(20_000) % 2).tolist()
+    slot_N, _ = slots_in_order(torch.tensor(choices), torch.zeros(2, dtype=torch.int64))
+    assert slot_N.tolist() == [i // 2 for i in range(20_000)]

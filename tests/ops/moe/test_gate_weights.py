@@ -1,0 +1,87 @@
+"""Weights of the choices and their gradient; scores that do not depend on where a token stands."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lancet_kernels.ops.moe.gates.weights import (
+    choice_weights,
+    choice_weights_backward,
+    normalized_scores,
+    scores,
+    sigmoid,
+)
+from tests.ops.op_cases import QUICK, SEEDS, generator
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sigmoid_is_sigmoid(dtype: torch.dtype) -> None:
+    x = torch.linspace(-60, 60, 999, dtype=dtype)
+    torch.testing.assert_close(sigmoid(x), torch.sigmoid(x), rtol=8 * torch.finfo(dtype).eps, atol=0)
+    ends = torch.tensor([-torch.finfo(dtype).max, torch.finfo(dtype).max], dtype=dtype)
+    assert sigmoid(ends).tolist() == [0.0, 1.0]
+
+
+@QUICK
+@given(
+    function=st.sampled_from(["softmax", "sigmoid", "normalized softmax", "normalized sigmoid"]),
+    tokens=st.integers(1, 70),
+    experts=st.integers(1, 33),
+    data=st.data(),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    seed=SEEDS,
+)
+def test_scores_of_a_part_are_those_of_the_whole(
+    function: str, tokens: int, experts: int, data: st.DataObject, dtype: torch.dtype, seed: int
+) -> None:
+    start = data.draw(st.integers(0, tokens))
+    stop = data.draw(st.integers(start, tokens))
+    logits_TE = 4 * torch.randn(tokens, experts, dtype=dtype, generator=generator(seed))
+    kind = function.split()[-1]
+    compute = normalized_scores if "normalized" in function else scores
+    assert torch.equal(compute(logits_TE[start:stop], kind), compute(logits_TE, kind)[start:stop])
+
+
+def autograd_weights(
+    logits_TE: Tensor, expert_TK: Tensor, score: str, normalized: bool, scale: float
+) -> Tensor:
+    """The formula on top of the file, left to autograd."""
+    score_TE = torch.softmax(logits_TE, -1) if score == "softmax" else torch.sigmoid(logits_TE)
+    weight_TK = score_TE.gather(1, expert_TK)
+    if normalized:
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+    return weight_TK * scale
+
+
+@QUICK
+@given(
+    tokens=st.integers(0, 9),
+    experts=st.integers(1, 9),
+    data=st.data(),
+    score=st.sampled_from(["softmax", "sigmoid"]),
+    normalized=st.booleans(),
+    seed=SEEDS,
+)
+def test_weights_and_gradient_against_autograd(
+    tokens: int, experts: int, data: st.DataObject, score: str, normalized: bool, seed: int
+) -> None:
+    top_k, scale, rng = data.draw(st.integers(1, experts)), 1.5, generator(seed)
+    logits_TE = torch.randn(tokens, experts, dtype=torch.float64, generator=rng).requires_grad_()
+    expert_TK = torch.rand(tokens, experts, generator=rng).argsort(-1)[:, :top_k]
+    grad_TK = torch.randn(tokens, top_k, dtype=torch.float64, generator=rng)
+    expected_TK = autograd_weights(logits_TE, expert_TK, score, normalized, scale)
+    (expected_TE,) = torch.autograd.grad(expected_TK, logits_TE, grad_TK)
+    with torch.no_grad():
+        actual_TK = choice_weights(logits_TE, expert_TK, score, normalized, scale, torch.float64)
+        actual_TE = choice_weights_backward(grad_TK, logits_TE, expert_TK, score, normalized, scale)
+    torch.testing.assert_close(actual_TK, expected_TK, rtol=1e-13, atol=1e-15)
+    torch.testing.assert_close(actual_TE, expected_TE, rtol=1e-12, atol=1e-14)
+
+
+def test_without_logits_the_choices_share_equally() -> None:
+    expert_TK = torch.zeros(3, 4, dtype=torch.int64)
+    weight_TK = choice_weights(None, expert_TK, "softmax", False, 1.0, torch.float64)
+    assert weight_TK.tolist() == [[0.25] * 4] * 3
+    assert weight_TK.dtype == torch.float64

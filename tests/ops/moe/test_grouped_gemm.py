@@ -1,0 +1,277 @@
+"""Grouped GEMM with its input and weight gradients, on torch's fast path (rows of a multiple of 16 bytes) and
+off it."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.ops.moe.grouped_gemm import _for_fast_path
+from tests.grids import few_of
+from tests.ops.op_cases import (
+    QUICK,
+    SEEDS,
+    assert_as_exact_as_torch,
+    counts,
+    generator,
+    transposed_in_memory,
+    with_gaps,
+)
+
+# Expert 1 has rows from no rank, expert 0 from one of two; expert 3 from both.
+COUNTS = torch.tensor([[0, 0, 3, 4], [2, 0, 1, 4]])
+WIDTHS = st.sampled_from([1, 3, 5, 8])
+
+
+def naive_grouped_gemm(x_RA: Tensor, count_WL: Tensor, weight_LAB: Tensor, bias_LB: Tensor | None) -> Tensor:
+    """Reference, one row after the other."""
+    y_RB = x_RA.new_zeros(x_RA.shape[0], weight_LAB.shape[2])
+    row = 0
+    for e in range(weight_LAB.shape[0]):
+        for _ in range(int(count_WL[:, e].sum())):
+            row_B = x_RA[row] @ weight_LAB[e]
+            y_RB[row] = row_B if bias_LB is None else row_B + bias_LB[e]
+            row += 1
+    return y_RB
+
+
+def operands(
+    count_WL: Tensor, width_in: int, width_out: int, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x_RA, weight_LAB, bias_LB, dy_RB: float64."""
+    rng, local, rows = generator(seed), count_WL.shape[1], int(count_WL.sum())
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=rng)
+
+    return (
+        randn(rows, width_in),
+        randn(local, width_in, width_out),
+        randn(local, width_out),
+        randn(rows, width_out),
+    )
+
+
+def reference_gradients(
+    x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dw, dbias by torch's own GEMMs, one expert after the other, in the dtype given."""
+    dx, dw, dbias = torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(bias)
+    begin = 0
+    for e, n in enumerate(count.sum(0).tolist()):
+        rows = slice(begin, begin + n)
+        dx[rows] = dy[rows] @ weight[e].T
+        dw[e], dbias[e] = x[rows].T @ dy[rows], dy[rows].sum(0)
+        begin += n
+    return dx, dw, dbias
+
+
+def run_all(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, count: Tensor) -> tuple[Tensor, ...]:
+    return (
+        ops.grouped_gemm(x, count, weight, bias),
+        ops.grouped_gemm_dx(dy, count, weight),
+        ops.grouped_gemm_dw(x, dy, count),
+        ops.grouped_gemm_dbias(dy, count),
+    )
+
+
+def test_by_hand() -> None:
+    """Two experts with weights 2 and 10, one row and two."""
+    x_RA = torch.tensor([[1.0], [3], [4]])
+    count_WL, weight_LAB = torch.tensor([[1, 2]]), torch.tensor([[[2.0]], [[10.0]]])
+    bias_LB = torch.tensor([[0.5], [0.25]])
+    y = ops.grouped_gemm(x_RA, count_WL, weight_LAB, bias_LB)
+    assert y.tolist() == [[2.5], [30.25], [40.25]]
+    dy = torch.ones_like(y)
+    assert ops.grouped_gemm_dx(dy, count_WL, weight_LAB).tolist() == [[2], [10], [10]]
+    assert ops.grouped_gemm_dw(x_RA, dy, count_WL).tolist() == [[[1]], [[7]]]
+    assert ops.grouped_gemm_dbias(dy, count_WL).tolist() == [[1], [2]]
+
+
+@QUICK
+@given(
+    count=counts(),
+    width_in=WIDTHS,
+    width_out=WIDTHS,
+    biased=st.booleans(),
+    gaps=st.booleans(),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    seed=SEEDS,
+)
+def test_against_reference(
+    count: Tensor, width_in: int, width_out: int, biased: bool, gaps: bool, dtype: torch.dtype, seed: int
+) -> None:
+    x, weight, bias, dy = operands(count, width_in, width_out, seed)
+    expected = (
+        naive_grouped_gemm(x, count, weight, bias if biased else None),
+        *reference_gradients(x, weight, bias, dy, count),
+    )
+    x, weight, bias, dy = (t.to(dtype) for t in (x, weight, bias, dy))
+    if gaps:
+        x, weight, bias, dy, count = map(with_gaps, (x, weight, bias, dy, count))
+    actual = run_all(x, weight, bias if biased else None, dy, count)
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-4
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", few_of([torch.float64, torch.float32, torch.float16, torch.bfloat16], 0, 3))
+@pytest.mark.parametrize("widths", few_of(map(pytest.param, [(8, 16), (5, 3)]), 1))
+@pytest.mark.parametrize("count", few_of([COUNTS, torch.zeros_like(COUNTS)]))
+def test_experts_without_tokens_have_zero_gradients(
+    dtype: torch.dtype, widths: tuple[int, int], count: Tensor
+) -> None:
+    """Zero, not None and not what memory happened to hold."""
+    x, weight, bias, dy = (t.to(dtype) for t in operands(count, *widths))
+    weight.requires_grad_()
+    bias.requires_grad_()
+    # Freed memory full of NaN is what the allocator hands out next.
+    for _ in [torch.full_like(weight, torch.nan) for _ in range(8)]:
+        pass
+    ops.grouped_gemm(x, count, weight, bias).backward(dy)
+    empty_L = count.sum(0) == 0
+    for parameter in (weight, bias):
+        assert parameter.grad is not None
+        assert torch.isfinite(parameter.grad).all()
+        assert not parameter.grad[empty_L].any()
+        assert all(g.any() for g in parameter.grad[~empty_L])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("widths", few_of(map(pytest.param, [(64, 40), (37, 29)]), 1))
+def test_as_exact_as_torch(dtype: torch.dtype, widths: tuple[int, int]) -> None:
+    count = torch.tensor([[0, 0, 30, 40], [21, 0, 11, 40]])
+    x, weight, bias, dy = (t.to(dtype) for t in operands(count, *widths))
+    doubles = tuple(t.double() for t in (x, weight, bias, dy))
+    same_dtype = (
+        naive_grouped_gemm(x, count, weight, bias),
+        *reference_gradients(x, weight, bias, dy, count),
+    )
+    exact = (naive_grouped_gemm(doubles[0], count, *doubles[1:3]), *reference_gradients(*doubles, count))
+    for a, b, c in zip(run_all(x, weight, bias, dy, count), same_dtype, exact, strict=True):
+        assert_as_exact_as_torch(a, b, c)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "widths", "fast"),
+    [
+        (torch.bfloat16, (8, 16), True),
+        (torch.bfloat16, (8, 5), False),
+        (torch.float32, (8, 4), True),
+        (torch.float32, (8, 3), False),
+        (torch.float64, (8, 16), False),
+    ],
+)
+def test_which_path_runs(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, widths: tuple[int, int], fast: bool
+) -> None:
+    calls = []
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def spy(*args: Tensor, **kwargs: Tensor) -> Tensor:
+        calls.append(args)
+        return grouped_mm(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", spy)
+    x, weight, _, dy = (t.to(dtype) for t in operands(COUNTS, *widths))
+    run_all(x, weight, None, dy, COUNTS)
+    assert len(calls) == (3 if fast else 0)
+
+
+WEIGHT_LAYOUTS = {
+    "transposed": lambda w: w.transpose(1, 2).contiguous().transpose(1, 2),
+    "experts inside": lambda w: w.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "slice of odd rows": lambda w: torch.nn.functional.pad(w, (1, 2), value=torch.nan)[..., 1:-2],
+    "slice of aligned rows": lambda w: torch.nn.functional.pad(w, (3, 5), value=torch.nan)[..., 3:-5],
+    "one for all": lambda w: w[:1].expand_as(w),
+    "equal rows": lambda w: w[:, :1].expand_as(w),
+}
+
+
+@pytest.mark.parametrize("layout", WEIGHT_LAYOUTS)
+@pytest.mark.parametrize("dtype", few_of([torch.bfloat16, torch.float32]))
+def test_layout_of_the_weight_does_not_matter(layout: str, dtype: torch.dtype) -> None:
+    """grouped_mm refuses strides that are no multiple of 16 bytes."""
+    x, weight, _, dy = (t.to(dtype) for t in operands(COUNTS, 8, 16))
+    weight = WEIGHT_LAYOUTS[layout](weight)
+    assert not weight.is_contiguous()
+    for op, buffer in ((ops.grouped_gemm, x), (ops.grouped_gemm_dx, dy)):
+        extra = (None,) if op is ops.grouped_gemm else ()
+        expected = op(buffer, COUNTS, weight.contiguous(), *extra)
+        torch.testing.assert_close(op(buffer, COUNTS, weight, *extra), expected)
+
+
+def test_copy_for_the_fast_path_only_where_needed() -> None:
+    weight = torch.zeros(3, 8, 16, dtype=torch.bfloat16)
+    assert _for_fast_path(weight) is weight
+    transposed = weight.transpose(1, 2)
+    assert _for_fast_path(transposed) is transposed
+    odd = torch.zeros(3, 8, 17, dtype=torch.bfloat16)[..., 1:]
+    assert _for_fast_path(odd).is_contiguous()
+
+
+@pytest.mark.parametrize("count", few_of([COUNTS, torch.tensor([[0, 1]]), torch.tensor([[0]])]))
+@pytest.mark.parametrize("biased", few_of([False, True], 1))
+def test_gradcheck(count: Tensor, biased: bool) -> None:
+    x, weight, bias, _ = operands(count, 3, 2)
+    leaves = [t.requires_grad_() for t in ((x, weight, bias) if biased else (x, weight))]
+    torch.autograd.gradcheck(lambda x, weight, bias=None: ops.grouped_gemm(x, count, weight, bias), leaves)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_only_the_gradients_asked_for(frozen: str) -> None:
+    tensors = dict(zip(("x", "weight", "bias"), operands(COUNTS, 3, 2)[:3], strict=True))
+    for name, tensor in tensors.items():
+        tensor.requires_grad_(name != frozen)
+    ops.grouped_gemm(tensors["x"], COUNTS, tensors["weight"], tensors["bias"]).sum().backward()
+    assert {name for name, tensor in tensors.items() if tensor.grad is None} == {frozen}
+
+
+@pytest.mark.parametrize("relayout", few_of([torch.clone, transposed_in_memory]))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_opcheck(relayout, dtype: torch.dtype) -> None:
+    x, weight, bias, dy = (relayout(t.to(dtype)) for t in operands(COUNTS, 8, 8))
+    count = relayout(COUNTS)
+    torch.library.opcheck(ops.grouped_gemm_dx, (dy, count, weight))
+    torch.library.opcheck(ops.grouped_gemm_dw, (x, dy, count))
+    torch.library.opcheck(ops.grouped_gemm_dbias, (dy, count))
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    torch.library.opcheck(ops.grouped_gemm, (leaves[0], count, leaves[1], leaves[2]))
+    torch.library.opcheck(ops.grouped_gemm, (x, count, weight, None))
+
+
+def test_empty_groups_that_grouped_mm_leaves_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA the dw of an expert without rows is whatever memory held; here NaN stands for it."""
+    grouped_mm = torch.nn.functional.grouped_mm
+
+    def unwritten(a: Tensor, b: Tensor, *, offs: Tensor) -> Tensor:
+        out = grouped_mm(a, b, offs=offs)
+        if out.dim() == 3:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", unwritten)
+    x, _, _, dy = (t.bfloat16() for t in operands(COUNTS, 8, 16))
+    dw_LAB = ops.grouped_gemm_dw(x, dy, COUNTS)
+    assert torch.isfinite(dw_LAB).all()
+    assert not dw_LAB[1].any()
+
+
+def test_bias_gradient_of_many_rows_is_summed_in_float32() -> None:
+    """600 ones: a bfloat16 sum taken row by row stops at 256."""
+    dy_RB = torch.ones(600, 1, dtype=torch.bfloat16)
+    assert ops.grouped_gemm_dbias(dy_RB, torch.tensor([[600]])).item() == 600
+
+
+@pytest.mark.parametrize("widths", [(8, 16), (5, 3)], ids=["grouped_mm", "expert by expert"])
+def test_rows_behind_the_last_one_are_not_read(widths: tuple[int, int]) -> None:
+    x, weight, bias, dy = (t.float() for t in operands(COUNTS, *widths))
+    more = torch.nn.functional.pad
+    padded = (more(t, (0, 0, 0, 2), value=torch.nan) for t in (x, dy))
+    x_more, dy_more = padded
+    for found, expected in zip(
+        run_all(x_more, weight, bias, dy_more, COUNTS), run_all(x, weight, bias, dy, COUNTS), strict=True
+    ):
+        torch.testing.assert_close(found[: len(expected)], expected)

@@ -1,0 +1,76 @@
+"""A plan in which everything happens (ranges cut, instructions moved, collectives early) trains as before."""
+
+import pytest
+import torch
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.capture import capture
+from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.schedules.order.sink import sink_statistics
+from lancet_kernels.schedules.partition.partition_range import PartitionOptions
+from lancet_kernels.schedules.rewrite.apply import instruction_order, reorder
+from lancet_kernels.schedules.rewrite.realize import check_halves, realize, split_as_planned
+from lancet_kernels.schedules.strategies import PlanningOptions
+from tests.grids import few_of
+from tests.model_zoo import MODELS, Size, make_model
+from tests.planned_steps import ADDED_BY_CUTTING
+from tests.schedules.made_programs import make_plan
+
+
+def slow_link(instruction, tensors) -> float:
+    """All-to-alls take long; a part of k takes 1/k of the time and a little more."""
+    is_free = not instruction.bytes or instruction.op in ADDED_BY_CUTTING
+    whole = {Kind.ALL_TO_ALL: 40.0, Kind.COMPUTE: 0.0 if is_free else 1.0}[instruction.kind]
+    return whole / instruction.attributes.get("parts", 1) + (0.01 if whole else 0.0)
+
+
+CASES = [(name, strategy) for name in MODELS for strategy in ("lancet", "lancet-partition", "tutel")]
+
+
+@pytest.mark.parametrize(("name", "strategy"), few_of(CASES))
+def test_a_plan_trains_as_the_module_does(name, strategy):
+    size = Size(batch=8, sequence=4, width=8, heads=2, top_k=2, gate="topk", capacity_factor=1.0)
+    model, inputs = make_model(name, size)
+    loss = model(*inputs)
+    loss.backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+
+    captured = capture(model, inputs)
+    reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
+    program = program_from_fx(captured.joint)
+    plan = make_plan(
+        program, slow_link, strategy, PlanningOptions(PartitionOptions(most_parts=4), 1.0), captured.joint
+    )
+    assert plan.ranges
+    realize(captured.joint, program, plan)
+    came = instruction_order(captured.joint.graph)
+    run = captured.compile(lambda joint, outputs: split_as_planned(joint, outputs, plan))
+
+    assert came == list(plan.order)
+    assert any(name.startswith("all_to_all") and name.endswith("_part1") for name in came)
+
+    found = run(*inputs)
+    found.backward()
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    for n, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[n], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("halves", "said"),
+    [
+        ([["a", "c"], ["b", "d"]], "got c before b, expected b first"),
+        ([["a", "b"], ["d", "c"]], "got d before c, expected c first"),
+        ([["a", "b", "x"], ["c"]], "got x, which is in no plan"),
+        ([["a", "b"], ["b", "c"]], "got b 2 times"),
+    ],
+)
+def test_a_half_that_runs_in_another_order_is_an_error(halves, said):
+    with pytest.raises(UserError, match=said):
+        check_halves("abcd", halves)
+
+
+def test_what_nobody_reads_may_be_missing_from_a_half():
+    check_halves("abcd", [["a"], ["c", "d"]])

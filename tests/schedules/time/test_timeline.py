@@ -1,0 +1,64 @@
+"""Traces without overlaps, pictures that are drawn."""
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.schedules.time.clock import COMPUTE, LINK
+from lancet_kernels.schedules.time.simulate import Event, simulate
+from lancet_kernels.schedules.time.timeline import label, perfetto_trace, save_picture, save_trace
+from tests.schedules.made_programs import given, program
+
+
+@pytest.fixture
+def events():
+    p = program("A c f 2", "X a f 3 A", "C c f 1 X", "W c b 2 C", "R r b 1 W", "S c o 1 R")
+    return simulate(p, given).events
+
+
+def test_trace_has_one_track_per_resource(events, tmp_path):
+    save_trace(events, tmp_path / "trace.json", rank=3)
+    entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {(e["tid"], e["args"]["name"]) for e in entries if e["name"] == "thread_name"}
+    assert names == {(0, COMPUTE), (1, LINK)}
+    spans = [(e["tid"], e["name"], e["ts"], e["dur"]) for e in entries if e["ph"] == "X"]
+    assert (1, "X", 2000, 3000) in spans
+    assert {e["pid"] for e in entries} == {3}
+    for track in (0, 1):
+        on_track = sorted((s[2], s[2] + s[3]) for s in spans if s[0] == track)
+        assert all(a[1] <= b[0] for a, b in pairwise(on_track))
+
+
+def test_overlap_on_a_track_is_refused():
+    one = Event("one", COMPUTE, 0, 2, Kind.COMPUTE, Phase.FORWARD)
+    two = Event("two", COMPUTE, 1, 3, Kind.COMPUTE, Phase.FORWARD)
+    with pytest.raises(UserError, match="one and two at 1 ms"):
+        perfetto_trace({0: [one, two]})
+
+
+def test_labels(events):
+    found = {e.name: label(e, frozenset({"W"})) for e in events}
+    assert found == {
+        "A": "forward",
+        "X": "all-to-all",
+        "C": "forward",
+        "W": "weight gradient",
+        "R": "all-reduce",
+        "S": "optimizer",
+    }
+
+
+def test_a_part_has_the_label_of_the_whole():
+    part = Event("mm_1_part0", COMPUTE, 0, 2, Kind.COMPUTE, Phase.BACKWARD)
+    assert label(part, frozenset({"mm_1"})) == "weight gradient"
+    assert label(part, frozenset({"mm"})) == "backward"
+
+
+def test_picture_is_drawn(events, tmp_path):
+    path = tmp_path / "timeline.png"
+    save_picture({"predicted": events, "measured": events, "empty": []}, path, title="made up")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert path.stat().st_size > 5000

@@ -1,0 +1,129 @@
+"""What tests of set-ups share: a small model with an MoE layer, its batches, and how it is compared with what
+`optimize` makes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lancet_kernels import MoELayer, OptimizedModule, moe_losses
+from lancet_kernels.errors import UserError
+from tests.optimized import BOUND, optimized
+from tests.planned_steps import Outcome, gradients, sum_over_ranks
+
+B, S, D = 4, 3, 8
+
+
+class Model(nn.Module):
+    """x[B, S, D], target[B, S, D] -> loss. Dropout does nothing unless a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.input = nn.Linear(D, D)
+        self.layer = MoELayer(D, 12, 4, top_k=2, gate="topk", capacity_factor=1.0)
+        self.drop = nn.Dropout(0.0)
+        self.output = nn.Linear(D, D)
+        self.double()
+        for parameter in self.parameters():
+            parameter.data *= 3
+
+    def forward(self, x: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
+        y, sums = self.layer(torch.tanh(self.input(x)), return_sums=True)
+        loss = (self.output(self.drop(x + y)) - target).square().mean()
+        return scale * loss + 0.1 * moe_losses([sums]).balance.mean()
+
+
+def batch(number: int = 0, size: int = B) -> tuple[Tensor, Tensor]:
+    """Another one on every rank."""
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    return tuple(torch.randn(size, S, D, dtype=torch.float64, generator=generator) for _ in range(2))
+
+
+class Setup:
+    """A model with its optimized module, and how what they give is compared."""
+
+    def __init__(
+        self, model: nn.Module | None = None, inputs: object = None, strategy: str = "none", **options: object
+    ) -> None:
+        self.model = Model() if model is None else model
+        self.ready: OptimizedModule = optimized(self.model, inputs or batch(), strategy, **options)
+
+    def compare(self, *inputs: object, **by_name: object) -> None:
+        """Loss and gradients of the optimized module are those of the plain one."""
+        self.compare_calls(lambda module: module(*inputs, **by_name))
+
+    def compare_calls(self, loss_of: Callable[[nn.Module], Tensor]) -> None:
+        """The same for any call of either."""
+        plain = outcome(self.model, loss_of(self.model), reduced=False)
+        planned = outcome(self.model, loss_of(self.ready), reduced=True)
+        assert plain.gradients
+        assert planned.distance(plain) < BOUND
+
+    def falls_back(self, reason: str, *inputs: object, **by_name: object) -> None:
+        """It gives what the plain module gives, counts that, and says so once."""
+        before = self.ready.fallbacks.total()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                self.compare(*(inputs or () if by_name else inputs or batch()), **by_name)
+        found = [str(w.message) for w in said if "runs without its plan" in str(w.message)]
+        assert len(found) == 1, found
+        assert f"runs without its plan: {reason}" in found[0], found[0]
+        assert self.ready.fallbacks[reason] == 2
+        assert self.ready.fallbacks.total() == before + 2
+
+
+def outcome(model: nn.Module, loss: Tensor, reduced: bool) -> Outcome:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    found = gradients(model)
+    model.zero_grad(set_to_none=True)
+    return Outcome([loss.detach()], found if reduced else sum_over_ranks(model, found))
+
+
+@contextlib.contextmanager
+def changed(thing: object, **values: object) -> Iterator[None]:
+    """Attributes with other values, for a while."""
+    before = {name: getattr(thing, name) for name in values}
+    for name, value in values.items():
+        setattr(thing, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
+
+
+@contextlib.contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Afterwards every submodule has the class, parameters, submodules and hooks that it had."""
+    kept = ("_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks")
+    before = [(m, type(m), {name: dict(getattr(m, name)) for name in kept}) for m in model.modules()]
+    try:
+        yield
+    finally:
+        for module, kind, values in before:
+            module.__class__ = kind
+            for name, value in values.items():
+                getattr(module, name).clear()
+                getattr(module, name).update(value)
+
+
+@contextlib.contextmanager
+def refused(*words: str) -> Iterator[None]:
+    """One line, with these words in it, before a rank communicates."""
+    try:
+        yield
+    except UserError as error:
+        message = str(error)
+    else:
+        raise AssertionError("no error")
+    assert "\n" not in message
+    for word in words:
+        assert word in message, message
