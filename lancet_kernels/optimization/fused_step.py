@@ -31,7 +31,7 @@ class FusedChoice:
     """
 
     strategy: str
-    options: PlanningOptions | None
+    options: PlanningOptions
     lowering: str
     stored: str | Path | None
     device: torch.device

@@ -206,7 +206,10 @@ def _module_with(
         if captured.plain.trained:
             # Where tensors are trained that are no parameters, nothing runs without the plan.
             summed = {name for _, names in buckets for name in names}
-            watch = GradientWatch({n: p for n, p in step.model.named_parameters() if n in summed})
+            watch = GradientWatch(
+                {n: p for n, p in step.model.named_parameters() if n in summed},
+                lambda: [captured.plain.values()[name] for name in captured.plain.trained],
+            )
         else:
             sums = PlannedSums(step.model, step.groups, buckets)
             watch = sums.watch

@@ -281,7 +281,7 @@ class Trained:
         return self.call(**inputs) if self.setup.by_name else self.call(*inputs.values())
 
     def _inputs(self, step: int, micro: int) -> dict[str, object]:
-        """Of this rank."""
+        """The inputs of this rank."""
         rank = dist.get_rank()
         generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
         size = self.loop.sizes[min(step, STEPS - 1)]

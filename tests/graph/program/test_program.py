@@ -167,7 +167,7 @@ PLAIN = {
     "graph/rules": "part_instruction equations rules",
     "graph/costs": "clusters communication costs measured",
     "schedules/time": "clock simulate peak_memory timeline recomputation",
-    "schedules/order": "weight_gradients list_schedule best_order issue",
+    "schedules/order": "weight_gradients list_schedule best_order ordering",
     "schedules/partition": "axes pipeline ranges partition_range",
     "schedules": "plan strategies",
 }

@@ -223,7 +223,7 @@ def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, caplog, step)
     # The same name with another number in the file is another cluster.
     for cluster in (*clusters.values(), clusters["p4de"], replace(clusters["p4de"], memory_gb_per_s=1.0)):
         cost = CostModel.for_cluster(cluster, 8)
-        (plan,) = _plans(step.costed(cost), "lancet-dw", None, cache, 1)
+        (plan,) = _plans(step.costed(cost), "lancet-dw", PlanningOptions(), cache, 1)
         assert plan.costs == source_of(cost)
         plan.save(cache)
     p3dn, slower = caplog.messages
@@ -232,7 +232,7 @@ def test_a_plan_for_one_cluster_is_not_taken_for_another(tmp_path, caplog, step)
     assert "expected calculated for cluster p4de" in p3dn
     assert "got costs calculated for cluster p4de" in slower
     # As many ranks as before, or it is another plan, too.
-    _plans(step.costed(CostModel.for_cluster(cluster, 4)), "lancet-dw", None, cache, 1)
+    _plans(step.costed(CostModel.for_cluster(cluster, 4)), "lancet-dw", PlanningOptions(), cache, 1)
     assert "planning anew" in caplog.text
 
 
@@ -243,7 +243,7 @@ def test_a_measured_plan_is_taken_again_whatever_was_measured_since(tmp_path, ca
     for folder in ("now", "later"):
         cost = costs_of(step, tmp_path / folder)
         programs.append(step.program)
-        (plan,) = _plans(step.costed(cost), "lancet-dw", None, cache, 1)
+        (plan,) = _plans(step.costed(cost), "lancet-dw", PlanningOptions(), cache, 1)
         plan.save(cache)
     assert [i.milliseconds for i in programs[0].instructions] != [
         i.milliseconds for i in programs[1].instructions

@@ -16,6 +16,7 @@ from lancet_kernels.optimization.rank_agreement import capture_alike
 from lancet_kernels.schedules.fuse import fused_prediction
 from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork, best_fit
 from lancet_kernels.schedules.plan import FusedGroup, Plan
+from lancet_kernels.schedules.strategies import PlanningOptions
 from tests.planned_steps import StepCase, build_step
 
 CLUSTER = "p3dn"
@@ -32,8 +33,10 @@ def chosen(
 ) -> tuple[CapturedStep, CostedGraph]:
     """-> the step, its layers fused or not; its graph so."""
     step, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5))
-    captured = CapturedStep(step, inputs, {}, False, times / "times.json")
-    choice = FusedChoice("lancet-dw", None, lowering, stored, torch.device("cpu"), cluster is None)
+    captured = CapturedStep.of(step, inputs, {}, False, times / "times.json")
+    choice = FusedChoice(
+        "lancet-dw", PlanningOptions(), lowering, stored, torch.device("cpu"), cluster is None
+    )
     graph = captured.costed(*capture_alike(captured), cluster)
     return captured, fuse_layers(captured, choice, cluster, graph)
 

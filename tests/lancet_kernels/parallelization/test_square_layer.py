@@ -313,7 +313,9 @@ def test_bad_input_gets_one_line(pool: RankPool) -> None:
         layer(torch.randn(2, 4, dtype=torch.float64))
     with pytest.raises(UserError, match=r"SquareLinear.scatter: got \(2, 6\)"):
         layer.scatter(torch.randn(2, 6))
-    with pytest.raises(UserError, match="takes of SquareLinear: got 'diagonal', expected straight or skewed"):
+    with pytest.raises(
+        UserError, match="takes of SquareLinear: got 'diagonal', expected one of straight, skewed"
+    ):
         SquareLinear(4, 6, takes="diagonal")
     with pytest.raises(UserError, match="leading dimensions"):
         layer.gather(torch.randn(2, 6), (3,))

@@ -48,7 +48,7 @@ def errors_of(name: str, copies: int, seeds: list[int]) -> tuple[float, float, C
         strategy = random_strategy(source, ranks, seed)
         graph, forms = source.sharded_graph(strategy, group), source.forms(strategy)
         ops.update(op_name(node) for node in graph.nodes if node.op == "call_function")
-        module = sharded_module(model, graph, forms, group, source.constants)
+        module = sharded_module(model, graph, forms, group, source.tensors)
         (loss,) = module(*batch)
         loss_error = max(loss_error, (loss - expected).abs().item())
         own = dict(module.named_parameters())
