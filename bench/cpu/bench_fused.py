@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lancet_kernels import ops
+from lancet_kernels.kernels.moe.permute import combine, permute
 from lancet_kernels.kernels.overlap import default_overlap_config
-from lancet_kernels.kernels.permute import combine, permute
 from lancet_kernels.measuring.fused_pass import FusedPasses
 from lancet_kernels.tuning.workloads import Workload
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lancet_kernels import ops
-from lancet_kernels.kernels.permute import combine, permute
+from lancet_kernels.kernels.moe.permute import combine, permute
 from lancet_kernels.tuning.tune_tasks import routed, send_rows_of
 
 

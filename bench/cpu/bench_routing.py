@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lancet_kernels.kernels.routing import route_scores
+from lancet_kernels.kernels.moe.routing import route_scores
 from lancet_kernels.ops.moe.gates import parse_gate
 
 

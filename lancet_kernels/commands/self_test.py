@@ -256,7 +256,7 @@ def _plan(rank: Rank) -> Difference:
 def _kernel(rank: Rank) -> Difference:
     """The kernel that copies tokens to the rows of their choices; one of these is dropped."""
     # Imported here, because it imports Triton.
-    from lancet_kernels.kernels.permute import permute
+    from lancet_kernels.kernels.moe.permute import permute
 
     x_TD = torch.randn(T, D, generator=torch.Generator().manual_seed(rank.rank))
     row_TK = torch.arange(T * K).flip(0).view(T, K) - 1

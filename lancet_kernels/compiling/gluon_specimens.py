@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from lancet_kernels.compiling.overlap_specimens import DENSE, FUSED, PES, STAGES, TYPES
 from lancet_kernels.compiling.specimen import SHORT, Specimen
-from lancet_kernels.kernels.gluon_config import (
+from lancet_kernels.kernels.hopper.config import (
     COPY_REGISTERS,
     COPY_WARPS,
     PTX_OPTIONS,
@@ -19,7 +19,7 @@ from lancet_kernels.kernels.gluon_config import (
     put_slots,
     total_warps,
 )
-from lancet_kernels.kernels.gluon_kernel import gluon_overlap_kernel
+from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.overlap_config import OverlapConfig, first_columns
 
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}

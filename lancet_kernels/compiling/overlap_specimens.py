@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 
 from lancet_kernels.compiling.specimen import FEW_SPILLED_BYTES, SHORT, Specimen
-from lancet_kernels.kernels.exchange import release_kernel
 from lancet_kernels.kernels.kernel_launch import small_kernel
 from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
@@ -17,9 +16,10 @@ from lancet_kernels.kernels.overlap_config import (
     overlap_tile,
     plain_tile,
 )
-from lancet_kernels.kernels.overlap_kernel import overlap_kernel
-from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
-from lancet_kernels.kernels.schedule import TILES_AT_ONCE, exchange_counts_kernel, schedule_kernel
+from lancet_kernels.kernels.protocol.exchange import release_kernel
+from lancet_kernels.kernels.protocol.schedule import TILES_AT_ONCE, exchange_counts_kernel, schedule_kernel
+from lancet_kernels.kernels.reference.kernel import overlap_kernel
+from lancet_kernels.kernels.reference.tiles import write_dense_row_kernel
 
 # What pointers among the kernel's arguments point at, but for rows.
 TYPES = {

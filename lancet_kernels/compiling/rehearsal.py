@@ -11,9 +11,9 @@ import triton
 from triton.runtime.errors import OutOfResources
 
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.gluon_kernel import gluon_overlap_kernel
-from lancet_kernels.kernels.overlap_kernel import overlap_kernel
-from lancet_kernels.kernels.schedule import exchange_counts_kernel, schedule_kernel
+from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
+from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
+from lancet_kernels.kernels.reference.kernel import overlap_kernel
 
 # Beyond this many compilations at once Python's part of them is what all wait for.
 COMPILING_THREADS = 12

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import triton
 
 from lancet_kernels.compiling.specimen import Specimen
-from lancet_kernels.kernels.rounding import UNFUSED
-from lancet_kernels.kernels.slots_kernel import (
+from lancet_kernels.kernels.moe.rounding import UNFUSED
+from lancet_kernels.kernels.moe.slots import (
     PAIRS,
     PREFIX_BLOCKS,
     PREFIX_EXPERTS,
@@ -17,7 +17,7 @@ from lancet_kernels.kernels.slots_kernel import (
     prefix_kernel,
     slots_kernel,
 )
-from lancet_kernels.kernels.topk_kernel import (
+from lancet_kernels.kernels.moe.topk import (
     RoutingConfig,
     choose_by_key_kernel,
     choose_by_score_kernel,

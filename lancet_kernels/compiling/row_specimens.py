@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lancet_kernels.compiling.specimen import Specimen
-from lancet_kernels.kernels.activation import WARPS, activation_backward_kernel, activation_kernel
-from lancet_kernels.kernels.permute import combine_dweight_kernel, combine_kernel, permute_kernel
-from lancet_kernels.kernels.rounding import UNFUSED
-from lancet_kernels.kernels.row_config import RowConfig
+from lancet_kernels.kernels.moe.activation import WARPS, activation_backward_kernel, activation_kernel
+from lancet_kernels.kernels.moe.permute import combine_dweight_kernel, combine_kernel, permute_kernel
+from lancet_kernels.kernels.moe.rounding import UNFUSED
+from lancet_kernels.kernels.moe.row_config import RowConfig
 
 _KERNELS = {"permute": permute_kernel, "combine": combine_kernel, "combine_dweight": combine_dweight_kernel}
 

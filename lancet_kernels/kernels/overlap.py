@@ -26,10 +26,8 @@ from torch import Tensor
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
-from lancet_kernels.kernels.exchange import Exchange, Stage, Use
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.gemm_tile import KINDS
-from lancet_kernels.kernels.gluon_launch import launch_gluon
+from lancet_kernels.kernels.hopper.launch import launch_gluon
 from lancet_kernels.kernels.kernel_launch import launch, on_device
 from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
 from lancet_kernels.kernels.overlap_config import (
@@ -46,9 +44,11 @@ from lancet_kernels.kernels.overlap_data import (
     Routing,
     SavedPass,
 )
-from lancet_kernels.kernels.overlap_kernel import overlap_kernel
-from lancet_kernels.kernels.overlap_tiles import write_dense_row_kernel
-from lancet_kernels.kernels.tasks import DENSE_WORDS, LaunchShape
+from lancet_kernels.kernels.protocol.exchange import Exchange, Stage, Use
+from lancet_kernels.kernels.protocol.tasks import DENSE_WORDS, LaunchShape
+from lancet_kernels.kernels.reference.gemm import KINDS
+from lancet_kernels.kernels.reference.kernel import overlap_kernel
+from lancet_kernels.kernels.reference.tiles import write_dense_row_kernel
 from lancet_kernels.kernels.tuning import tuned
 
 # More than any launch has: a limit that is none.

@@ -11,10 +11,10 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.kernels.checks import check_tensor
-from lancet_kernels.kernels.exchange import Exchange
-from lancet_kernels.kernels.gluon_config import check_gluon
+from lancet_kernels.kernels.hopper.config import check_gluon
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
+from lancet_kernels.kernels.protocol.exchange import Exchange
 
 
 def check_pass(

@@ -11,7 +11,7 @@ import torch
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.tasks import check_comm_programs
+from lancet_kernels.kernels.protocol.tasks import check_comm_programs
 
 BODIES = ("triton", "gluon")
 
@@ -28,7 +28,7 @@ class OverlapConfig:
         comm_programs: how many of them put while the rest has tiles that need not wait.
         split: two launches per direction instead of one.
         tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
-        bodies: "triton", or "gluon": the warp-specialised kernel for sm_90 (`gluon_kernel.py`), in launches
+        bodies: "triton", or "gluon": the warp-specialised kernel for sm_90 (`hopper/kernel.py`), in launches
             with tensor descriptors.
     """
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels.exchange import Use
-from lancet_kernels.kernels.gemm_tile import KINDS
+from lancet_kernels.kernels.protocol.exchange import Use
+from lancet_kernels.kernels.reference.gemm import KINDS
 
 
 @dataclass(frozen=True)

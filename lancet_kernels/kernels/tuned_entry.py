@@ -24,9 +24,9 @@ class Kind:
 
 
 KINDS = {
-    "permute": Kind("row_config.RowConfig", ("width",)),
-    "combine": Kind("row_config.RowConfig", ("width",)),
-    "routing": Kind("topk_kernel.RoutingConfig", ("experts", "top_k", "key_bits")),
+    "permute": Kind("moe.row_config.RowConfig", ("width",)),
+    "combine": Kind("moe.row_config.RowConfig", ("width",)),
+    "routing": Kind("moe.topk.RoutingConfig", ("experts", "top_k", "key_bits")),
     "overlap": Kind("overlap_config.OverlapConfig", ("width", "hidden", "activation", "pes_here")),
 }
 
@@ -75,7 +75,7 @@ class Entry:
 def config_class(kind: str) -> type:
     """The dataclass that configures kernels of this kind."""
     # Imported here, because kernels need Triton, which is not available on every machine.
-    module, _, name = KINDS[kind].config.partition(".")
+    module, _, name = KINDS[kind].config.rpartition(".")
     return getattr(importlib.import_module(f"lancet_kernels.kernels.{module}"), name)
 
 

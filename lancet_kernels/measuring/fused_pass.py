@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from lancet_kernels import symmetric
-from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.moe.routing import route_scores
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing, SavedPass
-from lancet_kernels.kernels.routing import route_scores
+from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.ops.moe.send_rows import send_rows
 from lancet_kernels.symmetric import SymmetricMemory
 from lancet_kernels.tuning.workloads import Workload

@@ -22,12 +22,12 @@ from lancet_kernels.compiling import (
     row_specimens,
 )
 from lancet_kernels.compiling.specimen import SHORT, Specimen
-from lancet_kernels.kernels import permute
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.gluon_config import HOPPER_TILE, hopper_config
+from lancet_kernels.kernels.hopper.config import HOPPER_TILE, hopper_config
+from lancet_kernels.kernels.moe import permute
+from lancet_kernels.kernels.moe.row_config import RowConfig
+from lancet_kernels.kernels.moe.topk import RoutingConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.row_config import RowConfig
-from lancet_kernels.kernels.topk_kernel import RoutingConfig
 from lancet_kernels.kernels.tuned_entry import KINDS, Shape, key_of
 from lancet_kernels.tuning.place import Place
 from lancet_kernels.tuning.workloads import Workload
@@ -101,7 +101,7 @@ def _row_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
 
 def routed(w: Workload, device: torch.device) -> tuple[torch.Tensor, Any]:
     """(weights of the choices [T, K], routing) of random scores at the capacity of the workload."""
-    from lancet_kernels.kernels.routing import route_scores
+    from lancet_kernels.kernels.moe.routing import route_scores
 
     score = torch.randn(w.tokens, w.experts, device=device)
     used = torch.zeros(w.experts, dtype=torch.int64, device=device)
@@ -143,7 +143,7 @@ def _routing_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
 
 
 def _routing_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
-    from lancet_kernels.kernels.routing import route_scores
+    from lancet_kernels.kernels.moe.routing import route_scores
 
     w = task.workload
     score = torch.randn(w.tokens, w.experts, device=device)

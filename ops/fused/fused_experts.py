@@ -28,10 +28,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.exchange import Exchange, ResultBuffers
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing
+from lancet_kernels.kernels.protocol.exchange import Exchange, ResultBuffers
 from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.ops.comm.groups import (
     AnyGroups,
@@ -138,7 +138,7 @@ class LayerExchange:
     besides some bytes for each row received (4 * banks), each choice (28, of the routing) and some words for
     each tile. A pass keeps no rows to send, and under activation checkpointing nothing.
     Values after the activation are computed again in the backward, where those before it are at hand for the
-    gradient; the gradient of the combine weights needs no results (`kernels.overlap_tiles`).
+    gradient; the gradient of the combine weights needs no results (`kernels.reference.tiles`).
 
     Sent by a rank, in elements: (S + R) * D in each direction, x to the experts and their results back.
 

@@ -20,9 +20,9 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
-    from lancet_kernels.kernels.exchange import Exchange
     from lancet_kernels.kernels.overlap_config import OverlapConfig
     from lancet_kernels.kernels.overlap_data import Experts, Routing, SavedPass
+    from lancet_kernels.kernels.protocol.exchange import Exchange
 
 
 @dataclass

@@ -63,7 +63,7 @@ def combine(rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None) -> Tensor
     Returns: [T, D] in the dtype of the rows.
     """
     if runs_in_kernels(rows_SD):
-        from lancet_kernels.kernels import permute
+        from lancet_kernels.kernels.moe import permute
 
         weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
         return permute.combine(rows_SD.contiguous(), row_TK.contiguous(), weight_TK)
@@ -88,7 +88,7 @@ def combine_dweight(x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor) -> Tensor:
     its output).
     """
     if runs_in_kernels(x_TD):
-        from lancet_kernels.kernels import permute
+        from lancet_kernels.kernels.moe import permute
 
         return permute.combine_dweight(x_TD.contiguous(), rows_SD.contiguous(), row_TK.contiguous())
 

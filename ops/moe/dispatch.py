@@ -31,7 +31,7 @@ def dispatch(
     Returns: [S, D] in the dtype of x; products are computed in at least float32.
     """
     if runs_in_kernels(x_TD):
-        from lancet_kernels.kernels.permute import permute
+        from lancet_kernels.kernels.moe.permute import permute
 
         weight_TK = None if weight_TK is None else weight_TK.float().contiguous()
         return permute(x_TD.contiguous(), row_TK.contiguous(), weight_TK, most_rows)

@@ -69,7 +69,7 @@ def expert_activation(h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     Args: count_WL: read where there may be more rows than real ones, on a GPU.
     """
     if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
-        from lancet_kernels.kernels.activation import activation
+        from lancet_kernels.kernels.moe.activation import activation
 
         return activation(h_RF.contiguous(), count_WL.sum().view(1), kind)
     h_RF = h_RF.contiguous()
@@ -106,7 +106,7 @@ def _in_blocks(function: Callable[..., Tensor], out: Tensor, *operands: Tensor) 
 def expert_activation_backward(da_RF: Tensor, h_RF: Tensor, count_WL: Tensor, kind: str) -> Tensor:
     """-> gradient of h, shaped like h; computed in at least float32, rounded once."""
     if runs_in_kernels(h_RF) and kind in ACTIVATIONS:
-        from lancet_kernels.kernels.activation import activation_backward
+        from lancet_kernels.kernels.moe.activation import activation_backward
 
         return activation_backward(da_RF.contiguous(), h_RF.contiguous(), count_WL.sum().view(1), kind)
     dtype = torch.promote_types(h_RF.dtype, torch.float32)

@@ -34,7 +34,7 @@ def route_in_kernels(
     """
     if not runs_in_kernels(used_E, (torch.int64,)):
         return None
-    from lancet_kernels.kernels.routing import route_keys, route_scores
+    from lancet_kernels.kernels.moe.routing import route_keys, route_scores
 
     if isinstance(gate, Hash | Random):
         assert key_T is not None

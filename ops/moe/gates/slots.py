@@ -18,7 +18,7 @@ def slots_in_order(expert_N: Tensor, used_E: Tensor) -> tuple[Tensor, Tensor]:
     Returns: slot_N and used'_E, int64. Slots may exceed the capacity: those are the dropped ones.
     """
     if runs_in_kernels(expert_N, (torch.int64,)):
-        from lancet_kernels.kernels.routing import route_choices
+        from lancet_kernels.kernels.moe.routing import route_choices
 
         # Capacity 0, because the tables of the tokens in each slot are not needed here.
         routed = route_choices(expert_N[:, None].contiguous(), used_E, 0)
@@ -64,7 +64,7 @@ def top_k_stable(score_TE: Tensor, k: int) -> Tensor:
     different routing; a stable sort does not.
     """
     if score_TE.ndim == 2 and runs_in_kernels(score_TE, (torch.float32, torch.float64)):
-        from lancet_kernels.kernels.topk_kernel import choose_by_score
+        from lancet_kernels.kernels.moe.topk import choose_by_score
 
         return choose_by_score(score_TE.contiguous(), k)[0]
     if k == 1:

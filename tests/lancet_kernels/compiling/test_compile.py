@@ -32,7 +32,7 @@ from lancet_kernels.compiling.specimen import FEW_SPILLED_BYTES
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import nvshmem_bitcode
 from tests.lancet_kernels.compiling import bad_kernels
-from tests.lancet_kernels.kernels import ping
+from tests.lancet_kernels.kernels.protocol import ping
 
 ROOT = Path(__file__).parents[3]
 OLDEST = ROOT / ".triton-oldest"
@@ -248,7 +248,7 @@ def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, 
 
 PRINT_PTX = """
 from lancet_kernels.compiling import compile
-from tests.lancet_kernels.kernels import ping
+from tests.lancet_kernels.kernels.protocol import ping
 (specimen,) = [s for s in ping.specimens({arch}) if s.config == "4x256 bf16 {transport}"]
 print(compile._compile(specimen, {arch})[0].asm["ptx"])
 """

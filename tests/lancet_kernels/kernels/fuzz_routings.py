@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from lancet_kernels.kernels import overlap_kernel
-from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import Experts, Routing
+from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.reference import kernel as overlap_kernel
 from lancet_kernels.ops.moe.gates.slots import slots_in_token_order
 from tests.lancet_kernels.kernels.overlap_cases import make_routing
 from tests.lancet_kernels.kernels.overlap_ranks import GuardedMemory, poisoned_buffers, same_bits

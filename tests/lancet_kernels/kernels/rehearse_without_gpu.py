@@ -30,9 +30,9 @@ def main() -> None:
 
     from lancet_kernels.compiling.rehearsal import rehearsal
     from lancet_kernels.kernels import runtime
-    from lancet_kernels.kernels.exchange import release_kernel
     from lancet_kernels.kernels.overlap import overlap_kernel
     from lancet_kernels.kernels.overlap_config import overlap_tile
+    from lancet_kernels.kernels.protocol.exchange import release_kernel
     from tests.lancet_kernels.kernels import virtual_pass
     from tests.lancet_kernels.kernels.overlap_cases import Case
 

@@ -7,11 +7,11 @@ import torch
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
-from lancet_kernels.kernels.exchange import Exchange
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.gluon_config import check_gluon, hopper_config
+from lancet_kernels.kernels.hopper.config import check_gluon, hopper_config
 from lancet_kernels.kernels.overlap import dense_table, moe_backward
 from lancet_kernels.kernels.overlap_data import DenseGemm
+from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.symmetric import virtual_memories
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case, routing_of, tokens_of

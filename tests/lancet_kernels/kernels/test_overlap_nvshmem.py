@@ -11,14 +11,14 @@ import torch
 
 from lancet_kernels.compiling.compile import all_specimens
 from lancet_kernels.compiling.overlap_specimens import PES, specimens
-from lancet_kernels.kernels import exchange, kernel_launch, overlap, runtime, schedule
-from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels import kernel_launch, overlap, runtime
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients
+from lancet_kernels.kernels.protocol import exchange, schedule
+from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.symmetric import virtual_memories
 from tests.grids import few_of
-from tests.lancet_kernels.kernels.emulated_network import FarMemory, network
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.overlap_ranks import (
     GuardedMemory,
@@ -29,6 +29,7 @@ from tests.lancet_kernels.kernels.overlap_ranks import (
     poisoned_buffers,
     same_bits,
 )
+from tests.lancet_kernels.kernels.protocol.emulated_network import FarMemory, network
 
 FP16, BF16 = torch.float16, torch.bfloat16
 
@@ -253,7 +254,7 @@ def test_every_kernel_that_is_launched_has_a_specimen():
     declared = {specimen.kernel.__name__ for _, specimen in all_specimens(90)}
     folder = kernel_launch.__spec__.origin.rpartition("/")[0]
     launched = set()
-    for path in Path(folder).glob("*.py"):
+    for path in Path(folder).rglob("*.py"):
         launched |= set(re.findall(r"\b(\w*kernel)\[|\blaunch(?:\(\s*|, )(\w*_kernel)[,)]", path.read_text()))
     names = {a or b for a, b in launched} - {"kernel"}
     launchers = {"overlap_kernel", "gluon_overlap_kernel", "exchange_counts_kernel", "release_kernel"}

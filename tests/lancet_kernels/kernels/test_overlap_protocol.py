@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import overlap
-from lancet_kernels.kernels.exchange import Exchange
+from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.symmetric import SharedMemory, virtual_memories
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy

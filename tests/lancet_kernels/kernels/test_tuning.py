@@ -11,8 +11,8 @@ import torch
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import tuning
 from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.moe.row_config import RowConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.row_config import RowConfig
 from lancet_kernels.kernels.tuned_entry import MEASURED, Entry, config_fields
 from lancet_kernels.kernels.tuning import TunedCache, tuned
 from tests.tuned_cache import GPU
@@ -144,7 +144,8 @@ def test_a_killed_writer_leaves_no_lock(cache) -> None:
 
 def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) -> None:
     """A task nobody looks up would be tuned for nothing."""
-    from lancet_kernels.kernels import overlap, permute, routing
+    from lancet_kernels.kernels import overlap
+    from lancet_kernels.kernels.moe import permute, routing
     from lancet_kernels.measuring.fused_pass import FusedPasses
     from lancet_kernels.tuning.tune_tasks import make_tasks
     from lancet_kernels.tuning.workloads import Workload

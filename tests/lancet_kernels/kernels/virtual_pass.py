@@ -7,10 +7,10 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels.exchange import Exchange
-from lancet_kernels.kernels.gluon_config import hopper_config
+from lancet_kernels.kernels.hopper.config import hopper_config
 from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing, SavedPass
+from lancet_kernels.kernels.protocol.exchange import Exchange
 from tests.lancet_kernels.kernels.overlap_cases import (
     Answer,
     Case,

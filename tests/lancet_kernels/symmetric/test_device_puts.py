@@ -8,7 +8,8 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from lancet_kernels.kernels import device, runtime
+from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.protocol import device
 from lancet_kernels.symmetric import SharedMemory
 
 ROWS, D = 4, 40

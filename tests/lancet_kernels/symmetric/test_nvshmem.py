@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from lancet_kernels import UserError
-from lancet_kernels.kernels import device as shmem
+from lancet_kernels.kernels.protocol import device as shmem
 from lancet_kernels.symmetric import NvshmemMemory, create, init_module, nvshmem
 
 CUDA = torch.device("cuda")

@@ -16,9 +16,9 @@ from lancet_kernels.cli import main
 from lancet_kernels.compiling.compile import CompiledKernel
 from lancet_kernels.compiling.compile_pool import Row
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.moe.row_config import RowConfig
+from lancet_kernels.kernels.moe.topk import RoutingConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.row_config import RowConfig
-from lancet_kernels.kernels.topk_kernel import RoutingConfig
 from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, config_fields, is_usable
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock

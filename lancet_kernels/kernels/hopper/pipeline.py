@@ -1,0 +1,149 @@
+"""From global memory to the accumulators: one warp loads operands by TMA, two warpgroups multiply them.
+
+    BM, BN, BK  the tile of the output, and the step along the contraction      STAGES  steps in shared memory
+
+Producer and consumers share two rings in shared memory: operands, one stage for each step, and tasks. A ring
+has two mbarriers for each place: `full`, on which the consumers wait, and `empty`, on which the producer
+waits. Place i % STAGES is used for the i-th time in phase i // STAGES.
+
+A product has one of three forms, by which way its operands lie:
+
+    NN   a [rows, K]    b [K, columns]        forward
+    NT   a [rows, K]    b [columns, K]        backward, dX
+    TN   a [K, rows]    b [K, columns]        dW
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from lancet_kernels.kernels.hopper.shim import barrier, load_tile
+
+# A task in its ring: kind, four numbers (`tasks.py`), the form, steps, and whether its operands are there.
+TASK_WORDS = gl.constexpr(8)
+NO_TASK = gl.constexpr(-1)
+
+
+@gluon.jit
+def load_steps(
+    it, steps, a_desc, b_desc, a_row, a_column, b_row, b_column, second_column, a_bufs, b_bufs, empty, full,
+    A_DOWN: gl.constexpr, B_DOWN: gl.constexpr, PAIR: gl.constexpr,
+    STAGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+):  # fmt: skip
+    """Load the operands of `steps` steps of a tile, as places become empty. -> it, the step that comes next.
+
+    The contraction runs down the rows of a with A_DOWN, of b with B_DOWN, else along the columns. PAIR: the
+    right half of b comes from `second_column`: gate and up of swiglu, side by side.
+    """
+    element_bytes: gl.constexpr = a_bufs.dtype.primitive_bitwidth // 8
+    for step in range(steps):
+        place = it % STAGES
+        k = step * BK
+        mbarrier.wait(empty.index(place), ((it // STAGES) & 1) ^ 1)
+        mbarrier.expect(full.index(place), (BM + BN) * BK * element_bytes)
+        a_at = [a_row + k, a_column] if A_DOWN else [a_row, a_column + k]
+        load_tile(a_desc, a_at, full.index(place), a_bufs.index(place))
+        b_at = [b_row + k, b_column] if B_DOWN else [b_row, b_column + k]
+        if PAIR:
+            load_tile(b_desc, b_at, full.index(place), b_bufs.index(2 * place))
+            load_tile(b_desc, [b_row + k, second_column], full.index(place), b_bufs.index(2 * place + 1))
+        else:
+            load_tile(b_desc, b_at, full.index(place), b_bufs.index(place))
+        it += 1
+    return it
+
+
+@gluon.jit
+def wait_for_loads(it, full, STAGES: gl.constexpr):
+    """Wait until all loads up to step `it` have arrived: then a descriptor in memory may be overwritten."""
+    for back in gl.static_range(STAGES):
+        i = it - 1 - back
+        if i >= 0:
+            mbarrier.wait(full.index(i % STAGES), (i // STAGES) & 1)
+
+
+@gluon.jit
+def multiply_steps(
+    it, steps, a_bufs, b_bufs, empty, full,
+    A_DOWN: gl.constexpr, B_DOWN: gl.constexpr, MMA: gl.constexpr,
+    STAGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+):  # fmt: skip
+    """-> float32 [BM, BN], the sum of the products of `steps` steps, and the step that comes next.
+
+    One product is always in flight: a place is empty when the product after it has been started.
+    """
+    acc = gl.zeros((BM, BN), gl.float32, MMA)
+    for k in range(steps):
+        place = it % STAGES
+        mbarrier.wait(full.index(place), (it // STAGES) & 1)
+        a = a_bufs.index(place).permute([1, 0]) if A_DOWN else a_bufs.index(place)
+        b = b_bufs.index(place) if B_DOWN else b_bufs.index(place).permute([1, 0])
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        it += 1
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=steps > 0)
+    return acc, it
+
+
+@gluon.jit
+def _put_word(tasks, i, value, WARPS: gl.constexpr):
+    word: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    tasks.index(i).store(gl.full([1], value, gl.int32, word))
+
+
+@gluon.jit
+def _word(tasks, i, WARPS: gl.constexpr):
+    word: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    return gl.sum(tasks.index(i).load(word), 0)
+
+
+@gluon.jit
+def hand_over(
+    j, tasks, task_empty, task_full, kind, a, b, c, d, form, steps, sound,
+    TASKS: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """The producer's j-th task, for the consumers. -> j + 1."""
+    place = j % TASKS
+    mbarrier.wait(task_empty.index(place), ((j // TASKS) & 1) ^ 1)
+    first = place * TASK_WORDS
+    _put_word(tasks, first, kind, WARPS)
+    _put_word(tasks, first + 1, a, WARPS)
+    _put_word(tasks, first + 2, b, WARPS)
+    _put_word(tasks, first + 3, c, WARPS)
+    _put_word(tasks, first + 4, d, WARPS)
+    _put_word(tasks, first + 5, form, WARPS)
+    _put_word(tasks, first + 6, steps, WARPS)
+    _put_word(tasks, first + 7, sound, WARPS)
+    barrier()
+    mbarrier.arrive(task_full.index(place), count=1)
+    return j + 1
+
+
+@gluon.jit
+def await_task(j, tasks, task_full, TASKS: gl.constexpr, WARPS: gl.constexpr):
+    """Wait for the j-th task. -> what the product needs of what `hand_over` got: kind, form and steps."""
+    place = j % TASKS
+    mbarrier.wait(task_full.index(place), (j // TASKS) & 1)
+    first = place * TASK_WORDS
+    return _word(tasks, first, WARPS), _word(tasks, first + 5, WARPS), _word(tasks, first + 6, WARPS)
+
+
+@gluon.jit
+def take_task(j, tasks, task_empty, TASKS: gl.constexpr, WARPS: gl.constexpr):
+    """-> what the epilogue needs of the j-th task, read behind the product: a, b, c, d and sound.
+
+    Then its place is empty. No task is late for that: one that is two ahead is claimed when all steps of the
+    one between are loaded, or wait for places that the products before them still use.
+    """
+    place = j % TASKS
+    first = place * TASK_WORDS
+    a = _word(tasks, first + 1, WARPS)
+    b = _word(tasks, first + 2, WARPS)
+    c = _word(tasks, first + 3, WARPS)
+    d = _word(tasks, first + 4, WARPS)
+    sound = _word(tasks, first + 7, WARPS)
+    barrier()
+    mbarrier.arrive(task_empty.index(place), count=1)
+    return a, b, c, d, sound

@@ -1,0 +1,245 @@
+"""Copies tokens to the rows of their experts, and back: permute, combine, and their gradients.
+
+    T  tokens      K  choices per token      D  model width      S  rows, one per kept choice
+
+    permute            rows[row[t, k]] = x[t] * weight[t, k]                    backward of combine
+    combine            out[t] = sum_k rows[row[t, k]] * weight[t, k]            backward of permute
+    combine_dweight    dweight[t, k] = x[t] . rows[row[t, k]]                   weight gradient of both
+
+A choice with a negative row is dropped: it is never written, and it contributes zero. Arithmetic is in
+float32 (float64 for float64 rows), rounded once. Products are not fused into sums (`rounding.UNFUSED`).
+
+permute is bitwise equal to `ops.moe.dispatch`. combine adds k = 0, 1, ..., K - 1, starting at zero; for
+float32 rows on a CPU the op fuses products into sums, so the last bits differ. combine_dweight sums over D in
+an order that depends only on D and on the configuration, so parts of a batch get bitwise the same results as
+the whole batch.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.checks import check_tensor
+from lancet_kernels.kernels.kernel_launch import launch
+from lancet_kernels.kernels.moe.choices import add_row, dot_row, place_row
+from lancet_kernels.kernels.moe.rounding import UNFUSED, round_to
+from lancet_kernels.kernels.moe.row_config import RowConfig
+from lancet_kernels.kernels.runtime import needs_upcast
+from lancet_kernels.kernels.tuning import tuned
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.
+UNROLLED = tl.constexpr(8)
+
+
+@triton.jit
+def _put_choice(
+    b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr,
+):  # fmt: skip
+    offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
+    if WEIGHTED:
+        b_weight = tl.load(weight_ptr + t * K + k, mask=m_kept, other=0.0)
+        b_x = round_to(b_x * b_weight[:, None], rows_ptr.dtype.element_ty, EMULATE_BF16)
+    m = m_kept[:, None] & m_d[None, :]
+    tl.store(rows_ptr + offset[:, None] + i_d[None, :], b_x, mask=m)
+
+
+@triton.jit
+def permute_kernel(
+    x_ptr, row_ptr, weight_ptr, rows_ptr, T, D,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Copy each token's row to the rows of its choices, times their weights.
+
+    Grid: (ceil(T / BT) * ceil(D / BD),), columns first. Each program owns a BT x BD tile of x.
+    Shapes: x [T, D]; row [T, K] int64; weight [T, K]; rows [S, D], written only where a choice lies.
+    Floor: reads T D, writes at most K T D elements; 8 T K bytes of indices per ceil(D / BD).
+
+    Example: K = 1, x = [[1, 2], [3, 4]], row = [[1], [-1]], weight = [[10], [1]] -> rows[1] = [10, 20], and
+    nothing else is written.
+    """
+    num_columns = tl.cdiv(D, BD)
+    t = (tl.program_id(0) // num_columns).to(tl.int64) * BT + tl.arange(0, BT)
+    i_d = (tl.program_id(0) % num_columns) * BD + tl.arange(0, BD)
+    m_t, m_d = t < T, i_d < D
+    # [BT, BD]
+    b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
+    if WEIGHTED and x_ptr.dtype.element_ty != tl.float64:
+        b_x = b_x.to(tl.float32)
+    if K <= UNROLLED:
+        for k in tl.static_range(K):
+            _put_choice(b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D, K, WEIGHTED, EMULATE_BF16)
+    else:
+        for k in range(K):
+            _put_choice(b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D, K, WEIGHTED, EMULATE_BF16)
+
+
+@triton.jit
+def combine_kernel(
+    rows_ptr, row_ptr, weight_ptr, out_ptr, T, D,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Gather each token's rows and add them with their weights, k = 0 first, rounded once.
+
+    Grid: (ceil(T / BT) * ceil(D / BD),), columns first. Each program owns a BT x BD tile of out.
+    Shapes: rows [S, D]; row [T, K] int64; weight [T, K]; out [T, D].
+    Floor: reads at most K T D elements, writes T D; 2 K T D FLOPs. Rows of dropped choices are not read.
+
+    Example: K = 2, rows = [[1], [3], [4]], row = [[0, 2], [1, -1]], weight = [[2, 10], [100, 1000]] -> out =
+    [[42], [300]].
+    """
+    num_columns = tl.cdiv(D, BD)
+    t = (tl.program_id(0) // num_columns).to(tl.int64) * BT + tl.arange(0, BT)
+    i_d = (tl.program_id(0) % num_columns) * BD + tl.arange(0, BD)
+    m_t, m_d = t < T, i_d < D
+    acc = tl.zeros([BT, BD], tl.float64 if rows_ptr.dtype.element_ty == tl.float64 else tl.float32)
+    if K <= UNROLLED:
+        for k in tl.static_range(K):
+            offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
+            acc = add_row(acc, rows_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
+    else:
+        for k in range(K):
+            offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
+            acc = add_row(acc, rows_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
+    b_out = round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16)
+    tl.store(out_ptr + t[:, None] * D + i_d[None, :], b_out, mask=m_t[:, None] & m_d[None, :])
+
+
+@triton.jit
+def combine_dweight_kernel(
+    x_ptr, rows_ptr, row_ptr, dweight_ptr, T, D,
+    K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """The dot product of each token's row with the rows of its choices; zero where dropped.
+
+    Grid: (ceil(T / BT) * K,), choices first, so that programs that run together share rows of x. Each
+    program owns one choice of BT tokens.
+    Shapes: x [T, D]; rows [S, D]; row [T, K] int64; dweight [T, K] in the dtype of the sums.
+    Floor: reads T D elements of x (K times from L2) and at most K T D of the rows; 2 K T D FLOPs.
+
+    Example: K = 2, x = [[1], [7]], rows = [[1], [3], [4]], row = [[0, 2], [1, -1]] -> dweight = [[1, 4],
+    [21, 0]].
+    """
+    k = tl.program_id(0) % K
+    t = (tl.program_id(0) // K).to(tl.int64) * BT + tl.arange(0, BT)
+    offset, m_kept = place_row(row_ptr, t * K + k, t < T, D)
+    dot_row(x_ptr, rows_ptr, dweight_ptr, t * K + k, t, t < T, offset, m_kept, D, BT, BD)
+
+
+def _check(what: str, x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor, config: RowConfig) -> None:
+    check_tensor(what, x_TD, shape=(None, None), dtype=DTYPES)
+    num_tokens, width = x_TD.shape
+    device = x_TD.device
+    check_tensor("rows_SD", rows_SD, shape=(None, width), dtype=x_TD.dtype, device=device)
+    check_tensor("row_TK", row_TK, shape=(num_tokens, None), dtype=torch.int64, device=device)
+    if not config.is_valid():
+        raise UserError(
+            "row configuration",
+            got=config,
+            expected=f"one of RowConfig.candidates({width})",
+            do="leave it out for the default",
+        )
+
+
+def _check_weight(weight_TK: Tensor | None, row_TK: Tensor, dtype: torch.dtype) -> None:
+    if weight_TK is not None:
+        dtypes = (torch.float32, torch.float64) if dtype == torch.float64 else (torch.float32,)
+        check_tensor("weight_TK", weight_TK, shape=row_TK.shape, dtype=dtypes, device=row_TK.device)
+
+
+def _move_rows(
+    kernel: Any,
+    row_TK: Tensor,
+    weight_TK: Tensor | None,
+    config: RowConfig,
+    **operands: Tensor,
+) -> None:
+    """Launch the permute or the combine kernel. operands: x and rows, or rows and out."""
+    rows = operands["rows_ptr"]
+    (num_tokens, top_k), width = row_TK.shape, rows.shape[1]
+    grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
+    launch(
+        kernel, (grid,), **operands, row_ptr=row_TK, weight_ptr=row_TK if weight_TK is None else weight_TK,
+        T=num_tokens, D=width, K=top_k, WEIGHTED=weight_TK is not None, EMULATE_BF16=needs_upcast(rows.dtype),
+        BT=config.block_tokens, BD=config.block_width, num_warps=config.num_warps, **UNFUSED,
+    )  # fmt: skip
+
+
+def permute(
+    x_TD: Tensor,
+    row_TK: Tensor,
+    weight_TK: Tensor | None,
+    num_rows: int,
+    *,
+    out: Tensor | None = None,
+    config: RowConfig | None = None,
+) -> Tensor:
+    """rows[row[t, k]] = x[t] * weight[t, k], where kept.
+
+    Args:
+        x_TD: float32, bfloat16, float16 or float64; row_TK: int64, negative where dropped, no two alike, all
+            below num_rows; weight_TK: float32 (or float64 for float64 rows), None means 1.
+        num_rows: how many rows to make. out: [num_rows, D] to write into; None: a new one.
+    Returns: [num_rows, D]; rows without a choice are not written.
+    Raises: UserError for wrong dtypes, shapes, layouts or devices.
+    """
+    check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
+    width = x_TD.shape[1]
+    config = config or tuned("permute", (width,), x_TD.dtype, x_TD.device) or RowConfig.default(width)
+    if out is None:
+        out = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
+    check_tensor("out", out, shape=(num_rows, width), dtype=x_TD.dtype, device=x_TD.device)
+    _check("x_TD", x_TD, out, row_TK, config)
+    _check_weight(weight_TK, row_TK, x_TD.dtype)
+    if x_TD.numel() and out.numel():
+        _move_rows(permute_kernel, row_TK, weight_TK, config, x_ptr=x_TD, rows_ptr=out)
+    return out
+
+
+def combine(
+    rows_SD: Tensor, row_TK: Tensor, weight_TK: Tensor | None, *, config: RowConfig | None = None
+) -> Tensor:
+    """out[t] = sum_k weight[t, k] * rows[row[t, k]], over the kept choices.
+
+    Args: as of `permute`. Returns: [T, D] in the dtype of the rows, rounded once.
+    Raises: UserError for wrong dtypes, shapes, layouts or devices.
+    """
+    check_tensor("rows_SD", rows_SD, shape=(None, None), dtype=DTYPES)
+    check_tensor("row_TK", row_TK, shape=(None, None), dtype=torch.int64)
+    width, dtype = rows_SD.shape[1], rows_SD.dtype
+    config = config or tuned("combine", (width,), dtype, rows_SD.device) or RowConfig.default(width)
+    out_TD = torch.empty(row_TK.shape[0], width, dtype=dtype, device=rows_SD.device)
+    _check("out", out_TD, rows_SD, row_TK, config)
+    _check_weight(weight_TK, row_TK, dtype)
+    if out_TD.numel():
+        _move_rows(combine_kernel, row_TK, weight_TK, config, rows_ptr=rows_SD, out_ptr=out_TD)
+    return out_TD
+
+
+def combine_dweight(
+    x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor, *, config: RowConfig | None = None
+) -> Tensor:
+    """dweight[t, k] = x[t] . rows[row[t, k]], zero where dropped: [T, K], at least float32.
+
+    In combine x is the gradient of its output; in permute the rows are.
+    Raises: UserError for wrong dtypes, shapes, layouts or devices.
+    """
+    check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
+    num_tokens, width = x_TD.shape
+    config = config or RowConfig.default(width)
+    _check("x_TD", x_TD, rows_SD, row_TK, config)
+    dtype = torch.promote_types(x_TD.dtype, torch.float32)
+    dweight_TK = torch.empty(row_TK.shape, dtype=dtype, device=x_TD.device)
+    if dweight_TK.numel():
+        top_k = row_TK.shape[1]
+        launch(
+            combine_dweight_kernel, (triton.cdiv(num_tokens, config.block_tokens) * top_k,), x_ptr=x_TD,
+            rows_ptr=rows_SD, row_ptr=row_TK, dweight_ptr=dweight_TK, T=num_tokens, D=width, K=top_k,
+            BT=config.block_tokens, BD=config.block_width, num_warps=config.num_warps, **UNFUSED,
+        )  # fmt: skip
+    return dweight_TK

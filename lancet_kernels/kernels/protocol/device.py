@@ -1,0 +1,309 @@
+"""How does device code talk to another PE? Remote pointer, put, signal, wait, fence: this file alone knows.
+
+Symmetric memory (`lancet_kernels.symmetric`) gives every PE the same regions. Of a region a kernel gets
+`region_ptr`, its own copy; `peers_ptr`, an int64 table of the base address of every PE's copy, as this PE
+sees it; and an offset in elements, the same on every PE.
+
+    row of PE 2:       remote_pointer(region_ptr, peers_ptr, 2) + offset
+    it has arrived:    put_signal(signals_ptr, signal_peers_ptr, 2, index, word)
+    PE 2 waits:        wait(signals_ptr + index, word, ...)
+
+Two transports compile from the same kernels. Pure Triton (NVSHMEM=False) stores through the table: it
+serves CPU processes in the interpreter, several PEs on one GPU, and NVLink. With NVSHMEM=True a peer whose
+table entry is 0 (no pointer reaches it) is served by NVSHMEM's device functions (`nvshmem_device.py`).
+
+Signals are words that only grow: `epoch << 32 | value`. A wait is for "at least", so flags are never reset.
+
+Memory order. A put is plain stores by all threads of the program; `put_signal` first joins the threads
+(barrier), then one of them writes the word with release at system scope, which by cumulativity publishes
+what the others wrote. `wait` reads with acquire at system scope and hands the value to all threads through
+a barrier. Rows that a TMA load then reads were written by ordinary stores of another PE, through another
+proxy: call `fence_tma` between the wait and such a load.
+"""
+
+import triton
+import triton.language as tl
+
+from lancet_kernels.kernels import runtime
+from lancet_kernels.kernels.protocol import nvshmem_device
+from lancet_kernels.kernels.runtime import looks_by_the_clock
+
+# A report (int64 [8]) says which wait ran out of time first:
+# [claimed, rank, peer, op, index, expected, seen, -].
+REPORT_WORDS = tl.constexpr(8)
+LOW_WORD = tl.constexpr(0xFFFFFFFF)
+LAST_INDEX = tl.constexpr(0x7FFFFFFF)
+INTERPRETED = tl.constexpr(runtime.INTERPRETED)
+
+
+@triton.jit
+def remote_pointer(region_ptr, peers_ptr, peer):
+    """Base of `peer`'s copy of the region, typed like `region_ptr`. 0 if no pointer reaches it.
+
+    The compiler knows nothing about the alignment of an address from a table, and would store element by
+    element; bases are multiples of 16 bytes (`memory.ALIGNMENT`). The hint must be where the pointer is
+    created.
+    """
+    return tl.multiple_of(tl.load(peers_ptr + peer).to(region_ptr.dtype), 16)
+
+
+@triton.jit
+def word(epoch, value):
+    """The signal word: epoch in the high half, value (a row count, say) in the low one."""
+    return (tl.cast(epoch, tl.int64) << 32) | tl.cast(value, tl.int64)
+
+
+@triton.jit
+def low_word(seen):
+    """The value that travelled with a signal."""
+    return (seen & LOW_WORD).to(tl.int32)
+
+
+@triton.jit
+def put_rows(
+    region_ptr, peers_ptr, peer, offset, source_ptr, row_ptr, num_rows, D,
+    NVSHMEM: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, stage_ptr=None,
+):  # fmt: skip
+    """Copy source[row[i]] for i < num_rows (<= ROWS) to row i of the peer's region at `offset`; D wide.
+
+    Over NVSHMEM the rows go through `stage`, [ROWS, D] for this call alone, which must stay until `quiet`.
+    It is symmetric memory: a network card reads only what is registered with it, which what torch allocates
+    is not.
+    Example: row = [7, 2], num_rows = 2, D = 4: source[7] goes to offset..offset+3, source[2] to offset+4...
+    """
+    base = tl.load(peers_ptr + peer)
+    target_ptr = remote_pointer(region_ptr, peers_ptr, peer) + offset
+    if NVSHMEM:
+        tl.static_assert(stage_ptr is not None, "NVSHMEM puts from symmetric memory: give it a stage_ptr")
+        if base == 0:
+            target_ptr = stage_ptr
+    i_row = tl.arange(0, ROWS)
+    m_row = i_row < num_rows
+    row = tl.load(row_ptr + i_row, mask=m_row, other=0).to(tl.int64)
+    for d in range(0, D, BLOCK):
+        i_d = d + tl.arange(0, BLOCK)
+        m = m_row[:, None] & (i_d < D)[None, :]
+        # [ROWS, BLOCK]
+        b_x = tl.load(source_ptr + row[:, None] * D + i_d[None, :], mask=m)
+        tl.store(target_ptr + i_row[:, None].to(tl.int64) * D + i_d[None, :], b_x, mask=m)
+    if NVSHMEM:
+        if base == 0:
+            tl.debug_barrier()
+            nvshmem_device.put_row(region_ptr + offset, stage_ptr, num_rows * D, peer)
+
+
+@triton.jit
+def put_values(
+    region_ptr, peers_ptr, peer, offset, value, i, num, stage_ptr, NVSHMEM: tl.constexpr
+):  # fmt: skip
+    """Store value[:num], a block, at `offset` of the peer's region, and in stage. i: 0, 1, ... of the block.
+
+    stage: symmetric memory, through which it goes where no pointer reaches the peer; it must stay until
+    `quiet`.
+    """
+    base = tl.load(peers_ptr + peer)
+    tl.store(stage_ptr + i, value, mask=i < num)
+    if NVSHMEM and base == 0:
+        tl.debug_barrier()
+        nvshmem_device.put_row(region_ptr + offset, stage_ptr, num, peer)
+    else:
+        tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
+
+
+@triton.jit
+def put_words(
+    region_ptr, peers_ptr, peer, offset, source_ptr, num, NVSHMEM: tl.constexpr, SIZE: tl.constexpr, i=None
+):  # fmt: skip
+    """Copy source[:num] (num <= SIZE) to `offset` of the peer's region.
+
+    source: symmetric memory, where no pointer reaches the peer, that stays until `quiet`. i: 0 to SIZE, from
+    a Gluon kernel, which lays out its blocks itself.
+    """
+    base = tl.load(peers_ptr + peer)
+    if i is None:
+        i = tl.arange(0, SIZE)
+    if NVSHMEM and base == 0:
+        nvshmem_device.put_row(region_ptr + offset, source_ptr, num, peer)
+    else:
+        value = tl.load(source_ptr + i, mask=i < num)
+        tl.store(base.to(region_ptr.dtype) + offset + i, value, mask=i < num)
+
+
+@triton.jit
+def fence(NVSHMEM: tl.constexpr):
+    """Order all earlier puts of this program before its later puts and signals."""
+    tl.debug_barrier()
+    if NVSHMEM:
+        nvshmem_device.fence()
+        tl.debug_barrier()
+
+
+@triton.jit
+def put_row(target_ptr, source_ptr, num_elements, peer, NVSHMEM: tl.constexpr):
+    """Start copying one row to the same symmetric address on a peer that no pointer reaches.
+
+    source: symmetric memory of this PE, like put_rows' stage.
+    """
+    if NVSHMEM:
+        nvshmem_device.put_row(target_ptr, source_ptr, num_elements, peer)
+
+
+@triton.jit
+def quiet(NVSHMEM: tl.constexpr):
+    """Everything this program has put has arrived: another program may signal it, and its source may change.
+
+    Puts through a pointer have read their source when the program goes on; the network reads it later. So a
+    program that has put rows calls this before it ends, or the next kernel could overwrite them.
+    """
+    tl.debug_barrier()
+    if NVSHMEM:
+        nvshmem_device.quiet()
+        tl.debug_barrier()
+
+
+@triton.jit
+def put_signal(signals_ptr, peers_ptr, peer, index, value, NVSHMEM: tl.constexpr):
+    """Set word `index` of the peer's signals, after everything that this program has put there before."""
+    tl.debug_barrier()
+    base = tl.load(peers_ptr + peer)
+    # A fence of NVSHMEM waits for the network: only where the rows took the network, too.
+    if NVSHMEM and base == 0:
+        nvshmem_device.set_signal(signals_ptr + index, value, peer)
+    else:
+        tl.atomic_xchg(base.to(signals_ptr.dtype) + index, value, sem="release", scope="sys")
+
+
+@triton.jit
+def failed(report_ptr):
+    """Has any wait of this PE timed out? Then results are invalid.
+
+    An atomic is executed by one thread, which broadcasts the value: with loads, threads could see different
+    values while another program reports, and diverge before a barrier.
+    """
+    free = tl.cast(0, tl.int64)
+    return tl.atomic_add(report_ptr, free, sem="relaxed", scope="gpu") != 0
+
+
+@triton.jit
+def report_failure(report_ptr, rank, peer, op, index, expected, seen):
+    """Write the report, unless an earlier failure of this PE is in it."""
+    free = tl.cast(0, tl.int64)
+    if tl.atomic_cas(report_ptr, free, free + 1) == 0:
+        tl.store(report_ptr + 1, rank)
+        tl.store(report_ptr + 2, peer)
+        tl.store(report_ptr + 3, op)
+        tl.store(report_ptr + 4, index)
+        tl.store(report_ptr + 5, expected)
+        tl.store(report_ptr + 6, seen)
+
+
+@triton.jit
+def wait(
+    signal_ptr, at_least, max_polls, report_ptr, rank, peer, op, index, NVSHMEM: tl.constexpr = False
+):  # fmt: skip
+    """Wait until the word is `at_least`, but not longer than `max_polls` looks. -> the word seen last.
+
+    When time is up the first to notice writes rank, peer, op, index, expected and seen to the report, and
+    every later wait of this PE looks only once: the launch ends, and its caller raises. With NVSHMEM, rows
+    that came over the network before the signal are visible after it as well.
+    """
+    seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+    if seen < at_least:
+        polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
+        if INTERPRETED:
+            begin = looks_by_the_clock() - polls
+        while (seen < at_least) & (polls < max_polls):
+            seen = tl.atomic_add(signal_ptr, 0, sem="acquire", scope="sys")
+            polls += 1
+            if INTERPRETED:
+                polls = looks_by_the_clock() - begin
+        if seen < at_least:
+            report_failure(report_ptr, rank, peer, op, index, at_least, seen)
+    if NVSHMEM and seen >= at_least:
+        nvshmem_device.acquire(signal_ptr, at_least)
+        tl.debug_barrier()
+    return seen
+
+
+@triton.jit
+def _missing(signal_ptrs, mask, at_least, SIZE: tl.constexpr):
+    """-> the words [SIZE], and 1 for each that `mask` asks for and that is too small."""
+    nothing = mask.to(tl.int64) * 0
+    seen = tl.atomic_add(signal_ptrs, nothing, mask=mask, sem="acquire", scope="sys")
+    return seen, (mask & (seen < at_least)).to(tl.int32)
+
+
+@triton.jit
+def wait_all(
+    signal_ptrs, mask, at_least, max_polls, report_ptr, rank, peers, op, indices, SIZE: tl.constexpr,
+    NVSHMEM: tl.constexpr = False,
+):  # fmt: skip
+    """`wait` for a block of signals at once: until each word where `mask` holds is `at_least`. -> are they?
+
+    signal_ptrs, mask, peers, indices: [SIZE]. Of those missing a report names that with the smallest
+    index.
+    """
+    seen, missing = _missing(signal_ptrs, mask, at_least, SIZE)
+    if tl.sum(missing, 0) > 0:
+        polls = tl.where(failed(report_ptr), max_polls, 0).to(tl.int64)
+        if INTERPRETED:
+            begin = looks_by_the_clock() - polls
+        while (tl.sum(missing, 0) > 0) & (polls < max_polls):
+            seen, missing = _missing(signal_ptrs, mask, at_least, SIZE)
+            polls += 1
+            if INTERPRETED:
+                polls = looks_by_the_clock() - begin
+        if tl.sum(missing, 0) > 0:
+            index = tl.min(tl.where(missing != 0, indices, LAST_INDEX), 0)
+            first = (missing != 0) & (indices == index)
+            peer = tl.max(tl.where(first, peers, 0), 0)
+            report_failure(report_ptr, rank, peer, op, index, at_least, tl.max(tl.where(first, seen, 0), 0))
+    if NVSHMEM:
+        # What one word needs to be visible serves for all.
+        address = tl.max(tl.where(mask & (seen >= at_least), signal_ptrs.to(tl.int64), 0), 0)
+        if address != 0:
+            nvshmem_device.acquire(address, at_least)
+    # Each thread has acquired its own words; the barrier makes the published data visible to all threads.
+    tl.debug_barrier()
+    return tl.sum(missing, 0) == 0
+
+
+@triton.jit
+def fence_tma(TMA: tl.constexpr):
+    """Between a wait and a TMA load of what has arrived: the rows came through the generic proxy."""
+    if TMA and not INTERPRETED:
+        # Not a flag and not ordering between PEs: the one PTX instruction that Triton has no word for.
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def opaque(value):
+    """value, an integer of which the compiler knows nothing: what follows from it is computed behind this.
+
+    Otherwise LLVM computes what partitions of a Gluon kernel, or the tasks of one, have in common once and
+    ahead of all, and ptxas spills it. Costs nothing: ptxas removes the move.
+    """
+    if INTERPRETED:
+        return value
+    elif value.dtype == tl.int64:
+        return tl.inline_asm_elementwise(
+            "mov.b64 $0, $1;", "=l,l", [value], dtype=tl.int64, is_pure=False, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [value], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def opaque_width(width):
+    """`opaque` of a multiple of 8, which the compiler sees: Triton 3.6 takes no hint on what that returns."""
+    return opaque(width) // 8 * 8
+
+
+@triton.jit
+def opaque_sizes(W, L, D, F, H, R):
+    """All of them `opaque`: extended to 64 bits, or divided, where they are needed only."""
+    return opaque(W), opaque(L), opaque_width(D), opaque_width(F), opaque_width(H), opaque(R)

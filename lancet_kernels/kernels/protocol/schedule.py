@@ -1,0 +1,292 @@
+"""Where do compact rows lie on every PE, and which task has which number? Found on the device, from counts.
+
+    W  PEs, L experts on each, E = W * L       BM  rows of a tile      R  most rows that a PE receives
+
+A row is one kept choice of one token. count[w, e] is how many rows PE w sends to expert e; every PE puts its
+own to all others, and every offset on every PE is a prefix sum of them:
+
+    side      order                                      a row of PE w for expert e, at slot i
+    send      by expert, then slot                       first_send[w, e] + i
+    receive   by local expert, then source, then slot    first_row[e] + before[w, e] + i
+
+The rows of an expert are one group of the grouped GEMM, rows[e] long, cut into tiles of BM rows. A tile may
+hold rows of several sources. Tiles are counted through on their PE, from first_tile[e]. What PE w sends into
+one tile is a *chunk*: one put, one signal, and one signal for its results on the way back.
+
+Example, W = 2, L = 3, BM = 4:
+
+    count         e =  0  1  2 | 3  4  5          rows        5  6  0 |  5  2  3
+        w = 0          2  5  0 | 1  0  3          first_row   0  5 11 |  0  5  7
+        w = 1          3  1  0 | 4  2  0          first_tile  0  2  4 |  0  2  3
+    before[1]          2  5  0 | 1  0  3          first_send[1] 0  3  4  4  8 10
+
+PE 0 receives 11 rows in 4 tiles. Tile 0 is rows 0 to 3: two of PE 0 and two of PE 1. Tile 1 is row 4, of PE
+1; so the three rows that PE 1 sends to expert 0 are two chunks. Tile 3, the second one of expert 1, is rows
+9 and 10: one of each source.
+
+How rows are said to have arrived. One signal word for each (tile, source), holding the epoch; a tile looks at
+those of the sources that the counts name, all at once. The other way, a counter for each tile that every put
+adds to, would be one word to look at, but could not say which PE is missing, would have to be reset between
+epochs or be compared with a sum over all earlier routings, and would be off for ever after a single put that
+came twice or not at all. Words by source only grow, and are right again with the next epoch.
+
+What does not fit. If the rows of any PE are more than R, every PE sees that in the counts before anything is
+put: the pass is *void*, nothing is put or waited for, its results are NaN, and the report says which PE
+needed how many rows.
+
+Order of tasks. Programs claim numbers from one counter. Two streams are merged: puts, and all others,
+
+    [independent GEMMs][tiles][weight gradients][reductions]
+
+The tiles of the two GEMMs take turns: those of the second one come `lag` tiles behind those of the first.
+Puts are sorted by (local expert, tile) of where they go, and among equals by how far the peer is: rank + 1
+first, the PE itself last. Of every `programs` claims `comm_programs` are puts as long as there are any; and
+a tile of the first GEMM with number (local expert, tile) stands behind all puts with a key up to its own.
+
+Why one resident program per PE is enough. What a task waits for is made by an earlier task of its own PE, by
+a put of a peer, or (reductions, last in every list) by tiles of peers. Say all PEs were stuck. Take the
+waiting tile of the first GEMM with the smallest key (l, m) of all. It waits for a put of a peer q with that
+key, which q has not claimed. In q's list all tiles of the first GEMM before that put have smaller keys: they
+are done. So are puts, independent tasks, and the second GEMM of those tiles. So q goes on: a contradiction.
+
+The table, int32, one for each pass; a backward uses that of its forward:
+
+    header [8]   VOID, NUM_PUTS, NUM_TILES, RECEIVED
+    count [W, E]   before [W, E]   first_send [W, E]   rows [E]   first_row [E]   first_tile [E]
+    tile_expert [tiles]   local expert of each tile here
+    tile_puts [tiles]     puts of this PE that stand before the tile
+    put_expert [chunks]   expert and tile (of its expert) of each put of this PE, in order
+    put_tile [chunks]
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lancet_kernels.kernels.protocol import device
+from lancet_kernels.kernels.protocol.failure import TOO_MANY_ROWS, WAIT_COUNTS, WAIT_RELEASE
+
+HEADER_WORDS = 8
+# Tiles of an expert that a program of `schedule_kernel` numbers in one step.
+TILES_AT_ONCE = 64
+HEADER = tl.constexpr(HEADER_WORDS)
+VOID = tl.constexpr(0)
+NUM_PUTS = tl.constexpr(1)
+NUM_TILES = tl.constexpr(2)
+RECEIVED = tl.constexpr(3)
+
+
+def most_tiles(rows: int, local_experts: int, block_m: int) -> int:
+    """Tiles that `rows` rows of `local_experts` experts can take at most."""
+    return rows // block_m + local_experts
+
+
+def most_chunks(rows: int, experts: int, block_m: int) -> int:
+    """Chunks that `rows` rows to `experts` experts can be cut into at most."""
+    return rows // block_m + 2 * experts
+
+
+def table_words(world: int, experts: int, tiles: int, chunks: int) -> int:
+    """Size of the table. Example: 2 PEs, 6 experts, 8 tiles, 14 chunks -> 8 + 36 + 18 + 16 + 28 = 106."""
+    return HEADER_WORDS + 3 * world * experts + 3 * experts + 2 * tiles + 2 * chunks
+
+
+@triton.jit
+def before_ptr(table_ptr, W, E):
+    return table_ptr + (HEADER + W * E)
+
+
+@triton.jit
+def rows_ptr_of(table_ptr, W, E):
+    """rows [E], followed by first_row [E] and first_tile [E]."""
+    return table_ptr + (HEADER + 3 * W * E)
+
+
+@triton.jit
+def tile_ptr(table_ptr, W, E):
+    """tile_expert, followed by tile_puts."""
+    return table_ptr + (HEADER + 3 * W * E + 3 * E)
+
+
+@triton.jit
+def segment(table_ptr, W, E, w, e, mask=None):
+    """-> count, before and first_send of the rows of source w for expert e; zeros where `mask` is False."""
+    p = table_ptr + (HEADER + w * E + e)
+    other = None if mask is None else 0
+    count = tl.load(p, mask=mask, other=other)
+    before = tl.load(p + W * E, mask=mask, other=other)
+    first = tl.load(p + 2 * W * E, mask=mask, other=other)
+    return count, before, first
+
+
+@triton.jit
+def group(table_ptr, W, E, e):
+    """-> rows, first_row and first_tile of expert e on its PE."""
+    p = rows_ptr_of(table_ptr, W, E) + e
+    return tl.load(p), tl.load(p + E), tl.load(p + 2 * E)
+
+
+@triton.jit
+def in_tile(count, before, m, BM: tl.constexpr):
+    """Are rows of this segment in tile m of their expert?
+
+    Example: BM = 4, 3 rows behind 2 others: in tile 0 and tile 1.
+    """
+    return tl.maximum(before, m * BM) < tl.minimum(before + count, m * BM + BM)
+
+
+@triton.jit
+def chunk_number(first_send, before, e, m, BM: tl.constexpr):
+    """Which of its source's chunks is what lies in tile m of expert e? Any two have different numbers.
+
+    n rows touch at most n // BM + 2 tiles, and so far apart the first numbers of two experts are.
+    Example: BM = 4, first_send 3, before 5, e = 1: tiles 1 and 2 are chunks 2 and 3.
+    """
+    return first_send // BM + 2 * e + m - before // BM
+
+
+@triton.jit(do_not_specialize=["rank", "W", "L", "R", "max_polls"])
+def exchange_counts_kernel(
+    use_ptr, kept_ptr, counts_ptr, counts_peers_ptr, counted_ptr, counted_peers_ptr, released_ptr,
+    table_ptr, report_ptr, rank, W, L, R, max_polls,
+    BANKS: tl.constexpr, NVSHMEM: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """Put this PE's counts to all others, wait for theirs, and make the offsets of everybody's rows.
+
+    Grid: (1,): it puts before it waits. Shapes: kept int64 [E], rows for each expert; counts int32 [B, W, E]
+    and counted [B, W], symmetric. Writes the table from its header to first_tile.
+    Work: 4 E bytes to each peer, and W scans of E numbers.
+    Example: that of the module; PE 1 puts [3, 1, 0, 4, 2, 0] into counts[bank, 1] of PE 0.
+    """
+    epoch = tl.load(use_ptr)
+    bank = epoch % BANKS
+    E = W * L
+    i_e = tl.arange(0, BE)
+    m_e = i_e < E
+    own = (bank * W + rank) * E
+    tl.store(counts_ptr + own + i_e, tl.load(kept_ptr + i_e, mask=m_e, other=0).to(tl.int32), mask=m_e)
+    tl.debug_barrier()
+    b_own = tl.load(counts_ptr + own + i_e, mask=m_e, other=0)
+    word = device.word(epoch, tl.full((), 0, tl.int64))
+    free = device.word(epoch - BANKS, tl.full((), 0, tl.int64))
+    for step in range(1, W):
+        peer = (rank + step) % W
+        i_released = bank * W + peer
+        seen = device.wait(
+            released_ptr + i_released, free, max_polls, report_ptr, rank, peer, WAIT_RELEASE, i_released
+        )
+        if seen >= free:
+            device.put_values(
+                counts_ptr, counts_peers_ptr, peer, own, b_own, i_e, E, counts_ptr + own, NVSHMEM
+            )
+            device.put_signal(counted_ptr, counted_peers_ptr, peer, bank * W + rank, word, NVSHMEM)
+    i_w = tl.arange(0, BW)
+    m_w = (i_w < W) & (i_w != rank)
+    i_counted = bank * W + i_w
+    device.wait_all(
+        counted_ptr + i_counted, m_w, word, max_polls, report_ptr, rank, i_w, WAIT_COUNTS, i_counted, BW,
+        NVSHMEM,
+    )  # fmt: skip
+    if device.failed(report_ptr):
+        tl.store(table_ptr + VOID, 1)
+    else:
+        _offsets(counts_ptr + bank * W * E, table_ptr, report_ptr, rank, W, L, R, BM, BE)
+    # The network may still read the counts, which a later use of the bank overwrites.
+    device.quiet(NVSHMEM)
+
+
+@triton.jit
+def _offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, R, BM: tl.constexpr, BE: tl.constexpr):
+    """The table up to first_tile, from counts [W, E]. Void, and reported, if a PE has no room."""
+    E = W * L
+    i_e = tl.arange(0, BE)
+    m_e = i_e < E
+    b_rows = tl.zeros([BE], tl.int32)
+    num_puts = 0
+    for w in range(W):
+        b_count = tl.load(counts_ptr + w * E + i_e, mask=m_e, other=0)
+        p = table_ptr + (HEADER + w * E + i_e)
+        tl.store(p, b_count, mask=m_e)
+        tl.store(p + W * E, b_rows, mask=m_e)
+        tl.store(p + 2 * W * E, tl.cumsum(b_count, 0) - b_count, mask=m_e)
+        if w == rank:
+            num_puts += tl.sum(_num_chunks(b_count, b_rows, BM), 0)
+        b_rows += b_count
+    p = rows_ptr_of(table_ptr, W, E) + i_e
+    b_tiles = tl.cdiv(b_rows, BM)
+    tl.store(p, b_rows, mask=m_e)
+    row = tl.cumsum(b_rows, 0) - b_rows
+    tile = tl.cumsum(b_tiles, 0) - b_tiles
+    tl.store(p + E, row, mask=m_e)
+    tl.store(p + 2 * E, tile, mask=m_e)
+    # Counted on from the first expert of each PE: that one's values lie in another thread.
+    tl.debug_barrier()
+    p_first = rows_ptr_of(table_ptr, W, E) + i_e // L * L
+    row -= tl.load(p_first + E, mask=m_e, other=0)
+    tile -= tl.load(p_first + 2 * E, mask=m_e, other=0)
+    tl.debug_barrier()
+    tl.store(p + E, row, mask=m_e)
+    tl.store(p + 2 * E, tile, mask=m_e)
+    b_needed = tl.where(m_e, row + b_rows, 0)
+    needed = tl.max(b_needed, 0)
+    b_here = (i_e // L == rank) & m_e
+    tl.store(table_ptr + NUM_PUTS, tl.where(needed > R, 0, num_puts))
+    tl.store(table_ptr + NUM_TILES, tl.where(needed > R, 0, tl.sum(tl.where(b_here, b_tiles, 0), 0)))
+    tl.store(table_ptr + RECEIVED, tl.sum(tl.where(b_here, b_rows, 0), 0))
+    if needed > R:
+        tl.store(table_ptr + VOID, 1)
+        device.report_failure(
+            report_ptr, rank, tl.argmax(b_needed, 0) // L, TOO_MANY_ROWS, 0, needed.to(tl.int64), R
+        )
+
+
+@triton.jit
+def _num_chunks(count, before, BM: tl.constexpr):
+    """Tiles that `count` rows behind `before` others touch. Example: BM = 4: 3 behind 2 -> 2; 0 -> 0."""
+    return tl.where(count > 0, (before + count - 1) // BM - before // BM + 1, 0)
+
+
+@triton.jit(do_not_specialize=["rank", "W", "L", "tiles", "chunks"])
+def schedule_kernel(
+    table_ptr, rank, W, L, tiles, chunks,
+    BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Number the tiles here and the puts of this PE: tile_expert, tile_puts, put_expert, put_tile.
+
+    Grid: (L,). Program l owns the tiles of local expert l, and the puts to local expert l of every PE.
+    tiles, chunks: room for that many in the table. A void table is left as it is.
+    Work: (W + 1) words for each tile.
+    Example: that of the module, PE 1: its puts are (3, 0) of its own expert 0 behind (0, 0), both of key (0,
+    0); then (0, 1), (3, 1) of key (0, 1); (1, 1) of key (1, 1), behind (4, 0) of key (1, 0).
+    So put_expert = [0, 3, 0, 3, 4, 1] and put_tile = [0, 0, 1, 1, 0, 1].
+    """
+    if tl.load(table_ptr + VOID) == 0:
+        local = tl.program_id(0)
+        E = W * L
+        i_e = tl.arange(0, BE)
+        b_count, b_before, _ = segment(table_ptr, W, E, rank, i_e, i_e < E)
+        first_put = tl.sum(tl.where(i_e % L < local, _num_chunks(b_count, b_before, BM), 0), 0)
+        i_w = tl.arange(0, BW)
+        b_count, b_before, _ = segment(table_ptr, W, E, rank, i_w * L + local, i_w < W)
+        b_first = b_before // BM
+        b_end = b_first + _num_chunks(b_count, b_before, BM)
+        rows, _, first_tile = group(table_ptr, W, E, rank * L + local)
+        own_tiles = tl.cdiv(rows, BM)
+        p_tile = tile_ptr(table_ptr, W, E)
+        p_put = p_tile + 2 * tiles
+        for m0 in range(0, tl.maximum(own_tiles, tl.max(b_end, 0)), BT):
+            m = m0 + tl.arange(0, BT)
+            # Puts to this expert, of any PE, with a tile before m; then those of tile m, peer after peer.
+            passed = tl.minimum(m[:, None], b_end[None, :]) - tl.minimum(m[:, None], b_first[None, :])
+            number = first_put + tl.sum(passed, 1)
+            for step in range(1, W + 1):
+                e = (rank + step) % W * L + local
+                count, before, _ = segment(table_ptr, W, E, rank, e)
+                here = in_tile(count, before, m, BM)
+                tl.store(p_put + number, tl.zeros([BT], tl.int32) + e, mask=here)
+                tl.store(p_put + chunks + number, m, mask=here)
+                number += here.to(tl.int32)
+            m_own = m < own_tiles
+            tl.store(p_tile + first_tile + m, tl.zeros([BT], tl.int32) + local, mask=m_own)
+            tl.store(p_tile + tiles + first_tile + m, number, mask=m_own)

@@ -1,0 +1,164 @@
+"""One emulation: the scheduler, the memories, and how a kernel is launched."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import triton.language as tl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime import interpreter
+
+from tests.lancet_kernels.kernels.hopper.gluon_emulator import language
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.async_copies import Descriptor, TmaLoad
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.global_memory import GlobalMemory, Program
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.scheduler import Misuse, Scheduler
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.shared_memory import SharedTraffic, number
+from tests.lancet_kernels.kernels.hopper.gluon_emulator.source import Sources, is_jitted
+
+LAUNCH_OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg", "ptx_options", "warmup")
+
+
+def _see_language() -> None:
+    """A function that sees triton.language, which is what the interpreter prepares for one."""
+    tl.load  # noqa: B018
+
+
+class Emulator:
+    """Runs host code of one or several PEs, and the kernels that it launches.
+
+    edits: (jitted function, old text, new text) each, to run mutants; the old text must occur once.
+    patience: looks at memory in which nothing changes any more until that is a Deadlock; with None a wait
+    that polls may run out of time by itself.
+    """
+
+    def __init__(
+        self, seed: int = 0, edits: Sequence[tuple[Any, str, str]] = (), patience: int | None = 40
+    ) -> None:
+        self.builder = interpreter.interpreter_builder
+        self.scheduler = Scheduler(seed, self.builder, patience)
+        self.memory = GlobalMemory(self.scheduler, self.builder)
+        self.traffic = SharedTraffic()
+        self.loads: list[TmaLoad] = []
+        self.sources = Sources(language.table(self), language.by_name(self), edits)
+
+    def run(self, *hosts: Callable[[], Any]) -> list[Any]:
+        """Each of `hosts` as a PE, all at once; -> what they return."""
+        with self._prepared():
+            tasks = [
+                self.scheduler.spawn(f"PE {pe}", partial(self._host, host), Program(f"PE {pe}"))
+                for pe, host in enumerate(hosts)
+            ]
+            self.scheduler.run()
+        return [task.result for task in tasks]
+
+    def kernel(self, fn: Any) -> _Kernel:
+        """Launches the jitted function fn: kernel[grid](...)."""
+        return _Kernel(self, fn)
+
+    def specialize(self, partitions: list[tuple[Any, tuple]], num_warps: list[Any]) -> Any:
+        """gl.warp_specialize: the first partition goes on in the task, the others in tasks of their own."""
+        if len(partitions) != len(num_warps) + 1:
+            raise Misuse(f"{len(partitions)} partitions, and warps for {len(num_warps)} workers")
+        me = self.scheduler.current
+        self.memory.arrive(me)
+        workers = []
+        for (fn, args), warps in zip(partitions[1:], num_warps, strict=True):
+            name = f"{me.name}, {fn.__name__}"
+            worker = self.scheduler.spawn(name, partial(self._partition, fn, args), me.program)
+            worker.grid, worker.num_warps = (self.builder.grid_dim, self.builder.grid_idx), number(warps)
+            workers.append(worker)
+        fn, args = partitions[0]
+        name, me.name = me.name, f"{me.name}, {fn.__name__}"
+        result = fn(*args)
+        self.memory.arrive(me)
+        self.scheduler.wait_until(
+            lambda: all(worker.finished for worker in workers), lambda: "waits for the other partitions"
+        )
+        me.name = name
+        return result
+
+    def _partition(self, fn: Callable[..., Any], args: tuple) -> None:
+        fn(*args)
+        self.memory.arrive(self.scheduler.current)
+
+    def _host(self, host: Callable[[], Any]) -> Any:
+        result = host()
+        self.memory.flush(self.scheduler.current.program)
+        return result
+
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Inside, Triton's interpreter asks this emulator for memory."""
+        scope = interpreter._patch_lang(_see_language)
+        grid = getattr(self.builder, "grid_dim", None), getattr(self.builder, "grid_idx", None)
+        launch = interpreter.GridExecutor.__call__
+
+        def launch_and_end(executor: Any, *args: Any, **options: Any) -> None:
+            launch(executor, *args, **options)
+            if self.scheduler.current is not None:
+                self.memory.flush(self.scheduler.current.program)
+
+        for name in self.memory.real:
+            setattr(self.builder, name, getattr(self.memory, name))
+        interpreter.GridExecutor.__call__ = launch_and_end
+        try:
+            yield
+        finally:
+            interpreter.GridExecutor.__call__ = launch
+            for name in self.memory.real:
+                delattr(self.builder, name)
+            self.builder.grid_dim, self.builder.grid_idx = grid
+            scope.restore()
+
+
+class _Kernel:
+    """Stands for a jitted function where it is launched."""
+
+    def __init__(self, emulator: Emulator, fn: Any) -> None:
+        self.emulator, self.fn, self.arg_names = emulator, fn, fn.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        emulator = self.emulator
+        num_warps = options.get("num_warps", 4)
+        options = {name: value for name, value in options.items() if name not in LAUNCH_OPTIONS}
+        python = self.fn.fn if is_jitted(self.fn) else self.fn
+        given = inspect.getcallargs(python, *args, **options)
+        constant = {n for n, p in inspect.signature(python).parameters.items() if _is_constexpr(p.annotation)}
+        given = {name: value if name in constant else _argument(value) for name, value in given.items()}
+        size = (*grid, 1, 1)[:3]
+        scheduler, here = emulator.scheduler, emulator.scheduler.current
+        programs = []
+        for x in range(size[0] * size[1] * size[2]):
+            index = x % size[0], x // size[0] % size[1], x // (size[0] * size[1])
+            name = f"{here.name}, program {x}"
+            program = Program(name)
+            task = scheduler.spawn(name, partial(emulator.sources.function(self.fn), **given), program)
+            task.grid, task.num_warps = (size, index), num_warps
+            programs.append(task)
+        scheduler.wait_until(
+            lambda: all(task.finished for task in programs), lambda: "waits for the programs it launched"
+        )
+        for task in programs:
+            emulator.memory.flush(task.program)
+
+
+def _is_constexpr(annotation: Any) -> bool:
+    return annotation is tl.constexpr or (isinstance(annotation, str) and annotation.endswith("constexpr"))
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, TensorDescriptor):
+        base = value.base
+        dtype = tl.str_to_ty(str(interpreter._implicit_cvt(base).dtype.element_ty), None)
+        return Descriptor(
+            base.data_ptr(), dtype, *map(list, (value.shape, value.strides, value.block_shape)), value.layout
+        )
+    return interpreter._implicit_cvt(value) if not isinstance(value, torch.dtype) else value

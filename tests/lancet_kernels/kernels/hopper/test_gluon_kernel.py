@@ -1,0 +1,198 @@
+"""The Hopper kernel, executed in the emulator: bit for bit the plain kernel, in any order of events.
+
+Tiles are smaller than on a GPU, which changes no line of the kernel. What the emulator cannot show is said
+in its docstring.
+"""
+
+from dataclasses import fields
+from functools import partial
+
+import pytest
+import torch
+
+from lancet_kernels.kernels.runtime import INTERPRETED
+
+if not INTERPRETED:
+    pytest.skip("the emulator is for machines without a GPU", allow_module_level=True)
+
+from lancet_kernels.errors import CommunicationError
+from lancet_kernels.kernels.hopper import consumer, copies, pipeline, producer
+from lancet_kernels.kernels.hopper.config import hopper_config
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.protocol import device, steps
+from tests.grids import few_of
+from tests.lancet_kernels.kernels.hopper.gluon_emulator import Emulator
+from tests.lancet_kernels.kernels.hopper.gluon_passes import (
+    PAIR_TILE,
+    differences,
+    emulated,
+    forward,
+    make_layers,
+    play,
+    verdict,
+)
+from tests.lancet_kernels.kernels.overlap_cases import Case, check_accuracy
+
+BF16, FP16 = torch.bfloat16, torch.float16
+TINY = Case(local=1, tokens=5, choices=1, capacity=5, width=16, hidden=16, dtype=BF16)
+ODD = Case(width=24, hidden=40, dtype=BF16)
+
+
+def test_forward_gives_the_bits_of_the_plain_kernel():
+    case = Case(tokens=5, choices=1, capacity=5, width=24, hidden=16, dtype=BF16)
+    plain = play(case, 0, bodies="triton", backward=False)
+    for seed in range(2):
+        assert not differences(play(case, seed, backward=False), plain), f"seed {seed}"
+
+
+def test_a_pass_gives_the_bits_of_the_plain_kernel():
+    plain = play(TINY, 0, bodies="triton")
+    check_accuracy(plain, TINY)
+    for seed in range(2):
+        assert not differences(play(TINY, seed), plain), f"seed {seed}"
+
+
+def test_waits_for_a_pe_that_does_not_come_end():
+    layers = make_layers(TINY, timeout_s=0.2)
+    emulator = Emulator(0, patience=None)
+    with emulated(emulator, absent=1):
+        answers = emulator.run(*(partial(forward, layer) for layer in layers))
+    assert answers[0].out.isnan().all()
+    # For rows of PE 1, or for the result of its own that needs them: both waits run out of time.
+    with pytest.raises(CommunicationError, match="PE 0 waited for PE"):
+        layers[0].check()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [
+        (Case(world=1, width=24, hidden=24, dtype=BF16), {}),
+        (ODD, {}),
+        (ODD, {"split": True}),
+        (Case(tokens=21, width=40, hidden=24, dtype=FP16, activation="silu", bias=False), {"programs": 2}),
+        (Case(local=1, width=24, hidden=40, dtype=BF16, activation="swiglu"), {"gemm": PAIR_TILE}),
+        (Case(local=1, tokens=40, capacity=40, width=24, hidden=24, dtype=BF16, choose="one"),
+         {"programs": 3}),
+        (Case(world=3, local=1, tokens=9, width=24, hidden=24, dtype=BF16, uneven=True), {}),
+        (Case(local=1, tokens=9, width=16, hidden=24, dtype=BF16, choose="few"), {"dense": True}),
+        (Case(local=3, tokens=21, choices=4, capacity=21, width=24, hidden=16, dtype=BF16),
+         {"programs": 2}),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Case) else "-".join(value) or "one",
+)  # fmt: skip
+def test_any_pass_gives_the_bits_of_the_plain_kernel(case, options):
+    plain = play(case, 0, **options | {"bodies": "triton"})
+    check_accuracy(plain, case)
+    for seed in range(5):
+        assert not differences(play(case, seed, **options), plain), f"seed {seed}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_the_tile_of_a_gpu_gives_the_bits_of_the_plain_kernel(activation):
+    case = Case(
+        local=1, tokens=150, choices=1, capacity=150, width=128, hidden=192, activation=activation, dtype=BF16
+    )
+    options = {field.name: getattr(hopper_config(), field.name) for field in fields(OverlapConfig)}
+    plain = play(case, 0, **options | {"bodies": "triton"})
+    check_accuracy(plain, case)
+    for seed in range(2):
+        assert not differences(play(case, seed, **options), plain), f"seed {seed}"
+
+
+@pytest.mark.long
+def test_many_orders_give_the_same_bits():
+    plain = play(TINY, 0, bodies="triton")
+    for seed in range(60):
+        assert not differences(play(TINY, seed, programs=1 + seed % 2), plain), f"seed {seed}"
+
+
+@pytest.mark.long
+def test_passes_that_reuse_banks_give_the_same_bits():
+    plain = play(TINY, 0, bodies="triton", passes=4)
+    for seed in range(5):
+        assert not differences(play(TINY, seed, passes=4), plain), f"seed {seed}"
+
+
+# (function, old text, new text): what is wrong, and must not pass unseen.
+MUTANTS = {
+    "a signal is sent before the barrier": [
+        (device.put_signal, "    tl.debug_barrier()\n", ""),
+    ],
+    "a column is counted as ready before the barrier": [
+        (steps.finish_ready, "    tl.debug_barrier()\n", ""),
+    ],
+    "a column is counted as ready before it is stored": [
+        (consumer._finish_in, "    finish_ready(ready_ptr, tile, local, tiles)\n", ""),
+        (consumer._finish_in, "    if BACKWARD:\n",
+         "    finish_ready(ready_ptr, tile, local, tiles)\n    if BACKWARD:\n"),
+    ],
+    "a column is counted as ready without release": [
+        (steps.finish_ready, 'tile, 1, sem="release"', 'tile, 1, sem="relaxed"'),
+    ],
+    "results are counted without release": [
+        (steps.return_tile, 'sem="acq_rel"', 'sem="relaxed"'),
+        (device.put_signal, 'sem="release"', 'sem="relaxed"'),
+    ],
+    "a tile does not wait for its rows": [
+        (steps.wait_rows, "    return here\n", "    return here | True\n"),
+        (steps.wait_rows, "in_tile(count, before, m, BM), word", "i_w < 0, word"),
+    ],
+    "the second product does not wait for the first": [
+        (producer._load_out, "    if HAS_IN:\n", "    if False:\n"),
+    ],
+    "a weight gradient does not wait for the first product": [
+        (producer._load_wgrad, "    if HAS_IN:\n", "    if False:\n"),
+    ],
+    "a reduction does not wait for results": [
+        (steps.reduce_block, "index, kept, word, max_polls", "index, kept, word * 0, max_polls"),
+    ],
+    "rows that arrived are loaded without a fence": [
+        (steps.wait_rows, "    device.fence_tma(TMA)\n", ""),
+    ],
+    "a descriptor is built over one that is in use": [
+        (producer._load_wgrad, "        wait_for_loads(it, full, STAGES)\n", ""),
+    ],
+    "a stage is released before its product has been waited for": [
+        (pipeline.multiply_steps, "empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0",
+         "empty.index(place), count=1, pred=k < steps - 1"),
+    ],
+    "a task is handed over into a place that is taken": [
+        (pipeline.hand_over, "mbarrier.wait(task_empty.index(place), ((j // TASKS) & 1) ^ 1)", "pass"),
+    ],
+    "a place is given back before the task is read": [
+        (pipeline.take_task, "    mbarrier.arrive(task_empty.index(place), count=1)\n", ""),
+        (pipeline.take_task, "    first = place * TASK_WORDS\n",
+         "    first = place * TASK_WORDS\n    mbarrier.arrive(task_empty.index(place), count=1)\n"),
+    ],
+    "a step of a put is stored before it has come": [
+        (copies._put_rows, "async_copy.wait_group(SLOTS - 1)", "pass"),
+    ],
+    "the consumers do not see the end": [
+        (producer.produce, "    hand_over(j, tasks, task_empty, task_full, NO_TASK,", "    max("),
+    ],
+}  # fmt: skip
+
+
+DEEP = Case(local=1, tokens=5, choices=1, capacity=5, width=64, hidden=16, dtype=BF16)  # four steps
+# What only another case, or more programs, can show.
+CASES = {
+    "a stage is released before its product has been waited for": (DEEP, {}),
+    "a weight gradient does not wait for the first product": (TINY, {"programs": 2}),
+}
+
+
+def test_mutants_are_of_the_sources_as_they_are():
+    for edits in MUTANTS.values():
+        emulator = Emulator(edits=edits)
+        for function, _, _ in edits:
+            emulator.sources.function(function)
+
+
+@pytest.mark.parametrize("name", few_of(MUTANTS))
+def test_a_mutant_is_caught(name):
+    case, options = CASES.get(name, (TINY, {}))
+    plain = play(case, 0, **options | {"bodies": "triton"})
+    found = (verdict(plain, case, seed, edits=MUTANTS[name], **options) for seed in range(20))
+    assert next(filter(None, found), ""), f"unseen: {name}"

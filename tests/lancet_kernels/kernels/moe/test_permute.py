@@ -1,0 +1,258 @@
+"""Permute, combine and their gradients against `ops.moe.dispatch`, `ops.moe.combine` and their references."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lancet_kernels import ops
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels.moe import permute as kernels
+from lancet_kernels.kernels.moe.row_config import RowConfig
+from tests.grids import few_of
+from tests.guarded_memory import guarded_memory
+
+# (T, D, E, K, C): none, one, odd, no capacity, all to one expert's buffer, wider than a tile, many choices
+SIZES = [
+    (0, 5, 2, 1, 3),
+    (1, 1, 1, 1, 1),
+    (7, 3, 5, 3, 3),
+    (7, 8, 4, 2, 0),
+    (65, 33, 3, 2, 50),
+    (13, 1030, 8, 4, 4),
+    (65, 64, 64, 8, 6),
+    (9, 40, 12, 12, 9),
+    (5, 16, 512, 8, 2),
+]
+ALL_TO_ONE = SIZES[2:5]  # sizes that are also tried with all tokens alike
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Batch:
+    """Tokens, a routing that drops some, and rows from the experts; behind the last one, rows of NaN."""
+
+    def __init__(self, size: tuple[int, ...], dtype: torch.dtype, one: bool = False) -> None:
+        tokens, width, experts, top_k, capacity = size
+        rng = generator(sum(size))
+        logits_TE = torch.randn(tokens, experts, generator=rng)
+        logits_TE = logits_TE[:1].repeat(tokens, 1) if one else logits_TE
+        used_E = torch.zeros(experts, dtype=torch.int64)
+        expert_TK, slot_TK, self.weight_TK, used_E = ops.gate(
+            logits_TE, used_E, None, None, "topk", top_k, capacity
+        )
+        count_WL = ops.kept_counts(used_E, capacity, 1)
+        self.row_TK = ops.send_rows(expert_TK, slot_TK, count_WL)
+        self.num_rows = int(count_WL.sum())
+        self.x_TD = torch.randn(tokens, width, dtype=torch.float64, generator=rng).to(dtype)
+        rows_SD = torch.randn(self.num_rows, width, dtype=torch.float64, generator=rng).to(dtype)
+        self.rows_SD = torch.nn.functional.pad(rows_SD, (0, 0, 0, 3), value=torch.nan)
+
+    def to(self, device: torch.device) -> "Batch":
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+        return self
+
+    def weight(self, weighted: bool) -> Tensor | None:
+        if not weighted:
+            return None
+        return self.weight_TK.double() if self.x_TD.dtype == torch.float64 else self.weight_TK
+
+
+def sum_in_order(batch: Batch, weight_TK: Tensor | None) -> Tensor:
+    """combine, written out: products rounded, then added to zero one choice after the other."""
+    dtype = torch.promote_types(batch.rows_SD.dtype, torch.float32)
+    acc_TD = torch.zeros(batch.x_TD.shape, dtype=dtype)
+    for k in range(batch.row_TK.shape[1]):
+        kept_T = batch.row_TK[:, k] >= 0
+        row_RD = batch.rows_SD[batch.row_TK[kept_T, k]].to(dtype)
+        acc_TD[kept_T] += row_RD if weight_TK is None else row_RD * weight_TK[kept_T, k : k + 1]
+    return acc_TD.to(batch.rows_SD.dtype)
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    assert torch.equal(actual.cpu(), expected)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", few_of(DTYPES))
+def test_permute_is_dispatch(dtype: torch.dtype, weighted: bool, device: torch.device) -> None:
+    """Bit for bit where a row lies; rows behind the last one keep what they held."""
+    for size in SIZES:
+        for one in (False, True) if size in ALL_TO_ONE else (False,):
+            batch = Batch(size, dtype, one)
+            expected = ops.dispatch(batch.x_TD, batch.row_TK, batch.weight(weighted), batch.num_rows)
+            batch.to(device)
+            with guarded_memory():
+                rows_SD = kernels.permute(
+                    batch.x_TD, batch.row_TK, batch.weight(weighted), batch.num_rows + 2
+                )
+            assert rows_SD[batch.num_rows :].isnan().all()
+            assert_same_bits(rows_SD[: batch.num_rows], expected)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("dtype", few_of(DTYPES))
+def test_combine_adds_in_order(dtype: torch.dtype, weighted: bool, device: torch.device) -> None:
+    """Bit for bit the sum k = 0, 1, ...; the op fuses products into sums of float32 rows."""
+    for size in SIZES:
+        for one in (False, True) if size in ALL_TO_ONE else (False,):
+            batch = Batch(size, dtype, one)
+            expected = sum_in_order(batch, batch.weight(weighted))
+            by_op = ops.combine(batch.rows_SD, batch.row_TK, batch.weight(weighted))
+            sums_TD = ops.combine(batch.rows_SD.abs().double(), batch.row_TK, None)
+            batch.to(device)
+            with guarded_memory():
+                out_TD = kernels.combine(batch.rows_SD, batch.row_TK, batch.weight(weighted)).cpu()
+            assert_same_bits(out_TD, expected)
+            if dtype != torch.float32:
+                assert_same_bits(by_op, expected)
+            allowed_TD = size[3] * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * sums_TD
+            assert ((out_TD.double() - by_op.double()).abs() <= allowed_TD).all()
+
+
+@pytest.mark.parametrize("dtype", few_of(DTYPES))
+def test_combine_dweight(dtype: torch.dtype, device: torch.device) -> None:
+    """As exact as torch in the same dtype, against float64."""
+    for size in SIZES:
+        batch = Batch(size, dtype)
+        x_TD, rows_SD, row_TK = batch.x_TD, batch.rows_SD, batch.row_TK
+        same = ops.combine_dweight(x_TD, rows_SD, row_TK)
+        exact = ops.combine_dweight(x_TD.double(), rows_SD.double(), row_TK)
+        # Two orders of D additions: each may be off by eps times the sum of magnitudes, in practice far less.
+        magnitude = ops.combine_dweight(x_TD.double().abs(), rows_SD.double().abs(), row_TK)
+        batch.to(device)
+        with guarded_memory():
+            dweight_TK = kernels.combine_dweight(batch.x_TD, batch.rows_SD, batch.row_TK).cpu()
+        assert dweight_TK.dtype == same.dtype
+        assert (dweight_TK[row_TK < 0] == 0).all()
+        allowed = 4 * torch.finfo(same.dtype).eps * magnitude
+        if dtype != torch.float64:
+            assert ((dweight_TK.double() - exact).abs() <= allowed).all()
+        assert ((dweight_TK - same).abs() <= 2 * allowed).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_is_the_gradient_of_the_other(dtype: torch.dtype, device: torch.device) -> None:
+    """What autograd computes through the ops is what the kernels compute from the gradient of the output."""
+    batch = Batch((37, 24, 5, 3, 15), dtype)
+    rows_SD = batch.rows_SD[: batch.num_rows].clone().requires_grad_()
+    weight_TK = batch.weight_TK.clone().requires_grad_()
+    ops.combine(rows_SD, batch.row_TK, weight_TK).backward(batch.x_TD)
+    x_TD, row_TK, own_weight_TK = (t.to(device) for t in (batch.x_TD, batch.row_TK, batch.weight_TK))
+    with guarded_memory():
+        drows_SD = kernels.permute(x_TD, row_TK, own_weight_TK, batch.num_rows)
+        dweight_TK = kernels.combine_dweight(x_TD, rows_SD.detach().to(device), row_TK)
+    assert_same_bits(drows_SD, rows_SD.grad)
+    torch.testing.assert_close(dweight_TK.cpu(), weight_TK.grad, rtol=1e-5, atol=1e-5)
+
+    leaf_TD, weight_TK = batch.x_TD.clone().requires_grad_(), batch.weight_TK.clone().requires_grad_()
+    grad_SD = batch.rows_SD[: batch.num_rows]
+    ops.dispatch(leaf_TD, batch.row_TK, weight_TK, batch.num_rows).backward(grad_SD)
+    with guarded_memory():
+        dx_TD = kernels.combine(grad_SD.to(device), row_TK, own_weight_TK)
+        dweight_TK = kernels.combine_dweight(x_TD, grad_SD.to(device), row_TK)
+    torch.testing.assert_close(dx_TD.cpu(), leaf_TD.grad, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dweight_TK.cpu(), weight_TK.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_give_the_bits_of_the_whole(device: torch.device) -> None:
+    """However the batch is cut: no sum depends on where in a tile a token stands."""
+    batch = Batch((23, 1100, 4, 3, 12), torch.float32).to(device)
+    whole = kernels.combine(batch.rows_SD, batch.row_TK, batch.weight_TK)
+    whole_dweight = kernels.combine_dweight(batch.x_TD, batch.rows_SD, batch.row_TK)
+    for part in (slice(0, 1), slice(1, 10), slice(10, 23)):
+        row_TK, weight_TK = batch.row_TK[part], batch.weight_TK[part]
+        assert torch.equal(kernels.combine(batch.rows_SD, row_TK, weight_TK), whole[part])
+        dweight_TK = kernels.combine_dweight(batch.x_TD[part], batch.rows_SD, row_TK)
+        assert torch.equal(dweight_TK, whole_dweight[part])
+
+
+def test_every_configuration_moves_the_same_rows(device: torch.device) -> None:
+    batch = Batch((11, 700, 4, 2, 4), torch.bfloat16).to(device)
+    args = (batch.x_TD, batch.row_TK, batch.weight_TK, batch.num_rows)
+    expected = [kernels.permute(*args), kernels.combine(batch.rows_SD, *args[1:3])]
+    assert all(config.is_valid() for config in RowConfig.candidates(700))
+    assert not RowConfig(3, 64).is_valid()
+    assert not RowConfig(64, 1024).is_valid()
+    for config in (RowConfig(1, 256), RowConfig(4, 1024), RowConfig(16, 256, 8)):
+        assert torch.equal(kernels.permute(*args, config=config), expected[0])
+        assert torch.equal(kernels.combine(batch.rows_SD, *args[1:3], config=config), expected[1])
+        kernels.combine_dweight(batch.x_TD, batch.rows_SD, batch.row_TK, config=config)
+
+
+def test_permute_into_given_rows(device: torch.device) -> None:
+    """As a region of symmetric memory is: rows that nobody takes are not touched."""
+    batch = Batch((9, 6, 3, 2, 5), torch.float32).to(device)
+    out = torch.full((15, 6), 7.0, device=device)
+    assert kernels.permute(batch.x_TD, batch.row_TK, None, 15, out=out) is out
+    assert (out[batch.num_rows :] == 7).all()
+    assert not (out[: batch.num_rows] == 7).any()
+
+
+def test_by_hand(device: torch.device) -> None:
+    """Token 0 sums two rows with weights 2 and 10; token 1 has one choice dropped."""
+    rows_SD = torch.tensor([[1.0], [3], [4]], device=device)
+    row_TK = torch.tensor([[0, 2], [1, -1]], device=device)
+    weight_TK = torch.tensor([[2.0, 10], [100, 1000]], device=device)
+    assert kernels.combine(rows_SD, row_TK, weight_TK).tolist() == [[42], [300]]
+    x_TD = torch.tensor([[1.0], [7]], device=device)
+    assert kernels.combine_dweight(x_TD, rows_SD, row_TK).tolist() == [[1, 4], [21, 0]]
+    assert kernels.permute(x_TD, row_TK, weight_TK, 3).tolist() == [[2], [700], [10]]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # NaN, by intent
+def test_rounding_to_bfloat16_is_to_nearest_even(device: torch.device) -> None:
+    """Ties, carries into the exponent, subnormals, infinities, and NaN that stays NaN."""
+    high = torch.tensor([0x3F80, 0x3F81, 0x7F7F, 0x0000, 0x8000, 0xBFFF, 0x7F80, 0xFF80, 0x7FFF, 0x0001])
+    low = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    bits = (high[:, None] << 16 | low).reshape(1, -1)
+    x_TD = torch.where(bits >= 2**31, bits - 2**32, bits).int().view(torch.float32)
+    # Rows are bf16 going in; the products 1 * weight carry the float32 values, one token each.
+    column = x_TD.view(-1, 1)
+    index = torch.arange(column.numel(), device=device)[:, None]
+    ones = torch.ones(column.numel(), 1, dtype=torch.bfloat16, device=device)
+    actual = kernels.permute(ones, index, column.to(device), column.numel()).cpu()
+    expected = column.bfloat16()
+    assert torch.equal(actual.isnan(), expected.isnan())
+    finite = ~expected.isnan()
+    assert torch.equal(actual[finite].view(torch.int16), expected[finite].view(torch.int16))
+
+
+@pytest.mark.long
+def test_offsets_beyond_32_bits(device: torch.device) -> None:
+    """The last of rows with 2^31 + 2^20 elements; memory that nobody touches costs nothing."""
+    width = 2**20
+    x_TD = torch.arange(width, dtype=torch.float32).remainder(251).half()[None].to(device)
+    rows_SD = torch.empty(2**11 + 1, width, dtype=torch.float16, device=device)
+    row_TK = torch.full((1, 1), 2**11, device=device)
+    kernels.permute(x_TD, row_TK, None, 2**11 + 1, out=rows_SD)
+    assert torch.equal(rows_SD[-1], x_TD[0])
+    assert torch.equal(kernels.combine(rows_SD, row_TK, None), x_TD)
+
+
+def test_user_errors_name_what_is_wrong() -> None:
+    x_TD, rows_SD = torch.zeros(4, 6), torch.zeros(15, 6)
+    row_TK, weight_TK = torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2)
+    gaps_SD, wide_SD, half_SD = torch.zeros(15, 12)[..., ::2], torch.zeros(15, 7), rows_SD.half()
+    wrong = [
+        ("dtype of x_TD", lambda: kernels.permute(x_TD.long(), row_TK, None, 15)),
+        ("layout of x_TD", lambda: kernels.permute(torch.zeros(6, 4).T, row_TK, None, 15)),
+        ("shape of out", lambda: kernels.permute(x_TD, row_TK, None, 15, out=rows_SD[:2])),
+        ("dtype of out", lambda: kernels.permute(x_TD, row_TK, None, 15, out=half_SD)),
+        ("shape of row_TK", lambda: kernels.permute(x_TD, row_TK[:3], None, 15)),
+        ("dtype of row_TK", lambda: kernels.combine(rows_SD, row_TK.int(), None)),
+        ("shape of weight_TK", lambda: kernels.combine(rows_SD, row_TK, weight_TK[:1])),
+        ("dtype of weight_TK", lambda: kernels.combine(rows_SD, row_TK, weight_TK.half())),
+        ("layout of rows_SD", lambda: kernels.combine(gaps_SD, row_TK, None)),
+        ("shape of rows_SD", lambda: kernels.combine_dweight(x_TD, wide_SD, row_TK)),
+        ("dtype of rows_SD", lambda: kernels.combine_dweight(x_TD, half_SD, row_TK)),
+        ("row config", lambda: kernels.combine(rows_SD, row_TK, None, config=RowConfig(3, 4))),
+    ]
+    for message, call in wrong:
+        with pytest.raises(UserError, match=message):
+            call()

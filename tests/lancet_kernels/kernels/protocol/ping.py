@@ -1,0 +1,81 @@
+"""A kernel of nothing but the shim (`device.py`): proves that a put and its signal reach a peer.
+
+It is the smallest kernel that uses every word of the shim, so the compile checks look at the shim itself
+here, with both transports.
+"""
+
+from collections.abc import Iterator
+
+import triton
+import triton.language as tl
+
+from lancet_kernels.compiling.specimen import Specimen
+from lancet_kernels.kernels.protocol import device
+
+
+@triton.jit
+def ping(
+    source_ptr, row_ptr, stage_ptr,  # [rows, D], int32 [ROWS], [ROWS, D]
+    region_ptr, peers_ptr,  # [>= ROWS, D] on every PE, int64 [W]
+    signals_ptr, signal_peers_ptr, index,  # int64 on every PE, int64 [W]
+    out_ptr, report_ptr,  # [ROWS, D], int64 [8]
+    to, origin, rank, num_rows, epoch, max_polls,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    TMA: tl.constexpr, NVSHMEM: tl.constexpr,
+):  # fmt: skip
+    """Put rows to PE `to`, signal, wait for PE `origin`'s signal, copy what has arrived to out.
+
+    The rows are source[row[i]] for i < num_rows.
+    Grid: (1,). Word `index` of the signals becomes `epoch << 32 | num_rows`; rows beyond the num_rows that
+    travelled with the signal are zero in out.
+    Floor: no FLOPs; 2 * num_rows * D elements put, as many copied.
+
+    Example: W = 2, row = [3, 1], num_rows = 2: PE 0 puts source[3], source[1] into rows 0 and 1 of PE 1's
+    region, waits for the two rows of PE 1, and out holds PE 1's source[3], source[1].
+    """
+    device.put_rows(
+        region_ptr, peers_ptr, to, 0, source_ptr, row_ptr, num_rows, D,
+        NVSHMEM=NVSHMEM, ROWS=ROWS, BLOCK=BLOCK, stage_ptr=stage_ptr,
+    )  # fmt: skip
+    device.put_signal(signals_ptr, signal_peers_ptr, to, index, device.word(epoch, num_rows), NVSHMEM)
+    seen = device.wait(
+        signals_ptr + index, device.word(epoch, 0), max_polls, report_ptr, rank, origin, 0, index, NVSHMEM
+    )
+    device.fence_tma(TMA)
+    arrived = tl.where(device.failed(report_ptr), 0, device.low_word(seen))
+    # [ROWS, D]
+    i_row, i_d = tl.arange(0, ROWS), tl.arange(0, D)
+    if TMA:
+        rows = tl.make_tensor_descriptor(region_ptr, [arrived, D], [D, 1], [ROWS, D])
+        b_x = rows.load([0, 0])
+    else:
+        b_x = tl.load(
+            region_ptr + i_row[:, None] * D + i_d[None, :], mask=(i_row < arrived)[:, None], other=0.0
+        )
+    tl.store(out_ptr + i_row[:, None] * D + i_d[None, :], b_x)
+    device.quiet(NVSHMEM)
+
+
+def specimens(arch: int) -> Iterator[Specimen]:
+    """What `lancet kernels` compiles: both transports, and TMA behind the wait."""
+    signature = dict.fromkeys(("peers_ptr", "signals_ptr", "signal_peers_ptr", "report_ptr"), "*i64")
+    signature |= dict.fromkeys(("index", "to", "origin", "rank", "num_rows", "epoch"), "i32")
+    signature |= {"row_ptr": "*i32", "max_polls": "i64"}
+    variants = [("bf16", "pointers", ""), ("fp32", "pointers", ""), ("bf16", "nvshmem", "")]
+    if arch >= 90:
+        variants += [("bf16", "pointers", "tma"), ("bf16", "nvshmem", "tma")]
+    for dtype, transport, more in variants:
+        data = dict.fromkeys(("source_ptr", "region_ptr", "stage_ptr", "out_ptr"), f"*{dtype}")
+        flags = {"TMA": more == "tma", "NVSHMEM": transport == "nvshmem"}
+        yield Specimen(
+            name="ping",
+            config=f"4x256 {dtype} {transport} {more}".rstrip(),
+            kernel=ping,
+            signature=signature | data,
+            constexprs={"D": 256, "ROWS": 4, "BLOCK": 256} | flags,
+            aligned=tuple(data),
+            # Otherwise ptxas 12.9 saves registers for occupancy, down to 32, and NVSHMEM's functions spill.
+            options={"maxnreg": 128} if transport == "nvshmem" else {},
+            nvshmem=transport == "nvshmem",
+            tma=more == "tma",
+        )

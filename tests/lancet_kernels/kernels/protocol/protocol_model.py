@@ -1,0 +1,473 @@
+"""Can the signals of an exchange deadlock, let a PE read too early, or overwrite too early? A model to ask.
+
+What every PE does in a stream such as "F1 F2 B2 B1" (forward and backward passes of one layer, by epoch),
+written in the steps of `weak_memory.py`. What a step stands for in the kernels:
+
+    model                kernels
+    wait released        device.wait in exchange_counts_kernel and put_chunk: the peer is through with e - B
+    put counts           device.put_values in schedule.exchange_counts_kernel; "signal counted" follows
+    wait counted         device.wait_all there; "read counts" is what _offsets loads
+    put rows             device.put_rows and put_words in steps.put_chunk, to places that follow from
+                         the counts
+    put results          the stores of gemm.store_to_rows (TILE_OUT) to the results of the sources, and
+                         of steps.return_dots beside them
+    fence                tl.debug_barrier of device.fence and device.quiet: joins the warps of a program
+    signal               tl.atomic_xchg(sem="release", scope="sys") of device.put_signal
+    wait arrived         device.wait_all in steps.wait_rows: the words of all sources of the tile
+    read rows            the loads of forward_tile and dgrad_tile (TILE_IN) after wait_rows
+    count itself         tl.atomic_add(sem="acq_rel") on done_ptr in steps.return_tile
+    wait returned        device.wait_all in steps.reduce_block; "read results" is what follows it
+    backward             whatever reads rows of the use later, wherever it runs (dW)
+    release              exchange.release_kernel, in stream order behind the last of these
+    the stream           what the host launches; Exchange.begin refuses some orders (`admits`)
+
+A release covers the stores of its own warp and, after a fence, of all warps of its program, of this task;
+through the counter also those of the tile's other columns. That it covers earlier tasks too is used for one
+thing only: a release comes behind the release before it in the same word.
+
+Rows come in units, `units` of each source at most, of which `per_tile` make a tile: received units lie one
+behind the other, source after source, so that a tile may hold units of several sources, and where a unit
+lies differs from epoch to epoch. The content of a place is a tag: exchange, epoch, sender, unit. Every
+reading must find exactly its own. Both exchanges have their results in one place, without banks
+(`ResultBuffers`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.lancet_kernels.kernels.protocol.weak_memory import (
+    FENCE,
+    LAST,
+    LOW,
+    PAUSE,
+    READ,
+    RESET,
+    SEND,
+    SIGNAL,
+    WAIT,
+    Message,
+    Step,
+    System,
+)
+
+Key = tuple[str | int, ...]
+
+# What can be left out or done wrong. Each is one line of the real code away.
+BROKEN = {
+    "no fence": "the signal is sent by one warp before the others have stored",
+    "relaxed signal": "the signal may overtake the stores before it",
+    "relaxed counter": "the columns of a tile count themselves without publishing what they stored",
+    "one bank": "every epoch uses the same bank, with the credit of two",
+    "one released word": "released is one word for a peer, not one for each bank",
+    "flag reset": "a PE zeroes the flags of a bank before it uses the bank again",
+    "flag without epoch": "a flag says that rows came, not of which epoch",
+    "no wait for release": "rows are put without asking whether the bank is free",
+    "credit too late": "rows wait for the release of epoch e - 2B, not e - B",
+    "release before the backward": "the bank is released before its last reader has run",
+    "release within the backward": "by a task of the same launch, while another program still reads",
+    "waits for one source only": "a tile with rows of two sources is read when the first one's have come",
+    "results before arrival": "results are returned before the rows of that epoch were seen",
+    "counts not waited for": "offsets are made from counts that may be those of an earlier epoch",
+    "offsets of the last epoch": "rows are put where the counts of the epoch before would have them",
+    "counter without epoch": "the sources of a tile add up in one word that nobody sets back",
+    "counts without release": "counts are put while the peer may still read those of the bank's last use",
+    "two streams": "a pass is launched beside another one, which still reads the results that both have",
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One system to explore.
+
+    Attributes:
+        stream: passes of the layer on every PE, or one string for each PE.
+        units: of rows from a source to a peer, at most. per_tile: units of a tile.
+        warps: parts of a unit, each stored by another warp.
+        tiles: columns of a tile of results, each made by another task. programs: resident on each PE.
+        gradients: a backward sends gradients through a second exchange, as moe_backward does; else it only
+            reads what the forward left, and stands for any later reader. Counts are not exchanged for it.
+        gradient_banks: of that exchange; 0: as many as `banks`. Fewer where layers share it.
+        sparse: how many units there are depends on epoch, source and peer; else all are there.
+        landing: of stores and signals; exact: waits for equality (weak_memory).
+        broken: a key of BROKEN, or "" for the protocol as it is.
+    """
+
+    stream: str | tuple[str, ...]
+    ranks: int = 2
+    units: int = 1
+    per_tile: int = 2
+    warps: int = 1
+    tiles: int = 1
+    banks: int = 2
+    programs: int = 1
+    gradients: bool = False
+    gradient_banks: int = 0
+    sparse: bool = False
+    landing: str = SIGNAL
+    exact: bool = False
+    broken: str = ""
+
+    def passes(self, rank: int) -> list[tuple[str, int]]:
+        stream = self.stream if isinstance(self.stream, str) else self.stream[rank]
+        return [(launch[0], int(launch[1:])) for launch in stream.split()]
+
+    def filled(self, epoch: int, source: int, peer: int) -> int:
+        """How many units source sends to peer: the counts."""
+        return (epoch + source + 2 * peer) % (self.units + 1) if self.sparse else self.units
+
+    def received(self, epoch: int, peer: int) -> list[tuple[int, int]]:
+        """(source, unit) of every unit that a peer receives, in the order in which they lie."""
+        sources = range(self.ranks)
+        return [(source, unit) for source in sources for unit in range(self.filled(epoch, source, peer))]
+
+    def arrivals(self, epoch: int, peer: int) -> list[list[tuple[int, int]]]:
+        """The same, tile by tile."""
+        units = self.received(epoch, peer)
+        return [units[i : i + self.per_tile] for i in range(0, len(units), self.per_tile)]
+
+    def sent(self, epoch: int, source: int) -> list[tuple[int, int]]:
+        """(owner, unit) of every unit that a source sends, in order: its results lie so."""
+        owners = range(self.ranks)
+        return [(owner, unit) for owner in owners for unit in range(self.filled(epoch, source, owner))]
+
+    def chunk(self, epoch: int, source: int, owner: int, tile: int) -> int:
+        """schedule.chunk_number, of one expert on each PE."""
+        before = sum(self.filled(epoch, other, owner) for other in range(source))
+        first_send = sum(self.filled(epoch, source, other) for other in range(owner))
+        return first_send // self.per_tile + 2 * owner + tile - before // self.per_tile
+
+
+def admits(stream: str, banks: int) -> bool:
+    """Does the host let this order of passes through? A bank must be released before its next forward."""
+    taken = set()
+    for launch in stream.split():
+        bank = int(launch[1:]) % banks
+        if launch[0] == "F" and bank in taken:
+            return False
+        (taken.add if launch[0] == "F" else taken.discard)(bank)
+    return True
+
+
+def build(config: Config) -> System:
+    """The system of all PEs."""
+    script = Script(config)
+    launches = [script.launches(rank) for rank in range(config.ranks)]
+    names = [f"{name}{list(rest)}" for name, _, *rest in script.places]
+    return System(
+        launches, script.messages, names, script.needed_until, show,
+        programs=config.programs, landing=config.landing, exact=config.exact,
+    )  # fmt: skip
+
+
+# In a tag: of the second exchange.
+GRADIENTS = 1 << 15
+
+
+def show(value: int) -> str:
+    of = "gradients of " if value & GRADIENTS else ""
+    return f"({of}epoch {value >> 16}, of PE {value >> 8 & 127}, unit {value & 255})" if value else "nothing"
+
+
+class Task:
+    """Writes the steps of one task, and knows which stores a release at this point covers."""
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.broken = script, script.config.broken
+        self.steps: list[Step] = []
+        self.own_warp = self.other_warps = self.covered = 0
+
+    def wait(self, conditions: list[tuple[int, int]], text: str) -> None:
+        self.steps.append((WAIT, tuple(conditions), f"waits for {text}"))
+
+    def read(self, reads: list[tuple[int, int]], text: str) -> None:
+        self.steps.append((READ, tuple(reads), f"reads {text}"))
+
+    def put(self, key: Key, value: int, text: str) -> None:
+        """Each warp stores its part; the first is the one that signals later."""
+        text = f"{show(value)} in {text}"
+        first, *others = (
+            self.script.message(Message(place, value, f"{text}, by warp {warp}"))
+            for warp, place in enumerate(self.script.whole(key))
+        )
+        self.own_warp |= first
+        self.other_warps |= sum(others)
+        self.covered |= first
+        self.steps.append((SEND, first | sum(others), f"puts {text}"))
+
+    def fence(self) -> None:
+        if self.broken != "no fence":
+            self.covered |= self.other_warps
+            self.steps.append((FENCE, None, "fences"))
+
+    def signal(self, key: Key, word: int, add: bool = False) -> Message:
+        covers = 0 if self.broken == "relaxed signal" else self.covered
+        name, peer, *index = key
+        text = f"PE {peer}'s {self.script.exchange}{name}{index} {'+' if add else ':'}= {word >> LOW}"
+        message = Message(self.script.place(*key), word, text, True, covers, add)
+        self.steps.append((SEND, self.script.message(message), f"signals {text}"))
+        return message
+
+
+class Script:
+    """Writes the launches of every PE."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.exchange = ""
+        self.places: dict[Key, int] = {}
+        self.messages: list[Message] = []
+        self.earlier: dict[tuple[str, Key], int] = {}
+        self.needed_until: dict[int, dict[int, tuple[int, int]]] = {}
+
+    def tag(self, epoch: int, sender: int, unit: int) -> int:
+        return epoch << 16 | (GRADIENTS if self.exchange else 0) | sender << 8 | unit
+
+    def place(self, *key: str | int) -> int:
+        """("rows", at, bank, row, warp), ("arrived", at, bank, tile, source), and so on.
+
+        ("results", at, row, tile, warp) both exchanges have together.
+        """
+        if key[0] == "results":
+            return self.places.setdefault(key, len(self.places))
+        return self.places.setdefault((f"{self.exchange}{key[0]}", *key[1:]), len(self.places))
+
+    def whole(self, key: Key) -> list[int]:
+        """The places of all warps' parts."""
+        return [self.place(*key, warp) for warp in range(self.config.warps)]
+
+    def message(self, message: Message) -> int:
+        self.messages.append(message)
+        return 1 << len(self.messages) - 1
+
+    @property
+    def banks(self) -> int:
+        """Banks of the exchange whose steps are being written."""
+        return (self.exchange and self.config.gradient_banks) or self.config.banks
+
+    def bank(self, epoch: int) -> int:
+        return 0 if self.config.broken == "one bank" else epoch % self.banks
+
+    def word(self, epoch: int, count: int = 0) -> int:
+        return (1 if self.config.broken == "flag without epoch" else epoch) << LOW | count
+
+    def released(self, at: int, of: int, bank: int) -> Key:
+        return "released", at, 0 if self.config.broken == "one released word" else bank, of
+
+    def launches(self, rank: int) -> list[list[list[Step]]]:
+        launches: list[list[list[Step]]] = []
+        backwards = 0
+        for kind, epoch in self.config.passes(rank):
+            if kind == "F":
+                counts, forward = self._counts(rank, epoch, len(launches)), self._forward(rank, epoch)
+                if self.config.broken == "two streams" and launches:
+                    launches[-1] += counts + forward
+                else:
+                    launches += [counts, forward]
+                self._keep_results(rank, epoch, launch=len(launches) - 1)
+                # Without a backward in the stream: needed for ever.
+                self._keep(rank, epoch, launch=1 << LOW)
+            else:
+                late = self.config.broken == "release before the backward"
+                backward, release = self._backward(rank, epoch), self._release(rank, epoch)
+                backwards += 1
+                if self.config.gradients:
+                    # Passes of the second exchange are counted in the order of the backwards.
+                    self.exchange = "gradient "
+                    own = self._release(rank, backwards)
+                    backward += self._forward(rank, backwards)
+                    self._keep(rank, backwards, launch=len(launches) + late)
+                    self._keep_results(rank, backwards, launch=len(launches) + late)
+                    release = own + release
+                    self.exchange = ""
+                self._keep(rank, epoch, launch=len(launches) + late)
+                if late:
+                    launches += [release, backward]
+                elif self.config.broken == "release within the backward":
+                    launches += [backward + release]
+                else:
+                    launches += [backward, release]
+        return launches
+
+    def _keep(self, rank: int, epoch: int, launch: int) -> None:
+        for place, value in self._kept(rank, epoch):
+            self.needed_until.setdefault(place, {})[value] = rank, launch
+
+    def _keep_results(self, rank: int, epoch: int, launch: int) -> None:
+        for place, value in self._results(rank, epoch):
+            self.needed_until.setdefault(place, {})[value] = rank, launch
+
+    def _kept(self, rank: int, epoch: int, peers: range | None = None) -> list[tuple[int, int]]:
+        """What a backward reads: rows that came from the peers."""
+        peers = peers or range(self.config.ranks)
+        return [
+            (place, self.tag(epoch, source, unit))
+            for row, (source, unit) in enumerate(self.config.received(epoch, rank))
+            for place in self.whole(("rows", rank, self.bank(epoch), row))
+            if source in peers
+        ]
+
+    def _results(self, rank: int, epoch: int) -> list[tuple[int, int]]:
+        """What the reduction reads, as soon as all of it has been returned."""
+        return [
+            (place, self.tag(epoch, owner, unit))
+            for row, (owner, unit) in enumerate(self.config.sent(epoch, rank))
+            for tile in range(self.config.tiles)
+            for place in self.whole(("results", rank, row, tile))
+        ]
+
+    def _credit(self, task: Task, rank: int, epoch: int, peer: int) -> None:
+        """Wait until the peer has released the bank."""
+        config, bank = self.config, self.bank(epoch)
+        credit = max(0, epoch - self.banks * (2 if config.broken == "credit too late" else 1))
+        if config.broken != "no wait for release":
+            place = self.place(*self.released(rank, peer, bank))
+            task.wait([(place, credit << LOW)], f"released[{bank}, {peer}] >= {credit}")
+
+    def _counts(self, rank: int, epoch: int, launch: int) -> list[list[Step]]:
+        """The launch before the forward's own: one task puts counts to all peers, then waits for theirs."""
+        config, bank, task = self.config, self.bank(epoch), Task(self)
+        peers = [(rank + step) % config.ranks for step in range(1, config.ranks)]
+        for peer in peers:
+            if config.broken != "counts without release":
+                self._credit(task, rank, epoch, peer)
+            text = f"PE {peer}'s counts[{bank}, {rank}]"
+            task.put(("counts", peer, bank, rank), self.tag(epoch, rank, 0), text)
+            task.fence()
+            task.signal(("counted", peer, bank, rank), self.word(epoch))
+        if config.broken != "counts not waited for":
+            words = [(self.place("counted", rank, bank, peer), self.word(epoch)) for peer in peers]
+            task.wait(words, f"counted[{bank}] >= {epoch}")
+        reads = []
+        for peer in peers:
+            reads += [(place, self.tag(epoch, peer, 0)) for place in self.whole(("counts", rank, bank, peer))]
+        for place, value in reads:
+            self.needed_until.setdefault(place, {})[value] = rank, launch
+        task.read(reads, f"counts[{bank}]")
+        return [task.steps]
+
+    def _forward(self, rank: int, epoch: int) -> list[list[Step]]:
+        """One launch in the order of schedule.py: puts by tile of where they go, tiles, the reduction."""
+        config = self.config
+        peers = [(rank + step) % config.ranks for step in range(1, config.ranks + 1)]
+        arrivals = {peer: config.arrivals(epoch, peer) for peer in peers}
+        tasks = [
+            self._send(rank, epoch, peer, tile)
+            for tile in range(max(map(len, arrivals.values())))
+            for peer in peers
+            if any(source == rank for source, _ in (arrivals[peer] + [[]] * (tile + 1))[tile])
+        ]
+        for tile, units in enumerate(arrivals[rank]):
+            tasks += self._tiles(rank, epoch, tile, units)
+        tasks.append(self._combine(rank, epoch))
+        if config.broken == "flag reset" and epoch > self.banks:
+            bank = self.bank(epoch)
+            tiles = range(-(-config.units * config.ranks // config.per_tile))
+            each = [(tile, source) for tile in tiles for source in range(config.ranks)]
+            flags = tuple(self.place("arrived", rank, bank, *one) for one in each)
+            text = f"zeroes its arrived[{bank}]"
+            tasks.insert(0, [(PAUSE, None, f"begins epoch {epoch}"), (RESET, flags, text)])
+        return tasks
+
+    def _send(self, rank: int, epoch: int, peer: int, tile: int) -> list[Step]:
+        """PUT of the units that lie in one tile of the peer."""
+        config, bank, task = self.config, self.bank(epoch), Task(self)
+        self._credit(task, rank, epoch, peer)
+        shift = 0
+        if config.broken == "offsets of the last epoch":
+            shift = sum(
+                config.filled(epoch - 1, source, peer) - config.filled(epoch, source, peer)
+                for source in range(rank)
+            )
+        for i, (source, unit) in enumerate(config.arrivals(epoch, peer)[tile]):
+            if source == rank:
+                row = tile * config.per_tile + i + shift
+                where = f"PE {peer}'s rows[{bank}, {row}]"
+                task.put(("rows", peer, bank, row), self.tag(epoch, rank, unit), where)
+        task.fence()
+        if config.broken == "counter without epoch":
+            task.signal(("arrived", peer, bank, tile, 0), 1 << LOW, add=True)
+        else:
+            task.signal(("arrived", peer, bank, tile, rank), self.word(epoch))
+        return task.steps
+
+    def _tiles(self, rank: int, epoch: int, tile: int, units: list[tuple[int, int]]) -> list[list[Step]]:
+        """TILE_IN and TILE_OUT of a tile, one task for each column; the last one signals all its sources."""
+        config = self.config
+        tasks = [Task(self) for _ in range(config.tiles)]
+        signals: dict[int, list[Message]] = {}
+        for column, task in enumerate(tasks):
+            if config.broken != "results before arrival":
+                self._wait_and_read(task, rank, epoch, tile, units)
+            for source, unit in units:
+                row = config.sent(epoch, source).index((rank, unit))
+                text = f"PE {source}'s results[{row}, {column}]"
+                task.put(("results", source, row, column), self.tag(epoch, rank, unit), text)
+            task.fence()
+            if len(tasks) > 1:
+                counter = self.place("done", rank, epoch, tile)
+                task.steps.append((LAST, (counter, len(tasks)), f"counts itself in done[{tile}]"))
+            for source in dict.fromkeys(source for source, _ in units):
+                key = "returned", source, self.bank(epoch), config.chunk(epoch, source, rank, tile)
+                signals.setdefault(source, []).append(task.signal(key, self.word(epoch)))
+            if config.broken == "results before arrival":
+                self._wait_and_read(task, rank, epoch, tile, units)
+        if config.broken != "relaxed counter":
+            for each in signals.values():
+                covers = 0
+                for signal in each:
+                    covers |= signal.covers
+                for signal in each:
+                    signal.covers = covers
+        return [task.steps for task in tasks]
+
+    def _wait_and_read(self, task: Task, rank: int, epoch: int, tile: int, units: list) -> None:
+        config, bank, word = self.config, self.bank(epoch), self.word(epoch)
+        sources = list(dict.fromkeys(source for source, _ in units))
+        words = [(self.place("arrived", rank, bank, tile, source), word) for source in sources]
+        if config.broken == "waits for one source only":
+            words = words[:1]
+        elif config.broken == "counter without epoch":
+            words = [(self.place("arrived", rank, bank, tile, 0), len(sources) << LOW)]
+        task.wait(words, f"arrived[{bank}, {tile}] >= {word >> LOW} of all its sources")
+        reads = []
+        for i, (source, unit) in enumerate(units):
+            places = self.whole(("rows", rank, bank, tile * config.per_tile + i))
+            reads += [(place, self.tag(epoch, source, unit)) for place in places]
+        task.read(reads, f"tile {tile} of rows[{bank}]")
+
+    def _combine(self, rank: int, epoch: int) -> list[Step]:
+        """REDUCE of all tokens."""
+        config, task, bank, word = self.config, Task(self), self.bank(epoch), self.word(epoch)
+        conditions = [
+            (self.place("returned", rank, bank, config.chunk(epoch, rank, owner, tile)), word)
+            for owner in range(config.ranks)
+            for tile, units in enumerate(config.arrivals(epoch, owner))
+            if any(source == rank for source, _ in units)
+        ]
+        task.wait(conditions, f"all that it expects in returned[{bank}] >= {word >> LOW}")
+        task.read(self._results(rank, epoch), "results")
+        return task.steps
+
+    def _backward(self, rank: int, epoch: int) -> list[list[Step]]:
+        """One task for each peer reads what came from it."""
+        tasks = []
+        for peer in range(self.config.ranks):
+            task = Task(self)
+            task.steps.append((PAUSE, None, f"backward of epoch {epoch}"))
+            text = f"rows[{self.bank(epoch)}, {peer}] again"
+            task.read(self._kept(rank, epoch, range(peer, peer + 1)), text)
+            tasks.append(task.steps)
+        return tasks
+
+    def _release(self, rank: int, epoch: int) -> list[list[Step]]:
+        tasks = []
+        for peer in range(self.config.ranks):
+            task = Task(self)
+            key = self.released(peer, rank, self.bank(epoch))
+            # Of the releases that a PE sends into one word the later comes behind the earlier (stream order).
+            task.covered |= self.earlier.get((self.exchange, key), 0)
+            task.signal(key, epoch << LOW)
+            self.earlier[self.exchange, key] = 1 << len(self.messages) - 1
+            tasks.append(task.steps)
+        return tasks

@@ -1,0 +1,41 @@
+"""What the host makes of a kernel's report: nothing without a failure, else who waited for whom, in words."""
+
+import torch
+import triton
+
+from lancet_kernels.kernels.protocol import device, failure
+from lancet_kernels.kernels.protocol.failure import REPORTED, WAIT_RESULTS, Failure, FailureReport, timed_out
+
+
+@triton.jit
+def report_kernel(report_ptr, peer):
+    device.report_failure(report_ptr, 1, peer, WAIT_RESULTS, 5, 9, 8)
+
+
+def test_the_first_failure_is_kept(device: torch.device) -> None:
+    report = FailureReport(device)
+    assert not report.is_failed()
+    assert report.first() is None
+    for peer in (3, 2):
+        report_kernel[(1,)](report.words, peer)
+    assert report.first() == Failure(rank=1, peer=3, op=WAIT_RESULTS.value, signal=5, expected=9, seen=8)
+    # On a GPU the call before has asked for the words.
+    report.is_failed()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert report.is_failed()
+
+
+def test_every_wait_has_its_words() -> None:
+    waits = {name: value for name, value in vars(failure).items() if name.startswith("WAIT_")}
+    assert sorted(value.value for value in waits.values()) == list(range(len(REPORTED)))
+    assert failure.TOO_MANY_ROWS.value == len(REPORTED)
+
+
+def test_it_is_said_in_one_line() -> None:
+    error = timed_out("layer", Failure(0, 1, WAIT_RESULTS.value, 7, 3, 2), 0.5, "epoch 3", "2", "shared")
+    assert str(error) == (
+        "layer: PE 0 waited for PE 1 to return results (combine) more than 0.5 s: expected epoch 3 at signal "
+        "7, seen 2; PE 1 is late, dead, or in another layer: look at its log (symmetric memory: shared)"
+    )
+    assert (error.missing, error.timed_out) == ((1,), True)

@@ -1,0 +1,459 @@
+"""Tasks of fused launches: the device finds those of the rules, and any routing finishes, wherever it stops.
+
+What a task waits for is said here as the kernel does it (`protocol/steps.py`). Facts only ever become true,
+and a task that may run may also run later. So with one program per PE all orders in which the PEs take turns
+end in the same place, and one walk decides for all of them. That a bank is released in time, and counts are
+those of the epoch, depends on earlier launches only: `test_protocol.py`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lancet_kernels.kernels.protocol import schedule
+from lancet_kernels.kernels.protocol.failure import TOO_MANY_ROWS
+from lancet_kernels.kernels.protocol.schedule import schedule_kernel
+from lancet_kernels.kernels.protocol.tasks import LaunchShape, num_wgrads
+from lancet_kernels.kernels.reference.kernel import find_task
+from tests.examples import examples
+from tests.lancet_kernels.kernels.protocol.task_lists import (
+    DENSE,
+    PUT,
+    REDUCE,
+    TILE_IN,
+    TILE_OUT,
+    WGRAD,
+    Routed,
+    Task,
+    task_list,
+)
+
+NUMBERS = {PUT: 2, TILE_IN: 2, TILE_OUT: 2, WGRAD: 4, DENSE: 3, REDUCE: 1}
+NAMES = {PUT: "PUT", TILE_IN: "TILE_IN", TILE_OUT: "TILE_OUT", WGRAD: "WGRAD", REDUCE: "REDUCE"}
+Fact = tuple[str | int, ...]
+Lists = list[list[list[Task]]]  # [rank][launch]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One use of an exchange: the counts, and the launches of every PE."""
+
+    routed: Routed
+    shapes: list[list[LaunchShape]]  # [rank][launch]
+
+    def lists(self) -> Lists:
+        return [[self._list(rank, shape) for shape in launches] for rank, launches in enumerate(self.shapes)]
+
+    def _list(self, rank: int, shape: LaunchShape) -> list[Task]:
+        wgrads = [(WGRAD, which, local, 0, 0) for which in range(2) for local in range(self.routed.local)]
+        dense = [(shape.dense_tiles, 1)] if shape.dense_tiles else []
+        return task_list(self.routed, rank, shape, dense, wgrads if shape.wgrad else [])
+
+
+@st.composite
+def routings(draw: st.DrawFn, most_experts: int = 4) -> Routed:
+    """1 to 4 PEs; even, skewed, with empty experts, or all rows to one expert."""
+    world, local = draw(st.integers(1, 4)), draw(st.integers(1, most_experts))
+    most = draw(st.sampled_from([1, 4, 14]))
+    rows = st.lists(st.integers(0, most), min_size=world * local, max_size=world * local)
+    counts = [draw(rows) for _ in range(world)]
+    if draw(st.booleans()):
+        hot = draw(st.integers(0, world * local - 1))
+        counts = [[sum(count) if e == hot else 0 for e in range(len(count))] for count in counts]
+    return Routed(tuple(map(tuple, counts)), local, draw(st.sampled_from([1, 4, 16])))
+
+
+@st.composite
+def passes(draw: st.DrawFn, most_experts: int = 4) -> Pass:
+    """A pass cut into launches between any of its stages; tokens and fillers differ by PE."""
+    routed = draw(routings(most_experts))
+    tiles_in, tiles_out = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    # Which launch has the puts, the first GEMM, the second, the weight gradients, the reduction.
+    first = draw(st.integers(0, 1))
+    second = first + draw(st.integers(0, 1))
+    third = second + draw(st.integers(0, 1))
+    last = third + draw(st.integers(0, 1))
+    wgrad, programs = draw(st.booleans()), draw(st.integers(1, 6))
+    comm_programs = draw(st.integers(1, programs))
+    shapes = [
+        [
+            LaunchShape(
+                put=launch == 0,
+                tiles_in=tiles_in if launch == first else 0,
+                tiles_out=tiles_out if launch == second else 0,
+                wgrad=wgrad and launch == third,
+                dense_tiles=draw(st.integers(0, 5)),
+                reduce_blocks=draw(st.integers(0, 3)) if launch == last else 0,
+                programs=programs,
+                comm_programs=comm_programs,
+            )
+            for launch in range(last + 1)
+        ]
+        for _ in range(routed.world)
+    ]
+    return Pass(routed, shapes)
+
+
+# ---- what the device finds
+
+
+@triton.jit
+def offsets_kernel(counts_ptr, table_ptr, report_ptr, rank, W, L, R, BM: tl.constexpr, BE: tl.constexpr):
+    schedule._offsets(counts_ptr, table_ptr, report_ptr, rank, W, L, R, BM, BE)
+
+
+@triton.jit
+def list_tasks_kernel(
+    table_ptr, problems_ptr, out_ptr, num_problems, num_tasks, W, L, D, F, H, tiles, chunks,
+    tiles_in, tiles_out, lag, dense_tiles, programs, comm_programs,
+    HAS_PUT: tl.constexpr, HAS_WGRAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    tile_puts_ptr = schedule.tile_ptr(table_ptr, W, W * L) + tiles
+    num_puts = tl.load(table_ptr + schedule.NUM_PUTS) if HAS_PUT else 0
+    num_wgrad = num_wgrads(L, D, F, H, BM, BN) if HAS_WGRAD else 0
+    for i in range(num_tasks):
+        kind, a, b, c, d = find_task(
+            i, num_puts, tl.load(table_ptr + schedule.NUM_TILES), num_wgrad, dense_tiles,
+            num_problems, tiles_in, tiles_out, lag, programs, comm_programs, problems_ptr,
+            tile_puts_ptr, tile_puts_ptr + tiles, chunks, L, D, F, H, HAS_PUT, True, HAS_WGRAD, True, BM, BN,
+        )  # fmt: skip
+        tl.store(out_ptr + 5 * i, kind)
+        tl.store(out_ptr + 5 * i + 1, a)
+        tl.store(out_ptr + 5 * i + 2, b)
+        tl.store(out_ptr + 5 * i + 3, c)
+        tl.store(out_ptr + 5 * i + 4, d)
+
+
+def device_table(
+    routed: Routed, rank: int, room: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """-> the table, the report, and room for tiles and puts."""
+    world, local, block_m = routed.world, routed.local, routed.block_m
+    experts, counts = world * local, torch.tensor(routed.counts, dtype=torch.int32)
+    receive = int(counts.sum()) if room is None else room
+    tiles = schedule.most_tiles(receive, local, block_m)
+    chunks = schedule.most_chunks(int(counts.sum(1).max()), experts, block_m)
+    size = schedule.table_words(world, experts, tiles, chunks)
+    guarded = torch.full((size + 32,), -7, dtype=torch.int32)
+    table = guarded[16:-16]
+    table.zero_()
+    report = torch.zeros(8, dtype=torch.int64)
+    blocks = {"BM": block_m, "BE": triton.next_power_of_2(experts)}
+    offsets_kernel[(1,)](counts, table, report, rank, world, local, receive, **blocks)
+    schedule_kernel[(local,)](
+        table, rank, world, local, tiles, chunks, **blocks, BW=triton.next_power_of_2(world), BT=4
+    )
+    assert (guarded[:16] == -7).all()
+    assert (guarded[-16:] == -7).all()
+    return table, report, tiles, chunks
+
+
+def device_list(
+    routed: Routed, rank: int, shape: LaunchShape, dense: list, sizes: tuple[int, int, int]
+) -> tuple[list[Task], list[Task]]:
+    """-> every task, by its number, and those of the rules. sizes: D, F, H; tiles are `block_m` by 16."""
+    table, _, tiles, chunks = device_table(routed, rank)
+    block_m, problems, first = routed.block_m, [], 0
+    for rows, columns in dense:
+        problems.append([0, 0, 0, 0, rows * block_m, columns * 16, 8, first])
+        first += rows * columns
+    problems = torch.tensor(problems or [[0] * 8])
+    expected = task_list(routed, rank, shape, dense, wgrad_tasks(routed, sizes) if shape.wgrad else [])
+    out = torch.zeros(len(expected), 5, dtype=torch.int32)
+    list_tasks_kernel[(1,)](
+        table, problems, out, len(dense), len(expected), routed.world, routed.local, *sizes, tiles, chunks,
+        shape.tiles_in, shape.tiles_out, shape.lag, shape.dense_tiles, shape.programs,
+        shape.comm_programs, HAS_PUT=shape.put, HAS_WGRAD=shape.wgrad, BM=block_m, BN=16,
+    )  # fmt: skip
+    return [(kind, *numbers[: NUMBERS[kind]]) for kind, *numbers in out.tolist()], expected
+
+
+def wgrad_tasks(routed: Routed, sizes: tuple[int, int, int]) -> list[Task]:
+    width, hidden, wide = sizes
+    grids = [(hidden, width), (width, wide)]
+    return [
+        (WGRAD, which, local, m, n)
+        for which, (rows, columns) in enumerate(grids)
+        for local in range(routed.local)
+        for m in range(-(-rows // routed.block_m))
+        for n in range(-(-columns // 16))
+    ]
+
+
+@given(routed=routings(), data=st.data())
+@examples(12)
+def test_the_device_finds_the_tasks_of_the_rules(routed: Routed, data: st.DataObject) -> None:
+    dense = data.draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2)), max_size=2))
+    programs = data.draw(st.integers(1, 6))
+    shape = LaunchShape(
+        put=data.draw(st.booleans()), tiles_in=data.draw(st.integers(0, 3)),
+        tiles_out=data.draw(st.integers(0, 2)), wgrad=data.draw(st.booleans()),
+        dense_tiles=sum(rows * columns for rows, columns in dense),
+        reduce_blocks=data.draw(st.integers(0, 3)),
+        programs=programs, comm_programs=data.draw(st.integers(1, programs)),
+    )  # fmt: skip
+    for rank in range(routed.world):
+        found, expected = device_list(routed, rank, shape, dense, (20, 18, 36))
+        assert found == expected
+
+
+EXAMPLE = Routed(((2, 5, 0, 1, 0, 3), (3, 1, 0, 4, 2, 0)), 3, 4)
+
+
+def test_example_in_the_docstring() -> None:
+    for rank in range(2):
+        table, report, tiles, chunks = device_table(EXAMPLE, rank)
+        words = table.tolist()
+        assert words[:4] == [0, 5 + rank, 4, 11 - rank]
+        where, found = 8, {}
+        sizes = {"count": 12, "before": 12, "first_send": 12, "rows": 6, "first_row": 6, "first_tile": 6}
+        sizes |= {"expert": tiles, "puts before": tiles, "put_expert": chunks, "put_tile": chunks}
+        for name, size in sizes.items():
+            found[name] = words[where : where + size]
+            where += size
+        assert found["count"] == [*EXAMPLE.counts[0], *EXAMPLE.counts[1]]
+        assert found["before"] == [0] * 6 + [2, 5, 0, 1, 0, 3]
+        assert found["first_send"] == [0, 2, 7, 7, 8, 8, 0, 3, 4, 4, 8, 10]
+        assert found["rows"] == [5, 6, 0, 5, 2, 3]
+        assert found["first_row"] == [0, 5, 11, 0, 5, 7]
+        assert found["first_tile"] == [0, 2, 4, 0, 2, 3]
+        assert not report.any()
+    assert found["put_expert"][:6] == [0, 3, 0, 3, 4, 1]
+    assert found["put_tile"][:6] == [0, 0, 1, 1, 0, 1]
+    assert task_list(EXAMPLE, 1, LaunchShape())[3] == (PUT, 3, 1)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rows_that_do_not_fit_make_the_table_void_on_every_pe(rank: int) -> None:
+    table, report, *_ = device_table(EXAMPLE, rank, room=10)
+    assert table[:3].tolist() == [1, 0, 0]
+    assert report[:7].tolist() == [1, rank, 0, TOO_MANY_ROWS.value, 0, 11, 10]
+    assert not device_table(EXAMPLE, rank, room=11)[1].any()
+
+
+# ---- they finish
+
+
+def waits(task: Task, rank: int, shape: LaunchShape, routed: Routed) -> Iterator[Fact]:
+    """What the kernel waits for in this task."""
+    kind, *numbers = task
+    if kind == TILE_IN:
+        yield from (("arrived", rank, numbers[0], source) for source in routed.sources(rank, numbers[0]))
+    elif kind == TILE_OUT and shape.tiles_in:
+        yield from (("ready", rank, numbers[0], n) for n in range(shape.tiles_in))
+    elif kind == WGRAD and shape.tiles_in:
+        for tile, (local, _) in enumerate(routed.tiles(rank)):
+            if local == numbers[1]:
+                yield from (("ready", rank, tile, n) for n in range(shape.tiles_in))
+    elif kind == REDUCE:
+        # Of the tokens in the block, which may sit anywhere: any chunk that this PE has sent.
+        for expert in range(routed.world * routed.local):
+            yield from (("returned", rank, expert, m) for m in routed.touched(rank, expert))
+
+
+def reads(task: Task, rank: int, whole: LaunchShape, routed: Routed) -> Iterator[Fact]:
+    """What must be there when the task runs, waited for or not. `whole`: the launch with all stages in it."""
+    return waits(task, rank, whole, routed)
+
+
+def makes(task: Task, rank: int, shape: LaunchShape, routed: Routed, done: dict[Fact, int]) -> Iterator[Fact]:
+    """What is true after the task, as the kernel signals it."""
+    kind, *numbers = task
+    if kind == PUT:
+        expert, m = numbers
+        peer, local = divmod(expert, routed.local)
+        yield "arrived", peer, routed.tiles(peer).index((local, m)), rank
+    elif kind == TILE_IN:
+        yield "ready", rank, *numbers
+    elif kind == TILE_OUT:
+        # The last column of a tile signals.
+        fact = "tile", rank, numbers[0]
+        done[fact] = done.get(fact, 0) + 1
+        if done[fact] == shape.tiles_out:
+            local, m = routed.tiles(rank)[numbers[0]]
+            for source in routed.sources(rank, numbers[0]):
+                yield "returned", source, rank * routed.local + local, m
+
+
+Needs = Callable[[Task, int, LaunchShape, Routed], Iterator[Fact]]
+
+
+def run(one: Pass, lists: Lists, programs: int = 1, seed: int = 0, needs: Needs = waits) -> list[str]:
+    """Let all programs take turns until none can go on. -> the tasks that are stuck, none if all are done.
+
+    Raises AssertionError if a task runs before what it reads is there.
+    """
+    turns = random.Random(seed)
+    facts: set[Fact] = set()
+    done: dict[Fact, int] = {}
+    launch = [0] * len(lists)
+    claimed = [0] * len(lists)
+    held: list[list[Task]] = [[] for _ in lists]
+    moved = True
+    while moved:
+        moved = False
+        for rank in turns.sample(range(len(lists)), len(lists)):
+            while launch[rank] < len(lists[rank]):
+                shape, todo = one.shapes[rank][launch[rank]], lists[rank][launch[rank]]
+                while len(held[rank]) < programs and claimed[rank] < len(todo):
+                    held[rank].append(todo[claimed[rank]])
+                    claimed[rank] += 1
+                if not held[rank]:
+                    launch[rank], claimed[rank] = launch[rank] + 1, 0
+                    continue
+                able = [task for task in held[rank] if facts.issuperset(needs(task, rank, shape, one.routed))]
+                if not able:
+                    break
+                task = turns.choice(able)
+                missing = set(reads(task, rank, in_one(one.shapes[rank]), one.routed)) - facts
+                assert not missing, f"PE {rank} runs {named(task)} before {sorted(missing)}"
+                held[rank].remove(task)
+                facts.update(makes(task, rank, shape, one.routed, done))
+                moved = True
+                # With several programs the others may come between any two tasks.
+                if programs > 1:
+                    break
+    return [f"PE {rank} is stuck in {named(task)}" for rank, left in enumerate(held) for task in left]
+
+
+def named(task: Task) -> str:
+    return f"{NAMES.get(task[0], task[0])}{task[1:]}".replace(",)", ")")
+
+
+def in_one(launches: list[LaunchShape]) -> LaunchShape:
+    """The launch that has the stages of all of these."""
+    return replace(
+        launches[0],
+        tiles_in=max(shape.tiles_in for shape in launches),
+        tiles_out=max(shape.tiles_out for shape in launches),
+    )
+
+
+@given(one=passes())
+@examples(200)
+def test_one_program_per_pe_finishes(one: Pass) -> None:
+    assert not run(one, one.lists())
+
+
+@given(one=passes(most_experts=3), programs=st.integers(2, 5), seed=st.integers(0, 1000))
+@examples(100)
+def test_several_programs_finish_and_read_nothing_too_early(one: Pass, programs: int, seed: int) -> None:
+    assert not run(one, one.lists(), programs, seed)
+
+
+@given(one=passes())
+@examples(100)
+def test_tiles_stand_behind_the_puts_that_the_proof_names(one: Pass) -> None:
+    """A tile of the first GEMM behind all puts with a key up to its own, and every task is there once."""
+    for rank, launches in enumerate(one.lists()):
+        for listed, shape in zip(launches, one.shapes[rank], strict=True):
+            assert len(set(listed)) == len(listed)
+            keys = {task: key for key, task in one.routed.puts(rank)} if shape.put else {}
+            assert keys.keys() == {task for task in listed if task[0] == PUT}
+            done: set[Task] = set()
+            for task in listed:
+                done.add(task)
+                if task[0] == TILE_IN:
+                    tile = one.routed.tiles(rank)[task[1]]
+                    assert all(put in done for put, key in keys.items() if key <= tile), named(task)
+
+
+# The same check must see what is wrong.
+
+WHOLE = Pass(
+    Routed(((9, 3, 0, 6), (2, 7, 5, 4)), 2, 4),
+    [[LaunchShape(tiles_in=2, tiles_out=2, wgrad=True, dense_tiles=2, reduce_blocks=2)]] * 2,
+)
+
+
+def first(*kinds: int) -> Callable[[Task, int], int]:
+    """A sort key: these kinds before all others."""
+    return lambda task, rank: 0 if task[0] in kinds else 1
+
+
+def last(own: bool) -> Callable[[Task, int], int]:
+    """A sort key: puts to itself (or those to peers) behind everything else, the other puts first."""
+    return lambda task, rank: 1 if task[0] != PUT else 2 if (task[1] // 2 == rank) == own else 0
+
+
+# Each sorts the lists by (task, rank); the order within equal keys stays.
+WRONG_ORDERS: dict[str, Callable[[Task, int], int]] = {
+    "tiles before puts": first(TILE_IN),
+    "second GEMM before the first": first(PUT, TILE_OUT),
+    "reductions before the tiles": first(PUT, REDUCE),
+    "reductions before the second GEMM": first(PUT, TILE_IN, REDUCE),
+    "weight gradients before the first GEMM": first(PUT, WGRAD),
+    "puts to itself after the tiles": last(own=True),
+    "puts to peers after the tiles": last(own=False),
+    "second chunks after the tiles": lambda task, rank: int(task[0] == PUT and task[2] == 1),
+}
+
+
+def test_wrong_orders_start_from_a_right_one() -> None:
+    assert not run(WHOLE, WHOLE.lists())
+
+
+@pytest.mark.parametrize("mistake", WRONG_ORDERS)
+def test_wrong_order_gets_stuck(mistake: str) -> None:
+    key = WRONG_ORDERS[mistake]
+    lists = [
+        [sorted(todo, key=lambda task, rank=rank: key(task, rank)) for todo in launches]
+        for rank, launches in enumerate(WHOLE.lists())
+    ]
+    assert lists != WHOLE.lists()
+    assert run(WHOLE, lists)
+
+
+def test_tiles_by_source_instead_of_by_key_get_stuck() -> None:
+    """Own rows first, as padded segments allowed: a tile may wait for a put behind a tile that waits."""
+    routed = Routed(((4, 4), (4, 4)), 1, 8)
+    one = Pass(routed, [[LaunchShape(tiles_in=1, tiles_out=1, reduce_blocks=1)]] * 2)
+    assert not run(one, one.lists())
+    own_first = [[sorted(todo, key=lambda t, r=rank: t[0] == PUT and t[1] != r) for todo in launches]
+                 for rank, launches in enumerate(one.lists())]  # fmt: skip
+    assert run(one, own_first) == ["PE 0 is stuck in TILE_IN(0, 0)", "PE 1 is stuck in TILE_IN(0, 0)"]
+
+
+def test_a_missing_put_gets_stuck() -> None:
+    lists = WHOLE.lists()
+    lists[0][0].remove((PUT, 3, 1))
+    stuck = run(WHOLE, lists)
+    assert any(text.startswith("PE 1 is stuck in TILE_IN") for text in stuck)
+
+
+@pytest.mark.parametrize("kind", [TILE_IN, TILE_OUT, WGRAD, REDUCE])
+def test_a_missing_wait_reads_too_early(kind: int) -> None:
+    """Some turn of several programs takes the task before what it reads is there."""
+
+    def careless(task: Task, *rest) -> Iterator[Fact]:
+        return iter(()) if task[0] == kind else waits(task, *rest)
+
+    def runs() -> None:
+        for seed in range(50):
+            run(WHOLE, WHOLE.lists(), programs=16, seed=seed, needs=careless)
+
+    with pytest.raises(AssertionError, match=rf"runs {NAMES[kind]}\("):
+        runs()
+
+
+def test_a_tile_that_waits_for_one_of_its_sources_reads_too_early() -> None:
+    """Rows of several sources lie in one tile: the words of all of them count."""
+
+    def careless(task: Task, *rest) -> Iterator[Fact]:
+        yield from list(waits(task, *rest))[: 1 if task[0] == TILE_IN else None]
+
+    def runs() -> None:
+        for seed in range(50):
+            run(WHOLE, WHOLE.lists(), programs=4, seed=seed, needs=careless)
+
+    with pytest.raises(AssertionError, match=r"runs TILE_IN\("):
+        runs()
