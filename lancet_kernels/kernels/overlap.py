@@ -16,7 +16,9 @@ The launchers do not synchronise with the device. A wait that ran out of time is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +29,7 @@ from torch import Tensor
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.hopper.config import hopper_config, refusals
 from lancet_kernels.kernels.hopper.launch import launch_gluon
 from lancet_kernels.kernels.kernel_launch import launch, on_device
 from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
@@ -53,12 +56,22 @@ from lancet_kernels.kernels.tuning import tuned
 
 # More than any launch has: a limit that is none.
 ALL_TASKS = 2**31 - 1
+SMS_VARIABLE = "LANCET_FUSED_SMS"
 
 
 def default_overlap_config(
-    width: int, hidden: int, activation: str, dtype: torch.dtype, device: torch.device, pes_here: int = 1
+    width: int,
+    hidden: int,
+    activation: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    pes_here: int = 1,
+    far: bool = False,
 ) -> OverlapConfig:
-    """What was tuned for the device, else a sensible choice. Args: pes_here: PEs that share the device.
+    """What was tuned for the device, else a sensible choice.
+
+    Args: pes_here: PEs that share the device. far: some peers are reached by NVSHMEM only.
+    Raises: UserError for a wrong LANCET_FUSED_SMS.
 
     In the interpreter small sizes get small tiles, so that they still have several; large ones get large
     tiles, because there a tile costs the same milliseconds whatever its size.
@@ -69,13 +82,51 @@ def default_overlap_config(
     if device.type != "cuda":
         tile = GemmConfig(32, 256, 128, 1, 1)
         return OverlapConfig(tile, put_rows=32, put_block=256, reduce_tokens=32, reduce_block=256)
-    measured = tuned("overlap", (width, hidden, activation, pes_here), dtype, device)
-    if measured is not None:
-        return measured
+    config = tuned("overlap", (width, hidden, activation, pes_here), dtype, device)
     properties = torch.cuda.get_device_properties(device)
     arch = 10 * properties.major + properties.minor
-    programs = max(1, properties.multi_processor_count // pes_here)
+    programs = max(1, multiprocessors(properties.multi_processor_count) // pes_here)
+    if config is None or (far and config.bodies == "gluon"):
+        config = config_for_gpu(width, hidden, activation, dtype, arch, programs, far)
+    if config.programs <= programs:
+        return config
+    return replace(config, programs=programs, comm_programs=min(config.comm_programs, programs))
+
+
+def config_for_gpu(
+    width: int,
+    hidden: int,
+    activation: str,
+    dtype: torch.dtype,
+    arch: int,
+    programs: int,
+    far: bool = False,
+) -> OverlapConfig:
+    """The default for compute capability `arch`: the Hopper kernel wherever it can run, else the plain one.
+
+    programs: of the grid. far: as of `default_overlap_config`.
+    """
+    if not refusals(hopper_config(programs), width, hidden, dtype, arch, far):
+        return hopper_config(programs)
     return OverlapConfig.for_gpu(width, hidden, activation, dtype, arch, programs)
+
+
+def multiprocessors(of_device: int) -> int:
+    """How many streaming multiprocessors fused launches may take: all, or LANCET_FUSED_SMS.
+
+    A fused launch is resident to its end. On those that it leaves free NCCL reduces gradients meanwhile.
+    """
+    text = os.environ.get(SMS_VARIABLE)
+    if not text:
+        return of_device
+    if not text.isdecimal() or not 1 <= int(text) <= of_device:
+        raise UserError(
+            SMS_VARIABLE,
+            got=text,
+            expected=f"1 to {of_device}, all of the GPU",
+            do="unset it",
+        )
+    return int(text)
 
 
 def moe_forward(

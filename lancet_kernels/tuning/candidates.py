@@ -7,10 +7,7 @@ from typing import Any
 
 from lancet_kernels.kernels.tuned_entry import Entry, config_fields
 from lancet_kernels.tuning.place import Place
-from lancet_kernels.tuning.tune_tasks import Task
-
-# The most configurations that are timed per shape; the lists of candidates respect it.
-MOST_CANDIDATES = 20
+from lancet_kernels.tuning.tune_tasks import MOST_CANDIDATES, Task
 
 
 @dataclass

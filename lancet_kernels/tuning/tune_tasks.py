@@ -27,6 +27,7 @@ from lancet_kernels.kernels.hopper.config import HOPPER_TILE, hopper_config
 from lancet_kernels.kernels.moe import permute
 from lancet_kernels.kernels.moe.row_config import RowConfig
 from lancet_kernels.kernels.moe.topk import RoutingConfig
+from lancet_kernels.kernels.overlap import config_for_gpu
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.tuned_entry import KINDS, Shape, key_of
 from lancet_kernels.tuning.place import Place
@@ -82,6 +83,9 @@ def make_tasks(
                 tasks.setdefault((kind, shape), Task(kind, workload, task_dtype, shape))
     return list(tasks.values())
 
+
+# The most configurations that are timed per shape.
+MOST_CANDIDATES = 20
 
 # Rows to their experts and back.
 
@@ -177,13 +181,14 @@ _OVERLAP_TILES = {
 
 
 def _overlap_candidates(task: Task, place: Place) -> Sequence[Any]:
-    """The default, and changes of one property at a time: programs that put, split, put step, tile.
+    """The default, and changes of one property of each kernel at a time: split, put step, tile.
 
     All put steps have 4096 elements, in few long pieces of rows or many short ones. All combinations would be
     several hundred configurations, which take too long to compile.
     """
     w = task.workload
-    default = OverlapConfig.for_gpu(w.width, w.hidden, w.activation, task.dtype, place.arch, place.sms)
+    default = config_for_gpu(w.width, w.hidden, w.activation, task.dtype, place.arch, place.sms)
+    plain = OverlapConfig.for_gpu(w.width, w.hidden, w.activation, task.dtype, place.arch, place.sms)
     accumulators = 2 if w.activation == "swiglu" else 1
     tiles = [GemmConfig(*sizes) for sizes in _OVERLAP_TILES[task.dtype.itemsize]]
     changed: list[dict[str, Any]] = [
@@ -193,7 +198,8 @@ def _overlap_candidates(task: Task, place: Place) -> Sequence[Any]:
         *({"gemm": tile} for tile in tiles if tile.is_valid(task.dtype, place.arch, accumulators)),
     ]
     hopper = _hopper_candidates(task, place)
-    return list(dict.fromkeys([default, *(replace(default, **fields) for fields in changed), *hopper]))
+    others = [plain, *(replace(plain, **fields) for fields in changed)]
+    return list(dict.fromkeys([default, *hopper, *others]))[:MOST_CANDIDATES]
 
 
 def _hopper_candidates(task: Task, place: Place) -> list[OverlapConfig]:

@@ -191,7 +191,7 @@ class LayerExchange:
         ):
             self._check_tokens(num_tokens, num_choices, self._exchanges.get(key), memory)
             config = self.config or default_overlap_config(
-                self.width, self.hidden, self.activation, like.dtype, like.device
+                self.width, self.hidden, self.activation, like.dtype, like.device, far=memory.memory.far
             )
             send_rows, receive_rows = self._most_rows(memory.memory, num_tokens, num_choices, capacity)
             of_rows: dict[str, Any] = {

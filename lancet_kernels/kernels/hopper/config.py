@@ -95,32 +95,44 @@ def check_gluon(
     """
     if config.bodies != "gluon":
         return
+    arch = 0
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = 10 * major + minor
+    for what, got, expected in refusals(config, width, hidden, dtype, arch, nvshmem):
+        raise UserError(
+            f"{what} of a fused launch with bodies='gluon'",
+            got=got,
+            expected=expected,
+            do="use bodies='triton'",
+        )
+
+
+def refusals(
+    config: OverlapConfig, width: int, hidden: int, dtype: torch.dtype, arch: int, nvshmem: bool
+) -> list[tuple[str, object, str]]:
+    """(what, what it is, what it should be) of all that keeps the Hopper kernel from running.
+
+    arch: 90 for compute capability 9.0, 0 for no GPU. nvshmem: rows travel by it.
+    """
     tile = config.gemm
-    fixed = (tile.block_m, tile.block_n, tile.block_k, tile.num_warps)
-    arch = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    step = tile.block_k
-    for what, got, fits in (
-        ("tile", str(tile), fixed == (128, 256, 64, 8) and 2 <= tile.num_stages <= 4),
-        ("tma", config.tma, config.tma),
-        ("type", dtype, dtype in (torch.bfloat16, torch.float16)),
-        ("widths of model and experts", (width, hidden), width % step == 0 and hidden % step == 0),
-        ("transport", "NVSHMEM" if nvshmem else "pointers", not nvshmem),
-        ("device", device if arch is None else f"compute capability {arch[0]}.{arch[1]}", arch == (9, 0)),
-    ):
-        if not fits:
-            raise UserError(
-                f"{what} of a fused launch with bodies='gluon'",
-                got=got,
-                expected=_EXPECTED[what],
-                do="use bodies='triton'",
-            )
-
-
-_EXPECTED = {
-    "tile": "128x256x64 with 8 warps and 2 to 4 stages",
-    "tma": "True",
-    "type": "torch.bfloat16 or torch.float16",
-    "device": "a GPU of compute capability 9.0",
-    "widths of model and experts": "multiples of 64",
-    "transport": "pointers to all peers",
-}
+    fixed = (tile.block_m, tile.block_n, tile.block_k, tile.num_warps) == (128, 256, 64, 8)
+    checks = (
+        ("tile", str(tile), "128x256x64 with 8 warps and 2 to 4 stages", fixed and 2 <= tile.num_stages <= 4),
+        ("tma", config.tma, "True", config.tma),
+        ("type", dtype, "torch.bfloat16 or torch.float16", dtype in (torch.bfloat16, torch.float16)),
+        (
+            "widths of model and experts",
+            (width, hidden),
+            f"multiples of {tile.block_k}",
+            width % tile.block_k == 0 and hidden % tile.block_k == 0,
+        ),
+        ("transport", "NVSHMEM" if nvshmem else "pointers", "pointers to all peers", not nvshmem),
+        (
+            "device",
+            f"compute capability {arch // 10}.{arch % 10}" if arch else "no GPU",
+            "a GPU of compute capability 9.0",
+            arch == 90,
+        ),
+    )
+    return [(what, got, expected) for what, got, expected, fits in checks if not fits]

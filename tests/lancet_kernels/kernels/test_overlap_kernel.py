@@ -11,8 +11,10 @@ from itertools import product
 import pytest
 import torch
 
+from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.overlap import default_overlap_config
+from lancet_kernels.kernels.overlap import config_for_gpu, default_overlap_config
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy, check_close, stored
 from tests.lancet_kernels.kernels.overlap_ranks import (
@@ -195,3 +197,43 @@ def test_configuration_is_the_default_one():
     """What is proven here is what launches take on a CPU."""
     default = default_overlap_config(24, 20, "gelu", torch.float32, torch.device("cpu"))
     assert default == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("change", "bodies"),
+    [
+        ({}, "gluon"),
+        ({"dtype": torch.float16}, "gluon"),
+        ({"dtype": torch.float32}, "triton"),
+        ({"hidden": 96}, "triton"),
+        ({"arch": 100}, "triton"),
+        ({"arch": 80}, "triton"),
+        ({"far": True}, "triton"),
+    ],
+    ids=str,
+)
+def test_the_hopper_kernel_is_the_default_where_it_can_run(change, bodies):
+    sizes = {"width": 128, "hidden": 192, "activation": "swiglu", "dtype": torch.bfloat16, "arch": 90}
+    config = config_for_gpu(**sizes | {"programs": 132} | change)
+    assert (config.bodies, config.programs) == (bodies, 132)
+
+
+class H100:
+    major, minor, multi_processor_count = 9, 0, 132
+
+
+def test_launches_leave_multiprocessors_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H100)
+    monkeypatch.setattr(overlap, "tuned", lambda *_: None)
+    given = 128, 192, "gelu", torch.bfloat16, torch.device("cuda", 0)
+    assert default_overlap_config(*given).programs == 132
+    monkeypatch.setenv("LANCET_FUSED_SMS", "100")
+    assert default_overlap_config(*given).programs == 100
+    measured = config_for_gpu(*given[:4], 90, 132)
+    monkeypatch.setattr(overlap, "tuned", lambda *_: measured)
+    assert default_overlap_config(*given) == replace(measured, programs=100)
+    assert default_overlap_config(*given, far=True).bodies == "triton"
+    for wrong in ("0", "133", "many"):
+        monkeypatch.setenv("LANCET_FUSED_SMS", wrong)
+        with pytest.raises(UserError, match=f"LANCET_FUSED_SMS: got {wrong}, expected 1 to 132"):
+            default_overlap_config(*given)

@@ -18,7 +18,7 @@ from lancet_kernels.compiling.compile_pool import Row
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.moe.row_config import RowConfig
 from lancet_kernels.kernels.moe.topk import RoutingConfig
-from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap import config_for_gpu
 from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, config_fields, is_usable
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
@@ -128,7 +128,7 @@ def default_of(task, place):
     w = task.workload
     if task.kind == "overlap":
         sizes = w.width, w.hidden, w.activation
-        return OverlapConfig.for_gpu(*sizes, task.dtype, place.arch, place.sms)
+        return config_for_gpu(*sizes, task.dtype, place.arch, place.sms)
     if task.kind == "routing":
         return RoutingConfig.default(w.experts, w.choices)
     return RowConfig.default(w.width)
