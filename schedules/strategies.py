@@ -15,7 +15,7 @@ auto              the fastest of all these within the memory limit
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -119,6 +119,16 @@ def fastest_that_fits(plans: Sequence[Plan]) -> int:
     return min(range(len(plans)), key=rank)
 
 
+def _while_faster(plans: Iterable[Plan]) -> list[Plan]:
+    """The plans up to the first that is predicted slower than the one before it."""
+    tried: list[Plan] = []
+    for plan in plans:
+        tried.append(plan)
+        if len(tried) > 1 and plan.predicted.iteration_ms > tried[-2].predicted.iteration_ms:
+            break
+    return tried
+
+
 class Planner:
     """Plans for one Program and its costs; work that several strategies share is done once.
 
@@ -215,13 +225,15 @@ class Planner:
         return self._best(self._tutel_degrees())
 
     def _tutel_degrees(self) -> list[Plan]:
-        """One plan per degree; computation waits for the all-to-alls outside the pipelines."""
-        plans = []
-        for degree in TUTEL_DEGREES:
+        """One plan per degree, as long as more parts are faster; computation waits for the all-to-alls
+        outside the pipelines."""
+
+        def of(degree: int) -> Plan:
             ranges = self._cut(self.expert_ranges, degree)
             plan = self._in_order(ranges, blocking=self._waited_for(ranges))
-            plans.append(replace(plan, method=f"{ORIGINAL_ORDER}, degree {degree}"))
-        return plans
+            return replace(plan, method=f"{ORIGINAL_ORDER}, degree {degree}")
+
+        return _while_faster(map(of, TUTEL_DEGREES))
 
     def _lancet_dw(self) -> Plan:
         """The best order without partitioning."""
@@ -247,7 +259,9 @@ class Planner:
         cuts = [self._cut(backward, degree) for degree in BACKWARD_DEGREES]
         more = [(), *(cut for cut in cuts if cut)]
         return [
-            self._scheduled((*ranges, *cut)) for ranges in self._partitions_of(most_parts) for cut in more
+            plan
+            for ranges in self._partitions_of(most_parts)
+            for plan in _while_faster(self._scheduled((*ranges, *cut)) for cut in more)
         ]
 
     @cached_property

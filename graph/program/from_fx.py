@@ -11,11 +11,12 @@ reduce-scatters have the attribute `collective`. Ops that draw from torch's glob
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -140,11 +141,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     # Fused attention has the tag, but draws nothing without dropout.
-    names = [argument.name for argument in node.target._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    return arguments.get("dropout_p", 0.0) != 0.0
+    return "dropout_p" not in _signature(node.target).names or _arguments(node).get("dropout_p", 0.0) != 0.0
 
 
 def is_view(node: fx.Node) -> bool:
@@ -191,13 +188,42 @@ def _value(argument: object) -> Any:
     return argument.meta.get("val")
 
 
-def _with_arguments(node: fx.Node) -> list[tuple[Any, object]]:
-    """Pairs (argument of the schema, its value) of all arguments that the node passes."""
-    arguments = node.target._schema.arguments
-    by_name = (
-        (argument, node.kwargs[argument.name]) for argument in arguments if argument.name in node.kwargs
+class _Signature(NamedTuple):
+    """What the schema of an op says.
+
+    names: of its arguments. shared: (output, argument) that may share storage. written: the arguments that
+    it overwrites.
+    """
+
+    names: tuple[str, ...]
+    shared: tuple[tuple[int, str], ...]
+    written: frozenset[str]
+
+
+@functools.cache
+def _signature(target: object) -> _Signature:
+    """Empty for what is no op of torch."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return _Signature((), (), frozenset())
+    aliased = [argument for argument in schema.arguments if argument.alias_info is not None]
+    shared = (
+        (i, argument.name)
+        for i, result in enumerate(schema.returns)
+        if result.alias_info is not None
+        for argument in aliased
+        # `Tensor(a -> *)` annotates an op that returns a list of views of the argument.
+        if argument.alias_info.before_set & result.alias_info.before_set
+        or "*" in argument.alias_info.after_set
     )
-    return [*zip(arguments, node.args, strict=False), *by_name]
+    written = (argument.name for argument in aliased if argument.alias_info.is_write)
+    return _Signature(tuple(a.name for a in schema.arguments), tuple(shared), frozenset(written))
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments that a node passes to an op of torch, by name; none for what is no op."""
+    names = _signature(node.target).names
+    return dict(zip(names, node.args, strict=False)) | (dict(node.kwargs) if names else {})
 
 
 def _tensor_names(nodes: Iterable[fx.Node]) -> list[str]:
@@ -257,20 +283,12 @@ def _specs(node: fx.Node) -> list[TensorSpec]:
 
 def _aliased(node: fx.Node) -> dict[int, str]:
     """Position of an output -> name of the input whose storage it shares."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return {}
     aliases = {}
-    for i, result in enumerate(schema.returns):
-        if result.alias_info is None:
-            continue
-        for argument, value in _with_arguments(node):
-            # `Tensor(a -> *)` annotates an op that returns a list of views of the argument.
-            same = argument.alias_info is not None and (
-                argument.alias_info.before_set & result.alias_info.before_set
-                or "*" in argument.alias_info.after_set
-            )
-            if same and isinstance(value, fx.Node) and tensor_names(value):
+    if shared := _signature(node.target).shared:
+        arguments = _arguments(node)
+        for i, name in shared:
+            value = arguments.get(name)
+            if isinstance(value, fx.Node) and tensor_names(value):
                 aliases[i] = tensor_names(value)[0]
     if op_name(node) in (_WAIT, _UNSAFE_VIEW) and tensor_names(node.args[0]):
         aliases[0] = tensor_names(node.args[0])[0]
@@ -282,30 +300,20 @@ def _aliased(node: fx.Node) -> dict[int, str]:
 
 
 def _mutated(node: fx.Node) -> tuple[str, ...]:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return ()
-    written = (GENERATOR,) if draws_random_numbers(node) else ()
-    return written + tuple(
-        name
-        for argument, value in _with_arguments(node)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)
-        for name in tensor_names(value)
-    )
+    drawn = (GENERATOR,) if draws_random_numbers(node) else ()
+    overwritten = _signature(node.target).written
+    if not overwritten:
+        return drawn
+    values = [value for name, value in _arguments(node).items() if name in overwritten]
+    return drawn + tuple(_tensor_names(value for value in values if isinstance(value, fx.Node)))
 
 
 def _attributes(node: fx.Node) -> dict[str, Any]:
     """The arguments that are JSON values, by name; normalized `dims` for transposes and reductions; for a
     gate, whether it is partitionable."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return {}
-    arguments = {argument.name: value for argument, value in _with_arguments(node)}
-    for name in (
-        "group",
-        "group_name",
-        "layer",
-    ):  # names of process groups and exchanges are not part of the structure
+    arguments = _arguments(node)
+    # Names of process groups and exchanges are not part of the structure.
+    for name in ("group", "group_name", "layer"):
         arguments.pop(name, None)
     if op_name(node) == "lancet.dropout":  # nor are seeds: repeated layers have equal attributes
         del arguments["seed"], arguments["site"]
@@ -347,7 +355,7 @@ def _flops(node: fx.Node, op: str) -> float:
 
 
 def _is_causal(node: fx.Node) -> bool:
-    return any(argument.name == "is_causal" and value is True for argument, value in _with_arguments(node))
+    return _arguments(node).get("is_causal") is True
 
 
 def _attention_flops(values: list[Any], backward: bool) -> float:

@@ -14,7 +14,7 @@ from lancet_kernels.graph.costs.costs import Cost, durations
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.schedules.order.list_schedule import FREE, LIMITED, ListScheduler, Policy, Work
 from lancet_kernels.schedules.order.weight_gradients import greedy_order, order_by_slots
-from lancet_kernels.schedules.time.peak_memory import peak_memory
+from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
 from lancet_kernels.schedules.time.simulate import Times, run
 
 
@@ -23,7 +23,7 @@ class Ordered:
     """An order: its positions, the scheduling method, the simulated times, and the iteration of the fastest
     order without a memory limit."""
 
-    program: Program
+    storages: Storages
     order: list[int]
     method: str
     times: Times
@@ -35,7 +35,7 @@ class Ordered:
 
     @cached_property
     def peak_memory_bytes(self) -> int:
-        return peak_memory(self.program, self.order)
+        return int(max(alive_bytes(self.storages, self.order), default=0))
 
 
 def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None = None) -> Ordered:
@@ -44,12 +44,12 @@ def best_order(program: Program, cost: Cost, *, memory_limit_bytes: float | None
     If even the original order exceeds the memory limit, the limit is the peak of the original order.
     """
     ms = durations(program, cost)
+    work = Work(program, ms)
 
     def simulated(order: list[int], method: str) -> Ordered:
-        return Ordered(program, order, method, run(program, ms, order))
+        return Ordered(work.storages, order, method, run(program, ms, order))
 
     def list_schedules(policies: Sequence[Policy], limit: float | None) -> Iterator[Ordered]:
-        work = Work(program, ms)
         return (simulated(ListScheduler(work, policy, limit).schedule(), str(policy)) for policy in policies)
 
     original = simulated(list(range(len(program))), "unchanged order")

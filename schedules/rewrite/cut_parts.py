@@ -32,8 +32,9 @@ from lancet_kernels.schedules.rewrite.cut_nodes import (
 aten, lancet = torch.ops.aten, torch.ops.lancet
 _SUM_OF_MEAN = {aten.mean.default: aten.sum.default, aten.mean.dim: aten.sum.dim_IntList}
 
-Values = dict[Any, Any]
-"""Cache of fake results, by op and shapes of the arguments: repeated layers are computed once."""
+Values = dict[Any, dict[str, Any]]
+"""Cache of what nodes know of their fake results (`meta`), by op and shapes of the arguments: repeated layers
+are computed once."""
 
 
 class Parts:
@@ -198,23 +199,23 @@ class Parts:
         """A new node that calls an op, with its fake result."""
         node = self.graph.create_node("call_function", target, args, kwargs, name)
         try:
-            set_value(node, self._value(target, args, kwargs))
+            self._set_value(node)
         except BaseException:
             self.graph.erase_node(node)
             raise
         return node
 
-    def _value(self, target, args: tuple, kwargs: dict) -> object:
-        """The fake result of a call."""
-        fake = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
-        key = None if self._values is None else _cache_key((target, *fake))
+    def _set_value(self, node: fx.Node) -> None:
+        """Set the fake result of a new node."""
+        fake = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+        key = None if self._values is None else _cache_key((node.target, *fake))
         if self._values is not None and key in self._values:
-            return self._values[key]
+            node.meta.update(self._values[key])
+            return
         with fake_mode_of(self._cut[0]):
-            value = target(*fake[0], **fake[1])
+            set_value(node, node.target(*fake[0], **fake[1]))
         if self._values is not None:
-            self._values[key] = value
-        return value
+            self._values[key] = dict(node.meta)
 
 
 def _units(cut: Sequence[fx.Node], forms: Forms, parts: int, least: int) -> int:
