@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -77,15 +78,21 @@ def program_from_fx(module: fx.GraphModule, name: str = "graph") -> Program:
     return program_from_graph(module.graph, name)
 
 
-def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program | None = None) -> Program:
+def program_from_graph(
+    graph: fx.Graph,
+    name: str = "graph",
+    unchanged: Program | None = None,
+    parts: Mapping[str, tuple[float, int]] = MappingProxyType({}),
+) -> Program:
     """The Program of an fx graph whose nodes have `meta["val"]` (as in every traced graph).
 
     A placeholder without `val` is not a tensor; an attribute without `val` has the module's value. Optional
-    keys of `meta`: "milliseconds", "group", "parts" (the number of parts, if the node is one of them), and
-    `WRITTEN_INTO`.
+    keys of `meta`: "milliseconds", "group" and `WRITTEN_INTO`.
 
-    Args: unchanged: the Program of the graph before some nodes were replaced; the instructions of all other
-        nodes are copied from it, with their times.
+    Args:
+        unchanged: the Program of the graph before some nodes were replaced; the instructions of all other
+            nodes are copied from it, with their times.
+        parts: by name of a part of an instruction, its milliseconds and the number of parts.
     Instructions and tensors are named like their nodes; element i of a tuple is named `node.i`.
     """
     nodes = list(graph.nodes)
@@ -117,7 +124,12 @@ def program_from_graph(graph: fx.Graph, name: str = "graph", unchanged: Program 
             owned = outputs if owner is None else [replace(s, alias_of=owner, bytes=0) for s in outputs]
             tensors.update((spec.name, spec) for spec in owned)
             phase = Phase.FORWARD if node in forward else Phase.BACKWARD
-            instructions.append(_instruction(node, outputs, phase, after.get(node)))
+            instruction = _instruction(node, outputs, phase, after.get(node))
+            if node.name in parts:
+                milliseconds, count = parts[node.name]
+                attributes = {**instruction.attributes, "parts": count}
+                instruction = replace(instruction, milliseconds=milliseconds, attributes=attributes)
+            instructions.append(instruction)
     if any(GENERATOR in i.mutates for i in instructions):
         tensors[GENERATOR] = TensorSpec(GENERATOR, (), "int64", bytes=0)
         inputs.append(GENERATOR)
@@ -236,7 +248,8 @@ def _instruction(
     op = op_name(node)
     attributes = _attributes(node)
     # Each group has its own communication costs (`graph.costs.communication`).
-    attributes |= {key: node.meta[key] for key in ("group", "parts") if key in node.meta}
+    if "group" in node.meta:
+        attributes["group"] = node.meta["group"]
     if op in _COLLECTIVES:
         attributes["collective"] = _COLLECTIVES[op]
     if op == "lancet.gate":

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.utils._pytree as pytree
@@ -32,8 +32,7 @@ from lancet_kernels.schedules.partition.ranges import range_names
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
 from lancet_kernels.schedules.rewrite.apply import reorder
 from lancet_kernels.schedules.rewrite.buckets import insert_all_reduces
-from lancet_kernels.schedules.rewrite.cut import Values
-from lancet_kernels.schedules.rewrite.realize import GraphCutter, cut_ranges
+from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions, ordered
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
 from lancet_kernels.training.gradients import gradient_groups, groups_of
@@ -42,7 +41,8 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
     from lancet_kernels.ops.fused.fused_experts import LayerExchange
 
 
-class CostedGraph(NamedTuple):
+@dataclass(eq=False)
+class CostedGraph:
     """The joint graph of a step, its Program, which may have more instructions (the optimizer's), and their
     costs. inputs: example values, if it is to be measured."""
 
@@ -50,16 +50,19 @@ class CostedGraph(NamedTuple):
     program: Program
     cost: Cost
     inputs: Sequence[object] = ()
+    _planners: dict[PlanningOptions | None, Planner] = field(default_factory=dict, init=False)
 
-    @property
+    @cached_property
     def cutter(self) -> GraphCutter:
-        """Gives the Program with ranges cut."""
+        """Gives the graph and the Program with ranges cut."""
         return GraphCutter(self.module, self.program, self.cost)
 
     def planner(self, options: PlanningOptions | None = None) -> Planner:
-        """The planner for this graph."""
-        cutter = self.cutter
-        return Planner(self.program, self.cost, options, cutter, cutter.with_fillers)
+        """The planner for this graph; one for each options."""
+        if options not in self._planners:
+            fill = self.cutter.with_fillers
+            self._planners[options] = Planner(self.program, self.cost, options, self.cutter, fill)
+        return self._planners[options]
 
 
 @dataclass(eq=False)
@@ -78,7 +81,6 @@ class CapturedStep:
     reduces_gradients: bool
     fused: tuple[FusedGroup, ...] = ()
     _layer_numbers: dict[str, int] = field(default_factory=dict)
-    _values: Values = field(default_factory=dict, init=False)
 
     @classmethod
     def of(
@@ -225,6 +227,5 @@ class CapturedStep:
     def _measured(self, graph: CostedGraph, plan: Plan) -> Program:
         """The Program of the graph with the plan's ranges cut, with the measured times of its
         instructions."""
-        module = copy_of(graph.module)
-        cut_ranges(module.graph, graph.program, plan.ranges, self._values)
+        module = fx.GraphModule(graph.module, graph.cutter.graph(plan.ranges))
         return self.profiler.program(module, graph.inputs)

@@ -25,7 +25,7 @@ from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.rules.part_instruction import is_cut, part_instruction, part_name
 from lancet_kernels.schedules.fuse.copy_fillers import add_fillers, choose_fillers
 from lancet_kernels.schedules.fuse.fused import WORK
-from lancet_kernels.schedules.partition.ranges import PartitionRange, pipeline_order, positions
+from lancet_kernels.schedules.partition.ranges import PartitionRange, pipeline_order, positions, range_names
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.apply import instruction_order, reorder, start_early_wait_late
 from lancet_kernels.schedules.rewrite.cut import RangeToCut, Values, cut_range
@@ -69,23 +69,31 @@ class GraphCutter:
     def __init__(self, module: fx.GraphModule, program: Program, cost: Cost) -> None:
         self.module, self.program, self.cost = module, program, cost
         self._values: Values = {}
+        self._graphs: dict[tuple[object, ...], fx.Graph] = {}
         in_graph = set(instruction_order(module.graph))
         self._behind = tuple(i for i in program.instructions if i.name not in in_graph)
+
+    def graph(self, ranges: Sequence[PartitionRange]) -> fx.Graph:
+        """The graph with these ranges cut, to be measured: it shares fake results, so it cannot be compiled.
+
+        Raises: as `cut_ranges`.
+        """
+        key = range_names(ranges)
+        if key not in self._graphs:
+            graph = copy_of_graph(self.module)
+            cut_ranges(graph, self.program, ranges, self._values)
+            self._graphs[key] = graph
+        return self._graphs[key]
 
     def __call__(self, ranges: Sequence[PartitionRange]) -> Program:
         """The Program with these ranges cut. Instructions outside the graph (the optimizer's step) come last.
 
         Raises: as `cut_ranges`.
         """
-        graph = copy_of_graph(self.module)
-        cut_ranges(graph, self.program, ranges, self._values)
         priced = {name: part for planned in ranges for name, part in self._priced(planned).items()}
         filled = {fillers.launch: fillers.milliseconds for planned in ranges for fillers in planned.fillers}
-        for node in graph.nodes:
-            if node.name in priced:
-                milliseconds, node.meta["parts"] = priced[node.name]
-                node.meta["milliseconds"] = filled.get(node.name, milliseconds)
-        cut = program_from_graph(graph, self.program.name, unchanged=self.program)
+        times = {name: (filled.get(name, ms), parts) for name, (ms, parts) in priced.items()}
+        cut = program_from_graph(self.graph(ranges), self.program.name, unchanged=self.program, parts=times)
         if not self._behind:
             return cut
         return replace(

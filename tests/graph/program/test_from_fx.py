@@ -9,7 +9,7 @@ from lancet_kernels.graph.capture.capture import capture
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.communication import CommunicationModel
 from lancet_kernels.graph.costs.costs import CostModel
-from lancet_kernels.graph.program.from_fx import program_from_fx
+from lancet_kernels.graph.program.from_fx import program_from_fx, program_from_graph
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase
 from lancet_kernels.schedules.order.weight_gradients import (
     overlappable,
@@ -103,15 +103,15 @@ def test_functional_collectives():
     assert program.outputs == (y.name, done.name, module.graph.find_nodes(op="output")[0].args[0][2].name)
 
 
-def test_what_a_node_says_of_itself():
+def test_times_of_nodes_and_of_parts():
     b = Builder()
     x, w = b.input("x", T, D), b.input("w", D, F)
     y = b.call(aten.mm.default, x, w)
     z = b.call(aten.relu.default, y)
-    y.meta |= {"milliseconds": 2.5, "parts": 4}
-    first, second = program_from_fx(b.module(z)).instructions
-    assert (first.milliseconds, first.attributes["parts"]) == (2.5, 4)
-    assert (second.milliseconds, "parts" in second.attributes) == (None, False)
+    y.meta["milliseconds"] = 2.5
+    first, second = program_from_graph(b.module(z).graph, parts={z.name: (1.5, 4)}).instructions
+    assert (first.milliseconds, "parts" in first.attributes) == (2.5, False)
+    assert (second.milliseconds, second.attributes["parts"]) == (1.5, 4)
 
 
 def test_mutation_and_tuples():

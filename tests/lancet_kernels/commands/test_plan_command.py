@@ -74,7 +74,7 @@ def test_the_figures_are_those_of_the_setting(capsys):
     """The unplanned iteration is the sum of what its instructions cost: nothing overlaps."""
     found = plan_json(capsys, "--gate", "topk", "--top-k", "2", "--batch", "3")
     setting = Setting("gpt2-tiny-moe", "p4de", 16, "topk", batch=3, top_k=2)
-    _, program, cost, _ = setting.priced
+    program, cost = setting.priced.program, setting.priced.cost
     blocking = sum(cost(i, program.tensors) for i in program.instructions if i.kind.value != "all_reduce")
     assert found["iteration_ms"]["none"] >= blocking
     assert found["batch"] == 3

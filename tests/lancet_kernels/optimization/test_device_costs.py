@@ -70,7 +70,8 @@ def fake_gpu(monkeypatch):
 def costs_of(step: SmallStep, folder, model: str = "cuda Fake GPU, 1 threads") -> MeasuredCosts:
     profiler = step._step.profiler = Profiler(step._step.groups, torch.device("cpu"), folder / "times.json")
     profiler.device_model = model
-    _, step.program, cost, _ = step._step.costed(step.joint, step.values, None)
+    graph = step._step.costed(step.joint, step.values, None)
+    step.program, cost = graph.program, graph.cost
     return cost
 
 
