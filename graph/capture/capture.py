@@ -177,6 +177,8 @@ def capture(
         fake_mode = traced.meta["fake_mode"]
         context = TracingContext(fake_mode)
         with tensors_restored(traced), tracing(context), expected_sizes(), contextlib.ExitStack() as stack:
+            # oneDNN's LSTM returns None where its fake result is a tensor.
+            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
             # By default, torch makes symbols of sizes and integers, also in later captures with the same
             # tensors, which it marks when a graph has run.
             joint = aot_export_joint_with_descriptors(

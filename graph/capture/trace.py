@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any
 from unittest import mock
 
@@ -23,6 +24,7 @@ from torch._dynamo.convert_frame import CaptureOutput
 from torch._dynamo.guards import CheckFunctionManager
 from torch._dynamo.hooks import Hooks
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.source import TempLocalSource
 from torch._dynamo.utils import dynamo_timed, get_metrics_context
 from torch._dynamo.variables.base import VariableTracker
 
@@ -77,7 +79,8 @@ def _writes(paths: list[str]) -> Iterator[None]:
         variables = list(original(effects))
         for variable in variables:
             attributes = effects.store_attr_mutations.get(variable, {})
-            if variable.source is not None:
+            # A temporary source: an object that the forward itself builds, to return it, say.
+            if not isinstance(variable.source, (TempLocalSource, NoneType)):
                 changed = [
                     name for name, value in attributes.items() if not _as_before(variable, name, value)
                 ]
@@ -134,6 +137,7 @@ def trace(
         automatic_dynamic_shapes=False,
         assume_static_by_default=True,
         skip_fwd_side_effects_in_bwd_under_checkpoint=True,
+        allow_rnn=True,
     )
     with settings, expected_sizes():
         with mock.patch.object(functional_export, "fullgraph_capture", spy), _writes(writes):

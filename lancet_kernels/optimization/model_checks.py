@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from lancet_kernels.errors import UserError
 
@@ -21,6 +22,13 @@ def check_model(model: nn.Module) -> None:
             do="give the module that holds the model and its loss, or call this one as it is",
         )
     for parameter_name, parameter in parameters.items():
+        if is_lazy(parameter):
+            raise UserError(
+                name,
+                got=f"{parameter_name}, a lazy parameter without a shape",
+                expected="parameters with values",
+                do="call the model once before",
+            )
         if parameter.is_inference():
             raise UserError(
                 name,

@@ -57,7 +57,8 @@ class OptimizedModule(nn.Module):
         super().__init__()
         self.module = module
         self.host_waits, self.fused_layers = tuple(host_waits), tuple(fused_layers)
-        self.train(module.training)
+        # Not train(): it would change the modes of submodules, a frozen norm in eval mode, say.
+        self.training = module.training
         self.plan, self.timeline = plan, timeline
         self.fallbacks: Counter[str] = Counter()
         self._shapes, self._recorder = shapes, recorder

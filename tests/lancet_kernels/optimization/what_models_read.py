@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 import sys
 import warnings
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import torch
@@ -165,7 +166,33 @@ def derived_tensors(_setup: Setup) -> None:
     assert not own.ready.fallbacks
 
 
+class Unusual(Model):
+    """An LSTM, a frozen batch norm in eval mode, operators in place; its result is a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(D, D, batch_first=True).double()
+        self.norm = nn.BatchNorm1d(D).double().eval().requires_grad_(False)
+        self.norm.running_mean.fill_(0.25)
+
+    def forward(self, x: Tensor, target: Tensor) -> OrderedDict[str, object]:
+        y = self.norm(self.recurrent(x)[0].transpose(1, 2)).transpose(1, 2).relu_() * 1.5
+        y[:, :1].add_(x[:, 1:2]).clamp_(max=1.5)
+        y[0].masked_fill_(y[0] > 1, 0.5)
+        return OrderedDict(loss=super().forward(y, target), hidden=[y, None])
+
+
+def unusual_parts(_setup: Setup) -> None:
+    """LSTMs, frozen norms in eval mode, operators in place, and results in containers."""
+    own = Setup(Unusual())
+    assert not own.model.norm.training
+    own.compare_calls(lambda module: module(*batch())["loss"])
+    assert not own.model.norm.training
+    assert not own.ready.fallbacks
+
+
 WORKS = (
+    unusual_parts,
     plain_tensors,
     tensors_that_the_forward_changes,
     numbers_as_inputs,
@@ -254,4 +281,24 @@ def module_not_registered(_setup: Setup) -> None:
     assert not own.ready.fallbacks
 
 
-REFUSED = (numpy_array, random_number_of_python, module_not_registered)
+class Lazy(Model):
+    """A layer that gets its shape in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lazy = nn.LazyLinear(D, dtype=torch.float64)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return super().forward(self.lazy(x), target)
+
+
+def lazy_parameters(_setup: Setup) -> None:
+    """Parameters without a shape; after a first call, they are like others."""
+    model = Lazy()
+    with refused("model Lazy: got lazy.weight, a lazy parameter", "call the model once before"):
+        optimized(model, batch())
+    model.lazy(batch()[0])
+    Setup(model).compare(*batch())
+
+
+REFUSED = (lazy_parameters, numpy_array, random_number_of_python, module_not_registered)
