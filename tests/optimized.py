@@ -20,8 +20,8 @@ def plan_dearly(program, _cost, options, cut, _with_fillers):
 
 
 def optimized(module: nn.Module, inputs: tuple, strategy: str = "lancet", **options) -> OptimizedModule:
-    """`optimize` without measuring, with plans that cut, in at most 4 parts: 8 take twice as long to plan."""
-    options.setdefault("options", PlanningOptions(PartitionOptions(most_parts=4)))
+    """`optimize` without measuring, with plans that cut, in at most 3 parts: 4 take twice as long to plan."""
+    options.setdefault("options", PlanningOptions(PartitionOptions(most_parts=3)))
     library.Planner = plan_dearly
     try:
         return optimize(module, inputs, strategy=strategy, cluster="p3dn", **options)

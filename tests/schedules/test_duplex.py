@@ -34,10 +34,10 @@ GATES = ["switch", "topk", "hash", "random", "sigmoid(groups=2,top_groups=1)"]
 WHOLE_BATCH_GATES = ["gshard", "batch-prioritized", "expert-choice"]
 
 
-def size(gate: str = "switch", batch: int = 4) -> Size:
+def size(gate: str = "switch", batch: int = 4, layers: int = 4) -> Size:
     """Narrow experts: tokens are dropped."""
     top_k = 1 if gate == "switch" else 2
-    return Size(batch=batch, width=8, heads=2, layers=4, gate=gate, top_k=top_k, capacity_factor=0.75)
+    return Size(batch=batch, width=8, heads=2, layers=layers, gate=gate, top_k=top_k, capacity_factor=0.75)
 
 
 def copies_of(step: Step, copies: int = 2) -> fx.GraphModule:
@@ -52,15 +52,13 @@ CASES = [(name, gate, batch) for gate in GATES for batch in (4, 5) for name in M
 
 
 @pytest.mark.parametrize(
-    ("name", "gate", "batch"),
-    [
-        ("gpt2", "topk", 5),
-        ("bert", "random", 2),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in CASES),
-    ],
+    ("name", "gate", "batch", "layers"),
+    few_of([("gpt2", "topk", 5, 4), ("bert", "random", 2, 2), *((*case, 4) for case in CASES)], 0, 1),
 )
-def test_copies_give_the_loss_the_gradients_and_the_very_routing_of_the_whole_batch(name, gate, batch):
-    step = read_only_step(name, size(gate, batch))
+def test_copies_give_the_loss_the_gradients_and_the_very_routing_of_the_whole_batch(
+    name, gate, batch, layers
+):
+    step = read_only_step(name, size(gate, batch, layers))
     plain = outcome(step.joint, step)
     capacity = [i.attributes["capacity"] for i in step.program.instructions if i.op == "lancet.gate"]
     assert any((slots >= capacity[0]).any() for _, slots in plain[1].values()), "nothing was dropped"
@@ -77,7 +75,7 @@ def test_more_than_two_copies(copies):
 def test_each_copy_keeps_to_itself_until_sums(name):
     """Nothing but sums over the copies, and how many slots the last one used, is put together: the backward
     of a copy reads what the forward of that copy left."""
-    step = read_only_step(name, size())
+    step = read_only_step(name, size("topk", batch=5))
     planned = expand(step.program, [duplex(step.program)])
     forms = {i.attributes["form"] for i in planned.instructions if i.op == "lancet.reassemble"}
     assert forms == {str(PARTIAL), str(CARRIED)}
@@ -176,7 +174,7 @@ def test_an_all_to_all_that_has_nothing_of_the_batch_is_refused():
 
 
 def test_one_sequence_is_refused():
-    step = read_only_step("gpt2", size("topk", batch=1))
+    step = read_only_step("gpt2", size("topk", batch=1, layers=2))
     with pytest.raises(UserError, match="a batch of 1, expected at least 2"):
         duplex(step.program)
 
@@ -223,18 +221,10 @@ def on_ranks(case: StepCase) -> tuple[dict[str, float], str]:
     return distances, planner.plan(AUTO).chosen
 
 
-@pytest.mark.parametrize(
-    ("ranks", "gate", "batch"),
-    [
-        (2, "switch", 3),
-        *(
-            pytest.param(ranks, gate, batch, marks=pytest.mark.long)
-            for ranks in (2, 4)
-            for gate in GATES
-            for batch in (4, 7)
-        ),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("batch", [4, 7])
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_train_as_with_the_module(pool, ranks, gate, batch):
     top_k = 1 if gate == "switch" else 2
     case = StepCase(gate, top_k, capacity_factor=0.75, layers=2, batch=batch)

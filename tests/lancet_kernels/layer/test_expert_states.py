@@ -54,7 +54,13 @@ class Run:
     """A model with its optimizer and its plan. Args: seed: of the initial values. sharing: how many ranks
     share experts; None: all."""
 
-    def __init__(self, seed: int, kind: type[torch.optim.Optimizer], sharing: int | None = None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        kind: type[torch.optim.Optimizer],
+        sharing: int | None = None,
+        strategy: str = "none",
+    ) -> None:
         torch.manual_seed(seed)
         ranks = dist.get_world_size()
         groups = None
@@ -64,7 +70,7 @@ class Run:
         self.model = Step(groups)
         options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         self.optimizer = kind(self.model.parameters(), lr=0.05, **options)
-        self.step = optimized(self.model, self.batch(0), "lancet")
+        self.step = optimized(self.model, self.batch(0), strategy)
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """This rank's part of a batch that does not depend on the ranks."""
@@ -91,17 +97,15 @@ class Run:
         return {"model": model, "optimizer": optimizer}
 
 
-def interrupted(
-    folder: str, options: StateDictOptions, kind: type, sharing: int | None = None
-) -> list[float]:
-    """Losses of a run that saves what it has behind its third step, and goes on."""
-    run = Run(0, kind, sharing)
+def interrupted(folder: str, options: StateDictOptions, kind: type) -> list[float]:
+    """Losses of a run that saves what it has behind its third step, and goes on; with a plan."""
+    run = Run(0, kind, strategy="lancet")
     run.train(0, 3)
     save(run.state(options), folder)
     return run.train(3, 6)
 
 
-def resumed(folder: str, options: StateDictOptions, kind: type, sharing: int | None = None) -> list[float]:
+def resumed(folder: str, options: StateDictOptions, kind: type, sharing: int | None) -> list[float]:
     """Losses of a run that starts from there."""
     run = Run(1, kind, sharing)
     state = run.state(options)
@@ -131,16 +135,27 @@ OPTIONS = {
 }
 
 
+ELSEWHERE = ((1, None), (2, None), (4, None), (4, 2))
+"""Numbers of ranks, and how many of them share experts."""
+
+
 @pytest.mark.parametrize(
-    ("options", "kind"),
-    few_of([("plain", torch.optim.AdamW), ("flat", torch.optim.AdamW), ("cpu", torch.optim.SGD)]),
+    ("options", "kind", "elsewhere"),
+    few_of(
+        [
+            ("plain", torch.optim.AdamW, ((1, None), (4, 2))),
+            ("plain", torch.optim.AdamW, ELSEWHERE),
+            ("flat", torch.optim.AdamW, ELSEWHERE),
+            ("cpu", torch.optim.SGD, ELSEWHERE),
+        ]
+    ),
 )
 def test_a_run_resumed_on_other_ranks_follows_the_one_that_was_not_interrupted(
-    pool, tmp_path: Path, options: str, kind: type
+    pool, tmp_path: Path, options: str, kind: type, elsewhere: tuple
 ) -> None:
     arguments = str(tmp_path / "checkpoint"), OPTIONS[options], kind
     (losses, _) = pool.run(interrupted, *arguments, ranks=2)
-    for ranks, sharing in ((1, None), (2, None), (4, None), (4, 2)):
+    for ranks, sharing in elsewhere:
         for found in pool.run(resumed, *arguments, sharing, ranks=ranks):
             torch.testing.assert_close(found, losses, rtol=1e-10, atol=0.0)
 

@@ -18,7 +18,7 @@ from tests.generated_setups.run import outcome_on_ranks, smallest
 from tests.generated_setups.train import Outcome, Trained, run_setup
 from tests.grids import few_of
 
-AT_A_TIME, DRAWN = 5, 400
+AT_A_TIME, DRAWN = 2, 400
 
 CASES: dict[str, Setup] = {
     "a batch norm of a transposed tensor": Setup((Block("norm", "batch"),), strategy="none"),

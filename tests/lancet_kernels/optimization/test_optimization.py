@@ -100,9 +100,9 @@ def test_optimized_module(pool):
     assert sum("all_to_all" in name for name in first["issued"]) > 4, "a layer has four; parts have more"
 
 
-def orders_on_rank(case: StepCase) -> dict[str, object]:
+def test_order_that_came_out_is_the_order_asked_for():
     """The order of a plan that runs, and what is said of plans that were broken by hand."""
-    step = SmallStep(case)
+    step = SmallStep(StepCase(layers=2))
     good = step.planner(2).plan("lancet")
     order = list(good.order)
     halves = [instruction_order(half.graph) for half in step.halves(good)]
@@ -130,29 +130,15 @@ def orders_on_rank(case: StepCase) -> dict[str, object]:
         except UserError as error:
             errors[what] = str(error)
     # All but what nobody reads, which torch drops.
-    kept = ran == [name for name in order if name in set(ran)]
-    return {
-        "kept": kept,
-        "share": len(ran) / len(order),
-        "sends": (sends[0], sends[-1]),
-        "border": order[border - 1 : border + 1],
-        **errors,
-    }
-
-
-@pytest.mark.alone
-def test_order_that_came_out_is_the_order_asked_for(pool):
-    for found in pool.run(orders_on_rank, StepCase(layers=2), ranks=2, timeout_s=180):
-        assert found["kept"]
-        assert found["share"] > 0.95
-        early, late = found["sends"]
-        for what in ("swapped", "missing", "across", "backwards"):
-            assert found[what].startswith("order of a plan: got "), found[what]
-            assert "\n" not in found[what]
-        assert late in found["swapped"]
-        assert early in found["missing"]
-        assert all(name in found["across"] for name in found["border"]), found["across"]
-        assert found["foreign"].startswith("plan for graph: got program graph"), found["foreign"]
+    assert ran == [name for name in order if name in set(ran)]
+    assert len(ran) > 0.95 * len(order)
+    for what in ("swapped", "missing", "across", "backwards"):
+        assert errors[what].startswith("order of a plan: got "), errors[what]
+        assert "\n" not in errors[what]
+    assert sends[-1] in errors["swapped"]
+    assert sends[0] in errors["missing"]
+    assert all(name in errors["across"] for name in order[border - 1 : border + 1]), errors["across"]
+    assert errors["foreign"].startswith("plan for graph: got program graph"), errors["foreign"]
 
 
 # ---- Modules of one's own
@@ -304,10 +290,9 @@ def test_ranks_that_disagree_refuse_to_start(pool, tmp_path, what):
 def other_weights_on_rank(reduce_gradients: bool) -> tuple[list[Tensor], bool]:
     """Replicated parameters after `optimize`, where ranks had seeds of their own; are experts as before?"""
     torch.manual_seed(7 + dist.get_rank())
-    model = OwnModel()
+    model = nn.Sequential(nn.Linear(8, 8), MoELayer(8, 12, 4))
     experts = [p.detach().clone() for p in expert_parameters(model)]
-    batch = {"x": torch.randn(4, 5, 6), "y": torch.randn(4, 5, 3)}
-    optimized(model, (batch, 2.0), "none", reduce_gradients=reduce_gradients)
+    optimized(model, (torch.randn(4, 8),), "none", reduce_gradients=reduce_gradients)
     kept = all(map(torch.equal, experts, expert_parameters(model)))
     own = {id(p) for p in expert_parameters(model)}
     return [p.detach() for p in model.parameters() if id(p) not in own], kept
@@ -342,32 +327,31 @@ def test_rank_0_without_a_plan_keeps_nobody_waiting(pool, tmp_path):
 # ---- lancet train
 
 
-def train_on_rank(folder: str, data: str, strategy: str, most_parts: int | None = None) -> list[float]:
-    """Losses of a few steps of `lancet train`."""
-    options = TrainOptions(
-        steps=4, batch=2, sequence=16, validation_batches=1, strategy=strategy, runs=folder, name=strategy
-    )
-    options = replace(options, data=data, device="cpu", most_parts=most_parts)
+def train_on_rank(folder: str, data: str) -> dict[str, list[float]]:
+    """Losses of a few steps of `lancet train`, by strategy."""
     rank = Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
-    train(options, rank)
-    dist.barrier()
-    with open(f"{folder}/{strategy}/metrics.jsonl") as file:
-        return [json.loads(line)["loss"] for line in file]
+    losses = {}
+    for strategy in ("none", "lancet"):
+        options = TrainOptions(
+            steps=3, batch=2, sequence=16, validation_batches=1, strategy=strategy, runs=folder, name=strategy
+        )
+        train(replace(options, data=data, device="cpu", most_parts=2), rank)
+        dist.barrier()
+        with open(f"{folder}/{strategy}/metrics.jsonl") as file:
+            losses[strategy] = [json.loads(line)["loss"] for line in file]
+    return losses
 
 
-def test_training_with_a_plan(pool, tmp_path, monkeypatch):
+def test_training_with_a_plan(pool, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(1000)))
-    losses = {
-        strategy: pool.run(train_on_rank, str(tmp_path), str(text), strategy, 3, ranks=2, timeout_s=180)[0]
-        for strategy in ("none", "lancet")
-    }
-    assert len(losses["none"]) == 4
+    losses, _ = pool.run(train_on_rank, str(tmp_path), str(text), ranks=2, timeout_s=180)
+    assert len(losses["none"]) == 3
     assert losses["lancet"] == pytest.approx(losses["none"], rel=1e-5)
     assert not (tmp_path / "none" / "plan.json").exists()
     plan = Plan.load(tmp_path / "lancet" / "plan.json")
     assert plan.strategy == "lancet"
-    assert plan.options["partition"]["most_parts"] == 3
+    assert plan.options["partition"]["most_parts"] == 2
     assert plan.explain().startswith("Plan `lancet` for graph")
 
 

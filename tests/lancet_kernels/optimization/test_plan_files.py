@@ -21,12 +21,9 @@ from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions
 from tests.grids import few_of
 from tests.optimized import BOUND, outcome_of
-from tests.planned_steps import (
-    SmallStep,
-    StepCase,
-    build_step,
-    dear_communication,
-)
+from tests.planned_steps import SmallStep, StepCase, build_step, dear_communication
+
+IN_TWO_PARTS = PlanningOptions(PartitionOptions(most_parts=2))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +105,7 @@ def write_plan_file(path: Path, kind: str) -> None:
 )
 def test_plan_files(small_step, tmp_path, caplog, kind):
     path = tmp_path / "plan.json"
-    arguments = small_step.costed(), "lancet", PlanningOptions(), path, 1
+    arguments = small_step.costed(), "lancet", IN_TWO_PARTS, path, 1
     with counted_plans() as planned:
         first = library._plans(*arguments)[0]
         first.save(path)
@@ -134,8 +131,8 @@ def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
             library._plans(small_step.costed(), "lancet", options, path, 1)[0].save(path)
         return bool(planned)
 
-    two = PlanningOptions(PartitionOptions(most_parts=2))
-    assert [plan(None), plan(None), plan(two), plan(two)] == [True, False, True, False]
+    two, three = IN_TWO_PARTS, PlanningOptions(PartitionOptions(most_parts=3))
+    assert [plan(three), plan(three), plan(two), plan(two)] == [True, False, True, False]
     monkeypatch.setenv("LANCET_RHO", "2")
     assert not plan(None), "the environment says the same"
     assert all(r.parts == 2 for r in Plan.load(path).ranges)
@@ -144,7 +141,7 @@ def test_plan_of_other_options_is_made_anew(small_step, tmp_path, monkeypatch):
 
 def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
-    plan = library._plans(small_step.costed(), "lancet", PlanningOptions(), None, 1)[0]
+    plan = library._plans(small_step.costed(), "lancet", IN_TWO_PARTS, None, 1)[0]
     plan.save(path)
     before = path.read_bytes()
 
@@ -163,7 +160,7 @@ def test_plan_is_saved_whole_or_not_at_all(small_step, tmp_path, monkeypatch):
 )
 def test_given_plan_is_used_or_refused(small_step, tmp_path, kind):
     path = tmp_path / "plan.json"
-    made = library._plans(small_step.costed(), "lancet", PlanningOptions(), None, 1)[0]
+    made = library._plans(small_step.costed(), "lancet", IN_TWO_PARTS, None, 1)[0]
     made.save(path)
     write_plan_file(path, kind)
     with contextlib.nullcontext() if kind == "fitting" else pytest.raises(UserError):

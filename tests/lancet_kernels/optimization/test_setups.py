@@ -27,7 +27,7 @@ from lancet_kernels import MoELayer, clip_gradients, ddp, expert_parameters
 from tests.lancet_kernels.optimization import what_models_read
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients, sum_over_ranks
-from tests.setups import B, D, Model, S, Setup, batch, changed, outcome, refused, restored
+from tests.setups import B, D, Model, Plain, S, Setup, batch, changed, outcome, refused, restored
 
 # ---- Works. Each function gets a Setup that others have used before, and leaves it as it was.
 
@@ -51,7 +51,7 @@ def sliced_and_transposed_inputs(setup: Setup) -> None:
 def sliced_example_inputs(_setup: Setup) -> None:
     """Example inputs that are slices; later ones that are not."""
     wide = torch.randn(B, S + 1, D, dtype=torch.float64)
-    own = Setup(inputs=(wide[:, :-1], wide[:, 1:]))
+    own = Setup(Plain(), (wide[:, :-1], wide[:, 1:]))
     own.compare(wide[:, :-1], wide[:, 1:])
     own.compare(*batch())
     assert not own.ready.fallbacks
@@ -61,7 +61,7 @@ def the_same_tensor_twice(setup: Setup) -> None:
     """One tensor as two inputs."""
     x, _ = batch()
     setup.compare(x, x)
-    own = Setup(inputs=(x, x))
+    own = Setup(Plain(), (x, x))
     own.compare(*batch(1))
     assert not own.ready.fallbacks
 
@@ -69,7 +69,7 @@ def the_same_tensor_twice(setup: Setup) -> None:
 def example_inputs_in_a_dict(_setup: Setup) -> None:
     """Example inputs in a dict, numbers among them."""
     x, target = batch()
-    own = Setup(inputs={"target": target, "x": x, "scale": 2.0})
+    own = Setup(Plain(), {"target": target, "x": x, "scale": 2.0})
     own.compare(x, scale=2.0, target=target)
     own.compare(x, target, 2.0)
     assert not own.ready.fallbacks
@@ -181,7 +181,7 @@ class Normed(nn.Module):
 
 def part_of_a_layer_trained(_setup: Setup) -> None:
     """Some parameters of an MoE layer trained, all others frozen."""
-    cases = [(("w1",), "duplex"), (("w2",), "auto"), (("w1", "w2"), "duplex"), (("router",), "auto")]
+    cases = [(("w1",), "duplex"), (("w2",), "lancet"), (("w1", "w2"), "duplex"), (("router",), "lancet")]
     for trained, strategy in cases:
         model = Normed()
         for name, parameter in model.named_parameters():
@@ -200,7 +200,7 @@ class Tied(nn.Module):
         torch.manual_seed(0)
         self.embedding, self.head = nn.Embedding(D, D), nn.Linear(D, D, bias=False)
         self.first, self.second = nn.Linear(D, D), nn.Linear(D, D)
-        self.layers = nn.ModuleList(MoELayer(D, 12, 4, top_k=2, gate="topk") for _ in range(2))
+        self.layers = nn.ModuleList(MoELayer(D, 12, 4) for _ in range(2))
         self.norm = nn.BatchNorm1d(D)
         self.head.weight = self.embedding.weight
         self.second.weight = self.first.weight
@@ -265,7 +265,7 @@ def selective_checkpointing(_setup: Setup) -> None:
 def optimized_without_gradients(_setup: Setup) -> None:
     """`optimize` called under `torch.no_grad` or `torch.inference_mode`."""
     for mode in (torch.no_grad, torch.inference_mode):
-        model = Model()
+        model = Plain()
         with mode():
             own = Setup(model, batch())
         own.compare(*batch(1))
@@ -381,7 +381,7 @@ def submodule_in_evaluation_mode(setup: Setup) -> None:
 
 def dropout_changed(_setup: Setup) -> None:
     """Another dropout probability."""
-    model = Model()
+    model = Plain()
     model.drop.p = 0.5
     own = Setup(model)
     model.drop.p = 0.0
@@ -417,7 +417,7 @@ def autocast_at_the_call(setup: Setup) -> None:
 def autocast_at_optimize(_setup: Setup) -> None:
     """Autocast at `optimize` and not at the call."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        own = Setup()
+        own = Setup(Plain())
     own.falls_back("autocast is off, was torch.bfloat16 on cpu")
 
 
@@ -491,7 +491,7 @@ FALLS_BACK = (
 
 def parameter_unfrozen(_setup: Setup) -> None:
     """A parameter that was frozen at `optimize` and is trained."""
-    model = Model()
+    model = Plain()
     model.input.requires_grad_(False)
     own = Setup(model)
     model.input.weight.requires_grad_(True)
@@ -551,7 +551,7 @@ def copied_pickled_and_saved(setup: Setup) -> None:
     assert copy.deepcopy(setup.ready.module).input.weight is not setup.model.input.weight
 
 
-class WithAuxiliaryLoss(Model):
+class WithAuxiliaryLoss(Plain):
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         self.input.aux_loss = self.input(x).square().mean()
         return super().forward(x, target) + self.input.aux_loss
@@ -587,7 +587,7 @@ def parameter_used_outside(setup: Setup) -> None:
     setup.compare(*batch())
 
 
-class WithWeight(Model):
+class WithWeight(Plain):
     def forward(self, x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(x, target), self.output.weight
 

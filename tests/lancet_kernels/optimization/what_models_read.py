@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.optimized import BOUND, optimized
-from tests.setups import B, D, Model, Setup, batch, changed, refused
+from tests.setups import B, D, Plain, Setup, batch, changed, refused
 
 HERE = sys.modules[__name__]
 SHIFT = torch.ones(D, dtype=torch.float64)
 FACTOR = 2.0
 
 
-class Reading(Model):
+class Reading(Plain):
     """Reads tensors that are neither parameters nor buffers, and a number of this module."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def plain_tensors(_setup: Setup) -> None:
     assert not own.ready.fallbacks
 
 
-class Counting(Model):
+class Counting(Plain):
     """Changes a plain tensor and a buffer."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def tensors_that_the_forward_changes(_setup: Setup) -> None:
     assert not own.ready.fallbacks
 
 
-class Scaled(Model):
+class Scaled(Plain):
     """Numbers and flags among its inputs, one of them a size."""
 
     def forward(self, x: Tensor, target: Tensor, size: int, options: dict[str, object]) -> Tensor:
@@ -109,7 +109,7 @@ def numbers_as_inputs(_setup: Setup) -> None:
         own.compare(x, target, 2, {**options, "squared": False})
 
 
-class Unregistered(Model):
+class Unregistered(Plain):
     """Tensors that require gradients and are not registered."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ WORKS = (
 )
 
 
-class Times(Model):
+class Times(Plain):
     """Reads a number of this module."""
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -227,7 +227,7 @@ def plain_tensor_of_another_shape(_setup: Setup) -> None:
 FALLS_BACK = (numbers_of_a_module, plain_tensor_of_another_shape)
 
 
-class Array(Model):
+class Array(Plain):
     """Reads a numpy array."""
 
     def __init__(self) -> None:
@@ -244,7 +244,7 @@ def numpy_array(_setup: Setup) -> None:
         optimized(Array(), batch())
 
 
-class Drawing(Model):
+class Drawing(Plain):
     """Draws a number with Python's generator."""
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def random_number_of_python(_setup: Setup) -> None:
         optimized(Drawing(), batch())
 
 
-class Hidden(Model):
+class Hidden(Plain):
     """A module that is not registered."""
 
     def __init__(self) -> None:
