@@ -11,8 +11,11 @@ Nothing is executed: tensors are fake during capture, so a model may be larger t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +38,7 @@ from torch._functorch.partitioners import default_partition
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.captured_graph import output_node, set_value, tensors_restored
 from lancet_kernels.graph.capture.garbage import without_garbage_collection
@@ -173,12 +177,12 @@ def capture(
     Raises: CaptureError, with torch's reason, if the module is not one graph (it branches on data, say).
     """
     try:
-        traced, plain, assumptions = trace(module, inputs, by_name or {})
+        with _without_log():
+            traced, plain, assumptions = trace(module, inputs, by_name or {})
         fake_mode = traced.meta["fake_mode"]
         context = TracingContext(fake_mode)
         with tensors_restored(traced), tracing(context), expected_sizes(), contextlib.ExitStack() as stack:
-            # oneDNN's LSTM returns None where its fake result is a tensor.
-            stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+            stack.enter_context(_without_onednn())
             # By default, torch makes symbols of sizes and integers, also in later captures with the same
             # tensors, which it marks when a graph has run.
             joint = aot_export_joint_with_descriptors(
@@ -218,7 +222,7 @@ def _make_sizes_numbers(module: nn.Module, joint: fx.GraphModule) -> None:
             elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
                 raise ValueError(f"the result of {node.target} is a number that depends on data")
         except (RuntimeError, ValueError) as error:
-            raise _refusal(module, error) from error
+            raise _refusal(module, error, node) from error
 
 
 def split_joint(joint: fx.GraphModule, forward_outputs: int) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -253,11 +257,48 @@ def _attribute(module: nn.Module, name: str) -> Tensor:
     return getattr(module.get_submodule(owner), leaf)
 
 
-def _refusal(module: nn.Module, error: Exception) -> CaptureError:
+def _refusal(module: nn.Module, error: Exception, node: fx.Node | None = None) -> CaptureError:
+    """The error for a module that torch cannot trace. Args: node: whose result is the reason."""
     reason = " ".join(line.strip() for line in str(error).splitlines()[:3] if line.strip())
     return CaptureError(
         f"capture of {type(module).__name__}",
-        got=f"{type(error).__name__}: {reason}",
+        got=f"{_line_of_user(error, node)}{type(error).__name__}: {reason}",
         expected="a module that torch.compile(fullgraph=True) accepts",
         do="remove what it names, or train without optimize()",
     )
+
+
+def _line_of_user(error: Exception, node: fx.Node | None) -> str:
+    """`step.py, line 9, "if y.sum() > 0:": `, the innermost line outside torch and our ops; "": none."""
+    if node is not None:
+        lines = re.findall(r'File "(.+)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    else:
+        lines = [(f.filename, f.lineno, f.line) for f in getattr(error, "real_stack", None) or ()]
+    inner = [Path(package.__path__[0]) for package in (torch, ops)]
+    for file, number, code in reversed(lines):
+        if not any(Path(file).is_relative_to(folder) for folder in inner):
+            return f'{Path(file).name}, line {number}, "{code.strip()}": '
+    return ""
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """oneDNN's LSTM returns None where its fake result is a tensor."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """torch logs a page for an operator that fails on fake tensors; the error says the same."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)

@@ -83,15 +83,20 @@ def load_cluster(name: str | Path | Cluster) -> Cluster:
 
 
 def _cluster(data: dict[str, Any], source: str) -> Cluster:
-    expected = {f.name for f in fields(Cluster)}
-    wrong = expected.symmetric_difference(data)
-    if wrong:
-        raise UserError(
-            f"keys of cluster file {source}",
-            got=f"missing or unknown: {', '.join(sorted(wrong))}",
-            expected=f"exactly {', '.join(sorted(expected))}",
-            do="compare with the files that come with the library",
-        )
+    keys = {f.name for f in fields(Cluster)}
+    tables = {table: data[table] for table in _TABLES if isinstance(data.get(table), dict)}
+    # In TOML, what follows a table's heading belongs to the table.
+    strays = [f"{key} inside [{table}]" for table, values in tables.items() for key in values if key in keys]
+    unknown, missing = sorted(set(data) - keys), sorted(keys - set(data))
+    for what, names, expected, do in (
+        ("key", strays, "it above the first table", "move it up"),
+        ("unknown key", unknown, f"keys among {', '.join(sorted(keys))}", "correct or remove it"),
+        ("missing key", missing, "a value for it", "compare with the files that come with the library"),
+    ):
+        if names:
+            raise UserError(
+                f"cluster file {source}", got=f"{what} {', '.join(names)}", expected=expected, do=do
+            )
     numbers = {k: v for k, v in data.items() if k not in ("name", "description", "device", *_TABLES)}
     for table in _TABLES:
         if not isinstance(data[table], dict) or "float32" not in data[table]:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from lancet_kernels.simulation.own_step import OwnStep
     from lancet_kernels.simulation.simulate import Setting, Simulated
 
+_SHORT_DTYPES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
 _OF_MODELS = ("model", "gate", "top_k", "batch", "experts_per_gpu", "capacity_factor", "dtype")
 """Options of the library's own models."""
 
@@ -61,7 +63,7 @@ class PlanOptions(PlanningFlags):
         "tokens that an expert takes, relative to an even share; none: dropless",
         parse=positive_float_or_none,
     )
-    dtype: str = option("float32", "dtype of activations and weights", metavar="DTYPE")
+    dtype: str = option("float32", "dtype of activations and weights (bf16, fp32, ... too)", metavar="DTYPE")
     memory_gb: float | None = option(
         None, "memory limit of plans (default: the memory of the GPU)", parse=positive_float
     )
@@ -92,7 +94,7 @@ class PlanOptions(PlanningFlags):
             experts_per_gpu=self.experts_per_gpu,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
-            dtype=self.dtype,
+            dtype=_SHORT_DTYPES.get(self.dtype, self.dtype),
         )
 
 

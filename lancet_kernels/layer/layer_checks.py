@@ -49,6 +49,26 @@ def check_sizes(
     gate.check(num_experts, top_k)
 
 
+def check_factory(device: torch.device | str | int | None, dtype: object) -> None:
+    """Raise UserError for a device that this machine lacks, and for what is no dtype of parameters."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UserError(
+            "dtype", got=repr(dtype), expected="a floating-point dtype", do="use torch.bfloat16, say"
+        )
+    if device is None:
+        return
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise UserError(
+            "device", got=repr(device), expected="a device of torch", do="use 'cpu' or 'cuda'"
+        ) from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "device", got=repr(device), expected="a device that this machine has", do="use 'cpu' or 'meta'"
+        )
+
+
 def check_exchange_options(backend: str, options: Mapping[str, object]) -> None:
     """Raise UserError unless each option of fused layers is None, or a positive number of a fused layer.
 

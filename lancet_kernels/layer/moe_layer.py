@@ -22,6 +22,7 @@ from lancet_kernels.layer.layer_checks import (
     check_capacity_factor,
     check_data_parallel,
     check_exchange_options,
+    check_factory,
     check_input,
     check_sizes,
 )
@@ -127,6 +128,7 @@ class MoELayer(ExpertsByGlobalId):
         self.ranks, self.rank = group_size(self.expert_group), group_rank(self.expert_group)
         check_sizes(self.gate, self.ranks, d_model, d_ff, num_experts, top_k, shared_expert_d_ff)
         check_capacity_factor(self.gate, capacity_factor)
+        check_factory(device, dtype)
         fused = backend == "fused"
         what = "activation of a fused layer" if fused else "activation"
         check_activation(activation, what, ACTIVATIONS if fused else ALL_ACTIVATIONS)

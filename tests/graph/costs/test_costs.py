@@ -41,7 +41,13 @@ def test_cluster_files_are_checked(tmp_path):
         load_cluster(tmp_path / "missing.toml")
     file = tmp_path / "mine.toml"
     file.write_text('name = "mine"')
-    with pytest.raises(UserError, match="missing or unknown"):
+    with pytest.raises(UserError, match=r"mine\.toml: got missing key compute_efficiency, description"):
+        load_cluster(file)
+    file.write_text('name = "mine"\nspeed = 1')
+    with pytest.raises(UserError, match=r"mine\.toml: got unknown key speed, expected keys among"):
+        load_cluster(file)
+    file.write_text('name = "mine"\n[peak_tflops]\nfloat32 = 1\nlaunch_us = 9')
+    with pytest.raises(UserError, match=r"key launch_us inside \[peak_tflops\], expected it above the first"):
         load_cluster(file)
 
 

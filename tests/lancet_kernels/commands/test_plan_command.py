@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from lancet_kernels.cli import main
+from lancet_kernels.commands.plan_command import PlanOptions
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.simulation import simulate as simulation
@@ -192,6 +193,10 @@ def test_a_cluster_file_of_ones_own(capsys, tmp_path):
     slow, fast = plan_json(capsys, "--cluster", str(path)), plan_json(capsys)
     assert slow["cluster"] == "mine"
     assert slow["exposed_ms"]["none"] > 2 * fast["exposed_ms"]["none"]
+
+
+def test_dtypes_go_by_their_short_names_too():
+    assert PlanOptions(dtype="bf16").setting().dtype == "bfloat16"
 
 
 WRONG = {

@@ -40,12 +40,16 @@ BAD_LAYERS = {
     "shared as text": ({"shared_expert_d_ff": "8"}, "shared_expert_d_ff: got '8', expected a whole number"),
     "capacity as text": ({"capacity_factor": "1.25"}, "capacity_factor: got '1.25', expected a positive"),
     "no gate": ({"gate": None}, "gate: got None, expected one of switch, .*, or a Gate"),
+    "device": ({"device": "cuda"}, "device: got 'cuda', expected a device that this machine has"),
+    "no device": ({"device": "gpu"}, "device: got 'gpu', expected a device of torch"),
+    "dtype": ({"dtype": "bf16"}, "dtype: got 'bf16', expected a floating-point dtype"),
     "class as gate": ({"gate": GATES["topk"]}, "gate: got <class .*, or a Gate"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_LAYERS)
-def test_bad_layer(name):
+def test_bad_layer(name, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     changes, message = BAD_LAYERS[name]
     with pytest.raises(UserError, match=message) as caught:
         MoELayer(**{"d_model": 4, "d_ff": 8, "num_experts": 4} | changes)

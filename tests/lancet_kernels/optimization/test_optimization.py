@@ -1,7 +1,9 @@
 """`optimize`: the module that it returns, and what happens where none fits."""
 
 import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -250,6 +252,21 @@ def test_module_that_cannot_be_captured():
         optimize(Branching(), (torch.ones(4, 8),))
     assert "\n" not in str(caught.value)
     assert "branch" in str(caught.value).lower()
+    line = "return self.layer(x).sum() if x.sum() > 0 else x.sum()"
+    assert re.search(rf'got {Path(__file__).name}, line \d+, "{re.escape(line)}": ', str(caught.value))
+
+
+class Reading(nn.Linear):
+    """Makes a number of a result, which only the whole graph shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return (y * y.max().item()).sum()
+
+
+def test_a_number_that_depends_on_data_names_its_line():
+    with pytest.raises(CaptureError, match=r'line \d+, "return \(y \* y\.max\(\)\.item\(\)\)\.sum\(\)": '):
+        optimize(Reading(2, 2), (torch.ones(1, 2),))
 
 
 def test_unknown_strategy():

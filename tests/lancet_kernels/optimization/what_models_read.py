@@ -166,7 +166,7 @@ def derived_tensors(_setup: Setup) -> None:
     assert not own.ready.fallbacks
 
 
-class Unusual(Model):
+class Unusual(Plain):
     """An LSTM, a frozen batch norm in eval mode, operators in place; its result is a dictionary."""
 
     def __init__(self) -> None:
@@ -281,7 +281,7 @@ def module_not_registered(_setup: Setup) -> None:
     assert not own.ready.fallbacks
 
 
-class Lazy(Model):
+class Lazy(Plain):
     """A layer that gets its shape in its first call."""
 
     def __init__(self) -> None:

@@ -122,7 +122,7 @@ WRONG = {
         "got Identity without parameters to train, expected a training",
     ),
     "inputs": ("bad.py:too_many", "inputs of Branch: got too many positional arguments, expected forward(x)"),
-    "a branch": ("bad.py:branch", "capture of Branch: got Unsupported: Data-dependent branching"),
+    "a branch": ("bad.py:branch", 'got bad.py, line 13, "return y if y > 0 else -y": Unsupported: Data-'),
 }
 
 
