@@ -156,11 +156,12 @@ class Plan(SavedJson):
         saves."""
         lines = [f"Plan `{self.strategy}` for {self.program} (program {self.program_fingerprint[:12]})", ""]
         header = f"{'predicted':<20}{'iteration ms':>14}{'at least ms':>13}{'exposed ms':>12}"
-        lines.append(f"{header}{'peak GB':>9}{'speedup':>9}")
+        lines.append(f"{header}{'peak GB':>9}{'saved':>9}")
+        blocking = self.compared.get("none", self.predicted).iteration_ms
         for name, p in {**self.compared, self.strategy: self.predicted}.items():
-            speedup = p.iteration_ms / self.predicted.iteration_ms
+            saved = (blocking - p.iteration_ms) / blocking if blocking else 0.0
             line = f"{name:<20}{p.iteration_ms:>14.2f}{p.lower_bound_ms:>13.2f}{p.exposed_ms:>12.2f}"
-            lines.append(f"{line}{p.peak_memory_gb:>9.3g}{speedup:>8.2f}x")
+            lines.append(f"{line}{p.peak_memory_gb:>9.3g}{saved:>9.1%}")
         if self.chosen:
             lines += ["", self._choice_text()]
         lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
@@ -194,18 +195,21 @@ class Plan(SavedJson):
 
     def _choice_text(self) -> str:
         """Why `auto` chose this strategy."""
-        limit, peak = self.memory_limit_gb, self.predicted.peak_memory_gb
-        if limit is not None and peak > limit:
+        limit = float("inf") if self.memory_limit_gb is None else self.memory_limit_gb
+        if self.predicted.peak_memory_gb > limit:
             return (
                 f"Chosen: {self.chosen}, which needs least memory; every strategy exceeds the memory limit."
             )
-        faster = [
-            name
-            for name, p in self.compared.items()
-            if p.iteration_ms < self.predicted.iteration_ms and name != self.chosen
-        ]
-        why = f"; {' and '.join(faster)} would be faster, but exceed the memory limit" if faster else ""
-        return f"Chosen: {self.chosen}, predicted fastest within the memory limit{why}."
+        text = f"Chosen: {self.chosen}, predicted fastest within the memory limit."
+        for name, p in self.compared.items():
+            if name == self.chosen or p.iteration_ms >= self.predicted.iteration_ms:
+                continue
+            # Plans that are not among the candidates have times of parts that are estimated.
+            why = "is an estimate; the parts of the chosen plan were measured"
+            if p.peak_memory_gb > limit:
+                why = f"exceeds the memory limit: {p.peak_memory_gb:.3g} of {limit:.3g} GB"
+            text += f" {name} ({p.iteration_ms:.2f} ms) {why}."
+        return text
 
     def _memory_text(self) -> str:
         """How much slower the plan is because of the memory limit."""

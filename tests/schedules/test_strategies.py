@@ -122,6 +122,19 @@ def test_the_default_limit_and_what_it_costs():
     assert make_plan(p, given, "none").predicted.lower_bound_ms == 9
 
 
+def test_explain_says_why_a_faster_row_was_not_chosen():
+    plan = make_plan(program("A c f 4", "B c f 4 A"), given, "none")
+    plan = replace(plan, strategy="auto", chosen="tutel", memory_limit_gb=1.0)
+    ms = {"none": (10.0, 0.5), "tutel": (8.0, 0.5), "lancet": (7.0, 0.5), "duplex": (6.0, 2.0)}
+    compared = {n: replace(plan.predicted, iteration_ms=t, peak_memory_gb=gb) for n, (t, gb) in ms.items()}
+    text = replace(plan, predicted=compared["tutel"], compared=compared).explain()
+    assert [line.split()[-1] for line in text.splitlines()[2:8]] == [
+        "saved", "0.0%", "20.0%", "30.0%", "40.0%", "20.0%"
+    ]  # fmt: skip
+    assert "Chosen: tutel, predicted fastest within the memory limit. lancet (7.00 ms) is an estimate" in text
+    assert "duplex (6.00 ms) exceeds the memory limit: 2 of 1 GB." in text
+
+
 def test_fewer_parts_where_memory_is_short():
     """Every part of an irregular buffer has the size of the whole: on many parts, memory decides."""
     config = ModelConfig("wide", 2, 64, 4, 32, vocab=64, num_experts=32, capacity_factor=16.0)
