@@ -31,6 +31,7 @@ def paper_setting(model, cluster, gpus, gate="switch", layers=None):
 
 
 def planner(step, options=None):
+    options = options or PlanningOptions(PartitionOptions(most_parts=4))
     return Planner(step.program, step.cost, options, step.cutter)
 
 
@@ -65,7 +66,7 @@ def test_predictions_are_what_the_planned_graph_simulates_to(small, planner_of_s
 
 
 def test_none_hides_nothing_of_the_all_to_alls(small, plans):
-    _, step, cost, _ = small
+    step, cost = small.program, small.cost
     all_to_all = sum(cost(i, step.tensors) for i in step.instructions if i.kind is Kind.ALL_TO_ALL)
     assert plans["none"].predicted.exposed_ms >= all_to_all
     assert plans["none"].ranges == ()
@@ -227,7 +228,7 @@ def test_gradients_of_ten_thousand_instructions_are_scheduled():
 def test_group_size_and_range_length_are_respected():
     setting = paper_setting("gpt2-s-moe", "p4de", 16, layers=4)
     options = PlanningOptions(PartitionOptions(most_parts=2, longest_range_ms=8.0))
-    plan, (_, step, cost, _) = planner(setting, options).plan("lancet-partition"), setting
+    plan, step, cost = planner(setting, options).plan("lancet-partition"), setting.program, setting.cost
     assert all(r.parts <= 2 for r in plan.ranges)
     for r in plan.ranges:
         inside = step.instructions[step.index[r.first] : step.index[r.last] + 1]

@@ -1,5 +1,6 @@
 """Recomputation of checkpointed blocks: what is in the backward, what is saved, when it may begin."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lancet_kernels import Dropout, MoELayer
-from lancet_kernels.graph.capture.capture import capture, split_joint
+from lancet_kernels.graph.capture.capture import Captured, capture, split_joint
 from lancet_kernels.graph.program.from_fx import op_name, program_from_fx
 from lancet_kernels.graph.program.program import Kind, Phase, Program, original_name
 from lancet_kernels.graph.program.program_json import program_from_json, program_to_json
@@ -53,27 +54,28 @@ class Step(nn.Module):
         return x.square().mean()
 
 
+LARGE = 256
+"""Sequences: activations count more than weights."""
 EVERYTHING = {"use_reentrant": False}
 SELECTIVE = {**EVERYTHING, "context_fn": partial(create_selective_checkpoint_contexts, save_products)}
-
-
-def program_of(step: Step) -> Program:
-    """For a large batch, so that activations count more than weights."""
-    return program_from_fx(capture(step, (batch(1024),)).joint)
 
 
 def batch(size: int = 4) -> Tensor:
     return torch.randn(size, 3, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
+WAYS = {"plain": {}, "everything": EVERYTHING, "reentrant": {"use_reentrant": True}, "selective": SELECTIVE}
+
+
 @pytest.fixture(scope="module")
-def programs() -> dict[str, Program]:
-    return {
-        "plain": program_of(Step()),
-        "everything": program_of(Step(**EVERYTHING)),
-        "reentrant": program_of(Step(use_reentrant=True)),
-        "selective": program_of(Step(**SELECTIVE)),
-    }
+def captured() -> dict[str, Captured]:
+    """For a large batch, so that activations count more than weights."""
+    return {way: capture(Step(**options), (batch(LARGE).requires_grad_(),)) for way, options in WAYS.items()}
+
+
+@pytest.fixture(scope="module")
+def programs(captured) -> dict[str, Program]:
+    return {way: program_from_fx(one.joint) for way, one in captured.items()}
 
 
 def recomputed_ops(program: Program) -> list[str]:
@@ -129,9 +131,9 @@ def test_memory_is_saved(programs) -> None:
 
 def test_a_block_waits_for_the_backward_of_the_one_before() -> None:
     """Two blocks are recomputed at a time, at most, in any order that the Program allows."""
-    program = program_of(Step(4, **EVERYTHING))
+    program = program_from_fx(capture(Step(3, **EVERYTHING), (batch(),)).joint)
     after = {i.after for i in program.instructions if i.after}
-    assert len(after) == 3  # the first one begins with the backward
+    assert len(after) == 2  # the first one begins with the backward
     for gate in after:
         assert original_name(gate) is None
         assert program.instructions[program.index[gate]].phase is Phase.BACKWARD
@@ -142,29 +144,22 @@ def test_a_block_waits_for_the_backward_of_the_one_before() -> None:
     assert program_from_json(program_to_json(program)) == program
 
 
-@pytest.mark.parametrize("options", [EVERYTHING, {"use_reentrant": True}, SELECTIVE])
-def test_gradients_are_those_of_the_module(options) -> None:
+@pytest.mark.parametrize("way", [way for way, options in WAYS.items() if options])
+def test_gradients_are_those_of_the_module(captured, way) -> None:
     """With the masks of torch's dropout, which the backward does not draw again."""
-    step, x = Step(**options), batch().requires_grad_()
-    state = {name: value.clone() for name, value in step.state_dict().items()}
-    captured = capture(step, (x,))
-    run = captured.compile(split_joint)
+    x, step, plain = batch(LARGE).requires_grad_(), captured[way].module, Step()
 
-    def gradients(call) -> list[Tensor]:
-        step.load_state_dict(state)
+    def gradients(module: nn.Module, call: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
         torch.manual_seed(3)
-        return list(torch.autograd.grad(call(x), [x, *step.parameters()]))
+        return torch.autograd.grad(call(x), [x, *module.parameters()])
 
-    plain = Step()
-    plain.load_state_dict(state)
-    torch.manual_seed(3)
-    expected = torch.autograd.grad(plain(x), [x, *plain.parameters()])
-    for own, other in zip(gradients(run), expected, strict=True):
+    found, expected = gradients(step, captured[way].compile(split_joint)), gradients(plain, plain)
+    for own, other in zip(found, expected, strict=True):
         assert torch.allclose(own, other, rtol=1e-12, atol=1e-14)
 
 
-def test_forward_and_backward_run_each_instruction_once() -> None:
-    captured = capture(Step(**EVERYTHING), (batch(),))
+def test_forward_and_backward_run_each_instruction_once(captured) -> None:
+    captured = captured["everything"]
     planned = instruction_order(captured.joint.graph)
     halves = split_joint(captured.joint, captured.forward_outputs)
     ran = [name for half in halves for name in instruction_order(half.graph)]

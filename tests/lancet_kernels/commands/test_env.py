@@ -4,7 +4,10 @@ import getpass
 import json
 import os
 import socket
+from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +16,13 @@ from torch.utils.collect_env import get_env_info
 
 from lancet_kernels.cli import main
 from lancet_kernels.commands.environment import as_text, environment
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collected_once() -> Iterator[None]:
+    """What torch asks other programs takes a second."""
+    with mock.patch("torch.utils.collect_env.get_env_info", lru_cache(get_env_info)):
+        yield
 
 
 def test_json_has_versions_backends_and_caches(
@@ -72,7 +82,7 @@ def test_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.distributed._symmetric_memory, "get_backend", lambda device: "CUDA")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    collected = get_env_info()._replace(nvidia_gpu_models="GPU 0: H100\nGPU 1: H100")
+    collected = torch.utils.collect_env.get_env_info()._replace(nvidia_gpu_models="GPU 0: H100\nGPU 1: H100")
     monkeypatch.setattr("torch.utils.collect_env.get_env_info", lambda: collected)
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)

@@ -22,6 +22,12 @@ from tests.planned_steps import StepCase, build_step
 CLUSTER = "p3dn"
 
 
+@pytest.fixture(scope="module")
+def times(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of measured times: every op is measured once."""
+    return tmp_path_factory.mktemp("times") / "times.json"
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the times of launches mean something."""
@@ -33,7 +39,7 @@ def chosen(
 ) -> tuple[CapturedStep, CostedGraph]:
     """-> the step, its layers fused or not; its graph so."""
     step, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5))
-    captured = CapturedStep.of(step, inputs, {}, False, times / "times.json")
+    captured = CapturedStep.of(step, inputs, {}, False, times)
     choice = FusedChoice(
         "lancet-dw", PlanningOptions(), lowering, stored, torch.device("cpu"), cluster is None
     )
@@ -49,11 +55,11 @@ def launches(graph: CostedGraph) -> list[float]:
 
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("launch_ms", "verdict"), [(1e6, "streams"), (0.0, "fused")])
-def test_the_formula_decides_for_a_cluster(monkeypatch, tmp_path, launch_ms, verdict) -> None:
+def test_the_formula_decides_for_a_cluster(monkeypatch, times, launch_ms, verdict) -> None:
     """The whole step must be faster with launches that take this much more."""
     monkeypatch.setattr(fused_prediction, "LAUNCH_MS", launch_ms)
     monkeypatch.setattr(fused_prediction, "EFFICIENCY", 1.0)
-    step, graph = chosen("auto", CLUSTER, tmp_path)
+    step, graph = chosen("auto", CLUSTER, times)
     (group,) = step.fused
     assert (group.fused, group.measured) == (verdict == "fused", False)
     assert group.why.startswith(f"{verdict}: the step is predicted faster (")
@@ -64,13 +70,13 @@ def test_the_formula_decides_for_a_cluster(monkeypatch, tmp_path, launch_ms, ver
 
 
 @pytest.mark.usefixtures("compiled")
-def test_both_are_measured_here(monkeypatch, tmp_path) -> None:
+def test_both_are_measured_here(monkeypatch, times) -> None:
     """In the interpreter a launch takes longer than what it replaces; the formula has no say."""
     monkeypatch.setattr(fused_prediction, "LAUNCH_MS", 1e6)
     with mock.patch.object(
         FusedChoice, "confirmed", autospec=True, side_effect=FusedChoice.confirmed
     ) as confirmed:
-        step, graph = chosen("auto", None, tmp_path)
+        step, graph = chosen("auto", None, times)
     measured = launches(confirmed.call_args.args[3])
     assert len(measured) == 2
     assert all(0 < ms < 1e5 for ms in measured)
@@ -80,29 +86,29 @@ def test_both_are_measured_here(monkeypatch, tmp_path) -> None:
     assert group.why.endswith("launches measured here)")
 
 
-def test_in_the_interpreter_the_formula_stands_in_for_times(tmp_path) -> None:
-    step, graph = chosen("auto", None, tmp_path)
+def test_in_the_interpreter_the_formula_stands_in_for_times(times) -> None:
+    step, graph = chosen("auto", None, times)
     (group,) = step.fused
     assert (group.fused, group.measured, group.why) == (True, False, "fused: requested")
     assert launches(graph)[0] == pytest.approx(group.forward.milliseconds())
 
 
-def test_streams_on_request(tmp_path) -> None:
-    step, graph = chosen("streams", CLUSTER, tmp_path)
+def test_streams_on_request(times) -> None:
+    step, graph = chosen("streams", CLUSTER, times)
     assert [(group.fused, group.why) for group in step.fused] == [(False, "streams: requested")]
     assert not launches(graph)
 
 
 @pytest.mark.usefixtures("compiled")
-def test_a_stored_plan_keeps_its_choice(monkeypatch, tmp_path) -> None:
+def test_a_stored_plan_keeps_its_choice(monkeypatch, times, tmp_path) -> None:
     """Also where the formula would choose otherwise by now; and it survives the file."""
-    step, graph = chosen("fused", CLUSTER, tmp_path)
+    step, graph = chosen("fused", CLUSTER, times)
     plan = replace(graph.planner().plan("none"), fused=step.fused)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").fused == step.fused
     assert all(group.why in plan.explain() for group in step.fused)
     monkeypatch.setattr(fused_prediction, "LAUNCH_MS", 1e6)
-    again, _ = chosen("auto", CLUSTER, tmp_path, tmp_path / "plan.json")
+    again, _ = chosen("auto", CLUSTER, times, tmp_path / "plan.json")
     assert again.fused == step.fused
 
 

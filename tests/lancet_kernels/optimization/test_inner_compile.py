@@ -55,7 +55,7 @@ def test_a_graph_is_cut_at_its_communication(monkeypatch) -> None:
     runners = []
     make = GraphRunner.__init__
     monkeypatch.setattr(GraphRunner, "__init__", lambda self, *a: (make(self, *a), runners.append(self))[0])
-    optimize(step, inputs, cluster="p4de")(*inputs)[0].backward()
+    optimize(step, inputs, strategy="lancet-dw", cluster="p4de")(*inputs)[0].backward()
     assert len(runners) == 2
     for runner in runners:
         seen = []

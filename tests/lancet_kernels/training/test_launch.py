@@ -359,6 +359,7 @@ def test_root_cause(tmp_path, failures, line):
     assert str(root_cause(recorded)).startswith(line)
 
 
+@pytest.mark.long
 def test_a_rank_that_says_late_why_it_failed_is_named_before_one_that_lost_it(job):
     """Which of the two is seen dead first would be luck."""
     assert failure_of(job, "late").startswith("rank 1 failed: ValueError: late (traceback in ")
