@@ -15,7 +15,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lancet_kernels import __version__
-from lancet_kernels.commands import bench, environment, kernels, plan_command, runs, selftest, train, tune
+from lancet_kernels.commands import (
+    bench,
+    environment,
+    explain,
+    kernels,
+    plan_command,
+    runs,
+    selftest,
+    train,
+    tune,
+)
 from lancet_kernels.errors import RankFailed, UserError
 from lancet_kernels.training.ranks import report_errors, under_launcher
 
@@ -53,7 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lancet", description="Mixture-of-Experts training that hides its all-to-all.")
     parser.add_argument("--version", action="version", version=f"lancet {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (train, runs, plan_command, bench, tune, kernels, environment, selftest):
+    # Those of every day first; the last two are for authors of kernels.
+    daily = (train, plan_command, bench, explain, environment, selftest, runs)
+    for command in (*daily, tune, kernels):
         command.add_parser(commands)
     return parser
 

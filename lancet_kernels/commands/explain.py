@@ -1,0 +1,83 @@
+"""`lancet explain`: what a saved plan does, or how two plans differ."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from lancet_kernels.atomic import json_text
+from lancet_kernels.schedules.partition.ranges import PartitionRange
+from lancet_kernels.schedules.plan import Plan
+
+_SETTINGS = ("strategy", "chosen", "method", "costs", "memory_limit_gb")
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the parser of `lancet`."""
+    command = commands.add_parser(
+        "explain",
+        help="say what a saved plan does, or how two plans differ",
+        description="Print a plan that `lancet plan --save`, `Plan.save` or optimize(cache=...) wrote, as "
+        "its `explain()` does; of two plans, what differs.",
+    )
+    command.add_argument("plan", metavar="PLAN.json", help="a saved plan")
+    command.add_argument("other", metavar="OTHER.json", nargs="?", help="a second one, to compare with it")
+    command.add_argument("--json", action="store_true", help="print predictions and differences as JSON")
+    command.set_defaults(run=run)
+
+
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Print the plan, or the difference. -> exit code."""
+    files = [arguments.plan] if arguments.other is None else [arguments.plan, arguments.other]
+    plans = [Plan.load(file) for file in files]
+    facts = {file: _facts(plan) for file, plan in zip(files, plans, strict=True)}
+    if len(plans) == 1:
+        print(json_text(facts) if arguments.json else plans[0].explain())
+        return 0
+    different = difference(*plans)
+    if arguments.json:
+        print(json_text({"plans": facts, "different": different}))
+        return 0
+    print(f"{'predicted':<40}{'iteration ms':>14}{'exposed ms':>12}{'peak GB':>9}")
+    for file, plan in zip(files, plans, strict=True):
+        p = plan.predicted
+        print(f"{file:<40}{p.iteration_ms:>14.2f}{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.3g}")
+    print("\n".join(["", *different]) if different else "\nBoth plans run the same.")
+    return 0
+
+
+def difference(one: Plan, other: Plan) -> list[str]:
+    """What differs between two plans, a line each."""
+    lines = []
+    if one.program_fingerprint != other.program_fingerprint:
+        lines.append(f"program: {one.program}, and {other.program}: another model, width or number of ranks")
+    for name in _SETTINGS:
+        values = getattr(one, name), getattr(other, name)
+        if values[0] != values[1]:
+            lines.append(f"{name.replace('_', ' ')}: {values[0] or 'none'}, and {values[1] or 'none'}")
+    ranges = [set(map(_range_text, plan.ranges)) for plan in (one, other)]
+    for what, only in (("first", ranges[0] - ranges[1]), ("second", ranges[1] - ranges[0])):
+        lines += [f"cut in the {what} only: {text}" for text in sorted(only)]
+    fused = [{group.layer for group in plan.fused if group.fused} for plan in (one, other)]
+    for what, only in (("first", fused[0] - fused[1]), ("second", fused[1] - fused[0])):
+        lines += [f"fused launch in the {what} only: {layer}" for layer in sorted(only)]
+    common = set(one.order) & set(other.order)
+    orders = [[name for name in plan.order if name in common] for plan in (one, other)]
+    moved = sum(a != b for a, b in zip(*orders, strict=True))
+    if moved:
+        lines.append(f"order: {moved} of {len(common)} common instructions stand at another place")
+    return lines
+
+
+def _range_text(cut: PartitionRange) -> str:
+    return f"{cut.first} .. {cut.last} in {cut.parts} parts"
+
+
+def _facts(plan: Plan) -> dict[str, object]:
+    return {
+        "program": plan.program,
+        "predicted": asdict(plan.predicted),
+        **{name: getattr(plan, name) for name in _SETTINGS},
+        "compared": {name: asdict(p) for name, p in plan.compared.items()},
+    }
