@@ -10,6 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# Before anything imports torch or numpy: tensors of tests are small, and workers of xdist share the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import torch
 
 # Before anything imports Triton: without a GPU kernels run in its interpreter, here and in child processes.

@@ -83,9 +83,13 @@ def backward_of_layers(layers: int, all_to_all_ms: float, gradients_ms: list[flo
     return program(*lines)
 
 
-@lru_cache(maxsize=16)
 def tiny_step(*, gate: str = "switch", gpus: int = 2, batch: int = 8, layers: int = 2) -> Program:
     """A training step of a tiny model, captured on a fake rank; layers 1, 3, ... have experts."""
+    return _tiny_step(gate, gpus, batch, layers)
+
+
+@lru_cache(maxsize=16)
+def _tiny_step(gate: str, gpus: int, batch: int, layers: int) -> Program:
     config = ModelConfig("tiny", layers, 64, 4, 32, vocab=512, num_experts=2 * gpus, gate=gate)
     _, step = captured_program(config, gpus, batch)
     return step

@@ -137,7 +137,7 @@ def test_types_that_cuda_ops_return():
 
 @pytest.mark.parametrize("name", few_of(["gpt2", "bert", "llama"]))
 def test_a_captured_model(name):
-    size = Size()
+    size = Size(batch=5)
     step = read_only_step(name, size)
     program = step.program
     sends = [program.instructions[i] for i in program.positions(Kind.ALL_TO_ALL)]

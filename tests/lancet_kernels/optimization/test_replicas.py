@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from lancet_kernels import Groups, MoELayer, UserError, clip_gradients
+from lancet_kernels import Groups, MoELayer, UserError
 from lancet_kernels.optimization import replicas
 from lancet_kernels.optimization.replicas import Replicas, digest
 from tests.grids import few_of
@@ -76,7 +76,7 @@ def drift_on_rank(name: str, every: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "every"), few_of([("layer.w1", 2), ("input.bias", 1), ("frozen", 3), ("layer.w1", 0)], 0, 3)
+    ("name", "every"), few_of([("layer.w1", 2), ("input.bias", 1), ("frozen", 3), ("layer.w1", 0)])
 )
 def test_a_parameter_that_differs_is_named_on_all_ranks(pool, name: str, every: int) -> None:
     """In the call behind the comparison, which is the one behind the change or a later one."""
@@ -89,32 +89,6 @@ def test_a_parameter_that_differs_is_named_on_all_ranks(pool, name: str, every: 
         assert message.startswith(f"parameter {name} after {calls} calls of the optimized module: ")
         assert "another value on rank(s) 3, expected" in message
         assert "\n" not in message
-
-
-def clip_on_rank(ours: bool) -> str:
-    model = Step()
-    step = optimized(model, (torch.randn(2, 4),), "none", compare_every=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(4):
-        generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
-        try:
-            step(torch.randn(2, 4, generator=generator)).backward()
-        except UserError as error:
-            return str(error)
-        if ours:
-            clip_gradients(model, 1e-3)
-        else:
-            nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        optimizer.step()
-        optimizer.zero_grad()
-    return ""
-
-
-def test_clipping_by_another_norm_on_every_rank(pool) -> None:
-    assert pool.run(clip_on_rank, True) == ["", ""]
-    for said in pool.run(clip_on_rank, False):
-        assert said.startswith("parameter input.weight after 2 calls")
-        assert "clip with lancet_kernels.clip_gradients" in said
 
 
 @pytest.mark.parametrize("every", [-1, 1.5, True])

@@ -1,5 +1,7 @@
 """What cut_range refuses, what it leaves behind, and in which order the parts run."""
 
+from dataclasses import replace
+
 import pytest
 from test_cut_torch import copy_of, forward_ranges
 
@@ -164,7 +166,7 @@ def test_a_view_behind_the_range_costs_nothing_and_unread_wholes_are_not_made(st
 
 @pytest.mark.parametrize("gate", few_of(["topk", "random"]))
 def test_statistics_stand_behind_the_last_combine_and_constants_in_front(gate):
-    program = read_only_step("gpt2", Size(gate=gate, top_k=2)).program
+    program = read_only_step("gpt2", replace(SIZE, gate=gate)).program
     ops = [i.op for i in program.instructions if i.phase is Phase.FORWARD]
     last = len(ops) - 1 - ops[::-1].index("lancet.combine")
     gate_at = ops.index("lancet.gate")

@@ -35,9 +35,9 @@ def random_strategy(model: OneDeviceModel, ranks: int, seed: int) -> ShardingStr
     return search_sharding(model.microbatch_program(), ranks, cost, most_labels=20)
 
 
-def errors_of(name: str, copies: int, seeds: list[int]) -> tuple[float, float, Counter[str]]:
+def errors_of(name: str, layers: int, copies: int, seeds: list[int]) -> tuple[float, float, Counter[str]]:
     """Largest error of a loss and of a gradient; how often each op of the graphs occurs."""
-    model, batch = tiny(name, batch=8)
+    model, batch = tiny(name, 8, layers)
     expected = model(*batch)
     expected.backward()
     source = OneDeviceModel(model, (tuple(batch), {}), copies)
@@ -97,12 +97,12 @@ def test_one_microbatch_communicates_in_front_of_the_computation_of_the_other():
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "copies", "seeds"),
+    ("name", "layers", "ranks", "copies", "seeds"),
     few_of(
         [
-            ("bert-sgmoe", 2, 2, [0]),
+            ("bert-sgmoe", 1, 2, 2, [5]),
             *(
-                (name, ranks, copies, list(range(10)))
+                (name, 2, ranks, copies, list(range(10)))
                 for name in ("bert-sgmoe", "vit-switch")
                 for ranks in (2, 4)
                 for copies in (1, 2, 4)
@@ -110,8 +110,8 @@ def test_one_microbatch_communicates_in_front_of_the_computation_of_the_other():
         ]
     ),
 )
-def test_any_strategy_has_the_numbers_of_one_device(pool, name, ranks, copies, seeds):
-    for loss, gradient, ops in pool.run(errors_of, name, copies, seeds, ranks=ranks, timeout_s=600):
+def test_any_strategy_has_the_numbers_of_one_device(pool, name, layers, ranks, copies, seeds):
+    for loss, gradient, ops in pool.run(errors_of, name, layers, copies, seeds, ranks=ranks, timeout_s=600):
         assert loss < 1e-12
         assert gradient < 1e-9  # routing is in float32
         used = {op for op in ops if op.startswith("lancet.")}

@@ -24,10 +24,10 @@ MODELS = ("bert-sgmoe", "bert-switch", "vit-sgmoe", "vit-switch")
 RANKS = 2
 
 
-def tiny(name: str, batch: int = 4) -> tuple[HiDupModel, tuple[torch.Tensor, torch.Tensor]]:
-    """Two layers of small sizes, in fp64, with a random batch."""
+def tiny(name: str, batch: int = 4, layers: int = 2) -> tuple[HiDupModel, tuple[torch.Tensor, torch.Tensor]]:
+    """Layers of small sizes, in fp64, with a random batch."""
     config = replace(
-        hidup_config(name, 2, 2), width=16, heads=4, hidden=32, sequence=8, patch=6, vocab=24, experts=4
+        hidup_config(name, 2, layers), width=16, heads=4, hidden=32, sequence=8, patch=6, vocab=24, experts=4
     )
     torch.manual_seed(3)
     model = HiDupModel(config).double()
