@@ -5,7 +5,6 @@ the same GEMMs as grouped GEMMs, without the activation (gemm). The report makes
 eta = max(communication, gemm) / fused of them.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -59,7 +58,6 @@ def work_of(w: Workload, dtype: torch.dtype, direction: str) -> dict[str, float]
 
 CONTENDERS = {
     "one launch": "fused",
-    "two launches": None,
     "rows alone": "communication",
     "GEMMs alone": "gemm",
 }
@@ -70,7 +68,6 @@ CONTENDERS = {
 def bench_fused(measure, workload, device, dtype, direction, contender) -> None:
     passes = FusedPasses(workload, dtype, device)
     config = default_overlap_config(workload.width, workload.hidden, workload.activation, dtype, device)
-    config = dataclasses.replace(config, split=contender == "two launches")
     parts = Parts(passes)
 
     def backward() -> None:

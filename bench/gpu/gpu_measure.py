@@ -140,7 +140,7 @@ def compile_all(wanted: list[Part], report) -> None:
     """Compile the kernels of all parts side by side, before anything is measured."""
     import torch
 
-    from lancet_kernels.compiling.rehearsal import rehearsal
+    from lancet_kernels.kernels.rehearsal import rehearsal
     from lancet_kernels.kernels.runtime import INTERPRETED
 
     if INTERPRETED:

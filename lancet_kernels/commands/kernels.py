@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
@@ -52,13 +51,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Compile and print. -> 1 if a kernel has a problem, else 0."""
     # Imported here, because it needs Triton, which is not available on every platform.
-    from lancet_kernels.compiling import compile, compile_pool
+    from lancet_kernels.compiling import compile_pool, specimens
     from lancet_kernels.kernels import nvshmem_bitcode
 
     arch = int(arguments.arch.removeprefix("sm_"))
     chosen = [
-        (module, specimen)
-        for module, specimen in compile.all_specimens(arch)
+        specimen
+        for specimen in specimens.all_specimens(arch)
         if not arguments.name or arguments.name in f"{specimen.name} {specimen.config}"
     ]
     if arguments.quick:
@@ -72,11 +71,10 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
         )
     skipped = []
     if nvshmem_bitcode.find_bitcode(arch) is None:
-        skipped = [specimen for _, specimen in chosen if specimen.nvshmem]
-        chosen = [(module, specimen) for module, specimen in chosen if not specimen.nvshmem]
+        skipped = [specimen for specimen in chosen if specimen.nvshmem]
+        chosen = [specimen for specimen in chosen if not specimen.nvshmem]
     progress = {"on_done": _progress(len(chosen))} if sys.stderr.isatty() else {}
-    specimens = [specimen for _, specimen in chosen]
-    rows = compile_pool.compile_all(specimens, arch, workers=arguments.workers, **progress)
+    rows = compile_pool.compile_all(chosen, arch, workers=arguments.workers, **progress)
     failed = [row for row in rows if row.problems]
     for row in failed:
         print(f"{_name(row)}: {'; '.join(row.problems)}{_error(row)}", file=sys.stderr)
@@ -103,13 +101,11 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     return 1 if failed else 0
 
 
-def _first(specimens: Iterable[tuple[ModuleType, Specimen]]) -> list[tuple[ModuleType, Specimen]]:
+def _first(specimens: Iterable[Specimen]) -> list[Specimen]:
     """The first specimen of each kernel, and the first of all with NVSHMEM."""
-    first: dict[str, tuple[ModuleType, Specimen]] = {}
-    for module, specimen in specimens:
-        first.setdefault(
-            "nvshmem" if specimen.nvshmem else f"{module.__name__} {specimen.name}", (module, specimen)
-        )
+    first: dict[str, Specimen] = {}
+    for specimen in specimens:
+        first.setdefault("nvshmem" if specimen.nvshmem else specimen.name, specimen)
     return list(first.values())
 
 

@@ -8,25 +8,20 @@ tests.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
-import pkgutil
 import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.runtime.jit import create_function_from_signature
 
-import lancet_kernels.compiling
-import lancet_kernels.kernels
 from lancet_kernels.compiling.specimen import Specimen
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import nvshmem_bitcode, runtime
@@ -133,71 +128,36 @@ def check_arch(arch: int) -> None:
         )
 
 
-def kernel_modules() -> list[ModuleType]:
-    """Every module beside this one, or of `kernels`, that has a function `specimens`."""
-    names = [
-        f"{folder.__name__}.{module.name}"
-        for folder in (lancet_kernels.compiling, lancet_kernels.kernels)
-        for module in pkgutil.iter_modules(folder.__path__)
-    ]
-    return [module for module in map(importlib.import_module, names) if hasattr(module, "specimens")]
-
-
-def all_specimens(
-    arch: int, modules: Sequence[ModuleType] | None = None
-) -> Iterator[tuple[ModuleType, Specimen]]:
-    """(module, specimen) of every kernel and configuration, or only of those of `modules`.
-
-    Raises: UserError if two specimens of a module have the same name and config.
-    """
-    check_arch(arch)
-    for module in kernel_modules() if modules is None else modules:
-        seen = set()
-        for specimen in module.specimens(arch):
-            key = (specimen.name, specimen.config)
-            if key in seen:
-                raise UserError(
-                    f"specimens of {module.__name__}",
-                    got=f"{' '.join(key)!r} twice",
-                    expected="every name and config once",
-                    do="add to config what differs",
-                )
-            seen.add(key)
-            yield module, specimen
-
-
 def _compile(specimen: Specimen, arch: int) -> tuple[Any, dict[str, Any]]:
-    names = specimen.kernel.arg_names
-    # Constexprs without an argument of the kernel are ignored, so that several kernels can share a
-    # description.
-    constexprs = {n: value for n, value in specimen.constexprs.items() if n in names}
-    missing = [n for n in names if n not in specimen.signature and n not in constexprs]
+    """-> the kernel as Triton would compile it for the launch, and its options."""
+    kernel, arguments = specimen.kernel, dict(specimen.arguments)
+    missing = [name for name in kernel.arg_names if name not in arguments]
     if missing:
         raise UserError(
             f"specimen {specimen.name} {specimen.config}",
             got=f"nothing for {', '.join(missing)}",
-            expected="every argument in signature or constexprs",
+            expected="every argument",
             do="correct the specimen",
         )
-    aligned = [n for n in names if n in specimen.aligned and n not in constexprs]
-    source = (GluonASTSource if isinstance(specimen.kernel, GluonJITFunction) else ASTSource)(
-        specimen.kernel,
-        # in the order of the arguments, as Triton requires
-        {n: "constexpr" if n in constexprs else specimen.signature[n] for n in names},
-        constexprs={(names.index(n),): value for n, value in constexprs.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
-    )
-    options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages, **specimen.options}
     if specimen.nvshmem:
-        options["extern_libs"] = nvshmem_bitcode.extern_libs(arch)
+        arguments["extern_libs"] = nvshmem_bitcode.extern_libs(arch)
+    backend = make_backend(_target(arch))
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(**arguments)
+    parsed, signature, constexprs, attributes = kernel._pack_args(
+        backend, options, bound, specialization, options
+    )
+    source = (GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource)(
+        kernel, signature, constexprs, attributes
+    )
     try:
-        return triton.compile(source, target=_target(arch), options=options), options
+        return triton.compile(source, target=_target(arch), options=parsed.__dict__), parsed.__dict__
     except ValueError as error:
         if "Failed to parse library" not in str(error):
             raise
         raise UserError(
             "NVSHMEM's device bitcode",
-            got=f"{options['extern_libs'][0][1]}, made by a newer LLVM than Triton {triton.__version__} has",
+            got=f"{arguments['extern_libs'][0][1]}, of a newer LLVM than Triton {triton.__version__} has",
             expected="one that this Triton can read (3.6 reads up to NVSHMEM 3.7)",
             do=f"install an older {nvshmem_bitcode.PACKAGE}, or a newer Triton",
         ) from error

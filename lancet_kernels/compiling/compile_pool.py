@@ -7,9 +7,11 @@ caller may interpret its kernels (TRITON_INTERPRET), which the workers never do.
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import json
 import os
+import pickle
 import queue
 import subprocess
 import sys
@@ -19,7 +21,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
 
 from lancet_kernels.compiling.compile import CompiledKernel, compile_specimen, problems
 from lancet_kernels.compiling.specimen import Specimen
@@ -128,7 +129,7 @@ class _Worker:
         timer = threading.Timer(self._timeout_s, process.kill)
         timer.start()
         try:
-            process.stdin.write(json.dumps({"arch": self._arch, "specimen": _as_data(specimen)}) + "\n")
+            process.stdin.write(json.dumps({"arch": self._arch, "specimen": _as_text(specimen)}) + "\n")
             process.stdin.flush()
             answer = process.stdout.readline()
         except BrokenPipeError:
@@ -163,12 +164,14 @@ class _Worker:
         return f"{reason}: {last}" if last else reason
 
 
-def _as_data(specimen: Specimen) -> dict[str, Any]:
+def _as_text(specimen: Specimen) -> str:
     data = {field.name: getattr(specimen, field.name) for field in dataclasses.fields(specimen)}
-    return data | {"kernel": [specimen.kernel.fn.__module__, specimen.kernel.fn.__name__]}
+    kernel = specimen.kernel.fn.__module__, specimen.kernel.fn.__name__
+    return base64.b64encode(pickle.dumps(data | {"kernel": kernel})).decode()
 
 
-def _from_data(data: dict[str, Any]) -> Specimen:
+def _from_text(text: str) -> Specimen:
+    data = pickle.loads(base64.b64decode(text))
     module, name = data["kernel"]
     return Specimen(**data | {"kernel": getattr(import_module(module), name)})
 
@@ -182,7 +185,7 @@ def _serve() -> None:
         job = json.loads(line)
         reply: dict[str, object]
         try:
-            compiled = compile_specimen(_from_data(job["specimen"]), job["arch"])
+            compiled = compile_specimen(_from_text(job["specimen"]), job["arch"])
             reply = {"compiled": dataclasses.asdict(compiled)}
         except UserError as error:
             reply = {"error": str(error)}

@@ -1,19 +1,19 @@
-"""A kernel with one configuration, as data: all that is needed to compile it without a GPU.
-
-Every kernel module has a function ``specimens(arch)``; `lancet kernels` and the tests compile all of them.
-"""
+"""A launch as data: all that is needed to compile its kernel without a GPU, and what is expected of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lancet_kernels.kernels.kernel_launch import Launch
 
 FEW_SPILLED_BYTES = 32
 """At most eight registers of a thread, whose loads L1 serves. A tile of half the size would cost more."""
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,8 @@ class Specimen:
     Attributes:
         name: of the kernel; config: short text, e.g. "128x128x64 w8 s3 bf16".
         kernel: the `triton.jit` or `gluon.jit` function.
-        signature: argument name -> type ("*bf16", "i32", "i64"), without the constexprs.
-        constexprs: constexpr name -> value.
-        aligned: names of the pointers and integers that are multiples of 16.
-        num_warps, num_stages: launch options.
+        arguments: of its launch by name, options included; tensors are empty (`of`).
         total_warps: of a program, where warps beside `num_warps` have jobs of their own; 0: none have.
-        nvshmem: link the NVSHMEM bitcode.
         wgmma, tma: what the machine code of sm_90 must contain.
         most_spills: bytes of a thread that may be spilled.
     """
@@ -36,58 +32,41 @@ class Specimen:
     name: str
     config: str
     kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    aligned: tuple[str, ...] = ()
-    num_warps: int = 4
-    num_stages: int = 3
+    arguments: dict[str, Any]
     total_warps: int = 0
-    nvshmem: bool = False
     wgmma: bool = False
     tma: bool = False
     most_spills: int = FEW_SPILLED_BYTES
-    options: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        kernel: Any,
-        config: str,
-        constexprs: Mapping[str, Any],
-        types: Mapping[str, str] | None = None,
-        pointers: str = "i64",
-        widths: Iterable[str] = (),
-        **options: Any,
-    ) -> Specimen:
-        """With types by what arguments are called: pointers end in `_ptr`, all others are "i32".
+    def of(cls, launch: Launch, config: str, **fields: Any) -> Specimen:
+        """Of a launch that was noted."""
+        arguments = {name: _empty(value) for name, value in launch.arguments.items()}
+        fields.setdefault("name", launch.kernel.fn.__name__.removesuffix("_kernel"))
+        return cls(config=config, kernel=launch.kernel, arguments=arguments, **fields)
 
-        Args:
-            types: of those with another type, without `_ptr`: "i64", or of a pointer what it points at.
-            pointers: what all other pointers point at; tables of peers, `_peers_ptr`, hold addresses.
-            widths: integers that are multiples of 16, as all pointers are.
-            options: other fields; name: default that of the kernel.
-        Example: types {"count": "i32"} and pointers "bf16" for the arguments x_ptr, count_ptr, T: "*bf16",
-        "*i32" and "i32".
-        """
-        types = types or {}
-        signature = {}
-        for argument in kernel.arg_names:
-            name = argument.removesuffix("_ptr")
-            if argument in constexprs:
-                continue
-            if name == argument:
-                signature[name] = types.get(name, "i64" if name == "max_polls" else "i32")
-            elif name.endswith("_peers"):
-                signature[argument] = "*i64"
-            else:
-                signature[argument] = f"*{types.get(name, pointers)}"
-        aligned = [name for name in signature if name.endswith("_ptr")]
-        options.setdefault("name", kernel.fn.__name__.removesuffix("_kernel"))
-        return cls(
-            config=config,
-            kernel=kernel,
-            signature=signature,
-            constexprs=dict(constexprs),
-            aligned=(*aligned, *widths),
-            **options,
-        )
+    @property
+    def nvshmem(self) -> bool:
+        """Is it linked with the NVSHMEM bitcode?"""
+        return bool(self.arguments.get("NVSHMEM"))
+
+
+def once(specimens: Iterable[Specimen]) -> Iterator[Specimen]:
+    """The first of each name and configuration."""
+    seen = set()
+    for specimen in specimens:
+        if (specimen.name, specimen.config) not in seen:
+            seen.add((specimen.name, specimen.config))
+            yield specimen
+
+
+def _empty(value: Any) -> Any:
+    """The same without contents. Triton looks at types, at None, and at what is a multiple of 16."""
+    if isinstance(value, Tensor):
+        aligned = value.data_ptr() % 16 == 0
+        return torch.empty(0, dtype=value.dtype) if aligned else torch.empty(2, dtype=value.dtype)[1:]
+    if isinstance(value, TensorDescriptor):
+        return replace(value, base=_empty(value.base))
+    if isinstance(value, tuple):
+        return type(value)(*map(_empty, value))
+    return value

@@ -6,18 +6,48 @@ A kernel that may put over NVSHMEM is linked with its bitcode, and introduced to
 from __future__ import annotations
 
 import functools
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lancet_kernels.kernels import nvshmem_bitcode
+from lancet_kernels.kernels import nvshmem_bitcode, runtime
 from lancet_kernels.symmetric.nvshmem import init_module
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options), on the device of the first tensor.
+class Launch(NamedTuple):
+    """A launch that was noted: kernel[grid](**arguments), options included."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+
+@contextmanager
+def recorded(*kernels: Any) -> Iterator[list[Launch]]:
+    """Inside, launches of these kernels (of all, if none is named) are noted here, and do not run.
+
+    Noting needs no GPU: tensors may be on the CPU.
+    """
+    launches: list[Launch] = []
+    before = _recorder.get()
+    token = _recorder.set((kernels, launches))
+    runtime.anywhere = not kernels or runtime.anywhere
+    try:
+        yield launches
+    finally:
+        _recorder.reset(token)
+        runtime.anywhere = before is not None and not before[0]
+
+
+_recorder: ContextVar[tuple[tuple[Any, ...], list[Launch]] | None] = ContextVar("recorder", default=None)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], **options: Any) -> None:
+    """kernel[grid](**options), on the device of the first tensor.
 
     Triton launches on the current device, and torch changes it for its own ops only: without this, tensors on
     cuda:1 with cuda:0 current are an illegal memory access, or a kernel on the wrong GPU's stream.
@@ -27,14 +57,37 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     launch asks for its variant and introduces it if it is new; nothing of that waits for the device.
     Raises UserError if there is no bitcode, or NVSHMEM is not initialised or of another version.
 
-    Example: launch(release_kernel, (world,), use.words, ..., NVSHMEM=exchange.nvshmem, num_warps=1)
+    Example: launch(release_kernel, (world,), use_ptr=use.words, ..., NVSHMEM=exchange.nvshmem, num_warps=1)
     """
-    device = next(value.device for value in (*args, *options.values()) if isinstance(value, Tensor))
+    recorder = _recorder.get()
+    if recorder is not None and (not recorder[0] or kernel in recorder[0]):
+        recorder[1].append(Launch(kernel, grid, options))
+        return
+    device = next(_tensors(options.values())).device
     with on_device(device):
         if options.get("NVSHMEM"):
             options |= {"extern_libs": _libraries(device)}
-            init_module(kernel.warmup(*args, grid=grid, **options))
-        kernel[grid](*args, **options)
+            init_module(kernel.warmup(grid=grid, **options))
+        kernel[grid](**options)
+
+
+def compile_launch(noted: Launch) -> Any:
+    """-> the compiled kernel of a launch that was noted, which stays in Triton's cache."""
+    options = noted.arguments
+    device = next(_tensors(options.values())).device
+    with on_device(device):
+        if options.get("NVSHMEM"):
+            options |= {"extern_libs": _libraries(device)}
+        return noted.kernel.warmup(grid=noted.grid, **options)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """All of them, also in tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
 
 
 def on_device(device: torch.device) -> AbstractContextManager:

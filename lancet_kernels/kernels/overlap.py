@@ -5,9 +5,9 @@
 
 Forward: put rows -> act(x @ w1 + b1) -> @ w2 + b2, put back -> weighted sum. Backward: put dy and weights
 -> dh = weight (dy @ w2^T) act' -> dx = dh @ w1^T, put back with the weights' gradients -> sum; dW2, dW1 and
-their biases fill the way back. By default each direction is one
-launch; `split` makes it two (dispatch+GEMM, GEMM+combine). Independent GEMMs (dW of another layer, say) can
-ride along in any of them: `DenseGemm`. Before the forward two small launches exchange counts and find where
+their biases fill the way back. Each direction is one
+launch, and one that adds up what comes back. Independent GEMMs (dW of another layer, say) can ride along:
+`DenseGemm`. Before the forward two small launches exchange counts and find where
 all rows lie (`schedule.py`); the backward's rows lie where the forward's did.
 
 The launchers do not synchronise with the device. A wait that ran out of time is in the exchange's report;
@@ -19,8 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -31,7 +30,7 @@ from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.hopper.config import hopper_config, refusals
 from lancet_kernels.kernels.hopper.launch import launch_gluon
-from lancet_kernels.kernels.kernel_launch import launch, on_device
+from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.overlap_checks import check_pass, check_same_exchange
 from lancet_kernels.kernels.overlap_config import (
     OverlapConfig,
@@ -47,11 +46,12 @@ from lancet_kernels.kernels.overlap_data import (
     Routing,
     SavedPass,
 )
-from lancet_kernels.kernels.protocol.exchange import Exchange, Stage, Use
-from lancet_kernels.kernels.protocol.tasks import DENSE_WORDS, LaunchShape
-from lancet_kernels.kernels.reference.gemm import KINDS
+from lancet_kernels.kernels.protocol import combine
+from lancet_kernels.kernels.protocol.arguments import Gemms, Gradients, Sending, Stages
+from lancet_kernels.kernels.protocol.combine import combine_results_kernel
+from lancet_kernels.kernels.protocol.exchange import Exchange, Use
+from lancet_kernels.kernels.protocol.tasks import DENSE_WORDS, write_dense_row_kernel
 from lancet_kernels.kernels.reference.kernel import overlap_kernel
-from lancet_kernels.kernels.reference.tiles import write_dense_row_kernel
 from lancet_kernels.kernels.tuning import tuned
 
 # More than any launch has: a limit that is none.
@@ -90,7 +90,7 @@ def default_overlap_config(
         config = config_for_gpu(width, hidden, activation, dtype, arch, programs, far)
     if config.programs <= programs:
         return config
-    return replace(config, programs=programs, comm_programs=min(config.comm_programs, programs))
+    return replace(config, programs=programs)
 
 
 def config_for_gpu(
@@ -145,14 +145,15 @@ def moe_forward(
     check_pass(exchange, x, routing, experts, config, dense)
     use = exchange.begin()
     exchange.schedule(use, routing.count)
-    hidden = x.new_empty(exchange.receive_rows, experts.hidden)
     pre = x.new_empty(exchange.receive_rows, experts.w1.shape[2])
+    hidden = x.new_empty(exchange.receive_rows, experts.hidden)
     out = torch.empty_like(x)
-    launches = _Launch(exchange, use, routing, experts, config, dense, backward=False)
-    launches.run(
-        source=x, weight_in=experts.w1, bias_in=experts.b1, pre=pre, hidden=hidden,
-        weight_out=experts.w2, bias_out=experts.b2, out=out,
-    )  # fmt: skip
+    gemms = Gemms(experts.w1, experts.b1, pre, hidden, experts.w2, experts.b2)
+    cut = cut_of(exchange, experts, config, dense, [x, out, *gemms], backward=False)
+    # Float32 that a forward never looks at.
+    sending = Sending(x, routing.token_of_row(), routing.weight)
+    _launch(exchange, use, experts, config, cut, dense, sending, gemms, None, exchange.banks)
+    _combine(exchange, use, routing, config, out, None)
     return out, SavedPass(use, pre)
 
 
@@ -181,10 +182,10 @@ def moe_backward(
             do="release a pass after its only backward",
         )
     use = backward.begin(saved.use.table)
-    # Scratch until the last of these launches, which are in one stream: so all layers take the same memory.
+    # Scratch until the launch ends, and launches are in one stream: so all layers take the same memory.
     dh = torch.empty_like(saved.pre)
     activated = saved.pre.new_empty(forward.receive_rows, experts.hidden)
-    gradients = ExpertGradients(
+    made = ExpertGradients(
         torch.empty_like(dy),
         torch.empty_like(routing.weight),
         torch.empty_like(experts.w1),
@@ -192,153 +193,136 @@ def moe_backward(
         torch.empty_like(experts.w2),
         None if experts.b2 is None else torch.empty_like(experts.b2),
     )
-    launches = _Launch(backward, use, routing, experts, config, dense, backward=True)
-    launches.run(
-        source=dy, weight_in=experts.w2, bias_in=experts.b2, pre=saved.pre, hidden=dh, weight_out=experts.w1,
-        earlier=saved.use, earlier_banks=forward.banks, saved_rows=forward.rows.local,
-        activated=activated, dweight_in=gradients.dw2, dbias_in=gradients.db2,
-        dweight_out=gradients.dw1, dbias_out=gradients.db1, out=gradients.dx, dweight=gradients.dweight,
+    gemms = Gemms(experts.w2, experts.b2, saved.pre, dh, experts.w1, experts.b1, activated)
+    gradients = Gradients(
+        forward.rows.local, saved.use.words, made.dw2, made.db2, made.dw1, made.db1
     )  # fmt: skip
+    cut = cut_of(backward, experts, config, dense, [dy, made.dx, *gemms, *gradients], backward=True)
+    columns = triton.cdiv(experts.hidden, cut.columns_in)
+    gemms = gemms._replace(row_dots=routing.weight.new_empty(columns, backward.receive_rows))
+    sending = Sending(dy, routing.token_of_row(), _weights_to_send(backward, routing))
+    _launch(backward, use, experts, config, cut, dense, sending, gemms, gradients, forward.banks)
+    _combine(backward, use, routing, config, made.dx, made.dweight)
     backward.release(use)
-    return gradients
+    return made
 
 
-class _Launch:
-    """The launches of one direction: which tasks, then the kernel's many arguments."""
+class Cut(NamedTuple):
+    """Of one launch: the tile, the columns of one of the first GEMM, whether descriptors load operands."""
 
-    def __init__(self, exchange, use, routing, experts, config, dense, *, backward: bool) -> None:
-        self.exchange, self.use, self.routing, self.experts = exchange, use, routing, experts
-        self.config, self.dense, self.backward = config, list(dense), backward
-        self.hidden, self.width_in = experts.hidden, experts.w1.shape[2]
-
-    def run(self, *, out: Tensor, **tensors: Tensor | Use | int | None) -> None:
-        exchange, config = self.exchange, self.config
-        # Once for both launches of a split one: they count the same tiles.
-        self.tma = config.tma and self._fit_tma([out, *tensors.values()])
-        gemm = config.gemm
-        if config.tma and not self.tma:
-            gemm = plain_tile(gemm, exchange.dtype)
-        self.gemm = gemm = launch_tile(gemm, backward=self.backward, nvshmem=exchange.nvshmem)
-        self.columns_in = first_columns(gemm, self.experts.activation, backward=self.backward)
-        self.token = self.routing.token_of_row()
-        # Float32 that a forward never looks at.
-        self.weights = self.row_dots = self.routing.weight
-        if self.backward:
-            self.row_dots = self.weights.new_empty(
-                triton.cdiv(self.hidden, self.columns_in), exchange.receive_rows
-            )
-            self.weights = self.routing.weight_of_row()
-            if exchange.buffers.stage is not None:
-                staged = exchange.buffers.stage.weights.local
-                rows = min(len(staged), len(self.weights))
-                staged[:rows] = self.weights[:rows]
-                self.weights = staged
-        stage = exchange.buffers.stage
-        self.stage = exchange.rows.local if stage is None else stage.results.local
-        self.problems, dense_tiles = None, 0
-        if self.dense:
-            self.problems, dense_tiles = dense_table(self.dense, gemm, exchange.memory.device)
-        blocks = triton.cdiv(out.shape[0], config.reduce_tokens)
-        first: dict[str, Any] = {
-            "put": True,
-            "tiles_in": triton.cdiv(self.hidden, self.columns_in),
-            "dense_tiles": dense_tiles,
-        }
-        second: dict[str, Any] = {}
-        rest = second if config.split else first
-        rest |= {"tiles_out": triton.cdiv(exchange.width, gemm.block_n), "wgrad": self.backward}
-        rest["reduce_blocks"] = blocks
-        grid = {"programs": config.programs, "comm_programs": config.comm_programs}
-        for stages in filter(None, (first, second)):
-            self._launch(LaunchShape(**({"put": False} | stages | grid)), out=out, **tensors)
-
-    def _launch(self, shape: LaunchShape, **given: Tensor | Use | int | None) -> None:
-        exchange, config, routing, gemm = self.exchange, self.config, self.routing, self.gemm
-        # What this launch does not have is never looked at, but must be a pointer of the right type.
-        nothing = exchange.rows.local
-        tensors = {name: nothing if value is None else value for name, value in given.items()}
-        get = lambda name: tensors.get(name, nothing)  # noqa: E731
-        earlier = given.get("earlier")
-        earlier = earlier if isinstance(earlier, Use) else self.use
-        problems = exchange.report if self.problems is None else self.problems
-        buffers = exchange.buffers
-        stage = buffers.stage or Stage(exchange.rows, buffers.dots, exchange.rows, buffers.dots)
-        if self.tma:
-            runtime.provide_scratch()
-        start = partial(launch, overlap_kernel)
-        if config.bodies == "gluon" and self.tma:
-            start = partial(launch_gluon, self.use.next_counter())
-        start(
-            (shape.programs,),
-            use_ptr=self.use.words, counter=self.use.next_counter(), earlier_use_ptr=earlier.words,
-            table_ptr=self.use.table, report_ptr=exchange.report, rank=exchange.rank,
-            max_polls=exchange.max_polls(), limit=ALL_TASKS,
-            W=exchange.world, L=exchange.local_experts, D=exchange.width, F=self.hidden, H=self.width_in,
-            R=exchange.receive_rows, tiles=exchange.tiles, chunks=exchange.chunks,
-            T=routing.expert.shape[0], K=routing.expert.shape[1],
-            tiles_in=shape.tiles_in, tiles_out=shape.tiles_out, lag=shape.lag,
-            dense_tiles=shape.dense_tiles, num_problems=len(self.dense), reduce_blocks=shape.reduce_blocks,
-            programs=shape.programs, comm_programs=shape.comm_programs,
-            source_ptr=get("source"), token_ptr=self.token, send_weights_ptr=self.weights,
-            put_stage_ptr=stage.rows.local,
-            rows_ptr=exchange.rows.local, rows_peers_ptr=exchange.rows.peers,
-            row_weights_ptr=exchange.row_weights.local, row_weights_peers_ptr=exchange.row_weights.peers,
-            arrived_ptr=exchange.arrived.local, arrived_peers_ptr=exchange.arrived.peers,
-            released_ptr=exchange.released.local,
-            results_ptr=exchange.results.local, results_peers_ptr=exchange.results.peers,
-            dots_ptr=buffers.dots.local, dots_peers_ptr=buffers.dots.peers, spoiled_ptr=buffers.spoiled,
-            returned_ptr=exchange.returned.local, returned_peers_ptr=exchange.returned.peers,
-            weight_in_ptr=get("weight_in"), bias_in_ptr=get("bias_in"), pre_ptr=get("pre"),
-            hidden_ptr=get("hidden"), weight_out_ptr=get("weight_out"), bias_out_ptr=get("bias_out"),
-            stage_ptr=self.stage, row_dots_ptr=self.row_dots, dots_stage_ptr=stage.dots.local,
-            ready_ptr=self.use.ready, done_ptr=self.use.done,
-            saved_rows_ptr=get("saved_rows"), activated_ptr=get("activated"),
-            dweight_in_ptr=get("dweight_in"), dbias_in_ptr=get("dbias_in"),
-            dweight_out_ptr=get("dweight_out"), dbias_out_ptr=get("dbias_out"),
-            out_ptr=get("out"), expert_ptr=routing.expert, row_ptr=routing.row, weight_ptr=routing.weight,
-            dweight_ptr=tensors.get("dweight", routing.weight), problems_ptr=problems,
-            HAS_PUT=shape.put, HAS_IN=shape.tiles_in > 0, HAS_OUT=shape.tiles_out > 0,
-            # Not by how many tokens there are: none today must not mean another variant of the kernel.
-            HAS_WGRAD=shape.wgrad, HAS_REDUCE=shape.tiles_out > 0 or shape.reduce_blocks > 0,
-            DENSE_KINDS=dense_kinds(self.dense) if shape.dense_tiles else 0,
-            BACKWARD=self.backward, ACT=self.experts.activation, HAS_BIAS=self.experts.b1 is not None,
-            SAVE_PRE=True, BANKS=exchange.banks,
-            EARLIER_BANKS=given.get("earlier_banks", exchange.banks),
-            NVSHMEM=exchange.nvshmem, UPCAST=runtime.needs_upcast(exchange.dtype), TMA=self.tma,
-            BM=gemm.block_m, BN=gemm.block_n, BN_IN=self.columns_in, BK=gemm.block_k,
-            BW=triton.next_power_of_2(exchange.world),
-            PUT_ROWS=config.put_rows, PUT_BLOCK=config.put_block,
-            BT=config.reduce_tokens, BD=config.reduce_block,
-            num_warps=gemm.num_warps, num_stages=gemm.num_stages, maxnreg=most_registers(gemm),
-        )  # fmt: skip
-
-    def _fit_tma(self, tensors: Iterable[Tensor | Use | int | None]) -> bool:
-        """Descriptors need bases and row distances that are multiples of 16 bytes. Stores rely on it, too."""
-        operands = [t for t in tensors if isinstance(t, Tensor)]
-        widths = [self.exchange.width, self.hidden]
-        for problem in self.dense:
-            operands += problem.a, problem.b, problem.c
-            widths += problem.a.shape[1], problem.b.shape[1], problem.c.shape[1]
-        bytes_each = self.exchange.dtype.itemsize
-        return all(t.data_ptr() % 16 == 0 for t in operands) and all(w * bytes_each % 16 == 0 for w in widths)
+    gemm: GemmConfig
+    columns_in: int
+    tma: bool
 
 
-def dense_kinds(problems: Sequence[DenseGemm]) -> int:
-    """The kernel's DENSE_KINDS: none, weight gradients ("tn") only, or all, so that variants stay few."""
-    kinds = {problem.kind for problem in problems}
-    return sum(1 << KINDS[kind] for kind in (KINDS if kinds - {"tn"} else kinds))
+def cut_of(
+    exchange: Exchange,
+    experts: Experts,
+    config: OverlapConfig,
+    dense: Sequence[DenseGemm],
+    tensors: Iterable[Tensor | None],
+    *,
+    backward: bool,
+) -> Cut:
+    """How a launch with these operands is cut: without descriptors where one of them is not aligned.
+
+    Descriptors need bases and row distances that are multiples of 16 bytes. Stores rely on it, too.
+    """
+    operands = [t for t in tensors if t is not None]
+    widths = [exchange.width, experts.hidden]
+    for problem in dense:
+        operands += problem.a, problem.b, problem.c
+        widths += problem.a.shape[1], problem.b.shape[1]
+    bytes_each = exchange.dtype.itemsize
+    aligned = all(t.data_ptr() % 16 == 0 for t in operands) and all(w * bytes_each % 16 == 0 for w in widths)
+    gemm = config.gemm if aligned or not config.tma else plain_tile(config.gemm, exchange.dtype)
+    gemm = launch_tile(gemm, backward=backward, nvshmem=exchange.nvshmem)
+    columns_in = first_columns(gemm, experts.activation, backward=backward)
+    return Cut(gemm, columns_in, config.tma and aligned)
 
 
-def dense_table(problems: Sequence[DenseGemm], tile: GemmConfig, device: torch.device) -> tuple[Tensor, int]:
-    """-> int64 [problems, 8], the rows of the kernel's table, and the number of tiles of all of them.
+def _weights_to_send(exchange: Exchange, routing: Routing) -> Tensor:
+    """float32 [S], in symmetric memory where NVSHMEM sends them."""
+    weights = routing.weight_of_row()
+    stage = exchange.buffers.stage
+    if stage is not None:
+        staged = stage.weights.local
+        rows = min(len(staged), len(weights))
+        staged[:rows] = weights[:rows]
+        return staged
+    return weights
+
+
+def _launch(
+    exchange: Exchange,
+    use: Use,
+    experts: Experts,
+    config: OverlapConfig,
+    cut: Cut,
+    dense: Sequence[DenseGemm],
+    sending: Sending,
+    gemms: Gemms,
+    gradients: Gradients | None,
+    earlier_banks: int,
+) -> None:
+    """The overlap kernel of one direction: a backward with `gradients`."""
+    gemm, stage = cut.gemm, exchange.buffers.stage
+    problems, dense_tiles = dense_table(dense, gemm, exchange.memory.device)
+    arguments: dict[str, Any] = {
+        "of_pass": exchange.state(use), "arrivals": exchange.arrivals, "returns": exchange.returns,
+        "stages": None if stage is None else Stages(stage.rows.local, stage.results.local, stage.dots.local),
+        "sending": sending, "gemms": gemms, "gradients": gradients, "problems_ptr": problems,
+        "rank": exchange.rank, "W": exchange.world, "L": exchange.local_experts, "D": exchange.width,
+        "F": experts.hidden, "R": exchange.receive_rows, "tiles": exchange.tiles, "chunks": exchange.chunks,
+        "max_polls": exchange.max_polls(), "num_problems": len(dense), "dense_tiles": dense_tiles,
+        "limit": ALL_TASKS, "BACKWARD": gradients is not None, "ACT": experts.activation,
+        "NVSHMEM": exchange.nvshmem, "TMA": cut.tma,
+        "BM": gemm.block_m, "BN": gemm.block_n, "BN_IN": cut.columns_in, "BK": gemm.block_k,
+        "BW": triton.next_power_of_2(exchange.world), "BANKS": exchange.banks,
+        "EARLIER_BANKS": earlier_banks, "PUT_ROWS": config.put_rows, "PUT_BLOCK": config.put_block,
+    }  # fmt: skip
+    if cut.tma:
+        runtime.provide_scratch()
+    if config.bodies == "gluon" and cut.tma:
+        launch_gluon((config.programs,), gemm, arguments)
+    else:
+        options = {"num_warps": gemm.num_warps, "num_stages": gemm.num_stages}
+        launch(overlap_kernel, (config.programs,), **arguments, **options, maxnreg=most_registers(gemm))
+
+
+def _combine(
+    exchange: Exchange, use: Use, routing: Routing, config: OverlapConfig, out: Tensor, dweight: Tensor | None
+) -> None:
+    """Add up what comes back. dweight: of a backward, whose sums are without weights."""
+    tokens, choices = routing.expert.shape
+    launch(
+        combine_results_kernel, (combine.PROGRAMS * config.programs,),
+        of_pass=exchange.state(use), returns=exchange.returns, expert_ptr=routing.expert,
+        row_ptr=routing.row, weight_ptr=routing.weight, out_ptr=out, dweight_ptr=dweight,
+        rank=exchange.rank, W=exchange.world, L=exchange.local_experts, D=exchange.width, T=tokens,
+        chunks=exchange.chunks, max_polls=exchange.max_polls(), limit=ALL_TASKS, K=choices,
+        BANKS=exchange.banks, NVSHMEM=exchange.nvshmem, BM=exchange.chunk_rows,
+        BK=triton.next_power_of_2(choices), BT=config.reduce_tokens, BD=config.reduce_block,
+        num_warps=combine.WARPS,
+    )  # fmt: skip
+
+
+def dense_table(
+    problems: Sequence[DenseGemm], tile: GemmConfig, device: torch.device
+) -> tuple[Tensor | None, int]:
+    """-> int64 [problems, 8], the rows of the kernel's table, and the number of tiles; None and 0 for none.
 
     Written by a kernel: CUDA graphs cannot capture a copy from memory that may be gone when they run.
     """
+    if not problems:
+        return None, 0
     table = torch.empty(len(problems), DENSE_WORDS.value, dtype=torch.int64, device=device)
     tiles = 0
     for i, problem in enumerate(problems):
-        with on_device(device):
-            write_dense_row_kernel[(1,)](table[i], *problem.row(tiles), num_warps=1)
-        rows, columns = problem.c.shape
-        tiles += triton.cdiv(rows, tile.block_m) * triton.cdiv(columns, tile.block_n)
+        a, b, c = problem.a, problem.b, problem.c
+        launch(
+            write_dense_row_kernel, (1,), row_ptr=table[i], a=a.data_ptr(), b=b.data_ptr(), c=c.data_ptr(),
+            M=c.shape[0], N=c.shape[1], K=a.shape[0], first=tiles, num_warps=1,
+        )  # fmt: skip
+        tiles += triton.cdiv(c.shape[0], tile.block_m) * triton.cdiv(c.shape[1], tile.block_n)
     return table, tiles

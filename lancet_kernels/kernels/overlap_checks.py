@@ -72,10 +72,6 @@ def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
     """Raise UserError unless each independent GEMM has two matrices that fit, and room for their product."""
     for i, problem in enumerate(problems):
         name = f"independent GEMM {i}"
-        if problem.kind not in ("nn", "nt", "tn"):
-            raise UserError(
-                name, got=f"kind {problem.kind!r}", expected="'nn', 'nt' or 'tn'", do="check the name"
-            )
         if problem.a.dim() != 2 or problem.b.dim() != 2:
             raise UserError(
                 name,
@@ -83,10 +79,9 @@ def check_dense(problems: Sequence[DenseGemm], x: Tensor) -> None:
                 expected="two matrices",
                 do="flatten the dimensions of tokens into one",
             )
-        rows, contraction = problem.a.shape if problem.kind != "tn" else problem.a.shape[::-1]
-        columns = problem.b.shape[0] if problem.kind == "nt" else problem.b.shape[1]
-        b_shape = (columns, contraction) if problem.kind == "nt" else (contraction, columns)
-        shapes = {"a": tuple(problem.a.shape), "b": b_shape, "c": (rows, columns)}
+        contraction, rows = problem.a.shape
+        columns = problem.b.shape[1]
+        shapes = {"a": (contraction, rows), "b": (contraction, columns), "c": (rows, columns)}
         for which, shape in shapes.items():
             operand = getattr(problem, which)
             check_tensor(f"{which} of {name}", operand, shape=shape, dtype=x.dtype, device=x.device)

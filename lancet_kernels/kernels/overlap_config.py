@@ -11,7 +11,6 @@ import torch
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.protocol.tasks import check_comm_programs
 
 BODIES = ("triton", "gluon")
 
@@ -25,8 +24,6 @@ class OverlapConfig:
         put_rows, put_block: rows and elements of a row that one put step copies.
         reduce_tokens, reduce_block: tokens and elements of a row that one reduction step adds.
         programs: size of the grid; at most what the GPU holds at once, shared by all PEs on it.
-        comm_programs: how many of them put while the rest has tiles that need not wait.
-        split: two launches per direction instead of one.
         tma: load operands through tensor descriptors, in launches whose operands are all aligned for it.
         bodies: "triton", or "gluon": the warp-specialised kernel for sm_90 (`hopper/kernel.py`), in launches
             with tensor descriptors.
@@ -38,8 +35,6 @@ class OverlapConfig:
     reduce_tokens: int = 8
     reduce_block: int = 256
     programs: int = 1
-    comm_programs: int = 1
-    split: bool = False
     tma: bool = False
     bodies: str = "triton"
 
@@ -52,7 +47,8 @@ class OverlapConfig:
                 expected="powers of 2",
                 do="round them up",
             )
-        check_comm_programs(self.comm_programs, self.programs)
+        if self.programs < 1:
+            raise UserError("programs", got=self.programs, expected="at least 1", do="give it one")
         if self.bodies not in BODIES:
             raise UserError("bodies", got=self.bodies, expected=" or ".join(BODIES), do="use one of these")
 
@@ -66,7 +62,6 @@ class OverlapConfig:
         return cls(
             tile if aligned else plain_tile(tile, dtype),
             programs=programs,
-            comm_programs=max(1, programs // 8),
             tma=arch >= 90 and aligned,
         )
 

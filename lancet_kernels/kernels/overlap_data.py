@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.kernels.protocol.exchange import Use
-from lancet_kernels.kernels.reference.gemm import KINDS
 
 
 @dataclass(frozen=True)
@@ -67,18 +66,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class DenseGemm:
-    """c = a @ b ("nn"), a @ b^T ("nt") or a^T @ b ("tn"); contiguous, of the launch's dtype."""
+    """c [A, B] = a^T @ b of a [N, A] and b [N, B]; contiguous, of the launch's dtype."""
 
-    kind: str
     a: Tensor
     b: Tensor
     c: Tensor
-
-    def row(self, first: int) -> list[int]:
-        """Its row in the kernel's table: kind, a, b, c, M, N, K, the number of its first tile."""
-        contraction = self.a.shape[0] if self.kind == "tn" else self.a.shape[1]
-        pointers = [t.data_ptr() for t in (self.a, self.b, self.c)]
-        return [KINDS[self.kind], *pointers, *self.c.shape, contraction, first]
 
 
 @dataclass

@@ -112,5 +112,5 @@ def is_usable(kind: str, config: Any, shape: Shape, dtype: torch.dtype, arch: in
     if kind == "routing":
         return config.is_valid(*shape[:2])
     if kind == "overlap":
-        return config.gemm.is_valid(dtype, arch) and 1 <= config.comm_programs <= config.programs
+        return config.gemm.is_valid(dtype, arch)
     return config.is_valid()

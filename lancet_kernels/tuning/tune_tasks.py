@@ -15,13 +15,8 @@ from typing import Any
 import torch
 
 from lancet_kernels import ops
-from lancet_kernels.compiling import (
-    gluon_specimens,
-    overlap_specimens,
-    routing_specimens,
-    row_specimens,
-)
-from lancet_kernels.compiling.specimen import SHORT, Specimen
+from lancet_kernels.compiling.specimen import Specimen
+from lancet_kernels.compiling.specimens import FusedCase, fused_specimens, specimens_of
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.hopper.config import HOPPER_TILE, hopper_config
 from lancet_kernels.kernels.moe import permute
@@ -99,8 +94,11 @@ def _row_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 
 def _row_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    weighted = task.kind == "combine"
-    return [row_specimens.specimen(task.kind, SHORT[task.dtype], task.workload.choices, weighted, config)]
+    row = torch.zeros(4, task.workload.choices, dtype=torch.int64)
+    x = torch.zeros(4, task.workload.width, dtype=task.dtype)
+    if task.kind == "permute":
+        return list(specimens_of("", permute.permute, x, row, None, 4, config=config))
+    return list(specimens_of("", permute.combine, x, row, torch.zeros(row.shape), config=config))
 
 
 def routed(w: Workload, device: torch.device) -> tuple[torch.Tensor, Any]:
@@ -143,7 +141,11 @@ def _routing_candidates(task: Task, place: Place) -> Sequence[Any]:
 
 
 def _routing_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    return [routing_specimens.score_specimen("fp32", task.workload.experts, task.workload.choices, config)]
+    from lancet_kernels.kernels.moe.routing import route_scores
+
+    w = task.workload
+    score, used = torch.zeros(4, w.experts), torch.zeros(w.experts, dtype=torch.int64)
+    return list(specimens_of("", route_scores, score, used, w.choices, w.capacity, config=config))
 
 
 def _routing_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:
@@ -181,7 +183,7 @@ _OVERLAP_TILES = {
 
 
 def _overlap_candidates(task: Task, place: Place) -> Sequence[Any]:
-    """The default, and changes of one property of each kernel at a time: split, put step, tile.
+    """The default, and changes of one property of each kernel at a time: put step, tile.
 
     All put steps have 4096 elements, in few long pieces of rows or many short ones. All combinations would be
     several hundred configurations, which take too long to compile.
@@ -192,8 +194,6 @@ def _overlap_candidates(task: Task, place: Place) -> Sequence[Any]:
     accumulators = 2 if w.activation == "swiglu" else 1
     tiles = [GemmConfig(*sizes) for sizes in _OVERLAP_TILES[task.dtype.itemsize]]
     changed: list[dict[str, Any]] = [
-        *({"comm_programs": max(1, place.sms // share)} for share in (16, 4)),
-        {"split": True},
         *({"put_rows": rows, "put_block": block} for rows, block in ((4, 1024), (16, 256))),
         *({"gemm": tile} for tile in tiles if tile.is_valid(task.dtype, place.arch, accumulators)),
     ]
@@ -210,26 +210,15 @@ def _hopper_candidates(task: Task, place: Place) -> list[OverlapConfig]:
         return []
     default = hopper_config(place.sms)
     changed: tuple[dict[str, Any], ...] = (
-        {}, {"split": True}, {"put_block": 2048}, {"put_rows": 8, "put_block": 512},
+        {}, {"put_block": 2048}, {"put_rows": 8, "put_block": 512},
     )  # fmt: skip
     return [replace(default, **fields) for fields in changed]
 
 
 def _overlap_specimens(task: Task, config: Any, arch: int) -> list[Specimen]:
-    forward = ("dispatch+gemm", "gemm+combine") if config.split else ("forward",)
-    if config.bodies == "gluon":
-        return [
-            gluon_specimens.specimen(
-                fused, "", activation=task.workload.activation, dtype=task.dtype, config=config
-            )
-            for fused in (*forward, "backward")
-        ]
-    return [
-        overlap_specimens.specimen(
-            fused, "", arch, activation=task.workload.activation, dtype=task.dtype, config=config
-        )
-        for fused in (*forward, "backward")
-    ]
+    case = FusedCase(task.workload.activation, task.dtype, bias=False)
+    large = ("overlap", "gluon_overlap")
+    return [specimen for specimen in fused_specimens(case, arch, config) if specimen.name in large]
 
 
 def _overlap_runner(task: Task, device: torch.device) -> Callable[[Any], Callable[[], object]]:

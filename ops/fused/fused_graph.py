@@ -98,7 +98,7 @@ def fused_experts_backward_op(
 
     forward_pass = take_pass(ticket)
     pairs = [(a.contiguous(), b.contiguous()) for a, b in zip(dense_a, dense_b, strict=True)]
-    dense = [DenseGemm("tn", a, b, a.new_empty(a.shape[1], b.shape[1])) for a, b in pairs]
+    dense = [DenseGemm(a, b, a.new_empty(a.shape[1], b.shape[1])) for a, b in pairs]
     with waiting("fused_experts_backward", _layers[layer].process_group, current_layer()):
         gradients = run_backward(forward_pass, dy_TD, dense=dense)
     biases = [db for db in (gradients.db1, gradients.db2) if db is not None]

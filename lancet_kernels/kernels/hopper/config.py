@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 
@@ -61,9 +62,9 @@ def put_slots(stages: int, stage_elements: int, step_elements: int) -> int:
     return max(2, min(16, free // (2 * step_elements)))
 
 
-def total_warps(tile: GemmConfig) -> int:
-    """Warps of a program, as the GPU counts them: a whole warpgroup for the producer and those that copy."""
-    return tile.num_warps + 4
+def total_warps(num_warps: int) -> int:
+    """Warps of a program with `num_warps` consumers: producer and copy warps count as a whole warpgroup."""
+    return num_warps + 4
 
 
 def boxes(
@@ -93,7 +94,7 @@ def check_gluon(
 
     Operands that are not aligned for descriptors are another matter: such a launch has the plain bodies.
     """
-    if config.bodies != "gluon":
+    if config.bodies != "gluon" or runtime.anywhere:
         return
     arch = 0
     if device.type == "cuda":

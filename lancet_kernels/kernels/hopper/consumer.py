@@ -16,30 +16,24 @@ acquire. There are no TMA stores, which a release would not cover.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from lancet_kernels.kernels.hopper.pipeline import await_task, multiply_steps, take_task
-from lancet_kernels.kernels.hopper.shim import view
+from lancet_kernels.kernels.hopper.pipeline import await_task, multiply_steps, take_task, views_of
 from lancet_kernels.kernels.protocol import device
-from lancet_kernels.kernels.protocol.schedule import group, tile_ptr
+from lancet_kernels.kernels.protocol.device import opaque_sizes
+from lancet_kernels.kernels.protocol.schedule import group
 from lancet_kernels.kernels.protocol.steps import (
+    bias_result,
+    expert_of_tile,
     finish_ready,
     poison_wgrad,
     result_rows,
     return_dots,
     return_tile,
+    wgrad_operands,
+    wgrad_result,
 )
 from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
-from lancet_kernels.kernels.reference.gemm import (
-    DOT_BLOCK,
-    NN,
-    NT,
-    TN,
-    activate,
-    dgelu,
-    dsilu,
-    quarters,
-    silu,
-)
-from lancet_kernels.kernels.reference.tiles import dense_problem, wgrad_operands, wgrad_results
+from lancet_kernels.kernels.reference.gemm import DOT_BLOCK, activate, dgelu, dsilu, quarters, silu
+from lancet_kernels.kernels.reference.tiles import dense_problem
 
 
 @gluon.jit
@@ -80,23 +74,23 @@ def _rows(ptr, row, width):
 
 @gluon.jit
 def _store_tile(
-    acc, p_row, m_row, bias_ptr, n0, N, HAS_BIAS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
+    acc, p_row, m_row, bias_ptr, n0, N, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr,
+    QUARTER: gl.constexpr,
 ):  # fmt: skip
-    """acc [BM, BN], plus bias [N], to columns n0 on of rows N wide, that may be anywhere."""
+    """acc [BM, BN], plus bias [N] or None, to columns n0 on of rows N wide, that may be anywhere."""
     WIDTH: gl.constexpr = BN // 4
     parts = quarters(acc, BM, BN)
     for q in gl.static_range(4):
         value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             value = _add_bias(value, bias_ptr, n0 + q * WIDTH, N, WIDTH, QUARTER)
         _store(p_row, m_row, value, n0 + q * WIDTH, N, WIDTH, ROWS)
 
 
 @gluon.jit
 def _finish_forward(
-    acc, pre_ptr, hidden_ptr, row, m_row, bias_ptr, n0, F, ACT: gl.constexpr, HAS_BIAS: gl.constexpr,
-    SAVE_PRE: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
+    acc, pre_ptr, hidden_ptr, row, m_row, bias_ptr, n0, F, ACT: gl.constexpr, BM: gl.constexpr,
+    BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN forward: bias, pre-activation, activation. swiglu: the left half is gate, the right one up."""
     WIDTH: gl.constexpr = BN // 4
@@ -106,16 +100,14 @@ def _finish_forward(
         n = n0 + q * WIDTH
         p_hidden, p_pre = _rows(hidden_ptr, row, F), _rows(pre_ptr, row, 2 * F if PAIR else F)
         value = gl.convert_layout(parts[q], QUARTER, assert_trivial=True)
-        if HAS_BIAS:
+        if bias_ptr is not None:
             value = _add_bias(value, bias_ptr, n, F, WIDTH, QUARTER)
-        if SAVE_PRE:
-            _store(p_pre, m_row, value, n, F, WIDTH, ROWS)
+        _store(p_pre, m_row, value, n, F, WIDTH, ROWS)
         if PAIR:
             up = gl.convert_layout(parts[q + 2], QUARTER, assert_trivial=True)
-            if HAS_BIAS:
+            if bias_ptr is not None:
                 up = _add_bias(up, bias_ptr + F, n, F, WIDTH, QUARTER)
-            if SAVE_PRE:
-                _store(p_pre + F, m_row, up, n, F, WIDTH, ROWS)
+            _store(p_pre + F, m_row, up, n, F, WIDTH, ROWS)
             value = silu(value) * up
         else:
             value = activate(value, ACT)
@@ -195,211 +187,168 @@ def _store_bias_gradient(
 
 
 @gluon.jit
-def _product(
-    it, steps, form, a_bufs, b_bufs, a_across, b_across, empty, full,
-    FORMS: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-):  # fmt: skip
-    """-> the accumulators of a task, and the step that comes next. FORMS: bits of NN, NT and TN in use."""
-    if FORMS == 1:
-        acc, it = multiply_steps(it, steps, a_bufs, b_bufs, empty, full, False, True, MMA, STAGES, BM, BN)
-    elif FORMS == 2:
-        acc, it = multiply_steps(it, steps, a_bufs, b_across, empty, full, False, False, MMA, STAGES, BM, BN)
-    elif FORMS == 4:
-        acc, it = multiply_steps(it, steps, a_across, b_bufs, empty, full, True, True, MMA, STAGES, BM, BN)
-    else:
-        acc = gl.zeros((BM, BN), gl.float32, MMA)
-        if FORMS & 1:
-            if form == NN:
-                acc, it = multiply_steps(
-                    it, steps, a_bufs, b_bufs, empty, full, False, True, MMA, STAGES, BM, BN
-                )  # fmt: skip
-        if FORMS & 2:
-            if form == NT:
-                acc, it = multiply_steps(
-                    it, steps, a_bufs, b_across, empty, full, False, False, MMA, STAGES, BM, BN
-                )  # fmt: skip
-        if FORMS & 4:
-            if form == TN:
-                acc, it = multiply_steps(
-                    it, steps, a_across, b_bufs, empty, full, True, True, MMA, STAGES, BM, BN
-                )  # fmt: skip
-    return acc, it
-
-
-@gluon.jit
 def _finish_in(
-    acc, tile, n, use_ptr, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, bias_ptr, pre_ptr, hidden_ptr,
-    activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr,
-    BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
-    BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, WARPS: gl.constexpr,
+    acc, task, of_pass, sizes, arrivals, gemms, blocks,
+    BACKWARD: gl.constexpr, ACT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN: the epilogue of its direction; then one more column of the tile is ready."""
-    tiles = device.opaque(tiles)
-    W, L, D, F, H, R = device.opaque_sizes(W, L, D, F, H, R)
-    local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
-    rows, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
-    m0 = (tile - first_tile) * BM
+    BM: gl.constexpr = blocks.BM
+    BN: gl.constexpr = blocks.BN
+    sizes = opaque_sizes(sizes)
+    D, F, R = sizes.D, sizes.F, sizes.R
+    local, _, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
+    m0, n0 = m * BM, task.n * blocks.BN_IN
     if BACKWARD:
         SLICE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 16, 16])
         NARROW: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [WARPS, 1], [1, 0])
         i = m0 + gl.arange(0, BM, gl.SliceLayout(1, NARROW))
         row = first_row + i
         i_weight = m0 + _row_indices(BM, SLICE, 8)
-        p_weight = row_weights_ptr + (gl.load(use_ptr) % BANKS) * R + first_row + i_weight
+        p_weight = arrivals.weights + (gl.load(of_pass.words) % blocks.BANKS) * R + first_row + i_weight
         b_weight = gl.load(p_weight, mask=i_weight < rows, other=0.0)
         dots = _finish_backward(
-            acc, pre_ptr, hidden_ptr, activated_ptr, row, b_weight, i < rows, n * BN_IN, F, ACT, BM, BN,
+            acc, gemms.pre, gemms.hidden, gemms.activated, row, b_weight, i < rows, n0, F, ACT, BM, BN,
             NARROW, SLICE,
         )  # fmt: skip
         dots = gl.convert_layout(dots, gl.SliceLayout(1, NARROW))
-        if HAS_BIAS:
-            if n == 0:
-                p_row = rows_ptr + ((gl.load(use_ptr) % BANKS) * R + row) * D
-                dots = _add_row_dots(dots, p_row, i < rows, bias_ptr + local * D, D, NARROW)
-        gl.store(row_dots_ptr + gl.cast(n, gl.int64) * R + row, dots, mask=i < rows)
+        if gemms.bias_in is not None:
+            if task.n == 0:
+                p_row = arrivals.rows + ((gl.load(of_pass.words) % blocks.BANKS) * R + row) * D
+                dots = _add_row_dots(dots, p_row, i < rows, gemms.bias_in + local * D, D, NARROW)
+        gl.store(gemms.row_dots + gl.cast(task.n, gl.int64) * R + row, dots, mask=i < rows)
     else:
+        HAS_BIAS: gl.constexpr = gemms.bias_in is not None
+        bias_ptr = gemms.bias_in + local * sizes.H if HAS_BIAS else None
         QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
         ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
         i = m0 + _row_indices(BM, ROWS, 4 * WARPS)
         _finish_forward(
-            acc, pre_ptr, hidden_ptr, first_row + i, i < rows, bias_ptr + local * H, n * BN_IN, F, ACT,
-            HAS_BIAS, SAVE_PRE, BM, BN, ROWS, QUARTER,
-        )  # fmt: skip
+            acc, gemms.pre, gemms.hidden, first_row + i, i < rows, bias_ptr, n0, F, ACT, BM, BN, ROWS, QUARTER
+        )
     device.fence_tma(True)
-    finish_ready(ready_ptr, tile, local, tiles)
+    finish_ready(task.index, local, of_pass, sizes.tiles)
 
 
 @gluon.jit
 def _finish_out(
-    acc, tile, n, epoch, rank, W, L, D, F, R, tiles, chunks, table_ptr, bias_ptr, results_ptr,
-    results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-    BACKWARD: gl.constexpr, HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BN_IN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
+    acc, task, epoch, of_pass, sizes, returns, gemms, blocks,
+    BACKWARD: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """TILE_OUT: to the sources; with the last column of the tile, signal them."""
-    W, L, D, F, _, R = device.opaque_sizes(W, L, D, F, F, R)
-    chunks = device.opaque(chunks)
-    local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
-    expert = rank * L + local
-    rows, first_row, first_tile = group(table_ptr, W, W * L, expert)
-    m = tile - first_tile
+    BM: gl.constexpr = blocks.BM
+    BN: gl.constexpr = blocks.BN
+    sizes = opaque_sizes(sizes)
+    local, expert, m, rows, first_row = expert_of_tile(task.index, of_pass, sizes)
     i_m = _row_indices(BM, ROWS, 4 * WARPS)
-    p_row, m_row = result_rows(
-        expert, m * BM + i_m, rows, first_row, W, L, D, table_ptr, results_ptr, results_ptr,
-        results_peers_ptr, False,
-    )  # fmt: skip
-    bias_ptr += local * D
-    _store_tile(acc, p_row, m_row, bias_ptr, n * BN, D, HAS_BIAS and not BACKWARD, BM, BN, ROWS, QUARTER)
+    p_row, m_row = result_rows(expert, m * BM + i_m, rows, first_row, of_pass, sizes, returns, None, False)
+    HAS_BIAS: gl.constexpr = not BACKWARD and gemms.bias_out is not None
+    bias_ptr = gemms.bias_out + local * sizes.D if HAS_BIAS else None
+    _store_tile(acc, p_row, m_row, bias_ptr, task.n * BN, sizes.D, BM, BN, ROWS, QUARTER)
     if BACKWARD:
-        if n == 0:
+        if task.n == 0:
             return_dots(
-                expert, m, rows, first_row, gl.cdiv(F, BN_IN), W, L, R, table_ptr, row_dots_ptr, dots_ptr,
-                dots_ptr, dots_peers_ptr, False, BM, i_m,
+                expert, m, rows, first_row, gl.cdiv(sizes.F, blocks.BN_IN), of_pass, sizes, gemms.row_dots,
+                returns, None, False, BM, i_m,
             )  # fmt: skip
     return_tile(
-        tile, m, n, expert, first_row, epoch, rank, W, L, D, tiles, chunks, table_ptr, results_ptr,
-        results_ptr, results_peers_ptr, dots_ptr, dots_ptr, returned_ptr, returned_peers_ptr, done_ptr,
-        BACKWARD, BANKS, False, BM, BN,
+        task.index, m, task.n, expert, first_row, epoch, of_pass, sizes, returns, None,
+        BACKWARD, False, blocks.BANKS, BM, BN,
     )  # fmt: skip
 
 
 @gluon.jit
 def _finish_wgrad(
-    acc, which, local, m, n, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, table_ptr,
-    rows_ptr, row_weights_ptr, hidden_ptr, saved_rows_ptr, activated_ptr,
-    dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
-    HAS_BIAS: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
+    acc, task, sound, epoch, of_pass, sizes, arrivals, gemms, gradients, blocks,
+    ROWS: gl.constexpr, QUARTER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """WGRAD: the tile, and the bias gradient with m = 0; NaN if its rows did not come."""
-    W, L, D, F, H, R = device.opaque_sizes(W, L, D, F, H, R)
-    rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)
-    _, dy_ptr, A, B = wgrad_operands(
-        which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-        activated_ptr, BANKS, EARLIER_BANKS,
-    )  # fmt: skip
-    dw_ptr, db_ptr = wgrad_results(
-        which, local, A, B, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr
-    )  # fmt: skip
+    BM: gl.constexpr = blocks.BM
+    BN: gl.constexpr = blocks.BN
+    sizes = opaque_sizes(sizes)
+    rows, first_row, _ = group(of_pass.table, sizes.W, sizes.W * sizes.L, sizes.rank * sizes.L + task.index)
+    _, dy_ptr, A, B = wgrad_operands(task, first_row, epoch, sizes, arrivals, gemms, gradients, blocks)
+    dw_ptr = wgrad_result(task, A, B, gradients)
+    m0, n0 = task.m * BM, task.n * BN
     if sound != 0:
-        i = m * BM + _row_indices(BM, ROWS, 4 * WARPS)
-        p_row = dw_ptr + i.to(gl.int64) * B
-        _store_tile(acc, p_row, i < A, dw_ptr, n * BN, B, False, BM, BN, ROWS, QUARTER)
-        if HAS_BIAS:
-            if m == 0:
-                p_weight = row_weights_ptr + (epoch % BANKS) * R + first_row
-                weighted = gl.where(which == 0, rows, 0)
-                _store_bias_gradient(db_ptr, dy_ptr, p_weight, weighted, rows, n * BN, B, BN, WARPS)
+        i = m0 + _row_indices(BM, ROWS, 4 * WARPS)
+        _store_tile(acc, dw_ptr + i.to(gl.int64) * B, i < A, None, n0, B, BM, BN, ROWS, QUARTER)
+        if gradients.bias_in is not None:
+            if task.m == 0:
+                p_weight = arrivals.weights + (epoch % blocks.BANKS) * sizes.R + first_row
+                weighted = gl.where(task.which == 0, rows, 0)
+                _store_bias_gradient(
+                    bias_result(task, B, gradients), dy_ptr, p_weight, weighted, rows, n0, B, BN, WARPS
+                )
     else:
         poison_wgrad(
-            dw_ptr, db_ptr, m * BM, n * BN, A, B, HAS_BIAS, BM, BN,
+            task, dw_ptr, A, B, gradients, BM, BN,
             gl.arange(0, BN, gl.BlockedLayout([1], [32], [WARPS], [0])),
         )  # fmt: skip
 
 
 @gluon.jit
 def consume(
-    use_ptr, earlier_use_ptr, table_ptr, rank, W, L, D, F, H, R, tiles, chunks,
-    results_ptr, results_peers_ptr, dots_ptr, dots_peers_ptr, returned_ptr, returned_peers_ptr,
-    rows_ptr, row_weights_ptr, row_dots_ptr, bias_in_ptr, pre_ptr, hidden_ptr, bias_out_ptr,
-    ready_ptr, done_ptr,
-    saved_rows_ptr, activated_ptr, dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr,
-    problems_ptr, a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
-    HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
-    BACKWARD: gl.constexpr, ACT: gl.constexpr, HAS_BIAS: gl.constexpr, SAVE_PRE: gl.constexpr,
-    BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr,
-    STAGES: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
+    of_pass, sizes, arrivals, returns, gemms, gradients, problems_ptr, rings, blocks,
+    BACKWARD: gl.constexpr, ACT: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """The consumers' partition: multiply the operands of each task that is handed over, and store."""
+    BM: gl.constexpr = blocks.BM
+    BN: gl.constexpr = blocks.BN
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN, 16])
     QUARTER: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BN // 4, 16])
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    element: gl.constexpr = a_bufs.dtype
-    across_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], element)
-    across_b: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], element)
-    a_across = view(a_bufs, [STAGES, BK, BM], across_a)
-    b_across = view(b_bufs, [STAGES, BN, BK], across_b)
-    OF_TILES: gl.constexpr = (2 if BACKWARD else 1) if HAS_IN or HAS_OUT else 0
-    FORMS: gl.constexpr = OF_TILES | (4 if HAS_WGRAD else 0) | DENSE_KINDS
+    ACROSS: gl.constexpr = BACKWARD or problems_ptr is not None
+    views = views_of(rings.a, rings.b, blocks, STAGES)
+    b_of_tiles = views.b_across if BACKWARD else views.b
     it = 0
     j = 0
-    kind, form, steps = await_task(j, tasks, task_full, TASKS, WARPS)
+    kind, steps = await_task(j, rings.tasks, rings.task_full, TASKS, WARPS)
     while kind >= 0:
-        acc, it = _product(
-            it, steps, form, a_bufs, b_bufs, a_across, b_across, empty, full, FORMS, MMA, STAGES, BM, BN
-        )  # fmt: skip
-        a, b, c, d, sound = take_task(j, tasks, task_empty, TASKS, WARPS)
+        if ACROSS:
+            acc = gl.zeros((BM, BN), gl.float32, MMA)
+            if kind >= WGRAD:
+                acc, it = multiply_steps(
+                    it,
+                    steps,
+                    views.a_across,
+                    views.b,
+                    rings.empty,
+                    rings.full,
+                    True,
+                    True,
+                    MMA,
+                    STAGES,
+                    blocks,
+                )
+            else:
+                acc, it = multiply_steps(
+                    it, steps, views.a, b_of_tiles, rings.empty, rings.full, False, not BACKWARD, MMA, STAGES,
+                    blocks,
+                )  # fmt: skip
+        else:
+            acc, it = multiply_steps(
+                it, steps, views.a, views.b, rings.empty, rings.full, False, True, MMA, STAGES, blocks
+            )
+        task, sound = take_task(j, kind, rings.tasks, rings.task_empty, TASKS, WARPS)
         # Not held in registers while products run.
-        epoch = gl.load(use_ptr)
-        if HAS_IN:
-            if kind == TILE_IN:
-                _finish_in(
-                    acc, a, b, use_ptr, rank, W, L, D, F, H, R, tiles, table_ptr, rows_ptr, bias_in_ptr,
-                    pre_ptr, hidden_ptr, activated_ptr, row_weights_ptr, row_dots_ptr, ready_ptr,
-                    BACKWARD, ACT, HAS_BIAS, SAVE_PRE, BANKS, BM, BN, BN_IN, WARPS,
-                )  # fmt: skip
-        if HAS_OUT:
-            if kind == TILE_OUT:
-                _finish_out(
-                    acc, a, b, epoch, rank, W, L, D, F, R, tiles, chunks, table_ptr, bias_out_ptr,
-                    results_ptr, results_peers_ptr, row_dots_ptr, dots_ptr, dots_peers_ptr, returned_ptr,
-                    returned_peers_ptr, done_ptr, BACKWARD, HAS_BIAS, BANKS, BM, BN, BN_IN, ROWS, QUARTER,
-                    WARPS,
-                )  # fmt: skip
-        if HAS_WGRAD:
+        epoch = gl.load(of_pass.words)
+        if kind == TILE_IN:
+            _finish_in(acc, task, of_pass, sizes, arrivals, gemms, blocks, BACKWARD, ACT, WARPS)
+        if kind == TILE_OUT:
+            _finish_out(
+                acc, task, epoch, of_pass, sizes, returns, gemms, blocks, BACKWARD, ROWS, QUARTER, WARPS
+            )  # fmt: skip
+        if BACKWARD:
             if kind == WGRAD:
                 _finish_wgrad(
-                    acc, a, b, c, d, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R,
-                    table_ptr, rows_ptr, row_weights_ptr, hidden_ptr, saved_rows_ptr, activated_ptr,
-                    dweight_in_ptr, dbias_in_ptr, dweight_out_ptr, dbias_out_ptr, HAS_BIAS, BANKS,
-                    EARLIER_BANKS, BM, BN, ROWS, QUARTER, WARPS,
+                    acc, task, sound, epoch, of_pass, sizes, arrivals, gemms, gradients, blocks,
+                    ROWS, QUARTER, WARPS,
                 )  # fmt: skip
-        if DENSE_KINDS != 0:
+        if problems_ptr is not None:
             if kind == DENSE:
-                _, _, _, c_ptr, M, N, _ = dense_problem(problems_ptr, a, rows_ptr, True)
-                i = b * BM + _row_indices(BM, ROWS, 4 * WARPS)
+                _, _, c_ptr, M, N, _ = dense_problem(problems_ptr, task.index, arrivals.rows, True)
+                i = task.m * BM + _row_indices(BM, ROWS, 4 * WARPS)
                 p_row = c_ptr + i.to(gl.int64) * N
-                _store_tile(acc, p_row, i < M, c_ptr, c * BN, N, False, BM, BN, ROWS, QUARTER)
+                _store_tile(acc, p_row, i < M, None, task.n * BN, N, BM, BN, ROWS, QUARTER)
         j += 1
-        kind, form, steps = await_task(j, tasks, task_full, TASKS, WARPS)
+        kind, steps = await_task(j, rings.tasks, rings.task_full, TASKS, WARPS)

@@ -1,4 +1,4 @@
-"""The copy warps of the Hopper kernel: puts, and sums of results.
+"""The copy warps of the Hopper kernel: puts.
 
 Loads and stores are 16 bytes a thread. Every program has copy warps, so all put at first. The rows of a put
 go through a ring in shared memory: asynchronous copies fill PUT_SLOTS steps of PUT_ROWS * PUT_BLOCK elements,
@@ -12,9 +12,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from lancet_kernels.kernels.hopper.shim import copy_async
 from lancet_kernels.kernels.protocol import device
-from lancet_kernels.kernels.protocol.device import opaque, opaque_width
-from lancet_kernels.kernels.protocol.schedule import tile_ptr
-from lancet_kernels.kernels.protocol.steps import chunk_rows, reduce_block, wait_free
+from lancet_kernels.kernels.protocol.device import opaque, opaque_sizes
+from lancet_kernels.kernels.protocol.steps import chunk_rows, put_task, wait_free
 
 
 @gluon.jit
@@ -55,72 +54,48 @@ def _put_rows(
 
 @gluon.jit
 def _put_chunk(
-    expert, m, epoch, rank, W, L, D, R, tiles, table_ptr, source_ptr, token_ptr, send_weights_ptr,
-    rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr,
-    released_ptr, max_polls, report_ptr, ring, BANKS: gl.constexpr, BACKWARD: gl.constexpr, BM: gl.constexpr,
-    SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr, WARPS: gl.constexpr,
+    expert, m, epoch, of_pass, sizes, sending, arrivals, ring, BACKWARD: gl.constexpr, BANKS: gl.constexpr,
+    BM: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr, WIDE: gl.constexpr,
+    WARPS: gl.constexpr,
 ):  # fmt: skip
     """PUT, as `put_chunk` does it, through the ring."""
-    peer = expert // L
-    if wait_free(peer, epoch, rank, W, released_ptr, max_polls, report_ptr, BANKS):
+    peer = expert // sizes.L
+    if wait_free(peer, epoch, sizes, of_pass, arrivals.released, BANKS):
         # Read again, not kept while waiting.
-        epoch, expert, W, L, R = opaque(epoch), opaque(expert), opaque(W), opaque(L), opaque(R)
-        peer = expert // L
-        begin, end, row, first_send, signal = chunk_rows(
-            expert, m, epoch, rank, W, L, R, tiles, table_ptr, BANKS, BM
-        )
+        sizes = opaque_sizes(sizes)
+        epoch, expert = opaque(epoch), opaque(expert)
+        peer = expert // sizes.L
+        begin, end, row, first_send, signal = chunk_rows(expert, m, epoch, sizes, of_pass.table, BANKS, BM)
         send = first_send + begin
         _put_rows(
-            device.remote_pointer(rows_ptr, rows_peers_ptr, peer) + (row + begin) * D, source_ptr,
-            token_ptr + send, end - begin, D, ring, SLOTS, ROWS, BLOCK, WIDE,
+            device.remote_pointer(arrivals.rows, arrivals.rows_peers, peer) + (row + begin) * sizes.D,
+            sending.rows, sending.token + send, end - begin, sizes.D, ring, SLOTS, ROWS, BLOCK, WIDE,
         )  # fmt: skip
         if BACKWARD:
             device.put_words(
-                row_weights_ptr, row_weights_peers_ptr, peer, row + begin,
-                send_weights_ptr + first_send + begin, end - begin, False, BM,
-                gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0])),
+                arrivals.weights, arrivals.weights_peers, peer, row + begin, sending.weights + send,
+                end - begin, False, BM, gl.arange(0, BM, gl.BlockedLayout([1], [32], [WARPS], [0])),
             )  # fmt: skip
-        device.put_signal(arrived_ptr, arrived_peers_ptr, peer, signal, device.word(epoch, 0), False)
+        word = device.word(epoch, 0)
+        device.put_signal(arrivals.arrived, arrivals.arrived_peers, peer, signal, word, False)
 
 
 @gluon.jit
 def copy(
-    use_ptr, counter, table_ptr, report_ptr, rank, max_polls, num_tasks, num_puts,
-    sound, W, L, D, R, tiles, chunks, T, K,
-    source_ptr, token_ptr, send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr,
-    row_weights_peers_ptr, arrived_ptr, arrived_peers_ptr, released_ptr, results_ptr, dots_ptr, spoiled_ptr,
-    returned_ptr, out_ptr, expert_ptr, row_ptr, weight_ptr, dweight_ptr, ring,
-    HAS_PUT: gl.constexpr, HAS_REDUCE: gl.constexpr, BACKWARD: gl.constexpr, BANKS: gl.constexpr,
+    of_pass, sizes, sending, arrivals, num_puts, ring, BACKWARD: gl.constexpr, BANKS: gl.constexpr,
     BM: gl.constexpr, PUT_SLOTS: gl.constexpr, PUT_ROWS: gl.constexpr, PUT_BLOCK: gl.constexpr,
-    BT: gl.constexpr, BD: gl.constexpr, WARPS: gl.constexpr,
+    COUNTER: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """The partition of the copy warps: all puts, then reductions.
-
-    num_tasks: of these kinds, numbered in that order.
-    """
+    """The partition of the copy warps: all puts."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, WARPS], [1, 0])
-    i = gl.atomic_add(use_ptr + opaque(counter), 1, sem="relaxed", scope="gpu").to(gl.int32)
-    # A loop for each kind, with opaque sizes: what one computes takes no registers of the others. Each
-    # task reads the epoch, which takes none between them.
-    if HAS_PUT:
-        while i < gl.minimum(num_puts, num_tasks):
-            w, of_each, in_all = opaque(W), opaque(L), opaque(tiles)
-            put_expert_ptr = tile_ptr(table_ptr, w, w * of_each) + 2 * in_all + i
-            _put_chunk(
-                gl.load(put_expert_ptr), gl.load(put_expert_ptr + opaque(chunks)), gl.load(use_ptr), rank, w,
-                of_each, opaque_width(D), opaque(R), in_all, table_ptr, source_ptr, token_ptr,
-                send_weights_ptr, rows_ptr, rows_peers_ptr, row_weights_ptr, row_weights_peers_ptr,
-                arrived_ptr, arrived_peers_ptr, released_ptr, max_polls, report_ptr, ring,
-                BANKS, BACKWARD, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, wide, WARPS,
-            )  # fmt: skip
-            i = gl.atomic_add(use_ptr + opaque(counter), 1, sem="relaxed", scope="gpu").to(gl.int32)
-    if HAS_REDUCE:
-        while i < num_tasks:
-            reduce_block(
-                i - num_puts, gl.load(use_ptr), rank, sound, opaque(W), opaque(L),
-                opaque_width(D), opaque(T), opaque(K), opaque(chunks), table_ptr, results_ptr, dots_ptr,
-                spoiled_ptr, returned_ptr, expert_ptr, row_ptr, weight_ptr, out_ptr, dweight_ptr,
-                max_polls, report_ptr, BACKWARD, False, BANKS, BM, BT, BD,
-                gl.arange(0, BT, gl.SliceLayout(1, wide)), gl.arange(0, BD, gl.SliceLayout(0, wide)),
-            )  # fmt: skip
-            i = gl.atomic_add(use_ptr + opaque(counter), 1, sem="relaxed", scope="gpu").to(gl.int32)
+    i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)
+    while i < num_puts:
+        # With opaque sizes what follows from them is computed here; each put reads the epoch, which takes no
+        # registers between them.
+        here = opaque_sizes(sizes)
+        expert, m = put_task(i, of_pass, here)
+        _put_chunk(
+            expert, m, gl.load(of_pass.words), of_pass, here, sending, arrivals, ring,
+            BACKWARD, BANKS, BM, PUT_SLOTS, PUT_ROWS, PUT_BLOCK, wide, WARPS,
+        )  # fmt: skip
+        i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)

@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.hopper.config import (
     COPY_REGISTERS,
     COPY_WARPS,
@@ -23,38 +24,30 @@ from lancet_kernels.kernels.kernel_launch import launch
 _ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def launch_gluon(copy_counter: int, grid: tuple[int, ...], **arguments: Any) -> None:
-    """Launch the Hopper kernel.
-
-    Args: copy_counter: which word of the use counts the tasks of the copy warps. arguments: those of a launch
-    of `overlap_kernel`, the options num_warps and num_stages included; what this kernel lacks is left out.
-    """
-    options = {
-        "copy_counter": copy_counter,
-        "STAGES": arguments["num_stages"],
-        "WARPS": arguments["num_warps"],
-        "PUT_SLOTS": put_slots(
-            arguments["num_stages"],
-            (arguments["BM"] + arguments["BN"]) * arguments["BK"],
-            arguments["PUT_ROWS"] * arguments["PUT_BLOCK"],
-        ),
-        "TASKS": TASKS,
-        "COPY_WARPS": COPY_WARPS,
-        "COPY_REGISTERS": COPY_REGISTERS,
-        "num_warps": arguments["num_warps"],
-        "ptx_options": PTX_OPTIONS,
-    }
-    given = {name: arguments[name] for name in gluon_overlap_kernel.arg_names if name in arguments}
-    # Producers claim a task ahead: what a tile of the second GEMM needs is finished a task later.
-    given["lag"] = 2 * given["lag"]
-    launch(gluon_overlap_kernel, grid, **given, **options, **descriptors(arguments))
+def launch_gluon(grid: tuple[int, ...], tile: GemmConfig, arguments: dict[str, Any]) -> None:
+    """Launch the Hopper kernel with the arguments of a launch of `overlap_kernel`."""
+    given = {name: value for name, value in arguments.items() if name in gluon_overlap_kernel.arg_names}
+    step = arguments["PUT_ROWS"] * arguments["PUT_BLOCK"]
+    launch(
+        gluon_overlap_kernel, grid, **given, **descriptors(arguments),
+        STAGES=tile.num_stages, WARPS=tile.num_warps,
+        PUT_SLOTS=put_slots(tile.num_stages, (tile.block_m + tile.block_n) * tile.block_k, step),
+        TASKS=TASKS, COPY_WARPS=COPY_WARPS, COPY_REGISTERS=COPY_REGISTERS,
+        num_warps=tile.num_warps, ptx_options=PTX_OPTIONS,
+    )  # fmt: skip
 
 
 def descriptors(arguments: dict[str, Any]) -> dict[str, TensorDescriptor]:
     """Descriptors of all received rows, of `hidden`, and of the weights of all experts, as matrices."""
     sizes = (arguments[name] for name in ("BM", "BN", "BN_IN", "BK"))
-    box = boxes(*sizes, backward=arguments["BACKWARD"])
-    tensors = {name: arguments[name.removesuffix("_desc") + "_ptr"] for name in box}
+    box = boxes(*sizes, backward=arguments["gradients"] is not None)
+    gemms = arguments["gemms"]
+    tensors = {
+        "rows_desc": arguments["arrivals"].rows,
+        "weight_in_desc": gemms.weight_in,
+        "hidden_desc": gemms.hidden,
+        "weight_out_desc": gemms.weight_out,
+    }
     return {name: _descriptor(tensor, box[name]) for name, tensor in tensors.items()}
 
 

@@ -6,29 +6,69 @@ Producer and consumers share two rings in shared memory: operands, one stage for
 has two mbarriers for each place: `full`, on which the consumers wait, and `empty`, on which the producer
 waits. Place i % STAGES is used for the i-th time in phase i // STAGES.
 
-A product has one of three forms, by which way its operands lie:
+Operands lie in one of three ways:
 
-    NN   a [rows, K]    b [K, columns]        forward
-    NT   a [rows, K]    b [columns, K]        backward, dX
-    TN   a [K, rows]    b [K, columns]        dW
+    forward   a [rows, K]    b [K, columns]
+    backward  a [rows, K]    b [columns, K]      dX
+    across    a [K, rows]    b [K, columns]      dW
 """
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lancet_kernels.kernels.hopper.shim import barrier, load_tile
+from lancet_kernels.kernels.hopper.shim import barrier, load_tile, view
+from lancet_kernels.kernels.protocol.tasks import Task
 
-# A task in its ring: kind, four numbers (`tasks.py`), the form, steps, and whether its operands are there.
+# A task in its ring: its five fields, steps, and whether its operands are there.
 TASK_WORDS = gl.constexpr(8)
 NO_TASK = gl.constexpr(-1)
+
+
+class Rings(NamedTuple):
+    """In shared memory: a [STAGES, BM, BK] and b [STAGES, BK, BN], the operands; their mbarriers; words of
+    tasks, and their mbarriers."""
+
+    a: Any
+    b: Any
+    empty: Any
+    full: Any
+    tasks: Any
+    task_empty: Any
+    task_full: Any
+
+
+class Views(NamedTuple):
+    """The same bytes for operands that lie as they are or the other way, and for halves of gate and up."""
+
+    a: Any
+    b: Any
+    a_across: Any
+    b_across: Any
+    b_halves: Any
+
+
+@gluon.jit
+def views_of(a, b, blocks, STAGES: gl.constexpr):
+    BM: gl.constexpr = blocks.BM
+    BN: gl.constexpr = blocks.BN
+    BK: gl.constexpr = blocks.BK
+    element: gl.constexpr = a.dtype
+    across_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], element)
+    across_b: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], element)
+    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN // 2], element)
+    a_across = view(a, [STAGES, BK, BM], across_a)
+    b_across = view(b, [STAGES, BN, BK], across_b)
+    b_halves = view(b, [2 * STAGES, BK, BN // 2], half)
+    return Views(a, b, a_across, b_across, b_halves)
 
 
 @gluon.jit
 def load_steps(
     it, steps, a_desc, b_desc, a_row, a_column, b_row, b_column, second_column, a_bufs, b_bufs, empty, full,
-    A_DOWN: gl.constexpr, B_DOWN: gl.constexpr, PAIR: gl.constexpr,
-    STAGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    A_DOWN: gl.constexpr, B_DOWN: gl.constexpr, PAIR: gl.constexpr, STAGES: gl.constexpr, blocks,
 ):  # fmt: skip
     """Load the operands of `steps` steps of a tile, as places become empty. -> it, the step that comes next.
 
@@ -38,9 +78,9 @@ def load_steps(
     element_bytes: gl.constexpr = a_bufs.dtype.primitive_bitwidth // 8
     for step in range(steps):
         place = it % STAGES
-        k = step * BK
+        k = step * blocks.BK
         mbarrier.wait(empty.index(place), ((it // STAGES) & 1) ^ 1)
-        mbarrier.expect(full.index(place), (BM + BN) * BK * element_bytes)
+        mbarrier.expect(full.index(place), (blocks.BM + blocks.BN) * blocks.BK * element_bytes)
         a_at = [a_row + k, a_column] if A_DOWN else [a_row, a_column + k]
         load_tile(a_desc, a_at, full.index(place), a_bufs.index(place))
         b_at = [b_row + k, b_column] if B_DOWN else [b_row, b_column + k]
@@ -65,14 +105,13 @@ def wait_for_loads(it, full, STAGES: gl.constexpr):
 @gluon.jit
 def multiply_steps(
     it, steps, a_bufs, b_bufs, empty, full,
-    A_DOWN: gl.constexpr, B_DOWN: gl.constexpr, MMA: gl.constexpr,
-    STAGES: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
+    A_DOWN: gl.constexpr, B_DOWN: gl.constexpr, MMA: gl.constexpr, STAGES: gl.constexpr, blocks,
 ):  # fmt: skip
     """-> float32 [BM, BN], the sum of the products of `steps` steps, and the step that comes next.
 
     One product is always in flight: a place is empty when the product after it has been started.
     """
-    acc = gl.zeros((BM, BN), gl.float32, MMA)
+    acc = gl.zeros((blocks.BM, blocks.BN), gl.float32, MMA)
     for k in range(steps):
         place = it % STAGES
         mbarrier.wait(full.index(place), (it // STAGES) & 1)
@@ -100,22 +139,18 @@ def _word(tasks, i, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(
-    j, tasks, task_empty, task_full, kind, a, b, c, d, form, steps, sound,
-    TASKS: gl.constexpr, WARPS: gl.constexpr,
-):  # fmt: skip
+def hand_over(j, tasks, task_empty, task_full, task, steps, sound, TASKS: gl.constexpr, WARPS: gl.constexpr):
     """The producer's j-th task, for the consumers. -> j + 1."""
     place = j % TASKS
     mbarrier.wait(task_empty.index(place), ((j // TASKS) & 1) ^ 1)
     first = place * TASK_WORDS
-    _put_word(tasks, first, kind, WARPS)
-    _put_word(tasks, first + 1, a, WARPS)
-    _put_word(tasks, first + 2, b, WARPS)
-    _put_word(tasks, first + 3, c, WARPS)
-    _put_word(tasks, first + 4, d, WARPS)
-    _put_word(tasks, first + 5, form, WARPS)
-    _put_word(tasks, first + 6, steps, WARPS)
-    _put_word(tasks, first + 7, sound, WARPS)
+    _put_word(tasks, first, task.kind, WARPS)
+    _put_word(tasks, first + 1, task.which, WARPS)
+    _put_word(tasks, first + 2, task.index, WARPS)
+    _put_word(tasks, first + 3, task.m, WARPS)
+    _put_word(tasks, first + 4, task.n, WARPS)
+    _put_word(tasks, first + 5, steps, WARPS)
+    _put_word(tasks, first + 6, sound, WARPS)
     barrier()
     mbarrier.arrive(task_full.index(place), count=1)
     return j + 1
@@ -123,27 +158,27 @@ def hand_over(
 
 @gluon.jit
 def await_task(j, tasks, task_full, TASKS: gl.constexpr, WARPS: gl.constexpr):
-    """Wait for the j-th task. -> what the product needs of what `hand_over` got: kind, form and steps."""
+    """Wait for the j-th task. -> what the product needs of what `hand_over` got: kind and steps."""
     place = j % TASKS
     mbarrier.wait(task_full.index(place), (j // TASKS) & 1)
     first = place * TASK_WORDS
-    return _word(tasks, first, WARPS), _word(tasks, first + 5, WARPS), _word(tasks, first + 6, WARPS)
+    return _word(tasks, first, WARPS), _word(tasks, first + 5, WARPS)
 
 
 @gluon.jit
-def take_task(j, tasks, task_empty, TASKS: gl.constexpr, WARPS: gl.constexpr):
-    """-> what the epilogue needs of the j-th task, read behind the product: a, b, c, d and sound.
+def take_task(j, kind, tasks, task_empty, TASKS: gl.constexpr, WARPS: gl.constexpr):
+    """-> what the epilogue needs of the j-th task, read behind the product: the task, and sound.
 
     Then its place is empty. No task is late for that: one that is two ahead is claimed when all steps of the
     one between are loaded, or wait for places that the products before them still use.
     """
     place = j % TASKS
     first = place * TASK_WORDS
-    a = _word(tasks, first + 1, WARPS)
-    b = _word(tasks, first + 2, WARPS)
-    c = _word(tasks, first + 3, WARPS)
-    d = _word(tasks, first + 4, WARPS)
-    sound = _word(tasks, first + 7, WARPS)
+    which = _word(tasks, first + 1, WARPS)
+    index = _word(tasks, first + 2, WARPS)
+    m = _word(tasks, first + 3, WARPS)
+    n = _word(tasks, first + 4, WARPS)
+    sound = _word(tasks, first + 6, WARPS)
     barrier()
     mbarrier.arrive(task_empty.index(place), count=1)
-    return a, b, c, d, sound
+    return Task(kind, which, index, m, n), sound

@@ -19,228 +19,167 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from lancet_kernels.kernels.hopper.pipeline import NO_TASK, hand_over, load_steps, wait_for_loads
-from lancet_kernels.kernels.hopper.shim import view
-from lancet_kernels.kernels.protocol.device import opaque, opaque_sizes, opaque_width
-from lancet_kernels.kernels.protocol.schedule import group, tile_ptr
-from lancet_kernels.kernels.protocol.steps import wait_ready, wait_rows
-from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD
-from lancet_kernels.kernels.reference.gemm import NN, NT, TN
-from lancet_kernels.kernels.reference.kernel import find_task
-from lancet_kernels.kernels.reference.tiles import dense_problem, wgrad_operands
+from lancet_kernels.kernels.hopper.pipeline import NO_TASK, hand_over, load_steps, views_of, wait_for_loads
+from lancet_kernels.kernels.protocol.device import opaque, opaque_sizes
+from lancet_kernels.kernels.protocol.schedule import group
+from lancet_kernels.kernels.protocol.steps import expert_of_tile, wait_ready, wait_rows, wgrad_operands
+from lancet_kernels.kernels.protocol.tasks import DENSE, TILE_IN, TILE_OUT, WGRAD, Task, gemm_task
+from lancet_kernels.kernels.reference.tiles import dense_problem
 
 
 @gluon.jit
 def _load_in(
-    it, j, tile, n, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr, max_polls,
-    report_ptr, rows_desc, weight_desc,
-    a_bufs, b_bufs, b_across, b_halves, empty, full, tasks, task_empty, task_full,
-    BACKWARD: gl.constexpr, PAIR: gl.constexpr, BANKS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
+    it, j, task, epoch, of_pass, sizes, arrivals, rows_desc, weight_desc, rings, views, blocks,
+    BACKWARD: gl.constexpr, PAIR: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
 ):  # fmt: skip
     """TILE_IN: wait for the rows of the tile, hand it over, load. -> it, j."""
-    W, L, D, F, _, R = opaque_sizes(W, L, D, F, F, R)
-    tiles = opaque(tiles)
+    sizes = opaque_sizes(sizes)
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    FORM: gl.constexpr = NT if BACKWARD else NN
-    local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
-    _, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
-    m = tile - first_tile
+    local, expert, m, _, first_row = expert_of_tile(task.index, of_pass, sizes)
+    D, F = sizes.D, sizes.F
     here = wait_rows(
-        tile, m, rank * L + local, epoch, rank, W, L, tiles, table_ptr, arrived_ptr, max_polls,
-        report_ptr, False, True, BANKS, BM, BW, gl.arange(0, BW, lanes),
+        task.index, m, expert, epoch, of_pass, sizes, arrivals.arrived, False, True, blocks.BANKS, blocks.BM,
+        blocks.BW, gl.arange(0, blocks.BW, lanes),
     )  # fmt: skip
     if here:
-        steps = gl.cdiv(D, BK)
-        row = (epoch % BANKS).to(gl.int32) * R + first_row + m * BM
-        j = hand_over(j, tasks, task_empty, task_full, TILE_IN, tile, n, 0, 0, FORM, steps, 1, TASKS, 1)
+        steps = gl.cdiv(D, blocks.BK)
+        row = (epoch % blocks.BANKS).to(gl.int32) * sizes.R + first_row + m * blocks.BM
+        n0 = task.n * blocks.BN_IN
+        j = hand_over(j, rings.tasks, rings.task_empty, rings.task_full, task, steps, 1, TASKS, 1)
         if BACKWARD:
             it = load_steps(
-                it, steps, rows_desc, weight_desc, row, 0, local * F + n * BN_IN, 0, 0,
-                a_bufs, b_across, empty, full, False, False, False, STAGES, BM, BN, BK,
+                it, steps, rows_desc, weight_desc, row, 0, local * F + n0, 0, 0,
+                views.a, views.b_across, rings.empty, rings.full, False, False, False, STAGES, blocks,
             )  # fmt: skip
         elif PAIR:
             it = load_steps(
-                it, steps, rows_desc, weight_desc, row, 0, local * D, n * BN_IN, F + n * BN_IN,
-                a_bufs, b_halves, empty, full, False, True, True, STAGES, BM, BN, BK,
+                it, steps, rows_desc, weight_desc, row, 0, local * D, n0, F + n0,
+                views.a, views.b_halves, rings.empty, rings.full, False, True, True, STAGES, blocks,
             )  # fmt: skip
         else:
             it = load_steps(
-                it, steps, rows_desc, weight_desc, row, 0, local * D, n * BN_IN, 0,
-                a_bufs, b_bufs, empty, full, False, True, False, STAGES, BM, BN, BK,
+                it, steps, rows_desc, weight_desc, row, 0, local * D, n0, 0,
+                views.a, views.b, rings.empty, rings.full, False, True, False, STAGES, blocks,
             )  # fmt: skip
     return it, j
 
 
 @gluon.jit
 def _load_out(
-    it, j, tile, n, sound, rank, W, L, D, F, H, table_ptr, ready_ptr, max_polls, report_ptr,
-    hidden_desc, weight_desc, a_bufs, b_bufs, b_across, empty, full, tasks, task_empty, task_full,
-    HAS_IN: gl.constexpr, BACKWARD: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
+    it, j, task, of_pass, sizes, hidden_desc, weight_desc, rings, views, blocks,
+    BACKWARD: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
 ):  # fmt: skip
     """TILE_OUT: wait until the tile's columns of the first GEMM are ready, hand it over, load. -> it, j."""
-    W, L, D, F, H, _ = opaque_sizes(W, L, D, F, H, L)
-    FORM: gl.constexpr = NT if BACKWARD else NN
-    local = gl.load(tile_ptr(table_ptr, W, W * L) + tile)
-    _, first_row, first_tile = group(table_ptr, W, W * L, rank * L + local)
-    here = sound != 0
-    if HAS_IN:
-        here = wait_ready(tile, gl.cdiv(F, BN_IN), rank, ready_ptr, max_polls, report_ptr, True)
+    sizes = opaque_sizes(sizes)
+    local, _, m, _, first_row = expert_of_tile(task.index, of_pass, sizes)
+    here = wait_ready(task.index, gl.cdiv(sizes.F, blocks.BN_IN), of_pass, sizes, True)
     if here:
-        row = first_row + (tile - first_tile) * BM
-        steps = gl.cdiv(H if BACKWARD else F, BK)
-        j = hand_over(j, tasks, task_empty, task_full, TILE_OUT, tile, n, 0, 0, FORM, steps, 1, TASKS, 1)
+        row = first_row + m * blocks.BM
+        n0 = task.n * blocks.BN
+        steps = gl.cdiv(sizes.H if BACKWARD else sizes.F, blocks.BK)
+        j = hand_over(j, rings.tasks, rings.task_empty, rings.task_full, task, steps, 1, TASKS, 1)
         if BACKWARD:
             it = load_steps(
-                it, steps, hidden_desc, weight_desc, row, 0, local * D + n * BN, 0, 0,
-                a_bufs, b_across, empty, full, False, False, False, STAGES, BM, BN, BK,
+                it, steps, hidden_desc, weight_desc, row, 0, local * sizes.D + n0, 0, 0,
+                views.a, views.b_across, rings.empty, rings.full, False, False, False, STAGES, blocks,
             )  # fmt: skip
         else:
             it = load_steps(
-                it, steps, hidden_desc, weight_desc, row, 0, local * F, n * BN, 0,
-                a_bufs, b_bufs, empty, full, False, True, False, STAGES, BM, BN, BK,
+                it, steps, hidden_desc, weight_desc, row, 0, local * sizes.F, n0, 0,
+                views.a, views.b, rings.empty, rings.full, False, True, False, STAGES, blocks,
             )  # fmt: skip
+    return it, j
+
+
+@gluon.jit
+def _load_across(
+    it, j, task, x_ptr, dy_ptr, rows, A, B, steps, sound, rings, views, blocks,
+    STAGES: gl.constexpr, TASKS: gl.constexpr,
+):  # fmt: skip
+    """Hand over a tile of x^T dy, of x [rows, A] and dy [rows, B], and load its operands. -> it, j."""
+    j = hand_over(j, rings.tasks, rings.task_empty, rings.task_full, task, steps, sound, TASKS, 1)
+    if steps > 0:
+        wait_for_loads(it, rings.full, STAGES)
+        x_desc = tma.make_tensor_descriptor(
+            x_ptr, [rows, A], [A, 1], [blocks.BK, blocks.BM], views.a_across.layout
+        )
+        dy_desc = tma.make_tensor_descriptor(
+            dy_ptr, [rows, B], [B, 1], [blocks.BK, blocks.BN], views.b.layout
+        )
+        it = load_steps(
+            it, steps, x_desc, dy_desc, 0, task.m * blocks.BM, 0, task.n * blocks.BN, 0,
+            views.a_across, views.b, rings.empty, rings.full, True, True, False, STAGES, blocks,
+        )  # fmt: skip
     return it, j
 
 
 @gluon.jit
 def _load_wgrad(
-    it, j, which, local, m, n, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, tiles, table_ptr,
-    rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, max_polls, report_ptr,
-    a_across, b_bufs, empty, full, tasks, task_empty, task_full,
-    HAS_IN: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
+    it, j, task, epoch, sound, of_pass, sizes, arrivals, gemms, gradients, rings, views, blocks,
+    STAGES: gl.constexpr, TASKS: gl.constexpr,
 ):  # fmt: skip
     """WGRAD: wait until all tiles of the expert are ready, hand it over, load its rows. -> it, j."""
-    W, L, D, F, H, R = opaque_sizes(W, L, D, F, H, R)
-    tiles = opaque(tiles)
-    rows, first_row, _ = group(table_ptr, W, W * L, rank * L + local)
-    here = sound != 0
-    if HAS_IN:
-        columns = gl.cdiv(rows, BM) * gl.cdiv(F, BN_IN)
-        here = here & wait_ready(tiles + local, columns, rank, ready_ptr, max_polls, report_ptr, True)
-    x_ptr, dy_ptr, A, B = wgrad_operands(
-        which, first_row, epoch, earlier_use_ptr, D, F, H, R, rows_ptr, hidden_ptr, saved_rows_ptr,
-        activated_ptr, BANKS, EARLIER_BANKS,
-    )  # fmt: skip
-    steps = gl.where(here, gl.cdiv(rows, BK), 0)
-    j = hand_over(
-        j, tasks, task_empty, task_full, WGRAD, which, local, m, n, TN, steps, here.to(gl.int32), TASKS, 1
-    )  # fmt: skip
-    if steps > 0:
-        wait_for_loads(it, full, STAGES)
-        x_desc = tma.make_tensor_descriptor(x_ptr, [rows, A], [A, 1], [BK, BM], a_across.layout)
-        dy_desc = tma.make_tensor_descriptor(dy_ptr, [rows, B], [B, 1], [BK, BN], b_bufs.layout)
-        it = load_steps(
-            it, steps, x_desc, dy_desc, 0, m * BM, 0, n * BN, 0,
-            a_across, b_bufs, empty, full, True, True, False, STAGES, BM, BN, BK,
-        )  # fmt: skip
-    return it, j
+    sizes = opaque_sizes(sizes)
+    expert = sizes.rank * sizes.L + task.index
+    rows, first_row, _ = group(of_pass.table, sizes.W, sizes.W * sizes.L, expert)
+    columns = gl.cdiv(rows, blocks.BM) * gl.cdiv(sizes.F, blocks.BN_IN)
+    here = (sound != 0) & wait_ready(sizes.tiles + task.index, columns, of_pass, sizes, True)
+    x_ptr, dy_ptr, A, B = wgrad_operands(task, first_row, epoch, sizes, arrivals, gemms, gradients, blocks)
+    steps = gl.where(here, gl.cdiv(rows, blocks.BK), 0)
+    return _load_across(
+        it, j, task, x_ptr, dy_ptr, rows, A, B, steps, here.to(gl.int32), rings, views, blocks, STAGES, TASKS
+    )
 
 
 @gluon.jit
 def _load_dense(
-    it, j, problem, m, n, problems_ptr, like_ptr, a_bufs, b_bufs, a_across, b_across, empty, full,
-    tasks, task_empty, task_full, KINDS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr,
-    BK: gl.constexpr, STAGES: gl.constexpr, TASKS: gl.constexpr,
+    it, j, task, problems_ptr, like_ptr, rings, views, blocks, STAGES: gl.constexpr, TASKS: gl.constexpr
 ):  # fmt: skip
     """DENSE: hand the tile over, and load its operands. -> it, j."""
-    form, a_ptr, b_ptr, _, M, N, K = dense_problem(problems_ptr, problem, like_ptr, True)
-    steps = gl.cdiv(K, BK)
-    j = hand_over(
-        j, tasks, task_empty, task_full, DENSE, problem, m, n, 0, form.to(gl.int32), steps, 1, TASKS, 1
-    )  # fmt: skip
-    wait_for_loads(it, full, STAGES)
-    if KINDS & 1:
-        if form == NN:
-            a_desc = tma.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK], a_bufs.layout)
-            b_desc = tma.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [BK, BN], b_bufs.layout)
-            it = load_steps(
-                it, steps, a_desc, b_desc, m * BM, 0, 0, n * BN, 0,
-                a_bufs, b_bufs, empty, full, False, True, False, STAGES, BM, BN, BK,
-            )  # fmt: skip
-    if KINDS & 2:
-        if form == NT:
-            a_desc = tma.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK], a_bufs.layout)
-            b_desc = tma.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BN, BK], b_across.layout)
-            it = load_steps(
-                it, steps, a_desc, b_desc, m * BM, 0, n * BN, 0, 0,
-                a_bufs, b_across, empty, full, False, False, False, STAGES, BM, BN, BK,
-            )  # fmt: skip
-    if KINDS & 4:
-        if form == TN:
-            a_desc = tma.make_tensor_descriptor(a_ptr, [K, M], [M, 1], [BK, BM], a_across.layout)
-            b_desc = tma.make_tensor_descriptor(b_ptr, [K, N], [N, 1], [BK, BN], b_bufs.layout)
-            it = load_steps(
-                it, steps, a_desc, b_desc, 0, m * BM, 0, n * BN, 0,
-                a_across, b_bufs, empty, full, True, True, False, STAGES, BM, BN, BK,
-            )  # fmt: skip
-    return it, j
+    a_ptr, b_ptr, _, M, N, K = dense_problem(problems_ptr, task.index, like_ptr, True)
+    steps = gl.cdiv(K, blocks.BK)
+    return _load_across(it, j, task, a_ptr, b_ptr, K, M, N, steps, 1, rings, views, blocks, STAGES, TASKS)
 
 
 @gluon.jit
 def produce(
-    use_ptr, counter, earlier_use_ptr, table_ptr, report_ptr, rank, max_polls, num_tasks, num_tiles,
-    num_wgrad, epoch, sound, W, L, D, F, H, R, tiles, chunks, tiles_in, tiles_out, lag, dense_tiles,
-    num_problems, rows_ptr, arrived_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr,
-    problems_ptr, rows_desc, weight_in_desc, hidden_desc, weight_out_desc,
-    a_bufs, b_bufs, empty, full, tasks, task_empty, task_full,
-    HAS_IN: gl.constexpr, HAS_OUT: gl.constexpr, HAS_WGRAD: gl.constexpr, DENSE_KINDS: gl.constexpr,
-    BACKWARD: gl.constexpr, PAIR: gl.constexpr, BANKS: gl.constexpr, EARLIER_BANKS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BN_IN: gl.constexpr, BK: gl.constexpr, BW: gl.constexpr,
-    STAGES: gl.constexpr, TASKS: gl.constexpr,
+    of_pass, sizes, arrivals, gemms, gradients, problems_ptr, num_problems, dense_tiles, num_tasks, num_tiles,
+    lag, epoch, sound, rows_desc, weight_in_desc, hidden_desc, weight_out_desc, rings, blocks,
+    BACKWARD: gl.constexpr, PAIR: gl.constexpr, COUNTER: gl.constexpr, STAGES: gl.constexpr,
+    TASKS: gl.constexpr,
 ):  # fmt: skip
-    """The producer's partition: all tasks but puts and reductions.
-
-    num_tasks: of these kinds. Their numbers are those of `tasks.py` in a launch without puts.
-    """
-    element: gl.constexpr = a_bufs.dtype
-    # The same bytes for operands that lie the other way, and for the halves of gate and up.
-    across_a: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BM], element)
-    across_b: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], element)
-    half: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BK, BN // 2], element)
-    a_across = view(a_bufs, [STAGES, BK, BM], across_a)
-    b_across = view(b_bufs, [STAGES, BN, BK], across_b)
-    b_halves = view(b_bufs, [2 * STAGES, BK, BN // 2], half)
+    """The producer's partition: all tasks but puts. num_tasks: of these."""
+    views = views_of(rings.a, rings.b, blocks, STAGES)
     it = 0
     j = 0
-    i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
+    i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)
     while i < num_tasks:
-        kind, a, b, c, d = find_task(
-            i, 0, num_tiles, num_wgrad, dense_tiles, opaque(num_problems), opaque(tiles_in),
-            opaque(tiles_out), opaque(lag), 1, 1, problems_ptr, table_ptr, table_ptr, chunks,
-            opaque(L), opaque_width(D), opaque_width(F), opaque_width(H),
-            False, HAS_IN or HAS_OUT, HAS_WGRAD, DENSE_KINDS != 0, BM, BN,
+        task = gemm_task(
+            i, num_tiles, opaque(lag), opaque_sizes(sizes), problems_ptr, opaque(num_problems), dense_tiles,
+            blocks, BACKWARD,
         )  # fmt: skip
-        if HAS_IN:
-            if kind == TILE_IN:
-                it, j = _load_in(
-                    it, j, a, b, epoch, rank, W, L, D, F, R, tiles, table_ptr, arrived_ptr,
-                    max_polls, report_ptr, rows_desc, weight_in_desc,
-                    a_bufs, b_bufs, b_across, b_halves, empty, full,
-                    tasks, task_empty, task_full, BACKWARD, PAIR, BANKS, BM, BN, BN_IN, BK, BW, STAGES, TASKS,
-                )  # fmt: skip
-        if HAS_OUT:
-            if kind == TILE_OUT:
-                it, j = _load_out(
-                    it, j, a, b, sound, rank, W, L, D, F, H, table_ptr, ready_ptr, max_polls, report_ptr,
-                    hidden_desc, weight_out_desc, a_bufs, b_bufs, b_across, empty, full, tasks, task_empty,
-                    task_full, HAS_IN, BACKWARD, BM, BN, BN_IN, BK, STAGES, TASKS,
-                )  # fmt: skip
-        if HAS_WGRAD:
-            if kind == WGRAD:
+        if task.kind == TILE_IN:
+            it, j = _load_in(
+                it, j, task, epoch, of_pass, sizes, arrivals, rows_desc, weight_in_desc, rings, views, blocks,
+                BACKWARD, PAIR, STAGES, TASKS,
+            )  # fmt: skip
+        if task.kind == TILE_OUT:
+            it, j = _load_out(
+                it, j, task, of_pass, sizes, hidden_desc, weight_out_desc, rings, views, blocks,
+                BACKWARD, STAGES, TASKS,
+            )  # fmt: skip
+        if BACKWARD:
+            if task.kind == WGRAD:
                 it, j = _load_wgrad(
-                    it, j, a, b, c, d, sound, epoch, earlier_use_ptr, rank, W, L, D, F, H, R, tiles,
-                    table_ptr, rows_ptr, hidden_ptr, ready_ptr, saved_rows_ptr, activated_ptr, max_polls,
-                    report_ptr, a_across, b_bufs, empty, full, tasks, task_empty, task_full,
-                    HAS_IN, BANKS, EARLIER_BANKS, BM, BN, BN_IN, BK, STAGES, TASKS,
+                    it, j, task, epoch, sound, of_pass, sizes, arrivals, gemms, gradients, rings, views,
+                    blocks, STAGES, TASKS,
                 )  # fmt: skip
-        if DENSE_KINDS != 0:
-            if kind == DENSE:
+        if problems_ptr is not None:
+            if task.kind == DENSE:
                 it, j = _load_dense(
-                    it, j, a, b, c, problems_ptr, rows_ptr, a_bufs, b_bufs, a_across, b_across, empty, full,
-                    tasks, task_empty, task_full, DENSE_KINDS, BM, BN, BK, STAGES, TASKS,
+                    it, j, task, problems_ptr, arrivals.rows, rings, views, blocks, STAGES, TASKS
                 )  # fmt: skip
-        i = gl.atomic_add(use_ptr + counter, 1, sem="relaxed", scope="gpu").to(gl.int32)
-    hand_over(j, tasks, task_empty, task_full, NO_TASK, 0, 0, 0, 0, 0, 0, 0, TASKS, 1)
+        i = gl.atomic_add(of_pass.words + COUNTER, 1, sem="relaxed", scope="gpu").to(gl.int32)
+    hand_over(
+        j, rings.tasks, rings.task_empty, rings.task_full, Task(NO_TASK, 0, 0, 0, 0), 0, 0, TASKS, 1
+    )  # fmt: skip

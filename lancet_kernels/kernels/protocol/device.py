@@ -26,6 +26,7 @@ import triton.language as tl
 
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.protocol import nvshmem_device
+from lancet_kernels.kernels.protocol.arguments import Sizes
 from lancet_kernels.kernels.runtime import looks_by_the_clock
 
 # A report (int64 [8]) says which wait ran out of time first:
@@ -304,6 +305,9 @@ def opaque_width(width):
 
 
 @triton.jit
-def opaque_sizes(W, L, D, F, H, R):
+def opaque_sizes(sizes):
     """All of them `opaque`: extended to 64 bits, or divided, where they are needed only."""
-    return opaque(W), opaque(L), opaque_width(D), opaque_width(F), opaque_width(H), opaque(R)
+    return Sizes(
+        opaque(sizes.rank), opaque(sizes.W), opaque(sizes.L), opaque_width(sizes.D), opaque_width(sizes.F),
+        opaque_width(sizes.H), opaque(sizes.R), opaque(sizes.tiles), opaque(sizes.chunks), sizes.max_polls,
+    )  # fmt: skip

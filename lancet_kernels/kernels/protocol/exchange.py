@@ -45,6 +45,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.kernel_launch import launch, small_kernel
 from lancet_kernels.kernels.protocol import device
+from lancet_kernels.kernels.protocol.arguments import Arrivals, PassState, Returns
 from lancet_kernels.kernels.protocol.failure import (
     TOO_MANY_ROWS,
     WAIT_READY,
@@ -61,9 +62,8 @@ from lancet_kernels.kernels.protocol.schedule import (
 )
 from lancet_kernels.symmetric.memory import Region, SymmetricMemory
 
-# use.words: the epoch, then one task counter for each launch of the use.
-EPOCH, FIRST_COUNTER = 0, 1
-USE_WORDS = 8
+# use.words: the epoch, then counters of claims.
+EPOCH, USE_WORDS = 0, 8
 
 
 @dataclass
@@ -72,7 +72,7 @@ class Use:
 
     Attributes:
         bank: epoch % B, as the host counts.
-        words: int64 [8], the epoch, then the task counters of its launches.
+        words: int64 [8], the epoch, then counters of claims.
         ready: int64 [tiles + L], finished column tiles of the first GEMM by tile, then by expert.
         done: int64 [tiles], finished column tiles of the second GEMM by tile.
         table: int32, where rows lie and which task has which number (`schedule.py`); a backward's use has
@@ -84,15 +84,7 @@ class Use:
     ready: Tensor
     done: Tensor
     table: Tensor
-    launches: int = 0
     open: bool = True
-
-    def next_counter(self) -> int:
-        """Which word of `words` the next launch counts its tasks in."""
-        if FIRST_COUNTER + self.launches >= USE_WORDS:
-            raise AssertionError("a use has seven launches at most")
-        self.launches += 1
-        return FIRST_COUNTER + self.launches - 1
 
 
 class ResultBuffers:
@@ -188,6 +180,14 @@ class Exchange:
         self.counted = self._region("counted", (banks, self.world))
         self.released = self._region("released", (banks, self.world))
         self._epoch = torch.zeros(1, dtype=torch.int64, device=memory.device)
+        self.arrivals = Arrivals(
+            self.rows.local, self.rows.peers, self.row_weights.local, self.row_weights.peers,
+            self.arrived.local, self.arrived.peers, self.released.local,
+        )  # fmt: skip
+        self.returns = Returns(
+            self.results.local, self.results.peers, self.buffers.dots.local, self.buffers.dots.peers,
+            self.returned.local, self.returned.peers, self.buffers.spoiled,
+        )  # fmt: skip
         self._failures = FailureReport(memory.device)
         self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
@@ -261,6 +261,10 @@ class Exchange:
             table_ptr=use.table, rank=self.rank, W=self.world, L=self.local_experts, tiles=self.tiles,
             chunks=self.chunks, BM=self.chunk_rows, BT=TILES_AT_ONCE, **blocks, num_warps=4,
         )  # fmt: skip
+
+    def state(self, use: Use) -> PassState:
+        """The use as kernels are given it."""
+        return PassState(use.words, use.table, use.ready, use.done, self.report)
 
     def release(self, use: Use) -> None:
         """Tell every PE that this one is through with the rows and results of the use; again is harmless."""

@@ -34,27 +34,23 @@ What does not fit. If the rows of any PE are more than R, every PE sees that in 
 put: the pass is *void*, nothing is put or waited for, its results are NaN, and the report says which PE
 needed how many rows.
 
-Order of tasks. Programs claim numbers from one counter. Two streams are merged: puts, and all others,
+Order of tasks. Programs claim numbers from one counter (of the Hopper kernel from two: `hopper/kernel.py`):
 
-    [independent GEMMs][tiles][weight gradients][reductions]
+    [puts][independent GEMMs][tiles][weight gradients]
 
-The tiles of the two GEMMs take turns: those of the second one come `lag` tiles behind those of the first.
 Puts are sorted by (local expert, tile) of where they go, and among equals by how far the peer is: rank + 1
-first, the PE itself last. Of every `programs` claims `comm_programs` are puts as long as there are any; and
-a tile of the first GEMM with number (local expert, tile) stands behind all puts with a key up to its own.
+first, the PE itself last. The tiles of the two GEMMs take turns: those of the second one come `lag` tiles
+behind those of the first. What comes back is added up by a kernel of its own (`combine.py`).
 
-Why one resident program per PE is enough. What a task waits for is made by an earlier task of its own PE, by
-a put of a peer, or (reductions, last in every list) by tiles of peers. Say all PEs were stuck. Take the
-waiting tile of the first GEMM with the smallest key (l, m) of all. It waits for a put of a peer q with that
-key, which q has not claimed. In q's list all tiles of the first GEMM before that put have smaller keys: they
-are done. So are puts, independent tasks, and the second GEMM of those tiles. So q goes on: a contradiction.
+Why one resident program per PE is enough. A put waits for releases of earlier uses only. As they stand first,
+all puts of all PEs come to an end, and with them all rows arrive. What a GEMM task waits for besides rows is
+made by tasks with smaller numbers of its own PE. So all tiles end, and with them what `combine.py` waits for.
 
 The table, int32, one for each pass; a backward uses that of its forward:
 
     header [8]   VOID, NUM_PUTS, NUM_TILES, RECEIVED
     count [W, E]   before [W, E]   first_send [W, E]   rows [E]   first_row [E]   first_tile [E]
     tile_expert [tiles]   local expert of each tile here
-    tile_puts [tiles]     puts of this PE that stand before the tile
     put_expert [chunks]   expert and tile (of its expert) of each put of this PE, in order
     put_tile [chunks]
 """
@@ -88,8 +84,8 @@ def most_chunks(rows: int, experts: int, block_m: int) -> int:
 
 
 def table_words(world: int, experts: int, tiles: int, chunks: int) -> int:
-    """Size of the table. Example: 2 PEs, 6 experts, 8 tiles, 14 chunks -> 8 + 36 + 18 + 16 + 28 = 106."""
-    return HEADER_WORDS + 3 * world * experts + 3 * experts + 2 * tiles + 2 * chunks
+    """Size of the table. Example: 2 PEs, 6 experts, 8 tiles, 14 chunks -> 8 + 36 + 18 + 8 + 28 = 98."""
+    return HEADER_WORDS + 3 * world * experts + 3 * experts + tiles + 2 * chunks
 
 
 @triton.jit
@@ -105,7 +101,7 @@ def rows_ptr_of(table_ptr, W, E):
 
 @triton.jit
 def tile_ptr(table_ptr, W, E):
-    """tile_expert, followed by tile_puts."""
+    """tile_expert, followed by put_expert and put_tile."""
     return table_ptr + (HEADER + 3 * W * E + 3 * E)
 
 
@@ -252,7 +248,7 @@ def schedule_kernel(
     table_ptr, rank, W, L, tiles, chunks,
     BM: tl.constexpr, BE: tl.constexpr, BW: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Number the tiles here and the puts of this PE: tile_expert, tile_puts, put_expert, put_tile.
+    """Number the tiles here and the puts of this PE: tile_expert, put_expert, put_tile.
 
     Grid: (L,). Program l owns the tiles of local expert l, and the puts to local expert l of every PE.
     tiles, chunks: room for that many in the table. A void table is left as it is.
@@ -274,7 +270,7 @@ def schedule_kernel(
         rows, _, first_tile = group(table_ptr, W, E, rank * L + local)
         own_tiles = tl.cdiv(rows, BM)
         p_tile = tile_ptr(table_ptr, W, E)
-        p_put = p_tile + 2 * tiles
+        p_put = p_tile + tiles
         for m0 in range(0, tl.maximum(own_tiles, tl.max(b_end, 0)), BT):
             m = m0 + tl.arange(0, BT)
             # Puts to this expert, of any PE, with a tile before m; then those of tile m, peer after peer.
@@ -289,4 +285,3 @@ def schedule_kernel(
                 number += here.to(tl.int32)
             m_own = m < own_tiles
             tl.store(p_tile + first_tile + m, tl.zeros([BT], tl.int32) + local, mask=m_own)
-            tl.store(p_tile + tiles + first_tile + m, number, mask=m_own)

@@ -4,8 +4,8 @@
     K     contraction                   N       columns of the output (of one half, for swiglu)
 
 Pointers already point at the group's first row and at the expert's weight; matrices are row-major, without
-gaps. Accumulation is in float32; there is one rounding, at the
-store. Rows from `rows` on do not affect a result and are not written, even if they contain NaN.
+gaps. Accumulation is in float32; there is one rounding, at the store. Rows from `rows` on do not affect a
+result and are not written, even if they contain NaN.
 
 There are two ways to load. TMA=True (sm_90 and newer) creates tensor descriptors on the device, whose extent
 is the real rows, so that the hardware fills the rest of a tile with zeros. It requires base addresses and row
@@ -19,11 +19,7 @@ The caller must have waited for the rows, and have called `device.fence_tma` if 
 import triton
 import triton.language as tl
 
-# Kinds of products, by what is transposed.
-NN = tl.constexpr(0)  # c [M, N] = a [M, K] @ b [K, N]
-NT = tl.constexpr(1)  # c [M, N] = a [M, K] @ b [N, K]^T
-TN = tl.constexpr(2)  # c [M, N] = a [K, M]^T @ b [K, N]
-KINDS = {"nn": NN.value, "nt": NT.value, "tn": TN.value}
+from lancet_kernels.kernels.protocol.device import INTERPRETED
 
 # Columns of a block in `add_row_dots`, which 64 would make spill beside the rest of a backward (216 bytes).
 DOT_BLOCK = tl.constexpr(32)
@@ -58,7 +54,7 @@ def dsilu(h):
 
 @triton.jit
 def activate(h, ACT: tl.constexpr):
-    """The activations of one argument, and "none"."""
+    """The activations of one argument."""
     if ACT == "gelu":
         h = gelu(h)
     elif ACT == "silu":
@@ -67,8 +63,9 @@ def activate(h, ACT: tl.constexpr):
 
 
 @triton.jit
-def _dot(a, b, acc, UPCAST: tl.constexpr):
-    if UPCAST:
+def _dot(a, b, acc):
+    # The interpreter's product of bfloat16 is garbage.
+    if INTERPRETED and a.dtype == tl.bfloat16:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -129,7 +126,7 @@ def _add_bias(acc, bias_ptr, n0, N, BN: tl.constexpr):
 @triton.jit
 def rows_times_weight(
     x_ptr, w_ptr, rows, m0, n0, K, N,
-    PAIR: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    PAIR: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """-> float32 [BM, BN] of x @ w; with PAIR of x @ w[:, :N] and x @ w[:, N:], x read once for both.
@@ -145,9 +142,9 @@ def rows_times_weight(
         m_k = i_k < K - k
         b_x = _load(x_desc, p_x, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
         m_w = m_k[:, None] & (i_n < N)[None, :]
-        acc = _dot(b_x, _load(w_desc, p_w, m_w, k, n0, TMA), acc, UPCAST)
+        acc = _dot(b_x, _load(w_desc, p_w, m_w, k, n0, TMA), acc)
         if PAIR:
-            acc_up = _dot(b_x, _load(w_desc, p_w + N, m_w, k, N + n0, TMA), acc_up, UPCAST)
+            acc_up = _dot(b_x, _load(w_desc, p_w + N, m_w, k, N + n0, TMA), acc_up)
         p_x += BK
         p_w += BK * ldw
     return acc, acc_up
@@ -156,20 +153,18 @@ def rows_times_weight(
 @triton.jit
 def _finish_forward(
     acc, acc_up, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, N,
-    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Bias, pre-activation and activation of a block of columns; `acc_up` counts for swiglu only."""
     PAIR: tl.constexpr = ACT == "swiglu"
     ld_pre = 2 * N if PAIR else N
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc = _add_bias(acc, bias_ptr, n0, N, BN)
-    if SAVE_PRE:
-        _store(pre_ptr, acc, m0, n0, rows, N, ld_pre, BM, BN)
+    _store(pre_ptr, acc, m0, n0, rows, N, ld_pre, BM, BN)
     if PAIR:
-        if HAS_BIAS:
+        if bias_ptr is not None:
             acc_up = _add_bias(acc_up, bias_ptr + N, n0, N, BN)
-        if SAVE_PRE:
-            _store(pre_ptr + N, acc_up, m0, n0, rows, N, ld_pre, BM, BN)
+        _store(pre_ptr + N, acc_up, m0, n0, rows, N, ld_pre, BM, BN)
         acc = silu(acc) * acc_up
     else:
         acc = activate(acc, ACT)
@@ -179,30 +174,29 @@ def _finish_forward(
 @triton.jit
 def forward_tile(
     x_ptr, w_ptr, bias_ptr, pre_ptr, out_ptr, rows, m0, n0, K, N,
-    ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE_PRE: tl.constexpr, UPCAST: tl.constexpr,
-    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    ACT: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out[m0:m0+BM, n0:n0+BN] = act(x @ w + bias), for the rows < `rows`.
 
-    x [rows, K]; w [K, N], for swiglu [K, 2N] = gate | up; bias [N] or [2N]; out [rows, N]; pre is the value
-    before the activation, [rows, N] or [rows, 2N] without gaps, stored with SAVE_PRE. `out_ptr` may be an
-    address on another PE. With swiglu a tile holds two accumulators: take BN half as wide.
+    x [rows, K]; w [K, N], for swiglu [K, 2N] = gate | up; bias [N] or [2N], or None; out [rows, N]; pre is
+    the value before the activation, [rows, N] or [rows, 2N] without gaps. With swiglu a tile holds two
+    accumulators: take BN half as wide.
 
     Floor: 2 * BM * BN * K FLOPs (twice that for swiglu), (BM + BN) * K elements read, BM * BN written.
 
-    Example: rows = 3, K = N = 2, BM = 16, m0 = n0 = 0, ACT "none": x = [[1, 0], [0, 1], [2, 2]], w = [[1, 2],
-    [3, 4]] -> out[0:3] = [[1, 2], [3, 4], [8, 12]]; out[3:16] is not touched.
+    Example: rows = 3, K = N = 2, BM = 16, m0 = n0 = 0: x = [[1, 0], [0, 1], [2, 2]], w = [[1, 2], [3, 4]] ->
+    pre[0:3] = [[1, 2], [3, 4], [8, 12]], out = act(pre); neither's row 3 is touched.
     """
     PAIR: tl.constexpr = ACT == "swiglu"
     acc, acc_up = rows_times_weight(
-        x_ptr, w_ptr, rows, m0, n0, K, N, PAIR, UPCAST, TMA, BM, BN, BK
+        x_ptr, w_ptr, rows, m0, n0, K, N, PAIR, TMA, BM, BN, BK
     )  # fmt: skip
     quarter = quarters(acc, BM, BN)
     quarter_up = quarters(acc_up, BM, BN)
     for q in tl.static_range(4):
         _finish_forward(
             quarter[q], quarter_up[q], bias_ptr, pre_ptr, out_ptr, rows, m0, n0 + q * (BN // 4), N,
-            ACT, HAS_BIAS, SAVE_PRE, BM, BN // 4,
+            ACT, BM, BN // 4,
         )  # fmt: skip
 
 
@@ -243,7 +237,7 @@ def _finish_backward(
 @triton.jit
 def rows_times_transposed(
     x_ptr, w_ptr, rows, m0, n0, K, N,
-    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """-> float32 [BM, BN] of x @ w^T; x [rows, K], w [N, K]."""
     x_desc, p_x, i_m, i_k = _block(x_ptr, rows, K, K, m0, 0, BM, BK, TMA)
@@ -253,7 +247,7 @@ def rows_times_transposed(
         m_k = i_k < K - k
         b_x = _load(x_desc, p_x, (i_m < rows)[:, None] & m_k[None, :], m0, k, TMA)
         b_w = _load(w_desc, p_w, (i_n < N)[:, None] & m_k[None, :], n0, k, TMA)
-        acc = _dot(b_x, b_w.T, acc, UPCAST)
+        acc = _dot(b_x, b_w.T, acc)
         p_x += BK
         p_w += BK
     return acc
@@ -261,9 +255,9 @@ def rows_times_transposed(
 
 @triton.jit
 def store_to_rows(
-    p_row, m_row, acc, bias_ptr, n0, N, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+    p_row, m_row, acc, bias_ptr, n0, N, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """Columns n0 to n0 + BN of acc [BM, BN], plus bias [N], to the rows that start at p_row [BM] where m_row.
+    """Columns n0 to n0 + BN of acc [BM, BN], plus bias [N] or None, to the rows at p_row [BM] where m_row.
 
     The rows may be anywhere, on other PEs too; they are N wide. Rounded once.
     """
@@ -271,7 +265,7 @@ def store_to_rows(
     for q in tl.static_range(4):
         n = n0 + q * (BN // 4)
         value = quarter[q]
-        if HAS_BIAS:
+        if bias_ptr is not None:
             value = _add_bias(value, bias_ptr, n, N, BN // 4)
         i_n = n + tl.arange(0, BN // 4)
         m = m_row[:, None] & (i_n < N)[None, :]
@@ -279,42 +273,25 @@ def store_to_rows(
 
 
 @triton.jit
-def dgrad_tile(
-    dy_ptr, w_ptr, out_ptr, rows, m0, n0, K, N,
-    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """out[m0:m0+BM, n0:n0+BN] = dy @ w^T, for the rows < `rows`.
-
-    dy [rows, K]; w [N, K] as the forward has it (its input width is our N); out [rows, N].
-
-    Floor: 2 * BM * BN * K FLOPs, (BM + BN) * K elements read, those of out written.
-
-    Example: dy = [[1, 2]], w = [[1, 0], [0, 1], [1, 1]] -> out = [[1, 2, 3]].
-    """
-    acc = rows_times_transposed(dy_ptr, w_ptr, rows, m0, n0, K, N, UPCAST, TMA, BM, BN, BK)
-    store_weight_gradient(out_ptr, acc, m0, n0, rows, N, BM, BN)
-
-
-@triton.jit
 def backward_tile(
     dy_ptr, w_ptr, pre_ptr, weight_ptr, out_ptr, hidden_ptr, rows, m0, n0, K, N,
-    ACT: tl.constexpr, UPCAST: tl.constexpr, TMA: tl.constexpr,
+    ACT: tl.constexpr, TMA: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """`dgrad_tile` of rows that count weight times, and what follows from `pre`. -> float32 [BM].
+    """out[m0:m0+BM, n0:n0+BN] = weight * (dy @ w^T) * act'(pre), for the rows < `rows`. -> float32 [BM].
 
-    weight [rows], float32: dy is the gradient of weight * y, where y = act(pre) @ w is what the forward gave.
-    pre is [rows, N], and out = weight * (dy @ w^T) * act'(pre) its gradient; for swiglu both are [rows, 2N] =
-    gate | up, and the tile writes both halves. hidden [rows, N] = weight * act(pre), whose product with dy is
-    the gradient of w. Returned is (dy @ w^T) . act(pre) over the columns of this tile: their sum over all
-    tiles is dy . y, the gradient of the weight.
+    dy [rows, K]; w [N, K] as the forward has it. weight [rows], float32: dy is the gradient of weight * y,
+    where y = act(pre) @ w is what the forward gave. pre is [rows, N], and out its gradient; for swiglu both
+    are [rows, 2N] = gate | up, and the tile writes both halves. hidden [rows, N] = weight * act(pre), whose
+    product with dy is the gradient of w. Returned is (dy @ w^T) . act(pre) over the columns of this tile:
+    their sum over all tiles is dy . y, the gradient of the weight.
 
-    Floor: that of `dgrad_tile`, the elements of pre read and those of hidden written.
+    Floor: 2 * BM * BN * K FLOPs; (BM + BN) * K elements and those of pre read, out and hidden written.
 
-    Example: that of `dgrad_tile`, with silu, pre = [[0, 0, 9]] and weight [2]: hidden = [[0, 0, 18]], and
-    3 * 9 = 27 is returned.
+    Example: dy = [[1, 2]], w = [[1, 0], [0, 1], [1, 1]], silu, pre = [[0, 0, 9]] and weight [2]: hidden =
+    [[0, 0, 18]], and 3 * 9 = 27 is returned.
     """
-    acc = rows_times_transposed(dy_ptr, w_ptr, rows, m0, n0, K, N, UPCAST, TMA, BM, BN, BK)
+    acc = rows_times_transposed(dy_ptr, w_ptr, rows, m0, n0, K, N, TMA, BM, BN, BK)
     i_m = m0 + tl.arange(0, BM)
     b_weight = tl.load(weight_ptr + i_m, mask=i_m < rows, other=0.0)[:, None]
     dots = tl.zeros((BM,), tl.float32)
@@ -341,7 +318,7 @@ def add_row_dots(acc, x_ptr, b_ptr, rows, m0, K, BM: tl.constexpr):
 @triton.jit
 def add_outer_products(
     acc, x_ptr, dy_ptr, rows, m0, n0, A, B,
-    UPCAST: tl.constexpr, TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    TMA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """-> acc + x[:rows, m0:m0+BM]^T @ dy[:rows, n0:n0+BN], float32 [BM, BN]. Nothing happens for no rows."""
     x_desc, p_x, i_r, i_m = _block(x_ptr, rows, A, A, 0, m0, BK, BM, TMA)
@@ -356,7 +333,7 @@ def add_outer_products(
         else:
             b_x = tl.load(p_x, mask=m_r[None, :] & (i_m < A)[:, None], other=0.0)
         b_dy = _load(dy_desc, p_dy, m_r[:, None] & (i_n < B)[None, :], r, n0, TMA)
-        acc = _dot(b_x, b_dy, acc, UPCAST)
+        acc = _dot(b_x, b_dy, acc)
         p_x += tl.cast(A, tl.int64) * BK
         p_dy += tl.cast(B, tl.int64) * BK
     return acc

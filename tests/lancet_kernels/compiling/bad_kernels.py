@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 
+import torch
 import triton
 import triton.language as tl
 
@@ -49,16 +50,17 @@ deadly = Deadly()
 def specimens(arch: int) -> Iterator[Specimen]:
     """One specimen for each thing that can be wrong, and one that is right."""
 
-    def specimen(name: str, kernel: object, dtype: str, sizes: dict[str, int], **more: object) -> Specimen:
+    def specimen(name: str, kernel: object, dtype: torch.dtype, sizes: dict, **more: object) -> Specimen:
         pointers = ("a_ptr", "b_ptr", "out_ptr") if kernel is product else ("source_ptr", "out_ptr")
-        return Specimen(name, "test", kernel, dict.fromkeys(pointers, dtype), sizes, aligned=pointers, **more)
+        tensors = {pointer: torch.empty(0, dtype=dtype) for pointer in pointers}
+        return Specimen(name, "test", kernel, tensors | sizes, **more)
 
-    small = {"N": 64, "K": 64}
-    yield specimen("good", product, "*bf16", small, wgmma=True)
-    yield specimen("spills", copy, "*fp32", {"N": 8192}, options={"maxnreg": 32})
-    yield specimen("shared", product, "*bf16", {"N": 64, "K": 1024}, num_warps=8)
-    yield specimen("no-wgmma", copy, "*fp32", {"N": 128}, wgmma=True)
-    yield specimen("no-tma", copy, "*fp32", {"N": 128}, tma=True)
-    yield specimen("refused", refused, "*fp32", {"N": 128})
-    yield Specimen("incomplete", "test", copy, {"source_ptr": "*fp32"}, {"N": 128})
-    yield Specimen("deadly", "test", deadly, {}, {})
+    small, brain, full = {"N": 64, "K": 64}, torch.bfloat16, torch.float32
+    yield specimen("good", product, brain, small, wgmma=True)
+    yield specimen("spills", copy, full, {"N": 8192, "maxnreg": 32})
+    yield specimen("shared", product, brain, {"N": 64, "K": 1024, "num_warps": 8})
+    yield specimen("no-wgmma", copy, full, {"N": 128}, wgmma=True)
+    yield specimen("no-tma", copy, full, {"N": 128}, tma=True)
+    yield specimen("refused", refused, full, {"N": 128})
+    yield Specimen("incomplete", "test", copy, {"source_ptr": torch.empty(0), "N": 128})
+    yield Specimen("deadly", "test", deadly, {})

@@ -18,17 +18,11 @@ import pytest
 
 from lancet_kernels import kernels
 from lancet_kernels.cli import main
-from lancet_kernels.compiling import compile as compile_module
-from lancet_kernels.compiling import gluon_specimens
-from lancet_kernels.compiling.compile import (
-    CompiledKernel,
-    all_specimens,
-    compile_specimen,
-    kernel_modules,
-    problems,
-)
+from lancet_kernels.compiling import specimens
+from lancet_kernels.compiling.compile import CompiledKernel, compile_specimen, problems
 from lancet_kernels.compiling.compile_pool import compile_all
 from lancet_kernels.compiling.specimen import FEW_SPILLED_BYTES
+from lancet_kernels.compiling.specimens import all_specimens
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import nvshmem_bitcode
 from tests.lancet_kernels.compiling import bad_kernels
@@ -68,7 +62,7 @@ def check_rows(found, triton, arch):
     oldest = re.search(r"^triton==(.*)$", (ROOT / "constraints-kernels.txt").read_text(), re.M)[1]
     assert (found["versions"]["triton"] == oldest) == (triton == "oldest")
     assert found["failed"] == 0
-    declared = {(s.name, s.config): s for _, s in all_specimens(int(arch.removeprefix("sm_")))}
+    declared = {(s.name, s.config): s for s in all_specimens(int(arch.removeprefix("sm_")))}
     for row in found["kernels"]:
         specimen = declared[row["name"], row["config"]]
         assert row["spills"] <= specimen.most_spills, row
@@ -78,6 +72,20 @@ def check_rows(found, triton, arch):
             assert row["wgmma"] >= specimen.wgmma, row
             assert row["tma"] >= specimen.tma, row
     return [(row["name"], row["config"]) for row in found["kernels"]]
+
+
+def test_one_kernel_of_every_module():
+    """The first specimen of every module that has kernels, and of the shim, with the installed Triton.
+
+    Those in Gluon are in test_gluon_compile.py.
+    """
+    every = [*all_specimens(90), *ping.specimens(90)]
+    first = {s.kernel.fn.__module__: s for s in reversed(every) if s.name != "gluon_overlap"}
+    assert set(first) == {*modules_of_kernels(), ping.__name__}
+    for row in compile_all([*first.values()], 90):
+        assert row.problems == [], row.error
+        assert row.compiled.wgmma >= row.specimen.wgmma
+        assert row.compiled.tma >= row.specimen.tma
 
 
 def modules_of_kernels():
@@ -90,27 +98,12 @@ def modules_of_kernels():
             yield module.name
 
 
-def test_one_kernel_of_every_family():
-    """The first specimen of every module that has kernels, and of the shim, with the installed Triton.
-
-    Those in Gluon are in test_gluon_compile.py.
-    """
-    modules = [module for module in kernel_modules() if module is not gluon_specimens]
-    every = [*all_specimens(90, [*modules, ping])]
-    first = {specimen.kernel.fn.__module__: specimen for _, specimen in reversed(every)}
-    assert set(first) == {*modules_of_kernels(), ping.__name__}
-    for row in compile_all([*first.values()], 90):
-        assert row.problems == [], row.error
-        assert row.compiled.wgmma >= row.specimen.wgmma
-        assert row.compiled.tma >= row.specimen.tma
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("triton", TRITONS)
 def test_one_configuration_of_every_kernel(triton):
     found = lancet_kernels_command(triton, "--arch", "sm_90", "--quick")
     names = check_rows(found, triton, "sm_90")
-    assert {name for name, _ in names} == {s.name for _, s in all_specimens(90)}
+    assert {name for name, _ in names} == {s.name for s in all_specimens(90)}
     if nvshmem_bitcode.find_bitcode(90) is not None:
         assert sum(row["nvshmem"] for row in found["kernels"]) == 1
 
@@ -124,7 +117,7 @@ GRID += [pytest.param("oldest", arch, marks=need_oldest) for arch in ("sm_80", "
 @pytest.mark.parametrize(("triton", "arch"), GRID)
 def test_every_configuration_of_every_kernel(triton, arch):
     names = check_rows(lancet_kernels_command(triton, "--arch", arch), triton, arch)
-    assert names == [(s.name, s.config) for _, s in all_specimens(int(arch.removeprefix("sm_")))]
+    assert names == [(s.name, s.config) for s in all_specimens(int(arch.removeprefix("sm_")))]
 
 
 @pytest.mark.long
@@ -139,11 +132,11 @@ def test_every_configuration_of_the_shim(arch):
 @pytest.mark.long
 def test_what_is_wrong_is_noticed(monkeypatch, capsys):
     """One specimen for each thing; the processes that compile are the command's own: this one interprets."""
-    monkeypatch.setattr(compile_module, "kernel_modules", lambda: [bad_kernels])
+    monkeypatch.setattr(specimens, "all_specimens", bad_kernels.specimens)
     assert main(["kernels", "--json"]) == 1
     out, err = capsys.readouterr()
     rows = {row["name"]: row for row in json.loads(out)["kernels"]}
-    assert list(rows) == [s.name for _, s in all_specimens(90)]
+    assert list(rows) == [s.name for s in bad_kernels.specimens(90)]
     assert (rows["good"]["problems"], rows["good"]["spills"], rows["good"]["wgmma"]) == ([], 0, True)
     assert rows["good"]["shared_bytes"] >= 2 * 64 * 64 * 2
     assert rows["spills"]["spills"] > FEW_SPILLED_BYTES
@@ -199,10 +192,9 @@ def test_a_compiler_that_hangs_is_ended():
     assert "took more than 0.1 s" in row.error
 
 
-def test_no_two_specimens_are_the_same(monkeypatch):
-    monkeypatch.setattr(bad_kernels, "specimens", lambda arch: [next(iter(ping.specimens(arch)))] * 2)
-    with pytest.raises(UserError, match="4x256 bf16 pointers' twice"):
-        list(all_specimens(90, [bad_kernels]))
+def test_every_specimen_has_a_name_of_its_own():
+    names = [(s.name, s.config) for s in all_specimens(90)]
+    assert len(set(names)) == len(names)
 
 
 def test_a_name_that_no_kernel_has_is_one_line(capsys):
@@ -233,7 +225,7 @@ def test_the_bitcode_of_an_architecture(tmp_path, monkeypatch):
 @pytest.mark.long
 def test_without_bitcode_nvshmem_is_left_out_and_said_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NVSHMEM_HOME", str(tmp_path))
-    monkeypatch.setattr(compile_module, "kernel_modules", lambda: [ping])
+    monkeypatch.setattr(specimens, "all_specimens", ping.specimens)
     assert main(["kernels", "--json", "--name", "ping 4x256 bf16"]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)

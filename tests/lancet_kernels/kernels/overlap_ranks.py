@@ -22,7 +22,7 @@ GUARD_BYTE, GUARD_VALUE = 0xA5, 1024
 CONFIG = OverlapConfig(
     GemmConfig(16, 32, 16, 1, 1), put_rows=4, put_block=32, reduce_tokens=4, reduce_block=32
 )
-DENSE = (("nn", 19, 5, 33), ("nt", 7, 35, 18), ("tn", 17, 34, 3))  # kind, M, N, K
+DENSE = ((19, 5, 33), (7, 35, 18), (17, 34, 3))  # M, N, K
 
 
 class GuardedMemory(SharedMemory):
@@ -145,14 +145,13 @@ def alone(case: Case, rank: int) -> Layer:
     return layer
 
 
-def make_dense(dtype: torch.dtype, sizes: tuple[tuple[str, int, int, int], ...] = DENSE) -> list[DenseGemm]:
-    """One GEMM of each kind, odd in size unless `sizes` says otherwise, into NaN."""
+def make_dense(dtype: torch.dtype, sizes: tuple[tuple[int, int, int], ...] = DENSE) -> list[DenseGemm]:
+    """Independent GEMMs, odd in size unless `sizes` says otherwise, into NaN."""
     generator = torch.Generator().manual_seed(5)
     made = []
-    for kind, m, n, k in sizes:
-        a = torch.randn(*((k, m) if kind == "tn" else (m, k)), generator=generator).to(dtype)
-        b = torch.randn(*((n, k) if kind == "nt" else (k, n)), generator=generator).to(dtype)
-        made.append(DenseGemm(kind, a, b, torch.empty_like(torch.zeros(m, n, dtype=dtype))))
+    for m, n, k in sizes:
+        a, b = (torch.randn(k, columns, generator=generator).to(dtype) for columns in (m, n))
+        made.append(DenseGemm(a, b, torch.empty_like(torch.zeros(m, n, dtype=dtype))))
     return made
 
 

@@ -13,7 +13,7 @@ class Kernel:
         self.current, self.launches = current, []
 
     def __getitem__(self, grid):
-        return lambda *args, **options: self.launches.append((grid, len(args), options, self.current[-1]))
+        return lambda **options: self.launches.append((grid, sorted(options), self.current[-1]))
 
 
 def test_the_device_of_the_first_tensor_is_current(monkeypatch):
@@ -33,7 +33,7 @@ def test_the_device_of_the_first_tensor_is_current(monkeypatch):
     kernel = Kernel(current)
     with FakeTensorMode():
         x, y = torch.empty(2, device="cuda:1"), torch.empty(2)
-    launch(kernel, (3,), 7, x, num_warps=4)
-    launch(kernel, (1,), y)
-    assert kernel.launches == [((3,), 2, {"num_warps": 4}, 1), ((1,), 1, {}, 0)]
+    launch(kernel, (3,), n=7, pair=(None, x), num_warps=4)
+    launch(kernel, (1,), y=y)
+    assert kernel.launches == [((3,), ["n", "num_warps", "pair"], 1), ((1,), ["y"], 0)]
     assert current == [0]

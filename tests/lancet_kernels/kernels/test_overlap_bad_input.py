@@ -6,14 +6,12 @@ import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.gemm_config import GemmConfig
 from lancet_kernels.kernels.hopper.config import check_gluon, hopper_config
-from lancet_kernels.kernels.overlap import dense_table, moe_backward
+from lancet_kernels.kernels.overlap import cut_of, dense_table, moe_backward
 from lancet_kernels.kernels.overlap_data import DenseGemm
 from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.symmetric import virtual_memories
-from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case, routing_of, tokens_of
 from tests.lancet_kernels.kernels.overlap_ranks import (
     CONFIG,
@@ -146,9 +144,9 @@ def test_another_tile_than_the_chunks_is_refused(layer):
     refused(layer, r"config.gemm.block_m: got 32, expected 16 \(rows of a tile of layer.forward\)")
 
 
-@pytest.mark.parametrize("changes", [{"put_rows": 3}, {"reduce_block": 0}, {"comm_programs": 2}])
+@pytest.mark.parametrize("changes", [{"put_rows": 3}, {"reduce_block": 0}, {"programs": 0}])
 def test_bad_configurations_are_refused(changes):
-    with pytest.raises(UserError, match=r"powers of 2|comm_programs: got 2, expected 1 to 1"):
+    with pytest.raises(UserError, match=r"powers of 2|programs: got 0, expected at least 1"):
         replace(CONFIG, **changes)
 
 
@@ -158,32 +156,31 @@ def test_no_bank_is_too_few(banks):
         make_exchange(virtual_memories(1)[0], "layer", CASE, banks=banks)
 
 
-def dense(kind: str, a: tuple, b: tuple, c: tuple, dtype: torch.dtype = torch.float32) -> DenseGemm:
-    return DenseGemm(kind, *(torch.zeros(shape, dtype=dtype) for shape in (a, b, c)))
+def dense(a: tuple, b: tuple, c: tuple, dtype: torch.dtype = torch.float32) -> DenseGemm:
+    return DenseGemm(*(torch.zeros(shape, dtype=dtype) for shape in (a, b, c)))
 
 
 BAD_DENSE = {
-    "no such kind": (dense("tt", (2, 3), (3, 4), (2, 4)), "independent GEMM 1: got kind 'tt'"),
     "another dtype": (
-        dense("nn", (2, 3), (3, 4), (2, 4), torch.float16),
+        dense((3, 2), (3, 4), (2, 4), torch.float16),
         "a of independent GEMM 1: got torch.f",
     ),
     "b does not fit": (
-        dense("nt", (2, 3), (3, 4), (2, 4)),
-        r"b of independent GEMM 1: .*expected .*\[3, 3\]",
+        dense((2, 3), (3, 4), (2, 4)),
+        r"b of independent GEMM 1: .*expected .*\[2, 4\]",
     ),
     "c does not fit": (
-        dense("tn", (2, 3), (2, 4), (2, 4)),
+        dense((2, 3), (2, 4), (2, 4)),
         r"c of independent GEMM 1: .*expected .*\[3, 4\]",
     ),
-    "three dimensions": (dense("nn", (1, 2, 3), (3, 4), (2, 4)), r"independent GEMM 1: got a \[1, 2, 3\]"),
+    "three dimensions": (dense((1, 2, 3), (3, 4), (2, 4)), r"independent GEMM 1: got a \[1, 2, 3\]"),
 }
 
 
 @pytest.mark.parametrize("what", BAD_DENSE)
 def test_bad_independent_gemms_are_refused(layer, what):
     problem, message = BAD_DENSE[what]
-    layer.dense = [dense("nn", (2, 3), (3, 4), (2, 4)), problem]
+    layer.dense = [dense((3, 2), (3, 4), (2, 4)), problem]
     refused(layer, message)
 
 
@@ -218,11 +215,10 @@ def test_more_tokens_than_declared_are_refused(layer):
     )
 
 
-@pytest.mark.parametrize("split", few_of([False, True]))
-def test_rows_that_do_not_fit_are_an_error_and_nothing_is_put(layer, split):
+def test_rows_that_do_not_fit_are_an_error_and_nothing_is_put(layer):
     """12 rows come, 11 fit: told with layer, rank, needed and had; no number looks like an answer."""
     (memory,) = virtual_memories(1)
-    layer = make_layer(memory, "small", CASE, split=split)
+    layer = make_layer(memory, "small", CASE)
     layer.forward = make_exchange(memory, "layer 5", CASE, receive_rows=layer.routing.count.sum().item() - 1)
     layer.backward = make_exchange(memory, "way back", CASE, receive_rows=layer.forward.receive_rows)
     needed = layer.forward.receive_rows + 1
@@ -284,21 +280,24 @@ def test_nothing_beyond_the_counts_reaches_an_answer(layer):
 
 
 def test_table_of_independent_gemms():
-    problems = [dense("tn", (16, 8), (16, 4), (8, 4)), dense("nn", (2, 3), (3, 5), (2, 5))]
+    problems = [dense((16, 8), (16, 4), (8, 4)), dense((3, 2), (3, 5), (2, 5))]
     table, tiles = dense_table(problems, GemmConfig(16, 32, 16, 1, 1), torch.device("cpu"))
     pointers = [[t.data_ptr() for t in (p.a, p.b, p.c)] for p in problems]
-    assert table.tolist() == [[2, *pointers[0], 8, 4, 16, 0], [0, *pointers[1], 2, 5, 3, 1]]
+    assert table[:, :7].tolist() == [[*pointers[0], 8, 4, 16, 0], [*pointers[1], 2, 5, 3, 1]]
     assert tiles == 2
+    assert dense_table([], GemmConfig(16, 32, 16, 1, 1), torch.device("cpu")) == (None, 0)
 
 
 def test_tma_falls_back_where_an_operand_is_not_aligned(layer):
-    given = layer.forward, None, layer.routing, layer.experts, CONFIG, []
-    launch = overlap._Launch(*given, backward=False)
+    config = replace(CONFIG, tma=True)
     buffer = torch.zeros(64)
-    assert launch._fit_tma([buffer, buffer[4:]])
-    assert not launch._fit_tma([buffer, buffer[1:]])
-    launch.dense = [dense("nn", (2, 3), (3, 4), (2, 4))]
-    assert not launch._fit_tma([])
+
+    def tma(tensors: list, dense: list = ()) -> bool:
+        return cut_of(layer.forward, layer.experts, config, dense, tensors, backward=False).tma
+
+    assert tma([buffer, None, buffer[4:]])
+    assert not tma([buffer, buffer[1:]])
+    assert not tma([], [dense((3, 2), (3, 4), (2, 4))])
 
 
 HOPPER = hopper_config(4)

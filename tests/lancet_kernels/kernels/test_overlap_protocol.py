@@ -18,6 +18,7 @@ import torch.distributed as dist
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.reference.kernel import COUNTER
 from lancet_kernels.symmetric import SharedMemory, virtual_memories
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Answer, Case, check_accuracy
@@ -50,7 +51,7 @@ class OneByOne:
             time.sleep(self.random.random() * self.nap_s)
 
     def launch(self, **options) -> None:
-        words, counter = options["use_ptr"], options["counter"]
+        words, counter = options["of_pass"].words, COUNTER.value
         for i in itertools.count():
             self.nap()
             words[counter] = i
@@ -79,26 +80,20 @@ def delays(seed: int, nap_s: float = 0.02):
 
 def delayed_on_rank(case: Case, seeds: int) -> None:
     with GuardedMemory(timeout_s=30) as memory:
-        layers = {
-            name: make_layer(memory, name, case, split=split)
-            for name, split in (("fused", False), ("split", True))
-        }
+        layer = make_layer(memory, "layer", case)
         with poisoned_buffers():
-            expected = layers["fused"].run()
+            expected = layer.run()
             # Rank 1 is seconds late with its forward, rank 0 with its backward.
-            layer = layers["split"]
             time.sleep(2.0 * (memory.rank == 1))
             out, saved = layer.run_forward()
             time.sleep(2.0 * (memory.rank == 0))
             check_same(answer_of(out, layer.run_backward(saved)), expected, "late by seconds")
             for seed in range(seeds):
-                layer = layers["split" if seed % 2 else "fused"]
                 with delays(100 * seed + memory.rank) as kernel:
                     check_same(layer.run(), expected, f"delays of seed {seed}")
                 # At least the weight gradients of each expert, tokens or not.
                 assert kernel.tasks >= 2 * case.local
-        for layer in layers.values():
-            layer.check()
+        layer.check()
         memory.check_guards()
         memory.barrier()
 
@@ -290,26 +285,35 @@ def late_launch(layer: Layer, memory: SharedMemory, at: str, good: Answer) -> st
 
 
 def late_between_launches(layer: Layer, memory: SharedMemory) -> str:
-    """Rank 0 gives up in its first launch; rank 1's rows come before its second one."""
-    kernel, launches = overlap.overlap_kernel, []
+    """Rank 0 gives up in its first launch; rank 1's rows come before its second one, which adds up."""
+    kernels = overlap.overlap_kernel, overlap.combine_results_kernel
 
-    def launch(**options: object) -> None:
-        launches.append(1)
-        if memory.rank == 0 and len(launches) == 2:
-            memory.barrier()  # rank 0 has given up
-            memory.barrier()  # rank 1's rows are there
-        if memory.rank == 1 and len(launches) == 1:
-            memory.barrier()
-        kernel[(1,)](**options)
-        if memory.rank == 1 and len(launches) == 1:
-            memory.barrier()
+    class Meeting:
+        """A kernel between barriers: so many before it, so many behind it."""
 
-    overlap.overlap_kernel = {(1,): launch}
+        def __init__(self, kernel: object, before: int, behind: int) -> None:
+            self.kernel, self.before, self.behind = kernel, before, behind
+
+        def __getitem__(self, grid: tuple[int]) -> object:
+            return lambda **options: self.launch(grid, options)
+
+        def launch(self, grid: tuple[int], options: dict) -> None:
+            for _ in range(self.before):
+                memory.barrier()
+            self.kernel[grid](**options)
+            for _ in range(self.behind):
+                memory.barrier()
+
+    # Rank 0 has given up; then rank 1's rows are there.
+    if memory.rank == 0:
+        overlap.combine_results_kernel = Meeting(kernels[1], 2, 0)
+    else:
+        overlap.overlap_kernel = Meeting(kernels[0], 1, 1)
     layer.forward.timeout_s = SHORT_S
     try:
         out, _saved = layer.run_forward()
     finally:
-        overlap.overlap_kernel = kernel
+        overlap.overlap_kernel, overlap.combine_results_kernel = kernels
     assert out.isnan().all()
     with pytest.raises(CommunicationError) as error:
         layer.forward.check()
@@ -370,7 +374,7 @@ RELEASES = "to release the bank (its backward of an earlier pass)"
     few_of(
         [
             ("launch", {}, SENDS_COUNTS, SENDS_ROWS),
-            ("second launch", {"split": True}, SENDS_ROWS, RETURNS),
+            ("second launch", {}, SENDS_ROWS, RETURNS),
             ("backward", {}, SENDS_ROWS, RETURNS),
             ("release", {}, RELEASES, ""),
         ]

@@ -81,7 +81,7 @@ def test_a_configuration_that_this_gpu_cannot_run_is_ignored_with_a_warning(cach
         (
             "overlap",
             (768, 3072, "gelu", 1),
-            OverlapConfig(GemmConfig(64, 128, 64, 4, 4), programs=132, comm_programs=16, split=True),
+            OverlapConfig(GemmConfig(64, 128, 64, 4, 4), programs=132, tma=True),
         ),
         ("permute", (768,), RowConfig(4, 512, 8)),
     ],

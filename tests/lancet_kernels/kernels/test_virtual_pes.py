@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lancet_kernels.compiling.rehearsal import rehearsal
 from lancet_kernels.errors import CommunicationError
+from lancet_kernels.kernels.rehearsal import rehearsal
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.test_overlap_kernel import SMALL
@@ -27,12 +27,12 @@ LARGE = {
 }
 # (case, options of VirtualPass)
 WORK = [
-    (case, {name: True for name in ("split", "dense") if options.get(name)})
+    (case, {name: True for name in ("dense",) if options.get(name)})
     for cases in SMALL.values()
     for case, options in cases
 ]
 WORK += [(replace(case, world=world), {}) for case in LARGE.values() for world in WORLDS]
-WORK += [(replace(LARGE["gelu"], world=world), {"split": True, "dense": True}) for world in WORLDS]
+WORK += [(replace(LARGE["gelu"], world=world), {"dense": True}) for world in WORLDS]
 GELU, ODD = LARGE["gelu"], Case()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from tests.lancet_kernels.kernels.overlap_ranks import DENSE, make_dense
 from tests.lancet_kernels.kernels.virtual_pes import VirtualPes
 
 # Sizes that tensor descriptors take: multiples of 16 bytes.
-ALIGNED_DENSE = (("nn", 200, 264, 136), ("nt", 130, 72, 328), ("tn", 136, 520, 200))  # kind, M, N, K
+ALIGNED_DENSE = ((200, 264, 136), (136, 72, 328), (136, 520, 200))  # M, N, K
 
 
 @dataclass
@@ -48,7 +48,7 @@ def data_of(case: Case, rank: int) -> Data:
 class VirtualPass:
     """Forward and backward of a case on all its PEs.
 
-    split: two launches per direction. dense: independent GEMMs ride along in both. bodies: of the kernel.
+    dense: independent GEMMs ride along in both. bodies: of the kernel.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class VirtualPass:
         case: Case,
         device: torch.device,
         *,
-        split: bool = False,
         dense: bool = False,
         bodies: str = "triton",
         timeout_s: float = 8.0,
@@ -68,7 +67,7 @@ class VirtualPass:
         )
         if bodies == "gluon":
             default = hopper_config(default.programs)
-        self.config = replace(default, split=split)
+        self.config = default
         sizes = ALIGNED_DENSE if bodies == "gluon" else DENSE
         memories = self.pes.memories
         self.forwards, self.backwards = (
@@ -90,10 +89,7 @@ class VirtualPass:
         )
         self.data = [to(data_of(case, rank), device) for rank in range(case.world)]
         self.dense = [
-            [
-                DenseGemm(d.kind, *(t.to(device) for t in (d.a, d.b, d.c)))
-                for d in make_dense(case.dtype, sizes)
-            ]
+            [DenseGemm(*(t.to(device) for t in (d.a, d.b, d.c))) for d in make_dense(case.dtype, sizes)]
             if dense
             else []
             for _ in range(case.world)
@@ -158,9 +154,8 @@ def assert_right(got: list[Answer], case: Case) -> None:
 def assert_dense_right(run: VirtualPass) -> None:
     for problem in (problem for problems in run.dense for problem in problems):
         a, b, c = (t.cpu().double() for t in (problem.a, problem.b, problem.c))
-        a, b = a.T if problem.kind == "tn" else a, b.T if problem.kind == "nt" else b
-        same = (a.float() @ b.float()).to(problem.c.dtype)
-        assert_close(c.to(same.dtype), a @ b, same, f"independent GEMM {problem.kind}")
+        same = (a.T.float() @ b.float()).to(problem.c.dtype)
+        assert_close(c.to(same.dtype), a.T @ b, same, "independent GEMM")
 
 
 def assert_close(got: Tensor | None, exact: Tensor | None, same: Tensor | None, name: str) -> None:

@@ -28,10 +28,10 @@ from unittest import mock
 
 import torch
 
-from lancet_kernels.compiling.rehearsal import rehearsal
 from lancet_kernels.errors import UserError
 from lancet_kernels.kernels import overlap
 from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.rehearsal import rehearsal
 from lancet_kernels.symmetric.virtual import virtual_memories
 
 T = TypeVar("T")

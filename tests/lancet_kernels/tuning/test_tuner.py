@@ -36,7 +36,7 @@ H100 = Place(torch.device("cpu"), "NVIDIA H100 80GB HBM3", 90, 132)
 
 def compiled(specimen, registers=100, spills=0) -> Row:
     found = CompiledKernel(
-        specimen.name, specimen.config, "sm_90", registers, spills, 0, 60_000, 32 * specimen.num_warps,
+        specimen.name, specimen.config, "sm_90", registers, spills, 0, 60_000, 32 * specimen.arguments["num_warps"],
         specimen.wgmma, specimen.tma, False, 0.1,
     )  # fmt: skip
     return Row(specimen, found, None)
@@ -74,7 +74,9 @@ class FakePool:
 @pytest.fixture
 def compiler(monkeypatch) -> FakePool:
     """8 warps spill."""
-    fake = FakePool(lambda specimen: compiled(specimen, spills=240 if specimen.num_warps == 8 else 0))
+    fake = FakePool(
+        lambda specimen: compiled(specimen, spills=240 if specimen.arguments["num_warps"] == 8 else 0)
+    )
     monkeypatch.setattr(background_compiler, "CompilePool", fake)
     return fake
 

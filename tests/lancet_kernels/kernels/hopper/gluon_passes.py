@@ -24,28 +24,23 @@ from tests.lancet_kernels.kernels.overlap_ranks import CONFIG, Layer, make_excha
 SMALL_TILE = GemmConfig(16, 32, 16, 4, 3)
 # Both halves of a tile of swiglu must be a chunk of the widest swizzle or more: 64 columns.
 PAIR_TILE = GemmConfig(16, 128, 64, 4, 2)
-SIZES = (("nn", 24, 40, 56), ("nt", 8, 72, 16), ("tn", 40, 32, 8))  # kind, M, N, K
+SIZES = ((24, 40, 56), (8, 72, 16), (40, 32, 8))  # M, N, K
 
 
 def aligned_dense(dtype: torch.dtype) -> list[DenseGemm]:
-    """One GEMM of each kind, aligned for descriptors, of small integers, into NaN."""
+    """Independent GEMMs, aligned for descriptors, of small integers, into NaN."""
     generator = torch.Generator().manual_seed(5)
     gemms = []
-    for kind, m, n, k in SIZES:
-        a, b = (
-            torch.randint(-2, 3, shape, generator=generator).to(dtype)
-            for shape in ((k, m) if kind == "tn" else (m, k), (n, k) if kind == "nt" else (k, n))
-        )
-        gemms.append(DenseGemm(kind, a, b, torch.full((m, n), float("nan"), dtype=dtype)))
+    for m, n, k in SIZES:
+        a, b = (torch.randint(-2, 3, (k, columns), generator=generator).to(dtype) for columns in (m, n))
+        gemms.append(DenseGemm(a, b, torch.full((m, n), float("nan"), dtype=dtype)))
     return gemms
 
 
 def check_dense(gemms: Sequence[DenseGemm]) -> None:
     for gemm in gemms:
-        a = (gemm.a.T if gemm.kind == "tn" else gemm.a).float()
-        b = (gemm.b.T if gemm.kind == "nt" else gemm.b).float()
         # Sums of at most 56 products of at most 4: whole numbers that 8 bits hold.
-        assert torch.equal(gemm.c.float(), a @ b), f"independent GEMM {gemm.kind}"
+        assert torch.equal(gemm.c.float(), gemm.a.T.float() @ gemm.b.float()), "independent GEMM"
 
 
 class _OnSomePes:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lancet_kernels.compiling.rehearsal import rehearsal
 from lancet_kernels.errors import CommunicationError
+from lancet_kernels.kernels.rehearsal import rehearsal
 from tests.lancet_kernels.kernels.overlap_cases import Case
 from tests.lancet_kernels.kernels.overlap_ranks import same_bits
 from tests.lancet_kernels.kernels.virtual_pass import VirtualPass, assert_dense_right, assert_right
@@ -40,7 +40,6 @@ CASES = {
         Case(tokens=600, choices=1, capacity=450, width=128, hidden=256, choose="one", dtype=BRAIN),
         {},
     ),
-    "two launches": (GELU, {"split": True}),
     "independent GEMMs": (GELU, {"dense": True}),
 }
 # Compiling takes most of the time that `make gpu` has.

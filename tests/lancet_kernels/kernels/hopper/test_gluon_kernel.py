@@ -20,6 +20,7 @@ from lancet_kernels.kernels.hopper import consumer, copies, pipeline, producer
 from lancet_kernels.kernels.hopper.config import hopper_config
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.protocol import device, steps
+from lancet_kernels.kernels.protocol.combine import combine_results_kernel
 from tests.grids import few_of
 from tests.lancet_kernels.kernels.hopper.gluon_emulator import Emulator
 from tests.lancet_kernels.kernels.hopper.gluon_passes import (
@@ -69,7 +70,6 @@ def test_waits_for_a_pe_that_does_not_come_end():
     [
         (Case(world=1, width=24, hidden=24, dtype=BF16), {}),
         (ODD, {}),
-        (ODD, {"split": True}),
         (Case(tokens=21, width=40, hidden=24, dtype=FP16, activation="silu", bias=False), {"programs": 2}),
         (Case(local=1, width=24, hidden=40, dtype=BF16, activation="swiglu"), {"gemm": PAIR_TILE}),
         (Case(local=1, tokens=40, capacity=40, width=24, hidden=24, dtype=BF16, choose="one"),
@@ -124,9 +124,9 @@ MUTANTS = {
         (steps.finish_ready, "    tl.debug_barrier()\n", ""),
     ],
     "a column is counted as ready before it is stored": [
-        (consumer._finish_in, "    finish_ready(ready_ptr, tile, local, tiles)\n", ""),
+        (consumer._finish_in, "    finish_ready(task.index, local, of_pass, sizes.tiles)\n", ""),
         (consumer._finish_in, "    if BACKWARD:\n",
-         "    finish_ready(ready_ptr, tile, local, tiles)\n    if BACKWARD:\n"),
+         "    finish_ready(task.index, local, of_pass, sizes.tiles)\n    if BACKWARD:\n"),
     ],
     "a column is counted as ready without release": [
         (steps.finish_ready, 'tile, 1, sem="release"', 'tile, 1, sem="relaxed"'),
@@ -140,19 +140,21 @@ MUTANTS = {
         (steps.wait_rows, "in_tile(count, before, m, BM), word", "i_w < 0, word"),
     ],
     "the second product does not wait for the first": [
-        (producer._load_out, "    if HAS_IN:\n", "    if False:\n"),
+        (producer._load_out, "wait_ready(task.index, gl.cdiv(sizes.F, blocks.BN_IN), of_pass, sizes, True)",
+         "True"),
     ],
     "a weight gradient does not wait for the first product": [
-        (producer._load_wgrad, "    if HAS_IN:\n", "    if False:\n"),
+        (producer._load_wgrad,
+         "(sound != 0) & wait_ready(sizes.tiles + task.index, columns, of_pass, sizes, True)", "sound != 0"),
     ],
-    "a reduction does not wait for results": [
-        (steps.reduce_block, "index, kept, word, max_polls", "index, kept, word * 0, max_polls"),
+    "a sum does not wait for results": [
+        (combine_results_kernel, "index, kept, word, max_polls", "index, kept, word * 0, max_polls"),
     ],
     "rows that arrived are loaded without a fence": [
         (steps.wait_rows, "    device.fence_tma(TMA)\n", ""),
     ],
     "a descriptor is built over one that is in use": [
-        (producer._load_wgrad, "        wait_for_loads(it, full, STAGES)\n", ""),
+        (producer._load_across, "        wait_for_loads(it, rings.full, STAGES)\n", ""),
     ],
     "a stage is released before its product has been waited for": [
         (pipeline.multiply_steps, "empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0",
@@ -170,7 +172,7 @@ MUTANTS = {
         (copies._put_rows, "async_copy.wait_group(SLOTS - 1)", "pass"),
     ],
     "the consumers do not see the end": [
-        (producer.produce, "    hand_over(j, tasks, task_empty, task_full, NO_TASK,", "    max("),
+        (producer.produce, "    hand_over(\n        j, rings.tasks", "    max(\n        j, rings.tasks"),
     ],
 }  # fmt: skip
 

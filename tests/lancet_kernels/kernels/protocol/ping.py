@@ -5,7 +5,9 @@ here, with both transports.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -57,25 +59,21 @@ def ping(
 
 
 def specimens(arch: int) -> Iterator[Specimen]:
-    """What `lancet kernels` compiles: both transports, and TMA behind the wait."""
-    signature = dict.fromkeys(("peers_ptr", "signals_ptr", "signal_peers_ptr", "report_ptr"), "*i64")
-    signature |= dict.fromkeys(("index", "to", "origin", "rank", "num_rows", "epoch"), "i32")
-    signature |= {"row_ptr": "*i32", "max_polls": "i64"}
+    """What the tests compile: both transports, and TMA behind the wait."""
+    words = ("peers_ptr", "signals_ptr", "signal_peers_ptr", "report_ptr")
+    arguments: dict[str, Any] = {name: torch.empty(0, dtype=torch.int64) for name in words}
+    arguments |= dict.fromkeys(("index", "to", "origin", "rank", "num_rows", "epoch"), 3)
+    arguments |= {"row_ptr": torch.empty(0, dtype=torch.int32), "max_polls": 1 << 40}
+    arguments |= {"D": 256, "ROWS": 4, "BLOCK": 256}
     variants = [("bf16", "pointers", ""), ("fp32", "pointers", ""), ("bf16", "nvshmem", "")]
     if arch >= 90:
         variants += [("bf16", "pointers", "tma"), ("bf16", "nvshmem", "tma")]
     for dtype, transport, more in variants:
-        data = dict.fromkeys(("source_ptr", "region_ptr", "stage_ptr", "out_ptr"), f"*{dtype}")
-        flags = {"TMA": more == "tma", "NVSHMEM": transport == "nvshmem"}
-        yield Specimen(
-            name="ping",
-            config=f"4x256 {dtype} {transport} {more}".rstrip(),
-            kernel=ping,
-            signature=signature | data,
-            constexprs={"D": 256, "ROWS": 4, "BLOCK": 256} | flags,
-            aligned=tuple(data),
-            # Otherwise ptxas 12.9 saves registers for occupancy, down to 32, and NVSHMEM's functions spill.
-            options={"maxnreg": 128} if transport == "nvshmem" else {},
-            nvshmem=transport == "nvshmem",
-            tma=more == "tma",
-        )
+        rows = torch.empty(0, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
+        nvshmem = transport == "nvshmem"
+        given = dict.fromkeys(("source_ptr", "region_ptr", "stage_ptr", "out_ptr"), rows)
+        given |= {"TMA": more == "tma", "NVSHMEM": nvshmem}
+        # Otherwise ptxas 12.9 saves registers for occupancy, down to 32, and NVSHMEM's functions spill.
+        given |= {"maxnreg": 128} if nvshmem else {}
+        config = f"4x256 {dtype} {transport} {more}".rstrip()
+        yield Specimen("ping", config, ping, arguments | given, tma=more == "tma")

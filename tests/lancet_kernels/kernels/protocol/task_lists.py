@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lancet_kernels.kernels.protocol import tasks
-from lancet_kernels.kernels.protocol.tasks import LaunchShape
 
-PUT, TILE_IN, TILE_OUT, WGRAD, DENSE, REDUCE = (
-    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE REDUCE".split()
+PUT, TILE_IN, TILE_OUT, WGRAD, DENSE = (
+    getattr(tasks, name).value for name in "PUT TILE_IN TILE_OUT WGRAD DENSE".split()
 )
+REDUCE = DENSE + 1  # the kernel behind the launch, which adds up what comes back, as one task
 Task = tuple[int, ...]
 Key = tuple[int, int]  # local expert, tile of the expert
-BEHIND_ALL: Key = (1 << 30, 0)
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """What a launch has, apart from puts and tiles, whose numbers the counts decide.
+
+    Attributes: tiles_in, tiles_out: column tiles of the first and second GEMM. wgrad: weight gradients.
+        dense_tiles: tiles of independent GEMMs. programs: size of the grid.
+    """
+
+    tiles_in: int = 1
+    tiles_out: int = 1
+    wgrad: bool = False
+    dense_tiles: int = 0
+    programs: int = 1
+
+    @property
+    def lag(self) -> int:
+        """By how many tiles the second GEMM is behind the first."""
+        return -(-self.programs // self.tiles_in)
 
 
 @dataclass(frozen=True)
@@ -61,40 +79,21 @@ class Routed:
         return [(key, task) for key, _, task in sorted(found)]
 
 
-def others(
-    shape: LaunchShape, tiles: list[Key], dense: list, wgrads: list
-) -> Iterator[tuple[Key | None, Task]]:
-    """(the tile whose puts stand before the task, task). None: no put has to; (inf, 0): all have to.
-
-    dense: (row tiles, column tiles) of each independent GEMM; wgrads: tasks of the weight gradients.
-    """
-    for problem, (rows, columns) in enumerate(dense):
-        yield from ((None, (DENSE, problem, m, n)) for m in range(rows) for n in range(columns))
-    lag = min(shape.lag, len(tiles))
-    for step in range(len(tiles) + lag):
-        key = tiles[step] if step < len(tiles) else BEHIND_ALL
-        if step < len(tiles):
-            yield from ((key, (TILE_IN, step, n)) for n in range(shape.tiles_in))
-        if step >= lag:
-            yield from ((key, (TILE_OUT, step - lag, n)) for n in range(shape.tiles_out))
-    yield from ((BEHIND_ALL, task) for task in wgrads)
-    yield from ((BEHIND_ALL, (REDUCE, block)) for block in range(shape.reduce_blocks))
-
-
 def task_list(
     routed: Routed, rank: int, shape: LaunchShape, dense: list = (), wgrads: list = ()
 ) -> list[Task]:
-    """All tasks of a launch in the order of their numbers."""
-    puts = routed.puts(rank) if shape.put else []
-    beside = shape.programs - shape.comm_programs
-    listed: list[Task] = []
-    placed = 0
-    for j, (key, task) in enumerate(others(shape, routed.tiles(rank), dense, wgrads)):
-        wanted = (j // beside + 1) * shape.comm_programs if beside else len(puts)
-        if key is not None:
-            wanted = max(wanted, max((i + 1 for i, (first, _) in enumerate(puts) if first <= key), default=0))
-        while placed < min(wanted, len(puts)):
-            listed.append(puts[placed][1])
-            placed += 1
-        listed.append(task)
-    return listed + [task for _, task in puts[placed:]]
+    """All tasks of a launch in the order of their numbers.
+
+    dense: (row tiles, column tiles) of each independent GEMM; wgrads: tasks of the weight gradients.
+    """
+    tiles = routed.tiles(rank)
+    listed = [task for _, task in routed.puts(rank)]
+    for problem, (rows, columns) in enumerate(dense):
+        listed += [(DENSE, problem, m, n) for m in range(rows) for n in range(columns)]
+    lag = min(shape.lag, len(tiles))
+    for step in range(len(tiles) + lag):
+        if step < len(tiles):
+            listed += [(TILE_IN, step, n) for n in range(shape.tiles_in)]
+        if step >= lag:
+            listed += [(TILE_OUT, step - lag, n) for n in range(shape.tiles_out)]
+    return listed + list(wgrads)

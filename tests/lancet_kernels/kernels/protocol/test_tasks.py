@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,10 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lancet_kernels.kernels.protocol import schedule
+from lancet_kernels.kernels.protocol.arguments import Blocks, PassState, Sizes
 from lancet_kernels.kernels.protocol.failure import TOO_MANY_ROWS
 from lancet_kernels.kernels.protocol.schedule import schedule_kernel
-from lancet_kernels.kernels.protocol.tasks import LaunchShape, num_wgrads
-from lancet_kernels.kernels.reference.kernel import find_task
+from lancet_kernels.kernels.protocol.steps import put_task
+from lancet_kernels.kernels.protocol.tasks import gemm_task, num_gemm_tasks
 from tests.examples import examples
 from tests.lancet_kernels.kernels.protocol.task_lists import (
     DENSE,
@@ -32,12 +33,14 @@ from tests.lancet_kernels.kernels.protocol.task_lists import (
     TILE_IN,
     TILE_OUT,
     WGRAD,
+    LaunchShape,
     Routed,
     Task,
     task_list,
 )
 
-NUMBERS = {PUT: 2, TILE_IN: 2, TILE_OUT: 2, WGRAD: 4, DENSE: 3, REDUCE: 1}
+# Which of which, index, m, n a kind has.
+FIELDS = {PUT: (1, 2), TILE_IN: (1, 3), TILE_OUT: (1, 3), WGRAD: (0, 1, 2, 3), DENSE: (1, 2, 3)}
 NAMES = {PUT: "PUT", TILE_IN: "TILE_IN", TILE_OUT: "TILE_OUT", WGRAD: "WGRAD", REDUCE: "REDUCE"}
 Fact = tuple[str | int, ...]
 Lists = list[list[list[Task]]]  # [rank][launch]
@@ -45,13 +48,14 @@ Lists = list[list[list[Task]]]  # [rank][launch]
 
 @dataclass(frozen=True)
 class Pass:
-    """One use of an exchange: the counts, and the launches of every PE."""
+    """One use of an exchange: the counts, and the launch of every PE."""
 
     routed: Routed
-    shapes: list[list[LaunchShape]]  # [rank][launch]
+    shapes: list[LaunchShape]  # [rank]
 
     def lists(self) -> Lists:
-        return [[self._list(rank, shape) for shape in launches] for rank, launches in enumerate(self.shapes)]
+        """Of each PE: the tasks of the launch, and those of the kernel behind it."""
+        return [[self._list(rank, shape), [(REDUCE, 0)]] for rank, shape in enumerate(self.shapes)]
 
     def _list(self, rank: int, shape: LaunchShape) -> list[Task]:
         wgrads = [(WGRAD, which, local, 0, 0) for which in range(2) for local in range(self.routed.local)]
@@ -74,36 +78,20 @@ def routings(draw: st.DrawFn, most_experts: int = 4) -> Routed:
 
 @st.composite
 def passes(draw: st.DrawFn, most_experts: int = 4) -> Pass:
-    """A pass cut into launches between any of its stages; tokens and fillers differ by PE."""
+    """Fillers differ by PE."""
     routed = draw(routings(most_experts))
-    tiles_in, tiles_out = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    # Which launch has the puts, the first GEMM, the second, the weight gradients, the reduction.
-    first = draw(st.integers(0, 1))
-    second = first + draw(st.integers(0, 1))
-    third = second + draw(st.integers(0, 1))
-    last = third + draw(st.integers(0, 1))
+    sizes = {name: draw(st.integers(1, 3)) for name in ("tiles_in", "tiles_out")}
     wgrad, programs = draw(st.booleans()), draw(st.integers(1, 6))
-    comm_programs = draw(st.integers(1, programs))
     shapes = [
-        [
-            LaunchShape(
-                put=launch == 0,
-                tiles_in=tiles_in if launch == first else 0,
-                tiles_out=tiles_out if launch == second else 0,
-                wgrad=wgrad and launch == third,
-                dense_tiles=draw(st.integers(0, 5)),
-                reduce_blocks=draw(st.integers(0, 3)) if launch == last else 0,
-                programs=programs,
-                comm_programs=comm_programs,
-            )
-            for launch in range(last + 1)
-        ]
+        LaunchShape(**sizes, wgrad=wgrad, dense_tiles=draw(st.integers(0, 5)), programs=programs)
         for _ in range(routed.world)
     ]
     return Pass(routed, shapes)
 
 
 # ---- what the device finds
+
+BN, BN_IN = 16, 8
 
 
 @triton.jit
@@ -112,25 +100,40 @@ def offsets_kernel(counts_ptr, table_ptr, report_ptr, rank, W, L, R, BM: tl.cons
 
 
 @triton.jit
+def _list_tasks(
+    of_pass, problems_ptr, out_ptr, num_problems, dense_tiles, lag, sizes, blocks, HAS_WGRAD: tl.constexpr
+):
+    num_puts, num_tiles = (
+        tl.load(of_pass.table + schedule.NUM_PUTS),
+        tl.load(of_pass.table + schedule.NUM_TILES),
+    )
+    num_gemms = num_gemm_tasks(num_tiles, dense_tiles, sizes, blocks, HAS_WGRAD)
+    for i in range(num_puts):
+        expert, m = put_task(i, of_pass, sizes)
+        tl.store(out_ptr + 5 * i, 0)
+        tl.store(out_ptr + 5 * i + 2, expert)
+        tl.store(out_ptr + 5 * i + 3, m)
+    out_ptr += 5 * num_puts
+    i = num_gemms * 0
+    while i < num_gemms:
+        task = gemm_task(i, num_tiles, lag, sizes, problems_ptr, num_problems, dense_tiles, blocks, HAS_WGRAD)
+        tl.store(out_ptr + 5 * i, task.kind)
+        tl.store(out_ptr + 5 * i + 1, task.which)
+        tl.store(out_ptr + 5 * i + 2, task.index)
+        tl.store(out_ptr + 5 * i + 3, task.m)
+        tl.store(out_ptr + 5 * i + 4, task.n)
+        i += 1
+
+
+@triton.jit
 def list_tasks_kernel(
-    table_ptr, problems_ptr, out_ptr, num_problems, num_tasks, W, L, D, F, H, tiles, chunks,
-    tiles_in, tiles_out, lag, dense_tiles, programs, comm_programs,
-    HAS_PUT: tl.constexpr, HAS_WGRAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    of_pass, problems_ptr, out_ptr, num_problems, dense_tiles, lag, rank, W, L, D, F, H, tiles, chunks,
+    HAS_WGRAD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BN_IN: tl.constexpr,
 ):  # fmt: skip
-    tile_puts_ptr = schedule.tile_ptr(table_ptr, W, W * L) + tiles
-    num_puts = tl.load(table_ptr + schedule.NUM_PUTS) if HAS_PUT else 0
-    num_wgrad = num_wgrads(L, D, F, H, BM, BN) if HAS_WGRAD else 0
-    for i in range(num_tasks):
-        kind, a, b, c, d = find_task(
-            i, num_puts, tl.load(table_ptr + schedule.NUM_TILES), num_wgrad, dense_tiles,
-            num_problems, tiles_in, tiles_out, lag, programs, comm_programs, problems_ptr,
-            tile_puts_ptr, tile_puts_ptr + tiles, chunks, L, D, F, H, HAS_PUT, True, HAS_WGRAD, True, BM, BN,
-        )  # fmt: skip
-        tl.store(out_ptr + 5 * i, kind)
-        tl.store(out_ptr + 5 * i + 1, a)
-        tl.store(out_ptr + 5 * i + 2, b)
-        tl.store(out_ptr + 5 * i + 3, c)
-        tl.store(out_ptr + 5 * i + 4, d)
+    _list_tasks(
+        of_pass, problems_ptr, out_ptr, num_problems, dense_tiles, lag,
+        Sizes(rank, W, L, D, F, H, 0, tiles, chunks, 0), Blocks(BM, BN, BN_IN, 16, 1, 1, 1), HAS_WGRAD,
+    )  # fmt: skip
 
 
 def device_table(
@@ -160,21 +163,22 @@ def device_table(
 def device_list(
     routed: Routed, rank: int, shape: LaunchShape, dense: list, sizes: tuple[int, int, int]
 ) -> tuple[list[Task], list[Task]]:
-    """-> every task, by its number, and those of the rules. sizes: D, F, H; tiles are `block_m` by 16."""
+    """-> every task, by its number, and those of the rules. sizes: D, F, H; tiles are `block_m` by BN."""
     table, _, tiles, chunks = device_table(routed, rank)
     block_m, problems, first = routed.block_m, [], 0
     for rows, columns in dense:
-        problems.append([0, 0, 0, 0, rows * block_m, columns * 16, 8, first])
+        problems.append([0, 0, 0, rows * block_m, columns * BN, 8, first, 0])
         first += rows * columns
-    problems = torch.tensor(problems or [[0] * 8])
     expected = task_list(routed, rank, shape, dense, wgrad_tasks(routed, sizes) if shape.wgrad else [])
-    out = torch.zeros(len(expected), 5, dtype=torch.int32)
+    out = torch.zeros(len(expected) + 1, 5, dtype=torch.int32)
     list_tasks_kernel[(1,)](
-        table, problems, out, len(dense), len(expected), routed.world, routed.local, *sizes, tiles, chunks,
-        shape.tiles_in, shape.tiles_out, shape.lag, shape.dense_tiles, shape.programs,
-        shape.comm_programs, HAS_PUT=shape.put, HAS_WGRAD=shape.wgrad, BM=block_m, BN=16,
+        PassState(None, table, None, None, None), torch.tensor(problems) if problems else None, out,
+        len(dense), first, shape.lag, rank, routed.world, routed.local, *sizes, tiles, chunks,
+        HAS_WGRAD=shape.wgrad, BM=block_m, BN=BN, BN_IN=BN_IN,
     )  # fmt: skip
-    return [(kind, *numbers[: NUMBERS[kind]]) for kind, *numbers in out.tolist()], expected
+    assert not out[-1].any()
+    found = [(kind, *(fields[i] for i in FIELDS[kind])) for kind, *fields in out[:-1].tolist()]
+    return found, expected
 
 
 def wgrad_tasks(routed: Routed, sizes: tuple[int, int, int]) -> list[Task]:
@@ -185,7 +189,7 @@ def wgrad_tasks(routed: Routed, sizes: tuple[int, int, int]) -> list[Task]:
         for which, (rows, columns) in enumerate(grids)
         for local in range(routed.local)
         for m in range(-(-rows // routed.block_m))
-        for n in range(-(-columns // 16))
+        for n in range(-(-columns // BN))
     ]
 
 
@@ -193,16 +197,13 @@ def wgrad_tasks(routed: Routed, sizes: tuple[int, int, int]) -> list[Task]:
 @examples(12)
 def test_the_device_finds_the_tasks_of_the_rules(routed: Routed, data: st.DataObject) -> None:
     dense = data.draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2)), max_size=2))
-    programs = data.draw(st.integers(1, 6))
+    width, hidden = 20, 18
     shape = LaunchShape(
-        put=data.draw(st.booleans()), tiles_in=data.draw(st.integers(0, 3)),
-        tiles_out=data.draw(st.integers(0, 2)), wgrad=data.draw(st.booleans()),
-        dense_tiles=sum(rows * columns for rows, columns in dense),
-        reduce_blocks=data.draw(st.integers(0, 3)),
-        programs=programs, comm_programs=data.draw(st.integers(1, programs)),
+        tiles_in=-(-hidden // BN_IN), tiles_out=-(-width // BN), wgrad=data.draw(st.booleans()),
+        dense_tiles=sum(rows * columns for rows, columns in dense), programs=data.draw(st.integers(1, 6)),
     )  # fmt: skip
     for rank in range(routed.world):
-        found, expected = device_list(routed, rank, shape, dense, (20, 18, 36))
+        found, expected = device_list(routed, rank, shape, dense, (width, hidden, 2 * hidden))
         assert found == expected
 
 
@@ -216,7 +217,7 @@ def test_example_in_the_docstring() -> None:
         assert words[:4] == [0, 5 + rank, 4, 11 - rank]
         where, found = 8, {}
         sizes = {"count": 12, "before": 12, "first_send": 12, "rows": 6, "first_row": 6, "first_tile": 6}
-        sizes |= {"expert": tiles, "puts before": tiles, "put_expert": chunks, "put_tile": chunks}
+        sizes |= {"expert": tiles, "put_expert": chunks, "put_tile": chunks}
         for name, size in sizes.items():
             found[name] = words[where : where + size]
             where += size
@@ -248,9 +249,9 @@ def waits(task: Task, rank: int, shape: LaunchShape, routed: Routed) -> Iterator
     kind, *numbers = task
     if kind == TILE_IN:
         yield from (("arrived", rank, numbers[0], source) for source in routed.sources(rank, numbers[0]))
-    elif kind == TILE_OUT and shape.tiles_in:
+    elif kind == TILE_OUT:
         yield from (("ready", rank, numbers[0], n) for n in range(shape.tiles_in))
-    elif kind == WGRAD and shape.tiles_in:
+    elif kind == WGRAD:
         for tile, (local, _) in enumerate(routed.tiles(rank)):
             if local == numbers[1]:
                 yield from (("ready", rank, tile, n) for n in range(shape.tiles_in))
@@ -258,11 +259,6 @@ def waits(task: Task, rank: int, shape: LaunchShape, routed: Routed) -> Iterator
         # Of the tokens in the block, which may sit anywhere: any chunk that this PE has sent.
         for expert in range(routed.world * routed.local):
             yield from (("returned", rank, expert, m) for m in routed.touched(rank, expert))
-
-
-def reads(task: Task, rank: int, whole: LaunchShape, routed: Routed) -> Iterator[Fact]:
-    """What must be there when the task runs, waited for or not. `whole`: the launch with all stages in it."""
-    return waits(task, rank, whole, routed)
 
 
 def makes(task: Task, rank: int, shape: LaunchShape, routed: Routed, done: dict[Fact, int]) -> Iterator[Fact]:
@@ -303,7 +299,7 @@ def run(one: Pass, lists: Lists, programs: int = 1, seed: int = 0, needs: Needs 
         moved = False
         for rank in turns.sample(range(len(lists)), len(lists)):
             while launch[rank] < len(lists[rank]):
-                shape, todo = one.shapes[rank][launch[rank]], lists[rank][launch[rank]]
+                shape, todo = one.shapes[rank], lists[rank][launch[rank]]
                 while len(held[rank]) < programs and claimed[rank] < len(todo):
                     held[rank].append(todo[claimed[rank]])
                     claimed[rank] += 1
@@ -314,7 +310,7 @@ def run(one: Pass, lists: Lists, programs: int = 1, seed: int = 0, needs: Needs 
                 if not able:
                     break
                 task = turns.choice(able)
-                missing = set(reads(task, rank, in_one(one.shapes[rank]), one.routed)) - facts
+                missing = set(waits(task, rank, shape, one.routed)) - facts
                 assert not missing, f"PE {rank} runs {named(task)} before {sorted(missing)}"
                 held[rank].remove(task)
                 facts.update(makes(task, rank, shape, one.routed, done))
@@ -327,15 +323,6 @@ def run(one: Pass, lists: Lists, programs: int = 1, seed: int = 0, needs: Needs 
 
 def named(task: Task) -> str:
     return f"{NAMES.get(task[0], task[0])}{task[1:]}".replace(",)", ")")
-
-
-def in_one(launches: list[LaunchShape]) -> LaunchShape:
-    """The launch that has the stages of all of these."""
-    return replace(
-        launches[0],
-        tiles_in=max(shape.tiles_in for shape in launches),
-        tiles_out=max(shape.tiles_out for shape in launches),
-    )
 
 
 @given(one=passes())
@@ -352,26 +339,19 @@ def test_several_programs_finish_and_read_nothing_too_early(one: Pass, programs:
 
 @given(one=passes())
 @examples(100)
-def test_tiles_stand_behind_the_puts_that_the_proof_names(one: Pass) -> None:
-    """A tile of the first GEMM behind all puts with a key up to its own, and every task is there once."""
-    for rank, launches in enumerate(one.lists()):
-        for listed, shape in zip(launches, one.shapes[rank], strict=True):
-            assert len(set(listed)) == len(listed)
-            keys = {task: key for key, task in one.routed.puts(rank)} if shape.put else {}
-            assert keys.keys() == {task for task in listed if task[0] == PUT}
-            done: set[Task] = set()
-            for task in listed:
-                done.add(task)
-                if task[0] == TILE_IN:
-                    tile = one.routed.tiles(rank)[task[1]]
-                    assert all(put in done for put, key in keys.items() if key <= tile), named(task)
+def test_puts_stand_first(one: Pass) -> None:
+    """As the proof wants them; and every task is there once."""
+    for rank, (listed, _) in enumerate(one.lists()):
+        assert len(set(listed)) == len(listed)
+        puts = {task for _, task in one.routed.puts(rank)}
+        assert set(listed[: len(puts)]) == puts == {task for task in listed if task[0] == PUT}
 
 
 # The same check must see what is wrong.
 
 WHOLE = Pass(
     Routed(((9, 3, 0, 6), (2, 7, 5, 4)), 2, 4),
-    [[LaunchShape(tiles_in=2, tiles_out=2, wgrad=True, dense_tiles=2, reduce_blocks=2)]] * 2,
+    [LaunchShape(tiles_in=2, tiles_out=2, wgrad=True, dense_tiles=2)] * 2,
 )
 
 
@@ -389,8 +369,6 @@ def last(own: bool) -> Callable[[Task, int], int]:
 WRONG_ORDERS: dict[str, Callable[[Task, int], int]] = {
     "tiles before puts": first(TILE_IN),
     "second GEMM before the first": first(PUT, TILE_OUT),
-    "reductions before the tiles": first(PUT, REDUCE),
-    "reductions before the second GEMM": first(PUT, TILE_IN, REDUCE),
     "weight gradients before the first GEMM": first(PUT, WGRAD),
     "puts to itself after the tiles": last(own=True),
     "puts to peers after the tiles": last(own=False),
@@ -416,7 +394,7 @@ def test_wrong_order_gets_stuck(mistake: str) -> None:
 def test_tiles_by_source_instead_of_by_key_get_stuck() -> None:
     """Own rows first, as padded segments allowed: a tile may wait for a put behind a tile that waits."""
     routed = Routed(((4, 4), (4, 4)), 1, 8)
-    one = Pass(routed, [[LaunchShape(tiles_in=1, tiles_out=1, reduce_blocks=1)]] * 2)
+    one = Pass(routed, [LaunchShape()] * 2)
     assert not run(one, one.lists())
     own_first = [[sorted(todo, key=lambda t, r=rank: t[0] == PUT and t[1] != r) for todo in launches]
                  for rank, launches in enumerate(one.lists())]  # fmt: skip

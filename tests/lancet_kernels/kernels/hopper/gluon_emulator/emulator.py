@@ -161,4 +161,6 @@ def _argument(value: Any) -> Any:
         return Descriptor(
             base.data_ptr(), dtype, *map(list, (value.shape, value.strides, value.block_shape)), value.layout
         )
-    return interpreter._implicit_cvt(value) if not isinstance(value, torch.dtype) else value
+    if isinstance(value, tuple):
+        return type(value)(*map(_argument, value))
+    return value if value is None or isinstance(value, torch.dtype) else interpreter._implicit_cvt(value)

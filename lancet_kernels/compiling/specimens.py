@@ -1,0 +1,214 @@
+"""Which variants of which kernels must compile? Those of launches that are noted here, with small sizes.
+
+Each launcher is called as the library calls it, on tensors on the CPU, and what it would launch is noted
+(`kernel_launch.recorded`). So nothing of a launch is said a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lancet_kernels.compiling.specimen import FEW_SPILLED_BYTES, Specimen, once
+from lancet_kernels.kernels.hopper.config import total_warps
+from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
+from lancet_kernels.kernels.kernel_launch import Launch, recorded
+from lancet_kernels.kernels.moe import activation, permute, routing
+from lancet_kernels.kernels.overlap import config_for_gpu, moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
+from lancet_kernels.kernels.protocol.combine import combine_results_kernel
+from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.kernels.reference.kernel import overlap_kernel
+from lancet_kernels.symmetric import virtual_memories
+
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+# Multiples of 64, and not even of 16 bytes.
+EVEN, ODD = (128, 192), (17, 19)
+
+
+@dataclass(frozen=True)
+class FusedCase:
+    """A pass of the fused experts on 8 PEs with 8 experts each, of no tokens.
+
+    Attributes:
+        dense: an independent GEMM rides along. far: peers are reached by NVSHMEM. widths: D and F.
+        plain: the plain kernel where the Hopper one is the default.
+    """
+
+    activation: str = "gelu"
+    dtype: torch.dtype = torch.bfloat16
+    bias: bool = True
+    dense: bool = False
+    far: bool = False
+    widths: tuple[int, int] = EVEN
+    choices: int = 8
+    plain: bool = False
+
+    def text(self) -> str:
+        said = {"no bias": not self.bias, "+dw": self.dense, "nvshmem": self.far, "odd": self.widths == ODD}
+        more = "".join(f" {what}" for what, holds in said.items() if holds)
+        return f"{self.activation} {SHORT[self.dtype]}{more}"
+
+    def config(self, arch: int) -> OverlapConfig:
+        given = *self.widths, self.activation, self.dtype, arch
+        return OverlapConfig.for_gpu(*given, 1) if self.plain else config_for_gpu(*given, 1, self.far)
+
+
+FUSED = (
+    FusedCase(),
+    FusedCase(dense=True),
+    FusedCase(bias=False),
+    FusedCase("silu"),
+    FusedCase("swiglu"),
+    FusedCase("swiglu", bias=False, dense=True),
+    FusedCase(dtype=torch.float16),
+    FusedCase(dtype=torch.float32),
+    FusedCase(far=True),
+    FusedCase("swiglu", bias=False, far=True, dense=True),
+    FusedCase(widths=ODD, dense=True),
+    FusedCase("swiglu", widths=ODD),
+    FusedCase(dtype=torch.float32, widths=ODD, dense=True),
+)
+
+
+def all_specimens(arch: int) -> Iterator[Specimen]:
+    """Every kernel of the library, each in the configurations that sm_`arch` gets by default."""
+    yield from once(_fused(arch))
+    yield from once(_routing())
+    yield from once(_rows())
+
+
+def fused_launches(
+    case: FusedCase, arch: int, config: OverlapConfig | None = None
+) -> tuple[list[Launch], list[Launch]]:
+    """What the forward, and what the backward of a case would launch. config: None: the default."""
+    config = config or case.config(arch)
+    memory = virtual_memories(8)[0]
+    memory.far = case.far
+    local, (width, hidden) = 8, case.widths
+    wide = 2 * hidden if case.activation == "swiglu" else hidden
+    zeros = lambda *shape: torch.zeros(*shape, dtype=case.dtype)  # noqa: E731
+    exchanges = [
+        Exchange(
+            memory, way, local_experts=local, send_rows=8, receive_rows=8, width=width, dtype=case.dtype,
+            chunk_rows=config.gemm.block_m,
+        )
+        for way in ("forward", "backward")
+    ]  # fmt: skip
+    biases = (zeros(local, wide), zeros(local, width)) if case.bias else (None, None)
+    experts = Experts(
+        zeros(local, width, wide), biases[0], zeros(local, hidden, width), biases[1], case.activation
+    )
+    nowhere = torch.zeros(0, case.choices, dtype=torch.int64)
+    count = torch.zeros(8 * local, dtype=torch.int64)
+    routing = Routing.of(nowhere, nowhere, torch.zeros(0, case.choices), count)
+    step = 16 if case.widths == EVEN else 17
+    dense = [DenseGemm(*(zeros(step, step) for _ in "abc"))] if case.dense else []
+    x = zeros(0, width)
+    with recorded() as forward:
+        _, saved = moe_forward(exchanges[0], x, routing, experts, config, dense=dense)
+    with recorded() as backward:
+        moe_backward(exchanges[0], saved, exchanges[1], x, routing, experts, config, dense=dense)
+    return forward, backward
+
+
+def fused_specimens(case: FusedCase, arch: int, config: OverlapConfig | None = None) -> Iterator[Specimen]:
+    """Of the kernels of a case. The small ones, which hardly depend on it, are the same in many."""
+    for direction, launches in zip(("forward", "backward"), fused_launches(case, arch, config), strict=True):
+        for launch in launches:
+            yield _fused_specimen(case, arch, direction, launch)
+
+
+def _fused_specimen(case: FusedCase, arch: int, direction: str, launch: Launch) -> Specimen:
+    given = launch.arguments
+    if launch.kernel is combine_results_kernel:
+        return Specimen.of(launch, f"{direction} {SHORT[case.dtype]}" + " nvshmem" * case.far)
+    if launch.kernel not in (overlap_kernel, gluon_overlap_kernel):
+        return Specimen.of(launch, "nvshmem" if given.get("NVSHMEM") else "pointers")
+    hopper = launch.kernel is gluon_overlap_kernel
+    stages = given["STAGES"] if hopper else given["num_stages"]
+    tile = f"{given['BM']}x{given['BN']}x{given['BK']} w{given['num_warps']} s{stages}"
+    tma = hopper or given["TMA"]
+    # Backward with swiglu in the plain kernel, once for each tile: none with Triton 3.9, 56 with 3.6.
+    # The Hopper kernel with independent GEMMs: 48 with 3.9, outside of its loops.
+    more = direction == "backward" and case.activation == "swiglu" and (case.dense or not hopper)
+    return Specimen.of(
+        launch,
+        f"{direction} {case.text()} {tile}",
+        total_warps=total_warps(given["num_warps"]) if hopper else 0,
+        wgmma=arch == 90 and case.dtype.itemsize == 2,
+        tma=tma,
+        most_spills=56 if more else FEW_SPILLED_BYTES,
+    )
+
+
+def _fused(arch: int) -> Iterator[Specimen]:
+    for case in FUSED:
+        yield from fused_specimens(case, arch)
+    if arch == 90:
+        # The plain kernel says what is right there, too.
+        for activation_name in ("gelu", "swiglu"):
+            yield from fused_specimens(FusedCase(activation_name, plain=True), arch)
+
+
+def specimens_of(said: str, call: Any, /, *args: Any, **options: Any) -> Iterator[Specimen]:
+    """Of what call(*args, **options) would launch."""
+    with recorded() as launches:
+        call(*args, **options)
+    for launch in launches:
+        yield Specimen.of(launch, said)
+
+
+def _routing() -> Iterator[Specimen]:
+    """Choosing for few and many experts, with and without groups; counting, prefix and slots."""
+    tokens = 64
+    for dtype, experts, top_k, groups, top_groups in (
+        (torch.float32, 8, 2, 1, 1),
+        (torch.float32, 64, 8, 1, 1),
+        (torch.float32, 512, 8, 1, 1),
+        (torch.float32, 256, 8, 8, 4),
+        (torch.float64, 64, 8, 1, 1),
+    ):
+        said = f"{SHORT[dtype]} E{experts} K{top_k}" + (
+            f" groups {groups}/{top_groups}" if groups > 1 else ""
+        )
+        score, used = torch.zeros(tokens, experts, dtype=dtype), torch.zeros(experts, dtype=torch.int64)
+        sizes = {"groups": groups, "top_groups": top_groups}
+        yield from specimens_of(said, routing.route_scores, score, used, top_k, 8, **sizes)
+    for experts, top_k in ((64, 2), (512, 8)):
+        used, keys = torch.zeros(experts, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64)
+        yield from specimens_of(f"E{experts} K{top_k}", routing.route_keys, keys, used, top_k, 8)
+    chosen = torch.zeros(tokens, 2, dtype=torch.int64)
+    yield from specimens_of("E8 K2", routing.route_choices, chosen, torch.zeros(8, dtype=torch.int64), 8)
+
+
+def _rows() -> Iterator[Specimen]:
+    """Permute, combine and its weights' gradient for two, eight and many choices; the activation."""
+    tokens, width = 4, 4096
+    for dtype, top_k, weighted in (
+        (torch.bfloat16, 8, True),
+        (torch.bfloat16, 2, False),
+        (torch.float32, 2, True),
+        (torch.bfloat16, 64, True),
+    ):
+        said = f"{SHORT[dtype]} K{top_k}" + (" weighted" if weighted else "")
+        x = torch.zeros(tokens, width, dtype=dtype)
+        row = torch.zeros(tokens, top_k, dtype=torch.int64)
+        weight = torch.zeros(tokens, top_k) if weighted else None
+        yield from specimens_of(said, permute.permute, x, row, weight, tokens * top_k)
+        rows = torch.zeros(tokens * top_k, width, dtype=dtype)
+        yield from specimens_of(said, permute.combine, rows, row, weight)
+        yield from specimens_of(said, permute.combine_dweight, x, rows, row)
+    count = torch.zeros(1, dtype=torch.int64)
+    for dtype in (torch.bfloat16, torch.float32):
+        for kind in ("gelu", "swiglu"):
+            h = torch.zeros(4, 4096 if kind == "swiglu" else 2048, dtype=dtype)
+            yield from specimens_of(f"{SHORT[dtype]} {kind}", activation.activation, h, count, kind)
+            da = torch.zeros(4, 2048, dtype=dtype)
+            yield from specimens_of(
+                f"{SHORT[dtype]} {kind}", activation.activation_backward, da, h, count, kind
+            )

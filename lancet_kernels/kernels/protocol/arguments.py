@@ -1,0 +1,129 @@
+"""What the overlap kernels are given, and hand on: named tuples of pointers and sizes.
+
+    W  PEs, L experts on each, E = W * L    D  model width    F  hidden width    H  F, or 2F for swiglu
+    T  tokens here    K  choices per token    S  most rows sent    R  most rows received    B  banks
+
+A pointer that a launch has no use for is None, which is known when the kernel is compiled. Integers are
+arguments of their own, and become `Sizes` inside the kernel: in a tuple Triton would compile another variant
+for a 1 or a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Sizes(NamedTuple):
+    """rank: of this PE. tiles, chunks: room for that many in the table. max_polls: looks of a wait."""
+
+    rank: Any
+    W: Any
+    L: Any
+    D: Any
+    F: Any
+    H: Any
+    R: Any
+    tiles: Any
+    chunks: Any
+    max_polls: Any
+
+
+class Blocks(NamedTuple):
+    """Constants of the variant: tiles are [BM, BN], those of the first GEMM [BM, BN_IN], steps BK; BW: a
+    power of two, W or more; BANKS: of the exchange; EARLIER_BANKS: of the forward's, in a backward."""
+
+    BM: Any
+    BN: Any
+    BN_IN: Any
+    BK: Any
+    BW: Any
+    BANKS: Any
+    EARLIER_BANKS: Any
+
+
+class PassState(NamedTuple):
+    """Of one use of an exchange, all on this PE.
+
+    words: int64 [8], the epoch, then counters of claims. table: int32, `schedule.py`. ready: int64
+    [tiles + L], finished column tiles of the first GEMM by tile, then by expert. done: int64 [tiles], of the
+    second. report: int64 [8], `device.report_failure`.
+    """
+
+    words: Any
+    table: Any
+    ready: Any
+    done: Any
+    report: Any
+
+
+class Arrivals(NamedTuple):
+    """Where rows arrive, in symmetric memory: rows [B, R, D]; weights [B, R], float32, in a backward;
+    arrived [B, tiles, W] and released [B, W], int64. peers: tables of their addresses."""
+
+    rows: Any
+    rows_peers: Any
+    weights: Any
+    weights_peers: Any
+    arrived: Any
+    arrived_peers: Any
+    released: Any
+
+
+class Returns(NamedTuple):
+    """Where results come back, in symmetric memory: rows [S, D]; dots [S], float32, gradients of the rows'
+    weights; returned [B, chunks], int64. spoiled: int64 [1], of this PE."""
+
+    rows: Any
+    rows_peers: Any
+    dots: Any
+    dots_peers: Any
+    returned: Any
+    returned_peers: Any
+    spoiled: Any
+
+
+class Stages(NamedTuple):
+    """Symmetric memory from which NVSHMEM sends: rows [S, D], results [R, D], dots [R]."""
+
+    rows: Any
+    results: Any
+    dots: Any
+
+
+class Sending(NamedTuple):
+    """What is put: rows [T, D]; token int32 [S], which of them each row to send is; weights float32 [S], in
+    a backward (from symmetric memory where NVSHMEM sends)."""
+
+    rows: Any
+    token: Any
+    weights: Any
+
+
+class Gemms(NamedTuple):
+    """The two GEMMs of an expert, in the order of the direction.
+
+    Forward: weight_in [L, D, H], bias_in [L, H], pre [R, H], hidden [R, F], weight_out [L, F, D], bias_out
+    [L, D]. Backward: weight_in [L, F, D], bias_in [L, D], pre [R, H], hidden [R, H] (dh), weight_out
+    [L, D, H], activated [R, F] (the forward's hidden again, weighted), row_dots [columns, R], float32.
+    """
+
+    weight_in: Any
+    bias_in: Any
+    pre: Any
+    hidden: Any
+    weight_out: Any
+    bias_out: Any
+    activated: Any = None
+    row_dots: Any = None
+
+
+class Gradients(NamedTuple):
+    """Of a backward: saved_rows, the rows of the forward, in the bank of its epoch (earlier_words), and where
+    the gradients of weights and biases go, like these."""
+
+    saved_rows: Any
+    earlier_words: Any
+    weight_in: Any
+    bias_in: Any
+    weight_out: Any
+    bias_out: Any
