@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,8 +13,13 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("lancet_kernels", "ops", "graph", "schedules", "bench", "tests", "examples", "docs")
 
 
-def docstrings(text: str) -> Iterator[tuple[int, str]]:
+@cache
+def docstrings(text: str) -> tuple[tuple[int, str], ...]:
     """First line and text of every docstring, those behind constants and fields included."""
+    return tuple(_docstrings(text))
+
+
+def _docstrings(text: str) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(text)):
         body = getattr(node, "body", ())
         for statement in body if isinstance(body, list) else ():

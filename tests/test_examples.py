@@ -6,7 +6,6 @@ The ranks of the pool run `main()`; that the files also start under torchrun is 
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -178,7 +177,7 @@ def test_under_torchrun(command: str) -> None:
     name, *options = command.split()
     done = subprocess.run(
         [sys.executable, *TORCHRUN, FOLDER / name, *options],
-        capture_output=True, text=True, timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     first, last = done.stdout.splitlines()[-1].split(",")[0].removeprefix("loss ").split(" -> ")

@@ -17,7 +17,7 @@ TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 
 
 def run(*command: str) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+    environment = os.environ | {"PYTHON": sys.executable}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
 
 

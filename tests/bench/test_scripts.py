@@ -1,7 +1,6 @@
 """Scripts of bench/ run, small: those that no other test of this folder starts."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +15,7 @@ TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
 def run(*arguments: object) -> str:
     """What a script prints."""
     command = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

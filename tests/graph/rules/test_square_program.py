@@ -94,7 +94,7 @@ def planned_on_rank() -> tuple[float, tuple[str, ...]]:
     y.square().sum().backward()
     expected = [y, x_plain.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
-    planned = optimize(model, (x_planned.detach().requires_grad_(),), cluster="local")
+    planned = optimize(model, (x_planned.detach().requires_grad_(),), strategy="lancet-dw", cluster="local")
     y = planned(x_planned)
     y.square().sum().backward()
     actual = [y, x_planned.grad, *(p.grad for p in model.parameters())]

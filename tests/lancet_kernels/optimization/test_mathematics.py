@@ -10,7 +10,7 @@ from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.ops.moe.gates import GATES, parse_gate
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.schedules.strategies import STRATEGY_NAMES
+from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES
 from tests.grids import few_of
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import (
@@ -57,7 +57,8 @@ class Tried:
 
 
 def try_plans(case: StepCase, parts: tuple[int, ...], orders: int) -> tuple[list[Tried], list[float], str]:
-    """Every strategy with at most so many parts, and each candidate range in exactly so many.
+    """Every strategy with at most so many parts (auto takes one of them), and each candidate range in
+    exactly so many.
 
     orders: random orders to try of each plan by hand. -> what came out, dropped share and assignments of the
     module itself.
@@ -76,7 +77,7 @@ def try_plans(case: StepCase, parts: tuple[int, ...], orders: int) -> tuple[list
 
     for most in parts:
         planner = step.planner(most)
-        for strategy in (s for s in STRATEGY_NAMES if s not in planner.impossible):
+        for strategy in (s for s in STRATEGY_NAMES if s not in (AUTO, *planner.impossible)):
             if most == parts[0] or strategy in ("lancet-partition", "lancet"):
                 attempt(f"{strategy} with {most}", planner.plan(strategy))
         # What Tutel does, in any number of parts.

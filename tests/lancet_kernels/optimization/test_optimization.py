@@ -57,15 +57,10 @@ def use_on_rank(case: StepCase) -> dict[str, object]:
         "twice": twice.distance(plain),
         "same parameters": [id(p) for p in ready.parameters()] == [id(p) for p in module.parameters()],
     }
-    short = tuple(value[:3] for value in inputs)
-    with torch.no_grad():
-        found["no_grad"] = all(map(torch.equal, ready(*inputs), module(*inputs)))
-    wanted = outcome_of(module, short, reduced=False)
-    found["other shape"] = outcome_of(ready, short, reduced=True).distance(wanted)
+    # Other shapes, no gradients: test_setups.py.
     ready.eval()
-    wanted = outcome_of(module, inputs, reduced=False)
     with ready.recorded() as events:
-        found["eval"] = outcome_of(ready, inputs, reduced=True).distance(wanted)
+        ready(*inputs)
     found["eval runs the module"] = not module.training and not any(e.resource == "compute" for e in events)
     # The order that came out, as this rank ran it.
     ready.train()
@@ -92,9 +87,6 @@ def test_optimized_module(pool):
         assert found["repeated"] == 0
         assert found["twice"] < BOUND
         assert found["same parameters"]
-        assert found["no_grad"]
-        assert found["other shape"] < BOUND
-        assert found["eval"] < BOUND
         assert found["eval runs the module"]
         assert found["order"]
         assert found["covered"] > 0.5
@@ -348,7 +340,7 @@ def train_on_rank(folder: str, data: str) -> dict[str, list[float]]:
     """Losses of a few steps of `lancet train`, by strategy."""
     rank = Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank(), torch.device("cpu"))
     losses = {}
-    for strategy in ("none", "lancet"):
+    for strategy in ("none", "lancet-dw"):
         options = TrainOptions(
             steps=3, batch=2, sequence=16, validation_batches=1, strategy=strategy, runs=folder, name=strategy
         )
@@ -364,12 +356,12 @@ def test_training_with_a_plan(pool, tmp_path):
     text.write_text("".join(f"{i} plus {i} is {2 * i}\n" for i in range(1000)))
     losses, _ = pool.run(train_on_rank, str(tmp_path), str(text), ranks=2, timeout_s=180)
     assert len(losses["none"]) == 3
-    assert losses["lancet"] == pytest.approx(losses["none"], rel=1e-5)
+    assert losses["lancet-dw"] == pytest.approx(losses["none"], rel=1e-5)
     assert not (tmp_path / "none" / "plan.json").exists()
-    plan = Plan.load(tmp_path / "lancet" / "plan.json")
-    assert plan.strategy == "lancet"
+    plan = Plan.load(tmp_path / "lancet-dw" / "plan.json")
+    assert plan.strategy == "lancet-dw"
     assert plan.options["partition"]["most_parts"] == 2
-    assert plan.explain().startswith("Plan `lancet` for graph")
+    assert plan.explain().startswith("Plan `lancet-dw` for graph")
 
 
 def test_unknown_strategy_on_the_command_line(capsys):

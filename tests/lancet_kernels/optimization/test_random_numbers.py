@@ -41,7 +41,7 @@ def planned_steps(case: StepCase, orders: int) -> tuple[list[float], list[int], 
     behind_gate = step.names[step.program.index[gate.name] + 1]
     first = dropouts[0] if gate.attributes["partitionable"] else behind_gate
     last = dropouts[-1] if gate.attributes["partitionable"] else dropouts[4]
-    plans = [step.by_hand([step.cut(first, last, parts)]) for parts in (2, 3)]
+    plans = [step.by_hand([step.cut(first, last, 3)])]
     plans += [step.by_hand([step.cut(first, last, 2)], seed) for seed in range(orders)]
     distances, parts = [], []
     for plan in plans:

@@ -218,7 +218,7 @@ def lonely_rank() -> str:
 
 def test_a_rank_that_stays_away_is_named(pool: RankPool) -> None:
     """Rank 1 gets W from rank 3 and sends its own there, so it names it once."""
-    messages = pool.run(lonely_rank, ranks=4, collective_timeout_s=3.0, leave_together=False)
+    messages = pool.run(lonely_rank, ranks=4, collective_timeout_s=1.5, leave_together=False)
     assert any(re.search(r"waited \d+\.\d s in shift of [IW].* for rank\(s\) 3$", m) for m in messages), (
         messages
     )
