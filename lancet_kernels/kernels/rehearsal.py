@@ -1,4 +1,4 @@
-"""Compiles the kernels of launches ahead, side by side, without running them."""
+"""Compiles the kernels of passes ahead, side by side, without running them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import triton
+from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from lancet_kernels.kernels import runtime
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.kernel_launch import Launch, compile_launch, recorded
+from lancet_kernels.kernels.overlap import moe_backward, moe_forward
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.overlap_data import Experts, Routing
 from lancet_kernels.kernels.protocol.combine import combine_results_kernel
+from lancet_kernels.kernels.protocol.exchange import Exchange
 from lancet_kernels.kernels.protocol.schedule import exchange_counts_kernel, schedule_kernel
 from lancet_kernels.kernels.reference.kernel import overlap_kernel
 
@@ -54,3 +59,26 @@ def compile_together(launches: Sequence[Launch]) -> None:
         if kernel is not None:
             with suppress(OutOfResources):  # as above
                 kernel._init_handles()
+
+
+def prepare(
+    forward: Exchange,
+    backward: Exchange,
+    x: Tensor,
+    routing: Routing,
+    experts: Experts,
+    config: OverlapConfig,
+) -> None:
+    """Compile what a pass through new exchanges needs, on all PEs at once, and meet. Collective.
+
+    A wait for a peer is bounded from the launch on: without this, a PE that compiles longer than its peers
+    would be taken for a dead one. To the exchanges this is a pass that all PEs skip: nothing is sent, its
+    bank is released. In the interpreter there is nothing to compile.
+    """
+    if runtime.INTERPRETED:
+        return
+    with rehearsal():
+        out, saved = moe_forward(forward, x, routing, experts, config)
+        moe_backward(forward, saved, backward, out, routing, experts, config)
+    forward.release(saved.use)
+    forward.memory.barrier()

@@ -7,7 +7,7 @@ D  d_model                  F  d_ff                 K  top_k      C  capacity
 from __future__ import annotations
 
 import math
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ from lancet_kernels.ops.comm.waiting import enter_layer
 from lancet_kernels.ops.moe.expert_activation import activate, input_width
 from lancet_kernels.ops.moe.gates import Gate, parse_gate
 from lancet_kernels.ops.moe.losses import RoutingSums
+
+if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
+    from lancet_kernels.ops.fused.fused_experts import LayerMemory
 
 BACKENDS = ("torch", "fused")
 
@@ -202,6 +205,21 @@ class MoELayer(ExpertsByGlobalId):
                 linear.weight.normal_(0.0, 0.02)
                 if linear.bias is not None:
                     linear.bias.zero_()
+
+    def memory(self) -> LayerMemory:
+        """What the exchange of a fused layer takes on this rank, after its first pass.
+
+        Raises: UserError before, and for backend="torch", which keeps no memory between passes.
+        Example: `print(layer.memory())`; less is taken with receive_factor, max_tokens or banks=1.
+        """
+        if self.exchange is None:
+            raise UserError(
+                "memory()",
+                got="a layer with backend='torch'",
+                expected="backend='fused'",
+                do="look at what torch allocates",
+            )
+        return self.exchange.memory()
 
     def capacity(self, num_tokens: int) -> int:
         """C for T tokens on this rank: ceil(capacity_factor * T * K / E), at least 1; T if dropless."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +32,7 @@ from lancet_kernels.kernels.overlap import default_overlap_config, moe_backward,
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing
 from lancet_kernels.kernels.protocol.exchange import Exchange, ResultBuffers
+from lancet_kernels.kernels.rehearsal import prepare
 from lancet_kernels.kernels.runtime import check_device
 from lancet_kernels.ops.comm.groups import (
     AnyGroups,
@@ -111,6 +112,29 @@ class FusedMemory:
         if key not in self._buffers:
             self._buffers[key] = ResultBuffers(self.memory, f"buffers{len(self._buffers)}", **sizes)
         return self._buffers[key]
+
+
+class LayerMemory(NamedTuple):
+    """What a fused layer takes on this rank, in bytes.
+
+    Attributes:
+        layer: symmetric memory of this layer alone: the banks of rows received.
+        shared: symmetric memory that layers of these sizes share.
+        of_pass: of each pass, from its forward to its backward.
+        receive_rows: room in a bank.
+    """
+
+    layer: int
+    shared: int
+    of_pass: int
+    receive_rows: int
+
+    def __str__(self) -> str:
+        layer, shared, of_pass = (f"{size / 2**30:.2f} GiB" for size in self[:3])
+        return (
+            f"{layer} of the layer (room for {self.receive_rows} rows in each bank), {shared} shared by such "
+            f"layers, {of_pass} of each pass until its backward"
+        )
 
 
 class LayerExchange:
@@ -204,13 +228,23 @@ class LayerExchange:
                 **of_rows,
                 "local_experts": self.local_experts,
                 "chunk_rows": config.gemm.block_m,
-                "buffers": memory.buffers(**of_rows),
                 "timeout_s": self.timeout_s,
             }
             memory.layers += 1
             name = f"layer{memory.layers} {current_layer()}".strip()
-            forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
-            self._exchanges[key] = memory, forward, memory.shared(**sizes), config
+            try:
+                sizes["buffers"] = memory.buffers(**of_rows)
+                forward = Exchange(memory.memory, name, banks=self.banks * copies, **sizes)
+                self._exchanges[key] = memory, forward, memory.shared(**sizes), config
+            except torch.OutOfMemoryError as error:
+                bank = receive_rows * self.width * like.dtype.itemsize
+                raise UserError(
+                    f"memory for the rows that {current_layer() or 'a fused layer'} receives",
+                    got=f"room for {receive_rows} rows in each of {self.banks * copies} banks, "
+                    f"{bank / 2**30:.2f} GiB each",
+                    expected="what fits on the GPU",
+                    do=f"set receive_factor (2 allots {2 * send_rows} rows a bank), max_tokens, or banks=1",
+                ) from error
         return self._exchanges[key][1:]
 
     def _check_tokens(
@@ -261,6 +295,24 @@ class LayerExchange:
         received = self._received(group_size(self.group), tokens, num_choices, capacity)
         columns = input_width(self.activation, self.hidden) + self.width
         return received * columns * like.element_size()
+
+    def memory(self) -> LayerMemory:
+        """What it takes. Raises UserError before the first pass, from whose tokens the sizes follow."""
+        if not self._exchanges:
+            raise UserError(
+                "memory of a fused layer",
+                got="no pass yet",
+                expected="one",
+                do="run a forward first: sizes follow from its tokens",
+            )
+        _, forward, backward, _ = list(self._exchanges.values())[-1]
+        columns = input_width(self.activation, self.hidden)
+        return LayerMemory(
+            forward.nbytes,
+            backward.nbytes + backward.buffers.nbytes,
+            forward.receive_rows * columns * forward.dtype.itemsize,
+            forward.receive_rows,
+        )
 
     def watch(self) -> None:
         """Raise CommunicationError if a wait in these exchanges has timed out; does not wait itself."""
@@ -349,11 +401,14 @@ def run_forward(
     """A forward pass. -> out [T, D], and the pass, whose bank must still be released."""
     with waiting("fused_experts", layer.process_group, current_layer()):
         forward, backward, config = layer.of(expert.shape[1], capacity, x, copies)
+        x = x.contiguous()
         count = count_WL.reshape(-1).contiguous()
         routing = Routing.of(expert.contiguous(), row, weight.float().contiguous(), count)
         b1, b2 = (None if b is None else b.contiguous() for b in (b1, b2))
         experts = Experts(w1.contiguous(), b1, w2.contiguous(), b2, layer.activation)
-        out, saved = moe_forward(forward, x.contiguous(), routing, experts, config, dense=dense)
+        if not forward.begun:
+            prepare(forward, backward, x, routing, experts, config)
+        out, saved = moe_forward(forward, x, routing, experts, config, dense=dense)
         forward.watch(current_layer())
     return out, ForwardPass((forward, backward), saved, routing, experts, config)
 

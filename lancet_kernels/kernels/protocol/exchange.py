@@ -122,6 +122,11 @@ class ResultBuffers:
                 region("stage of dots", receive_rows),
             )
 
+    @property
+    def nbytes(self) -> int:
+        """Of all regions, on this PE."""
+        return sum(region.local.nbytes for region in (self.results, self.dots, *(self.stage or ())))
+
 
 class Stage(NamedTuple):
     """Symmetric memory from which NVSHMEM sends."""
@@ -142,6 +147,9 @@ class Exchange:
         banks: B, how many uses may be open at once, plus none: forward passes before their backward.
         buffers: of the same sizes, shared with other exchanges; None: its own.
         timeout_s: how long a wait may last.
+
+    Attributes:
+        begun: how many uses have been opened.
     """
 
     def __init__(
@@ -192,7 +200,7 @@ class Exchange:
         self.report = self._failures.words
         # On every PE or on none: also who is only sent rows over the network must take them in.
         self.nvshmem = memory.far
-        self._begun = 0
+        self.begun = 0
         # By bank: who uses it, and the epoch to release should its user have been dropped without a backward.
         self._open: dict[int, tuple[weakref.ref[Use], Tensor]] = {}
 
@@ -207,20 +215,34 @@ class Exchange:
     def _region(self, what: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Region:
         return self.memory.allocate(f"{self.name}.{what}", shape, dtype)
 
+    @property
+    def nbytes(self) -> int:
+        """Of its own regions, on this PE."""
+        own = (
+            self.rows,
+            self.row_weights,
+            self.arrived,
+            self.returned,
+            self.counts,
+            self.counted,
+            self.released,
+        )
+        return sum(region.local.nbytes for region in own)
+
     def begin(self, table: Tensor | None = None) -> Use:
         """Open the next use. Raises UserError if its bank is still taken by a use that was not released.
 
         table: of the forward that this is the backward of; None: a new one, to be filled by `schedule`.
         """
-        self._begun += 1
-        bank = self._begun % self.banks
+        self.begun += 1
+        bank = self.begun % self.banks
         if bank in self._open:
             holder, words = self._open[bank]
             if holder() is not None:
-                self._begun -= 1
+                self.begun -= 1
                 raise UserError(
                     f"forward passes through {self.name} before a backward",
-                    got=f"one more while pass {self._begun + 1 - self.banks} still waits for its backward",
+                    got=f"one more while pass {self.begun + 1 - self.banks} still waits for its backward",
                     expected=f"at most {self.banks} open at once (its banks)",
                     do="run that backward first, use torch.no_grad(), or make more banks",
                 )

@@ -411,3 +411,44 @@ def test_float64_and_a_wrong_name_are_refused() -> None:
         MoELayer(16, 24, 2, backend="fused", dtype=torch.float64)(torch.ones(3, 16, dtype=torch.float64))
     with pytest.raises(UserError, match="one of torch, fused"):
         MoELayer(16, 24, 2, backend="fast")
+
+
+def memory_on_rank() -> None:
+    layer = MoELayer(
+        16, 24, 4, backend="fused", activation="swiglu", capacity_factor=None, receive_factor=1.5
+    )
+    with pytest.raises(UserError, match="memory of a fused layer: got no pass yet"):
+        layer.memory()
+    layer(torch.randn(10, 16)).sum().backward()
+    memory = layer.memory()
+    # One choice of each token; float32; two banks.
+    assert memory.receive_rows == 15
+    assert memory.of_pass == 15 * 48 * 4
+    assert 2 * 15 * 16 * 4 <= memory.layer < 2 * 15 * 16 * 4 + 2000
+    assert memory.shared > memory.layer
+    assert "room for 15 rows in each bank" in str(memory)
+
+
+def test_a_layer_says_what_memory_it_takes(pool):
+    pool.run(memory_on_rank)
+
+
+def test_a_layer_of_torch_has_no_memory_of_its_own():
+    with pytest.raises(UserError, match=r"memory\(\): got a layer with backend='torch'"):
+        MoELayer(16, 24, 4).memory()
+
+
+def no_room_on_rank() -> str:
+    layer = MoELayer(16, 24, 4, backend="fused", capacity_factor=None)
+    with (
+        mock.patch.object(SharedMemory, "_allocate", side_effect=torch.OutOfMemoryError),
+        pytest.raises(UserError) as error,
+    ):
+        layer(torch.randn(10, 16))
+    return str(error.value)
+
+
+def test_memory_that_does_not_fit_names_what_to_set(pool):
+    (message, *_) = pool.run(no_room_on_rank)
+    assert "room for 20 rows in each of 2 banks" in message
+    assert "set receive_factor (2 allots 20 rows a bank), max_tokens, or banks=1" in message

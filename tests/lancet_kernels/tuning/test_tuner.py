@@ -36,8 +36,8 @@ H100 = Place(torch.device("cpu"), "NVIDIA H100 80GB HBM3", 90, 132)
 
 def compiled(specimen, registers=100, spills=0) -> Row:
     found = CompiledKernel(
-        specimen.name, specimen.config, "sm_90", registers, spills, 0, 60_000, 32 * specimen.arguments["num_warps"],
-        specimen.wgmma, specimen.tma, False, 0.1,
+        specimen.name, specimen.config, "sm_90", registers, spills, 0, 60_000,
+        32 * specimen.arguments["num_warps"], specimen.wgmma, specimen.tma, False, 0.1,
     )  # fmt: skip
     return Row(specimen, found, None)
 
