@@ -16,7 +16,7 @@ from lancet_kernels.simulation import simulate as simulation
 from lancet_kernels.simulation.simulate import Setting
 from tests.grids import few_of
 
-TINY = ["plan", "--model", "gpt2-tiny-moe", "--cluster", "p4de", "--gpus", "16"]
+TINY = "plan --model gpt2-tiny-moe --cluster p4de --gpus 16 --most-parts 2".split()
 WHOLE_BATCH = ["--gate", "gshard", "--top-k", "2", "--batch", "3"]
 
 
