@@ -5,15 +5,19 @@ import torch
 
 from lancet_kernels import ops
 from lancet_kernels.kernels.moe.permute import combine, permute
-from lancet_kernels.tuning.tune_tasks import routed, send_rows_of
+from lancet_kernels.kernels.moe.routing import route_scores
 
 
 @pytest.mark.parametrize("contender", ["ours", "torch ops"])
 @pytest.mark.parametrize("kernel", ["permute", "combine"])
 def bench_rows(measure, workload, device, dtype, kernel, contender) -> None:
     w = workload
-    weight, found = routed(w, device)
-    row, kept = send_rows_of(found)
+    score = torch.randn(w.tokens, w.experts, device=device)
+    used = torch.zeros(w.experts, dtype=torch.int64, device=device)
+    routed = route_scores(score, used, w.choices, w.capacity)
+    weight = score.softmax(-1).gather(1, routed.expert_TK)
+    row = ops.send_rows(routed.expert_TK, routed.slot_TK, routed.kept_E[None])
+    kept = int(routed.kept_E.sum())
     x = torch.randn(w.tokens, w.width, dtype=dtype, device=device)
     rows = torch.randn(kept, w.width, dtype=dtype, device=device)
     out = torch.empty_like(rows)

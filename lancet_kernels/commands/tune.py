@@ -1,26 +1,24 @@
-"""`lancet tune`: find the best configuration of each kernel, by timing it on the GPU of this machine."""
+"""`lancet tune`: find the best configuration of fused launches, by timing them on the GPU of this machine."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lancet_kernels.atomic import json_text
 from lancet_kernels.commands.options import positive_float, positive_int
-from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.tuned_entry import KINDS
 from lancet_kernels.tuning.workloads import WORKLOADS, parse_workload
 
 if TYPE_CHECKING:
-    from lancet_kernels.tuning.candidates import Outcome
     from lancet_kernels.tuning.place import Place
+    from lancet_kernels.tuning.tuner import Outcome
 
 DTYPES = ("bfloat16", "float16", "float32")
-# Rank 0 compiles while the others wait.
+# Between two meetings lies at most one candidate.
 TIMEOUT_S = 1800.0
 STATUSES = {
     "tuned": "tuned now",
@@ -35,12 +33,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `lancet`."""
     command = commands.add_parser(
         "tune",
-        help="find the best configuration of each kernel",
-        description="Find the best configuration (tile, warps, stages, group order, programs that put, rows "
-        "per put) of each kernel and shape, and store it for later runs. At most 20 candidates per kernel "
-        "and shape are compiled and timed; what spills or does not fit is dropped. Needs a GPU; without one, "
-        "--dry-run lists what would be timed. Under torchrun all ranks tune together. An interrupted run "
-        "continues where it stopped.",
+        help="find the best configuration of fused launches",
+        description="Find the best configuration (kernel, tile, warps, stages, rows per put) of the fused "
+        "launches of each layer, and store it for later runs. About a dozen candidates are compiled and "
+        "timed; what does not fit is dropped. Needs a GPU; without one, --dry-run lists what would be timed. "
+        "Under torchrun all ranks tune together. An interrupted run continues where it stopped.",
     )
     add_arguments(command)
     command.set_defaults(run=run)
@@ -52,11 +49,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME",
         help=f"{', '.join(WORKLOADS)}, or T,D,F,E,K[,activation]; may be repeated (default: all of these)",
-    )
-    command.add_argument(
-        "--kinds",
-        metavar="LIST",
-        help=f"kinds of kernels, separated by commas: {', '.join(KINDS)} (default: all)",
     )
     command.add_argument(
         "--dtype", choices=DTYPES, default="bfloat16", help="dtype of the operands (default: bfloat16)"
@@ -73,14 +65,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--candidates",
         type=positive_int,
-        default=20,
-        help="time only the first so many candidates per kernel and shape (default: 20, which is all)",
+        help="time only the first so many candidates of each layer (default: all)",
     )
     command.add_argument(
         "--rounds", type=positive_int, default=15, help="timings per candidate (default: 15)"
-    )
-    command.add_argument(
-        "--workers", type=positive_int, default=2, help="processes that compile (default: 2)"
     )
     command.add_argument(
         "--cache", metavar="FILE", help="file to store the results in (default: in the user's cache folder)"
@@ -99,16 +87,13 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
     from lancet_kernels.kernels.tuning import TunedCache, default_cache
     from lancet_kernels.training.ranks import start_ranks, under_launcher
+    from lancet_kernels.tuning.candidates import Task
     from lancet_kernels.tuning.place import Place
-    from lancet_kernels.tuning.tune_tasks import make_tasks
     from lancet_kernels.tuning.tuner import check_has_gpu, tune
 
-    kinds = arguments.kinds.split(",") if arguments.kinds else list(KINDS)
-    if unknown := [kind for kind in kinds if kind not in KINDS]:
-        raise UserError(
-            "--kinds", got=", ".join(unknown), expected=f"some of {', '.join(KINDS)}", do="check the names"
-        )
-    tasks = make_tasks(workloads, getattr(torch, arguments.dtype), kinds)
+    dtype = getattr(torch, arguments.dtype)
+    # Of layers with the same shape one.
+    tasks = list({task.shape: task for task in (Task(w, dtype) for w in workloads)}.values())
     has_gpu = torch.cuda.is_available()
     elsewhere = Place.elsewhere(int(arguments.arch.removeprefix("sm_")))
     if not has_gpu and not arguments.dry_run:
@@ -136,8 +121,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
 
         outcomes = tune(
             tasks, place, cache, most=arguments.candidates, minutes=arguments.minutes,
-            workers=arguments.workers, rounds=arguments.rounds, force=arguments.force,
-            dry_run=arguments.dry_run, on_progress=progress, save=local_rank == 0,
+            rounds=arguments.rounds, force=arguments.force, dry_run=arguments.dry_run, on_progress=progress,
+            save=local_rank == 0,
         )  # fmt: skip
     if rank == 0:
         print(json_text(_as_json(outcomes, place, cache)) if arguments.json else _text(outcomes))
@@ -195,14 +180,14 @@ def _text(outcomes: Sequence[Outcome]) -> str:
 def _configuration_text(outcome: Outcome) -> list[str]:
     if outcome.cached is not None:
         entry = outcome.cached
-        return [f"    {entry.how} on {entry.date}: {_short(entry.configuration())}"]
+        return [f"    measured on {entry.date}: {_short(entry.configuration())}"]
     counted = f"    {len(outcome.candidates)} candidates"
     if outcome.status == "dry-run":
         return [f"{counted}:", *(f"        {_short(candidate.config)}" for candidate in outcome.candidates)]
-    reasons = Counter(_kind_of_reason(c.reason) for c in outcome.candidates if c.reason)
-    lines = [counted + "".join(f", {count} {reason}" for reason, count in reasons.items())]
-    best, default = outcome.winner, outcome.default
-    if best is not None and default is not None:
+    dropped = sum(candidate.reason is not None for candidate in outcome.candidates)
+    lines = [counted + (f", {dropped} that do not run" if dropped else "")]
+    best, default = outcome.winner, outcome.candidates[0]
+    if best is not None:
         gain = ""
         if best.ms is not None and default.ms is not None:
             gain = f"; the default takes {default.ms / best.ms:.2f} times as long"
@@ -210,15 +195,7 @@ def _configuration_text(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _kind_of_reason(reason: str) -> str:
-    """A reason without its details, so that equal reasons can be counted."""
-    return "refused by the compiler" if reason.startswith("compiler") else "that do not run"
-
-
 def _short(config: Any) -> str:
-    from lancet_kernels.kernels.tuned_entry import config_fields
-
-    fields = config_fields(config)
-    gemm = fields.pop("gemm", None)
-    text = " ".join(f"{name}={value}" for name, value in fields.items())
-    return f"{config.gemm} {text}" if gemm else text
+    fields = dataclasses.asdict(config)
+    del fields["gemm"]
+    return f"{config.gemm} " + " ".join(f"{name}={value}" for name, value in fields.items())

@@ -82,7 +82,7 @@ def default_overlap_config(
     if device.type != "cuda":
         tile = GemmConfig(32, 256, 128, 1, 1)
         return OverlapConfig(tile, put_rows=32, put_block=256, reduce_tokens=32, reduce_block=256)
-    config = tuned("overlap", (width, hidden, activation, pes_here), dtype, device)
+    config = tuned((width, hidden, activation, pes_here), dtype, device)
     properties = torch.cuda.get_device_properties(device)
     arch = 10 * properties.major + properties.minor
     programs = max(1, multiprocessors(properties.multi_processor_count) // pes_here)

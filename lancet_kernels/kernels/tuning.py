@@ -1,16 +1,14 @@
-"""Looks up tuned configurations of kernels, in the package's table and in the user's cache.
+"""Looks up tuned configurations of fused launches, in the package's table and in the user's cache.
 
-`tuned(kind, shape, dtype, device)` uses the first of these that it finds:
+`tuned(shape, dtype, device)` uses the first of these that has it:
 
-    1. the package's table (`tuned.json` beside this file, once it is measured; measured entries only)
-    2. the user's cache, an entry that was measured on a device of this name
+    1. the package's table (`tuned.json` beside this file, once one is measured)
+    2. the user's cache, which `lancet tune` writes
     3. None: the launcher takes its heuristic default
 
-An entry that is unreadable, has the wrong key, or is not valid on the device is ignored with a warning.
-`lancet tune` writes the cache. All ranks of a job must have the same entries: the same file, or files written
-by the same collective `lancet tune`.
-
-Entries of older versions that are labelled "modelled" are not measured, and are ignored without a warning.
+An entry that is unreadable, has the wrong key, or is not valid on the device is ignored with a warning. All
+ranks of a job must have the same entries: the same file, or files written by the same collective
+`lancet tune`. Entries of older versions, which tuned other kernels too, are ignored without a warning.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,11 @@ import torch
 
 from lancet_kernels.atomic import locked
 from lancet_kernels.cache_file import CacheFile, cache_folder
-from lancet_kernels.kernels.tuned_entry import (
-    MEASURED,
-    Entry,
-    Shape,
-    is_usable,
-    key_of,
-)
+from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.overlap_config import OverlapConfig
 
+# Width, hidden width, activation, PEs on the device.
+Shape = tuple[int, int, str, int]
 FORMAT = "lancet-tuned-configurations"
 VERSION = 1
 PACKAGE_TABLE = Path(__file__).with_name("tuned.json")
@@ -49,17 +45,12 @@ def default_cache() -> Path:
     return Path(named) if named else cache_folder() / "tuned.json"
 
 
-def cache_file(path: str | Path) -> CacheFile:
-    """A file of tuned configurations; it may have other sections."""
-    return CacheFile(path, FORMAT, VERSION)
-
-
 class TunedCache:
     """Entries in a JSON file. Several processes may write it; no entry is lost."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._file = cache_file(path)
+        self._file = CacheFile(path, FORMAT, VERSION)
 
     def entries(self) -> dict[str, Entry]:
         """All valid entries by key, from the current file."""
@@ -78,13 +69,59 @@ class TunedCache:
         forget()
 
 
+@dataclass(frozen=True)
+class Entry:
+    """One tuned configuration.
+
+    Attributes:
+        shape, dtype, device: what it is for; `device` is a GPU's name.
+        config: the fields of the configuration.
+        milliseconds, default_milliseconds: of this configuration and of the heuristic default.
+        triton: its version. date: ISO.
+    """
+
+    shape: Shape
+    dtype: str
+    device: str
+    config: dict[str, Any]
+    milliseconds: float
+    default_milliseconds: float
+    triton: str
+    date: str
+
+    @property
+    def key(self) -> str:
+        return key_of(self.shape, self.dtype, self.device)
+
+    def configuration(self) -> OverlapConfig:
+        """The configuration as a dataclass. Raises: ValueError for unknown fields, or wrong types."""
+        values = dict(self.config)
+        try:
+            config = OverlapConfig(**values | {"gemm": GemmConfig(**values["gemm"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(str(error)) from error
+        kinds = {"bodies": str, "gemm": dict}
+        numbers = [*values["gemm"].values(), *(v for name, v in values.items() if name not in kinds)]
+        if dataclasses.asdict(config) != values or not all(isinstance(n, int) for n in numbers):
+            raise ValueError(f"values {values}")
+        return config
+
+
+def key_of(shape: Shape, dtype: str, device: str) -> str:
+    """The key of an entry, as one readable line.
+
+    Example: `overlap width=768 hidden=3072 activation=gelu pes_here=1 bfloat16 on NVIDIA H100 80GB HBM3`.
+    """
+    names = ("width", "hidden", "activation", "pes_here")
+    sizes = " ".join(f"{name}={value}" for name, value in zip(names, shape, strict=True))
+    return f"overlap {sizes} {dtype} on {device}"
+
+
 def _from_json(raw: Any) -> Entry | None:
-    """The entry; None for one that an older version modelled. Raises if it is not valid."""
-    if raw["how"] == "modelled":
+    """The entry; None for one of an older version. Raises if it is not valid."""
+    if "kind" in raw:
         return None
     entry = Entry(**{**raw, "shape": tuple(raw["shape"])})
-    if entry.how != MEASURED:
-        raise ValueError(f"how is {entry.how!r}")
     if not all(math.isfinite(t) and t >= 0 for t in (entry.milliseconds, entry.default_milliseconds)):
         raise ValueError("a time that is not a number >= 0")
     entry.configuration()
@@ -92,21 +129,21 @@ def _from_json(raw: Any) -> Entry | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def tuned(kind: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> Any | None:
+def tuned(shape: Shape, dtype: torch.dtype, device: torch.device) -> OverlapConfig | None:
     """The tuned configuration, or None; always None on a CPU, where kernels only run for tests.
 
-    Args: kind, shape: see KINDS. Files are read once per process, or again after `forget`.
+    Files are read once per process, or again after `forget`.
     """
     if device.type != "cuda":
         return None
     name, arch = device_name(device)
-    key = key_of(kind, shape, str(dtype).removeprefix("torch."), name)
+    key = key_of(shape, str(dtype).removeprefix("torch."), name)
     for entries in (_package_table(), _user_cache()):
         entry = entries.get(key)
         if entry is None:
             continue
         config = entry.configuration()
-        if is_usable(kind, config, shape, dtype, arch):
+        if config.gemm.is_valid(dtype, arch):
             return config
         warnings.warn(
             f"tuned configuration {entry.key!r} cannot run on sm_{arch} and is ignored", stacklevel=2

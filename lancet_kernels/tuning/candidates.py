@@ -1,63 +1,66 @@
-"""Candidate configurations of a kernel, and the result of each."""
+"""Which configurations of the fused launches of a layer are worth timing?"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
-from lancet_kernels.kernels.tuned_entry import Entry, config_fields
+import torch
+
+from lancet_kernels.kernels.gemm_config import GemmConfig
+from lancet_kernels.kernels.hopper.config import hopper_config, refusals
+from lancet_kernels.kernels.overlap import config_for_gpu
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.tuning import Shape, key_of
 from lancet_kernels.tuning.place import Place
-from lancet_kernels.tuning.tune_tasks import MOST_CANDIDATES, Task
+from lancet_kernels.tuning.workloads import Workload
+
+# Tiles of the plain kernel, by bytes of an element: (block_m, block_n, block_k, warps, stages).
+_TILES = {
+    2: (
+        (128, 128, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+        (128, 128, 64, 4, 4),
+        (128, 64, 64, 8, 4),
+        (64, 128, 64, 4, 4),
+        (64, 64, 32, 8, 4),
+    ),
+    4: ((64, 64, 16, 8, 3), (64, 32, 16, 4, 3), (128, 32, 16, 8, 2), (64, 32, 32, 8, 2)),
+}
 
 
-@dataclass
-class Candidate:
-    """A configuration, its median time, or the reason why it has none."""
+@dataclass(frozen=True)
+class Task:
+    """The fused launches of a layer."""
 
-    config: Any
-    reason: str | None = None
-    ms: float | None = None
+    workload: Workload
+    dtype: torch.dtype
 
-    def as_json(self) -> dict[str, Any]:
-        fields: dict[str, Any] = {"config": config_fields(self.config)}
-        if self.ms is not None:
-            fields["ms"] = self.ms
-        return fields | ({"dropped": self.reason} if self.reason else {})
+    @property
+    def shape(self) -> Shape:
+        w = self.workload
+        return w.width, w.hidden, w.activation, 1
+
+    def key(self, device: str) -> str:
+        """As it is looked up."""
+        return key_of(self.shape, str(self.dtype).removeprefix("torch."), device)
 
 
-@dataclass
-class Outcome:
-    """The result of a task.
+def candidates(task: Task, place: Place) -> list[OverlapConfig]:
+    """The default first, then changes of one property of each kernel at a time: put step, tile.
 
-    Attributes:
-        status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
-        candidates: the default first.
+    All combinations would be several hundred configurations, which take too long to compile.
     """
-
-    task: Task
-    key: str
-    status: str
-    candidates: list[Candidate] = field(default_factory=list)
-    winner: Candidate | None = None
-    cached: Entry | None = None
-
-    @property
-    def kept(self) -> list[Candidate]:
-        return [c for c in self.candidates if c.reason is None]
-
-    @property
-    def default(self) -> Candidate | None:
-        return self.candidates[0] if self.candidates else None
-
-    @property
-    def config(self) -> Any:
-        """The winner's configuration, from this run or from the cache; in a dry run the default."""
-        if self.cached is not None:
-            return self.cached.configuration()
-        candidate = self.default if self.status == "dry-run" else self.winner
-        return None if candidate is None else candidate.config
-
-
-def candidates_of(task: Task, place: Place, most: int = MOST_CANDIDATES) -> list[Candidate]:
-    """The first `most` of the configurations that are worth timing, the heuristic default first."""
-    return [Candidate(config) for config in task.tunable.candidates(task, place)[:most]]
+    w = task.workload
+    given = w.width, w.hidden, w.activation, task.dtype, place.arch, place.sms
+    default, plain = config_for_gpu(*given), OverlapConfig.for_gpu(*given)
+    hopper = hopper_config(place.sms)
+    found = [default]
+    if not refusals(hopper, w.width, w.hidden, task.dtype, place.arch, False):
+        found += [replace(hopper, put_block=2048), replace(hopper, put_rows=8, put_block=512)]
+        found.append(replace(hopper, gemm=replace(hopper.gemm, num_stages=3)))
+    accumulators = 2 if w.activation == "swiglu" else 1
+    tiles = [GemmConfig(*sizes) for sizes in _TILES[task.dtype.itemsize]]
+    changes: list[dict[str, Any]] = [{}, {"put_rows": 4, "put_block": 1024}]
+    changes += [{"gemm": tile} for tile in tiles if tile.is_valid(task.dtype, place.arch, accumulators)]
+    return list(dict.fromkeys([*found, *(replace(plain, **change) for change in changes)]))

@@ -1,37 +1,68 @@
-"""Finds the best configuration of each kernel and shape by timing, and stores it (`kernels.tuning`).
+"""Finds the best configuration of a layer's fused launches by timing, and stores it (`kernels.tuning`).
 
-For each task:
-
-    1. list the candidates of its kind of kernel, at most 20, the heuristic default first
-    2. compile them in the background; drop those that spill or exceed a limit
-    3. time the others in turn; the median of the slowest rank counts, and rank 0 chooses for all ranks
-
-Each winner is saved at once, so a run that was killed continues where it stopped.
-
-Without a GPU nothing can be tuned, because times of the interpreter mean nothing.
+Every candidate is compiled, on all ranks at once, and timed in turn with the others; the median of the
+slowest rank counts, and rank 0 chooses for all ranks. Each winner is saved at once, so a run that was killed
+continues where it stopped. Without a GPU nothing can be tuned: times of the interpreter mean nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
+from typing import Any
 
 import torch
 import triton
 
 from lancet_kernels.errors import CommunicationError, UserError
-from lancet_kernels.kernels.tuned_entry import MEASURED, Entry, config_fields
-from lancet_kernels.kernels.tuning import PACKAGE_TABLE, TunedCache
+from lancet_kernels.kernels.overlap_config import OverlapConfig
+from lancet_kernels.kernels.rehearsal import rehearsal
+from lancet_kernels.kernels.tuning import PACKAGE_TABLE, Entry, TunedCache
+from lancet_kernels.measuring.fused_pass import FusedPasses
 from lancet_kernels.measuring.timing import Clock
-from lancet_kernels.tuning.background_compiler import BackgroundCompiler
-from lancet_kernels.tuning.candidates import MOST_CANDIDATES, Candidate, Outcome, candidates_of
+from lancet_kernels.tuning.candidates import Task, candidates
 from lancet_kernels.tuning.place import Place
-from lancet_kernels.tuning.tune_ranks import Ranks
-from lancet_kernels.tuning.tune_tasks import Task
+from lancet_kernels.tuning.ranks import Ranks
+
+# config -> a run of forward and backward.
+Runs = Callable[[OverlapConfig], Callable[[], object]]
+
+
+@dataclass
+class Candidate:
+    """A configuration, its median time, or the reason why it has none."""
+
+    config: OverlapConfig
+    reason: str | None = None
+    ms: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"config": dataclasses.asdict(self.config)}
+        if self.ms is not None:
+            fields["ms"] = self.ms
+        return fields | ({"dropped": self.reason} if self.reason else {})
+
+
+@dataclass
+class Outcome:
+    """The result of a task.
+
+    Attributes:
+        status: "tuned", "known" (it was in the cache), "left" (not done in time), "failed", "dry-run".
+        candidates: the default first.
+    """
+
+    task: Task
+    key: str
+    status: str
+    candidates: list[Candidate] = field(default_factory=list)
+    winner: Candidate | None = None
+    cached: Entry | None = None
 
 
 def check_has_gpu(place: Place) -> None:
@@ -51,23 +82,23 @@ def tune(
     place: Place,
     cache: TunedCache,
     *,
-    most: int = MOST_CANDIDATES,
+    most: int | None = None,
     minutes: float | None = None,
-    workers: int = 2,
     force: bool = False,
     dry_run: bool = False,
     on_progress: Callable[[int, str], None] | None = None,
     rounds: int = 15,
     save: bool = True,
     clock: Clock | None = None,
+    runs_of: Callable[[Task, torch.device], Runs] | None = None,
 ) -> list[Outcome]:
     """Tune all tasks that are not in the cache. Collective; all ranks must pass the same tasks.
 
     Args:
-        most: candidates per task. minutes: None for no limit.
+        most: candidates per task; None: all. minutes: start no task after that; None for no limit.
         force: also tune tasks that are in the cache. on_progress: called with (tasks done, current task).
         save: whether this rank writes its cache; one rank per machine should.
-        clock: measures times on place.device; None: a `Clock`.
+        clock: measures times on place.device; None: a `Clock`. runs_of: None: passes of `FusedPasses`.
 
     Raises UserError without a GPU, unless it is a dry run.
     """
@@ -75,36 +106,34 @@ def tune(
     deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     say = on_progress or (lambda done, text: None)
     outcomes = [Outcome(task, task.key(place.name), "left") for task in tasks]
+    for outcome in outcomes:
+        outcome.candidates = [Candidate(config) for config in candidates(outcome.task, place)[:most]]
     _mark_cached(outcomes, cache, force, ranks)
-    todo = [outcome for outcome in outcomes if outcome.status != "known"]
-    for outcome in todo:
-        outcome.candidates = candidates_of(outcome.task, place, most)
-        if dry_run:
-            outcome.status = "dry-run"
     if dry_run:
+        for outcome in outcomes:
+            outcome.status = "dry-run" if outcome.status == "left" else outcome.status
         return outcomes
     check_has_gpu(place)
     assert place.device is not None
     clock = clock or Clock(place.device)
-    # Start no compiler processes if there is nothing to compile.
-    workers = workers if todo and ranks.first else 0
-    with BackgroundCompiler(todo, place.arch, workers) as compiler:
-        for outcome in todo:
-            done = sum(o.status != "left" for o in outcomes)
-            say(done, outcome.key)
-            # Another process may have tuned it meanwhile.
-            _mark_cached([outcome], cache, force, ranks)
-            if outcome.status == "known":
-                continue
-            judged = compiler.judge(outcome, deadline, partial(say, done))
-            if not ranks.from_first(judged):
-                break
-            _agree_on_reasons(outcome, ranks)
-            _choose(outcome, clock, ranks, rounds)
-            if outcome.status == "tuned" and save:
-                cache.put([_entry(outcome, place)])
+    for number, outcome in enumerate(outcomes):
+        say(number, outcome.key)
+        # Another process may have tuned it meanwhile.
+        _mark_cached([outcome], cache, force, ranks)
+        if outcome.status == "known":
+            continue
+        if not ranks.from_first(time.monotonic() < deadline):
+            break
+        _choose(outcome, clock, ranks, rounds, (runs_of or _passes)(outcome.task, place.device))
+        if outcome.status == "tuned" and save:
+            cache.put([_entry(outcome, place)])
     say(sum(o.status != "left" for o in outcomes), "")
     return outcomes
+
+
+def _passes(task: Task, device: torch.device) -> Runs:
+    passes = FusedPasses(task.workload, task.dtype, device)
+    return lambda config: lambda: passes.forward_backward(config)
 
 
 def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks: Ranks) -> None:
@@ -119,70 +148,50 @@ def _mark_cached(outcomes: list[Outcome], cache: TunedCache, force: bool, ranks:
             outcome.status, outcome.cached = "known", entry
 
 
-def _agree_on_reasons(outcome: Outcome, ranks: Ranks) -> None:
-    reasons = ranks.from_first([candidate.reason for candidate in outcome.candidates])
-    for candidate, reason in zip(outcome.candidates, reasons, strict=True):
-        candidate.reason = reason
-
-
-def _choose(outcome: Outcome, clock: Clock, ranks: Ranks, rounds: int) -> None:
-    kept = _measure(outcome.task, outcome.kept, clock, ranks, rounds)
-    if not kept:
-        outcome.status = "failed"
-        return
-    # min() takes the first of equals, and the default is first.
-    best = outcome.candidates.index(min(kept, key=_ms))
-    outcome.winner = outcome.candidates[ranks.from_first(best)]
-    outcome.status = "tuned"
-
-
-def _ms(candidate: Candidate) -> float:
-    return math.inf if candidate.ms is None else candidate.ms
-
-
-def _measure(task: Task, kept: list[Candidate], clock: Clock, ranks: Ranks, rounds: int) -> list[Candidate]:
-    """Time the candidates. -> those that ran, with the median of the slowest rank; the others get a
-    reason."""
-    device = clock.device
-    make = task.tunable.runner(task, device)
+def _choose(outcome: Outcome, clock: Clock, ranks: Ranks, rounds: int, runs_of: Runs) -> None:
+    """Time the candidates: those that ran get the median of the slowest rank, the others a reason."""
     runs: dict[int, Callable[[], object]] = {}
-    failures = {}
-    for number, candidate in enumerate(kept):
-        run = make(candidate.config)
+    for number, candidate in enumerate(outcome.candidates):
+        run = runs_of(candidate.config)
         try:
+            with rehearsal():
+                run()
+            ranks.meet(clock.device)
             run()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            if clock.device.type == "cuda":
+                torch.cuda.synchronize(clock.device)
             runs[number] = run
+        except CommunicationError:
+            raise
         except (RuntimeError, triton.runtime.errors.OutOfResources, ValueError) as error:
-            if isinstance(error, CommunicationError):
-                raise
-            failures[number] = f"does not run: {str(error).splitlines()[0]}"
-    able = ranks.slowest([0.0 if number in runs else math.inf for number in range(len(kept))])
+            candidate.reason = f"does not run: {str(error).splitlines()[0]}"
+    numbers = range(len(outcome.candidates))
+    able = ranks.slowest([0.0 if number in runs else math.inf for number in numbers])
     runs = {number: run for number, run in runs.items() if able[number] == 0.0}
     times_of = clock.rounds(runs, rounds, warmup=2)
     medians = {number: statistics.median(times) for number, times in times_of.items()}
-    slowest = ranks.slowest([medians.get(number, math.inf) for number in range(len(kept))])
-    for number, candidate in enumerate(kept):
-        if math.isfinite(slowest[number]):
-            candidate.ms = slowest[number]
+    slowest = ranks.slowest([medians.get(number, math.inf) for number in numbers])
+    for candidate, ms in zip(outcome.candidates, slowest, strict=True):
+        if math.isfinite(ms):
+            candidate.ms = ms
         else:
-            candidate.reason = failures.get(number, "does not run on another rank")
-    return [candidate for candidate in kept if candidate.reason is None]
+            candidate.reason = candidate.reason or "does not run on another rank"
+    # The first of equals, and the default is first.
+    best = min(numbers, key=slowest.__getitem__)
+    outcome.status = "failed"
+    if math.isfinite(slowest[best]):
+        outcome.status, outcome.winner = "tuned", outcome.candidates[ranks.from_first(best)]
 
 
 def _entry(outcome: Outcome, place: Place) -> Entry:
-    task, winner, default = outcome.task, outcome.winner, outcome.default
+    task, winner, default = outcome.task, outcome.winner, outcome.candidates[0]
     assert winner is not None  # "tuned"
     assert winner.ms is not None
-    assert default is not None
     return Entry(
-        kind=task.kind,
         shape=task.shape,
         dtype=str(task.dtype).removeprefix("torch."),
         device=place.name,
-        config=config_fields(winner.config),
-        how=MEASURED,
+        config=dataclasses.asdict(winner.config),
         milliseconds=winner.ms,
         # A default that does not run has no time.
         default_milliseconds=winner.ms if default.ms is None else default.ms,

@@ -15,6 +15,7 @@ an order that depends only on D and on the configuration, so parts of a batch ge
 the whole batch.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +28,32 @@ from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.moe.choices import add_row, dot_row, place_row
 from lancet_kernels.kernels.moe.rounding import UNFUSED, round_to
-from lancet_kernels.kernels.moe.row_config import RowConfig
 from lancet_kernels.kernels.runtime import needs_upcast
-from lancet_kernels.kernels.tuning import tuned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.
 UNROLLED = tl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """The tile of the kernels that move rows: block_tokens x block_width, powers of two."""
+
+    block_tokens: int
+    block_width: int
+    num_warps: int = 4
+
+    def is_valid(self) -> bool:
+        """At most 64 values per thread, at least one."""
+        sides = (self.block_tokens, self.block_width)
+        powers = all(n > 0 and n & (n - 1) == 0 for n in sides) and self.num_warps in (1, 2, 4, 8)
+        return powers and sides[0] * sides[1] <= 64 * 32 * self.num_warps
+
+    @staticmethod
+    def default(width: int) -> "RowConfig":
+        """2048 values: with 4 warps and bf16 two 16-byte loads per thread and choice."""
+        block_width = min(1024, triton.next_power_of_2(max(1, width)))
+        return RowConfig(min(64, 2048 // block_width), block_width)
 
 
 @triton.jit
@@ -141,7 +161,7 @@ def _check(what: str, x_TD: Tensor, rows_SD: Tensor, row_TK: Tensor, config: Row
         raise UserError(
             "row configuration",
             got=config,
-            expected=f"one of RowConfig.candidates({width})",
+            expected="powers of two, at most 64 values a thread",
             do="leave it out for the default",
         )
 
@@ -190,7 +210,7 @@ def permute(
     """
     check_tensor("x_TD", x_TD, shape=(None, None), dtype=DTYPES)
     width = x_TD.shape[1]
-    config = config or tuned("permute", (width,), x_TD.dtype, x_TD.device) or RowConfig.default(width)
+    config = config or RowConfig.default(width)
     if out is None:
         out = torch.empty(num_rows, width, dtype=x_TD.dtype, device=x_TD.device)
     check_tensor("out", out, shape=(num_rows, width), dtype=x_TD.dtype, device=x_TD.device)
@@ -212,7 +232,7 @@ def combine(
     check_tensor("rows_SD", rows_SD, shape=(None, None), dtype=DTYPES)
     check_tensor("row_TK", row_TK, shape=(None, None), dtype=torch.int64)
     width, dtype = rows_SD.shape[1], rows_SD.dtype
-    config = config or tuned("combine", (width,), dtype, rows_SD.device) or RowConfig.default(width)
+    config = config or RowConfig.default(width)
     out_TD = torch.empty(row_TK.shape[0], width, dtype=dtype, device=rows_SD.device)
     _check("out", out_TD, rows_SD, row_TK, config)
     _check_weight(weight_TK, row_TK, dtype)

@@ -28,7 +28,6 @@ from torch import Tensor
 from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.moe import slots as slot_kernels
 from lancet_kernels.kernels.moe.topk import MAX_EXPERTS, RoutingConfig, choose_by_key, choose_by_score
-from lancet_kernels.kernels.tuning import tuned
 
 
 class Routed(NamedTuple):
@@ -60,7 +59,6 @@ def route_scores(
     Raises: UserError for wrong dtypes, shapes, layouts or sizes.
     """
     shape = used_E.numel(), top_k, 8 * score_TE.itemsize
-    config = config or tuned("routing", shape, score_TE.dtype, score_TE.device)
     config = config or RoutingConfig.default(*shape)
     check_tensor("used_E", used_E, shape=score_TE.shape[-1:], dtype=torch.int64, device=score_TE.device)
     expert_TK, count_BE = choose_by_score(

@@ -54,16 +54,6 @@ class RoutingConfig:
         by_pairs = max(1, 4096 * 32 // key_bits // lanes(num_experts))
         return RoutingConfig(min(by_choices, by_pairs))
 
-    @staticmethod
-    def candidates(num_experts: int, top_k: int) -> list["RoutingConfig"]:
-        """The configurations to time, the default first: blocks of 1 to 128 tokens, with 4 and 8 warps.
-
-        Larger blocks make the [B, E] table smaller; smaller blocks compare fewer pairs of choices.
-        """
-        tried = [RoutingConfig(block, warps) for block in (1, 4, 8, 16, 32, 64, 128) for warps in (4, 8)]
-        configs = dict.fromkeys([RoutingConfig.default(num_experts, top_k), *tried])
-        return [config for config in configs if config.is_valid(num_experts, top_k)]
-
 
 def lanes(num_experts: int, groups: int = 1) -> int:
     """Width of a tile that holds all experts: groups and their sizes, each up to a power of two."""
@@ -223,7 +213,7 @@ def _outputs(num_tokens: int, num_experts: int, top_k: int, config: RoutingConfi
         raise UserError(
             "routing configuration",
             got=config,
-            expected=f"one of RoutingConfig.candidates({num_experts}, {top_k})",
+            expected="a power of two, at most 64 keys a thread",
             do="leave it out for the default",
         )
     blocks = triton.cdiv(num_tokens, config.block_tokens)

@@ -2,32 +2,32 @@
 
 import json
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels import tuning
+from lancet_kernels.kernels import overlap, tuning
 from lancet_kernels.kernels.gemm_config import GemmConfig
-from lancet_kernels.kernels.moe.row_config import RowConfig
 from lancet_kernels.kernels.overlap_config import OverlapConfig
-from lancet_kernels.kernels.tuned_entry import MEASURED, Entry, config_fields
-from lancet_kernels.kernels.tuning import TunedCache, tuned
+from lancet_kernels.kernels.tuning import Entry, TunedCache, tuned
+from lancet_kernels.tuning.candidates import Task
+from lancet_kernels.tuning.workloads import Workload
 from tests.tuned_cache import GPU
 from tests.tuned_cache import cache as cache
 
-TILE = RowConfig(4, 512, 8)
-SHAPE = (768,)
+CONFIG = OverlapConfig(GemmConfig(64, 128, 64, 4, 4), programs=132, tma=True)
+SHAPE, OTHER = (768, 3072, "gelu", 1), (768, 3072, "silu", 1)
 
 
-def entry(config=TILE, how=MEASURED, device=GPU, kind="permute", shape=SHAPE) -> Entry:
-    return Entry(kind, shape, "bfloat16", device, config_fields(config), how, 1.0, 1.5, "3.6.0", "2026-11-21")
+def entry(config=CONFIG, device=GPU, shape=SHAPE) -> Entry:
+    return Entry(shape, "bfloat16", device, asdict(config), 1.0, 1.5, "3.6.0", "2026-11-21")
 
 
-def look(kind="permute", shape=SHAPE, dtype=torch.bfloat16):
-    return tuned(kind, shape, dtype, torch.device("cuda", 0))
+def look(shape=SHAPE, dtype=torch.bfloat16):
+    return tuned(shape, dtype, torch.device("cuda", 0))
 
 
 def test_nothing_is_found_where_nothing_was_tuned(cache) -> None:
@@ -36,59 +36,41 @@ def test_nothing_is_found_where_nothing_was_tuned(cache) -> None:
 
 def test_on_a_cpu_nothing_is_ever_found(cache) -> None:
     cache.put([entry()])
-    assert tuned("permute", SHAPE, torch.bfloat16, torch.device("cpu")) is None
+    assert tuned(SHAPE, torch.bfloat16, torch.device("cpu")) is None
 
 
 def test_only_what_was_tuned_is_found(cache) -> None:
     cache.put([entry()])
-    assert look() == TILE
-    assert look(shape=(769,)) is None
+    assert look() == CONFIG
+    assert look(OTHER) is None
     assert look(dtype=torch.float16) is None
-    assert look(kind="combine") is None
 
 
 def test_the_package_goes_before_the_user(cache) -> None:
-    mine, shipped = (RowConfig(n, 256) for n in (4, 8))
+    mine, shipped = (replace(CONFIG, programs=n) for n in (4, 8))
     cache.put([entry(mine)])
     assert look() == mine
     TunedCache(tuning.PACKAGE_TABLE).put([entry(shipped)])
     assert look() == shipped
 
 
-def test_what_older_versions_modelled_is_ignored_without_a_word_and_replaced(cache) -> None:
-    other = RowConfig(8, 256)
-    modelled = entry(how="modelled", device="sm_90"), entry(other, how="modelled")
-    cache.put([*modelled, entry(kind="combine")])
+def test_what_older_versions_wrote_is_ignored_without_a_word_and_replaced(cache) -> None:
+    cache.put([entry(shape=OTHER)])
+    data = json.loads(cache.path.read_text())
+    data["entries"]["permute width=768 bfloat16 on x"] = {"kind": "permute", "how": "measured"}
+    cache.path.write_text(json.dumps(data))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert list(cache.entries()) == [entry(kind="combine").key]
-        assert look() is None
+        assert list(cache.entries()) == [entry(shape=OTHER).key]
         cache.put([entry()])
-        assert look() == TILE
-    assert "modelled" not in cache.path.read_text()
+        assert look() == CONFIG
+    assert "permute" not in cache.path.read_text()
 
 
 def test_a_configuration_that_this_gpu_cannot_run_is_ignored_with_a_warning(cache) -> None:
-    kind, shape = "overlap", (768, 3072, "gelu", 1)
-    cache.put([entry(OverlapConfig(GemmConfig(256, 256, 128, 4, 5)), kind=kind, shape=shape)])
+    cache.put([entry(OverlapConfig(GemmConfig(256, 256, 128, 4, 5)))])
     with pytest.warns(UserWarning, match="cannot run on sm_90"):
-        assert look(kind, shape) is None
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape", "config"),
-    [
-        (
-            "overlap",
-            (768, 3072, "gelu", 1),
-            OverlapConfig(GemmConfig(64, 128, 64, 4, 4), programs=132, tma=True),
-        ),
-        ("permute", (768,), RowConfig(4, 512, 8)),
-    ],
-)
-def test_every_sort_of_configuration_comes_back_as_it_went(cache, kind, shape, config) -> None:
-    cache.put([entry(config, kind=kind, shape=shape)])
-    assert look(kind, shape) == config
+        assert look() is None
 
 
 @pytest.mark.parametrize(
@@ -106,27 +88,26 @@ def test_a_corrupt_file_is_ignored_with_one_warning_and_written_anew(cache, text
         warnings.simplefilter("error")
         assert cache.entries() == {}
     cache.put([entry()])
-    assert look() == TILE
+    assert look() == CONFIG
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"config": {"block_tokens": 64}},
-        {"config": {**config_fields(TILE), "extra": 1}},
-        {"config": {**config_fields(TILE), "block_width": "64"}},
+        {"config": {"put_rows": 64}},
+        {"config": {**asdict(CONFIG), "extra": 1}},
+        {"config": {**asdict(CONFIG), "put_rows": "64"}},
+        {"config": {**asdict(CONFIG), "gemm": {"block_m": 64}}},
         {"config": None},
-        {"how": "guessed"},
         {"milliseconds": float("nan")},
         {"milliseconds": "1"},
-        {"kind": "routing"},
         {"shape": [1, 2]},
-        {"shape": [769]},
+        {"shape": [769, 3072, "gelu", 1]},
         {"unknown": 1},
     ],
 )
 def test_one_corrupt_entry_is_ignored_with_a_warning_and_the_others_stay(cache, change) -> None:
-    good = entry(kind="combine")
+    good = entry(shape=OTHER)
     cache.put([good, entry()])
     data = json.loads(cache.path.read_text())
     data["entries"][entry().key] |= change
@@ -138,49 +119,31 @@ def test_one_corrupt_entry_is_ignored_with_a_warning_and_the_others_stay(cache, 
 def test_a_killed_writer_leaves_no_lock(cache) -> None:
     cache.put([entry()])
     assert cache.path.with_name(".tuned.json.lock").exists()
-    cache.put([replace(entry(), shape=(16,))])
+    cache.put([entry(shape=OTHER)])
     assert len(cache.entries()) == 2
 
 
-def test_the_launchers_ask_for_the_kinds_and_shapes_that_are_tuned(monkeypatch) -> None:
+def test_the_launcher_asks_for_the_shape_that_is_tuned(monkeypatch) -> None:
     """A task nobody looks up would be tuned for nothing."""
-    from lancet_kernels.kernels import overlap
-    from lancet_kernels.kernels.moe import permute, routing
-    from lancet_kernels.measuring.fused_pass import FusedPasses
-    from lancet_kernels.tuning.tune_tasks import make_tasks
-    from lancet_kernels.tuning.workloads import Workload
-
     asked = set()
-
-    def ask(kind, shape, dtype, device):
-        asked.add((kind, shape, dtype))
-
-    for module in (overlap, permute, routing):
-        monkeypatch.setattr(module, "tuned", ask)
-    w = Workload("tiny", 12, 16, 32, 4, 2, "swiglu")
-    tasks = make_tasks([w], torch.float32)
-    device = torch.device("cpu")
-    for task in tasks:
-        if task.kind != "overlap":
-            task.tunable.runner(task, device)(None)()
-    FusedPasses(w, torch.float32, device)
+    monkeypatch.setattr(overlap, "tuned", lambda shape, dtype, device: asked.add((shape, dtype)))
+    task = Task(Workload("tiny", 12, 16, 32, 4, 2, "swiglu"), torch.float32)
     # It asks on a GPU only.
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
     with pytest.raises(AttributeError):
         overlap.default_overlap_config(16, 32, "swiglu", torch.float32, torch.device("cuda", 0))
-    assert {(task.kind, task.shape, task.dtype) for task in tasks} <= asked
+    assert asked == {(task.shape, task.dtype)}
 
 
 def test_no_table_ships_before_one_is_measured() -> None:
-    entries = TunedCache(Path(tuning.__file__).with_name("tuned.json")).entries()
-    assert all(e.how == MEASURED for e in entries.values())
+    assert not Path(tuning.__file__).with_name("tuned.json").exists()
 
 
 def test_reading_a_sound_file_warns_of_nothing(cache) -> None:
     cache.put([entry()])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert look() == TILE
+        assert look() == CONFIG
 
 
 def test_a_cache_folder_that_cannot_be_written_is_said_once_and_replaced(tmp_path, monkeypatch, caplog):

@@ -1,10 +1,8 @@
-"""The tuner: what it times, what it drops and why, what it chooses, how ranks agree."""
+"""The tuner: what is timed, who wins, what is stored; and its command."""
 
-import dataclasses
 import json
 import runpy
 import sys
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -13,72 +11,19 @@ import torch.distributed as dist
 
 import lancet_kernels
 from lancet_kernels.cli import main
-from lancet_kernels.compiling.compile import CompiledKernel
-from lancet_kernels.compiling.compile_pool import Row
 from lancet_kernels.errors import UserError
-from lancet_kernels.kernels.moe.row_config import RowConfig
-from lancet_kernels.kernels.moe.topk import RoutingConfig
 from lancet_kernels.kernels.overlap import config_for_gpu
-from lancet_kernels.kernels.tuned_entry import KINDS, MEASURED, config_fields, is_usable
 from lancet_kernels.kernels.tuning import TunedCache
 from lancet_kernels.measuring.timing import Clock
-from lancet_kernels.tuning import background_compiler, tune_tasks
-from lancet_kernels.tuning.candidates import MOST_CANDIDATES
+from lancet_kernels.tuning.candidates import Task, candidates
 from lancet_kernels.tuning.place import Place
-from lancet_kernels.tuning.tune_tasks import make_tasks
 from lancet_kernels.tuning.tuner import tune
 from lancet_kernels.tuning.workloads import WORKLOADS, Workload, parse_workload
 
 TINY = Workload("tiny", 12, 16, 32, 4, 2)
+MIDDLE = Task(WORKLOADS["middle"], torch.bfloat16)
 # As if there were a GPU, in whose place a made-up clock stands.
 H100 = Place(torch.device("cpu"), "NVIDIA H100 80GB HBM3", 90, 132)
-
-
-def compiled(specimen, registers=100, spills=0) -> Row:
-    found = CompiledKernel(
-        specimen.name, specimen.config, "sm_90", registers, spills, 0, 60_000,
-        32 * specimen.arguments["num_warps"], specimen.wgmma, specimen.tma, False, 0.1,
-    )  # fmt: skip
-    return Row(specimen, found, None)
-
-
-class FakePool:
-    """Stands for the compiler: what `row_of(specimen)` says. specimens: that it was given."""
-
-    def __init__(self, row_of=compiled) -> None:
-        self.row_of, self.specimens = row_of, []
-
-    def __call__(self, arch, workers):
-        """In place of the class."""
-        return self
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        pass
-
-    def submit(self, specimen):
-        self.specimens.append(specimen)
-        future = Future()
-        try:
-            row = self.row_of(specimen)
-        except RuntimeError as error:
-            future.set_exception(error)
-        else:
-            if row is not None:  # else it never is done
-                future.set_result(row)
-        return future
-
-
-@pytest.fixture
-def compiler(monkeypatch) -> FakePool:
-    """8 warps spill."""
-    fake = FakePool(
-        lambda specimen: compiled(specimen, spills=240 if specimen.arguments["num_warps"] == 8 else 0)
-    )
-    monkeypatch.setattr(background_compiler, "CompilePool", fake)
-    return fake
 
 
 class FakeClock(Clock):
@@ -93,12 +38,9 @@ class FakeClock(Clock):
         return self.milliseconds(work())
 
 
-@pytest.fixture
-def nothing_runs(monkeypatch) -> None:
+def nothing_runs(task, device):
     """A run only returns its configuration, for a `FakeClock`."""
-    for kind, tunable in tune_tasks._TUNABLES.items():
-        made_up = dataclasses.replace(tunable, runner=lambda task, device: lambda config: lambda: config)
-        monkeypatch.setitem(tune_tasks._TUNABLES, kind, made_up)
+    return lambda config: lambda: config
 
 
 @pytest.fixture
@@ -106,119 +48,99 @@ def cache(tmp_path) -> TunedCache:
     return TunedCache(tmp_path / "tuned.json")
 
 
-def test_shapes_of_a_layer_are_tuned_once_each() -> None:
-    tasks = make_tasks([TINY, TINY], torch.bfloat16)
-    assert len({task.key("x") for task in tasks}) == len(tasks) == 4
-    (routing,) = (task for task in tasks if task.kind == "routing")
-    assert routing.dtype == torch.float32
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_lists_are_short_valid_and_begin_with_the_default(arch, dtype) -> None:
-    """Not cut by MOST_CANDIDATES: a list that a user writes is timed in full."""
     place = Place.elsewhere(arch)
-    for task in make_tasks([*WORKLOADS.values(), TINY], dtype):
-        configs = list(task.tunable.candidates(task, place))
-        assert 2 <= len(configs) <= MOST_CANDIDATES, task.key("x")
+    for task in (Task(workload, dtype) for workload in (*WORKLOADS.values(), TINY)):
+        configs, w = candidates(task, place), task.workload
+        assert 2 <= len(configs) <= 15, task.key("x")
         assert len(set(configs)) == len(configs)
-        assert all(is_usable(task.kind, config, task.shape, task.dtype, arch) for config in configs)
-        assert configs[0] == default_of(task, place)
+        assert all(config.gemm.is_valid(dtype, arch) for config in configs)
+        assert configs[0] == config_for_gpu(w.width, w.hidden, w.activation, dtype, arch, place.sms)
+        gluon = arch == 90 and dtype == torch.bfloat16 and w is not TINY
+        assert {config.bodies for config in configs} == ({"gluon", "triton"} if gluon else {"triton"})
 
 
-def default_of(task, place):
-    w = task.workload
-    if task.kind == "overlap":
-        sizes = w.width, w.hidden, w.activation
-        return config_for_gpu(*sizes, task.dtype, place.arch, place.sms)
-    if task.kind == "routing":
-        return RoutingConfig.default(w.experts, w.choices)
-    return RowConfig.default(w.width)
+def test_the_smallest_median_wins(cache) -> None:
+    jitter, fastest = [0.0, 9.0, 0.1] * 1000, candidates(MIDDLE, H100)[3]
+
+    def milliseconds(config):
+        # One outlier in three: a mean would be fooled.
+        return (1.0 if config == fastest else 2.0) + jitter.pop()
+
+    clock = FakeClock(milliseconds)
+    (outcome,) = tune([MIDDLE], H100, cache, clock=clock, rounds=5, runs_of=nothing_runs)
+    assert outcome.winner.config == fastest
+    (entry,) = cache.entries().values()
+    assert (entry.configuration(), entry.device) == (fastest, H100.name)
+    assert entry.default_milliseconds > entry.milliseconds
+    # In turn: every candidate once before the first one comes again.
+    timed = len(outcome.candidates)
+    names = [id(call) for call in clock.calls]
+    assert len(set(names[:timed])) == timed > 3
+    assert names[:timed] == names[timed : 2 * timed]
 
 
-def test_what_spills_is_dropped_untimed(compiler, cache, nothing_runs) -> None:
-    tasks = make_tasks([WORKLOADS["middle"]], torch.bfloat16, ["permute", "combine"])
-    clock = FakeClock()
-    for outcome in tune(tasks, H100, cache, clock=clock):
-        assert {c.reason for c in outcome.candidates if c.reason} == {"compiler: spills 240 bytes"}
-        assert outcome.status == "tuned"
-        assert all(c.config.num_warps == 4 and c.ms == 1.0 for c in outcome.kept)
-        entry = cache.entries()[outcome.key]
-        assert (entry.how, entry.device) == (MEASURED, H100.name)
-        assert entry.milliseconds == entry.default_milliseconds == 1.0
-    assert {work().num_warps for work in clock.calls} == {4}
-
-
-def test_what_is_known_is_not_compiled_again(compiler, cache, nothing_runs) -> None:
-    tasks = make_tasks([TINY], torch.bfloat16, ["permute", "combine"])
-    options = {"clock": FakeClock()}
+def test_what_is_known_is_not_timed_again(cache) -> None:
+    tasks = [Task(TINY, torch.bfloat16), MIDDLE]
+    options = {"clock": FakeClock(), "runs_of": nothing_runs}
     tune(tasks[:1], H100, cache, **options)
-    del compiler.specimens[:]
     assert [o.status for o in tune(tasks, H100, cache, **options)] == ["known", "tuned"]
-    assert {s.name for s in compiler.specimens} == {"combine"}
     assert [o.status for o in tune(tasks, H100, cache, **options)] == ["known", "known"]
     assert [o.status for o in tune(tasks, H100, cache, force=True, **options)] == ["tuned", "tuned"]
 
 
-def test_a_dry_run_compiles_and_writes_nothing(compiler, cache) -> None:
-    tasks = make_tasks([TINY], torch.bfloat16, ["permute"])
-    (outcome,) = tune(tasks, Place.elsewhere(90), cache, dry_run=True)
+def test_what_does_not_run_is_dropped(cache) -> None:
+    def runs_of(task, device):
+        def run(config):
+            if config.bodies == "gluon":
+                raise RuntimeError("out of registers\nmore")
+            return config
+
+        return lambda config: lambda: run(config)
+
+    (outcome,) = tune([MIDDLE], H100, cache, clock=FakeClock(), runs_of=runs_of)
+    dropped = [c for c in outcome.candidates if c.reason]
+    assert {c.reason for c in dropped} == {"does not run: out of registers"}
+    assert {c.config.bodies for c in dropped} == {"gluon"}
+    assert outcome.winner.config.bodies == "triton"
+    (entry,) = cache.entries().values()
+    assert entry.milliseconds == entry.default_milliseconds == 1.0
+
+
+def test_nothing_that_runs_is_a_failure(cache) -> None:
+    def runs_of(task, device):
+        return lambda config: lambda: int("none")
+
+    (outcome,) = tune([MIDDLE], H100, cache, clock=FakeClock(), runs_of=runs_of)
+    assert (outcome.status, outcome.winner, cache.entries()) == ("failed", None, {})
+
+
+def test_a_dry_run_writes_nothing(cache) -> None:
+    (outcome,) = tune([MIDDLE], Place.elsewhere(90), cache, dry_run=True)
     assert outcome.status == "dry-run"
-    assert outcome.config == outcome.candidates[0].config
-    assert not compiler.specimens
     assert not cache.path.exists()
 
 
-def test_time_that_is_up_leaves_the_rest_for_the_next_run(monkeypatch, cache, nothing_runs) -> None:
-    first = []
-
-    def row_of(specimen):
-        first.append(specimen)
-        return compiled(specimen) if len(first) == 1 else None
-
-    monkeypatch.setattr(background_compiler, "CompilePool", FakePool(row_of))
-    tasks = make_tasks([TINY], torch.bfloat16, ["permute", "combine"])
-    outcomes = tune(tasks, H100, cache, minutes=0.1 / 60, clock=FakeClock())
-    assert [o.status for o in outcomes] == ["left", "left"]
+def test_time_that_is_up_leaves_the_rest_for_the_next_run(cache) -> None:
+    options = {"clock": FakeClock(), "runs_of": nothing_runs}
+    assert [o.status for o in tune([MIDDLE], H100, cache, minutes=0.0, **options)] == ["left"]
     assert cache.entries() == {}
 
 
-def test_a_failing_compiler_is_reported(monkeypatch, cache) -> None:
-    def row_of(specimen):
-        raise RuntimeError("no disk")
-
-    monkeypatch.setattr(background_compiler, "CompilePool", FakePool(row_of))
-    with pytest.raises(RuntimeError, match="no disk"):
-        tune(make_tasks([TINY], torch.bfloat16, ["permute"]), H100, cache, clock=FakeClock())
+def test_only_the_first_candidates_if_so_wanted(cache) -> None:
+    (outcome,) = tune([MIDDLE], H100, cache, clock=FakeClock(), most=1, runs_of=nothing_runs)
+    assert [outcome.winner] == outcome.candidates
 
 
-def test_the_smallest_median_wins(compiler, cache, nothing_runs) -> None:
-    jitter, fastest = iter([0.0, 9.0, 0.1] * 1000), RowConfig(2, 512, 4)
-
-    def milliseconds(config):
-        # One outlier in three: a mean would be fooled.
-        return (1.0 if config == fastest else 2.0) + next(jitter)
-
-    clock = FakeClock(milliseconds)
-    tasks = make_tasks([WORKLOADS["middle"]], torch.bfloat16, ["permute"])
-    (outcome,) = tune(tasks, H100, cache, clock=clock, rounds=5)
-    timed = [c for c in outcome.candidates if c.ms is not None]
-    assert len(timed) > 3
-    assert outcome.winner.config == fastest
-    (entry,) = cache.entries().values()
-    assert entry.configuration() == fastest
-    assert entry.default_milliseconds > entry.milliseconds
-    # In turn: every candidate once before the first one comes again.
-    names = [id(call) for call in clock.calls]
-    assert len(set(names[: len(timed)])) == len(timed)
-    assert names[: len(timed)] == names[len(timed) : 2 * len(timed)]
-
-
-def test_only_the_first_candidates_if_so_wanted(compiler, cache, nothing_runs) -> None:
-    tasks = make_tasks([WORKLOADS["middle"]], torch.bfloat16, ["permute"])
-    (outcome,) = tune(tasks, H100, cache, clock=FakeClock(), most=1)
-    assert outcome.winner.config == RowConfig.default(1536)
-    assert len(compiler.specimens) == 1
+def test_a_corrupt_cache_is_survived(cache) -> None:
+    tasks, options = [Task(TINY, torch.bfloat16), MIDDLE], {"clock": FakeClock(), "runs_of": nothing_runs}
+    tune(tasks, H100, cache, **options)
+    cache.path.write_text(cache.path.read_text()[:200])
+    with pytest.warns(UserWarning, match="not readable"):
+        assert [o.status for o in tune(tasks, H100, cache, **options)] == ["tuned", "tuned"]
+    assert len(TunedCache(cache.path).entries()) == 2
 
 
 def disagreeing_ranks(folder: str) -> tuple[str, dict]:
@@ -230,17 +152,9 @@ def disagreeing_ranks(folder: str) -> tuple[str, dict]:
         place = order.setdefault(str(config), len(order))
         return 1.0 + (place if rank == 0 else 5 - place)
 
-    def row_of(specimen):
-        assert rank == 0, "only rank 0 compiles"
-        return compiled(specimen)
-
     cache = TunedCache(Path(folder, f"rank{rank}.json"))
-    (task,) = make_tasks([WORKLOADS["middle"]], torch.bfloat16, ["permute"])
-    made_up = dataclasses.replace(task.tunable, runner=lambda task, device: lambda config: lambda: config)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(background_compiler, "CompilePool", FakePool(row_of))
-        patch.setitem(tune_tasks._TUNABLES, "permute", made_up)
-        (outcome,) = tune([task], H100, cache, clock=FakeClock(milliseconds), most=6)
+    clock = FakeClock(milliseconds)
+    (outcome,) = tune([MIDDLE], H100, cache, clock=clock, most=6, runs_of=nothing_runs)
     return str(outcome.winner.config), {key: e.config for key, e in cache.entries().items()}
 
 
@@ -279,17 +193,17 @@ def test_without_a_gpu_it_refuses_in_one_line(capsys, tmp_path) -> None:
 
 @without_gpu
 def test_a_dry_run_lists_what_would_be_timed(capsys, tmp_path) -> None:
-    arguments = ["tune", "--cache", str(tmp_path / "tuned.json"), *SMALL, "--kinds", "permute", "--dry-run"]
+    arguments = ["tune", "--cache", str(tmp_path / "tuned.json"), *SMALL, "--dry-run"]
     assert main([*arguments, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["counts"]["dry-run"] == 1
     (task,) = found["tasks"]
-    configs = [candidate["config"] for candidate in task["candidates"]]
-    assert configs == [config_fields(config) for config in RowConfig.candidates(64)]
+    count = len(task["candidates"])
+    assert count == len(candidates(Task(parse_workload(SMALL[1]), torch.bfloat16), Place.elsewhere(90)))
     assert main(arguments) == 0
     out, err = capsys.readouterr()
-    assert f"    {len(configs)} candidates:\n" in out
-    assert out.count("block_tokens=") == len(configs)
+    assert f"    {count} candidates:\n" in out
+    assert out.count("put_rows=") == count
     assert "\n1 task: 1 would be tuned" in out
     assert "1 task on sm_90 (no GPU here)" in err
     assert not list(tmp_path.iterdir())
@@ -303,28 +217,12 @@ def test_the_script_is_the_command(monkeypatch, capsys) -> None:
     assert capsys.readouterr().out.startswith("usage: lancet tune ")
 
 
-@without_gpu
-def test_help_names_the_kinds_and_the_version_is_told(capsys) -> None:
-    with pytest.raises(SystemExit):
-        main(["tune", "--help"])
-    text = "".join(capsys.readouterr().out.split())
-    assert f"separatedbycommas:{','.join(KINDS)}" in text
+def test_the_version_is_told(capsys) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert (ended.value.code, capsys.readouterr().out) == (0, f"lancet {lancet_kernels.__version__}\n")
 
 
-def test_a_corrupt_cache_is_survived(compiler, cache, nothing_runs) -> None:
-    tasks, options = make_tasks([TINY], torch.bfloat16, ["permute", "routing"]), {"clock": FakeClock()}
-    tune(tasks, H100, cache, **options)
-    cache.path.write_text(cache.path.read_text()[:200])
-    with pytest.warns(UserWarning, match="not readable"):
-        assert [o.status for o in tune(tasks, H100, cache, **options)] == ["tuned", "tuned"]
-    assert len(TunedCache(cache.path).entries()) == 2
-
-
 def test_wrong_arguments_are_one_line_each(capsys) -> None:
-    assert main(["tune", "--kinds", "permute,nonsense"]) == 1
-    assert "nonsense" in capsys.readouterr().err
     assert main(["tune", "--workload", "many"]) == 1
     assert "8192,1024,4096,16,2" in capsys.readouterr().err

@@ -240,7 +240,6 @@ def test_every_configuration_gives_the_same_bits(experts: int, top_k: int, devic
     score_TE, used_E = make_logits("ties", 37, experts).to(device), torch.zeros(experts, dtype=torch.int64)
     tried = [RoutingConfig(block) for block in (1, 4, 16, 64)]
     assert all(config.is_valid(experts, top_k) for config in tried)
-    assert set(tried) <= set(RoutingConfig.candidates(experts, top_k))
     results = [routing.route_scores(score_TE, used_E.to(device), top_k, 1000, config=c)[:3] for c in tried]
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
