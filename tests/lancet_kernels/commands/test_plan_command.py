@@ -1,10 +1,8 @@
 """`lancet plan`: figures for machines and people, files, and one line for whatever is wrong."""
 
 import json
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -12,20 +10,11 @@ from lancet_kernels.cli import main
 from lancet_kernels.commands.plan_command import PlanOptions
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.plan import Plan
-from lancet_kernels.simulation import simulate as simulation
 from lancet_kernels.simulation.simulate import Setting
 from tests.grids import few_of
 
 TINY = "plan --model gpt2-tiny-moe --cluster p4de --gpus 16 --most-parts 2".split()
 WHOLE_BATCH = ["--gate", "gshard", "--top-k", "2", "--batch", "3"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def planned_once():
-    """Most tests look at the same plans."""
-    once = lru_cache(simulation.simulate_setting)
-    with mock.patch.object(simulation, "simulate_setting", once):
-        yield
 
 
 def plan_json(capsys, *arguments):
