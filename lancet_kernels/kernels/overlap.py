@@ -236,7 +236,8 @@ def cut_of(
     bytes_each = exchange.dtype.itemsize
     aligned = all(t.data_ptr() % 16 == 0 for t in operands) and all(w * bytes_each % 16 == 0 for w in widths)
     gemm = config.gemm if aligned or not config.tma else plain_tile(config.gemm, exchange.dtype)
-    gemm = launch_tile(gemm, backward=backward, nvshmem=exchange.nvshmem)
+    if config.bodies == "triton" or not aligned:
+        gemm = launch_tile(gemm, backward=backward)
     columns_in = first_columns(gemm, experts.activation, backward=backward)
     return Cut(gemm, columns_in, config.tma and aligned)
 
@@ -303,7 +304,7 @@ def _combine(
         chunks=exchange.chunks, max_polls=exchange.max_polls(), limit=ALL_TASKS, K=choices,
         BANKS=exchange.banks, NVSHMEM=exchange.nvshmem, BM=exchange.chunk_rows,
         BK=triton.next_power_of_2(choices), BT=config.reduce_tokens, BD=config.reduce_block,
-        num_warps=combine.WARPS,
+        num_warps=combine.WARPS, maxnreg=combine.REGISTERS,
     )  # fmt: skip
 
 

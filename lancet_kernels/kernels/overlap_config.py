@@ -99,13 +99,13 @@ def plain_tile(tile: GemmConfig, dtype: torch.dtype) -> GemmConfig:
     )
 
 
-def launch_tile(tile: GemmConfig, *, backward: bool, nvshmem: bool) -> GemmConfig:
-    """The tile of one launch of a configuration with `tile`; its block_m stays, being the chunk of a signal.
+def launch_tile(tile: GemmConfig, *, backward: bool) -> GemmConfig:
+    """The tile of one plain launch of a configuration with `tile`; its block_m, the chunk of a signal, stays.
 
-    NVSHMEM's functions need registers, too: beside the backward's tasks, tiles of 128 columns spill 4 bytes
-    on sm_90 (Triton 3.6) and 88 to 104 on sm_100 (3.9; compiled 2026-11-21).
+    Beside the backward's tasks, tiles of 128 columns spill 52 to 76 bytes on sm_90, and 88 to 104 with
+    NVSHMEM's functions on sm_100 (Triton 3.9; compiled 2026-11-23).
     """
-    return replace(tile, block_n=min(tile.block_n, 64)) if backward and nvshmem else tile
+    return replace(tile, block_n=min(tile.block_n, 64)) if backward else tile
 
 
 def first_columns(tile: GemmConfig, activation: str, *, backward: bool) -> int:

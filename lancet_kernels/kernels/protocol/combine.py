@@ -23,6 +23,8 @@ from lancet_kernels.kernels.protocol.schedule import VOID, chunk_number, segment
 
 # Programs of the grid for each of the launch before.
 PROGRAMS, WARPS = 4, 4
+# As many as these leave to a thread. Said aloud: ptxas would rather take 32, and load two rows at a time.
+REGISTERS = 128
 
 
 @triton.jit(do_not_specialize=["rank", "W", "L", "T", "chunks", "max_polls", "limit"])
