@@ -338,7 +338,7 @@ def _attributes(node: fx.Node) -> dict[str, Any]:
         rank = _value(node.args[0]).dim()
         plain["dims"] = list(range(rank)) if dims is None else dims
     elif op_name(node) == "lancet.gate":
-        plain["partitionable"] = parse_gate(plain["spec"]).partitionable
+        plain["partitionable"] = parse_gate(arguments["spec"]).partitionable
     return plain
 
 

@@ -185,8 +185,9 @@ def check_options(options: TrainOptions, ranks: int) -> None:
     if options.backend == "fused":
         # Only here: the kernels need Triton, which not every machine has.
         from lancet_kernels.optimization.fused_step import FusedChoice
+        from lancet_kernels.schedules.strategies import PlanningOptions
 
-        FusedChoice(options.strategy, None, "auto", None, torch.device(options.chosen_device()))
+        FusedChoice(options.strategy, PlanningOptions(), "auto", None, torch.device(options.chosen_device()))
     if options.compare and (options.chosen_device() == "cuda" or ranks == 1 or options.strategy == "none"):
         raise UserError(
             "compare",
