@@ -299,7 +299,8 @@ def _combine(
     launch(
         combine_results_kernel, (combine.PROGRAMS * config.programs,),
         of_pass=exchange.state(use), returns=exchange.returns, expert_ptr=routing.expert,
-        row_ptr=routing.row, weight_ptr=routing.weight, out_ptr=out, dweight_ptr=dweight,
+        row_ptr=routing.row, weight_ptr=routing.weight if dweight is None else None, out_ptr=out,
+        dweight_ptr=dweight,
         rank=exchange.rank, W=exchange.world, L=exchange.local_experts, D=exchange.width, T=tokens,
         chunks=exchange.chunks, max_polls=exchange.max_polls(), limit=ALL_TASKS, K=choices,
         BANKS=exchange.banks, NVSHMEM=exchange.nvshmem, BM=exchange.chunk_rows,

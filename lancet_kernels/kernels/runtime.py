@@ -55,11 +55,6 @@ def architecture(device: torch.device) -> int:
     return major * 10 + minor
 
 
-def needs_upcast(dtype: torch.dtype) -> bool:
-    """Must operands of `tl.dot` be cast to float32 first? bf16 in the interpreter gives garbage otherwise."""
-    return INTERPRETED and dtype == torch.bfloat16
-
-
 def _scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 

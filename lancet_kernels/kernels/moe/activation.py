@@ -23,7 +23,6 @@ from lancet_kernels.kernels.checks import check_number, check_tensor
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.moe.rounding import UNFUSED, round_to
 from lancet_kernels.kernels.reference.gemm import activate, dgelu, dsilu, silu
-from lancet_kernels.kernels.runtime import needs_upcast
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A program's tile: 16 values a thread, so that a few loads of 16 bytes are in flight.
@@ -45,7 +44,7 @@ def _tile(count_ptr, R, F, BR: tl.constexpr, BD: tl.constexpr):
 @triton.jit
 def activation_kernel(
     h_ptr, count_ptr, a_ptr, R, F,
-    KIND: tl.constexpr, EMULATE_BF16: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    KIND: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """a = act(h) on the real rows.
 
@@ -61,14 +60,14 @@ def activation_kernel(
         a = silu(gate) * tl.load(p_gate + F, mask=m, other=0.0).to(tl.float32)
     else:
         a = activate(tl.load(h_ptr + i_r[:, None] * F + i_d[None, :], mask=m, other=0.0).to(tl.float32), KIND)
-    a = round_to(a, a_ptr.dtype.element_ty, EMULATE_BF16)
+    a = round_to(a, a_ptr.dtype.element_ty)
     tl.store(a_ptr + i_r[:, None] * F + i_d[None, :], a, mask=m)
 
 
 @triton.jit
 def activation_backward_kernel(
     da_ptr, h_ptr, count_ptr, dh_ptr, R, F,
-    KIND: tl.constexpr, EMULATE_BF16: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
+    KIND: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dh = act'(h) da on the real rows.
 
@@ -84,13 +83,13 @@ def activation_backward_kernel(
     h = tl.load(p_h, mask=m, other=0.0).to(tl.float32)
     if KIND == "swiglu":
         up = tl.load(p_h + F, mask=m, other=0.0).to(tl.float32)
-        tl.store(p_dh + F, round_to(da * silu(h), dh_ptr.dtype.element_ty, EMULATE_BF16), mask=m)
+        tl.store(p_dh + F, round_to(da * silu(h), dh_ptr.dtype.element_ty), mask=m)
         dh = da * up * dsilu(h)
     elif KIND == "gelu":
         dh = da * dgelu(h)
     else:
         dh = da * dsilu(h)
-    tl.store(p_dh, round_to(dh, dh_ptr.dtype.element_ty, EMULATE_BF16), mask=m)
+    tl.store(p_dh, round_to(dh, dh_ptr.dtype.element_ty), mask=m)
 
 
 def activation(h_RH: Tensor, count: Tensor, kind: str) -> Tensor:
@@ -142,5 +141,5 @@ def _launch(kernel: Any, a_RF: Tensor, kind: str, **pointers: Tensor) -> None:
     check_number("tiles of the activation", programs, 1, 2**31 - 1)
     launch(
         kernel, (programs,), **pointers, R=num_rows, F=hidden, KIND=kind,
-        EMULATE_BF16=needs_upcast(a_RF.dtype), BR=rows, BD=columns, num_warps=WARPS, **UNFUSED,
+        BR=rows, BD=columns, num_warps=WARPS, **UNFUSED,
     )  # fmt: skip

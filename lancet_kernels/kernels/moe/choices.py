@@ -21,14 +21,14 @@ def place_row(row_ptr, i, m, D):
 
 
 @triton.jit
-def add_row(acc, rows_ptr, weight_ptr, i, offset, m_kept, i_d, m_d, WEIGHTED: tl.constexpr):
-    """-> acc [BT, BD] + the columns i_d of the rows at `offset`, times weight[i] if WEIGHTED.
+def add_row(acc, rows_ptr, weight_ptr, i, offset, m_kept, i_d, m_d):
+    """-> acc [BT, BD] + the columns i_d of the rows at `offset`, times weight[i] unless it is None.
 
     Example: acc = [[1, 1]], a row [3, 4] and weight 10: [[31, 41]].
     """
     m = m_kept[:, None] & m_d[None, :]
     b_row = tl.load(rows_ptr + offset[:, None] + i_d[None, :], mask=m, other=0.0).to(acc.dtype)
-    if WEIGHTED:
+    if weight_ptr is not None:
         b_row = b_row * tl.load(weight_ptr + i, mask=m_kept, other=0.0).to(acc.dtype)[:, None]
     return acc + b_row
 

@@ -28,7 +28,6 @@ from lancet_kernels.kernels.checks import check_tensor
 from lancet_kernels.kernels.kernel_launch import launch
 from lancet_kernels.kernels.moe.choices import add_row, dot_row, place_row
 from lancet_kernels.kernels.moe.rounding import UNFUSED, round_to
-from lancet_kernels.kernels.runtime import needs_upcast
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Up to this many choices are unrolled, so that the loads of all rows of a token are in flight together.
@@ -59,12 +58,12 @@ class RowConfig:
 @triton.jit
 def _put_choice(
     b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D,
-    K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr,
+    K: tl.constexpr,
 ):  # fmt: skip
     offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
-    if WEIGHTED:
+    if weight_ptr is not None:
         b_weight = tl.load(weight_ptr + t * K + k, mask=m_kept, other=0.0)
-        b_x = round_to(b_x * b_weight[:, None], rows_ptr.dtype.element_ty, EMULATE_BF16)
+        b_x = round_to(b_x * b_weight[:, None], rows_ptr.dtype.element_ty)
     m = m_kept[:, None] & m_d[None, :]
     tl.store(rows_ptr + offset[:, None] + i_d[None, :], b_x, mask=m)
 
@@ -72,7 +71,7 @@ def _put_choice(
 @triton.jit
 def permute_kernel(
     x_ptr, row_ptr, weight_ptr, rows_ptr, T, D,
-    K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Copy each token's row to the rows of its choices, times their weights.
 
@@ -89,20 +88,20 @@ def permute_kernel(
     m_t, m_d = t < T, i_d < D
     # [BT, BD]
     b_x = tl.load(x_ptr + t[:, None] * D + i_d[None, :], mask=m_t[:, None] & m_d[None, :], other=0.0)
-    if WEIGHTED and x_ptr.dtype.element_ty != tl.float64:
+    if weight_ptr is not None and x_ptr.dtype.element_ty != tl.float64:
         b_x = b_x.to(tl.float32)
     if K <= UNROLLED:
         for k in tl.static_range(K):
-            _put_choice(b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D, K, WEIGHTED, EMULATE_BF16)
+            _put_choice(b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D, K)
     else:
         for k in range(K):
-            _put_choice(b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D, K, WEIGHTED, EMULATE_BF16)
+            _put_choice(b_x, k, row_ptr, weight_ptr, rows_ptr, t, m_t, i_d, m_d, D, K)
 
 
 @triton.jit
 def combine_kernel(
     rows_ptr, row_ptr, weight_ptr, out_ptr, T, D,
-    K: tl.constexpr, WEIGHTED: tl.constexpr, EMULATE_BF16: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
+    K: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """Gather each token's rows and add them with their weights, k = 0 first, rounded once.
 
@@ -121,12 +120,12 @@ def combine_kernel(
     if K <= UNROLLED:
         for k in tl.static_range(K):
             offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
-            acc = add_row(acc, rows_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
+            acc = add_row(acc, rows_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d)
     else:
         for k in range(K):
             offset, m_kept = place_row(row_ptr, t * K + k, m_t, D)
-            acc = add_row(acc, rows_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d, WEIGHTED)
-    b_out = round_to(acc, out_ptr.dtype.element_ty, EMULATE_BF16)
+            acc = add_row(acc, rows_ptr, weight_ptr, t * K + k, offset, m_kept, i_d, m_d)
+    b_out = round_to(acc, out_ptr.dtype.element_ty)
     tl.store(out_ptr + t[:, None] * D + i_d[None, :], b_out, mask=m_t[:, None] & m_d[None, :])
 
 
@@ -184,8 +183,8 @@ def _move_rows(
     (num_tokens, top_k), width = row_TK.shape, rows.shape[1]
     grid = triton.cdiv(num_tokens, config.block_tokens) * triton.cdiv(width, config.block_width)
     launch(
-        kernel, (grid,), **operands, row_ptr=row_TK, weight_ptr=row_TK if weight_TK is None else weight_TK,
-        T=num_tokens, D=width, K=top_k, WEIGHTED=weight_TK is not None, EMULATE_BF16=needs_upcast(rows.dtype),
+        kernel, (grid,), **operands, row_ptr=row_TK, weight_ptr=weight_TK,
+        T=num_tokens, D=width, K=top_k,
         BT=config.block_tokens, BD=config.block_width, num_warps=config.num_warps, **UNFUSED,
     )  # fmt: skip
 

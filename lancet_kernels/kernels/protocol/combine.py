@@ -36,11 +36,11 @@ def combine_results_kernel(
 ):  # fmt: skip
     """out[t] = sum over k, in order, of weight[t, k] * results[row[t, k]], float32.
 
-    In a backward (dweight is not None) without the weights, and dweight[t, k] = dots[row[t, k]]. expert, row
-    int64 [T, K]; weight, dweight float32. Dropped choices (row < 0) are zero, whatever the buffers hold. NaN
-    if the table is void, and then nothing is waited for, or if any wait of this PE failed: in this exchange
-    or, before, in another one with these buffers (`spoiled`), since what comes too late for that pass lands
-    among the results of a later one.
+    In a backward (dweight is not None, weight is) without weights, and dweight[t, k] = dots[row[t, k]].
+    expert, row int64 [T, K]; weight, dweight float32. Dropped choices (row < 0) are zero, whatever the
+    buffers hold. NaN if the table is void, and then nothing is waited for, or if any wait of this PE failed:
+    in this exchange or, before, in another one with these buffers (`spoiled`), since what comes too late for
+    that pass lands among the results of a later one.
 
     Grid: (programs,), each takes every programs-th block of BT tokens. BK: K, as a power of two. limit: no
     more blocks than that. All words of a block are waited for at once.
@@ -89,15 +89,7 @@ def combine_results_kernel(
                     choice = first + j
                     place, m_kept = place_row(row_ptr, i_t * K + choice, m_t & (i_t * 0 + choice < K), D)
                     b_sum = add_row(
-                        b_sum,
-                        returns.rows,
-                        weight_ptr,
-                        i_t * K + choice,
-                        place,
-                        m_kept,
-                        i_d,
-                        m_d,
-                        not BACKWARD,
+                        b_sum, returns.rows, weight_ptr, i_t * K + choice, place, m_kept, i_d, m_d
                     )
             out = (b_sum + poison).to(out_ptr.dtype.element_ty)
             p_out = out_ptr + i_t[:, None].to(tl.int64) * D + i_d[None, :]

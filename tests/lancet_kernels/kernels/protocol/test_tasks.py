@@ -194,7 +194,7 @@ def wgrad_tasks(routed: Routed, sizes: tuple[int, int, int]) -> list[Task]:
 
 
 @given(routed=routings(), data=st.data())
-@examples(12)
+@examples(6)
 def test_the_device_finds_the_tasks_of_the_rules(routed: Routed, data: st.DataObject) -> None:
     dense = data.draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 2)), max_size=2))
     width, hidden = 20, 18
