@@ -32,8 +32,8 @@ class OverlapConfig:
     gemm: GemmConfig
     put_rows: int = 8
     put_block: int = 512
-    reduce_tokens: int = 8
-    reduce_block: int = 256
+    reduce_tokens: int = 2
+    reduce_block: int = 512
     programs: int = 1
     tma: bool = False
     bodies: str = "triton"

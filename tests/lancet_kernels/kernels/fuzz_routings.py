@@ -227,7 +227,7 @@ class Fuzz:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, releases and tasks go through this object."""
-        send, find_task = Exchange._send_release, overlap_kernel.find_task
+        send, find_task = Exchange._send_release, overlap_kernel.gemm_task
 
         def look_and_send(exchange: Exchange, words: Tensor) -> None:
             self.look_and_poison(exchange, words)
@@ -243,7 +243,7 @@ class Fuzz:
         options = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
         with (
             mock.patch.object(Exchange, "_send_release", look_and_send),
-            mock.patch.object(overlap_kernel, "find_task", nap_and_find),
+            mock.patch.object(overlap_kernel, "gemm_task", nap_and_find),
             mock.patch.object(interpreter.interpreter_builder, "options", options),
         ):
             yield

@@ -14,9 +14,9 @@ written in the steps of `weak_memory.py`. What a step stands for in the kernels:
     fence                tl.debug_barrier of device.fence and device.quiet: joins the warps of a program
     signal               tl.atomic_xchg(sem="release", scope="sys") of device.put_signal
     wait arrived         device.wait_all in steps.wait_rows: the words of all sources of the tile
-    read rows            the loads of forward_tile and dgrad_tile (TILE_IN) after wait_rows
+    read rows            the loads of forward_tile and backward_tile (TILE_IN) after wait_rows
     count itself         tl.atomic_add(sem="acq_rel") on done_ptr in steps.return_tile
-    wait returned        device.wait_all in steps.reduce_block; "read results" is what follows it
+    wait returned        device.wait_all in combine_results_kernel; "read results" is what follows
     backward             whatever reads rows of the use later, wherever it runs (dW)
     release              exchange.release_kernel, in stream order behind the last of these
     the stream           what the host launches; Exchange.begin refuses some orders (`admits`)
@@ -437,7 +437,7 @@ class Script:
         task.read(reads, f"tile {tile} of rows[{bank}]")
 
     def _combine(self, rank: int, epoch: int) -> list[Step]:
-        """REDUCE of all tokens."""
+        """The sums of all tokens."""
         config, task, bank, word = self.config, Task(self), self.bank(epoch), self.word(epoch)
         conditions = [
             (self.place("returned", rank, bank, config.chunk(epoch, rank, owner, tile)), word)
