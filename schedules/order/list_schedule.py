@@ -63,9 +63,9 @@ class Policy:
 
 FREE = [Policy(refuse_beyond=refuse) for refuse in (1.0, INFINITY)]
 """The policies that are tried without a memory limit. Five others were best by 0.1 % at most: best fit that
-refuses beyond 2, or in order; oldest first that refuses beyond 1; messages 8 ahead. (18 programs of 1,551 to
-4,844 instructions on p3dn, p4de and dgx-h100; three with FSDP, where messages 2 ahead gain up to 3 %; simulated,
-2026-11-23.)"""
+refuses beyond 2, or in order; oldest first that refuses beyond 1; messages 8 ahead. (18 programs of 1,551
+to 4,844 instructions on p3dn, p4de and dgx-h100; three with FSDP, where messages 2 ahead gain up to 3 %;
+simulated, 2026-11-23.)"""
 FREE += [Policy(True, refuse, in_order=in_order) for in_order in (False, True) for refuse in (2.0, INFINITY)]
 FREE += [Policy(ahead=2.0)]
 LIMITED = [Policy(ahead=ahead, reserve=reserve) for ahead in (2.0, 8.0) for reserve in (0.0, 2.0)]
