@@ -40,7 +40,7 @@ class Specimen:
 
     @classmethod
     def of(cls, launch: Launch, config: str, **fields: Any) -> Specimen:
-        """Of a launch that was noted."""
+        """The specimen of a recorded launch."""
         arguments = {name: _empty(value) for name, value in launch.arguments.items()}
         fields.setdefault("name", launch.kernel.fn.__name__.removesuffix("_kernel"))
         return cls(config=config, kernel=launch.kernel, arguments=arguments, **fields)

@@ -117,7 +117,7 @@ def fused_launches(
 
 
 def fused_specimens(case: FusedCase, arch: int, config: OverlapConfig | None = None) -> Iterator[Specimen]:
-    """Of the kernels of a case. The small ones, which hardly depend on it, are the same in many."""
+    """Specimens of the kernels of a case. The small ones, which hardly depend on it, are the same in many."""
     for direction, launches in zip(("forward", "backward"), fused_launches(case, arch, config), strict=True):
         for launch in launches:
             yield _fused_specimen(case, arch, direction, launch)
@@ -158,7 +158,7 @@ def _fused(arch: int) -> Iterator[Specimen]:
 
 
 def specimens_of(said: str, call: Any, /, *args: Any, **options: Any) -> Iterator[Specimen]:
-    """Of what call(*args, **options) would launch."""
+    """Specimens of what call(*args, **options) would launch."""
     with recorded() as launches:
         call(*args, **options)
     for launch in launches:

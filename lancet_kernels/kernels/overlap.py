@@ -208,7 +208,7 @@ def moe_backward(
 
 
 class Cut(NamedTuple):
-    """Of one launch: the tile, the columns of one of the first GEMM, whether descriptors load operands."""
+    """The tile of a launch, the columns of one of the first GEMM, whether descriptors load operands."""
 
     gemm: GemmConfig
     columns_in: int

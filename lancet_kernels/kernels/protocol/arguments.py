@@ -42,7 +42,7 @@ class Blocks(NamedTuple):
 
 
 class PassState(NamedTuple):
-    """Of one use of an exchange, all on this PE.
+    """Pointers of one use of an exchange, all on this PE.
 
     words: int64 [8], the epoch, then counters of claims. table: int32, `schedule.py`. ready: int64
     [tiles + L], finished column tiles of the first GEMM by tile, then by expert. done: int64 [tiles], of the
@@ -118,8 +118,8 @@ class Gemms(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of a backward: saved_rows, the rows of the forward, in the bank of its epoch (earlier_words), and where
-    the gradients of weights and biases go, like these."""
+    """Pointers of a backward: saved_rows, the rows of the forward, in the bank of its epoch (earlier_words),
+    and where the gradients of weights and biases go, like these."""
 
     saved_rows: Any
     earlier_words: Any

@@ -124,7 +124,7 @@ class ResultBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Of all regions, on this PE."""
+        """Bytes of all regions, on this PE."""
         return sum(region.local.nbytes for region in (self.results, self.dots, *(self.stage or ())))
 
 
@@ -217,7 +217,7 @@ class Exchange:
 
     @property
     def nbytes(self) -> int:
-        """Of its own regions, on this PE."""
+        """Bytes of its own regions, on this PE."""
         own = (
             self.rows,
             self.row_weights,

@@ -54,7 +54,7 @@ class Pass:
     shapes: list[LaunchShape]  # [rank]
 
     def lists(self) -> Lists:
-        """Of each PE: the tasks of the launch, and those of the kernel behind it."""
+        """For each PE, the tasks of the launch, and those of the kernel behind it."""
         return [[self._list(rank, shape), [(REDUCE, 0)]] for rank, shape in enumerate(self.shapes)]
 
     def _list(self, rank: int, shape: LaunchShape) -> list[Task]:
