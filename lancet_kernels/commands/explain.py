@@ -35,15 +35,15 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if len(plans) == 1:
         print(json_text(facts) if arguments.json else plans[0].explain())
         return 0
-    different = difference(*plans)
+    different, same = difference(*plans), plans[0].fingerprint == plans[1].fingerprint
     if arguments.json:
-        print(json_text({"plans": facts, "different": different}))
+        print(json_text({"plans": facts, "runs_the_same": same, "different": different}))
         return 0
     print(f"{'predicted':<40}{'iteration ms':>14}{'exposed ms':>12}{'peak GB':>9}")
     for file, plan in zip(files, plans, strict=True):
         p = plan.predicted
         print(f"{file:<40}{p.iteration_ms:>14.2f}{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.3g}")
-    print("\n".join(["", *different]) if different else "\nBoth plans run the same.")
+    print("\n".join(["", *different, *(["Both plans run the same."] if same else [])]))
     return 0
 
 
@@ -62,6 +62,9 @@ def difference(one: Plan, other: Plan) -> list[str]:
     fused = [{group.layer for group in plan.fused if group.fused} for plan in (one, other)]
     for what, only in (("first", fused[0] - fused[1]), ("second", fused[1] - fused[0])):
         lines += [f"fused launch in the {what} only: {layer}" for layer in sorted(only)]
+    waits = len(one.blocking), len(other.blocking)
+    if set(one.blocking) != set(other.blocking):
+        lines.append(f"computation waits for: {waits[0]} collectives, and {waits[1]}")
     common = set(one.order) & set(other.order)
     orders = [[name for name in plan.order if name in common] for plan in (one, other)]
     moved = sum(a != b for a, b in zip(*orders, strict=True))
@@ -71,7 +74,9 @@ def difference(one: Plan, other: Plan) -> list[str]:
 
 
 def _range_text(cut: PartitionRange) -> str:
-    return f"{cut.first} .. {cut.last} in {cut.parts} parts"
+    filled = sum(len(one.gradients) for one in cut.fillers)
+    text = f"{cut.first} .. {cut.last} in {cut.parts} parts"
+    return f"{text}, {filled} weight gradients in launches" if filled else text
 
 
 def _facts(plan: Plan) -> dict[str, object]:

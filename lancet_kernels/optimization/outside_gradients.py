@@ -23,7 +23,8 @@ class GradientWatch:
     Args:
         parameters: by name, whose gradients are summed.
         trained: the plain tensors that the step trains. Where one was computed from parameters, these get
-            what follows from its gradient, which is summed: that part is right.
+            what follows from its gradient, which is summed: that part is right. What else reaches such
+            parameters from outside is not seen.
     """
 
     def __init__(
