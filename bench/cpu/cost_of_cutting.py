@@ -22,7 +22,7 @@ import torch
 from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.program.program import Kind, Program
 from lancet_kernels.graph.rules.part_instruction import whole_name
-from lancet_kernels.measuring.overlap_bench import slow_link
+from lancet_kernels.measuring.step_bench import slow_link
 from lancet_kernels.optimization.captured_step import CapturedStep
 from lancet_kernels.schedules.rewrite.realize import cut_ranges
 from lancet_kernels.training.models import GPT2MoE, model_config

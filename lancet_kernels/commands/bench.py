@@ -1,4 +1,5 @@
-"""`lancet bench overlap`: how much all-to-all each strategy hides, measured in one run."""
+"""`lancet bench`: a training step as it is, in DistributedDataParallel and with every plan, measured in one
+run."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.utils._pytree as pytree
 
-from lancet_kernels.atomic import json_text, write_json_atomically
+from lancet_kernels.atomic import file_errors, json_text, write_json_atomically
 from lancet_kernels.commands.options import (
     add_options,
     non_negative_int,
@@ -36,34 +39,57 @@ from lancet_kernels.training.train_options import TrainOptions, check_options
 from lancet_kernels.training.trainer import Trainer
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from lancet_kernels.measuring.step_bench import Inputs
     from lancet_kernels.optimization.optimized_module import OptimizedModule
+
+OVERLAP = "overlap"
+"""The step of the library's own model, over an emulated link."""
+_SHARE = 0.4
+_OF_MODELS = ("model", "gate", "batch", "sequence")
+
+
+def _strategies(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in STRATEGY_NAMES:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(STRATEGY_NAMES)}")
+    return names
 
 
 @dataclass(frozen=True)
-class OverlapOptions(PlanningFlags):
-    """What to measure. The fields are the options of `lancet bench overlap`."""
+class BenchOptions(PlanningFlags):
+    """What to measure. The fields are the options of `lancet bench`."""
 
-    model: str = option(BENCH_MODEL, f"one of {', '.join(MODELS)}", metavar="NAME")
-    gate: str = option("switch", "as in lancet train", metavar="GATE")
-    ranks: int = option(2, "processes on this machine", parse=positive_int)
-    batch: int = option(8, "sequences per rank", parse=positive_int)
-    sequence: int | None = option(None, "tokens per sequence (default: the model's)", parse=positive_int)
+    ranks: int = option(2, "processes on this machine; under torchrun those it started", parse=positive_int)
+    strategies: tuple[str, ...] = option(
+        STRATEGY_NAMES, "names with commas in between (default: all)", parse=_strategies
+    )
+    device: str = option(
+        "auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
+    )
+    link_gbps: float | None = option(
+        None, "emulate a link of so many Gbit/s between CPU ranks", parse=positive_float
+    )
+    share: float | None = option(
+        None,
+        "emulate a link on which all-to-all takes this share of the blocking iteration, 0.4 say (default for "
+        f"{OVERLAP})",
+        parse=positive_float,
+    )
     link: str = option(
         "emulated",
         "emulated: all-to-alls are paced; netns: a real wire between network namespaces (root, 2 ranks)",
         choices=("emulated", "netns"),
     )
-    rounds: int = option(12, "measured iterations of every strategy, in turn", parse=positive_int)
-    warmup: int = option(
-        2, "iterations of every strategy that are run before the measured ones", parse=non_negative_int
-    )
-    share: float = option(
-        0.4,
-        "share of the blocking iteration that all-to-all should take; sets the speed of the link",
-        parse=positive_float,
-    )
-    link_gbps: float | None = option(
-        None, "speed of the link in Gbit/s; --share is then ignored", parse=positive_float
+    rounds: int = option(12, "measured iterations of every contender, in turn", parse=positive_int)
+    warmup: int = option(2, "iterations of each before the measured ones", parse=non_negative_int)
+    model: str = option(BENCH_MODEL, f"of {OVERLAP}: one of {', '.join(MODELS)}", metavar="NAME")
+    gate: str = option("switch", f"of {OVERLAP}: as in lancet train", metavar="GATE")
+    batch: int = option(8, f"of {OVERLAP}: sequences per rank", parse=positive_int)
+    sequence: int | None = option(
+        None, f"of {OVERLAP}: tokens per sequence (default: the model's)", parse=positive_int
     )
     seed: int = option(0, "seed of weights and data", parse=non_negative_int)
     timeout: float = option(300.0, "seconds that a rank waits for another rank", parse=positive_float)
@@ -77,25 +103,37 @@ class OverlapOptions(PlanningFlags):
             batch=self.batch,
             sequence=self.sequence,
             seed=self.seed,
-            device="cpu",
+            device=self.chosen_device(),
         )
+
+    def chosen_device(self) -> str:
+        """ "cpu" or "cuda"; an emulated link is one of CPU ranks."""
+        if self.device != "auto":
+            return self.device
+        emulated = self.link_gbps is not None or self.share is not None
+        return "cuda" if torch.cuda.is_available() and not emulated else "cpu"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command to the parser of `lancet`."""
-    group = commands.add_parser(
-        "bench", help="measure on this machine", description="Measure on this machine."
+    command = commands.add_parser(
+        "bench",
+        help="measure your training step: plain, in DDP, and with every plan",
+        description="Run a training step as it is, in DistributedDataParallel and with the plan of every "
+        "strategy, in turn, on the ranks of this machine: time, what computation waits for, memory, and what "
+        "was predicted. "
+        f"`{OVERLAP}` measures the library's own model, over an emulated link on which all-to-all takes 40 % "
+        "of the blocking iteration.",
     )
-    benches = group.add_subparsers(title="benchmarks", required=True, metavar="BENCHMARK")
-    command = benches.add_parser(
-        "overlap",
-        help="how much all-to-all each strategy hides",
-        description="Run all strategies in turn, on the same model, seeds and data, over an emulated link on "
-        "which all-to-all takes a given share of the blocking iteration.",
-    )
-    add_options(command, OverlapOptions)
     command.add_argument(
-        "--timeline", metavar="FILE", help="draw the predicted and the measured timeline (.png)"
+        "step",
+        metavar=f"FILE.py:FUNCTION|{OVERLAP}",
+        help="a function that returns the module and its example inputs, as for `lancet plan --module`; it "
+        "runs on every rank",
+    )
+    add_options(command, BenchOptions)
+    command.add_argument(
+        "--timeline", metavar="FILE", help="draw the fastest plan, as predicted and as measured (.png)"
     )
     command.add_argument("--output", metavar="FILE", help="also write the figures as JSON to this file")
     command.add_argument("--json", action="store_true", help="print the figures as JSON")
@@ -106,13 +144,24 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
 
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Sequence[str]) -> int:
     """Start the ranks, or be one. -> exit code."""
-    options: OverlapOptions = to_options(OverlapOptions, arguments)
+    options: BenchOptions = to_options(BenchOptions, arguments)
+    if arguments.step == OVERLAP and options.share is None and options.link_gbps is None:
+        arguments.share = _SHARE
+        options = to_options(BenchOptions, arguments)
+    _check(options, arguments.step)
     if under_launcher() or options.ranks == 1:
         return _measure_here(options, arguments)
-    check_options(options.for_training(), options.ranks)
+    # Errors in the file or the options are said before a rank starts.
+    if arguments.step == OVERLAP:
+        check_options(options.for_training(), options.ranks)
+    else:
+        # Imported here, because it imports torch's tracer.
+        from lancet_kernels.simulation.own_step import load_function
+
+        load_function(arguments.step)
     command = ["-m", "lancet_kernels.cli", *argv]
     if options.link == "emulated":
-        launch(options.ranks, command)
+        launch(options.ranks, command, device=options.chosen_device())
         return 0
     lacking = netns.missing() if options.ranks == netns.RANKS else f"{netns.RANKS} ranks"
     if lacking:
@@ -124,7 +173,24 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     return 0
 
 
-def _chosen_speed(argv: Sequence[str], options: OverlapOptions) -> float:
+def _check(options: BenchOptions, step: str) -> None:
+    """Raise UserError for options that do not fit together."""
+    given = [name for name in _OF_MODELS if getattr(options, name) != getattr(BenchOptions, name)]
+    if step != OVERLAP and given:
+        raise UserError(
+            "options",
+            got=f"{step} and --{given[0]}",
+            expected="only one of them, because your function defines its model",
+            do="set it in your function",
+        )
+    emulated = options.link_gbps is not None or options.share is not None
+    if emulated and options.chosen_device() == "cuda":
+        raise UserError("link", got="device cuda", expected="cpu", do="only CPU ranks share an emulated link")
+    if options.link == "netns" and not emulated:
+        raise UserError("link netns", got="no speed", expected="one", do="add --link-gbps or --share")
+
+
+def _chosen_speed(argv: Sequence[str], options: BenchOptions) -> float:
     """Gbit/s at which all-to-all takes the requested share, computed from a few blocking iterations."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "speed.json")
@@ -133,41 +199,63 @@ def _chosen_speed(argv: Sequence[str], options: OverlapOptions) -> float:
         return json.loads(file.read_text())["link_gbps"]
 
 
-def _measure_here(options: OverlapOptions, arguments: argparse.Namespace) -> int:
+def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     # Imported here, because it imports the solver and torch's tracer.
-    from lancet_kernels.measuring import overlap_bench as overlap
-    from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
+    from lancet_kernels.measuring import step_bench
+    from lancet_kernels.schedules.strategies import PlanningOptions
 
-    rank = start_ranks("cpu", options.timeout)
-    trainer = Trainer(options.for_training(), rank, load_corpus())
-    step, inputs = trainer.module, trainer.batch(1)
-    gbps = options.link_gbps or overlap.slow_link(step, inputs, options.share)
+    rank = start_ranks(options.chosen_device(), options.timeout)
+    step, inputs, about = _step(options, arguments.step, rank)
+    gbps = options.link_gbps
+    if gbps is None and options.share is not None and rank.world > 1:
+        gbps = step_bench.slow_link(step, inputs, options.share)
     if arguments.only_choose_link:
         if rank.rank == 0:
             write_json_atomically(Path(arguments.output), {"link_gbps": gbps})
         return 0
-    emulate_link(gbps if options.link == "emulated" else None)
-    _say(rank, f"{options.link} link of {gbps:.3g} Gbit/s; planning")
+    emulate_link(gbps if options.link == "emulated" and rank.world > 1 else None)
+    link = "real" if gbps is None else options.link
+    _say(rank, f"{link} link{'' if gbps is None else f' of {gbps:.3g} Gbit/s'}; planning")
     # A new file of times, because old ones may be from a time with other load on the machine.
     times = Path(tempfile.gettempdir(), f"lancet-times-{os.environ.get(LAUNCHER_PID, os.getpid())}.json")
     planning = PlanningOptions(options.partition())
-    optimized = overlap.prepare(step, inputs, STRATEGY_NAMES, times, planning)
+    plans = step_bench.planned(step, inputs, options.strategies, times, planning)
     if rank.rank == 0:
-        times.unlink()
-    _say(rank, f"measuring {options.rounds} rounds of {len(optimized)} strategies")
-    measured = overlap.measure(optimized, inputs, options.rounds, options.warmup)
-    figures = (
-        overlap.report(measured, AUTO, options.link)
-        | {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in optimized.items()}}
-        | _conditions(options, rank, trainer)
-    )
+        times.unlink(missing_ok=True)
+    contenders = {**step_bench.baselines(step, inputs), **plans}
+    _say(rank, f"measuring {options.rounds} rounds of {', '.join(contenders)}")
+    measured = step_bench.measure(contenders, inputs, options.rounds, options.warmup)
+    best = min(plans, key=lambda name: measured[name].iteration_ms)
+    figures = step_bench.report(measured, best, link)
+    figures |= {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in plans.items()}}
+    figures |= about | _conditions(options, rank)
+    impossible = {k: v for module in plans.values() for k, v in module.plan.impossible.items()}
+    figures["impossible"] = {name: why for name, why in impossible.items() if name in options.strategies}
     if arguments.timeline:
-        overlap.save_timeline(optimized[AUTO], inputs, arguments.timeline, rank.rank == 0)
+        with file_errors(arguments.timeline, (OSError, ValueError)):
+            step_bench.save_timeline(plans[best], inputs, arguments.timeline, rank.rank == 0)
     if rank.rank == 0:
         if arguments.output:
             write_json_atomically(Path(arguments.output), figures)
-        print(json_text(figures) if arguments.json else overlap.table(figures), flush=True)
+        print(json_text(figures) if arguments.json else step_bench.table(figures), flush=True)
     return 0
+
+
+def _step(options: BenchOptions, step: str, rank: Rank) -> tuple[nn.Module, Inputs, dict[str, object]]:
+    """The module to measure, its inputs on this rank, and what it is, for the figures."""
+    if step == OVERLAP:
+        trainer = Trainer(options.for_training(), rank, load_corpus())
+        config = asdict(trainer.model.config)
+        sizes = {key: value for key, value in config.items() if key not in ("name", "gate", "sequence")}
+        about: dict[str, object] = {"model": options.model, "sizes": sizes | {"sequence": trainer.sequence}}
+        about |= {"gate": options.gate, "batch": options.batch}
+        return trainer.module, trainer.batch(1), about
+    from lancet_kernels.simulation.own_step import call_make_step, load_function
+
+    torch.manual_seed(options.seed)
+    module, inputs = call_make_step(step, load_function(step), nullcontext())
+    inputs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(rank.device), inputs)
+    return module.to(rank.device), inputs, {"model": step}
 
 
 def _plan(module: OptimizedModule) -> dict[str, object]:
@@ -177,19 +265,13 @@ def _plan(module: OptimizedModule) -> dict[str, object]:
     return {"chosen": plan.chosen or plan.strategy, "method": plan.method, "ranges": ranges}
 
 
-def _conditions(options: OverlapOptions, rank: Rank, trainer: Trainer) -> dict[str, object]:
-    config = asdict(trainer.model.config)
-    sizes = {key: value for key, value in config.items() if key not in ("name", "gate", "sequence")}
+def _conditions(options: BenchOptions, rank: Rank) -> dict[str, object]:
     return {
-        "model": options.model,
-        "sizes": sizes | {"sequence": trainer.sequence},
-        "gate": options.gate,
         "ranks": rank.world,
-        "batch": options.batch,
         "rounds": options.rounds,
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
-        "device": "cpu",
+        "device": rank.device.type,
         "threads_per_rank": torch.get_num_threads(),
         "torch": torch.__version__,
     }

@@ -23,27 +23,36 @@ def option(
     choices: tuple[str, ...] | None = None,
     metavar: str | None = None,
     alias: str | None = None,
+    advanced: bool = False,
 ) -> Any:
     """A dataclass field that is also a command-line option.
 
     parse: turns the argument into the value (default: the type of the default); it may raise ValueError.
-    alias: another flag for the same, `--ranks` say.
+    alias: another flag for the same, `--ranks` say. advanced: listed apart, after all others.
     """
-    metadata = {"help": help, "parse": parse or type(default), "choices": choices, "metavar": metavar}
-    metadata["alias"] = () if alias is None else (alias,)
+    metadata: dict[str, Any] = {
+        "help": help,
+        "parse": parse or type(default),
+        "choices": choices,
+        "metavar": metavar,
+    }
+    metadata |= {"alias": () if alias is None else (alias,), "advanced": advanced}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 def add_options(parser: argparse.ArgumentParser, options: type) -> None:
     """Add every `option` field of a dataclass to the parser. Booleans become flags."""
-    for field in dataclasses.fields(options):
+    fields = dataclasses.fields(options)
+    rarely = parser.add_argument_group("advanced") if any(f.metadata["advanced"] for f in fields) else parser
+    for field in fields:
+        group = rarely if field.metadata["advanced"] else parser
         flag = "--" + field.name.replace("_", "-")
         metadata = field.metadata
         if isinstance(field.default, bool):
-            parser.add_argument(flag, action="store_true", default=field.default, help=metadata["help"])
+            group.add_argument(flag, action="store_true", default=field.default, help=metadata["help"])
             continue
         shown = "" if field.default is None or "default" in metadata["help"] else " (default: %(default)s)"
-        parser.add_argument(
+        group.add_argument(
             flag,
             *metadata["alias"],
             type=metadata["parse"],

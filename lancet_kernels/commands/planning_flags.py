@@ -19,18 +19,21 @@ class PlanningFlags:
         None,
         "most chunks that an op is cut into, the paper's rho (default: LANCET_RHO, or 8)",
         parse=positive_int,
+        advanced=True,
     )
     group_ms: float | None = option(
         None,
         "consecutive ops are grouped until they take this many milliseconds, the paper's gamma (default: "
         "LANCET_GAMMA, or five groups per MoE layer)",
         parse=positive_float,
+        advanced=True,
     )
     longest_range_ms: float | None = option(
         None,
         "longest range of ops that is cut, in milliseconds, the paper's iota (default: LANCET_IOTA, or the "
         "time between two MoE layers)",
         parse=positive_float,
+        advanced=True,
     )
 
     def partition(self) -> PartitionOptions:

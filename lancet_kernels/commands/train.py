@@ -78,7 +78,7 @@ def _report(options: TrainOptions, summary: dict) -> str:
   written to   {runs}/{run}""".format(**summary, emulated=emulated, runs=options.runs)
     if "comparison" in summary:
         # Imported here, because it imports the solver and torch's tracer.
-        from lancet_kernels.measuring.overlap_bench import table
+        from lancet_kernels.measuring.step_bench import table
 
         text += f"\n{table(summary['comparison'])}\ntimeline in {summary['comparison']['timeline']}"
     return text

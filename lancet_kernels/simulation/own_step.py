@@ -1,7 +1,7 @@
-"""Plans a user's training step for simulated ranks: `FILE.py:make_step`.
+"""A user's training step, `FILE.py:make_step`, and how it is planned for simulated ranks.
 
-`make_step()` returns the module and the example inputs for `optimize`. It runs as rank 0 of a fake job, with
-fake tensors, which have no contents.
+`make_step()` returns the module and the example inputs for `optimize`. To be simulated it runs as rank 0 of a
+fake job, with fake tensors, which have no contents.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -57,44 +58,9 @@ class OwnStep:
         CostModel.for_cluster(self.hardware, self.gpus)
         make_step = load_function(self.module)
         with fake_ranks(self.gpus):
-            model, inputs = self._call(make_step)
+            model, inputs = call_make_step(self.module, make_step, without_contents())
             step = capture_step(model, inputs)
             return step.costed(step.captured.joint, (), self.hardware)
-
-    def _call(self, make_step: Callable[[], object]) -> tuple[nn.Module, Sequence | Mapping[str, object]]:
-        try:
-            with without_contents():
-                step = make_step()
-        except UserError:
-            raise
-        except Exception as error:
-            reads = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-            raise UserError(
-                self.module,
-                got=_reason(error, Path(self.module.rpartition(":")[0])),
-                expected="a step that does not read values of tensors, which have none while planning"
-                if reads
-                else _RETURNS,
-                do="remove the code that reads values; only shapes matter here"
-                if reads
-                else f"correct it; {make_step.__name__}() runs on rank 0 of an initialized job",
-            ) from error
-        if not (isinstance(step, (tuple, list)) and len(step) == 2 and isinstance(step[0], nn.Module)):
-            raise UserError(
-                self.module, got=_kinds(step), expected=_RETURNS, do="return what optimize() would get"
-            )
-        model, inputs = step
-        if isinstance(inputs, Tensor) or not isinstance(inputs, (tuple, list, Mapping)):
-            got = f"{type(model).__name__} with {type(inputs).__name__} as inputs"
-            raise UserError(self.module, got=got, expected=_RETURNS, do="write (x,) for one input")
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise UserError(
-                self.module,
-                got=f"{type(model).__name__} without parameters to train",
-                expected="a training step",
-                do="return the module that holds model and loss",
-            )
-        return model, inputs
 
     def describe(self) -> str:
         """One line for headings."""
@@ -103,6 +69,46 @@ class OwnStep:
     def facts(self) -> dict[str, object]:
         """What was simulated, as JSON values."""
         return {"module": self.module, "cluster": self.hardware.name, "gpus": self.gpus}
+
+
+def call_make_step(
+    spec: str, make_step: Callable[[], object], mode: AbstractContextManager
+) -> tuple[nn.Module, Sequence | Mapping[str, object]]:
+    """The module and the example inputs that the function of `spec` returns, called in a mode of torch.
+
+    Raises: UserError for a function that fails, or returns something else.
+    """
+    try:
+        with mode:
+            step = make_step()
+    except UserError:
+        raise
+    except Exception as error:
+        reads = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+        raise UserError(
+            spec,
+            got=_reason(error, Path(spec.rpartition(":")[0])),
+            expected="a step that does not read values of tensors, which have none while planning"
+            if reads
+            else _RETURNS,
+            do="remove the code that reads values; only shapes matter here"
+            if reads
+            else f"correct it; {make_step.__name__}() runs on a rank of an initialized job",
+        ) from error
+    if not (isinstance(step, (tuple, list)) and len(step) == 2 and isinstance(step[0], nn.Module)):
+        raise UserError(spec, got=_kinds(step), expected=_RETURNS, do="return what optimize() would get")
+    model, inputs = step
+    if isinstance(inputs, Tensor) or not isinstance(inputs, (tuple, list, Mapping)):
+        got = f"{type(model).__name__} with {type(inputs).__name__} as inputs"
+        raise UserError(spec, got=got, expected=_RETURNS, do="write (x,) for one input")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            spec,
+            got=f"{type(model).__name__} without parameters to train",
+            expected="a training step",
+            do="return the module that holds model and loss",
+        )
+    return model, inputs
 
 
 def capture_step(model: nn.Module, inputs: Sequence | Mapping[str, object]) -> CapturedStep:

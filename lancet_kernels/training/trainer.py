@@ -142,22 +142,22 @@ class Trainer:
 
     def compare(self, picture: Path) -> dict[str, object]:
         """Measure blocking and planned iterations, interleaved, on an emulated link
-        (`measuring.overlap_bench`).
+        (`measuring.step_bench`).
 
         The link is that of the run, or one on which all-to-all takes 40 % of a blocking iteration.
         """
         # Imported here, because the solver and torch's tracer take a second to import.
-        from lancet_kernels.measuring import overlap_bench as overlap
+        from lancet_kernels.measuring import step_bench
         from lancet_kernels.schedules.strategies import PlanningOptions
 
         step, inputs = getattr(self.module, "module", self.module), self.batch(1)
-        gbps = self.options.link_gbps or overlap.slow_link(step, inputs)
+        gbps = self.options.link_gbps or step_bench.slow_link(step, inputs)
         options = PlanningOptions(self.options.partition())
         strategies = dict.fromkeys(("none", "lancet", self.options.strategy))
-        modules = overlap.prepare(step, inputs, strategies, options=options)
-        measured = overlap.measure(modules, inputs, self.options.compare)
-        overlap.save_timeline(modules[self.options.strategy], inputs, picture, self.rank.rank == 0)
-        figures = overlap.report(measured, self.options.strategy, f"emulated, {gbps:.3g} Gbit/s")
+        modules = step_bench.planned(step, inputs, strategies, options=options)
+        measured = step_bench.measure(modules, inputs, self.options.compare)
+        step_bench.save_timeline(modules[self.options.strategy], inputs, picture, self.rank.rank == 0)
+        figures = step_bench.report(measured, self.options.strategy, f"emulated, {gbps:.3g} Gbit/s")
         return figures | {"iterations": self.options.compare, "timeline": str(picture)}
 
     @torch.no_grad()

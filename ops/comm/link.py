@@ -18,7 +18,7 @@ import itertools
 import os
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -59,6 +59,9 @@ class Traffic:
     """Sum over all-to-alls of the larger of bytes sent and bytes received, because the link is full
     duplex."""
     count: int = 0
+    waited_ms: dict[str, float] = field(default_factory=dict)
+    """By collective: how long the computing thread waited for it, gradient all-reduces included. On CUDA only
+    what `exposed_ms` has, as `all_to_all`."""
 
 
 @dataclass
@@ -95,6 +98,7 @@ class Link:
                 self._traffic.all_to_all_ms += events.begin.elapsed_time(events.arrived)
                 self._traffic.exposed_ms += events.asked.elapsed_time(events.here)
             self._cuda_events.clear()
+            self._traffic.waited_ms = {"all_to_all": self._traffic.exposed_ms}
         traffic, self._traffic = self._traffic, Traffic()
         return traffic
 
@@ -144,6 +148,11 @@ class Link:
             chosen = self._waiting.pop(n)
             chosen.wire_end = self._free_at = begin + chosen.wire_seconds
         return last.wire_end
+
+    def waited(self, collective: str, seconds: float) -> None:
+        """The computing thread has waited so long for a collective."""
+        ms = self._traffic.waited_ms
+        ms[collective] = ms.get(collective, 0.0) + seconds * 1e3
 
     def _account(self, started: float, ended: float, waited: float) -> None:
         """A completed transfer: seconds on the monotonic clock, and how long computation waited."""

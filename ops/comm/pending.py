@@ -3,6 +3,7 @@ meanwhile."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar, Union
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lancet_kernels.ops.comm.link import Transfer, Waitable
+from lancet_kernels.ops.comm.link import Transfer, Waitable, link
 from lancet_kernels.ops.comm.waiting import waiting
 
 Result = TypeVar("Result")
@@ -38,11 +39,13 @@ class Pending(Generic[Result]):
 
     def wait(self) -> Result:
         """The result. Bounded by the process group's timeout. Raises: CommunicationError."""
+        before = time.monotonic()
         with waiting(self.what, self.group, self.layer, self.peers):
             if self.transfer is None:
                 self.work.wait()
             else:
                 self.transfer.finish(self.work)
+        link.waited(self.what, time.monotonic() - before)
         self.sent = None
         return self.finish()
 

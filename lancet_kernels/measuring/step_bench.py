@@ -1,0 +1,304 @@
+"""Measures a training step on the ranks of this job, in one run: as it is, in DistributedDataParallel, and
+with the plan of each strategy.
+
+The same model, seeds and data for all of them; rounds interleave them, so that other load of the machine
+affects all equally; medians over rounds, without warm-up rounds. An iteration is forward, backward and the
+sums of gradients. The link may be slow enough that all-to-all takes a given share of the blocking iteration
+(the paper: up to 40 %).
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.measuring.peak_memory import peak_memory_gb
+from lancet_kernels.ops.comm.link import emulate_link, link
+from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.optimization.optimize import optimize
+from lancet_kernels.optimization.optimized_module import OptimizedModule
+from lancet_kernels.schedules.plan import Prediction
+from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
+from lancet_kernels.schedules.time.timeline import save_picture
+from lancet_kernels.training.data_parallel import ddp
+
+Inputs = Sequence | Mapping[str, object]
+"""The inputs of one step, by position or by name."""
+PLAIN, DDP = "plain", "ddp"
+BASELINES = ("none", "tutel")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians of one contender, means over the ranks, in milliseconds per iteration.
+
+    exposed_ms: the part of `all_to_all_ms` for which computation waited. waited_ms: the same by collective,
+    of those that this library starts. cpu_ms: CPU time of the computing thread.
+    peak_memory_gb: parameters, buffers, inputs, and the most that an iteration holds beside them.
+    predicted: of a plan.
+    """
+
+    iteration_ms: float
+    exposed_ms: float
+    all_to_all_ms: float
+    cpu_ms: float
+    waited_ms: Mapping[str, float]
+    peak_memory_gb: float
+    predicted: Prediction | None
+
+
+def baselines(step: nn.Module, inputs: Inputs) -> dict[str, nn.Module]:
+    """The step as it is, whose gradients are not summed; on several ranks also a copy of it in
+    DistributedDataParallel. Collective."""
+    if not dist.is_initialized():
+        return {PLAIN: step}
+    iteration(step, inputs)
+    unused = [p for p in step.parameters() if p.requires_grad and p.grad is None]
+    (ranks_with_unused,) = _mean_over_ranks([float(bool(unused))])
+    wrapped = ddp(copy.deepcopy(step), find_unused_parameters=ranks_with_unused > 0)
+    return {PLAIN: step, DDP: wrapped}
+
+
+def planned(
+    step: nn.Module,
+    inputs: Inputs,
+    strategies: Iterable[str],
+    times: str | Path | None = None,
+    options: PlanningOptions | None = None,
+) -> dict[str, OptimizedModule]:
+    """The step optimized with each strategy, without those that are impossible. Collective.
+
+    Args: times: file of measured op times. options: of the planner.
+    """
+    names = list(strategies)
+    optimized: dict[str, OptimizedModule] = {}
+    # `auto` first, because its plan lists the impossible strategies.
+    for name in sorted(names, key=lambda name: name != AUTO):
+        if not any(name in module.plan.impossible for module in optimized.values()):
+            optimized[name] = optimize(step, inputs, strategy=name, times=times, options=options)
+    return {name: optimized[name] for name in names if name in optimized}
+
+
+def measure(
+    contenders: Mapping[str, nn.Module], inputs: Inputs, rounds: int, warmup: int = 2
+) -> dict[str, Measured]:
+    """Run all contenders in turn, `rounds` times after `warmup` rounds. Collective."""
+    iterations: dict[str, list[Iteration]] = {name: [] for name in contenders}
+    for round_number in range(warmup + rounds):
+        for name, module in contenders.items():
+            one = iteration(module, inputs)
+            if round_number >= warmup:
+                iterations[name].append(one)
+    return {name: _measured(module, inputs, iterations[name]) for name, module in contenders.items()}
+
+
+def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration]) -> Measured:
+    # Of all ranks, because the means are collective: a rank may have waited for nothing.
+    waits = sorted({what for of_rank in _of_all_ranks([*iterations[-1].waited_ms]) for what in of_rank})
+    times = [
+        (i.iteration_ms, i.exposed_ms, i.all_to_all_ms, i.cpu_ms, *(i.waited_ms.get(w, 0.0) for w in waits))
+        for i in iterations
+    ]
+    medians = [statistics.median(column) for column in zip(*times, strict=True)]
+    held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs))
+    *means, memory = _mean_over_ranks([*medians, held])
+    iteration_ms, exposed_ms, all_to_all_ms, cpu_ms = means[:4]
+    return Measured(
+        iteration_ms,
+        exposed_ms,
+        all_to_all_ms,
+        cpu_ms,
+        waited_ms=dict(zip(waits, means[4:], strict=True)),
+        peak_memory_gb=memory,
+        predicted=module.plan.predicted if isinstance(module, OptimizedModule) else None,
+    )
+
+
+class Iteration(NamedTuple):
+    """One forward and backward on this rank."""
+
+    iteration_ms: float
+    exposed_ms: float
+    all_to_all_ms: float
+    cpu_ms: float
+    """CPU time of the computing thread, which is the iteration time without waiting."""
+    bytes_on_wire: int
+    waited_ms: Mapping[str, float]
+
+
+def iteration(module: nn.Module, inputs: Inputs) -> Iteration:
+    """Run one forward and backward; the backward starts at the module's first output that has one.
+    Collective.
+
+    Raises: UserError for a module without such an output.
+    """
+    module.zero_grad(set_to_none=True)
+    if dist.is_initialized():
+        with waiting("barrier before an iteration"):
+            dist.barrier()
+    link.read()
+    begin, cpu = time.perf_counter(), time.thread_time()
+    loss_of(module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)).backward()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    elapsed_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.thread_time() - cpu) * 1e3
+    traffic = link.read()
+    return Iteration(
+        elapsed_ms,
+        traffic.exposed_ms,
+        traffic.all_to_all_ms,
+        cpu_ms,
+        traffic.bytes_on_wire,
+        traffic.waited_ms,
+    )
+
+
+def loss_of(outputs: object) -> Tensor:
+    """The first number with a gradient among what a step returns. Raises: UserError if there is none."""
+    for leaf in pytree.tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1:
+            return leaf
+    raise UserError(
+        "result of the step",
+        got=f"{type(outputs).__name__} without a number that has a gradient",
+        expected="the loss, or a tuple with it",
+        do="let the module compute the loss, and return it",
+    )
+
+
+def slow_link(step: nn.Module, inputs: Inputs, share: float = 0.4, rounds: int = 5) -> float:
+    """Emulate a link on which all-to-all takes `share` of the blocking iteration. -> its Gbit/s. Collective.
+
+    The blocking iteration is the plain step, whose all-to-alls block.
+    Raises: UserError for a step in which nothing travels.
+    """
+    emulate_link(None)
+    iterations = [iteration(step, inputs) for _ in range(rounds + 1)][1:]
+    # CPU time, because other load of the machine does not belong to the iteration.
+    compute_ms, size = _mean_over_ranks(
+        [statistics.median(t.cpu_ms for t in iterations), iterations[-1].bytes_on_wire]
+    )
+    if not size:
+        raise UserError(
+            "share of all-to-all",
+            got="a step without all-to-alls",
+            expected="an MoELayer whose experts are on several ranks",
+            do="leave --share out, or use --link-gbps",
+        )
+    target_ms = compute_ms * share / (1 - share)
+    gbps = size * 8 / (target_ms * 1e-3) / 1e9
+    emulate_link(gbps)
+    return gbps
+
+
+def report(measured: Mapping[str, Measured], best: str, link_name: str) -> dict[str, object]:
+    """The figures of all contenders, and of strategy `best` compared with the measured baselines."""
+    own = measured[best]
+    blocking = {name: measured[name] for name in BASELINES if name in measured}
+    plans = {name: m for name, m in measured.items() if m.predicted is not None}
+    predicted = {name: m.predicted for name, m in plans.items() if m.predicted is not None}
+    errors = {name: abs(p.iteration_ms / plans[name].iteration_ms - 1) for name, p in predicted.items()}
+    figures: dict[str, object] = {
+        "link": link_name,
+        "best": best,
+        "iteration_ms": {name: m.iteration_ms for name, m in measured.items()},
+        "exposed_ms": {name: m.exposed_ms for name, m in measured.items()},
+        "waited_ms": {name: dict(m.waited_ms) for name, m in measured.items()},
+        "all_to_all_ms": {name: m.all_to_all_ms for name, m in measured.items()},
+        "cpu_ms": {name: m.cpu_ms for name, m in measured.items()},
+        "peak_memory_gb": {name: m.peak_memory_gb for name, m in measured.items()},
+        "predicted_ms": {name: p.iteration_ms for name, p in predicted.items()},
+        "predicted_exposed_ms": {name: p.exposed_ms for name, p in predicted.items()},
+        "predicted_peak_memory_gb": {name: p.peak_memory_gb for name, p in predicted.items()},
+        "prediction_error": statistics.fmean(errors.values()),
+        "prediction_errors": errors,
+    }
+    if blocking:
+        fastest = min(m.iteration_ms for m in blocking.values())
+        figures["speedup_vs_best_baseline"] = fastest / own.iteration_ms
+    for name, m in blocking.items():
+        figures[f"exposed_reduction_vs_{name}"] = 1 - own.exposed_ms / m.exposed_ms if m.exposed_ms else 0.0
+    return figures
+
+
+def save_timeline(module: OptimizedModule, inputs: Inputs, path: str | Path, write: bool) -> None:
+    """Draw one iteration, predicted and measured on this rank. Collective; `write` on one rank only."""
+    with module.recorded() as events:
+        iteration(module, inputs)
+    if write:
+        save_picture({"predicted": module.timeline.events, "measured": events}, path)
+
+
+def table(figures: Mapping) -> str:
+    """The figures of `report` as a table for people."""
+    times: Mapping[str, float] = figures["iteration_ms"]
+    waits = sorted({what for of_one in figures["waited_ms"].values() for what in of_one})
+    usual = times.get(DDP, times.get(PLAIN))
+    head = f"{'':<18}{'step ms':>9}" + ("" if usual is None else f"{'saved':>8}")
+    rows = [head + "".join(f"{_wait_name(w):>{_width(w)}}" for w in waits)]
+    rows[0] += f"{'peak GB':>10}{'predicted ms':>14}{'off':>7}{'peak GB':>10}"
+    for name, ms in times.items():
+        line = f"{name:<18}{ms:>9.1f}" + ("" if usual is None else f"{(usual - ms) / usual:>8.1%}")
+        # DistributedDataParallel waits for its sums out of our sight.
+        seen = [w for w in waits if not (name == DDP and w == "all_reduce")]
+        of_one = figures["waited_ms"][name]
+        line += "".join(f"{f'{of_one.get(w, 0.0):.1f}' if w in seen else '?':>{_width(w)}}" for w in waits)
+        line += f"{figures['peak_memory_gb'][name]:>10.3g}"
+        if name in figures["predicted_ms"]:
+            line += f"{figures['predicted_ms'][name]:>14.1f}{figures['prediction_errors'][name]:>7.0%}"
+            line += f"{figures['predicted_peak_memory_gb'][name]:>10.3g}"
+        rows.append(line)
+    if usual is not None:
+        rows.append(f"saved: against {DDP if DDP in times else PLAIN}; {PLAIN}: no gradient is summed")
+    rows.append(f"link {figures['link']}; {_gain(figures)}")
+    return "\n".join(rows)
+
+
+def _gain(figures: Mapping) -> str:
+    """How much faster the best strategy is than the best that does not plan, and what it hides."""
+    best, times = figures["best"], figures["iteration_ms"]
+    others = {name: times[name] for name in (DDP, *BASELINES) if name in times and name != best}
+    if not others:
+        return best
+    rival = min(others, key=others.__getitem__)
+    text = f"{best} against {rival} {others[rival] / times[best]:.2f}x"
+    exposed = [
+        f"exposed all-to-all {-figures[f'exposed_reduction_vs_{name}']:+.0%} against {name}"
+        for name in BASELINES
+        if f"exposed_reduction_vs_{name}" in figures and name != best
+    ]
+    return ", ".join([text, *exposed])
+
+
+def _wait_name(collective: str) -> str:
+    return f"waits {collective.replace('_', '-')}"
+
+
+def _width(collective: str) -> int:
+    return len(_wait_name(collective)) + 2
+
+
+def _mean_over_ranks(values: Iterable[float]) -> list[float]:
+    numbers = torch.tensor(list(values), dtype=torch.float64)
+    of_all = _of_all_ranks(numbers)
+    return (torch.stack(of_all).sum(0) / len(of_all)).tolist()
+
+
+def _of_all_ranks(value: object) -> list:
+    if not dist.is_initialized():
+        return [value]
+    values: list = [None] * dist.get_world_size()
+    with waiting("figures of all ranks"):
+        dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,95 @@
+"""The contenders of `lancet bench` compute the same, and the table says what was measured."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.measuring import step_bench
+from lancet_kernels.measuring.step_bench import DDP, PLAIN, Measured, baselines, loss_of, measure, planned
+from lancet_kernels.ops.comm.link import emulate_link
+from lancet_kernels.schedules.plan import Prediction
+from tests.setups import Model, batch
+
+OURS = ("none", "lancet")
+
+
+class WithUnused(Model):
+    """A parameter that no gradient reaches, with which DistributedDataParallel must be told to deal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+
+def contenders_on_a_rank(folder: str) -> dict[str, object]:
+    model, inputs = WithUnused(), batch()
+    plans = planned(model, inputs, OURS, f"{folder}/times.json")
+    contenders = {**baselines(model, inputs), **plans}
+    gradients = {}
+    for name, module in contenders.items():
+        step_bench.iteration(module, inputs)
+        owner = module.module if hasattr(module, "module") else module
+        gradients[name] = {n: p.grad.clone() for n, p in owner.named_parameters() if p.grad is not None}
+    emulate_link(0.01)
+    measured = measure(contenders, inputs, rounds=2, warmup=1)
+    mean = {n: g.clone() for n, g in gradients[PLAIN].items() if "layer.w" not in n}
+    for gradient in mean.values():
+        dist.all_reduce(gradient)
+    return {
+        "off": max(float((mean[n] - gradients["none"][n]).abs().max()) for n in mean),
+        "ddp off": max(float((2 * g - gradients["none"][n]).abs().max()) for n, g in gradients[DDP].items()),
+        "measured": measured,
+    }
+
+
+def test_ddp_and_plans_sum_the_gradients_of_the_plain_step(pool, tmp_path) -> None:
+    for of_rank in pool.run(contenders_on_a_rank, str(tmp_path)):
+        assert of_rank["off"] < 1e-12
+        assert of_rank["ddp off"] < 1e-12, "an average over two ranks, also of experts"
+        measured = of_rank["measured"]
+        assert list(measured) == [PLAIN, DDP, *OURS]
+        for name, one in measured.items():
+            assert one.exposed_ms > 0
+            assert one.exposed_ms <= one.waited_ms["all_to_all"]
+            assert one.peak_memory_gb > 0
+            assert (one.predicted is None) == (name not in OURS)
+            # DistributedDataParallel waits out of our sight.
+            assert ("all_reduce" in one.waited_ms) == (name in OURS)
+        assert set(step_bench.report(measured, "lancet", "emulated")["prediction_errors"]) == set(OURS)
+
+
+def test_table_compares_with_ddp() -> None:
+    measured = {
+        DDP: Measured(200.0, 50.0, 60.0, 120.0, {"all_to_all": 50.0}, 2.0, None),
+        "none": Measured(
+            210.0,
+            50.0,
+            60.0,
+            130.0,
+            {"all_to_all": 50.0, "all_reduce": 7.0},
+            2.5,
+            Prediction(189.0, 40.0, 2.4),
+        ),
+        "lancet": Measured(
+            160.0, 5.0, 60.0, 130.0, {"all_to_all": 5.0, "all_reduce": 3.0}, 2.5, Prediction(160.0, 4.0, 2.4)
+        ),
+    }
+    figures = step_bench.report(measured, "lancet", "real")
+    assert figures["speedup_vs_best_baseline"] == pytest.approx(210 / 160)
+    head, ddp, none, lancet, *foot = step_bench.table(figures).splitlines()
+    assert head.split() == (
+        "step ms saved waits all-reduce waits all-to-all peak GB predicted ms off peak GB".split()
+    )
+    assert ddp.split() == ["ddp", "200.0", "0.0%", "?", "50.0", "2"]
+    assert none.split() == ["none", "210.0", "-5.0%", "7.0", "50.0", "2.5", "189.0", "10%", "2.4"]
+    assert lancet.split() == ["lancet", "160.0", "20.0%", "3.0", "5.0", "2.5", "160.0", "0%", "2.4"]
+    assert foot[-1] == "link real; lancet against ddp 1.25x, exposed all-to-all -90% against none"
+
+
+def test_the_loss_is_the_first_number_with_a_gradient() -> None:
+    loss = torch.ones((), requires_grad=True)
+    assert loss_of({"logits": torch.ones(3, requires_grad=True), "loss": loss, "z": loss + 1}) is loss
+    with pytest.raises(UserError, match=r"result of the step: got tuple without a number .* return it"):
+        loss_of((loss.detach(), torch.ones(2, requires_grad=True)))
