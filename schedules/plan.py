@@ -22,6 +22,10 @@ from lancet_kernels.schedules.partition.ranges import LaunchFillers, PartitionRa
 from lancet_kernels.schedules.time.recomputation import Recomputation
 from lancet_kernels.schedules.time.simulate import Timeline, lower_bound_ms
 
+PLAIN = "plain"
+"""The module without a plan, among what was measured."""
+WORTH = 0.02
+"""The share of the plain module's time that a plan must save, or the module runs as it is."""
 _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
 
 
@@ -87,9 +91,11 @@ class Plan(SavedJson):
     recomputation: what the step recomputes (activation checkpointing); None: nothing.
     memory_limit_gb: the memory limit of the planner. without_limit_ms: the predicted iteration without a
     limit.
+    measured: milliseconds of real steps by strategy, and of `PLAIN`, where these were run to choose.
+    plain: the module runs as it is, with gradients summed while backward runs; the rest is the best plan.
     """
 
-    KIND, VERSION, AGAIN = "plan", 5, "plan again"
+    KIND, VERSION, AGAIN = "plan", 6, "plan again"
 
     program: str
     program_fingerprint: str
@@ -109,13 +115,15 @@ class Plan(SavedJson):
     memory_limit_gb: float | None = None
     without_limit_ms: float | None = None
     recomputation: Recomputation | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+    plain: bool = False
 
     @property
     def fingerprint(self) -> str:
         """64 hex digits that depend on what runs, not on predictions or on how the plan was chosen: ranks
         that run the same plan have the same."""
         data = self.to_json()
-        not_done = ("predicted", "compared", "method", "options", "costs", "chosen", "impossible")
+        not_done = ("predicted", "compared", "measured", "method", "options", "costs", "chosen", "impossible")
         for other in (*not_done, "memory_limit_gb", "without_limit_ms", "recomputation"):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
@@ -163,7 +171,7 @@ class Plan(SavedJson):
             line = f"{name:<20}{p.iteration_ms:>14.2f}{p.lower_bound_ms:>13.2f}{p.exposed_ms:>12.2f}"
             lines.append(f"{line}{p.peak_memory_gb:>9.3g}{saved:>9.1%}")
         if self.chosen:
-            lines += ["", self._choice_text()]
+            lines += ["", self.choice_text()]
         lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
         if self.memory_limit_gb is not None:
             lines += ["", self._memory_text()]
@@ -193,9 +201,11 @@ class Plan(SavedJson):
             )
         return "\n".join(lines)
 
-    def _choice_text(self) -> str:
-        """Why `auto` chose this strategy."""
+    def choice_text(self) -> str:
+        """Why this plan, or the module without one: measured, or predicted."""
         limit = float("inf") if self.memory_limit_gb is None else self.memory_limit_gb
+        if self.measured:
+            return self._measured_text()
         if self.predicted.peak_memory_gb > limit:
             return (
                 f"Chosen: {self.chosen}, which needs least memory; every strategy exceeds the memory limit."
@@ -210,6 +220,21 @@ class Plan(SavedJson):
                 why = f"exceeds the memory limit: {p.peak_memory_gb:.3g} of {limit:.3g} GB"
             text += f" {name} ({p.iteration_ms:.2f} ms) {why}."
         return text
+
+    def _measured_text(self) -> str:
+        """The choice by real steps."""
+        own = self.measured[self.chosen]
+        others = ", ".join(f"{n} {ms:.2f}" for n, ms in self.measured.items() if n != self.chosen)
+        if not self.plain:
+            return f"Chosen: {self.chosen}, measured fastest: {own:.2f} ms a step ({others})."
+        plain = self.measured[PLAIN]
+        saves = (
+            f"saves {(plain - own) / plain:.1%}, less than {WORTH:.0%}" if own < plain else "saves nothing"
+        )
+        return (
+            f"Not worth planning here: {self.chosen}, the fastest plan, {saves}: {own:.2f} ms a step, the "
+            f"module as it is {plain:.2f} (measured on these ranks). The module runs as it is."
+        )
 
     def _memory_text(self) -> str:
         """How much slower the plan is because of the memory limit."""

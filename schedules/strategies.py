@@ -197,24 +197,28 @@ class Planner:
 
     def candidates(self, strategy: str, most: int = 4) -> list[Plan]:
         """At most `most` plans: that of the strategy and those predicted nearly as fast, best prediction
-        first.
+        first. Of `auto` the blocking plan comes last if it is not among them.
 
         For a caller that measures them, because the times of parts are estimates. most=1: only the plan.
         """
-        plans = [self.plan(strategy)]
+        plans, always = [self.plan(strategy)], list[Plan]()
         if most == 1:
             return plans
         if strategy == "tutel":
             plans += self._tutel_degrees()
         elif strategy == AUTO:
             plans += map(self._chosen, self._strategy_plans)
+            always = [self._chosen(self.plan("none"))]
         elif strategy == "lancet+duplex":
             plans.append(self.plan("duplex"))
         elif strategy in self._cutting:
             plans.append(self.plan("lancet-dw" if strategy == "lancet" else "none"))
             plans += [self._best(self._cutting[strategy](parts)) for parts in self._part_limits()]
         distinct = {p.fingerprint: p for p in (replace(plan, strategy=strategy) for plan in plans)}
-        return sorted(distinct.values(), key=lambda p: p.predicted.iteration_ms)[:most]
+        best = sorted(distinct.values(), key=lambda p: p.predicted.iteration_ms)[:most]
+        return best + [
+            replace(plan, strategy=strategy) for plan in always if plan.chosen not in {p.chosen for p in best}
+        ]
 
     def _none(self) -> Plan:
         """The original order; computation waits for every all-to-all."""

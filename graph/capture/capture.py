@@ -11,10 +11,11 @@ Nothing is executed: tensors are fake during capture, so a model may be larger t
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,17 @@ class Captured:
             for i, d in enumerate(descriptors)
             if isinstance(d, GradAOTOutput) and isinstance(d.grad_of, ParamAOTInput)
         }
+
+    def with_graph(self, joint: fx.GraphModule) -> Captured:
+        """The same step with another joint graph, to be compiled beside this one."""
+        # torch notes in these what it has compiled.
+        state, graph = self._descriptors._aot_state, self._descriptors._aot_graph_capture
+        descriptors = replace(
+            self._descriptors,
+            _aot_state=replace(state, fw_metadata=copy.copy(state.fw_metadata)),
+            _aot_graph_capture=replace(graph, graph_module=joint),
+        )
+        return replace(self, joint=joint, _descriptors=descriptors)
 
     def compile(
         self,

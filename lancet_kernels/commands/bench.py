@@ -260,9 +260,12 @@ def _step(options: BenchOptions, step: str, rank: Rank) -> tuple[nn.Module, Inpu
 
 def _plan(module: OptimizedModule) -> dict[str, object]:
     """A summary of the plan."""
+    from lancet_kernels.schedules.plan import PLAIN
+
     plan = module.plan
     ranges = [{"first": r.first, "last": r.last, "parts": r.parts} for r in plan.ranges]
-    return {"chosen": plan.chosen or plan.strategy, "method": plan.method, "ranges": ranges}
+    chosen = PLAIN if plan.plain else plan.chosen or plan.strategy
+    return {"chosen": chosen, "method": plan.method, "ranges": ranges}
 
 
 def _conditions(options: BenchOptions, rank: Rank) -> dict[str, object]:

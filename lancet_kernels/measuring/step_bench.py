@@ -24,18 +24,23 @@ from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.measuring.peak_memory import peak_memory_gb
+from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.schedules.plan import Prediction
+from lancet_kernels.optimization.summed_gradients import PlannedSums
+from lancet_kernels.schedules.plan import PLAIN, Prediction
 from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
 from lancet_kernels.schedules.time.timeline import save_picture
 from lancet_kernels.training.data_parallel import ddp
+from lancet_kernels.training.gradients import as_backward_finishes, gradient_groups, groups_of
 
 Inputs = Sequence | Mapping[str, object]
 """The inputs of one step, by position or by name."""
-PLAIN, DDP = "plain", "ddp"
+DDP, DDP_LIKE = "ddp", "ddp-like"
+BUCKET_BYTES = 25 << 20
+"""As DistributedDataParallel's."""
 BASELINES = ("none", "tutel")
 
 
@@ -60,14 +65,33 @@ class Measured:
 
 def baselines(step: nn.Module, inputs: Inputs) -> dict[str, nn.Module]:
     """The step as it is, whose gradients are not summed; on several ranks also a copy of it in
-    DistributedDataParallel. Collective."""
+    DistributedDataParallel, or over an emulated link, which that would not use, with the same sums by this
+    library. Collective."""
     if not dist.is_initialized():
         return {PLAIN: step}
+    if link.gbps is not None:
+        return {PLAIN: step, DDP_LIKE: _Summed(step)}
     iteration(step, inputs)
     unused = [p for p in step.parameters() if p.requires_grad and p.grad is None]
     (ranks_with_unused,) = _mean_over_ranks([float(bool(unused))])
     wrapped = ddp(copy.deepcopy(step), find_unused_parameters=ranks_with_unused > 0)
     return {PLAIN: step, DDP: wrapped}
+
+
+class _Summed(nn.Module):
+    """A step whose gradients are summed while backward runs."""
+
+    def __init__(self, step: nn.Module) -> None:
+        super().__init__()
+        self.module = step
+        groups = groups_of(step)
+        names = {parameter: name for name, parameter in step.named_parameters()}
+        buckets = cut_into_buckets(as_backward_finishes(gradient_groups(step, groups)), BUCKET_BYTES)
+        named = [(group, [names[parameter] for parameter in bucket]) for group, bucket in buckets]
+        self._sums = PlannedSums(step, groups, named, early=True)
+
+    def forward(self, *inputs: object, **by_name: object) -> object:
+        return self._sums.call(self.module, inputs, by_name)
 
 
 def planned(
@@ -244,12 +268,12 @@ def table(figures: Mapping) -> str:
     """The figures of `report` as a table for people."""
     times: Mapping[str, float] = figures["iteration_ms"]
     waits = sorted({what for of_one in figures["waited_ms"].values() for what in of_one})
-    usual = times.get(DDP, times.get(PLAIN))
+    usual = next((name for name in (DDP, DDP_LIKE, PLAIN) if name in times), None)
     head = f"{'':<18}{'step ms':>9}" + ("" if usual is None else f"{'saved':>8}")
     rows = [head + "".join(f"{_wait_name(w):>{_width(w)}}" for w in waits)]
     rows[0] += f"{'peak GB':>10}{'predicted ms':>14}{'off':>7}{'peak GB':>10}"
     for name, ms in times.items():
-        line = f"{name:<18}{ms:>9.1f}" + ("" if usual is None else f"{(usual - ms) / usual:>8.1%}")
+        line = f"{name:<18}{ms:>9.1f}" + ("" if usual is None else f"{1 - ms / times[usual]:>8.1%}")
         # DistributedDataParallel waits for its sums out of our sight.
         seen = [w for w in waits if not (name == DDP and w == "all_reduce")]
         of_one = figures["waited_ms"][name]
@@ -260,7 +284,7 @@ def table(figures: Mapping) -> str:
             line += f"{figures['predicted_peak_memory_gb'][name]:>10.3g}"
         rows.append(line)
     if usual is not None:
-        rows.append(f"saved: against {DDP if DDP in times else PLAIN}; {PLAIN}: no gradient is summed")
+        rows.append(f"saved: against {usual}; {PLAIN}: no gradient is summed")
     rows.append(f"link {figures['link']}; {_gain(figures)}")
     return "\n".join(rows)
 
@@ -268,7 +292,7 @@ def table(figures: Mapping) -> str:
 def _gain(figures: Mapping) -> str:
     """How much faster the best strategy is than the best that does not plan, and what it hides."""
     best, times = figures["best"], figures["iteration_ms"]
-    others = {name: times[name] for name in (DDP, *BASELINES) if name in times and name != best}
+    others = {name: times[name] for name in (DDP, DDP_LIKE, *BASELINES) if name in times and name != best}
     if not others:
         return best
     rival = min(others, key=others.__getitem__)

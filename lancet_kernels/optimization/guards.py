@@ -194,15 +194,21 @@ class Guards:
         Raises: UserError if the module's parameters have changed, or a wrapper would make its gradients
         wrong.
         """
+        self.refuse_changes()
         module = self.module
-        if module is not None:
-            self._refuse_wrappers(module)
-            self._refuse_other_parameters(module)
         # Last: inputs of another shape can run with the plan if that is all.
         reason = self._mode(module) or self.inputs.reason(arguments)
         if reason:
             self._refuse_other_kinds()
         return reason
+
+    def refuse_changes(self) -> None:
+        """Raise UserError if the module's parameters have changed, or a wrapper would make its gradients
+        wrong."""
+        module = self.module
+        if module is not None:
+            self._refuse_wrappers(module)
+            self._refuse_other_parameters(module)
 
     def _mode(self, module: nn.Module | None) -> str:
         """What is temporarily other than in the trace; "" if nothing is."""

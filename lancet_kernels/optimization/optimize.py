@@ -1,6 +1,7 @@
 """`optimize`: returns a module that trains with a plan, in which all-to-alls overlap computation.
 
-    capture -> Program -> costs (measured here, or of a cluster) -> Plan of rank 0, sent to all ranks -> run
+    capture -> Program -> costs (measured here, or of a cluster) -> Plan of rank 0, sent to all ranks -> a few
+    real steps of the best ones -> run
 
 The result is mathematically the same: the same routing, the same drops, and the same gradients up to the
 rounding of sums over parts.
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,12 +37,14 @@ from lancet_kernels.optimization.guards import Arguments, Guards, example_argume
 from lancet_kernels.optimization.model_checks import check_model
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.outside_gradients import GradientWatch
+from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
 from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
 from lancet_kernels.optimization.replicas import Replicas
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.optimization.summed_gradients import PlannedSums
-from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.optimization.trial import milliseconds_per_step
+from lancet_kernels.schedules.plan import PLAIN, WORTH, Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
 from lancet_kernels.schedules.rewrite.realize import realize, split_as_planned
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions, fastest_that_fits
@@ -50,6 +53,8 @@ from lancet_kernels.training.gradients import broadcast_replicated
 
 _log = logging.getLogger(__name__)
 _STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")
+MOST_TRIED = 2
+"""Plans that are predicted fastest, of which real steps are measured, beside the blocking one."""
 
 
 @torch.inference_mode(False)
@@ -70,6 +75,7 @@ def optimize(
     lowering: str = "auto",
     inner_compile: str = "",
     compare_every: int = 1000,
+    trials: int = 5,
     verbose: bool = False,
 ) -> OptimizedModule:
     """Plan a training step of `model` and return a module that trains with the plan.
@@ -81,8 +87,8 @@ def optimize(
         example_inputs: real inputs of one step, a tuple by position or a dict by name; the step runs on them
             a few times to measure the ops.
         strategy: "none" (all-to-alls block), "tutel", "lancet-dw", "lancet-partition", "lancet", "duplex",
-            "lancet+duplex"; or "auto", the one of these that is predicted fastest within
-            the memory limit.
+            "lancet+duplex"; or "auto", the fastest of these within the memory limit, and the module as it is
+            where no plan is at least 2 % faster (`trials`).
         cluster: plan for a cluster (a name, or a TOML file) instead of measuring this machine.
         cache: a plan file. It is used if it is for this model, strategy and options, and was planned with
             costs from the same source (cluster; or device, torch, ranks and link); otherwise it is
@@ -108,12 +114,21 @@ def optimize(
         compare_every: with `reduce_gradients`, parameters that several ranks hold are compared, bit by bit
             through a digest, in one of so many calls, while the step runs; if ranks have updated one
             differently, the next call names it in an error. 0: never.
+        trials: with strategy "auto", measured here: real steps of the best plans, of the blocking one and of
+            the module as it is, whose gradients are summed while backward runs, in turn on all ranks; the
+            fastest is kept. Gradients, buffers and random generators stay as they are. 0: the plan that is
+            predicted fastest.
         verbose: show progress and times on standard error of the first rank. (The logger
             `lancet_kernels.optimization.stages` has the same at level INFO.)
     Raises: CaptureError (the model is not a single graph; with torch's reason), UserError (an unknown
     strategy, ranks that disagree, a plan for another model).
     """
-    _check_choices(strategy, backend, inner_compile, compare_every)
+    _check_choices(
+        strategy,
+        backend,
+        inner_compile,
+        {"compare_every": (compare_every, "calls"), "trials": (trials, "steps")},
+    )
     if backend == "fused":
         for layer in moe_layers(model):
             check_activation(layer.activation, "activation of a layer to be fused")
@@ -144,32 +159,82 @@ def optimize(
         # Several plans are only compared if they can be measured.
         most = 4 if measured else 1
         plans = plans_of_first_rank(world, lambda: _plans(graph, strategy, options, cache, most))
+    # One that was stored has its order.
+    fresh = not plans[0].order
     planned = step.planned(graph, plans, measured)
-    chosen, timeline = planned[fastest_that_fits([plan for plan, _ in planned])]
-    if chosen.chosen:
+    best, timeline = planned[fastest_that_fits([plan for plan, _ in planned])]
+    if best.chosen:
         # The predictions of the compared plans, updated with measurements of their partitioned graphs.
         tried = {plan.chosen: plan.predicted for plan, _ in planned}
-        chosen = replace(chosen, compared={**chosen.compared, **tried})
-    chosen = replace(chosen, fused=step.fused)
+        best = replace(best, compared={**best.compared, **tried})
+    best = replace(best, fused=step.fused)
+    build = _Builder(step, graph, arguments, inner_compile, compare_every)
+    if trials and fresh and measured and strategy == AUTO:
+        progress.begin("trying the plans")
+        optimized = _fastest(build, best, timeline, planned, trials)
+    else:
+        progress.begin("applying the plan")
+        optimized = build(best, timeline)
     if cache is not None and group_rank(world) == 0:
-        chosen.save(cache)
-    progress.begin("applying the plan")
-    optimized = _module_with(chosen, timeline, step, graph, arguments, inner_compile, compare_every)
-    progress.end()
+        optimized.plan.save(cache)
+    progress.end(optimized.plan.choice_text() if optimized.plan.measured else "")
     return optimized
 
 
-def _check_choices(strategy: str, backend: str | None, inner_compile: str, compare_every: int) -> None:
-    """Raise UserError for an unknown strategy, backend or compiler, or a number of calls that is none."""
+def _fastest(
+    build: _Builder,
+    best: Plan,
+    timeline: Timeline,
+    planned: Sequence[tuple[Plan, Timeline]],
+    trials: int,
+) -> OptimizedModule:
+    """The module with the plan that is fastest in `trials` real steps; as it is if no plan is worth it.
+    Collective.
+
+    Args: best: the plan that is predicted fastest; its timeline. planned: all that were considered.
+    """
+    fits = [
+        (replace(plan, fused=best.fused, compared=best.compared), line)
+        for plan, line in planned
+        if best.memory_limit_gb is None or plan.predicted.peak_memory_gb <= best.memory_limit_gb
+    ]
+    others = sorted(
+        (p for p in fits if p[0].chosen != best.chosen), key=lambda p: p[0].predicted.iteration_ms
+    )
+    blocking = [pair for pair in others[MOST_TRIED - 1 :] if pair[0].chosen == "none"]
+    modules = {
+        p.chosen: build(p, line) for p, line in [(best, timeline), *others[: MOST_TRIED - 1], *blocking]
+    }
+    ways = {name: module.bare_step(build.arguments) for name, module in modules.items()}
+    plain = build.plain(best, timeline)
+    if plain is not None:
+        ways[PLAIN] = plain.bare_step(build.arguments)
+    measured = milliseconds_per_step(build.step, ways, trials)
+    winner = min(modules, key=measured.__getitem__)
+    chosen, kept = modules[winner], replace(modules[winner].plan, measured=measured)
+    if plain is not None and measured[winner] > (1 - WORTH) * measured[PLAIN]:
+        chosen, kept = plain, replace(kept, plain=True)
+    chosen.plan, chosen.timeline = kept, modules[winner].timeline
+    return chosen
+
+
+def _check_choices(
+    strategy: str, backend: str | None, inner_compile: str, numbers: Mapping[str, tuple[object, str]]
+) -> None:
+    """Raise UserError for an unknown strategy, backend or compiler, or a number that is none.
+
+    Args: numbers: by name, with what they count.
+    """
     check_name("strategy", strategy, STRATEGY_NAMES)
     if backend is not None:
         check_name("backend", backend, BACKENDS)
     if inner_compile:
         check_compiler(inner_compile)
-    if type(compare_every) is not int or compare_every < 0:
-        raise UserError(
-            "compare_every", got=repr(compare_every), expected="a number of calls, or 0", do="use 1000, say"
-        )
+    for name, (number, counted) in numbers.items():
+        if type(number) is not int or number < 0:
+            raise UserError(
+                name, got=repr(number), expected=f"a number of {counted}, or 0", do="use a whole number"
+            )
 
 
 def _warn_of_unregistered(model: nn.Module, step: CapturedStep) -> None:
@@ -185,55 +250,84 @@ def _warn_of_unregistered(model: nn.Module, step: CapturedStep) -> None:
         )
 
 
-def _module_with(
-    plan: Plan,
-    timeline: Timeline,
-    step: CapturedStep,
-    graph: CostedGraph,
-    arguments: Arguments,
-    inner_compile: str,
-    compare_every: int,
-) -> OptimizedModule:
-    """The module that trains with the plan. Changes the graph of the captured step."""
-    recorder, captured = Recorder(), step.captured
-    captured.joint.graph = graph.module.graph
-    realize(captured.joint, graph.program, plan)
-    host_wait_names = host_waits(captured.joint.graph)
-    sums: PlannedSums | None = None
-    watch: GradientWatch | None = None
-    if step.reduces_gradients:
-        buckets = buckets_in_order(captured.joint, captured.parameter_of_gradient())
-        if captured.plain.trained:
-            # Where tensors are trained that are no parameters, nothing runs without the plan.
-            summed = {name for _, names in buckets for name in names}
-            watch = GradientWatch(
-                {n: p for n, p in step.model.named_parameters() if n in summed},
-                lambda: [captured.plain.values()[name] for name in captured.plain.trained],
+@dataclass
+class _Builder:
+    """Builds modules that train with a plan of the captured step, several of one step."""
+
+    step: CapturedStep
+    graph: CostedGraph
+    arguments: Arguments
+    inner_compile: str
+    compare_every: int
+
+    def __call__(self, plan: Plan, timeline: Timeline) -> OptimizedModule:
+        """The module that trains with the plan; if it is a plan for nothing, the module as it is."""
+        if plan.plain and (plain := self.plain(plan, timeline)) is not None:
+            return plain
+        step = self.step
+        recorder = Recorder()
+        captured = step.captured.with_graph(copy_of(self.graph.module))
+        realize(captured.joint, self.graph.program, plan)
+        host_wait_names = host_waits(captured.joint.graph)
+        sums: PlannedSums | None = None
+        watch: GradientWatch | None = None
+        if step.reduces_gradients:
+            buckets = buckets_in_order(captured.joint, captured.parameter_of_gradient())
+            if captured.plain.trained:
+                # Where tensors are trained that are no parameters, nothing runs without the plan.
+                summed = {name for _, names in buckets for name in names}
+                watch = GradientWatch(
+                    {n: p for n, p in step.model.named_parameters() if n in summed},
+                    lambda: [captured.plain.values()[name] for name in captured.plain.trained],
+                )
+            else:
+                sums = PlannedSums(step.model, step.groups, buckets)
+                watch = sums.watch
+
+        def compiled(captured: Captured, plan: Plan) -> Callable[..., object]:
+            give = None if watch is None else watch.give
+            return captured.compile(
+                lambda joint, outputs: split_as_planned(joint, outputs, plan),
+                recorder,
+                self.inner_compile,
+                give,
             )
-        else:
-            sums = PlannedSums(step.model, step.groups, buckets)
-            watch = sums.watch
 
-    def compiled(captured: Captured, plan: Plan) -> Callable[..., object]:
-        give = None if watch is None else watch.give
-        return captured.compile(
-            lambda joint, outputs: split_as_planned(joint, outputs, plan), recorder, inner_compile, give
+        run = compiled(captured, plan)
+        first = PlannedStep(run, self._guards())
+        shapes = PlannedShapes(step, self.graph.program, plan, first, compiled)
+        return self._module(plan, timeline, shapes, recorder, sums, host_wait_names)
+
+    def plain(self, plan: Plan, timeline: Timeline) -> OptimizedModule | None:
+        """The module as it is; None where it trains what only a plan can sum."""
+        captured, sums = self.step.captured, None
+        if self.step.reduces_gradients:
+            if captured.plain.trained:
+                return None
+            buckets = buckets_in_order(captured.joint, captured.parameter_of_gradient())
+            sums = PlannedSums(self.step.model, self.step.groups, buckets, early=True)
+        runs = PlainStep(self.step.model, self._guards(), sums)
+        return self._module(plan, timeline, runs, Recorder(), sums, ())
+
+    def _guards(self) -> Guards:
+        assumptions = self.step.captured.assumptions()
+        return Guards(self.step.model, assumptions, self.arguments, self.step.reduces_gradients)
+
+    def _module(
+        self,
+        plan: Plan,
+        timeline: Timeline,
+        runs: PlannedShapes | PlainStep,
+        recorder: Recorder,
+        sums: PlannedSums | None,
+        host_wait_names: Sequence[str],
+    ) -> OptimizedModule:
+        step, replicas = self.step, None
+        if step.reduces_gradients:
+            replicas = Replicas(step.model, step.groups, self.compare_every)
+        return OptimizedModule(
+            step.model, plan, timeline, runs, recorder, sums, replicas, host_wait_names, step.layer_numbers
         )
-
-    run = compiled(captured, plan)
-    guards = Guards(step.model, captured.assumptions(), arguments, step.reduces_gradients)
-    shapes = PlannedShapes(step, graph.program, plan, PlannedStep(run, guards), compiled)
-    return OptimizedModule(
-        step.model,
-        plan,
-        timeline,
-        shapes,
-        recorder,
-        sums,
-        Replicas(step.model, step.groups, compare_every) if step.reduces_gradients else None,
-        host_wait_names,
-        step.layer_numbers,
-    )
 
 
 def _on_device(options: PlanningOptions | None, device: torch.device) -> PlanningOptions:

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,7 +18,8 @@ from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.program.program import Kind, Phase
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.ops.comm.link import link
-from lancet_kernels.optimization.guards import bind
+from lancet_kernels.optimization.guards import Arguments, bind
+from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes
 from lancet_kernels.optimization.replicas import Replicas
 from lancet_kernels.optimization.summed_gradients import PlannedSums
@@ -34,7 +35,7 @@ class OptimizedModule(nn.Module):
     shapes, which may differ between ranks (`planned_shapes`). After a temporary change (a mode, autocast) it
     runs the original module, sums its gradients over the ranks as the plan would, and warns once per reason.
     After a permanent change (parameters, wrappers around the model) it raises a UserError. Without gradients
-    it runs the original module.
+    it runs the original module; also with them if `plan.plain`.
 
     plan: the plan. timeline: the simulated iteration. fallbacks: number of calls with gradients that ran
     without the plan, by reason.
@@ -47,7 +48,7 @@ class OptimizedModule(nn.Module):
         module: nn.Module,
         plan: Plan,
         timeline: Timeline,
-        shapes: PlannedShapes,
+        runs: PlannedShapes | PlainStep,
         recorder: Recorder,
         sums: PlannedSums | None,
         replicas: Replicas | None,
@@ -61,7 +62,7 @@ class OptimizedModule(nn.Module):
         self.training = module.training
         self.plan, self.timeline = plan, timeline
         self.fallbacks: Counter[str] = Counter()
-        self._shapes, self._recorder = shapes, recorder
+        self._runs, self._recorder = runs, recorder
         self._sums, self._replicas = sums, replicas
         self._signature = inspect.signature(module.forward)
 
@@ -74,18 +75,19 @@ class OptimizedModule(nn.Module):
         """
         if not torch.is_grad_enabled():
             return self.module(*inputs, **by_name)
+        if isinstance(self._runs, PlainStep):
+            if self._replicas is not None:
+                self._replicas.call()
+            return _without_double_backward(self._runs(inputs, by_name))
         arguments = bind(self._signature, f"the optimized {type(self.module).__name__}", inputs, by_name)
-        step = self._shapes.step_for(arguments)
+        step = self._runs.step_for(arguments)
         if self._replicas is not None:
             self._replicas.call()
         if not isinstance(step, str):
             inputs, by_name = step.guards.inputs.laid_out(arguments)
             with running_a_plan():
                 result = step.run(*inputs, **by_name)
-            for leaf in pytree.tree_leaves(result):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(_refuse_double_backward)
-            return result
+            return _without_double_backward(result)
         reason = step
         self.fallbacks[reason] += 1
         if self.fallbacks[reason] == 1:
@@ -97,6 +99,20 @@ class OptimizedModule(nn.Module):
         if self._sums is not None:
             return self._sums.call(self.module, inputs, by_name)
         return self.module(*inputs, **by_name)
+
+    def bare_step(self, arguments: Arguments) -> Callable[[], object]:
+        """Runs the step on the example inputs, without its checks: to be measured."""
+        inputs, by_name = arguments
+        if isinstance(self._runs, PlainStep):
+            runs = self._runs
+            return lambda: runs(inputs, by_name)
+        first = self._runs.first
+
+        def run() -> object:
+            with running_a_plan():
+                return first.run(*inputs, **by_name)
+
+        return run
 
     def __deepcopy__(self, memo: dict) -> OptimizedModule:
         raise self._cannot("copied", "copy.deepcopy(optimized.module), and optimize() the copy to train it")
@@ -136,6 +152,14 @@ class OptimizedModule(nn.Module):
         for start, end in moved:
             times = (start - begin) * 1e3, (end - begin) * 1e3
             events.append(Event("all-to-all", LINK, *times, Kind.ALL_TO_ALL, Phase.FORWARD))
+
+
+def _without_double_backward(result: object) -> object:
+    """The result, whose gradients cannot be differentiated again."""
+    for leaf in pytree.tree_leaves(result):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(_refuse_double_backward)
+    return result
 
 
 def _refuse_double_backward(_gradient: Tensor) -> None:

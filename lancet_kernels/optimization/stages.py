@@ -23,7 +23,7 @@ class Progress:
     def __init__(self, names: tuple[str, ...], shown: bool) -> None:
         first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
         self._names, self._shown = names, shown and first
-        self._current, self._start = "", 0.0
+        self._current, self._start, self._number = "", 0.0, 0
         self._bar = None
         if self._shown and sys.stderr.isatty():
             from tqdm import tqdm
@@ -36,23 +36,29 @@ class Progress:
         """End the stage before, and start this one."""
         self._finish()
         self._current, self._start = name, time.perf_counter()
+        self._number += 1
         if self._bar is not None:
-            self._bar.set_description(f"{name} ({self._names.index(name) + 1} of {len(self._names)})")
+            self._bar.set_description(f"{name} ({self._number} of {len(self._names)})")
 
-    def end(self) -> None:
-        """After the last stage."""
+    def end(self, conclusion: str = "") -> None:
+        """After the last stage. Args: conclusion: a line about the result; "": none."""
         self._finish()
+        if conclusion:
+            self._say(conclusion)
         if self._bar is not None:
             self._bar.close()
 
     def _finish(self) -> None:
         if not self._current:
             return
-        line = f"{self._current}: {time.perf_counter() - self._start:.1f} s"
+        self._say(f"{self._current}: {time.perf_counter() - self._start:.1f} s")
+        if self._bar is not None:
+            self._bar.update()
+        self._current = ""
+
+    def _say(self, line: str) -> None:
         _log.info(line)
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
-            self._bar.update()
         elif self._shown:
             print(line, file=sys.stderr, flush=True)
-        self._current = ""

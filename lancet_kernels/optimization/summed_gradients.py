@@ -2,13 +2,14 @@
 
 Another rank may run the plan in the same step, or leave out a layer. So the sums do not depend on what a
 module does in a call: they are those of the plan, with the same buckets in the same order, and start when all
-gradients are there.
+gradients are there. Where no rank has a plan, they start while backward runs, in the same order.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,12 @@ from torch import Tensor, nn
 from lancet_kernels.graph.capture.captured_graph import tensors_restored
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size, subgroup
+from lancet_kernels.ops.comm.pending import Started
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.outside_gradients import GradientWatch
 from lancet_kernels.training.gradients import gradient_groups
+
+Item = TypeVar("Item")
 
 
 class PlannedSums:
@@ -28,10 +32,15 @@ class PlannedSums:
 
     Collective over the groups of parameters that are trained and have no gradient in the plan.
     Args: buckets: group and parameters of each, in the order in which the plan sums them.
+        early: no rank has a plan: the sum of a bucket starts when it is complete, after those before it.
     """
 
     def __init__(
-        self, module: nn.Module, groups: Groups, buckets: Sequence[tuple[str, Sequence[str]]]
+        self,
+        module: nn.Module,
+        groups: Groups,
+        buckets: Sequence[tuple[str, Sequence[str]]],
+        early: bool = False,
     ) -> None:
         over = gradient_groups(module, groups)
         planned = {module.get_parameter(name) for _, names in buckets for name in names}
@@ -40,7 +49,12 @@ class PlannedSums:
             for name, p in module.named_parameters()
             if p.requires_grad and over[p] and p not in planned
         }
-        self._buckets = [(group, len(names)) for group, names in buckets]
+        self._early = early
+        # Between all-to-alls, which a rank may come to sooner, on a communicator of their own.
+        apart = {
+            g: subgroup(range(group_size(g)), g) if early else g for g in dict.fromkeys(g for g, _ in buckets)
+        }
+        self._buckets = [(apart[group], len(names)) for group, names in buckets]
         # On a communicator of its own, a sum that the plan does not have cannot be taken for one that it has.
         self._beyond = [subgroup(range(group_size(group)), group) for group in beyond.values()]
         self._names = [name for _, names in buckets for name in names] + [*beyond]
@@ -48,19 +62,27 @@ class PlannedSums:
 
     def call(self, module: nn.Module, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
         """`module(*inputs, **by_name)`, whose backward sums the gradients."""
-        summed = _Summed.apply(self, *(module.get_parameter(name) for name in self._names))
+        early = _EarlySums(self._buckets) if self._early else None
+        summed = _Summed.apply(self, early, *(module.get_parameter(name) for name in self._names))
+        if early is not None:
+            summed = early.noticed(summed)
         replaced = dict(zip(self._names, summed, strict=True))
         with tensors_restored(module, buffers=False):
             return torch.func.functional_call(module, replaced, tuple(inputs), dict(by_name))
 
-    def of(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def of(
+        self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], early: _EarlySums | None = None
+    ) -> list[Tensor | None]:
         """The sums of the gradients of all parameters; None where no rank has a gradient.
 
         The sums of the plan do not depend on which gradients there are; a parameter that it does not train is
-        summed if this rank has a gradient of one of those.
+        summed if this rank has a gradient of one of those. Args: early: has those of the plan.
         """
         number = sum(size for _, size in self._buckets)
-        sums = _sum_buckets(self._buckets, tensors[:number], grads[:number])
+        if early is None:
+            early = _EarlySums(self._buckets)
+            early.given = [*_in_buckets(self._buckets, grads)]
+        sums = early.finish(tensors[:number])
         sums += _sum_used(self._beyond, tensors[number:], grads[number:])
         self.watch.give(zip(self._names, sums, strict=True))
         return sums
@@ -70,32 +92,84 @@ class _Summed(torch.autograd.Function):
     """The tensors themselves; the sums over the ranks for their gradients, once all of them are there."""
 
     @staticmethod
-    def forward(ctx, sums: PlannedSums, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx, sums: PlannedSums, early: _EarlySums | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.sums, ctx.tensors = sums, tensors
+        ctx.sums, ctx.early, ctx.tensors = sums, early, tensors
         # Not as views: what a forward changes in place (without gradients) may not be one of several.
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *ctx.sums.of(ctx.tensors, grads)
+        return None, None, *ctx.sums.of(ctx.tensors, grads, ctx.early)
 
 
-def _sum_buckets(
-    buckets: Sequence[tuple[str, int]], tensors: Sequence[Tensor], grads: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    # A rank without a gradient adds -0.0, the others none: only a sum of nothing else is -0.0.
-    given = [
-        torch.zeros_like(tensor).neg_() if grad is None else grad + 0.0
-        for tensor, grad in zip(tensors, grads, strict=True)
-    ]
-    rest = iter(given)
-    started = [start_all_reduce(list(itertools.islice(rest, size)), group) for group, size in buckets]
-    sums = [total for bucket in started for total in bucket.wait()]
-    return [
-        None if grad is None and bool(((total == 0) & total.signbit()).all()) else total
-        for grad, total in zip(grads, sums, strict=True)
-    ]
+class _EarlySums:
+    """The sums of buckets, in their order, each as soon as its gradients and those before it are there.
+
+    given: the gradients of each bucket; None: not there yet, or started.
+    """
+
+    def __init__(self, buckets: Sequence[tuple[str, int]]) -> None:
+        self._buckets = buckets
+        self.given: list[Sequence[Tensor | None] | None] = [None] * len(buckets)
+        self._started: list[Started[list[Tensor]]] = []
+        self._lacks: list[bool] = []
+        self._tensors: list[list[Tensor]] = []
+
+    def noticed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same tensors, whose gradients are noticed, bucket by bucket, on their way."""
+        self._tensors = _in_buckets(self._buckets, tensors)
+        noticed = [t for k, bucket in enumerate(self._tensors) for t in _Noticed.apply(self, k, *bucket)]
+        return [*noticed, *tensors[len(noticed) :]]
+
+    def arrived(self, bucket: int, grads: Sequence[Tensor | None]) -> None:
+        """All gradients of a bucket that there will be are there."""
+        self.given[bucket] = grads
+        while len(self._started) < len(self._buckets) and self.given[len(self._started)] is not None:
+            self._start(self._tensors[len(self._started)])
+
+    def finish(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """The sums of all buckets; None where no rank has a gradient. Ready for another backward."""
+        in_buckets = _in_buckets(self._buckets, tensors)
+        while len(self._started) < len(self._buckets):
+            self._start(in_buckets[len(self._started)])
+        sums = [total for bucket in self._started for total in bucket.wait()]
+        lacks, self._lacks, self._started = self._lacks, [], []
+        return [
+            None if lack and bool(((total == 0) & total.signbit()).all()) else total
+            for lack, total in zip(lacks, sums, strict=True)
+        ]
+
+    def _start(self, tensors: Sequence[Tensor]) -> None:
+        number = len(self._started)
+        grads, self.given[number] = self.given[number] or [None] * len(tensors), None
+        # A rank without a gradient adds -0.0, the others none: only a sum of nothing else is -0.0.
+        added = [
+            torch.zeros_like(tensor).neg_() if grad is None else grad + 0.0
+            for tensor, grad in zip(tensors, grads, strict=True)
+        ]
+        self._lacks += [grad is None for grad in grads]
+        self._started.append(start_all_reduce(added, self._buckets[number][0]))
+
+
+class _Noticed(torch.autograd.Function):
+    """The tensors of a bucket themselves; their gradients go to an `_EarlySums`, and no further."""
+
+    @staticmethod
+    def forward(ctx, sums: _EarlySums, bucket: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.sums, ctx.bucket = sums, bucket
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.sums.arrived(ctx.bucket, grads)
+        return None, None, *(None for _ in grads)
+
+
+def _in_buckets(buckets: Sequence[tuple[str, int]], items: Iterable[Item]) -> list[list[Item]]:
+    rest = iter(items)
+    return [list(itertools.islice(rest, size)) for _, size in buckets]
 
 
 def _sum_used(

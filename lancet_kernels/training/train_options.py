@@ -84,7 +84,7 @@ class TrainOptions(PlanningFlags):
     validation_batches: int = option(8, "number of batches for the validation loss", parse=positive_int)
     strategy: str = option(
         "auto",
-        "how all-to-alls are hidden; auto: as is predicted fastest; none: they are waited for",
+        "how all-to-alls are hidden; auto: as is fastest, measured; none: they are waited for",
         choices=STRATEGY_NAMES,
     )
     plan: str | None = option(

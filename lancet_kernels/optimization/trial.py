@@ -1,0 +1,88 @@
+"""How long a step takes on the real ranks: a few steps of each way to run it, in turn.
+
+Measuring leaves no trace: no gradient is put into a parameter, and buffers, inputs and the states of the
+random generators are afterwards what they were. Hooks on the parameters themselves are called, as in any
+backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from lancet_kernels.ops.comm.groups import group_of
+from lancet_kernels.ops.comm.link import link
+from lancet_kernels.ops.comm.waiting import waiting
+from lancet_kernels.optimization.captured_step import CapturedStep
+from lancet_kernels.optimization.rank_agreement import values_of_ranks
+
+WARMUP = 1
+
+
+def milliseconds_per_step(
+    step: CapturedStep, ways: Mapping[str, Callable[[], object]], rounds: int
+) -> dict[str, float]:
+    """Median time of forward and backward by name, in each round that of the slowest rank: the same on all
+    ranks. Collective.
+
+    Args: ways: run a forward of `step` and return what its module does.
+    """
+    own: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    with _without_trace(step):
+        for number in range(WARMUP + rounds):
+            # Who comes first changes: it finds the caches as the last one left them.
+            turn = number % len(names)
+            for name in (*names[turn:], *names[:turn]):
+                elapsed_ms = _one_step(step, ways[name])
+                if number >= WARMUP:
+                    own[name].append(elapsed_ms)
+    of_ranks = values_of_ranks(step.groups.world, own)
+    return {
+        name: statistics.median(map(max, zip(*(times[name] for times in of_ranks), strict=True)))
+        for name in names
+    }
+
+
+def _one_step(step: CapturedStep, forward: Callable[[], object]) -> float:
+    if step.groups.world:
+        world = group_of(step.groups.world)
+        with waiting("barrier before a measured step", world):
+            dist.barrier(world)
+    _finish(step.device)
+    begin = time.perf_counter()
+    results = [r for r in pytree.tree_leaves(forward()) if isinstance(r, Tensor) and r.requires_grad]
+    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+    torch.autograd.grad(results, trained, [torch.ones_like(result) for result in results], allow_unused=True)
+    _finish(step.device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def _without_trace(step: CapturedStep) -> Iterator[None]:
+    changing = [
+        tensor
+        for tensor in (*step.model.buffers(), *pytree.tree_leaves((step.inputs, step.by_name)))
+        if isinstance(tensor, Tensor)
+    ]
+    before = [tensor.detach().clone() for tensor in changing]
+    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(changing, before, strict=True):
+                    tensor.detach().copy_(value)
+            link.read()

@@ -1,0 +1,184 @@
+"""`optimize(strategy="auto")` runs real steps, keeps what is fastest, and leaves no trace of it."""
+
+import json
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import lancet_kernels.optimization.optimize as library
+from lancet_kernels import UserError
+from lancet_kernels.optimization.optimize import optimize
+from lancet_kernels.schedules.plan import PLAIN, Plan
+from tests.planned_steps import gradients, sum_over_ranks
+from tests.setups import Model, Plain, batch
+
+
+class Noisy(Model):
+    """With all that a step may leave behind: buffers, random numbers, an input that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3).double()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return super().forward(torch.nn.functional.dropout(self.norm(x), 0.1), target)
+
+
+def state_of(model: nn.Module, inputs: tuple) -> list[Tensor]:
+    kept = [*model.state_dict().values(), *inputs, torch.get_rng_state()]
+    return [tensor.detach().clone() for tensor in kept]
+
+
+def with_times(**ms: float):
+    """Pretends that real steps took so long, after running them; plans that are not named take 100 ms."""
+    real = library.milliseconds_per_step
+
+    def pretend(step, ways, rounds):
+        return {name: ms.get(name, 100.0) for name in real(step, ways, rounds)}
+
+    return mock.patch.object(library, "milliseconds_per_step", pretend)
+
+
+def tried_on_a_rank(folder: str, plain_ms: float, model_type: type = Noisy) -> dict[str, object]:
+    model, inputs = model_type(), batch()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
+    called = []
+    model.input.weight.register_post_accumulate_grad_hook(lambda _: called.append("accumulated"))
+    # optimize() makes parameters and buffers equal on all ranks; these are already.
+    before = state_of(model, inputs)
+    with with_times(plain=plain_ms):
+        ready = optimize(model, inputs, times=f"{folder}/times.json", cache=f"{folder}/plan.json", trials=2)
+    after = state_of(model, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "something was left changed"
+    assert all((p.grad == 3.0).all() for p in model.parameters())
+    assert called == []
+    return {
+        "plain": ready.plan.plain,
+        "fingerprint": ready.plan.fingerprint,
+        "measured": dict(ready.plan.measured),
+        "text": ready.plan.choice_text(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "text"),
+    [
+        (100.0, "saves nothing: 100.00 ms a step, the module as it is 100.00 (measured on these ranks)"),
+        (101.0, "saves 1.0%, less than 2%: 100.00 ms a step, the module as it is 101.00"),
+        (103.0, "measured fastest: 100.00 ms a step ("),
+    ],
+)
+def test_real_steps_decide_and_leave_no_trace(pool, tmp_path, plain_ms: float, text: str) -> None:
+    first, second = pool.run(tried_on_a_rank, str(tmp_path), plain_ms)
+    assert first == second, "the ranks agree"
+    assert first["plain"] == (plain_ms < 102)
+    assert text in first["text"]
+    assert first["text"].startswith("Not worth planning here: " if first["plain"] else "Chosen: ")
+    assert {"none", PLAIN} <= set(first["measured"])
+    assert Plan.load(tmp_path / "plan.json").fingerprint == first["fingerprint"]
+
+
+class WithUnused(Model):
+    """One parameter without a gradient on any rank, one without on the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.sometimes = nn.Parameter(torch.ones(2, dtype=torch.float64))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        loss = super().forward(x, target)
+        # At the capture on all ranks.
+        skips = dist.get_rank() == 0 and not torch.compiler.is_compiling() and self.skips
+        return loss if skips else loss + self.sometimes.sum()
+
+    skips = False
+
+
+def plain_and_planned(folder: str, cache: str) -> dict[str, float]:
+    """Gradients of the module that runs as it is, against those of its plan and of one process."""
+    model, inputs = WithUnused(), batch()
+    with with_times(plain=1.0):
+        ready = optimize(model, inputs, times=f"{folder}/times.json", cache=cache, trials=1)
+    assert ready.plan.plain
+    with mock.patch.object(library, "milliseconds_per_step", None):
+        again = optimize(model, inputs, times=f"{folder}/times.json", cache=cache)
+    assert again.plan.plain, "what was stored is not measured again"
+    planned = optimize(model, inputs, strategy="none", times=f"{folder}/times.json")
+
+    def after(module: nn.Module, calls: int = 1, backwards: int = 1) -> dict[str, Tensor]:
+        model.zero_grad(set_to_none=True)
+        for number in range(calls):
+            loss = module(*batch(number))
+            for left in reversed(range(backwards)):
+                loss.backward(retain_graph=left > 0)
+        return gradients(model)
+
+    def distance(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+        assert set(one) == set(other)
+        return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+    expected = sum_over_ranks(model, after(model))
+    off = {"once": distance(after(ready), expected), "planned": distance(after(planned), expected)}
+    off["accumulated"] = distance(after(again, 2, 2), after(planned, 2, 2))
+    longer, found = batch(size=7), []
+    for module in (model, ready):
+        model.zero_grad(set_to_none=True)
+        module(*longer).backward()
+        found.append(gradients(model))
+    off["another shape"] = distance(found[1], sum_over_ranks(model, found[0]))
+    WithUnused.skips = True
+    try:
+        got = after(ready)
+    finally:
+        WithUnused.skips = False
+    assert "unused" not in got
+    assert got["sometimes"].tolist() == [1.0, 1.0], "the gradient of the other rank"
+    assert not ready.fallbacks
+    return off
+
+
+def test_module_as_it_is_sums_gradients_like_a_plan(pool, tmp_path) -> None:
+    for off in pool.run(plain_and_planned, str(tmp_path), str(tmp_path / "plan.json")):
+        assert max(off.values()) < 1e-12, off
+
+
+def changed_on_a_rank(folder: str) -> list[str]:
+    """What a module that runs as it is refuses: what would make its sums wrong."""
+    model, inputs = Plain(), batch()
+    with with_times(plain=1.0):
+        ready = optimize(model, inputs, times=f"{folder}/times.json", trials=1)
+    said = []
+    loss = ready(*inputs)
+    with pytest.raises(UserError) as refused:
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    said.append(str(refused.value))
+    model.output.weight = nn.Parameter(model.output.weight.detach().clone())
+    with pytest.raises(UserError) as refused:
+        ready(*inputs)
+    return [*said, str(refused.value)]
+
+
+def test_module_as_it_is_refuses_what_would_be_wrong(pool, tmp_path) -> None:
+    for said in pool.run(changed_on_a_rank, str(tmp_path)):
+        assert "create_graph=True" in said[0]
+        assert "another tensor as output.weight" in said[1]
+
+
+def test_number_of_trials_is_checked() -> None:
+    with pytest.raises(UserError, match=r"trials: got -1, expected a number of steps, or 0"):
+        optimize(nn.Linear(2, 2), (torch.ones(1, 2),), trials=-1)
+
+
+def test_without_trials_nothing_is_run(tmp_path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    with mock.patch.object(library, "milliseconds_per_step", None):
+        ready = optimize(model, (torch.ones(2, 4),), times=tmp_path / "times.json", trials=0)
+    assert not ready.plan.plain
+    assert json.loads(json.dumps(ready.plan.to_json()))["measured"] == {}
