@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,63 @@ else:
 
 _FOLDER = resources.files("lancet_kernels.graph.costs") / "clusters"
 _TABLES = ("peak_tflops", "compute_efficiency")
+_OPTIONAL = ("kernels", "dispatchers")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What kernels reach, as fractions of the peak, where a file has more than one number for all of them.
+
+    A GEMM reaches `dense` or `grouped` of the peak, less what the last wave of its tiles leaves idle on
+    `multiprocessors`, less `k_overhead` elements of the contraction for the begin and end of each tile.
+    `*_half_rows`: rows per group at which a grouped GEMM reaches half of that. `attention_*`: of causal
+    attention, without the masked half. `permute`: of the memory bandwidth, when rows are permuted.
+    `kernel_us`: launch, ramp-up and tail of a kernel in the middle of a step.
+    `dense_half_gflop`: GFLOP at which a dense GEMM reaches half of its efficiency.
+    """
+
+    dense: float
+    multiprocessors: int
+    tile_rows: int
+    tile_columns: int
+    k_overhead: float
+    grouped: float
+    grouped_half_rows: float
+    grouped_wgrad: float
+    grouped_wgrad_half_rows: float
+    attention_forward: float
+    attention_backward: float
+    permute: float
+    kernel_us: float
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """Who carries rows to experts and back, and at which bandwidth.
+
+    sends: "rows" (each choice of a token travels: torch.distributed), or "tokens" (a token travels once to
+    each rank, and between nodes once to each node).
+    inside_gb_per_s: per GPU within a node. ranks, between_gb_per_s: algorithm bandwidths by number of ranks
+    that span nodes, counting a token once for each node that it goes to, its own included; for "rows" none:
+    they follow from the links.
+    send_passes, receive_passes: passes over the rows in memory, on the side of the tokens and of the experts.
+    overhead_us: of each message: counts, layout, synchronization. sms: multiprocessors that it takes from
+    computation while it runs.
+    """
+
+    sends: str
+    inside_gb_per_s: float
+    send_passes: float
+    receive_passes: float
+    overhead_us: float
+    sms: int
+    ranks: tuple[int, ...] = ()
+    between_gb_per_s: tuple[float, ...] = ()
+
+    def between(self, ranks: int) -> float:
+        """The algorithm bandwidth in GB/s for a number of ranks; that of the nearest measured number."""
+        nearest = min(range(len(self.ranks)), key=lambda n: abs(math.log(self.ranks[n] / ranks)))
+        return self.between_gb_per_s[nearest]
 
 
 @dataclass(frozen=True)
@@ -48,6 +106,8 @@ class Cluster:
     inter_node_latency_us: float
     per_peer_us: float
     """The time that an all-to-all takes for each further rank, independent of the message size."""
+    kernels: Kernels | None = None
+    dispatchers: Mapping[str, Dispatcher] = field(default_factory=dict)
 
     def tflops(self, dtype: str) -> float:
         """The TFLOP/s that real code reaches in a dtype; a dtype that is not in the file counts as
@@ -87,7 +147,8 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
     tables = {table: data[table] for table in _TABLES if isinstance(data.get(table), dict)}
     # In TOML, what follows a table's heading belongs to the table.
     strays = [f"{key} inside [{table}]" for table, values in tables.items() for key in values if key in keys]
-    unknown, missing = sorted(set(data) - keys), sorted(keys - set(data))
+    needed = {f.name for f in fields(Cluster) if f.default is MISSING and f.default_factory is MISSING}
+    unknown, missing = sorted(set(data) - keys), sorted(needed - set(data))
     for what, names, expected, do in (
         ("key", strays, "it above the first table", "move it up"),
         ("unknown key", unknown, f"keys among {', '.join(sorted(keys))}", "correct or remove it"),
@@ -97,7 +158,8 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
             raise UserError(
                 f"cluster file {source}", got=f"{what} {', '.join(names)}", expected=expected, do=do
             )
-    numbers = {k: v for k, v in data.items() if k not in ("name", "description", "device", *_TABLES)}
+    text = ("name", "description", "device", *_TABLES, *_OPTIONAL)
+    numbers = {k: v for k, v in data.items() if k not in text}
     for table in _TABLES:
         if not isinstance(data[table], dict) or "float32" not in data[table]:
             raise UserError(
@@ -118,4 +180,20 @@ def _cluster(data: dict[str, Any], source: str) -> Cluster:
             raise UserError(
                 f"{key} in cluster file {source}", got=value, expected="a positive number", do="correct it"
             )
+    try:
+        if "kernels" in data:
+            data["kernels"] = Kernels(**data["kernels"])
+        data["dispatchers"] = {
+            name: _dispatcher(table) for name, table in data.get("dispatchers", {}).items()
+        }
+    except (TypeError, AttributeError) as error:
+        raise UserError(
+            f"cluster file {source}", got=str(error), expected="the keys of [kernels] and [dispatchers.NAME]",
+            do="compare with the files that come with the library",
+        ) from error  # fmt: skip
     return Cluster(**data)
+
+
+def _dispatcher(table: dict[str, Any]) -> Dispatcher:
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+    return Dispatcher(**values)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lancet_kernels.atomic import file_errors, json_text
+from lancet_kernels.commands.hf_flags import HfFlags, add_output_options, run_hf
 from lancet_kernels.commands.options import (
     add_options,
     option,
@@ -18,7 +19,7 @@ from lancet_kernels.commands.options import (
     to_options,
 )
 from lancet_kernels.commands.planning_flags import PlanningFlags
-from lancet_kernels.errors import UserError
+from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.ops.moe.gates import GATES
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.training.models import MODELS
@@ -34,7 +35,7 @@ _OF_MODELS = ("model", "gate", "top_k", "batch", "experts_per_gpu", "capacity_fa
 
 
 @dataclass(frozen=True)
-class PlanOptions(PlanningFlags):
+class PlanOptions(HfFlags, PlanningFlags):
     """What to plan for. The fields are the options of `lancet plan`."""
 
     module: str | None = option(
@@ -45,7 +46,10 @@ class PlanOptions(PlanningFlags):
     )
     model: str = option("gpt2-s-moe", f"one of {', '.join(MODELS)}", metavar="NAME")
     cluster: str = option(
-        "p4de", "p3dn, p4de, dgx-h100, local, or a .toml file of your own", metavar="CLUSTER"
+        "p4de",
+        "p3dn, p4de, dgx-v100, dgx-a100, dgx-h100, dgx-h200, dgx-b200, gb200-nvl72, local, or a .toml file "
+        "of your own",
+        metavar="CLUSTER",
     )
     gpus: int = option(
         16, "number of GPUs: part of one node, or whole nodes", parse=positive_int, alias="--ranks"
@@ -67,7 +71,30 @@ class PlanOptions(PlanningFlags):
     memory_gb: float | None = option(
         None, "memory limit of plans (default: the memory of the GPU)", parse=positive_float
     )
-    strategy: str = option("auto", "whose plan is explained, traced and saved", choices=STRATEGY_NAMES)
+    strategy: str = option(
+        "auto", "whose plan is explained, traced and saved", choices=(*STRATEGY_NAMES, "megatron")
+    )
+
+    def check_model(self) -> None:
+        """Raise UserError for options of several kinds of models at once."""
+        conflicting = [name for name in _OF_MODELS if getattr(self, name) != getattr(type(self), name)]
+        given = [name for name in ("module", "hf") if getattr(self, name) is not None]
+        others = [*given[1:], *(conflicting if given else ()), *([] if self.hf else self.unused())]
+        if others:
+            first = given[0] if given and others[0] != given[0] else "hf"
+            got = (
+                f"--{first} and --{others[0].replace('_', '-')}"
+                if given
+                else f"--{others[0].replace('_', '-')}"
+            )
+            raise UserError(
+                "options",
+                got=got,
+                expected="only one of them, because your function defines its model"
+                if first == "module"
+                else "only options that belong together",
+                do="set it in your function" if first == "module" else "see lancet plan --help",
+            )
 
     def setting(self) -> Setting | OwnStep:
         """The setting to simulate. Raises: UserError for options that do not apply to a user's own step."""
@@ -75,14 +102,6 @@ class PlanOptions(PlanningFlags):
         from lancet_kernels.simulation.simulate import Setting
 
         if self.module is not None:
-            conflicting = [name for name in _OF_MODELS if getattr(self, name) != getattr(type(self), name)]
-            if conflicting:
-                raise UserError(
-                    "options",
-                    got=f"--module and --{conflicting[0].replace('_', '-')}",
-                    expected="only one of them, because your function defines its model",
-                    do="set it in your function",
-                )
             return OwnStep(self.module, self.cluster, self.gpus)
 
         return Setting(
@@ -107,6 +126,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "simulation: no GPU, no ranks, no memory for its tensors.",
     )
     add_options(command, PlanOptions)
+    add_output_options(command)
     command.add_argument("--timeline", metavar="FILE", help="draw all strategies on one time axis (.png)")
     command.add_argument(
         "--trace", metavar="FILE", help="write the strategy's timeline for ui.perfetto.dev (.json)"
@@ -122,6 +142,10 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     from lancet_kernels.simulation.simulate import simulate_setting
 
     options: PlanOptions = to_options(PlanOptions, arguments)
+    options.check_model()
+    if options.hf is not None:
+        return run_hf(options, options.cluster, options.gpus, options.strategy, arguments)
+    check_name("--strategy", options.strategy, STRATEGY_NAMES, do="megatron is for --hf")
     start = time.perf_counter()
     simulated = simulate_setting(options.setting(), options.memory_gb, options.partition())
     if options.strategy in simulated.impossible:

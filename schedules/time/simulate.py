@@ -9,6 +9,7 @@ order A X B C: A 0-2, X 2-5, B 2-3, C 5-6. The iteration takes 6 ms, of which 2 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,6 +139,23 @@ def _uncovered(busy: list[tuple[float, float]], cover: list[tuple[float, float]]
             total -= max(0.0, min(end, cover[n][1]) - max(start, cover[n][0]))
             n += 1
     return total
+
+
+def exposed_intervals(times: Times) -> dict[int, float]:
+    """By position of each message: milliseconds of it during which compute idles.
+
+    Where messages of several links are exposed at once, the one that started first counts.
+    """
+    covered = [(times.start[i], times.end[i]) for i in times.compute]
+    exposed, until = {}, 0.0
+    for i in sorted(times.messages, key=lambda i: times.start[i]):
+        start, end = max(times.start[i], until), times.end[i]
+        if end > start:
+            first = bisect_left(covered, start, key=lambda interval: interval[1])
+            last = bisect_left(covered, end, key=lambda interval: interval[0])
+            exposed[i] = _uncovered([(start, end)], covered[first:last])
+        until = max(until, end)
+    return exposed
 
 
 def critical_path(program: Program, ms: Sequence[float]) -> list[float]:

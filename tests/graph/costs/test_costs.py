@@ -29,7 +29,8 @@ def mm():
 
 
 def test_every_cluster_loads():
-    assert cluster_names() == ["dgx-h100", "hidup-v100", "local", "p3dn", "p4de"]
+    dgx = ["dgx-a100", "dgx-b200", "dgx-h100", "dgx-h200", "dgx-v100"]
+    assert cluster_names() == [*dgx, "gb200-nvl72", "hidup-v100", "local", "p3dn", "p4de"]
     for name in cluster_names():
         assert load_cluster(name).name == name
 

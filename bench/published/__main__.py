@@ -1,0 +1,85 @@
+"""`python -m bench.published [--json | --markdown]`: what others measured, beside what is predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from bench.published.predict import Checked, check, summary
+
+
+def main() -> None:
+    """Predict all rows and print them."""
+    parser = argparse.ArgumentParser(prog="python -m bench.published", description=__doc__)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the rows as JSON")
+    form.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
+    options = parser.parse_args()
+    checked = check()
+    if options.json:
+        rows = [{"name": one.row.name, **one.to_json()} for one in checked]
+        print(json.dumps({"rows": rows, "summary": summary(checked)}, indent=2))
+    elif options.markdown:
+        print(markdown(checked))
+    else:
+        print(text(checked))
+
+
+def text(checked: Sequence[Checked]) -> str:
+    """One line for each row, then the summary."""
+    width = max(len(one.row.name) for one in checked)
+    lines = [f"{'':{width}} {'measured':>12} {'predicted':>12} {'error':>8}"]
+    for one in checked:
+        mark = " fitted" if one.row.fitted else ""
+        measured, predicted, error = _cells(one)
+        lines.append(f"{one.row.name:{width}} {measured:>12} {predicted:>12} {error:>8}{mark}")
+    lines.append("")
+    for name, numbers in summary(checked).items():
+        lines.append(
+            f"{name}: {numbers['rows']:.0f} rows, mean absolute error {numbers['mean']:.1%}, worst "
+            f"{numbers['worst']:.1%}"
+        )
+    return "\n".join(lines)
+
+
+def markdown(checked: Sequence[Checked]) -> str:
+    """The tables of the documentation: fitted, predicted, not simulated."""
+    fitted = [one for one in checked if one.row.fitted]
+    predicted = [one for one in checked if not one.row.fitted and one.predicted is not None]
+    missing = [one for one in checked if one.predicted is None]
+    lines = [
+        "| predicted row | measured | predicted | error | what is known of the error |",
+        "|---|--:|--:|--:|---|",
+    ]
+    lines += [f"| {one.row.name} | {' | '.join(_cells(one))} | {one.row.why} |" for one in predicted]
+    lines += ["", "| fitted row | measured | predicted | error |", "|---|--:|--:|--:|"]
+    lines += [f"| {one.row.name} | {' | '.join(_cells(one))} |" for one in fitted]
+    lines += ["", "| not simulated | measured | why |", "|---|--:|---|"]
+    lines += [f"| {one.row.name} | {_cells(one)[0]} | {one.row.not_simulated} |" for one in missing]
+    return "\n".join(lines)
+
+
+def _cells(one: Checked) -> tuple[str, str, str]:
+    quantity = one.row.quantity
+
+    def shown(value: float | None) -> str:
+        if value is None:
+            return "-"
+        if quantity == "gain":
+            return f"{value:.1%}"
+        unit = {"step_ms": "ms", "forward_ms": "ms", "backward_ms": "ms", "peak_memory_gib": "GiB"}
+        return f"{value:,.{0 if value > 100 else 2}f} {unit.get(quantity, '')}".strip()
+
+    error = (
+        "-"
+        if one.error is None
+        else f"{one.error:+.1%}"
+        if quantity != "gain"
+        else f"{one.error * 100:+.1f} pp"
+    )
+    return shown(one.row.measured), shown(one.predicted), error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""The prediction and its error for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+from bench.published.layers import predicted_layer
+from bench.published.rows import CONFIGS, Row, load_rows
+from lancet_kernels.prediction.answer import STRATEGIES, Answer, answer
+from lancet_kernels.prediction.question import Question
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A row with its prediction. error: (predicted - measured) / measured, as a fraction; for the gain of an
+    overlap, which is a fraction itself, the difference. None: not simulated."""
+
+    row: Row
+    predicted: float | None
+    error: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as JSON values, with `predicted` and `error`."""
+        row = asdict(self.row)
+        row["configuration"], row["assumed"] = dict(self.row.configuration), list(self.row.assumed)
+        return {**row, "predicted": self.predicted, "error": self.error}
+
+
+def check(rows: Sequence[Row] | None = None) -> list[Checked]:
+    """All rows, or these, with their predictions."""
+    result = []
+    for row in load_rows() if rows is None else rows:
+        predicted = None if row.not_simulated else predict(row)
+        error = None
+        if predicted is not None:
+            difference = predicted - row.measured
+            error = difference if row.quantity == "gain" else difference / row.measured
+        result.append(Checked(row, predicted, error))
+    return result
+
+
+def predict(row: Row) -> float:
+    """The prediction of a row's quantity."""
+    configuration = dict(row.configuration)
+    if configuration.pop("kind") == "layer":
+        return predicted_layer(configuration)[row.quantity]
+    result = _answer(tuple(sorted(configuration.items())))
+    if row.quantity == "gain":
+        return 1 - result.strategies[row.strategy].step_ms / result.strategies["none"].step_ms
+    return float(result.figures(row.strategy)[row.quantity])  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=32)
+def _answer(items: tuple[tuple[str, Any], ...]) -> Answer:
+    configuration: Mapping[str, Any] = dict(items)
+    hf = str(CONFIGS / f"{configuration['model']}.json")
+    return answer(Question(hf, **{k: v for k, v in configuration.items() if k != "model"}), STRATEGIES)
+
+
+def summary(checked: Sequence[Checked]) -> dict[str, dict[str, float]]:
+    """Mean and worst absolute error of times and of memory, fitted and predicted apart."""
+    result = {}
+    for fitted in (True, False):
+        for what in ("time", "memory"):
+            errors = [
+                abs(one.error)
+                for one in checked
+                if one.error is not None
+                and one.row.fitted is fitted
+                and one.row.quantity != "gain"
+                and ("memory" in one.row.quantity) is (what == "memory")
+            ]
+            if errors:
+                name = f"{'fitted' if fitted else 'predicted'} {what}"
+                result[name] = {"rows": len(errors), "mean": sum(errors) / len(errors), "worst": max(errors)}
+    return result

@@ -1,0 +1,12 @@
+"""Step time, memory and exposed communication of a model on a cluster, from its `config.json`.
+
+question    what is asked: model, cluster, layout, batch, recomputation
+parts       the embedding, one layer of each kind and the head, captured on fake ranks
+saved       what the forward keeps for the backward, and what the backward recomputes
+fusion      element-wise ops as the fused kernels that compilers make of them
+step        the parts repeated to full depth: a chain of microbatches, with sharding and optimizer
+orders      what runs beside what: none, megatron, lancet
+answer      times and memory of each strategy
+search      the best layouts for a number of GPUs
+report      the answer as one HTML page; `chakra`: as an execution trace
+"""

@@ -1,0 +1,269 @@
+"""The answer to a question: step time, memory and exposed communication of each strategy.
+
+Chains of two and of three microbatches are simulated at full depth; every further microbatch takes as long as
+the third. Beside communication, computation has fewer multiprocessors: it is stretched by what the dispatcher
+takes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.costs.costs import collective_of, durations
+from lancet_kernels.graph.program.program import Kind, Program, original_name
+from lancet_kernels.prediction import orders
+from lancet_kernels.prediction.orders import Order
+from lancet_kernels.prediction.parts import ModelParts, load_config, model_parts
+from lancet_kernels.prediction.question import Question, gib
+from lancet_kernels.prediction.step import GRADIENTS, OPTIMIZER, PARAMETERS, Step, chained, prepared
+from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
+from lancet_kernels.schedules.time.simulate import Times, exposed_intervals, lower_bound_ms, run
+
+STRATEGIES = ("none", "megatron", "lancet")
+AUTO = "auto"
+SIMULATED = 3
+"""Microbatches in the longest chain that is simulated."""
+MEMORY_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, "activations", "communication")
+
+ASSUMED = (
+    "tokens are spread evenly over the experts, and all ranks are alike",
+    "times are calculated from the cluster file, which has the source of each number: matrix products from "
+    "their FLOPs and tiles, element-wise ops as fused passes over memory, messages from bandwidths that were "
+    "measured for the dispatcher; no time is added for a host that falls behind",
+    "FLOPs are those of matrix products and causal attention (half of the square), forward and backward, "
+    "without recomputation",
+    "bfloat16 weights, float32 sums of gradients, Adam with a float32 copy and two moments",
+    "routing weights are applied inside the experts, so that the rows that come back are not kept",
+    "none: nothing overlaps an all-to-all; gathers and sums of parameters do overlap",
+    "megatron: the forward of a microbatch beside the backward of the one before, in Megatron's fixed order; "
+    "what the order allows, without delays of host and streams",
+    "lancet: the same microbatches, weight gradients held back to fill what is exposed",
+    "the CUDA context, NCCL's buffers and fragmentation are not part of the memory",
+)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """A strategy on chains of microbatches; `step`, `order`, `times` and `ms` are of the longest."""
+
+    step: Step
+    order: Order
+    ms: Sequence[float]
+    times: Times
+    step_ms: float
+    compute_ms: float
+    exposed_ms: Mapping[str, float]
+    lower_bound_ms: float
+    memory: Mapping[str, float]
+    """GiB by kind, at the peak."""
+
+    @property
+    def peak_memory_gib(self) -> float:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The strategies' predictions for a question."""
+
+    question: Question
+    strategies: Mapping[str, Simulated]
+    impossible: Mapping[str, str]
+    flops: float
+    """The FLOPs of a step on one GPU."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time of capturing and of planning."""
+
+    @property
+    def memory_limit_gib(self) -> float:
+        return gib(self.question.hardware.memory_gb * 1e9)
+
+    def fits(self, strategy: str) -> bool:
+        """Is its peak within the memory of the GPU?"""
+        return self.strategies[strategy].peak_memory_gib <= self.memory_limit_gib
+
+    @cached_property
+    def best(self) -> str:
+        """The fastest strategy that fits; if none does, the one that needs least."""
+        fitting = [name for name in self.strategies if self.fits(name)]
+        if fitting:
+            return min(fitting, key=lambda name: self.strategies[name].step_ms)
+        return min(self.strategies, key=lambda name: self.strategies[name].peak_memory_gib)
+
+    def figures(self, strategy: str) -> dict[str, object]:
+        """One strategy as JSON values."""
+        one = self.strategies[strategy]
+        seconds = one.step_ms * 1e-3
+        return {
+            "step_ms": one.step_ms,
+            "tokens_per_s_per_gpu": self.question.tokens / seconds,
+            "tflops_per_gpu": self.flops / seconds * 1e-12,
+            "peak_memory_gib": one.peak_memory_gib,
+            "memory_gib": dict(one.memory),
+            "fits": self.fits(strategy),
+            "compute_ms": one.compute_ms,
+            "exposed_ms": dict(one.exposed_ms),
+            "other_ms": one.step_ms - one.compute_ms - sum(one.exposed_ms.values()),
+            "lower_bound_ms": one.lower_bound_ms,
+        }
+
+    def to_json(self) -> dict[str, object]:
+        """The whole answer as JSON values."""
+        named = {name: self.figures(name) for name in self.strategies}
+        named[AUTO] = {**self.figures(self.best), "chosen": self.best}
+        return {
+            "simulated": True,
+            **self.question.facts(),
+            "memory_limit_gib": self.memory_limit_gib,
+            "strategies": named,
+            "impossible": dict(self.impossible),
+            "assumed": list(ASSUMED),
+            "seconds": dict(self.seconds),
+        }
+
+
+@lru_cache(maxsize=16)
+def _captured(hf: str, expert_ranks: int, batch: int, sequence: int) -> ModelParts:
+    # A configuration of its own: capturing shortens it.
+    return model_parts(load_config(hf), expert_ranks, batch, sequence)
+
+
+@lru_cache(maxsize=32)
+def _prepared(hf: str, expert_ranks: int, batch: int, sequence: int, policy: str) -> ModelParts:
+    return prepared(_captured(hf, expert_ranks, batch, sequence), policy)
+
+
+def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer:
+    """Predict a question.
+
+    Raises: UserError for unknown names, GPUs that are not whole nodes, experts that do not divide.
+    """
+    for name in strategies:
+        check_name("strategy", name, STRATEGIES)
+    start = time.perf_counter()
+    cost = question.cost
+    parts = _prepared(
+        str(question.hf), question.expert_ranks, question.microbatch, question.sequence, question.policy
+    )
+    captured = time.perf_counter()
+    lengths = sorted({min(question.accumulate, n) for n in (SIMULATED - 1, SIMULATED)})
+    steps = {n: chained(parts, question, n) for n in lengths}
+    ms = {n: durations(step.program, cost) for n, step in steps.items()}
+    result, impossible = {}, {}
+    for name in strategies:
+        if name == "megatron" and question.accumulate == 1:
+            impossible[name] = "one microbatch has nothing to run beside"
+            continue
+        chains = {n: _simulated(step, ms[n], name, question) for n, step in steps.items()}
+        result[name] = _extended(chains, question.accumulate)
+    flops = sum(i.flops for i in steps[lengths[0]].program.instructions if original_name(i.name) is None)
+    planned = time.perf_counter()
+    return Answer(
+        question, result, impossible, flops / lengths[0] * question.accumulate,
+        {"capture": captured - start, "plan": planned - captured},
+    )  # fmt: skip
+
+
+def _simulated(step: Step, ms: Sequence[float], strategy: str, question: Question) -> Simulated:
+    order = {
+        "none": lambda: orders.in_turn(step),
+        "megatron": lambda: orders.megatron(step),
+        "lancet": lambda: orders.lancet(step, ms),
+    }[strategy]()
+    cost = question.cost
+    taken = cost.carrier.sms / max(1, cost.kernels.multiprocessors - cost.carrier.sms)
+    slowed, times = list(ms), run(step.program, ms, order.positions, blocking=order.blocking)
+    if not order.blocking:
+        for _ in range(2):
+            slowed = _slowed(step.program, ms, times, taken)
+            times = run(step.program, slowed, order.positions)
+    exposed: dict[str, float] = {}
+    for i, idle in exposed_intervals(times).items():
+        kind = collective_of(step.program.instructions[i])
+        exposed[kind] = exposed.get(kind, 0.0) + idle
+    return Simulated(
+        step, order, slowed, times, times.iteration_ms, sum(slowed[i] for i in times.compute), exposed,
+        lower_bound_ms(step.program, ms), _memory(step, order.positions),
+    )  # fmt: skip
+
+
+def _slowed(program: Program, ms: Sequence[float], times: Times, taken: float) -> list[float]:
+    """Durations with computation longer by `taken` of the time that it runs beside messages."""
+    slowed = list(ms)
+    busy = sorted((times.start[i], times.end[i]) for i in times.messages)
+    first = 0
+    for i in times.compute:
+        start, end = times.start[i], times.end[i]
+        while first < len(busy) and busy[first][1] <= start:
+            first += 1
+        beside, n = 0.0, first
+        while n < len(busy) and busy[n][0] < end:
+            beside += min(end, busy[n][1]) - max(start, busy[n][0])
+            n += 1
+        if end > start:
+            slowed[i] = ms[i] * (1 + taken * min(1.0, beside / (end - start)))
+    return slowed
+
+
+def _extended(chains: Mapping[int, Simulated], microbatches: int) -> Simulated:
+    """The longest chain with the times of a step of so many microbatches."""
+    longest = chains[max(chains)]
+    if microbatches <= max(chains):
+        return longest
+    before, more = chains[max(chains) - 1], microbatches - max(chains)
+
+    def grown(a: float, b: float) -> float:
+        return b + more * (b - a)
+
+    kinds = longest.exposed_ms
+    return Simulated(
+        longest.step, longest.order, longest.ms, longest.times,
+        grown(before.step_ms, longest.step_ms),
+        grown(before.compute_ms, longest.compute_ms),
+        {kind: max(0.0, grown(before.exposed_ms.get(kind, 0.0), kinds[kind])) for kind in kinds},
+        grown(before.lower_bound_ms, longest.lower_bound_ms),
+        longest.memory,
+    )  # fmt: skip
+
+
+def _memory(step: Step, order: Sequence[int]) -> dict[str, float]:
+    """GiB by kind at the peak. Communication: what only messages read or write, and gathered parameters."""
+    program, storages = step.program, Storages(step.program)
+    profile = alive_bytes(storages, order)
+    peak = max(range(len(profile)), key=profile.__getitem__)
+    touches = storages.touches(order)
+    last = {s: k for k, i in enumerate(order) for s in touches[i]}
+    kinds = dict.fromkeys(MEMORY_KINDS, 0.0)
+    for t in program.inputs:
+        kinds[t.split(" ")[0]] += program.tensors[t].bytes
+    for k, i in enumerate(order[: peak + 1]):
+        for s in storages.born[i]:
+            if last.get(s, -1) >= peak:
+                kinds["communication" if _is_buffer(program, s, k) else "activations"] += program.tensors[
+                    s
+                ].bytes
+    return {kind: gib(size) for kind, size in kinds.items()}
+
+
+def _is_buffer(program: Program, tensor: str, _: int) -> bool:
+    producer = program.instructions[program.producer[tensor]]
+    if producer.kind is Kind.OTHER_COMMUNICATION:
+        return True
+    readers = [program.instructions[i] for i in program.consumers[tensor]]
+    return bool(readers) and all(reader.kind.is_communication for reader in readers)
+
+
+def check_fits(answer: Answer) -> None:
+    """Raise UserError if no strategy fits into the memory of the GPU."""
+    best = answer.best
+    if not answer.fits(best):
+        need = answer.strategies[best].peak_memory_gib
+        raise UserError(
+            "memory", got=f"{need:.1f} GiB per GPU with {best}",
+            expected=f"at most {answer.memory_limit_gib:.1f} GiB of {answer.question.hardware.device}",
+            do="shard more, recompute, or take more GPUs (--search tries)",
+        )  # fmt: skip

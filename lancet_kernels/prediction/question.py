@@ -1,0 +1,142 @@
+"""What is asked of the planner: which model, on which cluster, in which layout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
+from lancet_kernels.graph.costs.kernel_costs import KernelCosts
+from lancet_kernels.prediction.parts import load_config, number_of_experts
+
+RECOMPUTE = ("none", "full", "selective", "attention", "experts")
+SHARDING = ("none", "optimizer", "full")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A training step of a model on a cluster.
+
+    hf: path of a `config.json`. expert_ranks: ranks that share one set of experts; consecutive ranks.
+    sharding: "none" replicates parameters that all ranks have, "optimizer" shards the optimizer's states over
+    the ranks that hold the same parameters, "full" parameters and gradients, too (FSDP). sequence: tokens;
+    microbatch: sequences per GPU; accumulate: microbatches per step. recompute: "selective" is attention.
+    layers: of the model; None: the config's own number.
+    """
+
+    hf: str
+    cluster: str
+    gpus: int
+    expert_ranks: int = 1
+    sharding: str = "optimizer"
+    sequence: int = 4096
+    microbatch: int = 1
+    accumulate: int = 1
+    recompute: str = "none"
+    dispatch: str = "all-to-all"
+    layers: int | None = None
+
+    def __post_init__(self) -> None:
+        check_name("--recompute", self.recompute, RECOMPUTE)
+        check_name("sharding", self.sharding, SHARDING)
+        if self.gpus % self.expert_ranks:
+            raise UserError(
+                "--experts-over", got=f"{self.expert_ranks} of {self.gpus} GPUs",
+                expected="a divisor of the number of GPUs", do="choose another number of ranks",
+            )  # fmt: skip
+
+    @cached_property
+    def config(self) -> Any:
+        """The model's configuration, of a copy of its own: capturing changes it."""
+        return load_config(self.hf)
+
+    @cached_property
+    def hardware(self) -> Cluster:
+        """The cluster. Raises: UserError for an unknown one."""
+        return load_cluster(self.cluster)
+
+    @property
+    def cost(self) -> KernelCosts:
+        """Times on the cluster. Raises: UserError for GPUs that are not whole nodes, or experts that do not
+        fill nodes."""
+        node = self.hardware.gpus_per_node
+        if self.expert_ranks > node and self.expert_ranks % node:
+            raise UserError(
+                "--experts-over", got=self.expert_ranks, expected=f"up to {node}, or a multiple of it",
+                do="use whole nodes",
+            )  # fmt: skip
+        config = self.config
+        costs = KernelCosts(
+            self.hardware,
+            self.gpus,
+            self.expert_ranks,
+            self.dispatch,
+            top_k=int(getattr(config, "num_experts_per_tok", 1) or 1),
+            groups=int(getattr(config, "n_group", 0) or 0),
+            top_groups=int(getattr(config, "topk_group", 0) or 0),
+        )
+        costs.check()
+        return costs
+
+    @property
+    def policy(self) -> str:
+        """What is recomputed, as a policy of `saved`."""
+        return "attention" if self.recompute == "selective" else self.recompute
+
+    @property
+    def tokens(self) -> int:
+        """Tokens per GPU and step."""
+        return self.sequence * self.microbatch * self.accumulate
+
+    @property
+    def experts(self) -> int:
+        """Experts in all; 0: a dense model."""
+        return number_of_experts(self.config)
+
+    @property
+    def most_expert_ranks(self) -> int:
+        """The most ranks that can share the experts: a divisor of both numbers that fills nodes."""
+        node = self.hardware.gpus_per_node
+        divisors = [w for w in range(1, self.gpus + 1) if not self.gpus % w and not (self.experts or 1) % w]
+        return max((w for w in divisors if w <= node or w % node == 0), default=1)
+
+    def replicas(self, is_expert: bool) -> int:
+        """How many ranks hold the same parameters."""
+        return self.gpus // self.expert_ranks if is_expert else self.gpus
+
+    def but(self, **changes: Any) -> Question:
+        """The same question with other values."""
+        return replace(self, **changes)
+
+    def describe(self) -> str:
+        """One line for headings."""
+        layout = {"none": "replicated", "optimizer": "optimizer sharded", "full": "FSDP"}[self.sharding]
+        experts = f", experts over {self.expert_ranks}, {self.dispatch}" if self.experts else ""
+        return (
+            f"{self.config.model_type}, {self.gpus} GPUs of {self.hardware.name}{experts}, {layout}, "
+            f"{self.microbatch} x {self.sequence} tokens x {self.accumulate}, recompute {self.recompute}"
+        )
+
+    def facts(self) -> dict[str, object]:
+        """What was asked, as JSON values."""
+        return {
+            "model": self.config.model_type,
+            "cluster": self.hardware.name,
+            "gpus": self.gpus,
+            "experts_over": self.expert_ranks,
+            "sharding": self.sharding,
+            "sequence": self.sequence,
+            "microbatch": self.microbatch,
+            "accumulate": self.accumulate,
+            "global_batch": self.microbatch * self.accumulate * self.gpus,
+            "recompute": self.recompute,
+            "dispatch": self.dispatch,
+        }
+
+
+def gib(size: float) -> float:
+    """Bytes in GiB."""
+    return size / math.pow(2, 30)

@@ -1,0 +1,378 @@
+"""The parts of a model repeated to full depth: the Program of a chain of microbatches on one rank.
+
+Each microbatch runs the parts forward and then backward. Parameters are gathered before a part and gradients
+summed after it, as FSDP2 does: one message for each part, sent one part ahead. Without sharding, gradients
+are summed once, behind the last microbatch. The optimizer ends the Program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from lancet_kernels.graph.costs.clusters import Dispatcher
+from lancet_kernels.graph.costs.kernel_costs import RECEIVED_ROWS
+from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
+from lancet_kernels.prediction import attention
+from lancet_kernels.prediction.fusion import fused
+from lancet_kernels.prediction.parts import ModelParts, Part
+from lancet_kernels.prediction.question import Question
+from lancet_kernels.prediction.saved import with_recomputation
+
+WEIGHT_BYTES, GRADIENT_BYTES, STATE_BYTES = 2, 4, 12
+"""Bytes for each number: a bfloat16 weight, a float32 gradient, Adam's float32 copy and two moments."""
+STATE_TRAFFIC = 2 * STATE_BYTES + 2 * GRADIENT_BYTES + WEIGHT_BYTES
+"""Bytes that an optimizer step moves for each number: states read and written, the gradient read for its norm
+and for the update, the weight written."""
+
+_RECEIVED = "_received"
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+
+
+@dataclass(frozen=True)
+class Block:
+    """Positions of a part's instructions in one microbatch and phase."""
+
+    microbatch: int
+    part: int
+    phase: Phase
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A chain of microbatches. messages: positions of the gathers and sums of a block, by its place in
+    `blocks`; ends: positions behind all blocks."""
+
+    program: Program
+    blocks: tuple[Block, ...]
+    ahead: tuple[tuple[int, ...], ...]
+    """By block: gathers that are sent before it."""
+    behind: tuple[tuple[int, ...], ...]
+    """By block: sums of gradients that are sent after it."""
+    ends: tuple[int, ...]
+
+
+def prepared(parts: ModelParts, policy: str) -> ModelParts:
+    """The parts with recomputation and fused element-wise ops. Args: policy: of `saved`."""
+
+    return replace(
+        parts,
+        embedding=prepared_part(parts.embedding, "none"),
+        kinds=tuple(prepared_part(part, policy) for part in parts.kinds),
+        head=prepared_part(parts.head, "none"),
+    )
+
+
+def prepared_part(part: Part, policy: str) -> Part:
+    """A part with recomputation, fused element-wise ops and received rows. Args: policy: of `saved`."""
+    recomputed = with_recomputation(with_shapes(part), policy)
+    return replace(recomputed, program=fused(with_received_rows(recomputed.program)))
+
+
+def with_shapes(part: Part) -> Part:
+    """The part with the sizes of matrix products as the attribute `gemm`, and with routing weights applied
+    inside the experts: their gradient then reads what the activation keeps, not the rows that came back."""
+    program = part.program
+
+    def one(i: Instruction) -> Instruction:
+        if i.op == "lancet.combine_dweight":
+            gradient, _, rows = i.inputs
+            return replace(
+                i, inputs=(gradient, rows), bytes=float(program.tensors[i.outputs[0]].content_bytes)
+            )
+        if not i.flops or i.op in (attention.OP, attention.OP_BACKWARD):
+            return i
+        return replace(i, attributes={**i.attributes, "gemm": _gemm(i, program)})
+
+    return replace(part, program=replace(program, instructions=tuple(map(one, program.instructions))))
+
+
+def _gemm(i: Instruction, program: Program) -> tuple[float, float, float, float]:
+    """(groups, m, n, k) of a product [groups, m, k] x [groups, k, n]; rows per group are a mean."""
+    shape: tuple[float, ...] = program.tensors[i.outputs[0]].shape
+    if i.op in ("lancet.grouped_gemm", "lancet.grouped_gemm_dx"):
+        groups = program.tensors[i.inputs[2]].shape[0]
+        shape = groups, shape[0] / groups, shape[1]
+    count, m, n = shape if len(shape) == 3 else (1, *shape)
+    return count, m, n, i.flops / (2.0 * count * m * n)
+
+
+def with_received_rows(program: Program) -> Program:
+    """The Program with received rows sorted by expert before the experts, and back after them."""
+    instructions: list[Instruction] = []
+    for i in program.instructions:
+        if i.kind is not Kind.ALL_TO_ALL:
+            instructions.append(i)
+            continue
+        passed = Instruction(
+            f"{i.name}_permute", RECEIVED_ROWS, phase=i.phase, bytes=2 * i.bytes, outputs=(), inputs=()
+        )
+        if i.attributes.get("to_experts"):
+            inner = f"{i.name}{_RECEIVED}"
+            instructions += [
+                replace(i, outputs=(inner,)),
+                replace(passed, inputs=(inner,), outputs=i.outputs),
+            ]
+        else:
+            inner = f"{i.name}_sorted"
+            instructions += [
+                replace(passed, inputs=i.inputs[:1], outputs=(inner,)),
+                replace(i, inputs=(inner, *i.inputs[1:])),
+            ]
+        spec = program.tensors[i.outputs[0] if i.attributes.get("to_experts") else i.inputs[0]]
+        program = replace_tensors(program, {inner: replace(spec, name=inner)})
+    return replace(program, instructions=tuple(instructions))
+
+
+def with_buffers(part: Part, carrier: Dispatcher, top_k: int) -> Part:
+    """The part with the memory that a dispatcher's buffers take. One that sends tokens reads them where they
+    lie, brings each back once, and, if it sorts rows while it receives them, has no second copy of these."""
+    if carrier.sends == "rows":
+        return part
+    program, tensors = part.program, dict(part.program.tensors)
+    for i in program.instructions:
+        smaller: dict[str, int] = {}
+        if i.op == "lancet.dispatch":
+            smaller = dict.fromkeys(i.outputs, 0)
+        elif i.kind is Kind.ALL_TO_ALL and not i.attributes["to_experts"]:
+            smaller = {t: tensors[t].content_bytes // top_k for t in i.outputs}
+        elif i.op == RECEIVED_ROWS and not carrier.receive_passes:
+            one = i.inputs[0] if i.inputs[0].endswith(_RECEIVED) else i.outputs[0]
+            smaller = {one: 0}
+        for t, size in smaller.items():
+            tensors[t] = replace(tensors[t], bytes=size)
+    return replace(part, program=replace(program, tensors=tensors))
+
+
+def replace_tensors(program: Program, more: dict[str, TensorSpec]) -> Program:
+    """The Program with more tensors."""
+    return replace(program, tensors={**program.tensors, **more})
+
+
+@dataclass
+class _Builder:
+    """Collects the instructions of a chain."""
+
+    question: Question
+    chain: Sequence[Part]
+    microbatches: int
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
+    instructions: list[Instruction] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    blocks: list[Block] = field(default_factory=list)
+    ahead: list[tuple[int, ...]] = field(default_factory=list)
+    behind: list[tuple[int, ...]] = field(default_factory=list)
+    gathered: dict[tuple[int, bool, str], str] = field(default_factory=dict)
+
+    def resident(self, name: str, size: float) -> str:
+        self.tensors[name] = TensorSpec(name, (), bytes=int(size))
+        self.inputs.append(name)
+        return name
+
+    def add(self, instruction: Instruction) -> int:
+        self.instructions.append(instruction)
+        return len(self.instructions) - 1
+
+
+def chained(parts: ModelParts, question: Question, microbatches: int) -> Step:
+    """The Program of `microbatches` microbatches and the optimizer. Args: parts: as from `prepared`."""
+    carrier, top_k = question.cost.carrier, question.cost.top_k
+    buffered = replace(parts, kinds=tuple(with_buffers(kind, carrier, top_k) for kind in parts.kinds))
+    chain = buffered.chain
+    if question.layers is not None:
+        chain = [chain[0], *chain[1:-1][: question.layers], chain[-1]]
+    b = _Builder(question, chain, microbatches)
+    for p, part in enumerate(chain):
+        for is_expert in (False, True):
+            _states(b, p, part, is_expert)
+    for m in range(microbatches):
+        for p in range(len(chain)):
+            _block(b, m, p, Phase.FORWARD)
+        for p in reversed(range(len(chain))):
+            _block(b, m, p, Phase.BACKWARD)
+    ends = _optimizer(b)
+    program = Program(
+        f"{parts.name}, {microbatches} microbatches", tuple(b.instructions), b.tensors, tuple(b.inputs)
+    )
+    return Step(program, tuple(b.blocks), tuple(b.ahead), tuple(b.behind), tuple(ends))
+
+
+def numbers(part: Part, is_expert: bool) -> int:
+    """How many numbers a rank has of a part's parameters, all of them or those of its experts."""
+    return sum(p.numbers for p in part.parameters.values() if p.is_expert is is_expert)
+
+
+def _states(b: _Builder, p: int, part: Part, is_expert: bool) -> None:
+    count, group = numbers(part, is_expert), b.question.replicas(is_expert)
+    if not count:
+        return
+    sharding = b.question.sharding
+    shards = group if sharding == "full" else 1
+    states = 1 if sharding == "none" else group
+    kind = "experts" if is_expert else "dense"
+    b.resident(f"{PARAMETERS} p{p} {kind}", count * WEIGHT_BYTES / shards)
+    b.resident(f"{GRADIENTS} p{p} {kind}", count * GRADIENT_BYTES / shards)
+    b.resident(f"{OPTIMIZER} p{p} {kind}", count * STATE_BYTES / states)
+
+
+def _block(b: _Builder, m: int, p: int, phase: Phase) -> None:
+    """The instructions of a part in one microbatch and phase, with the gathers of the next part before them
+    and the sums of their gradients behind."""
+    part, prefix = b.chain[p], f"m{m}.p{p}."
+    is_first = phase is Phase.FORWARD and p == 0
+    wanted = [p] if is_first else []
+    step = 1 if phase is Phase.FORWARD else -1
+    if 0 <= p + step < len(b.chain):
+        wanted.append(p + step)
+    elif phase is Phase.FORWARD:
+        wanted = []
+    ahead = [i for q in dict.fromkeys(wanted) for i in _gathers(b, m, q, phase)]
+    names = _names(b, m, p, phase)
+    positions = []
+    for i in part.program.instructions:
+        if i.phase is not phase:
+            continue
+        for t in i.outputs:
+            own = f"{prefix}{t}"
+            spec = part.program.tensors[t]
+            b.tensors[own] = replace(spec, name=own, alias_of=None)
+        inputs = tuple(dict.fromkeys(names.get(t, f"{prefix}{t}") for t in i.inputs))
+        inputs = tuple(t for t in inputs if t)
+        outputs = tuple(f"{prefix}{t}" for t in i.outputs)
+        positions.append(
+            b.add(replace(i, name=f"{prefix}{i.name}", inputs=inputs, outputs=outputs, after=""))
+        )
+    behind = _sums(b, m, p) if phase is Phase.BACKWARD else []
+    b.blocks.append(Block(m, p, phase, tuple(positions)))
+    b.ahead.append(tuple(ahead))
+    b.behind.append(tuple(behind))
+
+
+def _names(b: _Builder, m: int, p: int, phase: Phase) -> dict[str, str]:
+    """The tensors of the chain that the inputs of a part's Program stand for; "": none."""
+    part = b.chain[p]
+    names = dict.fromkeys(part.program.inputs, "")
+    for t, parameter in part.parameters.items():
+        kind = "experts" if parameter.is_expert else "dense"
+        whole = f"{PARAMETERS} p{p} {kind}"
+        # The head's parameters stay gathered from its forward to its backward, which follows at once.
+        gathered = [
+            b.gathered.get((p, parameter.is_expert, one)) for one in (phase.value, Phase.FORWARD.value)
+        ]
+        names[t] = next(filter(None, gathered), whole)
+    if p > 0 and part.takes:
+        names[part.takes] = f"m{m}.p{p - 1}.{b.chain[p - 1].gives}"
+    if p + 1 < len(b.chain) and part.gets:
+        names[part.gets] = f"m{m}.p{p + 1}.{b.chain[p + 1].returns}"
+    return names
+
+
+def _gathers(b: _Builder, m: int, p: int, phase: Phase) -> list[int]:
+    """All-gathers of a part's parameters; of sharded optimizers in the first forward only."""
+    sharding = b.question.sharding
+    once = sharding == "optimizer" and m == 0 and phase is Phase.FORWARD
+    if sharding != "full" and not once:
+        return []
+    positions = []
+    for is_expert in (False, True):
+        count, group = numbers(b.chain[p], is_expert), b.question.replicas(is_expert)
+        if not count or group == 1:
+            continue
+        kind = "experts" if is_expert else "dense"
+        name = f"m{m}.p{p}.all_gather_{kind}_{phase.value}"
+        # A sharded optimizer's result arrives in the parameters themselves.
+        b.tensors[name] = TensorSpec(name, (), bytes=0 if once else count * WEIGHT_BYTES)
+        b.gathered[p, is_expert, phase.value] = name
+        positions.append(
+            b.add(
+                Instruction(
+                    name, "lancet_prediction.all_gather", (f"{PARAMETERS} p{p} {kind}",), (name,),
+                    Kind.OTHER_COMMUNICATION, phase, bytes=float(count * WEIGHT_BYTES),
+                    attributes={"collective": "all_gather", "group": _group(b, is_expert)},
+                    after=_last_of(b, phase),
+                )
+            )
+        )  # fmt: skip
+    return positions
+
+
+def _last_of(b: _Builder, phase: Phase) -> str:
+    """The last instruction of the same phase: a gather is not sent before the part before it begins."""
+    last = b.blocks[-1] if b.blocks else None
+    if last is None or last.phase is not phase or not last.positions:
+        return ""
+    return b.instructions[last.positions[-1]].name
+
+
+def _group(b: _Builder, is_expert: bool) -> str:
+    return "replica" if is_expert and b.question.expert_ranks > 1 else "world"
+
+
+def _sums(b: _Builder, m: int, p: int) -> list[int]:
+    """The sum of a part's gradients over the ranks that hold the same parameters."""
+    sharding, last = b.question.sharding, m == b.microbatches - 1
+    if sharding != "full" and not last:
+        return []
+    positions = []
+    for is_expert in (False, True):
+        part = b.chain[p]
+        count, group = numbers(part, is_expert), b.question.replicas(is_expert)
+        if not count or group == 1:
+            continue
+        kind = "experts" if is_expert else "dense"
+        collective = "all_reduce" if sharding == "none" else "reduce_scatter"
+        gradients = tuple(
+            dict.fromkeys(
+                f"m{m}.p{p}.{parameter.gradient}"
+                for parameter in part.parameters.values()
+                if parameter.is_expert is is_expert and parameter.gradient
+            )
+        )
+        name = f"m{m}.p{p}.{collective}_{kind}"
+        # FSDP sums what this microbatch computed, in bfloat16; otherwise the float32 sum of all microbatches.
+        size = count * (WEIGHT_BYTES if sharding == "full" else GRADIENT_BYTES)
+        b.tensors[name] = TensorSpec(name, (), bytes=0)
+        positions.append(
+            b.add(
+                Instruction(
+                    name, f"lancet_prediction.{collective}", gradients, (name,),
+                    Kind.ALL_REDUCE if collective == "all_reduce" else Kind.OTHER_COMMUNICATION,
+                    Phase.BACKWARD, bytes=float(size),
+                    attributes={"collective": collective, "group": _group(b, is_expert)},
+                )
+            )
+        )  # fmt: skip
+    return positions
+
+
+def _optimizer(b: _Builder) -> list[int]:
+    """One instruction for each part: Adam on what this rank holds of its states."""
+    positions = []
+    for p, part in enumerate(b.chain):
+        moved, read = 0.0, []
+        for is_expert in (False, True):
+            count = numbers(part, is_expert)
+            if not count:
+                continue
+            kind = "experts" if is_expert else "dense"
+            shards = 1 if b.question.sharding == "none" else b.question.replicas(is_expert)
+            moved += count * STATE_TRAFFIC / shards
+            read.append(f"{OPTIMIZER} p{p} {kind}")
+            m = b.microbatches - 1
+            read += [
+                t
+                for t in (f"m{m}.p{p}.{c}_{kind}" for c in ("all_reduce", "reduce_scatter"))
+                if t in b.tensors
+            ]
+        if moved:
+            positions.append(
+                b.add(
+                    Instruction(
+                        f"optimizer.p{p}", "lancet_prediction.adam", tuple(read), (), phase=Phase.OPTIMIZER,
+                        bytes=moved,
+                    )
+                )
+            )  # fmt: skip
+    return positions

@@ -1,0 +1,75 @@
+"""Rows of published measurements: complete, and the fitted ones within the test's own noise."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from bench.published.fit import START, errors, with_constants
+from bench.published.predict import check, summary
+from bench.published.rows import CONFIGS, load_rows
+from lancet_kernels.graph.costs.clusters import load_cluster
+
+ROWS = load_rows()
+
+
+def test_every_row_has_a_source_and_a_configuration():
+    for row in ROWS:
+        assert all((row.source, row.commit, row.assumed)), row.name
+        assert row.measured > 0, row.name
+        assert row.not_simulated or "kind" in row.configuration, row.name
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_only_one_source_is_fitted():
+    assert {row.source.split()[0] for row in ROWS if row.fitted} == {"NVIDIA/Megatron-LM"}
+
+
+def test_the_fitted_rows_are_close():
+    checked = check([row for row in ROWS if row.fitted])
+    assert summary(checked)["fitted time"]["mean"] < 0.03
+
+
+def test_constants_in_the_file_are_a_minimum():
+    """No constant changed by 10 % gives smaller errors."""
+    rows, cluster = [row for row in ROWS if row.fitted], load_cluster("dgx-h100")
+    now = {"grouped": cluster.kernels.grouped, "kernel_us": cluster.kernels.kernel_us}
+    for name in ("all-to-all", "deepep", "hybridep"):
+        dispatcher = cluster.dispatchers[name]
+        now |= {
+            f"{name} inside_gb_per_s": dispatcher.inside_gb_per_s,
+            f"{name} overhead_us": dispatcher.overhead_us,
+        }
+    assert set(now) == set(START)
+
+    def squares(constants):
+        return float(np.square(errors(rows, with_constants(cluster, constants))).sum())
+
+    for name in ("grouped", "all-to-all inside_gb_per_s", "hybridep inside_gb_per_s"):
+        for factor in (0.9, 1.1):
+            assert squares(now) < squares({**now, name: now[name] * factor}), (name, factor)
+
+
+def test_rows_that_cannot_be_simulated_say_why():
+    missing = [one for one in check([row for row in ROWS if row.not_simulated]) if one.predicted is None]
+    assert missing
+    assert all(one.row.not_simulated for one in missing)
+
+
+@pytest.mark.long
+def test_command_prints_rows():
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.published", "--json"], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout)
+    assert {"name", "measured", "predicted", "error", "fitted"} <= set(found["rows"][0])
+    assert len(found["rows"]) == len(ROWS)
+
+
+def test_configs_are_there():
+    for row in ROWS:
+        if row.configuration["kind"] == "step":
+            assert (CONFIGS / f"{row.configuration['model']}.json").exists()

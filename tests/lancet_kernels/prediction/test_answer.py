@@ -1,0 +1,176 @@
+"""Predictions: full depth against every microbatch simulated, sharding, memory by hand, and the command."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lancet_kernels.cli import main
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.costs.costs import durations
+from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.prediction import orders
+from lancet_kernels.prediction.answer import STRATEGIES, _prepared, answer
+from lancet_kernels.prediction.question import Question, gib
+from lancet_kernels.prediction.step import chained
+from lancet_kernels.schedules.time.simulate import run
+from tests.lancet_kernels.prediction.small_models import DEEPSEEK, DENSE, QWEN3, written
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def question(tmp_path_factory):
+    return Question(
+        written(tmp_path_factory.mktemp("qwen3"), QWEN3), "dgx-h100", 16, 16, sequence=64, accumulate=6
+    )
+
+
+def step_of(question, microbatches):
+    parts = _prepared(
+        question.hf, question.expert_ranks, question.microbatch, question.sequence, question.policy
+    )
+    step = chained(parts, question, microbatches)
+    return step, durations(step.program, question.cost)
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "full"])
+def test_further_microbatches_take_as_long_as_the_third(question, sharding):
+    """Three microbatches extended to six, against all six simulated."""
+    asked = question.but(sharding=sharding, dispatch="hybridep")
+    predicted = answer(asked, ["none"]).strategies["none"]
+    step, ms = step_of(asked, 6)
+    order = orders.in_turn(step)
+    times = run(step.program, ms, order.positions, blocking=order.blocking)
+    assert predicted.step_ms == pytest.approx(times.iteration_ms, rel=2e-3)
+
+
+def test_every_order_is_valid_and_complete(question):
+    step, ms = step_of(question, 3)
+    for order in (orders.in_turn(step), orders.megatron(step), orders.lancet(step, ms)):
+        assert len(step.program.reordered(order.positions)) == len(step.program)
+
+
+def test_overlap_hides_and_never_beats_the_bound(question):
+    result = answer(question)
+    none, megatron, lancet = (result.strategies[name] for name in STRATEGIES)
+    assert lancet.step_ms <= megatron.step_ms * 1.02
+    assert megatron.step_ms < none.step_ms
+    for one in (none, megatron, lancet):
+        assert one.lower_bound_ms <= one.step_ms
+        assert one.compute_ms + sum(one.exposed_ms.values()) == pytest.approx(one.step_ms, rel=1e-2)
+
+
+def test_what_runs_beside_messages_is_slower(question):
+    result = answer(question)
+    assert result.strategies["megatron"].compute_ms > result.strategies["none"].compute_ms
+
+
+def test_memory_by_hand(question):
+    numbers_dense = 512 * 64 * 2 + 64 + 3 * (64 * 64 * 2 + 64 * 32 * 2 + 2 * 16 + 16 * 64 + 2 * 64)
+    numbers_experts = 3 * (3 * 64 * 32)
+    memory = answer(question, ["none"]).strategies["none"].memory
+    assert memory["parameters"] == pytest.approx(gib(2 * (numbers_dense + numbers_experts)), rel=1e-3)
+    assert memory["gradients"] == pytest.approx(gib(4 * (numbers_dense + numbers_experts)), rel=1e-3)
+    assert memory["optimizer"] == pytest.approx(gib(12 * (numbers_dense / 16 + numbers_experts)), rel=1e-3)
+    full = answer(question.but(sharding="full"), ["none"]).strategies["none"].memory
+    assert full["parameters"] == pytest.approx(gib(2 * (numbers_dense / 16 + numbers_experts)), rel=1e-3)
+
+
+def test_what_sharding_sends(question):
+    counts = {}
+    for sharding in ("none", "optimizer", "full"):
+        step, _ = step_of(question.but(sharding=sharding), 2)
+        kinds = [
+            i.attributes["collective"] for i in step.program.instructions if "collective" in i.attributes
+        ]
+        counts[sharding] = {kind: kinds.count(kind) for kind in set(kinds)}
+    # 5 parts with parameters that all ranks have, 2 microbatches; experts are on one rank each.
+    assert counts["none"] == {"all_reduce": 5}
+    assert counts["optimizer"] == {"all_gather": 5, "reduce_scatter": 5}
+    assert counts["full"] == {"all_gather": 2 * (5 + 4), "reduce_scatter": 2 * 5}
+
+
+def test_recomputation_trades_time_for_memory(question):
+    none, full = (answer(question.but(recompute=r), ["none"]).strategies["none"] for r in ("none", "full"))
+    assert full.step_ms > none.step_ms
+    assert full.memory["activations"] < none.memory["activations"]
+    assert answer(question.but(recompute="full")).flops == pytest.approx(answer(question).flops)
+
+
+def test_one_microbatch_has_nothing_beside_it(question):
+    result = answer(question.but(accumulate=1))
+    assert set(result.impossible) == {"megatron"}
+    assert set(result.strategies) == {"none", "lancet"}
+
+
+def test_a_dense_model_and_one_with_dense_layers(tmp_path):
+    dense = answer(Question(written(tmp_path, DENSE), "dgx-h100", 8, 1, "full", 64, 1, 4))
+    assert "all_to_all" not in dense.strategies["none"].exposed_ms
+    deepseek = Question(written(tmp_path, DEEPSEEK), "dgx-b200", 8, 8, sequence=64, accumulate=2)
+    step, _ = step_of(deepseek, 1)
+    assert len(step.program.positions(Kind.ALL_TO_ALL)) == 4 * 3
+
+
+def test_microbatches_that_differ_only_in_number_scale_tokens(question):
+    one, two = (answer(question.but(accumulate=n), ["none"]) for n in (6, 12))
+    assert two.flops == pytest.approx(2 * one.flops)
+    assert replace(question, accumulate=12).tokens == 2 * question.tokens
+
+
+def test_command_prints_one_object(question, capsys):
+    arguments = ["plan", "--hf", question.hf, "--cluster", "dgx-h100", "--gpus", "16", "--experts-over", "16"]
+    assert main([*arguments, "--sequence", "64", "--accumulate", "4", "--dispatch", "deepep", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["strategies"]) == {*STRATEGIES, "auto"}
+    for figures in found["strategies"].values():
+        assert {
+            "step_ms", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_memory_gib", "exposed_ms",
+            "lower_bound_ms",
+        } <= set(figures)  # fmt: skip
+    assert found["assumed"]
+    assert found["experts_over"] == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["--experts-over", "3"], "--experts-over: got 3 of 16 GPUs"),
+        (["--cluster", "nowhere"], "cluster: got 'nowhere'"),
+        (["--cluster", "p4de"], "no table .kernels."),
+        (["--dispatch", "pigeons"], "dispatch: got 'pigeons'"),
+        (["--gpus", "12"], "number of GPUs: got 12"),
+        (["--fsdp", "--replicate"], "got --fsdp and --replicate"),
+        (["--gate", "gshard"], "got --hf and --gate"),
+        (["--save", "plan.json"], "got --hf and --save"),
+    ],
+)
+def test_bad_configurations_are_one_line(question, capsys, changes, message):
+    import re
+
+    arguments = [
+        "plan",
+        "--hf",
+        question.hf,
+        "--cluster",
+        "dgx-h100",
+        "--gpus",
+        "16",
+        "--sequence",
+        "64",
+        *changes,
+    ]
+    assert main(arguments) != 0
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert re.search(message, error)
+
+
+def test_what_does_not_fit_is_one_line(tmp_path):
+    from lancet_kernels.prediction.answer import check_fits
+
+    asked = Question(
+        written(tmp_path, QWEN3, num_hidden_layers=2, vocab_size=20_000_000), "dgx-v100", 8, 8, "none"
+    )
+    with pytest.raises(UserError, match="GiB per GPU"):
+        check_fits(answer(asked.but(sequence=64), ["none"]))
