@@ -6,8 +6,11 @@ The ranks of the pool run `main()`; that the files also start under torchrun is 
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -126,6 +129,62 @@ def test_ddp_trains_like_replicated_experts(pool: RankPool) -> None:
     for got, expected in pool.run(ddp_and_one_rank, timeout_s=120):
         assert expected[-1] < 0.9 * expected[0]
         assert differs(got, expected) < BOUND
+
+
+def told_to_stop_and_whole(folder: str) -> tuple[dict[int, float], list[dict[int, float]]]:
+    """The losses of the own loop by step: left alone; told to stop on one rank in step 4, then resumed."""
+    module = example("own_loop")
+    batch, handlers = module.batch, [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+
+    def told(step: int, rank: int) -> torch.Tensor:
+        if (step, rank) == (4, 1):
+            signal.raise_signal(signal.SIGTERM)
+        return batch(step, rank)
+
+    try:
+        whole = losses_of("own_loop", f"{folder}/whole", 12)
+        with mock.patch.object(module, "batch", told):
+            stopped = losses_of("own_loop", f"{folder}/told", 12)
+        return whole, [stopped, losses_of("own_loop", f"{folder}/told", 12)]
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def test_own_loop_that_is_told_to_stop_goes_on_with_the_very_losses(pool: RankPool, tmp_path: Path) -> None:
+    for whole, (stopped, resumed) in pool.run(told_to_stop_and_whole, str(tmp_path), timeout_s=120):
+        assert list(stopped) == [1, 2, 3, 4], "both ranks stop behind the step in which one was told to"
+        assert list(resumed) == list(range(5, 13))
+        assert stopped | resumed == whole
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_own_loop_that_is_killed_goes_on_with_the_very_losses(tmp_path: Path, number: signal.Signals) -> None:
+    """Under torchrun: the last line of a run that was stopped and started again is that of one left alone."""
+    command = [sys.executable, *TORCHRUN, FOLDER / "own_loop.py"]
+    whole = subprocess.run([*command, tmp_path / "whole", "60"], capture_output=True, text=True, timeout=120)
+    assert whole.returncode == 0, whole.stderr
+    killed = subprocess.Popen([*command, tmp_path / "killed", "60"], start_new_session=True)
+    latest = tmp_path / "killed" / "latest"
+    deadline = time.monotonic() + 100
+    while not latest.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if number == signal.SIGKILL:
+        # The ranks are in sessions of their own.
+        for rank in ranks_of(killed.pid):
+            os.kill(rank, signal.SIGKILL)
+    killed.send_signal(number)
+    killed.wait(60)
+    again = subprocess.run([*command, tmp_path / "killed", "60"], capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    assert again.stdout == whole.stdout
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that a launcher has started."""
+    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
 def both_of_torchtitan(folder: str) -> tuple[list[float], list[float]]:

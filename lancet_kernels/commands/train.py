@@ -43,7 +43,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     if under_launcher() or options.ranks == 1:
         return _train_here(options, arguments)
     check_options(options, options.ranks)
-    launch(options.ranks, ["-m", "lancet_kernels.cli", *argv], device=options.chosen_device())
+    command = ["-m", "lancet_kernels.cli", *argv]
+    launch(options.ranks, command, device=options.chosen_device(), finish_s=options.timeout)
     return 0
 
 

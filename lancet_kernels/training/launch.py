@@ -11,12 +11,14 @@ Not the agent of torchrun: it waits 30 s for a stopped process, and tells who fa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -53,6 +55,7 @@ def launch(
     *,
     device: str = "cpu",
     environment: Mapping[str, str] | None = None,
+    finish_s: float = 0.0,
 ) -> None:
     """Run `sys.executable *arguments` as `ranks` processes on this machine and wait until all have ended.
 
@@ -60,6 +63,8 @@ def launch(
         call `report_errors`.
     device: "cpu" gives each process one compute thread.
     environment: further variables for the processes.
+    finish_s: how long ranks may take to end by themselves when this process is told to stop; they get the
+        same signal. A second one ends them at once.
 
     Raises RankFailed, whose one line names the rank that failed first, once all other ranks are ended; and
     SystemExit(128 + signal) if this process is told to stop (Ctrl-C: 130), when all ranks are ended.
@@ -84,11 +89,14 @@ def launch(
         shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} | dict(environment or {})
         for rank in range(ranks)
     ]
-    run_ranks(sys.executable, [arguments] * ranks, environments)
+    run_ranks(sys.executable, [arguments] * ranks, environments, finish_s)
 
 
 def run_ranks(
-    program: str, arguments: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]
+    program: str,
+    arguments: Sequence[Sequence[str]],
+    environments: Sequence[Mapping[str, str]],
+    finish_s: float = 0.0,
 ) -> None:
     """Run `program` once for each rank, with its arguments and variables, and wait until all have ended.
 
@@ -124,8 +132,12 @@ def run_ranks(
             assert result is not None
             failures = {rank: result.failures[rank] for rank in result.failures if rank not in ranks.ended}
             if failures:
+                _leave_if_stopped(failures)
                 raise root_cause(failures)
         except SignalException as stop:
+            if finish_s:
+                with contextlib.suppress(SignalException):  # a second one
+                    ranks.let_finish(stop.sigval, finish_s)
             for name in handlers:
                 # An impatient second Ctrl-C must not leave some of the ranks behind.
                 signal.signal(name, signal.SIG_IGN)
@@ -147,6 +159,16 @@ class _Ranks(SubprocessContext):
         self.ended: set[int] = set()
         """Ranks that did not end by themselves."""
 
+    def let_finish(self, number: int, seconds: float) -> None:
+        """Send a signal to all ranks, and wait until they have ended, but not longer than that."""
+        processes = [handler.proc for handler in self.subprocess_handlers.values()]
+        deadline = time.monotonic() + seconds
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(number)
+        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+            time.sleep(MONITOR_INTERVAL_S)
+
     def close(self, death_sig: signal.Signals | None = None, timeout: int = SHUTDOWN_S) -> None:
         for rank, handler in self.subprocess_handlers.items():
             if handler.proc.poll() is None:
@@ -154,6 +176,14 @@ class _Ranks(SubprocessContext):
                 # A stopped process sees no other signal until it goes on.
                 os.killpg(handler.proc.pid, signal.SIGCONT)
         super().close(death_sig, timeout)
+
+
+def _leave_if_stopped(failures: Mapping[int, ProcessFailure]) -> None:
+    """Raise SystemExit if the ranks were told to stop, not by us, and have done so by themselves."""
+    codes = {failure.exitcode for failure in failures.values() if not _said(failure)}
+    for number in STOP_SIGNALS:
+        if codes == {128 + number}:
+            raise SystemExit(128 + number)
 
 
 # Whose failure the others follow from comes first: a rank that raised an error of its own; that was killed or

@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import contextlib
 import math
+import signal
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import NoReturn
 
+import torch.distributed as dist
 from tqdm import tqdm
 
 from lancet_kernels.atomic import write_json_atomically
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import from_first_rank, group_name
+from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.training import checkpoint
 from lancet_kernels.training.data import load_corpus
 from lancet_kernels.training.ranks import Rank
@@ -28,6 +32,7 @@ from lancet_kernels.training.runs import (
     truncate_metrics,
     writing,
 )
+from lancet_kernels.training.stopping import StopRequest
 from lancet_kernels.training.train_options import TrainOptions, check_options
 from lancet_kernels.training.trainer import Trainer
 
@@ -38,8 +43,10 @@ _MEDIANS = ("balance_loss", "tokens_per_s", "step_ms", "all_to_all_ms", "exposed
 def train(options: TrainOptions, rank: Rank, resume: str | None = None) -> dict[str, object] | None:
     """Train from the start, or from the newest checkpoint of the run `resume`, to the last step on this rank.
 
+    Told to stop (Ctrl-C, SIGTERM), all ranks finish the step, save it, and end.
+
     Returns: the summary on rank 0, None on the others. Leaves the run's folder, which only rank 0 writes but
-    for checkpoints.
+    for checkpoints. Raises: SystemExit(128 + signal) on all ranks when told to stop.
     """
     check_options(options, rank.world)
     trainer = Trainer(options, rank, load_corpus(options.data, options.tokenizer))
@@ -64,16 +71,21 @@ def _train_in(run: Path, trainer: Trainer, resume: bool) -> dict[str, object] | 
         write_json_atomically(run / "config.json", asked | {"trains": trainer.about})
         truncate_metrics(run, first - 1)
     log_scalars = _tensorboard(run) if options.tensorboard and first_rank else None
-    bar = _progress(first, options.steps, first_rank)
-    for step in bar:
-        metrics = trainer.step(step)
-        bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:.0f} tokens/s")
-        if first_rank:
-            append_metrics(run, metrics)
-        if log_scalars is not None:
-            log_scalars(metrics)
-        if options.checkpoint_every and step % options.checkpoint_every == 0:
-            checkpoint.save_checkpoint(run / _CHECKPOINTS, step, trainer.model, trainer.optimizer)
+    with StopRequest() as asked, _progress(first, options, first_rank) as progress:
+        for step in range(first, options.steps + 1):
+            metrics, stop = trainer.step(step, bool(asked.number))
+            progress.show(metrics)
+            if first_rank:
+                append_metrics(run, metrics)
+            if log_scalars is not None:
+                log_scalars(metrics)
+            every = options.checkpoint_every
+            if stop or (every and (step % every == 0 or step == options.steps)):
+                checkpoint.save_checkpoint(run / _CHECKPOINTS, step, trainer.model, trainer.optimizer)
+            if stop and step < options.steps:
+                break
+    if step < options.steps:
+        _stop(run, trainer, step, asked.number or signal.SIGTERM)
     validation_loss = trainer.validation_loss()
     comparison = trainer.compare(run / "timeline.png") if options.compare else None
     if not first_rank:
@@ -106,7 +118,7 @@ def _restore(trainer: Trainer, run: Path) -> int:
             "resume",
             got=f"{run.name}, which has no complete checkpoint",
             expected="a run with one",
-            do="train with --checkpoint-every, or start a new run",
+            do="start a new run",
         )
     step, steps = checkpoint.load_checkpoint(newest, trainer.model, trainer.optimizer), trainer.options.steps
     if step >= steps:
@@ -115,10 +127,56 @@ def _restore(trainer: Trainer, run: Path) -> int:
     return step
 
 
-def _progress(first: int, last: int, shown: bool) -> tqdm:
-    """The steps, with a bar on a terminal that also shows the time that remains."""
-    hidden = not (shown and sys.stderr.isatty())
-    return tqdm(range(first, last + 1), initial=first - 1, total=last, unit="step", disable=hidden)
+def _stop(run: Path, trainer: Trainer, step: int, number: int) -> NoReturn:
+    """Say how to go on with a run that was saved, and end this process as the signal would. Collective."""
+    if trainer.rank.rank == 0:
+        elsewhere = "" if trainer.options.runs == TrainOptions.runs else f" --runs {trainer.options.runs}"
+        print(
+            f"stopped by {signal.Signals(number).name} behind step {step}, which is saved; go on with: "
+            f"lancet train --resume {run.name}{elsewhere}",
+            file=sys.stderr,
+            flush=True,
+        )
+    if dist.is_initialized():
+        # The first rank that ends ends the others.
+        with waiting("the end of the stopped run"):
+            dist.barrier()
+    raise SystemExit(128 + number)
+
+
+class _Progress:
+    """What a person sees of the steps: a bar on a terminal, else a line in every `every` steps; 0: none."""
+
+    def __init__(self, first: int, last: int, every: int, bar: tqdm) -> None:
+        self._first, self._last, self._every, self._bar = first, last, every, bar
+        self._since: list[Mapping[str, float]] = []
+
+    def show(self, metrics: Mapping[str, float]) -> None:
+        """The step with these metrics is done."""
+        self._bar.set_postfix_str(f"loss {metrics['loss']:.3f}, {metrics['tokens_per_s']:.0f} tokens/s")
+        self._bar.update()
+        if not self._every:
+            return
+        self._since.append(metrics)
+        step = int(metrics["step"])
+        if step in (self._first, self._last) or step % self._every == 0:
+            ms = statistics.fmean(m["step_ms"] for m in self._since)
+            tokens = metrics["tokens_per_s"] * metrics["step_ms"]
+            speed = f"{tokens / ms:.0f} tokens/s, {ms:.1f} ms"
+            print(
+                f"step {step}/{self._last}, loss {metrics['loss']:.3f}, {speed}", file=sys.stderr, flush=True
+            )
+            self._since.clear()
+
+
+@contextlib.contextmanager
+def _progress(first: int, options: TrainOptions, shown: bool) -> Iterator[_Progress]:
+    """Shows the steps on the first rank."""
+    on_terminal = sys.stderr.isatty()
+    hidden = not (shown and on_terminal)
+    every = options.log_every if shown and not on_terminal else 0
+    with tqdm(total=options.steps, initial=first - 1, unit="step", disable=hidden) as bar:
+        yield _Progress(first, options.steps, every, bar)
 
 
 def _tensorboard(run: Path) -> Callable[[Mapping[str, float]], None]:

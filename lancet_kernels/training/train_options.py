@@ -108,7 +108,16 @@ class TrainOptions(PlanningFlags):
         "auto", "where to compute; auto: cuda if there is one", choices=("auto", "cpu", "cuda")
     )
     timeout: float = option(300.0, "seconds that a rank waits for another rank", parse=positive_float)
-    checkpoint_every: int = option(0, "steps between checkpoints; 0: no checkpoints", parse=non_negative_int)
+    checkpoint_every: int = option(
+        100,
+        "steps between checkpoints; the last step gets one, too; 0: only when the run is told to stop",
+        parse=non_negative_int,
+    )
+    log_every: int = option(
+        10,
+        "steps between lines on standard error where that is no terminal; 0: none",
+        parse=non_negative_int,
+    )
     tensorboard: bool = option(False, "also write the metrics for TensorBoard, into the run's folder")
     runs: str = option("runs", "folder that contains the run folders", metavar="FOLDER")
     name: str | None = option(None, "name of this run (default: date and time)", parse=str)

@@ -95,8 +95,9 @@ class Trainer:
         )
         return inputs.to(self.rank.device), targets.to(self.rank.device)
 
-    def step(self, step: int) -> dict[str, float]:
-        """One training step (they count from 1). Returns its metrics, the same on every rank."""
+    def step(self, step: int, stop: bool = False) -> tuple[dict[str, float], bool]:
+        """One training step (they count from 1). Returns its metrics, the same on every rank, and whether any
+        rank is to `stop` behind it."""
         options, rank = self.options, self.rank
         begin = time.perf_counter()
         link.read()
@@ -117,10 +118,10 @@ class Trainer:
                 layer.update_correction_bias(assigned_E, options.bias_rate)
         traffic = link.read()
         mean = self._mean_over_ranks(
-            [result.loss, result.balance, result.dropped, traffic.all_to_all_ms, traffic.exposed_ms]
+            [result.loss, result.balance, result.dropped, traffic.all_to_all_ms, traffic.exposed_ms, stop]
         )
         seconds = time.perf_counter() - begin
-        return {
+        metrics = {
             "step": step,
             "loss": mean[0],
             "balance_loss": mean[1],
@@ -132,6 +133,7 @@ class Trainer:
             "step_ms": seconds * 1e3,
             "tokens_per_s": options.batch * rank.world * self.sequence / seconds,
         }
+        return metrics, mean[5] > 0
 
     def _mean_over_ranks(self, values: list[Tensor | float]) -> list[float]:
         numbers = torch.tensor([float(v) for v in values], dtype=torch.float64, device=self.rank.device)

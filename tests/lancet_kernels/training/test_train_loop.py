@@ -359,7 +359,72 @@ def test_run_resumes_at_another_number_of_ranks(lancet, tmp_path):
         assert abs(one["loss"] / two["loss"] - 1) < 2e-5
 
 
+def stop_and_resume(lancet, tmp_path: Path, number: signal.Signals, *arguments: object) -> None:
+    """Tell a run without checkpoints to stop, resume it, and compare with a run that was left alone."""
+    arguments = [*arguments, "--steps", 30, "--checkpoint-every", 0, "--warmup", 12]
+    run = tmp_path / "runs" / "stopped"
+    process = lancet(*arguments, "--name", "stopped")
+    wait_for_step(run, 4)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (128 + number, "")
+    taken = len(metrics_of(run))
+    assert 4 <= taken < 30, "stopped too late"
+    *steps, last = err.splitlines()
+    assert last == (
+        f"stopped by {number.name} behind step {taken}, which is saved; go on with: "
+        "lancet train --resume stopped"
+    )
+    assert all(re.fullmatch(LOGGED, line) for line in steps), steps
+    wait_for_end(process.pid)
+    finish(lancet("--resume", "stopped", fresh=False))
+    finish(lancet(*arguments, "--name", "whole"))
+    whole, resumed = metrics_of(tmp_path / "runs" / "whole"), metrics_of(run)
+    assert [m["step"] for m in resumed] == list(range(1, 31))
+    assert exact(resumed) == exact(whole)
+
+
+LOGGED = r"step \d+/\d+, loss \d+\.\d{3}, \d+ tokens/s, \d+\.\d ms"
+
+
+def test_run_that_is_told_to_stop_saves_and_resumes_with_the_very_losses(lancet, tmp_path):
+    stop_and_resume(lancet, tmp_path, signal.SIGTERM, "--ranks", 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_and_the_run_resumes_with_the_very_losses(lancet, tmp_path, ranks):
+    stop_and_resume(lancet, tmp_path, signal.SIGINT, "--ranks", ranks)
+
+
+@pytest.mark.long
+def test_one_rank_that_is_told_to_stop_stops_all(lancet, tmp_path):
+    """As a scheduler may do that knows the processes and not what started them."""
+    process = lancet("--ranks", 2, "--steps", 100000, "--name", "run")
+    wait_for_step(tmp_path / "runs" / "run", 3)
+    os.kill(job_ranks(process.pid)[1], signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert err.splitlines()[-1].startswith("stopped by SIGTERM behind step ")
+
+
+def test_steps_are_logged_where_there_is_no_terminal(text, tmp_path, monkeypatch, capfd):
+    """The first one, every third, and the last; the last one is saved."""
+    monkeypatch.chdir(tmp_path)
+    job = [*TINY, "--data", str(text), "--ranks", "1", "--steps", "7", "--log-every", "3", "--name", "one"]
+    assert main(["train", *job]) == 0
+    lines = capfd.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [f"step {n}/7" for n in (1, 3, 6, 7)]
+    assert all(re.fullmatch(LOGGED, line) for line in lines)
+    assert [path.name for path in Path("runs/one/checkpoints").iterdir()] == ["step-00000007"]
+
+
 # ---- failures
+
+
+def without_steps(err: str) -> list[str]:
+    """The lines of standard error that are not about steps."""
+    return [line for line in err.splitlines() if not re.fullmatch(LOGGED, line)]
 
 
 def kill_rank(process: subprocess.Popen, rank: int) -> None:
@@ -368,7 +433,7 @@ def kill_rank(process: subprocess.Popen, rank: int) -> None:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert out == ""
-    assert err.splitlines() == [
+    assert without_steps(err) == [
         f"lancet: rank {rank} was killed by SIGKILL (out of memory, or killed by hand)"
     ]
     wait_for_end(process.pid)
@@ -412,8 +477,8 @@ def test_a_rank_that_stops_answering_is_named(lancet, tmp_path, monkeypatch, ste
     os.kill(job_ranks(process.pid)[1], signal.SIGSTOP)
     out, err = process.communicate(timeout=timeout + 60)
     assert (process.returncode, out) == (1, "")
-    assert len(err.splitlines()) == 1, err
-    waited = WAITED.fullmatch(err.strip())
+    (line,) = without_steps(err)
+    waited = WAITED.fullmatch(line)
     assert waited, err
     assert float(waited["seconds"]) > timeout / 2
     if step == "plain":

@@ -1,0 +1,41 @@
+"""A process that is told to stop finishes what it does; told twice, it ends."""
+
+import signal
+import subprocess
+import sys
+
+from lancet_kernels.training.stopping import StopRequest
+
+PATIENT = """
+import signal, time
+from lancet_kernels.training.stopping import StopRequest
+with StopRequest() as asked:
+    print("ready", flush=True)
+    while asked.number < signal.SIGTERM:
+        time.sleep(0.01)
+    print("told", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_signal_is_noted_and_the_handlers_come_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with StopRequest() as asked:
+        assert asked.number == 0
+        signal.raise_signal(signal.SIGINT)
+        assert asked.number == signal.SIGINT
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_second_signal_ends_the_process() -> None:
+    process = subprocess.Popen([sys.executable, "-c", PATIENT], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "told\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
