@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
     from lancet_kernels.schedules.strategies import PlanningOptions
     from lancet_kernels.training.data_parallel import ddp, prepare_data_parallel
+    from lancet_kernels.training.sharded_parallel import fsdp
 else:
     # Imported on first use, because they import the solver and torch's tracer.
     _HOMES = {
@@ -47,6 +48,7 @@ else:
         "convert": "conversion.convert",
         "ddp": "training.data_parallel",
         "export_state_dict": "conversion.export",
+        "fsdp": "training.sharded_parallel",
         "load_safetensors": "conversion.load",
         "optimize": "optimization.optimize",
         "parallelize": "parallelization.parallelize",
@@ -91,6 +93,7 @@ __all__ = [
     "dropout",
     "expert_parameters",
     "export_state_dict",
+    "fsdp",
     "load_safetensors",
     "moe_layers",
     "moe_losses",

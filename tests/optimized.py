@@ -21,6 +21,7 @@ def plan_dearly(program, _cost, options, cut, _with_fillers):
 
 def optimized(module: nn.Module, inputs: tuple, strategy: str = "lancet", **options) -> OptimizedModule:
     """`optimize` without measuring, with plans that cut, in at most 3 parts: 4 take twice as long to plan."""
+    options.setdefault("reduce_gradients", "sum")
     options.setdefault("options", PlanningOptions(PartitionOptions(most_parts=3)))
     library.Planner = plan_dearly
     try:

@@ -184,7 +184,7 @@ class SmallStep:
 
     def __init__(self, case: StepCase) -> None:
         self.module, self.inputs = build_step(case)
-        self._step = CapturedStep.of(self.module, self.inputs, {}, True, None)
+        self._step = CapturedStep.of(self.module, self.inputs, {}, "sum", None)
         captured = self._step.captured
         self.joint, self.forward_outputs = captured.joint, captured.forward_outputs
         self.parameters = captured.parameter_of_gradient()

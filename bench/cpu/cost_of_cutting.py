@@ -78,7 +78,7 @@ def main() -> int:
     token_BS = torch.randint(config.vocab, (BATCH, config.sequence))
     gbps = slow_link(model, (token_BS, token_BS))
     with tempfile.TemporaryDirectory() as folder:
-        step = CapturedStep.of(model, (token_BS, token_BS), {}, True, Path(folder, "times.json"))
+        step = CapturedStep.of(model, (token_BS, token_BS), {}, "sum", Path(folder, "times.json"))
         graph = step.costed(step.captured.joint, step.graph_inputs(), None)
         plan = graph.planner().plan("lancet")
         module = copy_of(graph.module)

@@ -74,6 +74,8 @@ class Captured:
     """Computes what the graph assumes to be constant; on demand, as it takes some tenths of a second."""
     _descriptors: Any
     _tracing_context: TracingContext
+    shards: Callable[[], Mapping[str, Tensor]] = dict
+    """Gives what is handed to the graph in place of sharded parameters, by name; called in each call."""
 
     @property
     def forward_outputs(self) -> int:
@@ -172,7 +174,7 @@ class Captured:
         module, plain = self.module, self.plain
 
         def run(*inputs: object, **by_name: object) -> object:
-            values = plain.values()
+            values = {**plain.values(), **self.shards()}
             state = [values[name] if name in values else _attribute(module, name) for name in names]
             return call(*state, *inputs, **by_name)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput, TangentAOTInput
+from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput, TangentAOTInput
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
 
@@ -90,6 +90,11 @@ def with_any_strides(target: object) -> object:
 def is_tangent(node: fx.Node) -> bool:
     """Is this placeholder of a joint graph the gradient of an output?"""
     return isinstance(node.meta.get("desc"), TangentAOTInput)
+
+
+def is_gradient_of_input(descriptor: object) -> bool:
+    """Does this descriptor of an output of a joint graph say that it is the gradient of an input?"""
+    return isinstance(descriptor, GradAOTOutput) and isinstance(descriptor.grad_of, PlainAOTInput)
 
 
 def input_position(node: fx.Node) -> int | None:

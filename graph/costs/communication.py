@@ -48,12 +48,20 @@ class CommunicationModel:
         return cls({key: _sorted_points(key, points) for key, points in samples.items()})
 
     @classmethod
-    def from_cluster(cls, cluster: Cluster, gpus: int, expert_ranks: int | None = None) -> CommunicationModel:
+    def from_cluster(
+        cls,
+        cluster: Cluster,
+        gpus: int,
+        expert_ranks: int | None = None,
+        shard_ranks: int | None = None,
+    ) -> CommunicationModel:
         """Points calculated for `gpus` ranks that fill the nodes of a cluster one after another.
 
         Args: expert_ranks: consecutive ranks that share one set of experts (default: all). All-to-alls are
             among these; all-reduces, reduce-scatters and all-gathers of group "replica" among the
             `gpus / expert_ranks` ranks with the same. The bytes of the last two are those of the whole.
+            shard_ranks: consecutive ranks over which parameters are sharded (HSDP), group "shards"; group
+            "copies" are the `gpus / shard_ranks` ranks with the same shard.
         """
         if gpus < 1 or (gpus > cluster.gpus_per_node and gpus % cluster.gpus_per_node):
             raise UserError(
@@ -73,6 +81,9 @@ class CommunicationModel:
         sums = {"world": lambda size: _all_reduce_ms(cluster, gpus, size)}
         if among < gpus:
             sums["replica"] = lambda size: _replica_all_reduce_ms(cluster, gpus, among, size)
+        if shard_ranks is not None:
+            sums["shards"] = lambda size: _all_reduce_ms(cluster, shard_ranks, size)
+            sums["copies"] = lambda size: _replica_all_reduce_ms(cluster, gpus, shard_ranks, size)
         for group, all_reduce in sums.items():
             formulas["all_reduce", group] = all_reduce
             # An all-reduce is a reduce-scatter and an all-gather, which take the same time.

@@ -51,12 +51,15 @@ class CostModel:
         gpus: int,
         measured: MeasuredTimes | None = None,
         expert_ranks: int | None = None,
+        shard_ranks: int | None = None,
     ) -> CostModel:
         """Roofline and calculated links for `gpus` ranks of a cluster.
 
-        Args: expert_ranks: how many of them share one set of experts (default: all).
+        Args: expert_ranks: how many of them share one set of experts (default: all). shard_ranks: over how
+            many parameters are sharded, if not over all.
         """
-        return cls(cluster, CommunicationModel.from_cluster(cluster, gpus, expert_ranks), measured)
+        communication = CommunicationModel.from_cluster(cluster, gpus, expert_ranks, shard_ranks)
+        return cls(cluster, communication, measured)
 
     def __call__(self, instruction: Instruction, tensors: Tensors) -> float:
         if instruction.milliseconds is not None:

@@ -11,9 +11,10 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -174,14 +175,19 @@ def _spare_cores() -> bool:
 
 
 def measure_communication(
-    largest: dict[tuple[str, str], int], width: int, groups: Groups, device: torch.device, repeats: int = 5
+    largest: dict[tuple[str, str], int],
+    width: int,
+    groups: Groups,
+    device: torch.device,
+    repeats: int = 5,
+    others: Mapping[str, str] = MappingProxyType({}),
 ) -> CommunicationModel:
     """Times of each collective from 1 KB up to its largest size, in steps of two.
 
     Args:
         largest: bytes per rank (all-gather and reduce-scatter: of the whole), by collective and group.
             "world" means the expert group for all-to-alls, all ranks for shifts, and the data group for the
-            rest; "replica" means the replica group.
+            rest; "replica" means the replica group; further names are those of `others`.
         width: of the rows in all-to-all buffers. device: of the step's tensors.
     """
 
@@ -209,7 +215,7 @@ def measure_communication(
         ("all_to_all", "world"): lambda size: _uniform_all_to_all(size, width, groups.expert, device),
         ("point_to_point", "world"): shift_around,
     }
-    for name, group in (("world", groups.data), ("replica", groups.replica)):
+    for name, group in {"world": groups.data, "replica": groups.replica, **others}.items():
         starts["all_reduce", name] = all_reduce(group)
         starts["all_gather", name] = all_gather(group)
         starts["reduce_scatter", name] = reduce_scatter(group)

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import fx
@@ -46,11 +47,18 @@ def default_cache() -> Path:
 class Profiler:
     """Measured costs on all ranks of `groups`. All methods are collective.
 
-    Args: cache: file of measured times; None: the one in the user's cache folder.
+    Args: cache: file of measured times; None: the one in the user's cache folder. others: further groups, by
+        the attribute `group` of their communication.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, cache: str | Path | None = None) -> None:
-        self.groups, self.device = groups, device
+    def __init__(
+        self,
+        groups: Groups,
+        device: torch.device,
+        cache: str | Path | None = None,
+        others: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.groups, self.device, self._others = groups, device, others
         file = Path(cache or default_cache())
         self.times = MeasuredTimes(file)
         kind = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
@@ -144,7 +152,7 @@ class Profiler:
         prefix = f"communication up to {sizes}, rows of {width}, {self._where}{wire}: "
         times = self._from_first({key: ms for key, ms in self.times.items() if key.startswith(prefix)})
         if not times:
-            model = measure_communication(largest, width, self.groups, self.device)
+            model = measure_communication(largest, width, self.groups, self.device, others=self._others)
             times = {
                 f"{prefix}{collective} {group} {size:.0f}": ms
                 for (collective, group), points in model.points.items()

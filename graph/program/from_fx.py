@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from lancet_kernels.graph.program.phases import forward_nodes, recompute_after
+from lancet_kernels.graph.program.phases import forward_nodes, not_before
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.ops.moe.gates import parse_gate
 
@@ -97,7 +97,7 @@ def program_from_graph(
     """
     nodes = list(graph.nodes)
     forward = forward_nodes(nodes)
-    after = recompute_after(nodes, forward)
+    after = not_before(nodes, forward)
     tensors: dict[str, TensorSpec] = {}
     instructions, inputs, parameters = [], [], []
     for node in nodes:

@@ -1,9 +1,11 @@
-"""Forward or backward: the phase of each node of a joint graph, and when recomputation may begin."""
+"""Forward or backward: the phase of each node of a joint graph, and when recomputation and the gathering of
+sharded parameters may begin."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping
+from itertools import pairwise
 from typing import cast
 
 from torch import fx
@@ -11,13 +13,22 @@ from torch import fx
 REGION = "recomputed_region"
 """Key of `meta` of a recomputed node (`graph.capture.recompute`): the number of its checkpointed region, in
 the order in which the backward reads them."""
+UNIT = "gathered_unit"
+"""Key of `meta` of a node that gathers sharded parameters (`schedules.rewrite.gathers`): the number of their
+unit."""
+IN_BACKWARD = "in_backward"
+"""Key of `meta` of a node that gathers them a second time."""
 
 
 def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The forward nodes: in a joint graph those that neither depend on a tangent nor are recomputed; in any
-    other graph all."""
+    """The forward nodes: in a joint graph those that neither depend on a tangent nor are recomputed or
+    gathered again; in any other graph all."""
     behind = {
-        n for n in nodes if REGION in n.meta or (n.op == "placeholder" and n.name.startswith("tangents"))
+        n
+        for n in nodes
+        if REGION in n.meta
+        or IN_BACKWARD in n.meta
+        or (n.op == "placeholder" and n.name.startswith("tangents"))
     }
     for node in nodes:
         if any(source in behind for source in node.all_input_nodes):
@@ -35,6 +46,33 @@ def forward_first(graph: fx.Graph) -> set[fx.Node]:
         if node in forward:
             nodes[first].prepend(node)
     return forward
+
+
+def not_before(nodes: list[fx.Node], forward: Collection[fx.Node]) -> Mapping[fx.Node, fx.Node]:
+    """By node that recomputes or gathers, the node that must have run before, although it reads nothing of
+    it."""
+    return {**recompute_after(nodes, forward), **_gather_after(nodes)}
+
+
+def _gather_after(nodes: list[fx.Node]) -> Mapping[fx.Node, fx.Node]:
+    """By node that gathers a unit, the first node that reads the unit before its own. So two units are whole
+    at most, whatever order is planned."""
+    first_reader: dict[tuple[bool, int], fx.Node] = {}
+    for node in nodes:
+        for source in node.all_input_nodes if node.op != "output" and UNIT not in node.meta else ():
+            if UNIT in source.meta:
+                first_reader.setdefault((IN_BACKWARD in source.meta, source.meta[UNIT]), node)
+    # In the order of the first readers.
+    before: dict[tuple[bool, int], fx.Node] = {}
+    for phase in (False, True):
+        units = [key for key in first_reader if key[0] is phase]
+        before |= {key: first_reader[last] for last, key in pairwise(units)}
+    return {
+        node: before[key]
+        for node in nodes
+        if UNIT in node.meta and (key := (IN_BACKWARD in node.meta, node.meta[UNIT])) in before
+        if before[key] is not first_reader[key] and node.target is not operator.getitem
+    }
 
 
 def recompute_after(nodes: list[fx.Node], forward: Collection[fx.Node]) -> Mapping[fx.Node, fx.Node]:

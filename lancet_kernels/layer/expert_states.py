@@ -15,6 +15,8 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from lancet_kernels.layer.expert_names import ExpertsByGlobalId
@@ -34,7 +36,7 @@ def _before_step(optimizer: Optimizer, _arguments: object, _by_name: object) -> 
     # What was loaded before the first step.
     for parameter, layer in _layers(optimizer).items():
         state = optimizer.state.get(parameter, {})
-        state.update({key: _own(value, layer) for key, value in state.items()})
+        state.update({key: _own(value, parameter, layer) for key, value in state.items()})
 
 
 register_optimizer_step_pre_hook(_before_step)
@@ -70,25 +72,25 @@ def _changed(optimizer: Optimizer, state_dict: State, change: Any) -> State:
         for parameter, name in zip(group["params"], named["params"], strict=False):
             if parameter in layers and isinstance(states.get(name), Mapping):
                 layer = layers[parameter]
-                states[name] = {key: change(value, layer) for key, value in states[name].items()}
+                states[name] = {key: change(value, parameter, layer) for key, value in states[name].items()}
     return {**state_dict, "state": states}
 
 
-def _as_shard(value: object, layer: ExpertsByGlobalId) -> object:
+def _as_shard(value: object, parameter: Tensor, layer: ExpertsByGlobalId) -> object:
     """A tensor with a row for each expert of this rank as the shard of one with a row for each expert."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-
     if not isinstance(value, Tensor) or not value.dim() or len(value) != layer.local_experts:
         return value
+    if isinstance(value, DTensor):  # sharded over the ranks that hold the same experts, too
+        mesh, placements = _with_experts(value)
+        return DTensor.from_local(value.to_local(), mesh, placements, run_check=False)
     mesh = DeviceMesh.from_group(group_of(layer.expert_group), value.device.type)
     return DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
 
 
-def _own(value: object, layer: ExpertsByGlobalId) -> object:
+def _own(value: object, parameter: Tensor, layer: ExpertsByGlobalId) -> object:
     """This rank's part of such a tensor. Collective over the ranks of a DTensor that is sharded otherwise."""
-    from torch.distributed.tensor import DTensor, Shard
-
+    if isinstance(parameter, DTensor):
+        return _own_shard(value, parameter, layer)
     if isinstance(value, DTensor):
         if value.placements == (Shard(0),) and len(value.to_local()) == layer.local_experts:
             return value.to_local()
@@ -96,3 +98,27 @@ def _own(value: object, layer: ExpertsByGlobalId) -> object:
     if isinstance(value, Tensor) and value.dim() and len(value) == layer.num_experts:
         return shard_of(value, 0, layer.expert_group)
     return value
+
+
+def _own_shard(value: object, parameter: DTensor, layer: ExpertsByGlobalId) -> object:
+    """The same for experts that are sharded over the ranks that hold the same ones."""
+    mesh, placements = _with_experts(parameter)
+    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
+        own = value.to_local()
+    else:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if not isinstance(whole, Tensor) or not whole.dim() or len(whole) != layer.num_experts:
+            return value
+        of_rank = shard_of(whole, 0, layer.expert_group)
+        own = distribute_tensor(of_rank, parameter.device_mesh, parameter.placements).to_local()
+    return DTensor.from_local(own, parameter.device_mesh, parameter.placements, run_check=False)
+
+
+def _with_experts(shard: DTensor) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """The mesh of all ranks and the placements of the tensor of all experts of which this is a part."""
+    mesh = shard.device_mesh
+    root = mesh._get_root_mesh()
+    (name,) = mesh.mesh_dim_names or ("",)
+    of_dimension = {name: shard.placements[0]}
+    names = root.mesh_dim_names or ()
+    return root, tuple(of_dimension.get(other, Shard(0)) for other in names)

@@ -21,17 +21,21 @@ from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.costs.profiler import Profiler
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.sharded.fsdp import ShardedParameter
+from lancet_kernels.graph.sharded.twin import Twin, twin_of
 from lancet_kernels.layer.model_layers import moe_layers
 from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_size
 from lancet_kernels.ops.fused.fused_graph import register_layer
 from lancet_kernels.optimization.guards import Arguments
+from lancet_kernels.optimization.model_checks import check_shards
 from lancet_kernels.schedules.fuse.fused import lower
 from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
 from lancet_kernels.schedules.order.sink import sink_statistics
 from lancet_kernels.schedules.partition.ranges import range_names
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
 from lancet_kernels.schedules.rewrite.apply import reorder
-from lancet_kernels.schedules.rewrite.buckets import insert_all_reduces
+from lancet_kernels.schedules.rewrite.buckets import divide_gradients, insert_all_reduces
+from lancet_kernels.schedules.rewrite.gathers import insert_gathers
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions, ordered
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
@@ -69,7 +73,8 @@ class CostedGraph:
 class CapturedStep:
     """One training step of a model on this rank: captures it, and measures or estimates its instructions.
 
-    gradient_groups: by the name of the parameter. fused: the layers that are fused launches.
+    gradient_groups: by the name of the parameter. reduction: as of `of`. fused: the layers that are fused
+    launches. twin: of a model after `fully_shard`.
     """
 
     model: nn.Module
@@ -78,8 +83,9 @@ class CapturedStep:
     groups: Groups
     profiler: Profiler
     gradient_groups: Mapping[str, str]
-    reduces_gradients: bool
+    reduction: str
     fused: tuple[FusedGroup, ...] = ()
+    twin: Twin | None = None
     _layer_numbers: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -88,23 +94,41 @@ class CapturedStep:
         model: nn.Module,
         inputs: tuple,
         by_name: Mapping[str, object],
-        reduce_gradients: bool,
+        reduction: str,
         times: str | Path | None,
         groups: AnyGroups | None = None,
     ) -> CapturedStep:
-        """The step of a model. Args: as of `optimize`. Collective."""
+        """The step of a model. Collective.
+
+        Args: reduction: "mean", "sum", or "" for none; the others as of `optimize`.
+        """
         own = groups_of(model, groups)
         over = gradient_groups(model, own)
-        named = model.named_parameters(remove_duplicate=False)
+        named, twin = model.named_parameters(remove_duplicate=False), twin_of(model, own)
+        others: Mapping[str, str] = {}
+        if twin is not None:
+            check_shards(model, twin.parameters, own)
+            others = twin.groups
         return cls(
             model,
             inputs,
             by_name,
             own,
-            Profiler(own, next(model.parameters()).device, times),
+            Profiler(own, next(model.parameters()).device, times, others),
             {name: over[parameter] for name, parameter in named},
-            reduce_gradients and any(over.values()),
+            reduction,
+            twin=twin,
         )
+
+    @property
+    def reduces_gradients(self) -> bool:
+        """Does the step sum gradients that FSDP does not?"""
+        return bool(self.reduction) and any(self.gradient_groups.values())
+
+    @property
+    def divide_by(self) -> int:
+        """What the sum of all ranks' losses is divided by."""
+        return group_size(self.groups.data) if self.reduction == "mean" else 1
 
     @property
     def device(self) -> torch.device:
@@ -114,13 +138,27 @@ class CapturedStep:
     def captured(self) -> Captured:
         """The captured step, with gradient all-reduces, and with statistics moved
         (`schedules.order.sink`)."""
-        captured = capture(self.model, self.inputs, self.by_name)
+        twin = self.twin
+        captured = capture(twin.module if twin else self.model, self.inputs, self.by_name)
+        if twin is not None:
+            captured = replace(captured, shards=twin.shards, assumptions=twin.watched(captured.assumptions))
+            own = {self.groups.data: "world", self.groups.replica: "replica"}
+            own = {**{group: name for name, group in twin.groups.items()}, **own}
+            insert_gathers(captured.joint, twin, captured.parameter_of_gradient(), self._scale_of_shards, own)
+        divide_gradients(captured.joint, self.divide_by)
         if self.reduces_gradients:
             replica = self.groups.replica if self.groups.replica != self.groups.data else ""
             over = {**self.gradient_groups, **dict.fromkeys(captured.plain.trained, self.groups.data)}
             insert_all_reduces(captured.joint, captured.parameter_of_gradient(), over, replica)
         reorder(captured.joint.graph, sink_statistics(program_from_fx(captured.joint)))
         return captured
+
+    def _scale_of_shards(self, parameter: ShardedParameter) -> float:
+        """What sums of its gradients are multiplied with; those of the graph are divided already."""
+        own = parameter.divide_by
+        if own is None:
+            own = self.divide_by if self.reduction else group_size(self.groups.data)
+        return self.divide_by / own
 
     def with_inputs(self, arguments: Arguments) -> CapturedStep:
         """The same step, with the same fused layers and their exchanges, for inputs of other shapes."""
@@ -172,6 +210,7 @@ class CapturedStep:
         # With the second names of tied weights: torch's graph reads one of the names, not always the first.
         state: dict[str, torch.Tensor] = dict(traced.named_parameters(remove_duplicate=False))
         state |= dict(traced.named_buffers(remove_duplicate=False))
+        state |= self.captured.shards()
         flat = pytree.tree_leaves((self.inputs, self.by_name))
         values: list[object] = []
         for node in self.captured.joint.graph.nodes:
@@ -195,7 +234,8 @@ class CapturedStep:
         cluster."""
         if cluster is not None:
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
-            estimate = CostModel.for_cluster(load_cluster(cluster), ranks, expert_ranks=expert_ranks)
+            shards = group_size(self.twin.groups["shards"]) if self.twin and self.twin.groups else None
+            estimate = CostModel.for_cluster(load_cluster(cluster), ranks, None, expert_ranks, shards)
             return CostedGraph(module, program_from_fx(module), estimate, inputs)
         program = self.profiler.program(module, inputs)
         layers = moe_layers(self.model)

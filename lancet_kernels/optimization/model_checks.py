@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from lancet_kernels.errors import UserError
+from lancet_kernels.graph.sharded.fsdp import ShardedParameter, sharded_parameters
+from lancet_kernels.layer.model_layers import expert_parameters
+from lancet_kernels.ops.comm.groups import Groups, group_size
 
 
 def check_model(model: nn.Module) -> None:
@@ -39,19 +44,38 @@ def check_model(model: nn.Module) -> None:
     refuse_sharded(model)
 
 
+def check_shards(model: nn.Module, sharded: Sequence[ShardedParameter], groups: Groups) -> None:
+    """Raise UserError for parameters that are sharded over other ranks than those that hold the same ones."""
+    experts = {id(parameter) for parameter in expert_parameters(model)}
+    for one in sharded:
+        is_expert = id(one.parameter) in experts
+        ranks, over = group_size(one.group) * group_size(one.replicas), groups.data
+        if is_expert:
+            over = groups.replica
+        if ranks != group_size(over):
+            raise UserError(
+                f"model {type(model).__name__}",
+                got=f"{one.name} sharded over {ranks} ranks",
+                expected=f"the {group_size(over)} ranks that hold the same "
+                + ("experts" if is_expert else "parameters"),
+                do="shard the model with lancet_kernels.fsdp, or give optimize() the groups",
+            )
+
+
 def refuse_sharded(module: nn.Module) -> None:
-    """Raise UserError for parameters that FSDP, DistributedDataParallel or DTensor distribute over ranks."""
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+    """Raise UserError for parameters that DistributedDataParallel or the first FSDP distribute over ranks, or
+    DTensors of anything but `fully_shard`."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.tensor import DTensor
 
     name_of_model = type(module).__name__
     for name, part in module.named_modules():
-        if isinstance(part, (FSDPModule, FullyShardedDataParallel)):
+        if isinstance(part, FullyShardedDataParallel):
             raise UserError(
                 f"model {name_of_model}",
-                got=f"{name or 'the model'} sharded by FSDP, whose hooks torch cannot trace",
-                expected="whole parameters on every rank",
-                do="leave FSDP out (optimize() sums the gradients), or train without optimize()",
+                got=f"{name or 'the model'} in a FullyShardedDataParallel",
+                expected="sharding by fully_shard, which leaves the modules as they are",
+                do="use torch.distributed.fsdp.fully_shard, or train without optimize()",
             )
         if isinstance(part, DistributedDataParallel):
             raise UserError(
@@ -60,11 +84,12 @@ def refuse_sharded(module: nn.Module) -> None:
                 expected="the model that it wraps",
                 do="give optimize() the plain model; it sums the gradients",
             )
+    sharded = {id(parameter.parameter) for parameter in sharded_parameters(module)}
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and id(parameter) not in sharded:
             raise UserError(
                 f"model {name_of_model}",
                 got=f"{name} as a DTensor (tensor parallel)",
-                expected="plain tensors",
+                expected="plain tensors, or parameters that fully_shard has sharded",
                 do="leave tensor parallelism out, or train without optimize()",
             )

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from lancet_kernels.graph.capture.inner_compile import check_compiler
 from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.costs.clusters import Cluster
 from lancet_kernels.graph.costs.costs import source_of
+from lancet_kernels.graph.sharded.fsdp import set_divisor
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.layer.moe_layer import BACKENDS
@@ -69,7 +71,7 @@ def optimize(
     times: str | Path | None = None,
     options: PlanningOptions | None = None,
     plan: str | Path | None = None,
-    reduce_gradients: bool = True,
+    reduce_gradients: str | Literal[False] = "mean",
     groups: AnyGroups | None = None,
     backend: str | None = None,
     lowering: str = "auto",
@@ -98,9 +100,11 @@ def optimize(
         options: memory limit and hyper-parameters (default: LANCET_RHO, LANCET_GAMMA, LANCET_IOTA).
         plan: a file from `Plan.save` to use instead of planning; it must be for this model, and for this
             strategy unless that is "auto".
-        reduce_gradients: sum gradients over the ranks that hold the same parameters, as part of the plan;
-            these ranks start with the parameters and buffers of the first of them. Divide the loss by the
-            number of ranks for an average, and do not wrap the model in DistributedDataParallel.
+        reduce_gradients: "mean": gradients are those of the mean loss of all ranks, as with
+            DistributedDataParallel and FSDP; "sum": of the sum of their losses. Ranks that hold the same
+            parameters sum their gradients as part of the plan, and start with the parameters and buffers of
+            the first of them; do not wrap the model in DistributedDataParallel. False: they are not summed,
+            but for those of what FSDP shards.
         groups: the ranks that share experts, and the ranks over which gradients are summed (default: the
             groups of the MoE layers, or one group of all ranks).
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
@@ -128,6 +132,7 @@ def optimize(
         backend,
         inner_compile,
         {"compare_every": (compare_every, "calls"), "trials": (trials, "steps")},
+        reduce_gradients,
     )
     if backend == "fused":
         for layer in moe_layers(model):
@@ -137,10 +142,13 @@ def optimize(
     arguments = example_arguments(model, example_inputs)
     progress = Progress(_STAGES, verbose)
     progress.begin("capturing the step")
-    step = CapturedStep.of(model, *arguments, reduce_gradients, times, groups)
+    step = CapturedStep.of(model, *arguments, reduce_gradients or "", times, groups)
     world, measured = step.groups.world, cluster is None
     module, inputs = capture_alike(step)
     _warn_of_unregistered(model, step)
+    if step.twin is not None and reduce_gradients:
+        # For calls without the plan, in which FSDP itself scatters.
+        set_divisor(model, step.divide_by)
     if step.reduces_gradients:
         # As DistributedDataParallel does, which this replaces: equal parameters then stay equal.
         broadcast_replicated(model, step.groups)
@@ -219,12 +227,23 @@ def _fastest(
 
 
 def _check_choices(
-    strategy: str, backend: str | None, inner_compile: str, numbers: Mapping[str, tuple[object, str]]
+    strategy: str,
+    backend: str | None,
+    inner_compile: str,
+    numbers: Mapping[str, tuple[object, str]],
+    reduce_gradients: object,
 ) -> None:
-    """Raise UserError for an unknown strategy, backend or compiler, or a number that is none.
+    """Raise UserError for an unknown strategy, backend, compiler or reduction, or a number that is none.
 
     Args: numbers: by name, with what they count.
     """
+    if reduce_gradients not in ("mean", "sum", False) or reduce_gradients is True:
+        raise UserError(
+            "reduce_gradients",
+            got=repr(reduce_gradients),
+            expected='"mean", "sum" or False',
+            do='use "mean", and do not divide the loss by the number of ranks',
+        )
     check_name("strategy", strategy, STRATEGY_NAMES)
     if backend is not None:
         check_name("backend", backend, BACKENDS)
@@ -271,7 +290,7 @@ class _Builder:
         host_wait_names = host_waits(captured.joint.graph)
         sums: PlannedSums | None = None
         watch: GradientWatch | None = None
-        if step.reduces_gradients:
+        if step.reduction:
             buckets = buckets_in_order(captured.joint, captured.parameter_of_gradient())
             if captured.plain.trained:
                 # Where tensors are trained that are no parameters, nothing runs without the plan.
@@ -281,7 +300,7 @@ class _Builder:
                     lambda: [captured.plain.values()[name] for name in captured.plain.trained],
                 )
             else:
-                sums = PlannedSums(step.model, step.groups, buckets)
+                sums = PlannedSums(step.model, step.groups, buckets, step.divide_by)
                 watch = sums.watch
 
         def compiled(captured: Captured, plan: Plan) -> Callable[..., object]:
@@ -301,11 +320,11 @@ class _Builder:
     def plain(self, plan: Plan, timeline: Timeline) -> OptimizedModule | None:
         """The module as it is; None where it trains what only a plan can sum."""
         captured, sums = self.step.captured, None
-        if self.step.reduces_gradients:
+        if self.step.reduction:
             if captured.plain.trained:
                 return None
             buckets = buckets_in_order(captured.joint, captured.parameter_of_gradient())
-            sums = PlannedSums(self.step.model, self.step.groups, buckets, early=True)
+            sums = PlannedSums(self.step.model, self.step.groups, buckets, self.step.divide_by, early=True)
         runs = PlainStep(self.step.model, self._guards(), sums)
         return self._module(plan, timeline, runs, Recorder(), sums, ())
 
@@ -326,7 +345,16 @@ class _Builder:
         if step.reduces_gradients:
             replicas = Replicas(step.model, step.groups, self.compare_every)
         return OptimizedModule(
-            step.model, plan, timeline, runs, recorder, sums, replicas, host_wait_names, step.layer_numbers
+            step.model,
+            plan,
+            timeline,
+            runs,
+            recorder,
+            sums,
+            replicas,
+            host_wait_names,
+            step.layer_numbers,
+            step.twin,
         )
 
 

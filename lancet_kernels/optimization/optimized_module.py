@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.program.program import Kind, Phase
+from lancet_kernels.graph.sharded.twin import Twin
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.optimization.guards import Arguments, bind
@@ -54,6 +55,7 @@ class OptimizedModule(nn.Module):
         replicas: Replicas | None,
         host_waits: Sequence[str] = (),
         fused_layers: Sequence[int] = (),
+        twin: Twin | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -63,7 +65,7 @@ class OptimizedModule(nn.Module):
         self.plan, self.timeline = plan, timeline
         self.fallbacks: Counter[str] = Counter()
         self._runs, self._recorder = runs, recorder
-        self._sums, self._replicas = sums, replicas
+        self._sums, self._replicas, self._twin = sums, replicas, twin
         self._signature = inspect.signature(module.forward)
 
     @torch.compiler.disable
@@ -73,6 +75,8 @@ class OptimizedModule(nn.Module):
         Raises: UserError for a model that changed permanently since it was planned, or whose parameters have
         become different on ranks that hold the same ones.
         """
+        if self._twin is not None:
+            self._twin.reshard()
         if not torch.is_grad_enabled():
             return self.module(*inputs, **by_name)
         if isinstance(self._runs, PlainStep):

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lancet_kernels.graph.capture.captured_graph import tensors_restored
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
@@ -32,6 +33,7 @@ class PlannedSums:
 
     Collective over the groups of parameters that are trained and have no gradient in the plan.
     Args: buckets: group and parameters of each, in the order in which the plan sums them.
+        divide_by: the sums are divided by it, and the gradients of parameters that no other rank holds.
         early: no rank has a plan: the sum of a bucket starts when it is complete, after those before it.
     """
 
@@ -40,6 +42,7 @@ class PlannedSums:
         module: nn.Module,
         groups: Groups,
         buckets: Sequence[tuple[str, Sequence[str]]],
+        divide_by: int = 1,
         early: bool = False,
     ) -> None:
         over = gradient_groups(module, groups)
@@ -57,12 +60,21 @@ class PlannedSums:
         self._buckets = [(apart[group], len(names)) for group, names in buckets]
         # On a communicator of its own, a sum that the plan does not have cannot be taken for one that it has.
         self._beyond = [subgroup(range(group_size(group)), group) for group in beyond.values()]
-        self._names = [name for _, names in buckets for name in names] + [*beyond]
-        self.watch = GradientWatch({name: module.get_parameter(name) for name in self._names})
+        summed = [name for _, names in buckets for name in names] + [*beyond]
+        self.watch = GradientWatch({name: module.get_parameter(name) for name in summed})
+        self._divide_by = divide_by
+        own = [
+            n
+            for n, p in module.named_parameters()
+            if p.requires_grad and not over[p] and not isinstance(p, DTensor)
+        ]
+        self._names = summed + (own if divide_by > 1 else [])
 
     def call(self, module: nn.Module, inputs: Sequence[object], by_name: Mapping[str, object]) -> object:
         """`module(*inputs, **by_name)`, whose backward sums the gradients."""
-        early = _EarlySums(self._buckets) if self._early else None
+        if not self._names:
+            return module(*inputs, **by_name)
+        early = _EarlySums(self._buckets, self._divide_by) if self._early else None
         summed = _Summed.apply(self, early, *(module.get_parameter(name) for name in self._names))
         if early is not None:
             summed = early.noticed(summed)
@@ -79,11 +91,13 @@ class PlannedSums:
         summed if this rank has a gradient of one of those. Args: early: has those of the plan.
         """
         number = sum(size for _, size in self._buckets)
+        behind = number + len(self._beyond)
         if early is None:
-            early = _EarlySums(self._buckets)
-            early.given = [*_in_buckets(self._buckets, grads)]
+            early = _EarlySums(self._buckets, self._divide_by)
+            early.given = [*_in_buckets(self._buckets, grads[:number])]
         sums = early.finish(tensors[:number])
-        sums += _sum_used(self._beyond, tensors[number:], grads[number:])
+        others = [*_sum_used(self._beyond, tensors[number:behind], grads[number:behind]), *grads[behind:]]
+        sums += [grad if grad is None else grad / self._divide_by for grad in others]
         self.watch.give(zip(self._names, sums, strict=True))
         return sums
 
@@ -109,8 +123,8 @@ class _EarlySums:
     given: the gradients of each bucket; None: not there yet, or started.
     """
 
-    def __init__(self, buckets: Sequence[tuple[str, int]]) -> None:
-        self._buckets = buckets
+    def __init__(self, buckets: Sequence[tuple[str, int]], divide_by: int) -> None:
+        self._buckets, self._scale = buckets, 1.0 / divide_by
         self.given: list[Sequence[Tensor | None] | None] = [None] * len(buckets)
         self._started: list[Started[list[Tensor]]] = []
         self._lacks: list[bool] = []
@@ -145,7 +159,7 @@ class _EarlySums:
         grads, self.given[number] = self.given[number] or [None] * len(tensors), None
         # A rank without a gradient adds -0.0, the others none: only a sum of nothing else is -0.0.
         added = [
-            torch.zeros_like(tensor).neg_() if grad is None else grad + 0.0
+            torch.zeros_like(tensor).neg_() if grad is None else grad.new_zeros(()).add(grad, alpha=self._scale)
             for tensor, grad in zip(tensors, grads, strict=True)
         ]
         self._lacks += [grad is None for grad in grads]

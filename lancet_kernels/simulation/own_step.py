@@ -117,7 +117,7 @@ def capture_step(model: nn.Module, inputs: Sequence | Mapping[str, object]) -> C
     Raises: UserError, CaptureError.
     """
     check_model(model)
-    return CapturedStep.of(model, *example_arguments(model, inputs), True, None)
+    return CapturedStep.of(model, *example_arguments(model, inputs), "mean", None)
 
 
 def load_function(spec: str) -> Callable[[], object]:

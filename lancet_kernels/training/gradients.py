@@ -11,14 +11,16 @@ parameters alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.sharded.fsdp import copies_of_shard
 from lancet_kernels.layer.model_layers import expert_parameters, moe_layers
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets, start_all_reduce
 from lancet_kernels.ops.comm.groups import (
@@ -88,13 +90,15 @@ def groups_of(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
 
 
 def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:
-    """For every parameter, trained or frozen, the group that holds the same values and sums its gradient."""
+    """For every parameter, trained or frozen, the group that holds the same values and sums its gradient; ""
+    for what FSDP shards."""
     experts = set(expert_parameters(model))
     group_of = {p: groups.replica if p in experts else groups.data for p in model.parameters()}
     for module in model.modules():
         marks: Mapping[str, str] = getattr(module, _MARK, {})
         group_of |= {p: marks[name] for name, p in module.named_parameters(recurse=False) if name in marks}
-    return group_of
+    # FSDP scatters the gradients of what it shards.
+    return {p: "" if isinstance(p, DTensor) else group for p, group in group_of.items()}
 
 
 def as_backward_finishes(
@@ -169,8 +173,10 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGrou
         )
     over = gradient_groups(model, groups)
     # What n ranks hold counts once: each of them adds an n-th.
-    held = {name: [p for p, group in over.items() if group == name] for name in over.values()}
-    squares = [_sum_of_squares(parameters) / group_size(name) for name, parameters in held.items()]
+    held: dict[int, list[nn.Parameter]] = {}
+    for parameter, group in over.items():
+        held.setdefault(group_size(group) * copies_of_shard(parameter), []).append(parameter)
+    squares = [_sum_of_squares(parameters) / ranks for ranks, parameters in held.items()]
     square = torch.stack(squares).sum() if squares else _sum_of_squares([])
     if groups.data:
         with waiting("norm of the gradients", group_of(groups.data)):
@@ -178,14 +184,19 @@ def clip_gradients(model: nn.Module, largest_norm: float | None, groups: AnyGrou
     norm = square.sqrt()
     if largest_norm is not None:
         scale = (largest_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale.to(parameter.grad))
+        for gradient in _local_gradients(model.parameters()):
+            gradient.mul_(scale.to(gradient))
     return norm
 
 
-def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:
+def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that there are; of sharded ones, those of this rank's shards."""
     gradients = [p.grad for p in parameters if p.grad is not None]
+    return [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+
+
+def _sum_of_squares(parameters: list[nn.Parameter]) -> Tensor:
+    gradients = _local_gradients(parameters)
     if not gradients:
         device = parameters[0].device if parameters else None
         return torch.zeros((), dtype=torch.float64, device=device)

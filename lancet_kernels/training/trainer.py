@@ -77,7 +77,7 @@ class Trainer:
                 cache=cache,
                 options=PlanningOptions(self.options.partition()),
                 plan=self.options.plan,
-                reduce_gradients=self.rank.world > 1,
+                reduce_gradients="sum" if self.rank.world > 1 else False,
                 backend=self.options.backend,
             )
         elif self.rank.world > 1:

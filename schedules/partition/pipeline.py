@@ -53,7 +53,10 @@ def simulate_pipeline(
     order = list(pipeline_order(program, first, last, forms, parts))
     for i, part in order:
         whole = parts - 1 if part is None else part
-        after = [(j, whole if cut[j] else None) for j in program.dependencies[i] if j >= first]
+        # A gather (`Instruction.after`) waits for the first part that reads the unit before its own.
+        behind = program.index.get(program.instructions[i].after)
+        needed = [(j, 0 if j == behind else whole) for j in program.dependencies[i] if j >= first]
+        after: list[tuple[int, int | None]] = [(j, of if cut[j] else None) for j, of in needed]
         if carried[i] and part:
             after.append((i, part - 1))
         if program.instructions[i].kind is Kind.COMPUTE:

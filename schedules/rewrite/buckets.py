@@ -1,4 +1,4 @@
-"""Inserts gradient all-reduces into a joint graph, in buckets of several gradients.
+"""Inserts gradient all-reduces into a joint graph, in buckets of several gradients, and their division.
 
 Buckets follow the order in which the backward computes the gradients, so each is complete early; if a weight
 gradient is scheduled later, its bucket is, too.
@@ -13,7 +13,13 @@ import torch
 from torch import fx
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.graph.capture.captured_graph import fake_mode_of, output_node, set_value
+from lancet_kernels.graph.capture.captured_graph import (
+    fake_mode_of,
+    is_gradient_of_input,
+    is_tangent,
+    output_node,
+    set_value,
+)
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 
 BUCKET_BYTES = 1 << 20
@@ -68,6 +74,35 @@ def insert_all_reduces(
     graph.lint()
     module.recompile()
     return names
+
+
+def divide_gradients(module: fx.GraphModule, divide_by: int) -> None:
+    """Divide the gradients of all parameters of a joint graph: the backward is linear in the gradients of its
+    results, which are mostly one number, so these are divided. Gradients of inputs stay as they are."""
+    if divide_by == 1:
+        return
+    graph, output = module.graph, output_node(module)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in graph.find_nodes(op="placeholder"):
+        if is_tangent(node) and node.users:
+            users = sorted(node.users, key=place.__getitem__)
+            scaled = _times(graph, node, 1.0 / divide_by, users[0])
+            for user in users:
+                user.replace_input_with(node, scaled)
+    results = list(output.args[0])
+    for i, descriptor in enumerate(output.meta["desc"]):
+        if is_gradient_of_input(descriptor) and isinstance(results[i], fx.Node):
+            results[i] = _times(graph, results[i], float(divide_by), output)
+    output.args = (results,)
+    graph.lint()
+    module.recompile()
+
+
+def _times(graph: fx.Graph, node: fx.Node, factor: float, before: fx.Node) -> fx.Node:
+    with graph.inserting_before(before), fake_mode_of(node):
+        scaled = graph.call_function(torch.ops.aten.mul.Tensor, (node, factor))
+        set_value(scaled, node.meta["val"] * factor)
+    return scaled
 
 
 def buckets_in_order(

@@ -115,6 +115,6 @@ def test_it_builds_without_warnings(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     support = (tmp_path / "site/reference/support.html").read_text()
-    assert "<code>fully_sharded_before</code>" in support
+    assert "<code>fully_sharded_after</code>" in support
     options = (tmp_path / "site/reference/command-line.html").read_text()
     assert "<code>--checkpoint-every</code>" in options

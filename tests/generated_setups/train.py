@@ -124,7 +124,7 @@ class Trained:
                     self.model,
                     self._examples(),
                     self.setup.strategy,
-                    reduce_gradients=self.setup.sums,
+                    reduce_gradients="sum" if self.setup.sums else False,
                 )
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if self.loop.optimizer == "sgd":

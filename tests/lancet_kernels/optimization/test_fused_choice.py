@@ -39,7 +39,7 @@ def chosen(
 ) -> tuple[CapturedStep, CostedGraph]:
     """-> the step, its layers fused or not; its graph so."""
     step, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5))
-    captured = CapturedStep.of(step, inputs, {}, False, times)
+    captured = CapturedStep.of(step, inputs, {}, "", times)
     choice = FusedChoice(
         "lancet-dw", PlanningOptions(), lowering, stored, torch.device("cpu"), cluster is None
     )

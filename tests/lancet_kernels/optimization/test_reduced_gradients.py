@@ -28,7 +28,7 @@ def reduce_on_rank(bucket_bytes: int) -> dict[str, object]:
     buckets: list[str] = []
     data = Groups.around().data
     for reduced in (False, True):
-        step = CapturedStep.of(module, inputs, {}, False, None)
+        step = CapturedStep.of(module, inputs, {}, "", None)
         joint, names = step.captured.joint, step.captured.parameter_of_gradient()
         if reduced:
             over = {name: "" if name in experts else data for name in names.values()}

@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lancet_kernels import MoELayer, clip_gradients, ddp, expert_parameters
+from lancet_kernels import MoELayer, clip_gradients, ddp, expert_parameters, fsdp
 from tests.lancet_kernels.optimization import what_models_read
 from tests.optimized import BOUND, optimized
 from tests.planned_steps import gradients, sum_over_ranks
@@ -152,6 +152,36 @@ def data_parallel_that_sums_alone(_setup: Setup) -> None:
         wanted.gradients = {name: g / dist.get_world_size() for name, g in wanted.gradients.items()}
         assert got.distance(wanted) < BOUND
     assert not own.ready.fallbacks
+
+
+def fully_sharded(_setup: Setup) -> None:
+    """`fully_shard` (FSDP2) before `optimize`: its gathers and scatters are part of the plan."""
+    model, plain, ranks = fsdp(Model()), Model(), dist.get_world_size()
+    ready = optimized(model, batch(), "lancet", reduce_gradients="mean")
+    for number in range(2):
+        wanted = outcome(plain, plain(*batch(number)), reduced=False)
+        ready(*batch(number)).backward()
+        for name, gradient in gradients(model).items():
+            assert (gradient.full_tensor() - wanted.gradients[name] / ranks).abs().max() < BOUND
+        model.zero_grad()
+    assert not ready.fallbacks
+
+
+def gradients_of_the_mean(_setup: Setup) -> None:
+    """`reduce_gradients="mean"`, the default: the loss is not divided by the number of ranks."""
+    model, ranks = Model(), dist.get_world_size()
+    ready = optimized(model, batch(), reduce_gradients="mean")
+    x, target = batch()
+    given = x.clone().requires_grad_()
+    for mode in (ready.train, ready.eval):
+        wanted = outcome(model, model(x, target), reduced=False)
+        wanted.gradients = {name: g / ranks for name, g in wanted.gradients.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert outcome(model, mode()(x, target), reduced=True).distance(wanted) < BOUND
+    own = optimized(model, (given, target), reduce_gradients="mean")
+    by_input = [torch.autograd.grad(module(given, target), given)[0] for module in (model, own)]
+    assert (by_input[0] - by_input[1]).abs().max() < BOUND
 
 
 def batches_of_other_sizes(_setup: Setup) -> None:
@@ -351,6 +381,8 @@ WORKS = (
     attributes_that_nobody_reads,
     without_gradients,
     data_parallel_that_sums_alone,
+    fully_sharded,
+    gradients_of_the_mean,
     part_of_a_layer_trained,
     tied_weights,
     checkpointed_blocks,
@@ -690,17 +722,20 @@ def data_parallel_inside(_setup: Setup) -> None:
         optimized(DistributedDataParallel(Model()), batch())
 
 
-def fully_sharded_before(_setup: Setup) -> None:
-    """FSDP before `optimize`."""
-    model = Model()
-    fully_shard(model.output, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with refused("output sharded by FSDP", "leave FSDP out"):
+def experts_sharded_as_replicated(_setup: Setup) -> None:
+    """`fully_shard` of experts over ranks that hold different ones."""
+    model, ranks = Model(), dist.get_world_size()
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    if ranks == 1:
+        optimized(model, batch())
+        return
+    with refused(f"layer.w1 sharded over {ranks} ranks", "lancet_kernels.fsdp"):
         optimized(model, batch())
 
 
 def fully_sharded_after(setup: Setup) -> None:
-    """FSDP after `optimize`."""
-    with restored(setup.model), refused("output sharded by FSDP", "leave FSDP out"):
+    """`fully_shard` after `optimize`."""
+    with restored(setup.model), refused("another tensor as output.weight", "call optimize again"):
         fully_shard(setup.model.output, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         setup.ready(*batch())
 
@@ -715,7 +750,7 @@ class Around(nn.Module):
 
 
 def fully_sharded_around(_setup: Setup) -> None:
-    """FSDP around the optimized module."""
+    """`fully_shard` around the optimized module."""
     own = Setup()
     outer, experts = Around(own.ready), set(expert_parameters(own.model))
     fully_shard(outer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params=experts)
@@ -787,7 +822,7 @@ REFUSED = (
     data_parallel_around,
     data_parallel_that_sums_experts,
     data_parallel_inside,
-    fully_sharded_before,
+    experts_sharded_as_replicated,
     fully_sharded_after,
     fully_sharded_around,
     tensor_parallel,

@@ -1,0 +1,324 @@
+"""Puts the collectives of FSDP into a joint graph that was captured with whole parameters.
+
+    placeholder  whole w [n, ..]        ->  shard [n/W, ..], gathered into w before its first reader
+    output       gradient of w [n, ..]  ->  reduce-scattered and divided: that of the shard [n/W, ..]
+
+Small parameters of a unit share a collective. Where FSDP frees what it gathered after the forward, the
+backward gathers again. A unit is gathered at the earliest when the first computation with the unit before has
+run (`graph.program.phases.not_before`): so at most two units are whole at a time, whatever order is planned,
+as with FSDP's own prefetching.
+
+Example: two ranks, w [3, 4]: each has a shard [2, 4], of which the second one's last row is padding; gathered
+[4, 4], of which w is the first 3 rows. Its gradient [3, 4] is padded to [4, 4] before it is scattered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from lancet_kernels.graph.capture.captured_graph import fake_mode_of, output_node, set_value, state_name
+from lancet_kernels.graph.program.from_fx import is_view, op_name
+from lancet_kernels.graph.program.phases import IN_BACKWARD, UNIT, forward_nodes
+from lancet_kernels.graph.sharded.fsdp import ShardedParameter
+from lancet_kernels.graph.sharded.twin import Twin
+from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
+from lancet_kernels.ops.comm.groups import group_size
+from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
+
+aten = torch.ops.aten
+_CASTS = ("aten._to_copy", "prims.convert_element_type")
+
+
+@dataclass(eq=False)
+class _Held:
+    """A sharded parameter, and the placeholder of the graph that it is handed to."""
+
+    parameter: ShardedParameter
+    placeholder: fx.Node
+
+
+def insert_gathers(
+    module: fx.GraphModule,
+    twin: Twin,
+    parameter_of_output: Mapping[int, str],
+    scale_of: Callable[[ShardedParameter], float],
+    cost_group: Mapping[str, str],
+) -> None:
+    """Shard the parameters of a joint graph.
+
+    Args:
+        twin: that was captured.
+        parameter_of_output: position among the outputs -> parameter (`Captured.parameter_of_gradient`).
+        scale_of: gives the number with which the sums of a parameter's gradients are multiplied.
+        cost_group: by name of a group, the one under which its communication has costs; "world": by default.
+    """
+    sharding = _Sharding(module, cost_group)
+    by_name, names = {parameter.name: parameter for parameter in twin.parameters}, twin.names
+    placeholders = module.graph.find_nodes(op="placeholder")
+    held = [
+        _Held(by_name[name], node)
+        for node in placeholders
+        if (name := names.get(state_name(node) or "")) in by_name
+    ]
+    gradients = {
+        i: by_name[names[name]] for i, name in parameter_of_output.items() if names.get(name) in by_name
+    }
+    sharding.scatter(gradients, scale_of)
+    sharding.gather(held)
+    module.graph.lint()
+    module.recompile()
+
+
+class _Sharding:
+    def __init__(self, module: fx.GraphModule, cost_group: Mapping[str, str]) -> None:
+        self.module, self.graph, self._cost_group = module, module.graph, cost_group
+        self._marks: dict[str, object] = {}
+
+    # What both directions use.
+
+    def _call(self, target: Any, *args: object, **kwargs: object) -> fx.Node:
+        """A new node at the place of insertion, with its fake result."""
+        node = self.graph.call_function(target, args, kwargs)
+        values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with fake_mode_of(next(iter(node.all_input_nodes))):
+            set_value(node, target(*values[0], **values[1]))
+        node.meta.update(self._marks)
+        return node
+
+    def _collective(self, target: Any, tensor: fx.Node, *args: object, group: str) -> fx.Node:
+        node = self._call(target, tensor, *args, group)
+        if (name := self._cost_group.get(group, "world")) != "world":
+            node.meta["group"] = name
+        return node
+
+    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        return (
+            node if node.meta["val"].dtype is dtype else self._call(aten._to_copy.default, node, dtype=dtype)
+        )
+
+    def _rows(self, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
+        if (begin, end) == (0, node.meta["val"].shape[dim]):
+            return node
+        return self._call(aten.slice.Tensor, node, dim, begin, end)
+
+    def _shaped(self, node: fx.Node, shape: Sequence[int]) -> fx.Node:
+        value = node.meta["val"]
+        if list(value.shape) == list(shape):
+            return node
+        if not value.is_contiguous():
+            node = self._call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self._call(aten.view.default, node, list(shape))
+
+    # Gradients.
+
+    def scatter(
+        self, gradients: Mapping[int, ShardedParameter], scale_of: Callable[[ShardedParameter], float]
+    ) -> None:
+        """Replace gradients among the outputs by those of the shards."""
+        output = output_node(self.module)
+        results = list(output.args[0])
+        place = {node: i for i, node in enumerate(self.graph.nodes)}
+        in_order = sorted(
+            (i for i in gradients if isinstance(results[i], fx.Node)), key=lambda i: place[results[i]]
+        )
+        for bucket in _buckets(in_order, gradients.__getitem__, lambda p: p.reduce_dtype):
+            last = max((results[i] for i in bucket), key=place.__getitem__)
+            with self.graph.inserting_before(last.next):
+                summed = self._scattered(
+                    [results[i] for i in bucket], [gradients[i] for i in bucket], scale_of
+                )
+            for i, shard in zip(bucket, summed, strict=True):
+                results[i] = shard
+        output.args = (results,)
+
+    def _scattered(
+        self,
+        gradients: Sequence[fx.Node],
+        parameters: Sequence[ShardedParameter],
+        scale_of: Callable[..., float],
+    ) -> list[fx.Node]:
+        first = parameters[0]
+        ranks = group_size(first.group)
+        scale = scale_of(first)
+        wide = [self._cast(g, first.reduce_dtype) for g in gradients]
+        if first.reduce_dtype is torch.float16:  # its sums overflow
+            wide, scale = [self._call(aten.mul.Tensor, g, scale) for g in wide], 1.0
+        padded = [self._padded(g, p.dim, ranks * p.shard_size) for g, p in zip(wide, parameters, strict=True)]
+        if len(padded) == 1:
+            summed = padded[0]
+            if first.group:
+                op = torch.ops.lancet.reduce_scatter.default
+                summed = self._collective(op, summed, first.dim, group=first.group)
+        else:
+            rows = [self._shaped(g, [ranks, g.meta["val"].numel() // ranks]) for g in padded]
+            summed = self._call(aten.cat.default, rows, 1)
+            op = torch.ops.lancet.reduce_scatter.default
+            summed = self._collective(op, summed, 0, group=first.group)
+        if first.replicas:
+            summed = self._collective(torch.ops.lancet.all_reduce.default, summed, group=first.replicas)
+        if scale != 1.0:
+            summed = self._call(aten.mul.Tensor, summed, scale)
+        if len(padded) == 1:
+            return [self._cast(summed, first.dtype)]
+        shards, begin = [], 0
+        for gradient, parameter in zip(padded, parameters, strict=True):
+            end = begin + gradient.meta["val"].numel() // ranks
+            shape = [parameter.shard_size, *parameter.shape[1:]]
+            shards.append(self._cast(self._shaped(self._rows(summed, 1, begin, end), shape), parameter.dtype))
+            begin = end
+        return shards
+
+    def _padded(self, node: fx.Node, dim: int, size: int) -> fx.Node:
+        value = node.meta["val"]
+        missing = size - value.shape[dim]
+        if not missing:
+            return node
+        return self._call(aten.constant_pad_nd.default, node, [0, 0] * (value.dim() - 1 - dim) + [0, missing])
+
+    # Parameters.
+
+    def gather(self, held: Sequence[_Held]) -> None:
+        """Make the placeholders shards, which are gathered before they are read."""
+        place = {node: i for i, node in enumerate(self.graph.nodes)}
+        forward = forward_nodes(list(place))
+        derived = _derived(held, forward)
+        source_of = {n: n.all_input_nodes[0] for n in derived if n.op != "placeholder"}
+        reads: dict[bool, list[_Read]] = {False: [], True: []}
+        for source, one in derived.items():
+            for user in source.users:
+                if user not in derived:
+                    late = one.parameter.regathers and user.op != "output" and user not in forward
+                    reads[late].append(_Read(user, source, one))
+        for one in held:
+            self._make_shard(one)
+        for in_backward, of_phase in reads.items():
+            self._gather_units(of_phase, source_of, place, in_backward)
+        for node in reversed(source_of):
+            if not node.users:
+                self.graph.erase_node(node)
+
+    def _make_shard(self, held: _Held) -> None:
+        shape = list(held.parameter.shape)
+        shape[held.parameter.dim] = held.parameter.shard_size
+        whole = held.placeholder.meta["val"]
+        with fake_mode_of(held.placeholder):
+            shard = torch.empty(shape, dtype=held.parameter.dtype, device=whole.device)
+        set_value(held.placeholder, shard.requires_grad_(whole.requires_grad))
+
+    def _gather_units(
+        self,
+        reads: Sequence[_Read],
+        source_of: Mapping[fx.Node, fx.Node],
+        place: Mapping[fx.Node, int],
+        in_backward: bool,
+    ) -> None:
+        of_unit: dict[int, list[_Read]] = {}
+        for read in sorted(reads, key=lambda read: place[read.user]):
+            of_unit.setdefault(read.held.parameter.unit, []).append(read)
+        before: fx.Node | None = None
+        for unit, of_it in of_unit.items():
+            first = of_it[0].user
+            self._marks = {UNIT: unit, **({IN_BACKWARD: True} if in_backward else {})}
+            held = list(dict.fromkeys(read.held for read in of_it))
+            sources = {read.source for read in of_it}
+            here = first if before in (None, first) else before.next
+            with self.graph.inserting_before(here):
+                of = self._whole(held)
+                for node in _with_sources(sources, source_of):
+                    source = of[source_of[node]]
+                    if in_backward:
+                        of[node] = self.graph.node_copy(node, partial(_first, source))
+                    else:
+                        here.prepend(node)
+                        node.replace_input_with(source_of[node], source)
+                        of[node] = node
+                    of[node].meta.update(self._marks)
+            self._marks = {}
+            for read in of_it:
+                read.user.replace_input_with(read.source, of[read.source])
+            before = first
+
+    def _whole(self, held: Sequence[_Held]) -> dict[fx.Node, fx.Node]:
+        """By placeholder, the gathered parameter."""
+        whole: dict[fx.Node, fx.Node] = {}
+        op = torch.ops.lancet.all_gather.default
+        for bucket in _buckets(held, lambda h: h.parameter, lambda p: p.compute_dtype):
+            group, ranks = bucket[0].parameter.group, group_size(bucket[0].parameter.group)
+            shards = [self._cast(h.placeholder, h.parameter.compute_dtype) for h in bucket]
+            if len(bucket) == 1:
+                (shard,), parameter = shards, bucket[0].parameter
+                all_rows = self._collective(op, shard, parameter.dim, group=group) if group else shard
+                whole[bucket[0].placeholder] = self._rows(
+                    all_rows, parameter.dim, 0, parameter.shape[parameter.dim]
+                )
+                continue
+            flat = [self._shaped(shard, [shard.meta["val"].numel()]) for shard in shards]
+            joined = self._collective(op, self._call(aten.cat.default, flat), 0, group=group)
+            by_rank = self._shaped(joined, [ranks, joined.meta["val"].numel() // ranks])
+            begin = 0
+            for one, shard in zip(bucket, flat, strict=True):
+                end = begin + shard.meta["val"].numel()
+                shape = [ranks * one.parameter.shard_size, *one.parameter.shape[1:]]
+                rows = self._shaped(self._rows(by_rank, 1, begin, end), shape)
+                whole[one.placeholder] = self._rows(rows, 0, 0, one.parameter.shape[0])
+                begin = end
+        return whole
+
+
+def _first(source: fx.Node, _before: fx.Node) -> fx.Node:
+    return source
+
+
+class _Read(NamedTuple):
+    """A node that reads a sharded parameter, itself or a view or cast of it."""
+
+    user: fx.Node
+    source: fx.Node
+    held: _Held
+
+
+def _derived(held: Sequence[_Held], forward: Collection[fx.Node]) -> dict[fx.Node, _Held]:
+    """The placeholders, and the views and casts that the forward takes of them alone, in the order of the
+    graph: where the backward reads one, it takes it anew, instead of keeping it."""
+    derived = {one.placeholder: one for one in held}
+    for node in held[0].placeholder.graph.nodes if held else ():
+        if node.op == "call_function" and node in forward and len(node.all_input_nodes) == 1:
+            (source,) = node.all_input_nodes
+            if source in derived and (is_view(node) or op_name(node) in _CASTS):
+                derived[node] = derived[source]
+    return derived
+
+
+def _with_sources(nodes: Collection[fx.Node], source_of: Mapping[fx.Node, fx.Node]) -> list[fx.Node]:
+    """What is derived of placeholders to get these nodes, in the order of the graph."""
+    needed = set()
+    for node in nodes:
+        while node in source_of:
+            needed.add(node)
+            node = source_of[node]
+    return [node for node in source_of if node in needed]
+
+
+def _buckets(
+    items: Iterable[Any],
+    parameter_of: Callable[[Any], ShardedParameter],
+    dtype_of: Callable[[ShardedParameter], torch.dtype],
+) -> list[list[Any]]:
+    """Items whose parameters share a collective: small ones of one unit, sharded along dimension 0."""
+    alone, small = [], []
+    for item in items:
+        parameter = parameter_of(item)
+        size = math.prod(parameter.shape) * dtype_of(parameter).itemsize
+        if size >= BUCKET_BYTES or parameter.dim or not parameter.group:
+            alone.append([item])
+        else:
+            key = f"{parameter.unit} {parameter.dtype} {parameter.divide_by} {parameter.group}"
+            small.append((item, dtype_of(parameter), key, size))
+    return alone + [bucket for _, bucket in cut_into_buckets(small, BUCKET_BYTES)]
