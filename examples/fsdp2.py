@@ -1,16 +1,13 @@
-"""FSDP2 (`fully_shard`) for everything but the experts, which are spread over the ranks already.
+"""FSDP2 (`fully_shard`) beside expert parallelism, with a plan.
 
-    torchrun --nproc-per-node 2 examples/fsdp2.py
-
-Nothing is planned: `optimize` refuses sharded parameters.
+torchrun --nproc-per-node 2 examples/fsdp2.py
 """
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
-from lancet_kernels import MoELayer, expert_parameters
+from lancet_kernels import MoELayer, fsdp, optimize
 
 STEPS = 20
 
@@ -29,25 +26,31 @@ class Block(nn.Module):
         return x + self.mix(x)
 
 
+class Step(nn.Module):
+    """x[B, S, 32] -> loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x):
+        return (self.blocks(x) - x.roll(1, dims=-1)).square().mean()
+
+
 def main() -> list[float]:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block())
-    experts = set(expert_parameters(model))
-    for module in (*model, model):
-        fully_shard(module, ignored_params=experts)
-    for parameter in experts:
-        # FSDP averages over the ranks. The backward all-to-all has summed the gradient of an expert over all
-        # tokens already. (Where replicas hold the same experts, all-reduce it over them, too.)
-        parameter.register_hook(lambda gradient: gradient / ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)  # DTensors and plain tensors
+    model = fsdp(Step())  # fully_shard of each block; experts over the ranks that hold the same ones
+    step = optimize(model, (torch.randn(8, 16, 32),))
+    # DTensors of several meshes in one optimizer
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=False)
     generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(STEPS):
         x = torch.randn(8, 16, 32, generator=generator)
-        loss = (model(x) - x.roll(1, dims=-1)).square().mean()
-        loss.backward()
+        loss = step(x)
+        loss.backward()  # gradients are those of the mean loss of all ranks
         optimizer.step()
         optimizer.zero_grad()
         mean = loss.detach()

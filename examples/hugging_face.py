@@ -35,19 +35,19 @@ def main() -> list[float]:
     torch.manual_seed(0)
     model = OlmoeForCausalLM(CONFIG)
     report = convert(model)  # in place, before the optimizer: each rank keeps its experts
-    step = optimize(CausalLMStep(model, ranks), make_batch(0, rank))  # measures, plans on rank 0, agrees
+    step = optimize(CausalLMStep(model), make_batch(0, rank))  # measures, plans on rank 0, agrees
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if rank == 0:
         print(report, step.plan.explain(), sep="\n")
     losses = []
     for number in range(STEPS):
-        loss = step(**make_batch(number, rank))  # this rank's share of the mean loss
-        loss.backward()  # sums the gradients over the ranks, as part of the plan
+        loss = step(**make_batch(number, rank))
+        loss.backward()  # gradients of the mean loss of all ranks, summed as part of the plan
         optimizer.step()
         optimizer.zero_grad()
         loss = loss.detach()
         dist.all_reduce(loss)
-        losses.append(float(loss))
+        losses.append(float(loss) / ranks)
     state = export_state_dict(model)  # on every rank; the names and layouts of the original
     if rank == 0:
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, {len(state)} tensors to save")

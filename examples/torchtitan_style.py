@@ -1,11 +1,10 @@
-"""A training loop of torchtitan's shape: a job configuration, a device mesh, a function that parallelizes the
-model, a Trainer with one method per concern, a distributed checkpoint.
+"""A training loop of torchtitan's shape: a job configuration, a device mesh, FSDP2 beside expert parallelism,
+a Trainer with one method per concern, a distributed checkpoint.
 
-    torchrun --nproc-per-node 2 examples/torchtitan_style.py          # FSDP2 beside the experts
-    torchrun --nproc-per-node 2 examples/torchtitan_style.py --plan   # replicated, with a plan
+    torchrun --nproc-per-node 2 examples/torchtitan_style.py          # as FSDP2 runs it
+    torchrun --nproc-per-node 2 examples/torchtitan_style.py --plan   # the same with a plan
 
-torchtitan itself is not imported: this is what to change in its loop. With FSDP2 nothing is planned; a plan
-needs whole parameters on every rank (experts aside).
+torchtitan itself is not imported: this is what to change in its loop.
 """
 
 import argparse
@@ -16,9 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
-from lancet_kernels import MoELayer, expert_parameters, optimize
+from lancet_kernels import MoELayer, clip_gradients, fsdp, optimize
 
 
 @dataclass
@@ -66,26 +64,6 @@ class Transformer(nn.Module):
         return nn.functional.cross_entropy(self.output(x).flatten(0, 1), labels.flatten())
 
 
-def parallelize(model: Transformer, mesh: DeviceMesh) -> None:
-    """FSDP2 for all that is not an expert; gradients are averages everywhere."""
-    experts = set(expert_parameters(model))
-    for module in (*model.layers, model):
-        fully_shard(module, mesh=mesh, ignored_params=experts)
-    for parameter in experts:
-        parameter.register_hook(lambda gradient: gradient / mesh.size())
-
-
-class LossShare(nn.Module):
-    """What is planned: the loss divided by the number of ranks, so that summed gradients are averages."""
-
-    def __init__(self, model: nn.Module, ranks: int) -> None:
-        super().__init__()
-        self.model, self.ranks = model, ranks
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        return self.model(ids, labels) / self.ranks
-
-
 class Trainer:
     def __init__(self, config: JobConfig) -> None:
         self.config = config
@@ -95,13 +73,12 @@ class Trainer:
         # of a DTensor would then get the same random numbers.
         torch.manual_seed(0)
         self.model = Transformer(config, self.mesh)
-        if not config.plan:
-            parallelize(self.model, self.mesh)
-        self.step: nn.Module = LossShare(self.model, self.mesh.size())
+        fsdp(self.model, self.mesh)
+        self.step: nn.Module = self.model
         if config.plan:
-            self.step = optimize(self.step, self.next_batch())
+            self.step = optimize(self.model, self.next_batch())
             self.data.manual_seed(dist.get_rank())
-        # DTensors and plain tensors in one optimizer
+        # DTensors of several meshes in one optimizer
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, foreach=False)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min(1, (step + 1) / 5)
@@ -114,31 +91,17 @@ class Trainer:
         return ids[:, :-1], ids[:, 1:]
 
     def forward_backward(self) -> Tensor:
-        """-> the mean loss of all ranks; gradients are averages over the ranks."""
+        """-> the mean loss of all ranks, whose gradients these are."""
         loss = self.step(*self.next_batch())
-        # Summed by the plan; FSDP2 averages instead.
-        (loss if self.config.plan else loss * self.mesh.size()).backward()
+        loss.backward()
         loss = loss.detach()
         dist.all_reduce(loss)
-        return loss
-
-    def clip_gradients(self) -> None:
-        """Each rank has its own shards and its own experts; what all ranks hold counts once."""
-        experts = set(expert_parameters(self.model))
-        own = torch.zeros(())
-        gradients = {p: p.grad for p in self.model.parameters() if p.grad is not None}
-        for parameter, gradient in gradients.items():
-            square = getattr(gradient, "_local_tensor", gradient).square().sum()
-            own += square / self.mesh.size() if self.config.plan and parameter not in experts else square
-        dist.all_reduce(own)
-        scale = (self.config.max_norm / (own.sqrt() + 1e-6)).clamp(max=1.0)
-        for gradient in gradients.values():
-            gradient.mul_(scale)
+        return loss / self.mesh.size()
 
     def train_step(self) -> float:
         self.optimizer.zero_grad()
         loss = self.forward_backward()
-        self.clip_gradients()
+        clip_gradients(self.model, self.config.max_norm)
         self.optimizer.step()
         self.scheduler.step()
         return float(loss)

@@ -6,19 +6,17 @@ from torch import Tensor, nn
 
 
 class CausalLMStep(nn.Module):
-    """The inputs of the model by name, including `labels` -> its loss divided by the number of ranks.
+    """The inputs of the model by name, including `labels` -> its loss.
 
-    `optimize(CausalLMStep(model, ranks), batch)` plans it for a dict batch; gradients summed over the
-    ranks are then those of the mean loss. The loss is the model's own: with `output_router_logits` in
-    its config or in the batch, the load-balance loss of its routers is part of it.
+    `optimize(CausalLMStep(model), batch)` plans it for a dict batch. The loss is the model's own: with
+    `output_router_logits` in its config or in the batch, the load-balance loss of its routers is part of it.
 
-    Args:
-        model: a causal language model of transformers. ranks: how many ranks see different tokens.
+    Args: model: a causal language model of transformers.
     """
 
-    def __init__(self, model: nn.Module, ranks: int = 1) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.ranks = model, ranks
+        self.model = model
         _record_outputs(model)
 
     def forward(
@@ -29,14 +27,14 @@ class CausalLMStep(nn.Module):
         position_ids: Tensor | None = None,
         output_router_logits: bool | None = None,
     ) -> Tensor:
-        """-> the loss divided by the number of ranks, a scalar to differentiate."""
+        """-> the loss, a scalar to differentiate."""
         by_name = {
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "output_router_logits": output_router_logits,
         }
         given = {name: value for name, value in by_name.items() if value is not None}
-        return self.model(input_ids=input_ids, labels=labels, use_cache=False, **given).loss / self.ranks
+        return self.model(input_ids=input_ids, labels=labels, use_cache=False, **given).loss
 
 
 def _record_outputs(model: nn.Module) -> None:

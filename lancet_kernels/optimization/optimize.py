@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.capture import Captured
@@ -52,6 +53,7 @@ from lancet_kernels.schedules.rewrite.realize import realize, split_as_planned
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions, fastest_that_fits
 from lancet_kernels.schedules.time.simulate import Timeline
 from lancet_kernels.training.gradients import broadcast_replicated
+from lancet_kernels.training.sharded_parallel import fsdp
 
 _log = logging.getLogger(__name__)
 _STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")
@@ -73,6 +75,7 @@ def optimize(
     plan: str | Path | None = None,
     reduce_gradients: str | Literal[False] = "mean",
     groups: AnyGroups | None = None,
+    shard: DeviceMesh | None = None,
     backend: str | None = None,
     lowering: str = "auto",
     inner_compile: str = "",
@@ -107,6 +110,8 @@ def optimize(
             but for those of what FSDP shards.
         groups: the ranks that share experts, and the ranks over which gradients are summed (default: the
             groups of the MoE layers, or one group of all ranks).
+        shard: a mesh over which `fsdp` shards the model, in place, before it is planned. A model that
+            `fully_shard` has sharded already is planned as it is.
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
             which puts and GEMM tiles overlap; each copy of the step (duplex) has its own, which may compute
             weight gradients of another copy. None: the backend of the model's MoE layers.
@@ -137,6 +142,8 @@ def optimize(
     if backend == "fused":
         for layer in moe_layers(model):
             check_activation(layer.activation, "activation of a layer to be fused")
+    if shard is not None:
+        fsdp(model, shard, groups)
     check_model(model)
     name_layers(model)
     arguments = example_arguments(model, example_inputs)

@@ -159,8 +159,8 @@ class _EarlySums:
         grads, self.given[number] = self.given[number] or [None] * len(tensors), None
         # A rank without a gradient adds -0.0, the others none: only a sum of nothing else is -0.0.
         added = [
-            torch.zeros_like(tensor).neg_() if grad is None else grad.new_zeros(()).add(grad, alpha=self._scale)
-            for tensor, grad in zip(tensors, grads, strict=True)
+            torch.zeros_like(t).neg_() if g is None else g.new_zeros(()).add(g, alpha=self._scale)
+            for t, g in zip(tensors, grads, strict=True)
         ]
         self._lacks += [grad is None for grad in grads]
         self._started.append(start_all_reduce(added, self._buckets[number][0]))

@@ -20,7 +20,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 def compare(model: nn.Module, loss: Tensor, original: nn.Module, case: str) -> None:
     """The loss of this rank, and all gradients summed over the ranks, are those of the original."""
-    theirs = CausalLMStep(original, dist.get_world_size())(**tiny_batch(dist.get_rank()))
+    theirs = CausalLMStep(original)(**tiny_batch(dist.get_rank()))
     theirs.backward()
     assert distance(loss, theirs) < BOUND, case
     ours = exported_gradients(model)
@@ -39,7 +39,7 @@ def all_families(families: list[str]) -> None:
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], value) for name, value in before.items()), family
 
-        loss = CausalLMStep(model, 2)(**tiny_batch(dist.get_rank()))
+        loss = CausalLMStep(model)(**tiny_batch(dist.get_rank()))
         loss.backward()
         summed = sum_over_ranks(model, gradients(model))
         for name, parameter in model.named_parameters():
@@ -63,7 +63,7 @@ def planned(family: str, tied_and_checkpointed: bool = False) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replica", "expert"))
     convert(model, mesh, strict=True)
     batch = tiny_batch(dist.get_rank())
-    step = optimized(CausalLMStep(model, 2), batch)
+    step = optimized(CausalLMStep(model), batch)
     loss = step(**batch)
     loss.backward()
     compare(model, loss, original, family)

@@ -296,7 +296,7 @@ def test_ranks_that_disagree_refuse_to_start(pool, tmp_path, what):
         assert by_rank[1].startswith("CaptureError: capture of Branching"), by_rank[1]
 
 
-def other_weights_on_rank(reduce_gradients: bool) -> tuple[list[Tensor], bool]:
+def other_weights_on_rank(reduce_gradients: str | bool) -> tuple[list[Tensor], bool]:
     """Replicated parameters after `optimize`, where ranks had seeds of their own; are experts as before?"""
     torch.manual_seed(7 + dist.get_rank())
     model = nn.Sequential(nn.Linear(8, 8), MoELayer(8, 12, 4))
@@ -308,7 +308,7 @@ def other_weights_on_rank(reduce_gradients: bool) -> tuple[list[Tensor], bool]:
 
 
 def test_replicated_parameters_become_those_of_rank_0(pool):
-    (first, kept), (second, also) = pool.run(other_weights_on_rank, True, ranks=2)
+    (first, kept), (second, also) = pool.run(other_weights_on_rank, "mean", ranks=2)
     assert kept
     assert also
     assert all(map(torch.equal, first, second))

@@ -735,7 +735,7 @@ def experts_sharded_as_replicated(_setup: Setup) -> None:
 
 def fully_sharded_after(setup: Setup) -> None:
     """`fully_shard` after `optimize`."""
-    with restored(setup.model), refused("another tensor as output.weight", "call optimize again"):
+    with restored(setup.model), refused("another tensor as output.weight", "call optimize() again"):
         fully_shard(setup.model.output, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         setup.ready(*batch())
 

@@ -212,6 +212,22 @@ def mixed_precision(reduce_dtype: torch.dtype | None) -> list[float]:
     return [float((own - planned).abs().max() / own.abs().max().clamp(min=1e-3)) for own, planned in pairs]
 
 
+def sharded_by_optimize() -> float:
+    case, groups = Case(expert_ranks=2), groups_with(2)
+    step, x = Step(groups), batch_of(dist.get_rank(), 0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ready = optimized(step, (x,), "none", shard=mesh, groups=groups, reduce_gradients="mean")
+    reference = whole()
+    reference(torch.cat([batch_of(r, 0) for r in range(dist.get_world_size())])).backward()
+    ready(x).backward()
+    assert all(isinstance(parameter, DTensor) for parameter in step.parameters())
+    return distance(step, reference, case, of_gradients=True)
+
+
+def test_optimize_shards(pool: RankPool) -> None:
+    assert max(pool.run(sharded_by_optimize)) < 1e-9
+
+
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_mixed_precision_is_that_of_fsdp(pool: RankPool, reduce_dtype: torch.dtype | None) -> None:
     for differences in pool.run(mixed_precision, reduce_dtype):
