@@ -81,4 +81,5 @@ def main(folder: str = "own-loop", steps: int = STEPS) -> dict[int, float]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2], *map(int, sys.argv[2:3]))
+    folder, steps = [*sys.argv[1:], *("own-loop", str(STEPS))[len(sys.argv) - 1 :]]
+    main(folder, int(steps))

@@ -17,35 +17,20 @@ from lancet_kernels.graph.program.forms import Form
 from lancet_kernels.graph.program.program import Program
 from lancet_kernels.graph.program.program_json import check_fingerprint
 from lancet_kernels.graph.program.saved_json import SavedJson
+from lancet_kernels.schedules.explanation import (
+    hidden_text,
+    measured_choice,
+    memory_text,
+    predicted_choice,
+    table,
+)
 from lancet_kernels.schedules.fuse.fused_prediction import LaunchWork
+from lancet_kernels.schedules.hiding import Hiding
 from lancet_kernels.schedules.partition.ranges import LaunchFillers, PartitionRange
+from lancet_kernels.schedules.prediction import Prediction
 from lancet_kernels.schedules.time.recomputation import Recomputation
-from lancet_kernels.schedules.time.simulate import Timeline, lower_bound_ms
 
-PLAIN = "plain"
-"""The module without a plan, among what was measured."""
-WORTH = 0.02
-"""The share of the plain module's time that a plan must save, or the module runs as it is."""
 _TORCH_DROPOUT = {"aten.native_dropout", "aten.bernoulli"}
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The simulated iteration of a plan."""
-
-    iteration_ms: float
-    exposed_ms: float
-    """Communication time during which compute idles."""
-    peak_memory_gb: float
-    lower_bound_ms: float = 0.0
-    """A bound for every order of this Program: the compute time, the link time, or the critical path."""
-
-    @classmethod
-    def of(cls, timeline: Timeline) -> Prediction:
-        times = timeline.times
-        ms = [end - start for start, end in zip(times.start, times.end, strict=True)]
-        bound = lower_bound_ms(timeline.program, ms)
-        return cls(timeline.iteration_ms, timeline.exposed_ms, timeline.peak_memory_bytes / 1e9, bound)
 
 
 @dataclass(frozen=True)
@@ -93,6 +78,7 @@ class Plan(SavedJson):
     limit.
     measured: milliseconds of real steps by strategy, and of `PLAIN`, where these were run to choose.
     plain: the module runs as it is, with gradients summed while backward runs; the rest is the best plan.
+    hidings: what computes while messages travel, in the predicted iteration.
     """
 
     KIND, VERSION, AGAIN = "plan", 6, "plan again"
@@ -117,6 +103,7 @@ class Plan(SavedJson):
     recomputation: Recomputation | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
     plain: bool = False
+    hidings: tuple[Hiding, ...] = ()
 
     @property
     def fingerprint(self) -> str:
@@ -124,7 +111,7 @@ class Plan(SavedJson):
         that run the same plan have the same."""
         data = self.to_json()
         not_done = ("predicted", "compared", "measured", "method", "options", "costs", "chosen", "impossible")
-        for other in (*not_done, "memory_limit_gb", "without_limit_ms", "recomputation"):
+        for other in (*not_done, "hidings", "memory_limit_gb", "without_limit_ms", "recomputation"):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -155,94 +142,57 @@ class Plan(SavedJson):
         if fields.get("recomputation"):
             fields["recomputation"] = Recomputation(**fields["recomputation"])
         fields["fused"] = tuple(map(FusedGroup.from_json, fields.get("fused", ())))
+        fields["hidings"] = tuple(map(Hiding.from_json, fields["hidings"]))
         for name in ("order", "blocking", "without_rule"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
 
-    def explain(self) -> str:
-        """The plan and its predictions as text for people: what is moved, cut and fused, and what that
-        saves."""
+    def explain(self, details: bool = False) -> str:
+        """The plan as text for people: its time beside that of others, predicted and measured, why it was
+        chosen, and what computes while messages travel. Args: details: also what the planner did."""
+        own = self.chosen or self.strategy
         lines = [f"Plan `{self.strategy}` for {self.program} (program {self.program_fingerprint[:12]})", ""]
-        header = f"{'predicted':<20}{'iteration ms':>14}{'at least ms':>13}{'exposed ms':>12}"
-        lines.append(f"{header}{'peak GB':>9}{'saved':>9}")
-        blocking = self.compared.get("none", self.predicted).iteration_ms
-        for name, p in {**self.compared, self.strategy: self.predicted}.items():
-            saved = (blocking - p.iteration_ms) / blocking if blocking else 0.0
-            line = f"{name:<20}{p.iteration_ms:>14.2f}{p.lower_bound_ms:>13.2f}{p.exposed_ms:>12.2f}"
-            lines.append(f"{line}{p.peak_memory_gb:>9.3g}{saved:>9.1%}")
+        lines += table(own, {**self.compared, own: self.predicted}, self.measured, details)
         if self.chosen:
             lines += ["", self.choice_text()]
         lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
         if self.memory_limit_gb is not None:
-            lines += ["", self._memory_text()]
+            lines += ["", memory_text(self.predicted, self.memory_limit_gb, self.without_limit_ms)]
         if self.recomputation is not None:
             lines += ["", self.recomputation.text()]
-        if self.costs:
-            lines += ["", f"Costs: {self.costs}"]
-        lines += ["", f"Order: {self.method}, {len(self.order)} instructions."]
+        lines += hidden_text(self.hidings, details)
+        if self.fused:
+            fused = sum(group.fused for group in self.fused)
+            lines += ["", f"Fused launches: {fused} of {len(self.fused)} MoE layers"]
+            lines += [f"  {group.layer}: {group.why}" for group in self.fused]
+        if _TORCH_DROPOUT & set(self.without_rule):
+            lines += [
+                "",
+                "torch's dropout is never cut into parts: use lancet_kernels.Dropout, whose numbers",
+            ]
+            lines[-1] += " do not depend on the cut"
+        return "\n".join(lines + (self._details() if details else []))
+
+    def choice_text(self) -> str:
+        """Why this plan, or the module without one: measured, or predicted."""
+        if self.measured:
+            return measured_choice(self.chosen, self.measured, self.plain)
+        return predicted_choice(self.chosen, self.predicted, self.compared, self.memory_limit_gb)
+
+    def _details(self) -> list[str]:
+        """What the planner did, op by op."""
+        lines = ["", *([f"Costs: {self.costs}"] if self.costs else [])]
+        lines.append(f"Order: {self.method}, {len(self.order)} instructions.")
         if self.blocking:
             lines.append(f"Computation waits for {len(self.blocking)} collectives.")
         lines.append(f"Partitioned ranges: {len(self.ranges) or 'none'}")
         for r in self.ranges:
             lines.append(f"  {r.first} .. {r.last}: {r.parts} parts, {_forms_text(r)}")
             lines += [f"    {f.launch} also computes {', '.join(f.gradients)}" for f in r.fillers]
-        if self.fused:
-            lines.append(
-                f"Fused launches: {sum(g.fused for g in self.fused)} of {len(self.fused)} MoE layers"
-            )
-            for group in self.fused:
-                riding = f", with {', '.join(group.fillers)}" if group.fillers else ""
-                lines.append(f"  {group.layer}: {group.why}{riding}")
+        lines += [f"  {g.layer} also computes {', '.join(g.fillers)}" for g in self.fused if g.fillers]
         if self.without_rule:
             lines.append(f"Never partitioned, because they have no rule: {', '.join(self.without_rule)}")
-        if _TORCH_DROPOUT & set(self.without_rule):
-            lines.append(
-                "  Use lancet_kernels.Dropout, which can be partitioned: its numbers do not depend on the cut"
-            )
-        return "\n".join(lines)
-
-    def choice_text(self) -> str:
-        """Why this plan, or the module without one: measured, or predicted."""
-        limit = float("inf") if self.memory_limit_gb is None else self.memory_limit_gb
-        if self.measured:
-            return self._measured_text()
-        if self.predicted.peak_memory_gb > limit:
-            return (
-                f"Chosen: {self.chosen}, which needs least memory; every strategy exceeds the memory limit."
-            )
-        text = f"Chosen: {self.chosen}, predicted fastest within the memory limit."
-        for name, p in self.compared.items():
-            if name == self.chosen or p.iteration_ms >= self.predicted.iteration_ms:
-                continue
-            # Plans that are not among the candidates have times of parts that are estimated.
-            why = "is an estimate; the parts of the chosen plan were measured"
-            if p.peak_memory_gb > limit:
-                why = f"exceeds the memory limit: {p.peak_memory_gb:.3g} of {limit:.3g} GB"
-            text += f" {name} ({p.iteration_ms:.2f} ms) {why}."
-        return text
-
-    def _measured_text(self) -> str:
-        """The choice by real steps."""
-        own = self.measured[self.chosen]
-        others = ", ".join(f"{n} {ms:.2f}" for n, ms in self.measured.items() if n != self.chosen)
-        if not self.plain:
-            return f"Chosen: {self.chosen}, measured fastest: {own:.2f} ms a step ({others})."
-        plain = self.measured[PLAIN]
-        saves = (
-            f"saves {(plain - own) / plain:.1%}, less than {WORTH:.0%}" if own < plain else "saves nothing"
-        )
-        return (
-            f"Not worth planning here: {self.chosen}, the fastest plan, {saves}: {own:.2f} ms a step, the "
-            f"module as it is {plain:.2f} (measured on these ranks). The module runs as it is."
-        )
-
-    def _memory_text(self) -> str:
-        """How much slower the plan is because of the memory limit."""
-        limit = f"Memory limit: {self.memory_limit_gb:.3g} GB"
-        if self.without_limit_ms is None or self.without_limit_ms >= self.predicted.iteration_ms:
-            return f"{limit}; it costs nothing."
-        more = self.predicted.iteration_ms - self.without_limit_ms
-        return f"{limit}; it costs {more:.2f} ms (without it, {self.without_limit_ms:.2f} ms)."
+        return lines
 
 
 def _range_to_json(planned: PartitionRange) -> dict[str, Any]:

@@ -28,6 +28,11 @@ def layer_name(node: fx.Node) -> str:
     return ""
 
 
+def layers_of(graph: fx.Graph) -> dict[str, str]:
+    """By name of an instruction, the path of its module, as `layer_name` gives it."""
+    return {node.name: layer_name(node) for node in graph.nodes if is_instruction(node)}
+
+
 def layer_meta(node: fx.Node) -> dict[str, object]:
     """The entries of `meta` to copy to a new node of the same layer, so that `layer_name` works for it, and a
     recomputed one stays one."""

@@ -23,6 +23,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("plan", metavar="PLAN.json", help="a saved plan")
     command.add_argument("other", metavar="OTHER.json", nargs="?", help="a second one, to compare with it")
+    command.add_argument("--details", action="store_true", help="also what the planner did, op by op")
     command.add_argument("--json", action="store_true", help="print predictions and differences as JSON")
     command.set_defaults(run=run)
 
@@ -33,7 +34,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace, argv: Se
     plans = [Plan.load(file) for file in files]
     facts = {file: _facts(plan) for file, plan in zip(files, plans, strict=True)}
     if len(plans) == 1:
-        print(json_text(facts) if arguments.json else plans[0].explain())
+        print(json_text(facts) if arguments.json else plans[0].explain(arguments.details))
         return 0
     different, same = difference(*plans), plans[0].fingerprint == plans[1].fingerprint
     if arguments.json:

@@ -30,7 +30,8 @@ from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.summed_gradients import PlannedSums
-from lancet_kernels.schedules.plan import PLAIN, Prediction
+from lancet_kernels.schedules.explanation import PLAIN
+from lancet_kernels.schedules.plan import Prediction
 from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
 from lancet_kernels.schedules.time.timeline import save_picture
 from lancet_kernels.training.data_parallel import ddp

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from lancet_kernels.graph.capture.capture import Captured, capture
 from lancet_kernels.graph.capture.captured_graph import copy_of, input_position, is_tangent, state_name
+from lancet_kernels.graph.capture.layer_names import layers_of
 from lancet_kernels.graph.costs.clusters import Cluster, load_cluster
 from lancet_kernels.graph.costs.costs import Cost, CostModel
 from lancet_kernels.graph.costs.profiler import Profiler
@@ -30,7 +31,9 @@ from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.model_checks import check_shards
 from lancet_kernels.schedules.fuse.fused import lower
 from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
+from lancet_kernels.schedules.hiding import what_hides
 from lancet_kernels.schedules.order.sink import sink_statistics
+from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.partition.ranges import range_names
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
 from lancet_kernels.schedules.rewrite.apply import reorder
@@ -60,6 +63,11 @@ class CostedGraph:
     def cutter(self) -> GraphCutter:
         """Gives the graph and the Program with ranges cut."""
         return GraphCutter(self.module, self.program, self.cost)
+
+    def with_hidings(self, plan: Plan, timeline: Timeline) -> Plan:
+        """The plan, with what computes while messages travel in its simulated iteration."""
+        gradients = {self.program.instructions[i].name for i in weight_gradients(self.program)}
+        return replace(plan, hidings=what_hides(timeline, layers_of(self.module.graph), gradients))
 
     def planner(self, options: PlanningOptions | None = None) -> Planner:
         """The planner for this graph; one for each options."""

@@ -47,7 +47,8 @@ from lancet_kernels.optimization.replicas import Replicas
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.optimization.summed_gradients import PlannedSums
 from lancet_kernels.optimization.trial import milliseconds_per_step
-from lancet_kernels.schedules.plan import PLAIN, WORTH, Plan
+from lancet_kernels.schedules.explanation import PLAIN, WORTH
+from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
 from lancet_kernels.schedules.rewrite.realize import realize, split_as_planned
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions, fastest_that_fits
@@ -190,6 +191,7 @@ def optimize(
     else:
         progress.begin("applying the plan")
         optimized = build(best, timeline)
+    optimized.plan = graph.with_hidings(optimized.plan, optimized.timeline)
     if cache is not None and group_rank(world) == 0:
         optimized.plan.save(cache)
     progress.end(optimized.plan.choice_text() if optimized.plan.measured else "")

@@ -67,8 +67,8 @@ def _train_in(run: Path, trainer: Trainer, resume: bool) -> dict[str, object] | 
     first = _restore(trainer, run) + 1 if resume else 1
     if first_rank:
         # From here on the plan is in the run's own folder.
-        asked = asdict(replace(options, experts=trainer.model.config.num_experts, plan=None))
-        write_json_atomically(run / "config.json", asked | {"trains": trainer.about})
+        given = asdict(replace(options, experts=trainer.model.config.num_experts, plan=None))
+        write_json_atomically(run / "config.json", given | {"trains": trainer.about})
         truncate_metrics(run, first - 1)
     log_scalars = _tensorboard(run) if options.tensorboard and first_rank else None
     with StopRequest() as asked, _progress(first, options, first_rank) as progress:

@@ -119,7 +119,7 @@ def on_ranks(case: StepCase, strategy: str) -> Outcome:
         forwards=forward.call_count,
         fillers_run=sum(len(call.kwargs["dense"]) for call in backward.call_args_list),
         launches=operands_of_fillers(realized.call_args.args[0].graph),
-        explained=planned.plan.explain(),
+        explained=planned.plan.explain(details=True),
         planned_fillers=[(f.launch, f.gradients) for r in planned.plan.ranges for f in r.fillers],
         survives_json=survives_json(planned),
     )
@@ -173,4 +173,4 @@ def test_fillers_are_chosen_where_that_is_predicted_faster(cluster, expected) ->
     step, inputs = build_step(StepCase(dtype=torch.float32, layers=2, batch=2, sequence=5))
     plan = fused(step, inputs, "duplex", cluster).plan
     assert bool(plan.ranges[0].fillers) == expected
-    assert (" also computes " in plan.explain()) == expected
+    assert (" also computes " in plan.explain(details=True)) == expected

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import lancet_kernels.optimization.optimize as library
 from lancet_kernels import UserError
 from lancet_kernels.optimization.optimize import optimize
-from lancet_kernels.schedules.plan import PLAIN, Plan
+from lancet_kernels.schedules.explanation import PLAIN
+from lancet_kernels.schedules.plan import Plan
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.setups import Model, Plain, batch
 

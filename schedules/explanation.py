@@ -1,0 +1,159 @@
+"""The words of `Plan.explain`: times beside each other, why a plan was chosen, what hides which message."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from lancet_kernels.graph.program.program import Kind
+from lancet_kernels.schedules.hiding import WEIGHT_GRADIENTS, Filler, Hiding
+from lancet_kernels.schedules.prediction import Prediction
+
+PLAIN = "plain"
+"""The module without a plan, among what was measured."""
+WORTH = 0.02
+"""The share of the plain module's time that a plan must save, or the module runs as it is."""
+MOST_LINES = 12
+"""Communications that are explained without details, those that take longest."""
+_KINDS = {
+    Kind.ALL_TO_ALL.value: "all-to-all",
+    Kind.ALL_REDUCE.value: "all-reduce",
+    Kind.POINT_TO_POINT.value: "shift",
+    Kind.OTHER_COMMUNICATION.value: "gather or scatter",
+}
+
+
+def table(
+    own: str, rows: Mapping[str, Prediction], measured: Mapping[str, float], details: bool
+) -> list[str]:
+    """A line for each strategy; that of the `own` plan is marked. Args: measured: milliseconds; {}: none."""
+    blocking = rows.get("none", rows[own]).iteration_ms
+
+    def cell(name: str) -> str:
+        if not measured:
+            return ""
+        return f"{measured[name]:>13.2f}" if name in measured else f"{'':>13}"
+
+    head = f"  {'':<18}{'predicted ms':>14}{'measured ms' if measured else '':>{13 if measured else 0}}"
+    head += f"{'exposed ms':>12}{'peak GB':>9}{'saved':>9}"
+    lines = [head + (f"{'at least ms':>13}" if details else "")]
+    for name, p in rows.items():
+        saved = (blocking - p.iteration_ms) / blocking if blocking else 0.0
+        line = f"{'>' if name == own else ' '} {name:<18}{p.iteration_ms:>14.2f}{cell(name)}"
+        line += f"{p.exposed_ms:>12.2f}{p.peak_memory_gb:>9.3g}{saved:>9.1%}"
+        lines.append(line + (f"{p.lower_bound_ms:>13.2f}" if details else ""))
+    if PLAIN in measured:
+        lines.append(f"  {PLAIN:<18}{'':>14}{cell(PLAIN)}")
+    if "none" in rows:
+        lines.append("  saved: predicted time against none, which waits for every all-to-all")
+    return lines
+
+
+def predicted_choice(
+    chosen: str, predicted: Prediction, compared: Mapping[str, Prediction], limit_gb: float | None
+) -> str:
+    """Why this plan, where only predictions were compared."""
+    limit = float("inf") if limit_gb is None else limit_gb
+    if predicted.peak_memory_gb > limit:
+        return f"Chosen: {chosen}, which needs least memory; every strategy exceeds the memory limit."
+    text = f"Chosen: {chosen}, predicted fastest within the memory limit."
+    for name, p in compared.items():
+        if name == chosen or p.iteration_ms >= predicted.iteration_ms:
+            continue
+        # Plans that are not among the candidates have times of parts that are estimated.
+        why = "is an estimate; the parts of the chosen plan were measured"
+        if p.peak_memory_gb > limit:
+            why = f"exceeds the memory limit: {p.peak_memory_gb:.3g} of {limit:.3g} GB"
+        text += f" {name} ({p.iteration_ms:.2f} ms) {why}."
+    return text
+
+
+def measured_choice(chosen: str, measured: Mapping[str, float], plain: bool) -> str:
+    """Why this plan, or the module as it is (`plain`), where real steps were run."""
+    own = measured[chosen]
+    if not plain:
+        others = ", ".join(f"{name} {ms:.2f}" for name, ms in measured.items() if name != chosen)
+        return f"Chosen: {chosen}, measured fastest: {own:.2f} ms a step ({others})."
+    as_it_is = measured[PLAIN]
+    saved = (as_it_is - own) / as_it_is
+    saves = f"saves {saved:.1%}, less than {WORTH:.0%}" if saved > 0 else "saves nothing"
+    return (
+        f"Not worth planning here: {chosen}, the fastest plan, {saves}: {own:.2f} ms a step, the "
+        f"module as it is {as_it_is:.2f} (measured on these ranks). The module runs as it is."
+    )
+
+
+def memory_text(predicted: Prediction, limit_gb: float, without_limit_ms: float | None) -> str:
+    """How much slower the plan is because of the memory limit."""
+    limit = f"Memory limit: {limit_gb:.3g} GB"
+    if without_limit_ms is None or without_limit_ms >= predicted.iteration_ms:
+        return f"{limit}; it costs nothing."
+    more = predicted.iteration_ms - without_limit_ms
+    return f"{limit}; it costs {more:.2f} ms (without it, {without_limit_ms:.2f} ms)."
+
+
+def hidden_text(hidings: Sequence[Hiding], details: bool) -> list[str]:
+    """A line for each communication of a layer: what fills it. Without `details` those that take longest."""
+    if not hidings:
+        return []
+    longest = sorted(hidings, key=lambda hiding: -hiding.ms)[: None if details else MOST_LINES]
+    shown = [hiding for hiding in hidings if hiding in longest]
+    lines = ["", "What computes while messages travel, as predicted:", *map(_hiding_text, shown)]
+    if len(shown) < len(hidings):
+        lines.append(f"  and {len(hidings) - len(shown)} shorter ones: explain(details=True)")
+    return lines
+
+
+def _hiding_text(hiding: Hiding) -> str:
+    """Example: `weight gradients of blocks 3 to 5 (1.20 ms) fill the backward all-to-all of block 5 (1.30 ms,
+    0.10 ms exposed)`."""
+    plural = "s" if hiding.count > 1 else ""
+    if hiding.kind == Kind.ALL_REDUCE.value:
+        what = f"{hiding.count} gradient all-reduce{plural}"
+    else:
+        place = layers_text([hiding.layer]) or "the step"
+        what = f"{hiding.phase} {_KINDS[hiding.kind]}{plural} of {place}"
+    fillers = " and ".join(map(_filler_text, hiding.fillers)) or "nothing"
+    several = len(hiding.fillers) > 1 or fillers.startswith(WEIGHT_GRADIENTS)
+    times = f"({hiding.ms:.2f} ms, {hiding.exposed_ms:.2f} ms exposed)"
+    return f"  {fillers} {'fill' if several else 'fills'} the {what} {times}"
+
+
+def _filler_text(filler: Filler) -> str:
+    places = layers_text(filler.layers)
+    return f"{filler.work}{' of ' if places else ''}{places} ({filler.ms:.2f} ms)"
+
+
+def layers_text(paths: Iterable[str]) -> str:
+    """The blocks that modules belong to, without what belongs to none.
+
+    Example: `model.blocks.3.norm`, `model.blocks.4.norm`, `model.head`, ``: `blocks 3 to 4, head`.
+    """
+    numbers: dict[str, set[int]] = defaultdict(set)
+    names: dict[str, None] = {}
+    for path in filter(None, paths):
+        match = _NUMBERED.match(path)
+        if match is not None:
+            numbers[match[1]].add(int(match[2]))
+        else:
+            names[path.rpartition(".")[2]] = None
+    blocks = [
+        f"{name.removesuffix('s') if len(of) == 1 else name} {_runs(sorted(of))}"
+        for name, of in numbers.items()
+    ]
+    return ", ".join([*blocks, *names])
+
+
+_NUMBERED = re.compile(r"(?:.*?\.)??(\w+)\.(\d+)(?:\.|$)")
+
+
+def _runs(numbers: list[int]) -> str:
+    """Example: 1, 3, 4, 5: `1, 3 to 5`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

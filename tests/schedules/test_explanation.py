@@ -1,0 +1,157 @@
+"""`Plan.explain` says what is so: the text of plans, for models, links and limits, against their numbers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from lancet_kernels.graph.capture.layer_names import layers_of
+from lancet_kernels.graph.program.program import Kind, original_name
+from lancet_kernels.graph.rules.part_instruction import whole_name
+from lancet_kernels.schedules.explanation import MOST_LINES, PLAIN, layers_text
+from lancet_kernels.schedules.order.weight_gradients import weight_gradients
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.simulation.simulate import Setting, Simulated, simulate_setting
+
+SETTINGS = {
+    "two layers, slow link": (Setting("gpt2-tiny-moe", "p3dn", 16, layers=2), None),
+    "two layers, fast link": (Setting("gpt2-tiny-moe", "dgx-h100", 8, layers=2), None),
+    "four layers, little memory": (Setting("gpt2-tiny-moe", "p4de", 16, layers=4), 0.0001),
+}
+ROW = re.compile(r"([> ]) (\S+) +([\d.]+) +([\d.]+) +([\d.e-]+) +(-?[\d.]+)%")
+LINE = re.compile(r"  (.*) fills? the (.*) \(([\d.]+) ms, ([\d.]+) ms exposed\)")
+FILLER = re.compile(
+    r"(weight gradients|forward|backward|optimizer|recomputation)(?: of (.*?))? \(([\d.]+) ms\)"
+)
+ROUNDING = 0.0051
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def simulated(request: pytest.FixtureRequest) -> Simulated:
+    """All strategies of a setting: with all settings, more than 20 plans."""
+    setting, limit = SETTINGS[request.param]
+    found = simulate_setting(setting, limit)
+    assert len(found.plans) >= 7
+    return found
+
+
+def test_rows_are_the_predictions(simulated: Simulated) -> None:
+    for strategy, plan in simulated.plans.items():
+        rows = [m.groups() for m in map(ROW.fullmatch, plan.explain().splitlines()) if m]
+        own = plan.chosen or strategy
+        assert [name for mark, name, *_ in rows if mark == ">"] == [own]
+        # The plan of `auto` is that of another strategy, whose row it has.
+        assert {name for _, name, *_ in rows} == {own, *plan.compared}
+        blocking = simulated.plans["none"].predicted.iteration_ms
+        for _, name, ms, exposed, peak, saved in rows:
+            p = plan.predicted if name == own else plan.compared[name]
+            assert float(ms) == pytest.approx(p.iteration_ms, abs=ROUNDING)
+            assert float(exposed) == pytest.approx(p.exposed_ms, abs=ROUNDING)
+            assert float(peak) == pytest.approx(p.peak_memory_gb, rel=5e-3)
+            assert float(saved) == pytest.approx(100 * (1 - p.iteration_ms / blocking), abs=0.051)
+
+
+def test_reason_of_the_choice_is_so(simulated: Simulated) -> None:
+    plan = simulated.plans["auto"]
+    text, limit = plan.choice_text(), plan.memory_limit_gb
+    fit = {name: p for name, p in plan.compared.items() if p.peak_memory_gb <= limit}
+    if not fit:
+        assert "needs least memory; every strategy exceeds the memory limit" in text
+        assert plan.predicted.peak_memory_gb == min(p.peak_memory_gb for p in plan.compared.values())
+        return
+    assert text.startswith(f"Chosen: {plan.chosen}, predicted fastest within the memory limit.")
+    assert plan.predicted.iteration_ms == min(p.iteration_ms for p in fit.values())
+    faster = {n for n, p in plan.compared.items() if p.iteration_ms < plan.predicted.iteration_ms}
+    said = set(re.findall(r"(\S+) \([\d.]+ ms\) exceeds the memory limit", text))
+    assert said == faster, "each faster one, and it does exceed the limit"
+    assert not said & set(fit)
+
+
+def test_what_fills_a_message_computes_meanwhile(simulated: Simulated) -> None:
+    """Numbers and blocks of every line, against the simulated iteration."""
+    program = simulated.program
+    layers = layers_of(simulated.setting.priced.module.graph)
+    gradients = {program.instructions[i].name for i in weight_gradients(program)}
+    for strategy, plan in simulated.plans.items():
+        events = simulated.timelines[strategy].events
+        computed = [e for e in events if e.kind is Kind.COMPUTE]
+        messages = [e for e in events if e.kind is not Kind.COMPUTE]
+        lines = [m.groups() for m in map(LINE.fullmatch, plan.explain(details=True).splitlines()) if m]
+        assert sum(float(ms) for *_, ms, _ in lines) == pytest.approx(
+            sum(e.end_ms - e.start_ms for e in messages), abs=ROUNDING * len(lines)
+        )
+        for fillers, what, ms, exposed in lines:
+            here = [e for e in messages if _is_of(e, what, layers)]
+            assert sum(e.end_ms - e.start_ms for e in here) == pytest.approx(float(ms), abs=ROUNDING), what
+            found = FILLER.findall(fillers)
+            assert (fillers == "nothing") == (not found)
+            total = float(exposed) + sum(float(f[2]) for f in found)
+            assert total == pytest.approx(float(ms), abs=ROUNDING * (2 + len(found)))
+            for work, places, filled_ms in found:
+                meanwhile = [
+                    (c, min(c.end_ms, m.end_ms) - max(c.start_ms, m.start_ms))
+                    for m in here
+                    for c in computed
+                    if c.start_ms < m.end_ms and m.start_ms < c.end_ms and _work(c, gradients) == work
+                ]
+                assert sum(both for _, both in meanwhile) == pytest.approx(float(filled_ms), abs=ROUNDING)
+                assert places == layers_text(layers.get(_whole(c), "") for c, _ in meanwhile)
+
+
+def _is_of(message, what: str, layers: dict[str, str]) -> bool:
+    if "gradient all-reduce" in what:
+        return message.kind is Kind.ALL_REDUCE
+    place = layers_text([layers.get(_whole(message), "")]) or "the step"
+    return message.kind is Kind.ALL_TO_ALL and re.fullmatch(
+        f"{message.phase.value} all-to-alls? of {place}", what
+    )
+
+
+def _whole(event) -> str:
+    name = whole_name(event.name)
+    return original_name(name) or name
+
+
+def _work(event, gradients: set[str]) -> str:
+    name = whole_name(event.name)
+    if original_name(name) is not None:
+        return "recomputation"
+    return "weight gradients" if name in gradients else event.phase.value
+
+
+def test_blocking_plan_says_that_nothing_fills_its_all_to_alls(simulated: Simulated) -> None:
+    lines = simulated.plans["none"].explain(details=True).splitlines()
+    blocked = [line for line in lines if "all-to-all" in line and "fill" in line]
+    assert blocked
+    assert all(line.startswith("  nothing fills the ") for line in blocked)
+
+
+def test_internals_are_details(simulated: Simulated) -> None:
+    plan = simulated.plans["lancet"]
+    short, long = plan.explain(), plan.explain(details=True)
+    for internal in ("Order: ", "Costs: ", "Partitioned ranges: ", "at least ms"):
+        assert internal in long
+        assert internal not in short
+    assert len([line for line in short.splitlines() if LINE.fullmatch(line)]) <= MOST_LINES
+    assert Plan.from_json(plan.to_json()).explain(details=True) == long
+
+
+def test_what_was_measured_is_beside_what_was_predicted(simulated: Simulated) -> None:
+    plan = simulated.plans["auto"]
+    measured = replace(plan, measured={plan.chosen: 4.0, "none": 6.25, PLAIN: 5.0})
+    lines = measured.explain().splitlines()
+    (own,) = [line for line in lines if line.startswith("> ")]
+    assert own.split()[3] == "4.00"
+    assert f"  {PLAIN}" in [line[:7] for line in lines]
+    assert f"Chosen: {plan.chosen}, measured fastest: 4.00 ms a step (none 6.25, plain 5.00)." in lines
+    plain = replace(measured, measured={plan.chosen: 4.95, PLAIN: 5.0}, plain=True)
+    assert "saves 1.0%, less than 2%: 4.95 ms a step, the module as it is 5.00" in plain.explain()
+
+
+def test_layers_are_named_as_a_user_names_them() -> None:
+    paths = ["model.blocks.3.norm", "model.blocks.5.a.0", "model.blocks.4", "", "model.head", "inner.1"]
+    assert layers_text(paths) == "blocks 3 to 5, inner 1, head"
+    assert layers_text(["layers.7.mlp"]) == "layer 7"
+    assert layers_text([""]) == ""
