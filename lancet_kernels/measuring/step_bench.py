@@ -24,7 +24,9 @@ from torch import Tensor, nn
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.measuring.peak_memory import peak_memory_gb
+from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
+from lancet_kernels.ops.comm.groups import group_size
 from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimize import optimize
@@ -89,7 +91,7 @@ class _Summed(nn.Module):
         names = {parameter: name for name, parameter in step.named_parameters()}
         buckets = cut_into_buckets(as_backward_finishes(gradient_groups(step, groups)), BUCKET_BYTES)
         named = [(group, [names[parameter] for parameter in bucket]) for group, bucket in buckets]
-        self._sums = PlannedSums(step, groups, named, early=True)
+        self._sums = PlannedSums(step, groups, named, group_size(groups.data), Accumulation(), early=True)
 
     def forward(self, *inputs: object, **by_name: object) -> object:
         return self._sums.call(self.module, inputs, by_name)

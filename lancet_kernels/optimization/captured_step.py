@@ -36,7 +36,7 @@ from lancet_kernels.schedules.order.sink import sink_statistics
 from lancet_kernels.schedules.order.weight_gradients import weight_gradients
 from lancet_kernels.schedules.partition.ranges import range_names
 from lancet_kernels.schedules.plan import FusedGroup, Plan, Prediction
-from lancet_kernels.schedules.rewrite.apply import reorder
+from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF, reorder
 from lancet_kernels.schedules.rewrite.buckets import divide_gradients, insert_all_reduces
 from lancet_kernels.schedules.rewrite.gathers import insert_gathers
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
@@ -82,7 +82,8 @@ class CapturedStep:
     """One training step of a model on this rank: captures it, and measures or estimates its instructions.
 
     gradient_groups: by the name of the parameter. reduction: as of `of`. fused: the layers that are fused
-    launches. twin: of a model after `fully_shard`.
+    launches. twin: of a model after `fully_shard`. accumulate: how many microbatches share the sums of
+    gradients.
     """
 
     model: nn.Module
@@ -94,6 +95,7 @@ class CapturedStep:
     reduction: str
     fused: tuple[FusedGroup, ...] = ()
     twin: Twin | None = None
+    accumulate: int = 1
     _layer_numbers: dict[str, int] = field(default_factory=dict)
 
     @classmethod
@@ -244,11 +246,25 @@ class CapturedStep:
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
             shards = group_size(self.twin.groups["shards"]) if self.twin and self.twin.groups else None
             estimate = CostModel.for_cluster(load_cluster(cluster), ranks, None, expert_ranks, shards)
-            return CostedGraph(module, program_from_fx(module), estimate, inputs)
+            return CostedGraph(module, self._shared(program_from_fx(module), estimate), estimate, inputs)
         program = self.profiler.program(module, inputs)
         layers = moe_layers(self.model)
         cost = self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)
-        return CostedGraph(module, program, cost, inputs)
+        return CostedGraph(module, self._shared(program, cost), cost, inputs)
+
+    def _shared(self, program: Program, cost: Cost) -> Program:
+        """The Program of one of the microbatches that share the sums of gradients: each has its share of
+        their time."""
+        if self.accumulate == 1:
+            return program
+        sums = {node.name for node in self.captured.joint.graph.nodes if GRADIENTS_OF in node.meta}
+        return replace(
+            program,
+            instructions=tuple(
+                replace(i, milliseconds=cost(i, program.tensors) / self.accumulate) if i.name in sums else i
+                for i in program.instructions
+            ),
+        )
 
     def planned(
         self, graph: CostedGraph, plans: Sequence[Plan], measured: bool
@@ -276,4 +292,4 @@ class CapturedStep:
         """The Program of the graph with the plan's ranges cut, with the measured times of its
         instructions."""
         module = fx.GraphModule(graph.module, graph.cutter.graph(plan.ranges))
-        return self.profiler.program(module, graph.inputs)
+        return self._shared(self.profiler.program(module, graph.inputs), graph.cost)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lancet_kernels.errors import UserError, check_name
@@ -33,6 +33,7 @@ from lancet_kernels.graph.sharded.fsdp import set_divisor
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.layer.moe_layer import BACKENDS
+from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
 from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
 from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
@@ -77,6 +78,7 @@ def optimize(
     reduce_gradients: str | Literal[False] = "mean",
     groups: AnyGroups | None = None,
     shard: DeviceMesh | None = None,
+    accumulate: int = 1,
     backend: str | None = None,
     lowering: str = "auto",
     inner_compile: str = "",
@@ -113,6 +115,9 @@ def optimize(
             groups of the MoE layers, or one group of all ranks).
         shard: a mesh over which `fsdp` shards the model, in place, before it is planned. A model that
             `fully_shard` has sharded already is planned as it is.
+        accumulate: how many microbatches share the sums of gradients (`OptimizedModule.microbatches`,
+            `no_sync`); a plan in which their time counts that much less. One of `example_inputs` is one
+            microbatch.
         backend: "torch" runs collectives beside kernels; "fused" may run MoE layers as persistent launches in
             which puts and GEMM tiles overlap; each copy of the step (duplex) has its own, which may compute
             weight gradients of another copy. None: the backend of the model's MoE layers.
@@ -137,7 +142,11 @@ def optimize(
         strategy,
         backend,
         inner_compile,
-        {"compare_every": (compare_every, "calls"), "trials": (trials, "steps")},
+        {
+            "compare_every": (compare_every, "calls", 0),
+            "trials": (trials, "steps", 0),
+            "accumulate": (accumulate, "microbatches", 1),
+        },
         reduce_gradients,
     )
     if backend == "fused":
@@ -151,6 +160,7 @@ def optimize(
     progress = Progress(_STAGES, verbose)
     progress.begin("capturing the step")
     step = CapturedStep.of(model, *arguments, reduce_gradients or "", times, groups)
+    step.accumulate = accumulate
     world, measured = step.groups.world, cluster is None
     module, inputs = capture_alike(step)
     _warn_of_unregistered(model, step)
@@ -239,12 +249,12 @@ def _check_choices(
     strategy: str,
     backend: str | None,
     inner_compile: str,
-    numbers: Mapping[str, tuple[object, str]],
+    numbers: Mapping[str, tuple[object, str, int]],
     reduce_gradients: object,
 ) -> None:
     """Raise UserError for an unknown strategy, backend, compiler or reduction, or a number that is none.
 
-    Args: numbers: by name, with what they count.
+    Args: numbers: by name, with what they count, and the least.
     """
     if reduce_gradients not in ("mean", "sum", False) or reduce_gradients is True:
         raise UserError(
@@ -258,11 +268,10 @@ def _check_choices(
         check_name("backend", backend, BACKENDS)
     if inner_compile:
         check_compiler(inner_compile)
-    for name, (number, counted) in numbers.items():
-        if type(number) is not int or number < 0:
-            raise UserError(
-                name, got=repr(number), expected=f"a number of {counted}, or 0", do="use a whole number"
-            )
+    for name, (number, counted, least) in numbers.items():
+        if type(number) is not int or number < least:
+            expected = f"a number of {counted}, {least} or more"
+            raise UserError(name, got=repr(number), expected=expected, do="use a whole number")
 
 
 def _warn_of_unregistered(model: nn.Module, step: CapturedStep) -> None:
@@ -292,7 +301,7 @@ class _Builder:
         """The module that trains with the plan; if it is a plan for nothing, the module as it is."""
         if plan.plain and (plain := self.plain(plan, timeline)) is not None:
             return plain
-        step = self.step
+        step, accumulation = self.step, Accumulation()
         recorder = Recorder()
         captured = step.captured.with_graph(copy_of(self.graph.module))
         realize(captured.joint, self.graph.program, plan)
@@ -309,13 +318,21 @@ class _Builder:
                     lambda: [captured.plain.values()[name] for name in captured.plain.trained],
                 )
             else:
-                sums = PlannedSums(step.model, step.groups, buckets, step.divide_by)
+                sums = PlannedSums(step.model, step.groups, buckets, step.divide_by, accumulation)
                 watch = sums.watch
 
         def compiled(captured: Captured, plan: Plan) -> Callable[..., object]:
-            give = None if watch is None else watch.give
+            def number_of(key: tuple[object, ...]) -> int:
+                return accumulation.number_of(key, [trained[name] for name in key if name in trained])
+
+            def give(gradients: Iterable[tuple[str, Tensor | None]]) -> None:
+                if watch is not None:
+                    watch.give(gradients)
+                accumulation.finished()
+
+            trained = {**captured.plain.values(), **dict(step.model.named_parameters())}
             return captured.compile(
-                lambda joint, outputs: split_as_planned(joint, outputs, plan),
+                lambda joint, outputs: split_as_planned(joint, outputs, plan, number_of),
                 recorder,
                 self.inner_compile,
                 give,
@@ -324,18 +341,20 @@ class _Builder:
         run = compiled(captured, plan)
         first = PlannedStep(run, self._guards())
         shapes = PlannedShapes(step, self.graph.program, plan, first, compiled)
-        return self._module(plan, timeline, shapes, recorder, sums, host_wait_names)
+        return self._module(plan, timeline, shapes, recorder, sums, accumulation, host_wait_names)
 
     def plain(self, plan: Plan, timeline: Timeline) -> OptimizedModule | None:
         """The module as it is; None where it trains what only a plan can sum."""
-        captured, sums = self.step.captured, None
+        captured, sums, accumulation = self.step.captured, None, Accumulation()
         if self.step.reduction:
             if captured.plain.trained:
                 return None
             buckets = buckets_in_order(captured.joint, captured.parameter_of_gradient())
-            sums = PlannedSums(self.step.model, self.step.groups, buckets, self.step.divide_by, early=True)
+            sums = PlannedSums(
+                self.step.model, self.step.groups, buckets, self.step.divide_by, accumulation, early=True
+            )
         runs = PlainStep(self.step.model, self._guards(), sums)
-        return self._module(plan, timeline, runs, Recorder(), sums, ())
+        return self._module(plan, timeline, runs, Recorder(), sums, accumulation, ())
 
     def _guards(self) -> Guards:
         assumptions = self.step.captured.assumptions()
@@ -348,6 +367,7 @@ class _Builder:
         runs: PlannedShapes | PlainStep,
         recorder: Recorder,
         sums: PlannedSums | None,
+        accumulation: Accumulation,
         host_wait_names: Sequence[str],
     ) -> OptimizedModule:
         step, replicas = self.step, None
@@ -364,6 +384,8 @@ class _Builder:
             host_wait_names,
             step.layer_numbers,
             step.twin,
+            accumulation,
+            step.reduction != "sum",
         )
 
 

@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,6 +17,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.program.program import Kind, Phase
 from lancet_kernels.graph.sharded.twin import Twin
+from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.optimization.guards import Arguments, bind
@@ -56,6 +57,8 @@ class OptimizedModule(nn.Module):
         host_waits: Sequence[str] = (),
         fused_layers: Sequence[int] = (),
         twin: Twin | None = None,
+        accumulation: Accumulation | None = None,
+        means: bool = True,
     ) -> None:
         super().__init__()
         self.module = module
@@ -66,6 +69,7 @@ class OptimizedModule(nn.Module):
         self.fallbacks: Counter[str] = Counter()
         self._runs, self._recorder = runs, recorder
         self._sums, self._replicas, self._twin = sums, replicas, twin
+        self._accumulation, self._means = accumulation or Accumulation(), means
         self._signature = inspect.signature(module.forward)
 
     @torch.compiler.disable
@@ -103,6 +107,50 @@ class OptimizedModule(nn.Module):
         if self._sums is not None:
             return self._sums.call(self.module, inputs, by_name)
         return self.module(*inputs, **by_name)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which forward and backward leave out the sums of gradients over the ranks, as that of
+        DistributedDataParallel: the next backward outside of it sums what has come together.
+
+        Until then `.grad` holds what this rank has computed (divided by the number of ranks, if gradients are
+        those of the mean); of parameters that FSDP shards, zeros: their gradients are held whole, beside it.
+        """
+        with self._accumulation.without_sums():
+            yield
+
+    def microbatches(self, batches: Sequence[Sequence[object] | Mapping[str, object]]) -> list[object]:
+        """Run forward and backward of several microbatches, whose gradients are summed over the ranks once.
+
+        Gradients are those of the mean of the losses (of their sum, if the step was planned with
+        `reduce_gradients="sum"`), and are added to `.grad`.
+
+        Args: batches: the inputs of each, a tuple by position or a dict by name.
+        Returns: what the step returned for each, without its graph. The loss is the result, or the first
+            tensor of it that requires a gradient.
+        Raises: UserError without microbatches, or for a step that returns nothing to differentiate.
+        """
+        if not batches:
+            raise UserError("microbatches", got="none", expected="one or more", do="give their inputs")
+        results = []
+        for number, batch in enumerate(batches):
+            last = number == len(batches) - 1
+            with contextlib.nullcontext() if last else self.no_sync():
+                result = self(**batch) if isinstance(batch, Mapping) else self(*batch)
+                self._loss_of(result).mul(1.0 / len(batches) if self._means else 1.0).backward()
+            results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
+        return results
+
+    def _loss_of(self, result: object) -> Tensor:
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1:
+                return leaf
+        raise UserError(
+            f"result of {type(self.module).__name__}",
+            got="no number that requires a gradient",
+            expected="the loss, alone or as the first such tensor",
+            do="return the loss of the step",
+        )
 
     def bare_step(self, arguments: Arguments) -> Callable[[], object]:
         """Runs the step on the example inputs, without its checks: to be measured."""

@@ -8,7 +8,7 @@ gradients are there. Where no rank has a plan, they start while backward runs, i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lancet_kernels.graph.capture.captured_graph import tensors_restored
+from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size, subgroup
 from lancet_kernels.ops.comm.pending import Started
@@ -34,6 +35,7 @@ class PlannedSums:
     Collective over the groups of parameters that are trained and have no gradient in the plan.
     Args: buckets: group and parameters of each, in the order in which the plan sums them.
         divide_by: the sums are divided by it, and the gradients of parameters that no other rank holds.
+        accumulation: says whether gradients are summed now.
         early: no rank has a plan: the sum of a bucket starts when it is complete, after those before it.
     """
 
@@ -42,7 +44,8 @@ class PlannedSums:
         module: nn.Module,
         groups: Groups,
         buckets: Sequence[tuple[str, Sequence[str]]],
-        divide_by: int = 1,
+        divide_by: int,
+        accumulation: Accumulation,
         early: bool = False,
     ) -> None:
         over = gradient_groups(module, groups)
@@ -52,7 +55,7 @@ class PlannedSums:
             for name, p in module.named_parameters()
             if p.requires_grad and over[p] and p not in planned
         }
-        self._early = early
+        self._early, self._accumulation = early, accumulation
         # Between all-to-alls, which a rank may come to sooner, on a communicator of their own.
         apart = {
             g: subgroup(range(group_size(g)), g) if early else g for g in dict.fromkeys(g for g, _ in buckets)
@@ -60,6 +63,8 @@ class PlannedSums:
         self._buckets = [(apart[group], len(names)) for group, names in buckets]
         # On a communicator of its own, a sum that the plan does not have cannot be taken for one that it has.
         self._beyond = [subgroup(range(group_size(group)), group) for group in beyond.values()]
+        in_buckets = [[module.get_parameter(name) for name in names] for _, names in buckets]
+        self._parameters = [*in_buckets, [module.get_parameter(name) for name in beyond]]
         summed = [name for _, names in buckets for name in names] + [*beyond]
         self.watch = GradientWatch({name: module.get_parameter(name) for name in summed})
         self._divide_by = divide_by
@@ -74,7 +79,7 @@ class PlannedSums:
         """`module(*inputs, **by_name)`, whose backward sums the gradients."""
         if not self._names:
             return module(*inputs, **by_name)
-        early = _EarlySums(self._buckets, self._divide_by) if self._early else None
+        early = self._new_sums() if self._early and self._accumulation.sums else None
         summed = _Summed.apply(self, early, *(module.get_parameter(name) for name in self._names))
         if early is not None:
             summed = early.noticed(summed)
@@ -92,14 +97,32 @@ class PlannedSums:
         """
         number = sum(size for _, size in self._buckets)
         behind = number + len(self._beyond)
+        if not self._accumulation.sums:
+            own = [grad if grad is None else grad / self._divide_by for grad in grads]
+            self.watch.give(zip(self._names, own, strict=True))
+            self._accumulation.finished()
+            return own
         if early is None:
-            early = _EarlySums(self._buckets, self._divide_by)
+            early = self._new_sums()
             early.given = [*_in_buckets(self._buckets, grads[:number])]
         sums = early.finish(tensors[:number])
-        others = [*_sum_used(self._beyond, tensors[number:behind], grads[number:behind]), *grads[behind:]]
+        earlier = self._earlier(len(self._buckets))
+        beyond = [
+            g if e is None else e * self._divide_by + (0.0 if g is None else g)
+            for g, e in zip(grads[number:behind], earlier, strict=True)
+        ]
+        others = [*_sum_used(self._beyond, tensors[number:behind], beyond), *grads[behind:]]
         sums += [grad if grad is None else grad / self._divide_by for grad in others]
         self.watch.give(zip(self._names, sums, strict=True))
+        self._accumulation.finished()
         return sums
+
+    def _new_sums(self) -> _EarlySums:
+        return _EarlySums(self._buckets, self._divide_by, self._earlier)
+
+    def _earlier(self, bucket: int) -> list[Tensor | None]:
+        """The gradients of backwards that were not summed."""
+        return [self._accumulation.take(parameter) for parameter in self._parameters[bucket]]
 
 
 class _Summed(torch.autograd.Function):
@@ -120,11 +143,17 @@ class _Summed(torch.autograd.Function):
 class _EarlySums:
     """The sums of buckets, in their order, each as soon as its gradients and those before it are there.
 
-    given: the gradients of each bucket; None: not there yet, or started.
+    given: the gradients of each bucket; None: not there yet, or started. earlier: gives, for a bucket, the
+    gradients of backwards that were not summed.
     """
 
-    def __init__(self, buckets: Sequence[tuple[str, int]], divide_by: int) -> None:
-        self._buckets, self._scale = buckets, 1.0 / divide_by
+    def __init__(
+        self,
+        buckets: Sequence[tuple[str, int]],
+        divide_by: int,
+        earlier: Callable[[int], list[Tensor | None]],
+    ) -> None:
+        self._buckets, self._scale, self._earlier = buckets, 1.0 / divide_by, earlier
         self.given: list[Sequence[Tensor | None] | None] = [None] * len(buckets)
         self._started: list[Started[list[Tensor]]] = []
         self._lacks: list[bool] = []
@@ -162,7 +191,9 @@ class _EarlySums:
             torch.zeros_like(t).neg_() if g is None else g.new_zeros(()).add(g, alpha=self._scale)
             for t, g in zip(tensors, grads, strict=True)
         ]
-        self._lacks += [grad is None for grad in grads]
+        earlier = self._earlier(number)
+        added = [a if e is None else a + e for a, e in zip(added, earlier, strict=True)]
+        self._lacks += [g is None and e is None for g, e in zip(grads, earlier, strict=True)]
         self._started.append(start_all_reduce(added, self._buckets[number][0]))
 
 

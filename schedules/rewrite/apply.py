@@ -21,6 +21,11 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.layer_names import layer_meta
 from lancet_kernels.graph.program.from_fx import draws_random_numbers, is_instruction, op_name
 from lancet_kernels.graph.program.phases import forward_nodes
+from lancet_kernels.ops.comm.accumulated import (
+    start_accumulated_all_reduce,
+    start_accumulated_scatter,
+    start_accumulated_sum,
+)
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.all_to_all import start_all_to_all
 from lancet_kernels.ops.comm.shards import (
@@ -40,6 +45,16 @@ _STARTS: dict[str, Callable] = {
     "lancet.exchange_shards": start_exchange_shards,
     "lancet.all_reduce": start_all_reduce_summands,
 }
+
+
+_ACCUMULATED: dict[Callable, Callable] = {
+    start_all_reduce: start_accumulated_all_reduce,
+    start_reduce_scatter: start_accumulated_scatter,
+    start_all_reduce_summands: start_accumulated_sum,
+}
+GRADIENTS_OF = "gradients_of"
+"""Key of `meta` of a collective that sums gradients over the ranks: what identifies the sum, with the names
+of the parameters, which other sums may have, too."""
 
 
 def wait(pending: Any) -> object:
@@ -131,23 +146,36 @@ def _place(graph: fx.Graph, nodes: list[fx.Node]) -> None:
         cursor = node
 
 
-def start_early_wait_late(module: fx.GraphModule, blocking: Collection[str] = ()) -> None:
+def start_early_wait_late(
+    module: fx.GraphModule,
+    blocking: Collection[str] = (),
+    number_of: Callable[[tuple[object, ...]], int] | None = None,
+) -> None:
     """Split each all-to-all, all-reduce and shift: its start stays, its wait goes before its first reader.
 
-    Args: blocking: names of collectives that are not split.
+    Args:
+        blocking: names of collectives that are not split.
+        number_of: gives the number of a sum of gradients (`GRADIENTS_OF`), which may be left to a later
+            backward then (`ops.comm.accumulated`).
     """
     graph = module.graph
     for node in list(graph.nodes):
         start = _STARTS.get(op_name(node)) if is_instruction(node) else None
-        if start is None or node.name in blocking:
+        key = node.meta.get(GRADIENTS_OF)
+        number = None if number_of is None or key is None else number_of(key)
+        if start is None or (node.name in blocking and number is None):
             continue
-        name = node.name
+        name, args = node.name, node.args
+        if number is not None:
+            start, args = _ACCUMULATED[start], (*args, number)
         with graph.inserting_before(node):
-            pending = graph.call_function(start, node.args, node.kwargs)
+            pending = graph.call_function(start, args, node.kwargs)
         pending.name = f"{name}_start"
         pending.meta = layer_meta(node)
         readers = _readers(node)
         first = min(readers, key=_position(graph).__getitem__) if readers else graph.output_node()
+        if name in blocking:
+            first = pending.next
         elements = [user for user in node.users if user.target is operator.getitem]
         with graph.inserting_before(first):
             result = graph.call_function(wait, (pending,))

@@ -21,6 +21,7 @@ from lancet_kernels.graph.capture.captured_graph import (
     set_value,
 )
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
+from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 
 BUCKET_BYTES = 1 << 20
 
@@ -67,6 +68,7 @@ def insert_all_reduces(
     names = []
     for group, bucket in cut_into_buckets(map(finished, in_order), bucket_bytes):
         node = _insert(graph, group, bucket, results, place)
+        node.meta[GRADIENTS_OF] = tuple(parameter_of_output[i] for i in bucket)
         if group == replica_group:
             node.meta["group"] = "replica"
         names.append(node.name)

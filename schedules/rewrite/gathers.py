@@ -30,6 +30,7 @@ from lancet_kernels.graph.sharded.fsdp import ShardedParameter
 from lancet_kernels.graph.sharded.twin import Twin
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from lancet_kernels.ops.comm.groups import group_size
+from lancet_kernels.schedules.rewrite.apply import GRADIENTS_OF
 from lancet_kernels.schedules.rewrite.buckets import BUCKET_BYTES
 
 aten = torch.ops.aten
@@ -145,7 +146,7 @@ class _Sharding:
         scale_of: Callable[..., float],
     ) -> list[fx.Node]:
         first = parameters[0]
-        ranks = group_size(first.group)
+        ranks, names = group_size(first.group), [p.name for p in parameters]
         scale = scale_of(first)
         wide = [self._cast(g, first.reduce_dtype) for g in gradients]
         if first.reduce_dtype is torch.float16:  # its sums overflow
@@ -156,13 +157,16 @@ class _Sharding:
             if first.group:
                 op = torch.ops.lancet.reduce_scatter.default
                 summed = self._collective(op, summed, first.dim, group=first.group)
+                summed.meta[GRADIENTS_OF] = ("scatter", *names)
         else:
             rows = [self._shaped(g, [ranks, g.meta["val"].numel() // ranks]) for g in padded]
             summed = self._call(aten.cat.default, rows, 1)
             op = torch.ops.lancet.reduce_scatter.default
             summed = self._collective(op, summed, 0, group=first.group)
+            summed.meta[GRADIENTS_OF] = ("scatter", *names)
         if first.replicas:
             summed = self._collective(torch.ops.lancet.all_reduce.default, summed, group=first.replicas)
+            summed.meta[GRADIENTS_OF] = ("copies", *names)
         if scale != 1.0:
             summed = self._call(aten.mul.Tensor, summed, scale)
         if len(padded) == 1:

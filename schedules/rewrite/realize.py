@@ -9,7 +9,7 @@ an error.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -152,16 +152,21 @@ def _with_joins(order: Sequence[str], present: Sequence[str]) -> list[str]:
 
 
 def split_as_planned(
-    joint: fx.GraphModule, forward_outputs: int, plan: Plan
+    joint: fx.GraphModule,
+    forward_outputs: int,
+    plan: Plan,
+    number_of: Callable[[tuple[object, ...]], int] | None = None,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward graph of a joint graph to which a plan was applied; collectives are started early.
+
+    Args: number_of: as of `start_early_wait_late`.
 
     Raises: UserError if one of them does not run its instructions in the order of the plan.
     """
     halves = split_joint(joint, forward_outputs)
     check_halves(instruction_order(joint.graph), [instruction_order(half.graph) for half in halves])
     for half in halves:
-        start_early_wait_late(half, plan.blocking)
+        start_early_wait_late(half, plan.blocking, number_of)
         write_in_place(half)
     return halves
 

@@ -55,9 +55,9 @@ class Block(nn.Module):
 class Step(nn.Module):
     """x[B, S, 5] -> loss. The last weight has 7 rows, which no number of ranks divides; two are tied."""
 
-    def __init__(self, groups: Groups | None, checkpointed: bool = False) -> None:
+    def __init__(self, groups: Groups | None, checkpointed: bool = False, balance: float = 0.01) -> None:
         super().__init__()
-        self.groups, self.checkpointed = groups, checkpointed
+        self.groups, self.checkpointed, self.balance = groups, checkpointed, balance
         torch.manual_seed(0)
         self.input = nn.Linear(5, D)
         self.blocks = nn.ModuleList(Block(groups) for _ in range(2))
@@ -73,7 +73,7 @@ class Step(nn.Module):
             x, sums = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
             of_layers.append(sums)
         loss = (self.head(x) - 0.3 * self.again(x.tanh())).square().mean()
-        return loss + 0.01 * moe_losses(of_layers, self.groups).balance.mean()
+        return loss + self.balance * moe_losses(of_layers, self.groups).balance.mean()
 
 
 def batch_of(rank: int, step: int) -> Tensor:

@@ -176,7 +176,7 @@ def test_module_as_it_is_refuses_what_would_be_wrong(pool, tmp_path) -> None:
 
 
 def test_number_of_trials_is_checked() -> None:
-    with pytest.raises(UserError, match=r"trials: got -1, expected a number of steps, or 0"):
+    with pytest.raises(UserError, match=r"trials: got -1, expected a number of steps, 0 or more"):
         optimize(nn.Linear(2, 2), (torch.ones(1, 2),), trials=-1)
 
 

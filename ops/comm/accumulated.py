@@ -1,0 +1,110 @@
+"""Sums of gradients over the ranks, once for several microbatches.
+
+Without sums, a backward leaves the gradients of this rank: what is whole on every rank in `.grad`, and what
+FSDP shards in a `GradientSum`, since `.grad` has room for a shard only. The next backward with sums adds them
+before it sums over the ranks.
+
+    backward 1    .grad = a                 held = A          (gradients of this rank)
+    backward 2    .grad = sum(a + b)        .grad = this rank's shard of sum(A + B)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from lancet_kernels.ops.comm.all_reduce import start_all_reduce
+from lancet_kernels.ops.comm.groups import group_size
+from lancet_kernels.ops.comm.pending import Here, Started
+from lancet_kernels.ops.comm.shards import start_all_reduce_summands, start_reduce_scatter
+
+
+class Accumulation:
+    """Whether gradients are summed over the ranks now.
+
+    Attributes: sums: are they? unsummed: does `.grad` hold gradients of this rank alone?
+    """
+
+    def __init__(self) -> None:
+        self.sums, self.unsummed = True, False
+        self._by_key: dict[object, GradientSum] = {}
+
+    @contextlib.contextmanager
+    def without_sums(self) -> Iterator[None]:
+        """A context in which backwards do not sum."""
+        before, self.sums = self.sums, False
+        try:
+            yield
+        finally:
+            self.sums = before
+
+    def number_of(self, key: object, parameters: Sequence[Tensor] = ()) -> int:
+        """The number by which a graph refers to a sum; the same for the same key.
+
+        Args: parameters: those whose `.grad` has the gradients of earlier backwards, if they are not held.
+        """
+        if key not in self._by_key:
+            self._by_key[key] = GradientSum(self, parameters)
+        return self._by_key[key].number
+
+    def finished(self) -> None:
+        """At the end of a backward."""
+        self.unsummed = not self.sums
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """The gradient of earlier backwards, which this one replaces."""
+        if not self.unsummed:
+            return None
+        gradient, parameter.grad = parameter.grad, None
+        return gradient
+
+
+class GradientSum:
+    """One sum of a graph, and what it holds of earlier backwards."""
+
+    def __init__(self, accumulation: Accumulation, parameters: Sequence[Tensor]) -> None:
+        self.accumulation, self.parameters = accumulation, tuple(parameters)
+        self.held: Tensor | None = None
+        self.number = max(_SUMS, default=-1) + 1
+        _SUMS[self.number] = self
+
+    def add(self, summand: Tensor) -> Tensor | None:
+        """The summand with what is held; None: it is held, too, and there is nothing to sum yet."""
+        total = summand if self.held is None else self.held.add_(summand)
+        # A copy: the summand may be a view of what the graph still reads.
+        self.held = None if self.accumulation.sums else total.clone() if total is summand else total
+        return total if self.accumulation.sums else None
+
+
+_SUMS: WeakValueDictionary[int, GradientSum] = WeakValueDictionary()
+
+
+def start_accumulated_all_reduce(gradients: list[Tensor], group: str, number: int) -> Started[list[Tensor]]:
+    """As `start_all_reduce`; without sums the gradients as they are."""
+    one = _SUMS[number]
+    if not one.accumulation.sums:
+        return Here(gradients)
+    earlier = [one.accumulation.take(parameter) for parameter in one.parameters]
+    added = [g if e is None else g + e for g, e in zip(gradients, earlier, strict=True)]
+    return start_all_reduce(added, group)
+
+
+def start_accumulated_scatter(summand: Tensor, dim: int, group: str, number: int) -> Started[Tensor]:
+    """As `start_reduce_scatter`; without sums zeros, and the summand is held."""
+    total = _SUMS[number].add(summand)
+    if total is None:
+        shape = list(summand.shape)
+        shape[dim] //= group_size(group)
+        return Here(summand.new_zeros(shape))
+    return start_reduce_scatter(total, dim, group)
+
+
+def start_accumulated_sum(summand: Tensor, group: str, number: int) -> Started[Tensor]:
+    """As `start_all_reduce_summands`; without sums zeros."""
+    if not _SUMS[number].accumulation.sums:
+        return Here(torch.zeros_like(summand))
+    return start_all_reduce_summands(summand, group)

@@ -1,0 +1,120 @@
+"""Gradients of several microbatches: equal to those of one large batch, and summed over the ranks once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import init_device_mesh
+
+from lancet_kernels import OptimizedModule, UserError, fsdp
+from lancet_kernels.ops.comm import accumulated
+from lancet_kernels.ops.comm.groups import Groups
+from tests.lancet_kernels.optimization.test_sharded import Case, Step, batch_of, distance, groups_with
+from tests.optimized import optimized
+from tests.ranks import RankPool
+
+BOUND = 1e-9
+
+
+def planned(shards: bool, strategy: str, reduction: str = "mean") -> OptimizedModule:
+    """The step, with experts over all ranks."""
+    groups = groups_with(dist.get_world_size())
+    step = Step(groups, balance=0.0)
+    if shards:
+        fsdp(step, init_device_mesh("cpu", (dist.get_world_size(),)), groups)
+    inputs = (batch_of(dist.get_rank(), 0),)
+    return optimized(step, inputs, strategy, groups=groups, reduce_gradients=reduction)
+
+
+def microbatches(number: int) -> list[tuple[Tensor]]:
+    return [(batch_of(dist.get_rank(), k),) for k in range(number)]
+
+
+def one_large_batch(number: int) -> Step:
+    """Gradients of the whole model for all tokens of all ranks together."""
+    reference = Step(Groups(), balance=0.0)
+    ranks = range(dist.get_world_size())
+    reference(torch.cat([batch_of(r, k) for k in range(number) for r in ranks])).backward()
+    return reference
+
+
+@contextlib.contextmanager
+def counted_sums() -> Iterator[list[str]]:
+    """What is summed over the ranks by a plan inside the context."""
+    sums: list[str] = []
+
+    def counts(name: str):
+        start = getattr(accumulated, name)
+
+        def started(*arguments: object) -> object:
+            sums.append(name)
+            return start(*arguments)
+
+        return mock.patch.object(accumulated, name, started)
+
+    with counts("start_all_reduce"), counts("start_reduce_scatter"):
+        yield sums
+
+
+def several_equal_one(shards: bool, strategy: str) -> None:
+    step, case = planned(shards, strategy), Case(dist.get_world_size())
+    once = None
+    for number in (1, 2, 4):
+        reference = one_large_batch(number)
+        with counted_sums() as sums:
+            losses = step.microbatches(microbatches(number))
+        assert len(losses) == number
+        assert distance(step.module, reference, case, of_gradients=True) < BOUND
+        assert sums, "gradients are summed"
+        once = once or sums
+        assert sums == once, "as often for several microbatches as for one"
+        step.module.zero_grad()
+    # A loop of the user's own; the second of three runs without the plan.
+    reference = one_large_batch(3)
+    for k, (x,) in enumerate(microbatches(3)):
+        with step.no_sync() if k < 2 else contextlib.nullcontext():
+            step.train(k != 1)
+            (step(x) / 3).backward()
+    assert distance(step.module, reference, case, of_gradients=True) < BOUND
+    assert step.fallbacks == {"the module is in evaluation mode": 1}
+
+
+@pytest.mark.parametrize(
+    ("shards", "strategy"),
+    [
+        (False, "lancet"),
+        (True, "none"),
+        *(
+            pytest.param(shards, strategy, marks=pytest.mark.long)
+            for shards in (False, True)
+            for strategy in ("none", "tutel", "lancet-dw", "duplex", "lancet+duplex", "lancet")
+        ),
+    ],
+)
+def test_several_microbatches_are_one_large_batch(pool: RankPool, shards: bool, strategy: str) -> None:
+    pool.run(several_equal_one, shards, strategy)
+
+
+def sums_and_refusals() -> list[str]:
+    """With "sum", gradients are those of the sum of all losses."""
+    step, case = planned(False, "none", reduction="sum"), Case(dist.get_world_size())
+    reference = one_large_batch(2)
+    step.microbatches(microbatches(2))
+    factor = 2 * dist.get_world_size()
+    for parameter in step.module.parameters():
+        parameter.grad /= factor
+    assert distance(step.module, reference, case, of_gradients=True) < BOUND
+    with pytest.raises(UserError) as refused:
+        step.microbatches([])
+    return [str(refused.value)]
+
+
+def test_sum_of_losses(pool: RankPool) -> None:
+    for (said,) in pool.run(sums_and_refusals):
+        assert said == "microbatches: got none, expected one or more; give their inputs"
