@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lancet_kernels.parallelization.parallelize import parallelize
     from lancet_kernels.parallelization.partitioned_linear import whole_state_dict
     from lancet_kernels.parallelization.square_layer import SquareLinear
+    from lancet_kernels.passes.overlap import overlap_pass
     from lancet_kernels.schedules.partition.partition_range import PartitionOptions
     from lancet_kernels.schedules.plan import Plan
     from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
@@ -51,6 +52,7 @@ else:
         "fsdp": "training.sharded_parallel",
         "load_safetensors": "conversion.load",
         "optimize": "optimization.optimize",
+        "overlap_pass": "passes.overlap",
         "parallelize": "parallelization.parallelize",
         "parallelize_linears": "parallelization.parallel_linears",
         "prepare_data_parallel": "training.data_parallel",
@@ -98,6 +100,7 @@ __all__ = [
     "moe_layers",
     "moe_losses",
     "optimize",
+    "overlap_pass",
     "parallelize",
     "parallelize_linears",
     "prepare_data_parallel",

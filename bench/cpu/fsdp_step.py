@@ -1,4 +1,4 @@
-"""Training steps with FSDP and expert parallelism, captured under a fake process group, and torch's own pass.
+"""Training steps with FSDP and experts, captured under a fake process group; orders of torch's pass and ours.
 
     N ranks      W of them share one set of experts      T tokens of this rank, D width, F hidden width
 
@@ -11,7 +11,6 @@ rows: sizes have to be static for torch's pass.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -23,10 +22,13 @@ from torch import Tensor, fx, nn
 from torch._inductor.fx_passes import overlap_scheduling
 
 from lancet_kernels.graph.capture.capture import capture
+from lancet_kernels.graph.capture.captured_graph import copy_of
 from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.graph.costs.costs import CostModel
 from lancet_kernels.graph.program.from_fx import program_from_fx
 from lancet_kernels.graph.program.program import Program
+from lancet_kernels.passes import overlap_pass
+from lancet_kernels.schedules.rewrite.apply import instruction_order
 from lancet_kernels.simulation.fake_ranks import fake_ranks
 
 collectives = torch.ops._c10d_functional
@@ -252,19 +254,27 @@ def _divided(size: int, ranks: int) -> int:
 
 
 def _groups(shape: Shape) -> _Ranks:
-    """The groups of rank 0."""
-    expert = dist.new_group(range(shape.expert_ranks))
-    replica = dist.new_group(range(0, shape.ranks, shape.expert_ranks))
+    """The groups of this rank; every rank makes all of them."""
     world = dist.group.WORLD
     assert world is not None
-    return _Ranks(
-        world.group_name,
-        shape.ranks,
-        expert.group_name,
-        shape.expert_ranks,
-        replica.group_name,
-        _divided(shape.ranks, shape.expert_ranks),
+    apart = shape.expert_ranks
+    expert, replica = (
+        next(group for group in made if group is not dist.GroupMember.NON_GROUP_MEMBER)
+        for made in (
+            [dist.new_group(range(i, i + apart)) for i in range(0, shape.ranks, apart)],
+            [dist.new_group(range(i, shape.ranks, apart)) for i in range(apart)],
+        )
     )
+    replicas = _divided(shape.ranks, apart)
+    return _Ranks(world.group_name, shape.ranks, expert.group_name, apart, replica.group_name, replicas)
+
+
+def real_step(shape: Shape) -> nn.Module:
+    """tokens [B, S] -> loss, in float32, on the ranks of this job, which are as many as the shape's."""
+    model = _Step(shape, _groups(shape))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model
 
 
 @dataclass(frozen=True)
@@ -295,12 +305,24 @@ def captured(shape: Shape) -> Iterator[CapturedStep]:
         yield CapturedStep(joint, program, cost)
 
 
+def order_of_pass(step: CapturedStep, memory_limit: float | None) -> list[int]:
+    """The order (positions) that `overlap_pass` gives a copy of the graph, for the costs of the step."""
+    index, tensors = step.program.index, step.program.tensors
+    module = copy_of(step.joint)
+    overlap_pass(
+        module,
+        costs=lambda node: step.cost(step.program.instructions[index[node.name]], tensors),
+        memory_limit=memory_limit,
+    )
+    return [index[name] for name in instruction_order(module.graph)]
+
+
 def order_of_torch(step: CapturedStep, more_memory: float) -> list[int]:
     """The order (positions) that torch's pass gives a copy of the graph, for the costs of the step.
 
     Args: more_memory: what it may need beyond the original peak, as a share of that.
     """
-    module = copy.deepcopy(step.joint)
+    module = copy_of(step.joint)
     index, tensors = step.program.index, step.program.tensors
 
     def milliseconds(node: fx.Node, size: int | None) -> float:

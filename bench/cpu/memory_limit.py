@@ -1,12 +1,12 @@
-"""How much communication do orders hide that keep to a memory limit? Ours and torch's, by one simulator.
+"""How much communication do `overlap_pass` and torch's pass hide within a memory limit? By one simulator.
 
     python -m bench.cpu.memory_limit                          a table: some minutes, a CPU is enough
     python -m bench.cpu.memory_limit --json > limits.json
 
 Three training steps with FSDP and expert parallelism (`fsdp_step.SHAPES`), captured under a fake process
 group. Nothing runs: times are simulated with the costs of a cluster file, for both the same. Limits are
-times the peak of the original order. torch's `schedule_overlap_bucketing` gets the same limit; where it
-needs more all the same, `peak` says so.
+times the peak of the original order. torch's `schedule_overlap_bucketing` gets the same limit, and
+buckets nothing; where it needs more all the same, `peak` says so.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from bench.cpu.fsdp_step import SHAPES, CapturedStep, Shape, captured, order_of_torch
+from bench.cpu.fsdp_step import SHAPES, CapturedStep, Shape, captured, order_of_pass, order_of_torch
 from lancet_kernels.graph.costs.costs import durations
-from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.time.peak_memory import peak_memory
 from lancet_kernels.schedules.time.simulate import lower_bound_ms, run
 
@@ -64,9 +63,8 @@ def rows(step: CapturedStep, limits: Sequence[float | None] = LIMITS) -> Iterato
         order = order_of_torch(step, 1e3 if limit is None else limit - 1)
         yield row(limit, "torch", order, time.process_time() - begin)
         begin = time.process_time()
-        most = None if limit is None else limit * peak
-        found = best_order(program, step.cost, memory_limit_bytes=most)
-        yield row(limit, "ours", found.order, time.process_time() - begin)
+        order = order_of_pass(step, limit)
+        yield row(limit, "ours", order, time.process_time() - begin)
 
 
 def measured(shape: Shape) -> tuple[str, list[Row]]:

@@ -172,18 +172,23 @@ def _half_of(formula: Callable[[float], float], size: float) -> float:
 
 
 def _all_to_all_ms(cluster: Cluster, gpus: int, size: float) -> float:
-    """Every rank sends size/gpus to each rank. NVLink and network cards work in parallel: the slower counts.
+    """Among `gpus` ranks that fill the nodes.
 
     Example: p3dn, 16 GPUs, 16 MB: 8 ranks x 16 MB x 8/16 = 64 MB leave a node at 10 GB/s: 6.4 ms.
     """
     local = min(gpus, cluster.gpus_per_node)
+    return grouped_all_to_all_ms(cluster, size, local, gpus // local, 1)
+
+
+def grouped_all_to_all_ms(cluster: Cluster, size: float, local: int, nodes: int, at_once: int) -> float:
+    """Simultaneous all-to-alls in groups as those of `grouped_all_reduce_ms`: every rank sends an equal share
+    of its `size` bytes to each rank of its group. NVLink and network cards work in parallel: the slower
+    counts."""
+    gpus = local * nodes
     inside = size * (local - 1) / gpus / (cluster.intra_node_gb_per_s * cluster.link_efficiency * 1e9)
-    latency = cluster.intra_node_latency_us
-    outside = 0.0
-    if gpus > local:
-        leaving = local * size * (gpus - local) / gpus
-        outside = leaving / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)
-        latency = cluster.inter_node_latency_us
+    leaving = at_once * local * size * (gpus - local) / gpus
+    outside = leaving / (cluster.inter_node_gb_per_s * cluster.link_efficiency * 1e9)
+    latency = cluster.inter_node_latency_us if nodes > 1 else cluster.intra_node_latency_us
     latency += cluster.per_peer_us * (gpus - 1)
     return latency * 1e-3 + max(inside, outside) * 1e3
 

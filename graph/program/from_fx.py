@@ -62,7 +62,8 @@ GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs with random ops."""
 WRITTEN_INTO = "written_into"
 """Key of a node's `meta`: the name of the tensor into whose storage the node writes its result."""
-_WAIT = "_c10d_functional.wait_tensor"
+WAIT = "_c10d_functional.wait_tensor"
+"""Waits for a collective. Free: it gives the storage that the collective fills."""
 _UNSAFE_VIEW = "aten._unsafe_view"
 """A view without alias annotation in its schema, because nothing else reads its input."""
 _HARDLY_READ = {
@@ -274,7 +275,7 @@ def _instruction(
 def _kind(op: str) -> Kind:
     if op in _KINDS:
         return _KINDS[op]
-    if op.startswith(_COLLECTIVE_NAMESPACE) and op != _WAIT:
+    if op.startswith(_COLLECTIVE_NAMESPACE) and op != WAIT:
         return Kind.OTHER_COMMUNICATION
     return Kind.COMPUTE
 
@@ -303,7 +304,7 @@ def _aliased(node: fx.Node) -> dict[int, str]:
             value = arguments.get(name)
             if isinstance(value, fx.Node) and tensor_names(value):
                 aliases[i] = tensor_names(value)[0]
-    if op_name(node) in (_WAIT, _UNSAFE_VIEW) and tensor_names(node.args[0]):
+    if op_name(node) in (WAIT, _UNSAFE_VIEW) and tensor_names(node.args[0]):
         aliases[0] = tensor_names(node.args[0])[0]
     # A list of views (unbind, split): every element shares the input's storage.
     value = _value(node)

@@ -1,6 +1,7 @@
 """Applies a planned order to an fx graph.
 
-    reorder(graph, order)       puts the nodes into the order of the plan
+    reorder(graph, order)       puts the nodes into the order of the plan, forward before backward
+    place(graph, order)         the same for a graph in which forward and backward may mix
     start_early_wait_late(gm)   splits each collective: it starts at its place, and its first reader waits
 
 Contract: afterwards the graph runs its instructions in exactly the requested order. If that order is invalid
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -73,6 +75,26 @@ def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
     Raises: UserError if `order` is not a permutation of the instructions, has an instruction before one of
     its inputs, or a forward instruction after a backward one.
     """
+    forward = forward_nodes(list(graph.nodes))
+    in_graph = {node.name: node for node in graph.nodes}
+    nodes = [in_graph[name] for name in order if name in in_graph]
+    for early, late in pairwise(nodes):
+        if early not in forward and late in forward:
+            raise UserError(
+                "order of a plan",
+                got=f"{early.name} before {late.name}",
+                expected=f"{late.name} first: it belongs to the forward, {early.name} to the backward",
+                do="plan again for this graph",
+            )
+    place(graph, order)
+
+
+def place(graph: fx.Graph, order: Sequence[str]) -> None:
+    """Put the instruction nodes of a graph into `order`; elements of tuples follow their producer.
+
+    Raises: UserError if `order` is not a permutation of the instructions, or has an instruction before one of
+        its inputs.
+    """
     nodes = {node.name: node for node in graph.nodes}
     present = instruction_order(graph)
     if sorted(order) != sorted(present):
@@ -85,19 +107,8 @@ def reorder(graph: fx.Graph, order: Sequence[str]) -> None:
         )
     reordered: list[fx.Node] = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     available = set(reordered)
-    forward = forward_nodes(list(graph.nodes))
-    backward = ""
     for name in order:
         node = nodes[name]
-        if node not in forward:
-            backward = name
-        elif backward:
-            raise UserError(
-                "order of a plan",
-                got=f"{backward} before {name}",
-                expected=f"{name} first: it belongs to the forward, {backward} to the backward",
-                do="plan again for this graph",
-            )
         missing = [source.name for source in node.all_input_nodes if source not in available]
         if missing:
             raise UserError(
