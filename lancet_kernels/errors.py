@@ -11,7 +11,7 @@ class UserError(ValueError):
     """A value that the user gave is wrong. The message is one line: got, expected, what to do."""
 
     def __init__(self, what: str, *, got: object, expected: object, do: str):
-        self.got, self.expected, self.do = got, expected, do
+        self.what, self.got, self.expected, self.do = what, got, expected, do
         super().__init__(f"{what}: got {got}, expected {expected}; {do}")
 
 

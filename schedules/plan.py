@@ -79,6 +79,7 @@ class Plan(SavedJson):
     measured: milliseconds of real steps by strategy, and of `PLAIN`, where these were run to choose.
     plain: the module runs as it is, with gradients summed while backward runs; the rest is the best plan.
     hidings: what computes while messages travel, in the predicted iteration.
+    setting: what the plan was made for, in the user's words (`optimization.setting`); {}: not said.
     """
 
     KIND, VERSION, AGAIN = "plan", 6, "plan again"
@@ -104,6 +105,7 @@ class Plan(SavedJson):
     measured: Mapping[str, float] = field(default_factory=dict)
     plain: bool = False
     hidings: tuple[Hiding, ...] = ()
+    setting: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -111,7 +113,14 @@ class Plan(SavedJson):
         that run the same plan have the same."""
         data = self.to_json()
         not_done = ("predicted", "compared", "measured", "method", "options", "costs", "chosen", "impossible")
-        for other in (*not_done, "hidings", "memory_limit_gb", "without_limit_ms", "recomputation"):
+        for other in (
+            *not_done,
+            "hidings",
+            "setting",
+            "memory_limit_gb",
+            "without_limit_ms",
+            "recomputation",
+        ):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -29,6 +29,7 @@ from lancet_kernels.ops.comm.groups import AnyGroups, Groups, group_size
 from lancet_kernels.ops.fused.fused_graph import register_layer
 from lancet_kernels.optimization.guards import Arguments
 from lancet_kernels.optimization.model_checks import check_shards
+from lancet_kernels.optimization.setting import setting_of
 from lancet_kernels.schedules.fuse.fused import lower
 from lancet_kernels.schedules.fuse.fused_layers import MatchedLayer
 from lancet_kernels.schedules.hiding import what_hides
@@ -51,12 +52,13 @@ if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
 @dataclass(eq=False)
 class CostedGraph:
     """The joint graph of a step, its Program, which may have more instructions (the optimizer's), and their
-    costs. inputs: example values, if it is to be measured."""
+    costs. inputs: example values, if it is to be measured. setting: `setting_of` its step."""
 
     module: fx.GraphModule
     program: Program
     cost: Cost
     inputs: Sequence[object] = ()
+    setting: Mapping[str, Any] = field(default_factory=dict)
     _planners: dict[PlanningOptions | None, Planner] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -64,10 +66,12 @@ class CostedGraph:
         """Gives the graph and the Program with ranges cut."""
         return GraphCutter(self.module, self.program, self.cost)
 
-    def with_hidings(self, plan: Plan, timeline: Timeline) -> Plan:
-        """The plan, with what computes while messages travel in its simulated iteration."""
+    def described(self, plan: Plan, timeline: Timeline) -> Plan:
+        """The plan, with what computes while messages travel in its simulated iteration, and what it is
+        for."""
         gradients = {self.program.instructions[i].name for i in weight_gradients(self.program)}
-        return replace(plan, hidings=what_hides(timeline, layers_of(self.module.graph), gradients))
+        hidings = what_hides(timeline, layers_of(self.module.graph), gradients)
+        return replace(plan, hidings=hidings, setting=self.setting)
 
     def planner(self, options: PlanningOptions | None = None) -> Planner:
         """The planner for this graph; one for each options."""
@@ -205,6 +209,11 @@ class CapturedStep:
         return LayerExchange(layer.group, local_experts, width, hidden, layer.activation)
 
     @property
+    def setting(self) -> dict[str, Any]:
+        """What a plan of this step is for."""
+        return setting_of(self.model, self.groups, (self.inputs, self.by_name))
+
+    @property
     def layer_numbers(self) -> list[int]:
         """The numbers of the exchanges of the fused layers."""
         return list(self._layer_numbers.values())
@@ -246,11 +255,11 @@ class CapturedStep:
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
             shards = group_size(self.twin.groups["shards"]) if self.twin and self.twin.groups else None
             estimate = CostModel.for_cluster(load_cluster(cluster), ranks, None, expert_ranks, shards)
-            return CostedGraph(module, self._shared(program_from_fx(module), estimate), estimate, inputs)
+            return CostedGraph(module, self._shared(program_from_fx(module), estimate), estimate, inputs, self.setting)
         program = self.profiler.program(module, inputs)
         layers = moe_layers(self.model)
         cost = self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)
-        return CostedGraph(module, self._shared(program, cost), cost, inputs)
+        return CostedGraph(module, self._shared(program, cost), cost, inputs, self.setting)
 
     def _shared(self, program: Program, cost: Cost) -> Program:
         """The Program of one of the microbatches that share the sums of gradients: each has its share of

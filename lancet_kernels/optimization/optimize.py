@@ -45,6 +45,7 @@ from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
 from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
 from lancet_kernels.optimization.replicas import Replicas
+from lancet_kernels.optimization.setting import check_setting
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.optimization.summed_gradients import PlannedSums
 from lancet_kernels.optimization.trial import milliseconds_per_step
@@ -201,7 +202,7 @@ def optimize(
     else:
         progress.begin("applying the plan")
         optimized = build(best, timeline)
-    optimized.plan = graph.with_hidings(optimized.plan, optimized.timeline)
+    optimized.plan = graph.described(optimized.plan, optimized.timeline)
     if cache is not None and group_rank(world) == 0:
         optimized.plan.save(cache)
     progress.end(optimized.plan.choice_text() if optimized.plan.measured else "")
@@ -429,7 +430,8 @@ def _plans(
 
 def _loaded(path: str | Path, graph: CostedGraph) -> Plan:
     """The plan in a file. Raises: UserError unless it can be applied to this graph."""
-    plan = Plan.load(path, graph.program)
+    plan = Plan.load(path)
+    check_setting(plan, graph.program, graph.setting, f"plan file {path}")
     realize(copy_of(graph.module), graph.program, plan)
     return plan
 

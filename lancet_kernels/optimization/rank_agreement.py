@@ -77,21 +77,27 @@ def fused_groups_of_first_rank(
 
 
 def result_of_first_rank(group: str, make: Callable[[], list]) -> list:
-    """The result of `make` on rank 0, on every rank. Raises: the error of `make` on rank 0, and a UserError
-    with its text on the others."""
-    result: list | str = []
+    """The result of `make` on rank 0, on every rank. Raises: the error of `make` on rank 0; on the others the
+    same if it is a UserError, else a UserError with its text."""
+    result: list | dict[str, str] = []
     failure: Exception | None = None
     if group_rank(group) == 0:
         try:
             result = make()
+        except UserError as error:
+            failure = error
+            parts = {"what": error.what, "got": error.got, "expected": error.expected, "do": error.do}
+            result = {name: str(part) for name, part in parts.items()}
         except Exception as error:
-            failure, result = error, f"{type(error).__name__}: {error}"
+            failure = error
+            got = f"{type(error).__name__}: {error}"
+            result = {"what": "plan of rank 0", "got": got, "expected": "a plan", "do": "report it"}
     # Also after an error, because the other ranks wait.
     result = from_first_rank(result, group, "what rank 0 planned")
     if failure is not None:
         raise failure
-    if isinstance(result, str):
-        raise UserError("plan of rank 0", got=result, expected="a plan", do="see the error of rank 0")
+    if isinstance(result, dict):
+        raise UserError(result["what"], got=result["got"], expected=result["expected"], do=result["do"])
     return result
 
 

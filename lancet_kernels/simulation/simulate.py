@@ -256,7 +256,7 @@ def simulate_setting(
     # `auto` needs all other strategies.
     planner.seconds[AUTO], planner.cpu_seconds[AUTO] = time.perf_counter() - wall, time.process_time() - cpu
     timelines = {name: planner.timeline(plan) for name, plan in plans.items()}
-    plans = {name: step.with_hidings(plan, timelines[name]) for name, plan in plans.items()}
+    plans = {name: step.described(plan, timelines[name]) for name, plan in plans.items()}
     return Simulated(
         setting,
         step.program,

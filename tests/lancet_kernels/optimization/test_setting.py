@@ -1,0 +1,97 @@
+"""A plan that is for something else says what differs, on every rank, and hashes come last."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from lancet_kernels import MoELayer, UserError, optimize
+from lancet_kernels.optimization.rank_agreement import result_of_first_rank
+
+
+class Step(nn.Module):
+    def __init__(self, width: int = 8, hidden: int = 16) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(width, width), MoELayer(width, hidden, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).square().mean()
+
+
+class Other(Step):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def planned(file: str, step: nn.Module, width: int = 8, tokens: int = 4, save: bool = False) -> str:
+    """Saves a plan for a step, or says why the saved one is not for it."""
+    inputs = (torch.ones(tokens, width),)
+    if save:
+        optimize(step, inputs, strategy="none", cluster="local", cache=file)
+        return ""
+    with pytest.raises(UserError) as refused:
+        optimize(step, inputs, strategy="none", cluster="local", plan=file)
+    return str(refused.value)
+
+
+HASHES = r"plan again \(program [0-9a-f]{12}, here [0-9a-f]{12}\)"
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("plans") / "plan.json")
+    planned(path, Step(), save=True)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("step", "given", "made", "here"),
+    [
+        (Step(16), {"width": 16}, "inner.0.weight [8, 8] float32", "[16, 16] float32"),
+        (Step(8, 32), {}, "inner.1.w1 [4, 8, 16] float32", "[4, 8, 32] float32"),
+        (Other(), {}, "Step", "Other"),
+        (Step(), {"tokens": 6}, "inputs [4, 8] float32", "[6, 8] float32"),
+    ],
+    ids=["width", "hidden", "model", "inputs"],
+)
+def test_plan_for_another_model_says_what_differs(file: str, step, given: dict, made: str, here: str) -> None:
+    text = planned(file, step, **given)
+    assert re.fullmatch(
+        re.escape(
+            f"plan file {file}: got a plan made for {made}, expected one for this job, which has {here}; "
+        )
+        + HASHES,
+        text,
+    ), text
+
+
+def on_a_rank(file: str) -> str:
+    return planned(file, Step())
+
+
+def test_plan_for_another_number_of_ranks_says_so_on_all_of_them(pool, file: str) -> None:
+    first, second = pool.run(on_a_rank, file)
+    assert first == second, "no error inside of another"
+    assert "got a plan made for 1 rank, expected one for this job, which has 2 ranks; plan again (" in first
+
+
+def fails(kind: type[Exception]) -> str:
+    def make() -> list:
+        if kind is UserError:
+            raise UserError("plan", got=1, expected=2, do="plan again")
+        raise kind("no bread")
+
+    from lancet_kernels.ops.comm.groups import group_name
+
+    with pytest.raises(Exception) as failed:  # noqa: PT011
+        result_of_first_rank(group_name(None), make)
+    return f"{type(failed.value).__name__}: {failed.value}"
+
+
+def test_error_of_the_first_rank_is_that_of_all(pool) -> None:
+    assert pool.run(fails, UserError) == ["UserError: plan: got 1, expected 2; plan again"] * 2
+    assert pool.run(fails, KeyError) == [
+        "KeyError: 'no bread'",
+        "UserError: plan of rank 0: got KeyError: 'no bread', expected a plan; report it",
+    ]
