@@ -255,7 +255,8 @@ class CapturedStep:
             ranks, expert_ranks = group_size(self.groups.data), group_size(self.groups.expert)
             shards = group_size(self.twin.groups["shards"]) if self.twin and self.twin.groups else None
             estimate = CostModel.for_cluster(load_cluster(cluster), ranks, None, expert_ranks, shards)
-            return CostedGraph(module, self._shared(program_from_fx(module), estimate), estimate, inputs, self.setting)
+            program = self._shared(program_from_fx(module), estimate)
+            return CostedGraph(module, program, estimate, inputs, self.setting)
         program = self.profiler.program(module, inputs)
         layers = moe_layers(self.model)
         cost = self.profiler.costs(module, inputs, program, layers[0].d_model if layers else 1)

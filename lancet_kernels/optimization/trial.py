@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.ops.comm.link import link
@@ -57,12 +57,32 @@ def _one_step(step: CapturedStep, forward: Callable[[], object]) -> float:
         with waiting("barrier before a measured step", world):
             dist.barrier(world)
     _finish(step.device)
+    # Before the forward, in which FSDP puts whole parameters in their place.
+    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
     begin = time.perf_counter()
     results = [r for r in pytree.tree_leaves(forward()) if isinstance(r, Tensor) and r.requires_grad]
-    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
-    torch.autograd.grad(results, trained, [torch.ones_like(result) for result in results], allow_unused=True)
+    ones = [torch.ones_like(result) for result in results]
+    if step.twin is None:
+        torch.autograd.grad(results, trained, ones, allow_unused=True)
+    else:
+        _backward_of_shards(trained, results, ones)
     _finish(step.device)
     return (time.perf_counter() - begin) * 1e3
+
+
+def _backward_of_shards(
+    trained: Sequence[nn.Parameter], results: Sequence[Tensor], ones: Sequence[Tensor]
+) -> None:
+    """A backward of parameters that FSDP shards, which scatters what it finds in `.grad`, and puts the result
+    there."""
+    before = [parameter.grad for parameter in trained]
+    for parameter in trained:
+        parameter.grad = None
+    try:
+        torch.autograd.backward(results, ones)
+    finally:
+        for parameter, gradient in zip(trained, before, strict=True):
+            parameter.grad = gradient
 
 
 def _finish(device: torch.device) -> None:

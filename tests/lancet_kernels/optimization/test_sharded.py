@@ -21,8 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from lancet_kernels import MoELayer, OptimizedModule, clip_gradients, fsdp, moe_losses
 from lancet_kernels.ops.comm.groups import Groups
+from lancet_kernels.optimization.optimize import optimize
 from tests.optimized import optimized
 from tests.ranks import RankPool
+from tests.trials import with_times
 
 D, BATCH = 8, 4
 
@@ -226,6 +228,29 @@ def sharded_by_optimize() -> float:
 
 def test_optimize_shards(pool: RankPool) -> None:
     assert max(pool.run(sharded_by_optimize)) < 1e-9
+
+
+def tried_sharded(folder: str, plain_ms: float) -> tuple[bool, float]:
+    """Trials of a sharded model: whether it runs as it is then, and how far its gradients are off."""
+    case, groups = Case(expert_ranks=2), groups_with(2)
+    step, x = Step(groups), batch_of(dist.get_rank(), 0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with with_times(plain=plain_ms):
+        ready = optimize(step, (x,), shard=mesh, groups=groups, times=f"{folder}/times.json", trials=1)
+    assert all(parameter.grad is None for parameter in step.parameters()), "trials leave no gradient"
+    reference = whole()
+    reference(torch.cat([batch_of(r, 0) for r in range(dist.get_world_size())])).backward()
+    ready(x).backward()
+    return ready.plan.plain, distance(step, reference, case, of_gradients=True)
+
+
+@pytest.mark.parametrize("plain_ms", [1.0, 1000.0])
+def test_sharded_model_is_tried_as_it_is_and_with_plans(
+    pool: RankPool, tmp_path: Path, plain_ms: float
+) -> None:
+    for plain, off in pool.run(tried_sharded, str(tmp_path), plain_ms):
+        assert plain == (plain_ms == 1.0)
+        assert off < 1e-9
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])

@@ -15,6 +15,7 @@ from lancet_kernels.schedules.explanation import PLAIN
 from lancet_kernels.schedules.plan import Plan
 from tests.planned_steps import gradients, sum_over_ranks
 from tests.setups import Model, Plain, batch
+from tests.trials import with_times
 
 
 class Noisy(Model):
@@ -33,16 +34,6 @@ class Noisy(Model):
 def state_of(model: nn.Module, inputs: tuple) -> list[Tensor]:
     kept = [*model.state_dict().values(), *inputs, torch.get_rng_state()]
     return [tensor.detach().clone() for tensor in kept]
-
-
-def with_times(**ms: float):
-    """Pretends that real steps took so long, after running them; plans that are not named take 100 ms."""
-    real = library.milliseconds_per_step
-
-    def pretend(step, ways, rounds):
-        return {name: ms.get(name, 100.0) for name in real(step, ways, rounds)}
-
-    return mock.patch.object(library, "milliseconds_per_step", pretend)
 
 
 def tried_on_a_rank(folder: str, plain_ms: float, model_type: type = Noisy) -> dict[str, object]:
