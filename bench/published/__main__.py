@@ -1,12 +1,14 @@
-"""`python -m bench.published [--json | --markdown]`: what others measured, beside what is predicted."""
+"""`python -m bench.published [--json | --markdown | --save]`: measurements of others, beside predictions."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from bench.published.predict import Checked, check, summary
+from lancet_kernels.prediction.published import FILE
 
 
 def main() -> None:
@@ -15,10 +17,16 @@ def main() -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the rows as JSON")
     form.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
+    form.add_argument("--save", action="store_true", help="write what `lancet plan --report` shows of them")
     options = parser.parse_args()
     checked = check()
+    if options.save:
+        names = ("name", "quantity", "measured", "predicted", "error", "fitted", "source")
+        rows = [{name: one.to_json()[name] for name in names} for one in checked]
+        Path(str(FILE)).write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
+        return
     if options.json:
-        rows = [{"name": one.row.name, **one.to_json()} for one in checked]
+        rows = [one.to_json() for one in checked]
         print(json.dumps({"rows": rows, "summary": summary(checked)}, indent=2))
     elif options.markdown:
         print(markdown(checked))

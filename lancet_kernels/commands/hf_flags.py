@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
+from collections import Counter
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ from lancet_kernels.errors import UserError, check_name
 if TYPE_CHECKING:
     from lancet_kernels.prediction.answer import Answer
     from lancet_kernels.prediction.question import Question
+    from lancet_kernels.prediction.search import Found
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,9 @@ def add_output_options(command: argparse.ArgumentParser) -> None:
         "--search", action="store_true", help="with --hf: find the best layouts for the GPUs"
     )
     command.add_argument("--report", metavar="FILE", help="with --hf: write one page with everything (.html)")
+    command.add_argument(
+        "--chakra", metavar="PREFIX", help="with --hf: write a Chakra execution trace (PREFIX.0.et)"
+    )
 
 
 def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: argparse.Namespace) -> int:
@@ -81,19 +87,27 @@ def run_hf(flags: HfFlags, cluster: str, gpus: int, strategy: str, arguments: ar
     start = time.perf_counter()
     question = flags.question(cluster, gpus)
     result = answer(question)
-    figures = result.to_json()
-    written = _write_files(result, strategy, arguments)
+    found = None
+    if arguments.search:
+        from lancet_kernels.prediction.search import search
+
+        found = search(question)
+    figures = result.to_json() | ({} if found is None else {"search": found.to_json()})
+    written = _write_files(result, strategy, arguments, found)
     figures |= {"total_planning_seconds": time.perf_counter() - start, "files": written}
     if arguments.json:
         print(json_text(figures))
         return 0
-    print(_text(result))
+    print(_text(result) if found is None else _text_of_search(found))
     print("\n".join(f"{what} written to {path}" for what, path in written.items()))
-    check_fits(result)
+    if found is None:
+        check_fits(result)
     return 0
 
 
-def _write_files(result: Answer, strategy: str, arguments: argparse.Namespace) -> dict[str, str]:
+def _write_files(
+    result: Answer, strategy: str, arguments: argparse.Namespace, found: Found | None
+) -> dict[str, str]:
     """Write every requested file. -> kind of file -> path."""
     name = result.best if strategy == "auto" or strategy not in result.strategies else strategy
     written: dict[str, str] = {}
@@ -110,7 +124,34 @@ def _write_files(result: Answer, strategy: str, arguments: argparse.Namespace) -
         with file_errors(arguments.trace):
             save_trace(events_of(result.strategies[name]), arguments.trace)
         written["trace"] = arguments.trace
+    if arguments.report:
+        from lancet_kernels.prediction.published import published_rows
+        from lancet_kernels.prediction.report import save_report
+
+        with file_errors(arguments.report):
+            save_report(result, arguments.report, found, published_rows())
+        written["report"] = arguments.report
+    if arguments.chakra:
+        from lancet_kernels.prediction.chakra import save_chakra
+
+        with file_errors(arguments.chakra):
+            save_chakra(result.strategies[name], arguments.chakra)
+        written["chakra trace"] = f"{arguments.chakra}.0.et"
     return written
+
+
+def _text_of_search(found: Found) -> str:
+    lines = [f"{'step ms':>10} {'GiB':>6}  the best layouts that fit"]
+    for one in found.best:
+        q = one.question
+        lines.append(
+            f"{one.step_ms:10.1f} {one.peak_memory_gib:6.1f}  experts over {q.expert_ranks}, "
+            f"sharding {q.sharding}, {q.microbatch} x {q.accumulate} sequences, recompute "
+            f"{q.recompute}, {one.strategy}"
+        )
+    reasons = Counter(re.sub(r"[ :]*[0-9.]+ (ms|GiB)", "", one.why) for one in found.others)
+    lines += ["", f"{len(found.others)} others:"]
+    return "\n".join([*lines, *(f"  {count} {why}" for why, count in reasons.most_common())])
 
 
 def _text(result: Answer) -> str:

@@ -17,7 +17,14 @@ from lancet_kernels.graph.costs.costs import collective_of, durations
 from lancet_kernels.graph.program.program import Kind, Program, original_name
 from lancet_kernels.prediction import orders
 from lancet_kernels.prediction.orders import Order
-from lancet_kernels.prediction.parts import ModelParts, load_config, model_parts
+from lancet_kernels.prediction.parts import (
+    ModelParts,
+    check_experts,
+    load_config,
+    model_parts,
+    number_of_experts,
+    on_other_ranks,
+)
 from lancet_kernels.prediction.question import Question, gib
 from lancet_kernels.prediction.step import GRADIENTS, OPTIMIZER, PARAMETERS, Step, chained, prepared
 from lancet_kernels.schedules.time.peak_memory import Storages, alive_bytes
@@ -64,6 +71,11 @@ class Simulated:
     @property
     def peak_memory_gib(self) -> float:
         return sum(self.memory.values())
+
+    @cached_property
+    def weight_gradients(self) -> list[int]:
+        """Positions of the weight gradients in the step's Program."""
+        return orders.weight_gradients(self.step)
 
 
 @dataclass(frozen=True)
@@ -127,14 +139,26 @@ class Answer:
 
 
 @lru_cache(maxsize=16)
-def _captured(hf: str, expert_ranks: int, batch: int, sequence: int) -> ModelParts:
-    # A configuration of its own: capturing shortens it.
-    return model_parts(load_config(hf), expert_ranks, batch, sequence)
+def _captured(hf: str, batch: int, sequence: int) -> tuple[ModelParts, int]:
+    """The parts with experts over the smallest number of ranks that shares them, and that number."""
+    config = load_config(hf)  # one of its own: capturing shortens it
+    experts = number_of_experts(config)
+    ranks = next((n for n in range(2, experts + 1) if experts % n == 0), 1)
+    return model_parts(config, ranks, batch, sequence), ranks
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=256)
 def _prepared(hf: str, expert_ranks: int, batch: int, sequence: int, policy: str) -> ModelParts:
-    return prepared(_captured(hf, expert_ranks, batch, sequence), policy)
+    parts, ranks = _captured(hf, batch, sequence)
+    check_experts(parts.experts, expert_ranks)
+    return prepared(on_other_ranks(parts, ranks, expert_ranks), policy)
+
+
+def parts_of(question: Question) -> ModelParts:
+    """The captured parts of a question's model, with recomputation; the last few are kept."""
+    return _prepared(
+        str(question.hf), question.expert_ranks, question.microbatch, question.sequence, question.policy
+    )
 
 
 def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer:
@@ -146,9 +170,7 @@ def answer(question: Question, strategies: Sequence[str] = STRATEGIES) -> Answer
         check_name("strategy", name, STRATEGIES)
     start = time.perf_counter()
     cost = question.cost
-    parts = _prepared(
-        str(question.hf), question.expert_ranks, question.microbatch, question.sequence, question.policy
-    )
+    parts = parts_of(question)
     captured = time.perf_counter()
     lengths = sorted({min(question.accumulate, n) for n in (SIMULATED - 1, SIMULATED)})
     steps = {n: chained(parts, question, n) for n in lengths}

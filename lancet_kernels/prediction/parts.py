@@ -122,11 +122,7 @@ def model_parts(config: Any, expert_ranks: int, batch: int, sequence: int) -> Mo
     Raises: UserError for experts that the ranks do not divide, and for blocks that cannot be converted.
     """
     experts = number_of_experts(config)
-    if expert_ranks > 1 and (not experts or experts % expert_ranks):
-        raise UserError(
-            "--experts-over", got=f"{expert_ranks} ranks for {experts or 'no'} experts",
-            expected="a divisor of the number of experts", do="choose another number of ranks",
-        )  # fmt: skip
+    check_experts(experts, expert_ranks)
     attention.register()
     with fake_ranks(expert_ranks), _offline():
         model = _meta_model(config)
@@ -152,6 +148,46 @@ def model_parts(config: Any, expert_ranks: int, batch: int, sequence: int) -> Mo
     return ModelParts(
         getattr(config, "model_type", "model"), embedding, tuple(parts), tuple(layers), head, experts
     )
+
+
+def on_other_ranks(parts: ModelParts, before: int, after: int) -> ModelParts:
+    """The parts as captured with experts over `before` ranks, with experts over `after` ranks.
+
+    Only the experts of a rank differ: as many rows go through more or fewer of them.
+    """
+
+    def one(part: Part) -> Part:
+        program, owner = part.program, part.program.storage
+        tensors, parameters = dict(program.tensors), {}
+        scaled: set[str] = set()
+        for t, parameter in part.parameters.items():
+            if parameter.is_expert:
+                scaled |= {owner[t], owner.get(parameter.gradient, owner[t])}
+                parameter = replace(parameter, numbers=parameter.numbers * before // after)
+            parameters[t] = parameter
+        more = dict.fromkeys(tensors, 0)
+        for t in scaled:
+            first, *rest = tensors[t].shape
+            spec = replace(tensors[t], shape=(first * before // after, *rest), bytes=None)
+            more[t], tensors[t] = spec.content_bytes - tensors[t].content_bytes, spec
+        instructions = tuple(
+            replace(i, bytes=i.bytes + sum(more[t] for t in (*i.inputs, *i.outputs)))
+            for i in program.instructions
+        )
+        return replace(
+            part, parameters=parameters, program=replace(program, instructions=instructions, tensors=tensors)
+        )
+
+    return parts if before == after else replace(parts, kinds=tuple(map(one, parts.kinds)))
+
+
+def check_experts(experts: int, ranks: int) -> None:
+    """Raise UserError unless the ranks can share the experts."""
+    if ranks > 1 and (not experts or experts % ranks):
+        raise UserError(
+            "--experts-over", got=f"{ranks} ranks for {experts or 'no'} experts",
+            expected="a divisor of the number of experts", do="choose another number of ranks",
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -126,6 +126,12 @@ def with_received_rows(program: Program) -> Program:
     return replace(program, instructions=tuple(instructions))
 
 
+def kept_tensors(program: Program) -> set[str]:
+    """The tensors of a part's forward that its backward reads."""
+    forward = {t for i in program.instructions if i.phase is Phase.FORWARD for t in i.outputs}
+    return {t for i in program.instructions if i.phase is not Phase.FORWARD for t in i.inputs if t in forward}
+
+
 def with_buffers(part: Part, carrier: Dispatcher, top_k: int) -> Part:
     """The part with the memory that a dispatcher's buffers take. One that sends tokens reads them where they
     lie, brings each back once, and, if it sorts rows while it receives them, has no second copy of these."""

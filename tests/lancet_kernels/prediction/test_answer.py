@@ -10,7 +10,7 @@ from lancet_kernels.errors import UserError
 from lancet_kernels.graph.costs.costs import durations
 from lancet_kernels.graph.program.program import Kind
 from lancet_kernels.prediction import orders
-from lancet_kernels.prediction.answer import STRATEGIES, _prepared, answer
+from lancet_kernels.prediction.answer import STRATEGIES, answer, parts_of
 from lancet_kernels.prediction.question import Question, gib
 from lancet_kernels.prediction.step import chained
 from lancet_kernels.schedules.time.simulate import run
@@ -27,9 +27,7 @@ def question(tmp_path_factory):
 
 
 def step_of(question, microbatches):
-    parts = _prepared(
-        question.hf, question.expert_ranks, question.microbatch, question.sequence, question.policy
-    )
+    parts = parts_of(question)
     step = chained(parts, question, microbatches)
     return step, durations(step.program, question.cost)
 
@@ -105,7 +103,8 @@ def test_one_microbatch_has_nothing_beside_it(question):
 
 
 def test_a_dense_model_and_one_with_dense_layers(tmp_path):
-    dense = answer(Question(written(tmp_path, DENSE), "dgx-h100", 8, 1, "full", 64, 1, 4))
+    (tmp_path / "dense").mkdir()
+    dense = answer(Question(written(tmp_path / "dense", DENSE), "dgx-h100", 8, 1, "full", 64, 1, 4))
     assert "all_to_all" not in dense.strategies["none"].exposed_ms
     deepseek = Question(written(tmp_path, DEEPSEEK), "dgx-b200", 8, 8, sequence=64, accumulate=2)
     step, _ = step_of(deepseek, 1)

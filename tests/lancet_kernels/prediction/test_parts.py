@@ -4,8 +4,8 @@ import pytest
 
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.program.program import Kind, Phase
-from lancet_kernels.prediction.parts import load_config, model_parts
-from lancet_kernels.prediction.step import numbers
+from lancet_kernels.prediction.parts import load_config, model_parts, on_other_ranks
+from lancet_kernels.prediction.step import numbers, prepared
 from tests.lancet_kernels.prediction.small_models import DEEPSEEK, DENSE, QWEN3, written
 
 pytest.importorskip("transformers")
@@ -32,6 +32,20 @@ def test_parameters_of_a_rank(tmp_path):
     attention = 64 * 64 * 2 + 64 * 32 * 2 + 2 * 16
     assert numbers(layer, is_expert=False) == attention + 16 * 64 + 2 * 64
     assert all(p.gradient in layer.program.tensors for p in layer.parameters.values())
+
+
+@pytest.mark.parametrize("after", [1, 4, 16])
+def test_other_ranks_are_as_if_captured(tmp_path, after):
+    """Numbers, bytes, FLOPs and shapes of products as of a capture with so many ranks."""
+    derived = prepared(on_other_ranks(parts_of(tmp_path, QWEN3, 2), 2, after), "none").kinds[0]
+    captured = prepared(parts_of(tmp_path, QWEN3, after), "none").kinds[0]
+    for is_expert in (False, True):
+        assert numbers(derived, is_expert) == numbers(captured, is_expert)
+    for one, other in zip(derived.program.instructions, captured.program.instructions, strict=True):
+        assert (one.op, one.flops) == (other.op, other.flops)
+        assert one.attributes.get("gemm") == other.attributes.get("gemm")
+        # The tables of counts [ranks, experts per rank] stay as they are; exchanged, they are a few numbers.
+        assert one.bytes == pytest.approx(other.bytes, abs=1024)
 
 
 def test_flops_are_those_of_the_formula(tmp_path):
