@@ -23,6 +23,7 @@ from typing import Any
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.costs.costs import Cost, source_of
+from lancet_kernels.graph.program.from_fx import GATHERS
 from lancet_kernels.graph.program.program import Kind, Phase, Program
 from lancet_kernels.graph.program.program_json import fingerprint
 from lancet_kernels.graph.rules.part_instruction import can_be_cut
@@ -31,6 +32,7 @@ from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.schedules.duplex import duplex
 from lancet_kernels.schedules.order.best_order import best_order
 from lancet_kernels.schedules.order.ordering import issue_early
+from lancet_kernels.schedules.order.weight_gradients import sums_gradients
 from lancet_kernels.schedules.partition.axes import AxisInference
 from lancet_kernels.schedules.partition.partition_range import (
     PartitionOptions,
@@ -383,13 +385,16 @@ class Planner:
         return PipelineCosts(self.program, self.cost)
 
     def _waited_for(self, ranges: Sequence[PartitionRange]) -> tuple[str, ...]:
-        """The collectives outside the ranges, gradient all-reduces excepted: computation waits for these."""
+        """The collectives outside the ranges, for which computation waits; not sums of gradients, nor gathers
+        of parameters, which DistributedDataParallel and FSDP overlap, too."""
         index = self.program.index
         inside = {i for r in ranges for i in range(index[r.first], index[r.last] + 1)}
         return tuple(
             x.name
             for i, x in enumerate(self.program.instructions)
-            if x.kind in (Kind.ALL_TO_ALL, Kind.OTHER_COMMUNICATION) and i not in inside
+            if x.kind in (Kind.ALL_TO_ALL, Kind.OTHER_COMMUNICATION)
+            and i not in inside
+            and not (sums_gradients(x) or GATHERS in x.attributes)
         )
 
     def _with_cut(self, ranges: tuple[PartitionRange, ...]) -> Program:

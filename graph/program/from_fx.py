@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from lancet_kernels.graph.program.phases import forward_nodes, not_before
+from lancet_kernels.graph.program.phases import UNIT, forward_nodes, not_before
 from lancet_kernels.graph.program.program import Instruction, Kind, Phase, Program, TensorSpec
 from lancet_kernels.ops.moe.gates import parse_gate
 
@@ -60,6 +60,8 @@ _COLLECTIVES = {
 """Values of the attribute `collective`, by which cost models find these ops."""
 GENERATOR = "state of the random generator"
 """The tensor that every random op overwrites; an input of Programs with random ops."""
+GATHERS = "gathers_parameters"
+"""Attribute of a collective that gathers sharded parameters (`schedules.rewrite.gathers`)."""
 WRITTEN_INTO = "written_into"
 """Key of a node's `meta`: the name of the tensor into whose storage the node writes its result."""
 WAIT = "_c10d_functional.wait_tensor"
@@ -251,6 +253,8 @@ def _instruction(
     # Each group has its own communication costs (`graph.costs.communication`).
     if "group" in node.meta:
         attributes["group"] = node.meta["group"]
+    if UNIT in node.meta and op in _COLLECTIVES:
+        attributes[GATHERS] = True
     if op in _COLLECTIVES:
         attributes["collective"] = _COLLECTIVES[op]
     if op == "lancet.gate":

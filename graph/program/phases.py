@@ -14,10 +14,10 @@ REGION = "recomputed_region"
 """Key of `meta` of a recomputed node (`graph.capture.recompute`): the number of its checkpointed region, in
 the order in which the backward reads them."""
 UNIT = "gathered_unit"
-"""Key of `meta` of a node that gathers sharded parameters (`schedules.rewrite.gathers`): the number of their
-unit."""
+"""Key of `meta` of a node that gathers sharded parameters (`schedules.rewrite.gathers`): in which pass over
+the model, and the number of their unit."""
 IN_BACKWARD = "in_backward"
-"""Key of `meta` of a node that gathers them a second time."""
+"""Key of `meta` of a node that belongs to the backward although it depends on no tangent."""
 
 
 def forward_nodes(nodes: list[fx.Node]) -> set[fx.Node]:
@@ -56,22 +56,22 @@ def not_before(nodes: list[fx.Node], forward: Collection[fx.Node]) -> Mapping[fx
 
 def _gather_after(nodes: list[fx.Node]) -> Mapping[fx.Node, fx.Node]:
     """By node that gathers a unit, the first node that reads the unit before its own. So two units are whole
-    at most, whatever order is planned."""
-    first_reader: dict[tuple[bool, int], fx.Node] = {}
+    at most in each pass, whatever order is planned."""
+    first_reader: dict[tuple[object, int], fx.Node] = {}
     for node in nodes:
         for source in node.all_input_nodes if node.op != "output" and UNIT not in node.meta else ():
             if UNIT in source.meta:
-                first_reader.setdefault((IN_BACKWARD in source.meta, source.meta[UNIT]), node)
+                first_reader.setdefault(source.meta[UNIT], node)
     # In the order of the first readers.
-    before: dict[tuple[bool, int], fx.Node] = {}
-    for phase in (False, True):
-        units = [key for key in first_reader if key[0] is phase]
-        before |= {key: first_reader[last] for last, key in pairwise(units)}
+    before: dict[tuple[object, int], fx.Node] = {}
+    for number in {number for number, _ in first_reader}:
+        units = [unit for unit in first_reader if unit[0] == number]
+        before |= {unit: first_reader[last] for last, unit in pairwise(units)}
     return {
-        node: before[key]
+        node: before[unit]
         for node in nodes
-        if UNIT in node.meta and (key := (IN_BACKWARD in node.meta, node.meta[UNIT])) in before
-        if before[key] is not first_reader[key] and node.target is not operator.getitem
+        if (unit := node.meta.get(UNIT)) in before
+        if before[unit] is not first_reader[unit] and node.target is not operator.getitem
     }
 
 

@@ -229,7 +229,10 @@ class _Sharding:
         before: fx.Node | None = None
         for unit, of_it in of_unit.items():
             first = of_it[0].user
-            self._marks = {UNIT: unit, **({IN_BACKWARD: True} if in_backward else {})}
+            self._marks = {
+                UNIT: ("backward" if in_backward else "forward", unit),
+                **({IN_BACKWARD: True} if in_backward else {}),
+            }
             held = list(dict.fromkeys(read.held for read in of_it))
             sources = {read.source for read in of_it}
             here = first if before in (None, first) else before.next
