@@ -78,11 +78,13 @@ class Plan(SavedJson):
     limit.
     measured: milliseconds of real steps by strategy, and of `PLAIN`, where these were run to choose.
     plain: the module runs as it is, with gradients summed while backward runs; the rest is the best plan.
+    pair: the order in which the backward of a microbatch and the forward of the next run together
+    (`rewrite.pairs`); empty: they do not. pair_ms: the predicted time of such a pair.
     hidings: what computes while messages travel, in the predicted iteration.
     setting: what the plan was made for, in the user's words (`optimization.setting`); {}: not said.
     """
 
-    KIND, VERSION, AGAIN = "plan", 6, "plan again"
+    KIND, VERSION, AGAIN = "plan", 7, "plan again"
 
     program: str
     program_fingerprint: str
@@ -106,6 +108,8 @@ class Plan(SavedJson):
     plain: bool = False
     hidings: tuple[Hiding, ...] = ()
     setting: Mapping[str, Any] = field(default_factory=dict)
+    pair: tuple[str, ...] = ()
+    pair_ms: float = 0.0
 
     @property
     def fingerprint(self) -> str:
@@ -113,14 +117,8 @@ class Plan(SavedJson):
         that run the same plan have the same."""
         data = self.to_json()
         not_done = ("predicted", "compared", "measured", "method", "options", "costs", "chosen", "impossible")
-        for other in (
-            *not_done,
-            "hidings",
-            "setting",
-            "memory_limit_gb",
-            "without_limit_ms",
-            "recomputation",
-        ):
+        of_memory = ("memory_limit_gb", "without_limit_ms", "recomputation")
+        for other in (*not_done, *of_memory, "hidings", "setting", "pair_ms"):
             del data[other]
         data["fused"] = [(group.layer, group.fillers) for group in self.fused if group.fused]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
@@ -152,7 +150,7 @@ class Plan(SavedJson):
             fields["recomputation"] = Recomputation(**fields["recomputation"])
         fields["fused"] = tuple(map(FusedGroup.from_json, fields.get("fused", ())))
         fields["hidings"] = tuple(map(Hiding.from_json, fields["hidings"]))
-        for name in ("order", "blocking", "without_rule"):
+        for name in ("order", "blocking", "without_rule", "pair"):
             fields[name] = tuple(fields[name])
         return cls(**fields)
 
@@ -167,6 +165,12 @@ class Plan(SavedJson):
         lines += [f"Not possible: {name} ({reason})" for name, reason in self.impossible.items()]
         if self.memory_limit_gb is not None:
             lines += ["", memory_text(self.predicted, self.memory_limit_gb, self.without_limit_ms)]
+        if self.pair:
+            lines += [
+                "",
+                "Several microbatches: the backward of each runs together with the forward of the next, "
+                f"predicted {self.pair_ms:.2f} ms, instead of one after the other.",
+            ]
         if self.recomputation is not None:
             lines += ["", self.recomputation.text()]
         lines += hidden_text(self.hidings, details)

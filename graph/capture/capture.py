@@ -171,14 +171,16 @@ class Captured:
                 # called again.
                 call = compile_joint()
         names = [*self._descriptors.params_spec, *self._descriptors.buffers_spec]
-        module, plain = self.module, self.plain
 
         def run(*inputs: object, **by_name: object) -> object:
-            values = {**plain.values(), **self.shards()}
-            state = [values[name] if name in values else _attribute(module, name) for name in names]
-            return call(*state, *inputs, **by_name)
+            return call(*map(self.state(), names), *inputs, **by_name)
 
         return run
+
+    def state(self) -> Callable[[str], Tensor]:
+        """Gives what is handed to the graph now for a parameter, buffer or plain tensor, by name."""
+        values = {**self.plain.values(), **self.shards()}
+        return lambda name: values[name] if name in values else _attribute(self.module, name)
 
 
 @without_garbage_collection()

@@ -41,6 +41,7 @@ from lancet_kernels.optimization.guards import Arguments, Guards, example_argume
 from lancet_kernels.optimization.model_checks import check_model
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.outside_gradients import GradientWatch
+from lancet_kernels.optimization.paired import MICROBATCHES, PairedMicrobatches, pair_of_first_rank
 from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
 from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
@@ -96,8 +97,9 @@ def optimize(
         example_inputs: real inputs of one step, a tuple by position or a dict by name; the step runs on them
             a few times to measure the ops.
         strategy: "none" (all-to-alls block), "tutel", "lancet-dw", "lancet-partition", "lancet", "duplex",
-            "lancet+duplex"; or "auto", the fastest of these within the memory limit, and the module as it is
-            where no plan is at least 2 % faster (`trials`).
+            "lancet+duplex"; with `accumulate`, "microbatches" (the backward of each runs together with the
+            forward of the next, in `OptimizedModule.microbatches`); or "auto", the fastest of these within
+            the memory limit, and the module as it is where no plan is worth it.
         cluster: plan for a cluster (a name, or a TOML file) instead of measuring this machine.
         cache: a plan file. It is used if it is for this model, strategy and options, and was planned with
             costs from the same source (cluster; or device, torch, ranks and link); otherwise it is
@@ -185,7 +187,9 @@ def optimize(
     else:
         # Several plans are only compared if they can be measured.
         most = 4 if measured else 1
-        plans = plans_of_first_rank(world, lambda: _plans(graph, strategy, options, cache, most))
+        # A pair is a schedule of whole instructions.
+        base = "lancet-dw" if strategy == MICROBATCHES else strategy
+        plans = plans_of_first_rank(world, lambda: _plans(graph, base, options, cache, most))
     # One that was stored has its order.
     fresh = not plans[0].order
     planned = step.planned(graph, plans, measured)
@@ -195,6 +199,10 @@ def optimize(
         tried = {plan.chosen: plan.predicted for plan, _ in planned}
         best = replace(best, compared={**best.compared, **tried})
     best = replace(best, fused=step.fused)
+    if accumulate > 1 and strategy in (AUTO, MICROBATCHES) and not best.pair:
+        order, milliseconds = pair_of_first_rank(step, graph, arguments, best, strategy == MICROBATCHES)
+        if strategy == MICROBATCHES or milliseconds < (1 - WORTH) * best.predicted.iteration_ms:
+            best = replace(best, pair=tuple(order), pair_ms=milliseconds)
     build = _Builder(step, graph, arguments, inner_compile, compare_every)
     if trials and fresh and measured and strategy == AUTO:
         progress.begin("trying the plans")
@@ -222,7 +230,7 @@ def _fastest(
     Args: best: the plan that is predicted fastest; its timeline. planned: all that were considered.
     """
     fits = [
-        (replace(plan, fused=best.fused, compared=best.compared), line)
+        (replace(plan, fused=best.fused, compared=best.compared, pair=best.pair, pair_ms=best.pair_ms), line)
         for plan, line in planned
         if best.memory_limit_gb is None or plan.predicted.peak_memory_gb <= best.memory_limit_gb
     ]
@@ -264,7 +272,14 @@ def _check_choices(
             expected='"mean", "sum" or False',
             do='use "mean", and do not divide the loss by the number of ranks',
         )
-    check_name("strategy", strategy, STRATEGY_NAMES)
+    check_name("strategy", strategy, (*STRATEGY_NAMES, MICROBATCHES))
+    if strategy == MICROBATCHES and numbers["accumulate"][0] == 1:
+        raise UserError(
+            "strategy",
+            got="microbatches for one microbatch",
+            expected="accumulate=2 or more",
+            do="say how many microbatches share the sums of gradients",
+        )
     if backend is not None:
         check_name("backend", backend, BACKENDS)
     if inner_compile:
@@ -322,16 +337,17 @@ class _Builder:
                 sums = PlannedSums(step.model, step.groups, buckets, step.divide_by, accumulation)
                 watch = sums.watch
 
+        trained = {**step.captured.plain.values(), **dict(step.model.named_parameters())}
+
+        def number_of(key: tuple[object, ...]) -> int:
+            return accumulation.number_of(key, [trained[name] for name in key if name in trained])
+
+        def give(gradients: Iterable[tuple[str, Tensor | None]]) -> None:
+            if watch is not None:
+                watch.give(gradients)
+            accumulation.finished()
+
         def compiled(captured: Captured, plan: Plan) -> Callable[..., object]:
-            def number_of(key: tuple[object, ...]) -> int:
-                return accumulation.number_of(key, [trained[name] for name in key if name in trained])
-
-            def give(gradients: Iterable[tuple[str, Tensor | None]]) -> None:
-                if watch is not None:
-                    watch.give(gradients)
-                accumulation.finished()
-
-            trained = {**captured.plain.values(), **dict(step.model.named_parameters())}
             return captured.compile(
                 lambda joint, outputs: split_as_planned(joint, outputs, plan, number_of),
                 recorder,
@@ -339,10 +355,15 @@ class _Builder:
                 give,
             )
 
+        def paired() -> PairedMicrobatches:
+            whole = step.captured.with_graph(copy_of(self.graph.module))
+            return PairedMicrobatches(step.model, whole, plan.pair, accumulation, number_of)
+
         run = compiled(captured, plan)
         first = PlannedStep(run, self._guards())
         shapes = PlannedShapes(step, self.graph.program, plan, first, compiled)
-        return self._module(plan, timeline, shapes, recorder, sums, accumulation, host_wait_names)
+        pairs = paired if plan.pair else None
+        return self._module(plan, timeline, shapes, recorder, sums, accumulation, host_wait_names, pairs)
 
     def plain(self, plan: Plan, timeline: Timeline) -> OptimizedModule | None:
         """The module as it is; None where it trains what only a plan can sum."""
@@ -370,6 +391,7 @@ class _Builder:
         sums: PlannedSums | None,
         accumulation: Accumulation,
         host_wait_names: Sequence[str],
+        paired: Callable[[], PairedMicrobatches] | None = None,
     ) -> OptimizedModule:
         step, replicas = self.step, None
         if step.reduces_gradients:
@@ -387,6 +409,7 @@ class _Builder:
             step.twin,
             accumulation,
             step.reduction != "sum",
+            paired,
         )
 
 

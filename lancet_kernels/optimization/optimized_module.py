@@ -8,6 +8,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Union
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,6 +22,7 @@ from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.ops.comm.link import link
 from lancet_kernels.optimization.guards import Arguments, bind
+from lancet_kernels.optimization.paired import PairedMicrobatches, no_loss
 from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes
 from lancet_kernels.optimization.replicas import Replicas
@@ -28,6 +30,9 @@ from lancet_kernels.optimization.summed_gradients import PlannedSums
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.time.clock import COMPUTE, LINK
 from lancet_kernels.schedules.time.simulate import Event, Timeline
+
+_Inputs = Union[Sequence[object], Mapping[str, object]]  # noqa: UP007  Python 3.10 subscribes no other form
+"""A tuple by position, or a dict by name."""
 
 
 class OptimizedModule(nn.Module):
@@ -59,6 +64,7 @@ class OptimizedModule(nn.Module):
         twin: Twin | None = None,
         accumulation: Accumulation | None = None,
         means: bool = True,
+        paired: Callable[[], PairedMicrobatches] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -69,6 +75,8 @@ class OptimizedModule(nn.Module):
         self.fallbacks: Counter[str] = Counter()
         self._runs, self._recorder = runs, recorder
         self._sums, self._replicas, self._twin = sums, replicas, twin
+        self._new_pairs = paired
+        self._pairs: PairedMicrobatches | None = None
         self._accumulation, self._means = accumulation or Accumulation(), means
         self._signature = inspect.signature(module.forward)
 
@@ -119,7 +127,7 @@ class OptimizedModule(nn.Module):
         with self._accumulation.without_sums():
             yield
 
-    def microbatches(self, batches: Sequence[Sequence[object] | Mapping[str, object]]) -> list[object]:
+    def microbatches(self, batches: Sequence[_Inputs]) -> list[object]:
         """Run forward and backward of several microbatches, whose gradients are summed over the ranks once.
 
         Gradients are those of the mean of the losses (of their sum, if the step was planned with
@@ -132,25 +140,45 @@ class OptimizedModule(nn.Module):
         """
         if not batches:
             raise UserError("microbatches", got="none", expected="one or more", do="give their inputs")
+        scale = 1.0 / len(batches) if self._means else 1.0
+        planned = self._all_planned(batches) if self._new_pairs is not None and len(batches) > 1 else None
+        if planned is not None:
+            return self._in_pairs(planned, scale)
         results = []
         for number, batch in enumerate(batches):
             last = number == len(batches) - 1
             with contextlib.nullcontext() if last else self.no_sync():
                 result = self(**batch) if isinstance(batch, Mapping) else self(*batch)
-                self._loss_of(result).mul(1.0 / len(batches) if self._means else 1.0).backward()
+                self._loss_of(result).mul(scale).backward()
             results.append(pytree.tree_map_only(Tensor, Tensor.detach, result))
         return results
+
+    def _all_planned(self, batches: Sequence[_Inputs]) -> list[Arguments] | None:
+        """The inputs, if the plan as it stands applies to each of them."""
+        if self._twin is not None:
+            self._twin.reshard()
+        what, planned = f"the optimized {type(self.module).__name__}", []
+        for batch in batches:
+            by_position, by_name = ((), batch) if isinstance(batch, Mapping) else (batch, {})
+            arguments = bind(self._signature, what, by_position, by_name)
+            if isinstance(self._runs, PlainStep) or self._runs.step_for(arguments) is not self._runs.first:
+                return None
+            planned.append(self._runs.first.guards.inputs.laid_out(arguments))
+        return planned
+
+    def _in_pairs(self, batches: Sequence[Arguments], scale: float) -> list[object]:
+        if self._pairs is None:
+            assert self._new_pairs is not None
+            self._pairs = self._new_pairs()
+        if self._replicas is not None:
+            self._replicas.call()
+        return self._pairs(batches, scale)
 
     def _loss_of(self, result: object) -> Tensor:
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() == 1:
                 return leaf
-        raise UserError(
-            f"result of {type(self.module).__name__}",
-            got="no number that requires a gradient",
-            expected="the loss, alone or as the first such tensor",
-            do="return the loss of the step",
-        )
+        raise no_loss(type(self.module).__name__)
 
     def bare_step(self, arguments: Arguments) -> Callable[[], object]:
         """Runs the step on the example inputs, without its checks: to be measured."""

@@ -29,7 +29,7 @@ def planned(shards: bool, strategy: str, reduction: str = "mean") -> OptimizedMo
     if shards:
         fsdp(step, init_device_mesh("cpu", (dist.get_world_size(),)), groups)
     inputs = (batch_of(dist.get_rank(), 0),)
-    return optimized(step, inputs, strategy, groups=groups, reduce_gradients=reduction)
+    return optimized(step, inputs, strategy, groups=groups, reduce_gradients=reduction, accumulate=4)
 
 
 def microbatches(number: int) -> list[tuple[Tensor]]:
@@ -64,6 +64,7 @@ def counted_sums() -> Iterator[list[str]]:
 
 def several_equal_one(shards: bool, strategy: str) -> None:
     step, case = planned(shards, strategy), Case(dist.get_world_size())
+    assert bool(step.plan.pair) == (strategy == "microbatches")
     once = None
     for number in (1, 2, 4):
         reference = one_large_batch(number)
@@ -90,10 +91,11 @@ def several_equal_one(shards: bool, strategy: str) -> None:
     [
         (False, "lancet"),
         (True, "none"),
+        (True, "microbatches"),
         *(
             pytest.param(shards, strategy, marks=pytest.mark.long)
             for shards in (False, True)
-            for strategy in ("none", "tutel", "lancet-dw", "duplex", "lancet+duplex", "lancet")
+            for strategy in ("none", "tutel", "lancet-dw", "duplex", "lancet+duplex", "microbatches")
         ),
     ],
 )

@@ -1,0 +1,215 @@
+"""Microbatches of which each runs its backward together with the forward of the next (`rewrite.pairs`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from lancet_kernels.errors import UserError
+from lancet_kernels.graph.capture.capture import Captured, split_joint
+from lancet_kernels.graph.capture.captured_graph import (
+    copy_of,
+    input_position,
+    is_tangent,
+    output_node,
+    state_name,
+    with_any_strides,
+)
+from lancet_kernels.ops.comm.accumulated import Accumulation
+from lancet_kernels.ops.comm.all_to_all import running_a_plan
+from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
+from lancet_kernels.optimization.guards import Arguments
+from lancet_kernels.optimization.rank_agreement import result_of_first_rank
+from lancet_kernels.schedules.order.best_order import best_order
+from lancet_kernels.schedules.plan import Plan
+from lancet_kernels.schedules.rewrite.apply import reorder, start_early_wait_late
+from lancet_kernels.schedules.rewrite.in_place import write_in_place
+from lancet_kernels.schedules.rewrite.pairs import pair_of, program_of_pair
+
+MICROBATCHES = "microbatches"
+"""The strategy whose microbatches run in pairs."""
+NumberOf = Callable[[tuple[object, ...]], int]
+
+
+class PairedMicrobatches:
+    """Runs forward and backward of several microbatches, and adds their gradients to `.grad`.
+
+    Args:
+        captured: a step that changes nothing but gradients, with the order of a plan that cuts nothing.
+        order: of the pair's instructions (`pair_of_first_rank`). number_of: as of `start_early_wait_late`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        captured: Captured,
+        order: Sequence[str],
+        accumulation: Accumulation,
+        number_of: NumberOf,
+    ) -> None:
+        self._captured, self._accumulation, self._name = captured, accumulation, type(model).__name__
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        first = captured.forward_outputs
+        halves = split_joint(copy_of(captured.joint), first)
+        self._pair = pair_of(*halves)
+        reorder(self._pair.module.graph, order)
+        self._alone = [_Runnable(half, number_of) for half in halves]
+        self._together = _Runnable(self._pair.module, number_of)
+        results = output_node(captured.joint).args[0]
+        self._gradients = {i - first: name for i, name in captured.parameter_of_gradient().items()}
+        self._backward_outputs = len(results) - first
+        self._results = first
+        self._saved = [node.name for node in output_node(halves[0]).args[0][first:]]
+
+    @torch.no_grad()
+    def __call__(self, batches: Sequence[Arguments], scale: float) -> list[object]:
+        """What the step returns for each microbatch. Args: scale: of the loss.
+
+        Raises: UserError for a step that returns nothing to differentiate.
+        """
+        forward, backward = self._alone
+        before = {parameter: parameter.grad for parameter in self._parameters.values()}
+        for parameter in before:
+            parameter.grad = None
+        state = self._captured.state()
+        results = []
+        with running_a_plan():
+            outputs = forward(self._forward_inputs(forward.inputs, state, batches[0]))
+            for batch in (*batches[1:], None):
+                flat, saved = (
+                    outputs[: self._results],
+                    dict(zip(self._saved, outputs[self._results :], strict=True)),
+                )
+                result = pytree.tree_unflatten(flat, self._captured.result_structure)
+                results.append(result)
+                given = {**saved, **self._tangents(flat, scale)}
+                if batch is None:
+                    gradients = backward([given[name] for name in backward.inputs])
+                    continue
+                with self._accumulation.without_sums():
+                    own = {self._pair.backward_inputs[n]: given[n] for n in backward.inputs}
+                    names = forward.inputs
+                    new = self._forward_inputs(names, state, batch)
+                    own |= {self._pair.forward_inputs[n]: v for n, v in zip(names, new, strict=True)}
+                    both = self._together([own[name] for name in self._together.inputs])
+                    self._add(both[: self._backward_outputs], summed=False)
+                    self._accumulation.finished()
+                outputs = both[self._backward_outputs :]
+        self._add(gradients, summed=True)
+        self._accumulation.finished()
+        for parameter, gradient in before.items():
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return results
+
+    def _forward_inputs(
+        self, names: Iterable[str], state: Callable[[str], Tensor], batch: Arguments
+    ) -> list[object]:
+        leaves = pytree.tree_leaves(batch)
+        values = []
+        for name in names:
+            node = self._alone[0].placeholders[name]
+            position = input_position(node)
+            values.append(state(state_name(node) or "") if position is None else leaves[position])
+        return values
+
+    def _tangents(self, flat: Sequence[Tensor], scale: float) -> dict[str, Tensor]:
+        """Of the loss, the first result that is one number, its scale; of other results zeros."""
+        of_results = {
+            name: flat[node.meta["desc"].output.idx]
+            for name, node in self._alone[1].placeholders.items()
+            if is_tangent(node)
+        }
+        loss = next((name for name, result in of_results.items() if result.numel() == 1), None)
+        if loss is None:
+            raise no_loss(self._name)
+        return {n: torch.full_like(r, scale if n == loss else 0.0) for n, r in of_results.items()}
+
+    def _add(self, gradients: Sequence[Tensor | None], summed: bool) -> None:
+        shards = self._captured.shards()
+        for i, name in self._gradients.items():
+            gradient, parameter = gradients[i], self._parameters[name]
+            if gradient is None:
+                continue
+            if isinstance(parameter, DTensor):
+                if not summed and name in shards and parameter.device_mesh.size() > 1:
+                    continue  # held by its sum
+                own = parameter.to_local()
+                gradient = gradient[tuple(slice(size) for size in own.shape)]
+                gradient = DTensor.from_local(
+                    gradient, parameter.device_mesh, parameter.placements, run_check=False,
+                    shape=parameter.shape, stride=parameter.stride(),
+                )  # fmt: skip
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+
+def no_loss(name: str) -> UserError:
+    """The error for a step without a loss."""
+    return UserError(
+        f"result of {name}",
+        got="no number that requires a gradient",
+        expected="the loss, alone or as the first such tensor",
+        do="return the loss of the step",
+    )
+
+
+class _Runnable:
+    """A graph with collectives started early; placeholders: by name, in order."""
+
+    def __init__(self, module: fx.GraphModule, number_of: NumberOf) -> None:
+        self.placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
+        self.inputs = list(self.placeholders)
+        self._module = copy_of(module)
+        start_early_wait_late(self._module, (), number_of)
+        write_in_place(self._module)
+        for node in self._module.graph.nodes:
+            if not any(user.kwargs.get("out") is node for user in node.users):
+                node.target = with_any_strides(node.target)
+        self._module.recompile()
+
+    def __call__(self, values: list[object]) -> Sequence:
+        return fx.Interpreter(self._module).boxed_run(values)
+
+
+def cannot_be_paired(captured: Captured, arguments: Arguments) -> str:
+    """Why the microbatches of a step cannot run in pairs; "" if they can."""
+    if not captured.returns_alone:
+        return "the step changes a buffer or an input"
+    if captured.plain.trained:
+        return f"{captured.plain.paths[captured.plain.trained[0]]} is trained, but no parameter"
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(arguments)):
+        return "an input requires a gradient"
+    return ""
+
+
+def pair_of_first_rank(
+    step: CapturedStep, graph: CostedGraph, arguments: Arguments, plan: Plan, must: bool
+) -> tuple[list[str], float]:
+    """The order of a pair that rank 0 plans within the memory limit of a plan, and its milliseconds, on every
+    rank; infinitely many where microbatches cannot run in pairs.
+
+    Args: must: this is an error. Raises: UserError on all ranks.
+    """
+
+    def planned() -> list:
+        reason = "a fused launch" if any(group.fused for group in step.fused) else ""
+        reason = reason or cannot_be_paired(step.captured, arguments)
+        if reason and not must:
+            return [[], float("inf")]
+        if reason:
+            raise UserError(
+                "pairs of microbatches", got=reason, expected="a step without", do="use another strategy"
+            )
+        halves = split_joint(copy_of(graph.module), step.captured.forward_outputs)
+        pair = pair_of(*halves)
+        program = program_of_pair(pair, graph.program)
+        limit = None if plan.memory_limit_gb is None else plan.memory_limit_gb * 1e9
+        best = best_order(program, graph.cost, memory_limit_bytes=limit)
+        return [[program.instructions[i].name for i in best.order], best.iteration_ms]
+
+    order, milliseconds = result_of_first_rank(step.groups.world, planned)
+    return order, milliseconds
