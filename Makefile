@@ -67,6 +67,7 @@ lint: $(INSTALLED)
 # The pages, into build/docs; a warning is an error.
 docs: $(INSTALLED)
 	$(PIP) install -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/scripts/generate.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A wheel and a source distribution, into dist/.

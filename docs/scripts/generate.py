@@ -1,11 +1,20 @@
-"""Parts of the documentation that follow from the code: command-line options, set-ups, versions."""
+"""Parts of the documentation that follow from the code: command-line options, set-ups, versions, an example.
+
+    python docs/scripts/generate.py         writes them into the pages, between two comments:
+
+    <!-- generated: versions -->
+    ...
+    <!-- end -->
+
+In the files, so that whoever reads them without a site sees them, too; a test compares.
+"""
 
 from __future__ import annotations
 
 import argparse
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +115,8 @@ def _rows(functions: Sequence[Callable], outcome: str) -> list[str]:
 
 def example() -> str:
     """The example of the first page, to copy."""
-    return f"```python\n{(ROOT / 'examples' / 'hugging_face.py').read_text()}```"
+    text = (ROOT / "examples" / "hugging_face.py").read_text()
+    return f"<!-- not run: a test runs it -->\n```python\n{text}```"
 
 
 def versions() -> str:
@@ -116,3 +126,30 @@ def versions() -> str:
     return "\n".join(
         ["| package | version |", "|---|---|", *(f"| {name} | {pinned[name]} |" for name in wanted)]
     )
+
+
+PARTS: Mapping[str, Callable[[], str]] = {
+    "command_line": command_line,
+    "support": support,
+    "versions": versions,
+    "example": example,
+}
+_PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def filled(page: str) -> str:
+    """A page with its generated parts as they should be."""
+    return _PART.sub(lambda part: f"{part[1]}\n{PARTS[part[2]]().strip()}\n{part[3]}", page)
+
+
+def main() -> None:
+    """Write the generated parts into all pages."""
+    for path in (ROOT / "docs").rglob("*.md"):
+        page = path.read_text(encoding="utf-8")
+        if (new := filled(page)) != page:
+            path.write_text(new, encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,31 +1,14 @@
-"""What mkdocs calls while it builds: pages whose content follows from the code are filled in.
-
-`{{ command_line }}` on a page becomes the options of every command, `{{ support }}` the set-ups with the
-tests that prove them, `{{ versions }}` the versions that are tested, `{{ example }}` the first example.
-"""
+"""What mkdocs calls while it builds: the package as mkdocstrings finds it."""
 
 from __future__ import annotations
 
 import shutil
-import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mkdocs.plugins import event_priority
 
 ROOT = Path(__file__).parents[2]
-# mkdocs forgets paths that hooks add; what is imported stays.
-sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
-
-import generate  # noqa: E402
-
-GENERATED: Mapping[str, Callable[[], str]] = {
-    "{{ command_line }}": generate.command_line,
-    "{{ support }}": generate.support,
-    "{{ versions }}": generate.versions,
-    "{{ example }}": generate.example,
-}
 
 
 # Before mkdocstrings looks for packages.
@@ -40,11 +23,3 @@ def on_config(config: Any) -> Any:
     for name in ("ops", "graph", "schedules"):
         shutil.copytree(ROOT / name, package / name, ignore=skip)
     return config
-
-
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Fill in what is generated."""
-    for mark, make in GENERATED.items():
-        if mark in markdown:
-            markdown = markdown.replace(mark, make())
-    return markdown

@@ -20,6 +20,7 @@ from lancet_kernels.commands.options import (
 )
 from lancet_kernels.commands.planning_flags import PlanningFlags
 from lancet_kernels.errors import UserError, check_name
+from lancet_kernels.graph.costs.clusters import load_cluster
 from lancet_kernels.ops.moe.gates import GATES
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.training.models import MODELS
@@ -67,7 +68,13 @@ class PlanOptions(HfFlags, PlanningFlags):
         "tokens that an expert takes, relative to an even share; none: dropless",
         parse=positive_float_or_none,
     )
-    dtype: str = option("float32", "dtype of activations and weights (bf16, fp32, ... too)", metavar="DTYPE")
+    dtype: str | None = option(
+        None,
+        "dtype of activations and weights, bf16 or fp32 say (default: bfloat16 where the cluster's GPUs have "
+        "it, else float32)",
+        parse=str,
+        metavar="DTYPE",
+    )
     memory_gb: float | None = option(
         None, "memory limit of plans (default: the memory of the GPU)", parse=positive_float
     )
@@ -113,8 +120,15 @@ class PlanOptions(HfFlags, PlanningFlags):
             experts_per_gpu=self.experts_per_gpu,
             top_k=self.top_k,
             capacity_factor=self.capacity_factor,
-            dtype=_SHORT_DTYPES.get(self.dtype, self.dtype),
+            dtype=self._full_dtype(),
         )
+
+    def _full_dtype(self) -> str:
+        """The dtype by torch's name; by default the one in which the cluster's GPUs compute fast."""
+        if self.dtype is not None:
+            return _SHORT_DTYPES.get(self.dtype, self.dtype)
+        peak = load_cluster(self.cluster).peak_tflops
+        return "bfloat16" if peak.get("bfloat16", 0.0) > peak["float32"] else "float32"
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:

@@ -9,6 +9,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
@@ -16,6 +17,7 @@ from unittest import mock
 import pytest
 
 from lancet_kernels.cli import _parser
+from lancet_kernels.graph.costs.clusters import Cluster, Dispatcher, Kernels
 from lancet_kernels.graph.rules.rules import RULES
 from lancet_kernels.ops.moe.gates import GATES
 
@@ -94,6 +96,26 @@ def test_every_environment_variable_is_in_the_reference() -> None:
         for source in (ROOT / folder).rglob("*.py"):
             for name in re.findall(r'"(LANCET_[A-Z_]+[A-Z])"', source.read_text()):
                 assert f"`{name}`" in text, f"{name} in {source.name}"
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    """In the files, because a page is also read without a site."""
+    generate = runpy.run_path(str(ROOT / "docs/scripts/generate.py"))
+    parts = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        parts += text.count("<!-- generated: ")
+        assert "{{" not in text, f"{page.name}: a shell that only the site fills"
+        assert generate["filled"](text) == text, f"{page.name}: call python docs/scripts/generate.py"
+    assert parts == len(generate["PARTS"])
+
+
+def test_every_key_of_a_cluster_file_is_in_the_reference() -> None:
+    text = (ROOT / "docs/reference/cluster-files.md").read_text()
+    named = set(re.findall(r"`\[?(\w+)[.\]`]", text))
+    for described in (Cluster, Kernels, Dispatcher):
+        missing = {field.name for field in fields(described)} - named
+        assert not missing, missing
 
 
 PICTURES = ["rows", "fused", pytest.param("timeline", marks=pytest.mark.long)]

@@ -63,12 +63,22 @@ def test_a_strategy_that_cannot_be_is_refused_and_auto_does_without(strategy, ca
 def test_the_figures_are_those_of_the_setting(capsys):
     """The unplanned iteration is the sum of what its instructions cost: nothing overlaps."""
     found = plan_json(capsys, *WHOLE_BATCH)
-    setting = Setting("gpt2-tiny-moe", "p4de", 16, "gshard", batch=3, top_k=2)
+    setting = Setting("gpt2-tiny-moe", "p4de", 16, "gshard", batch=3, top_k=2, dtype="bfloat16")
     program, cost = setting.priced.program, setting.priced.cost
     blocking = sum(cost(i, program.tensors) for i in program.instructions if i.kind.value != "all_reduce")
     assert found["iteration_ms"]["none"] >= blocking
     assert found["batch"] == 3
     assert found["instructions"] == len(program)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dtype"),
+    [("p4de", "bfloat16"), ("dgx-h100", "bfloat16"), ("p3dn", "float32"), ("local", "float32")],
+)
+def test_default_dtype_is_the_one_that_the_gpus_are_fast_in(cluster: str, dtype: str) -> None:
+    """V100s have no tensor cores for bfloat16, a CPU file no number for it."""
+    assert PlanOptions(cluster=cluster, gpus=8).setting().dtype == dtype
+    assert PlanOptions(cluster=cluster, gpus=8, dtype="fp16").setting().dtype == "float16"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +152,7 @@ def test_no_plan_fits(capsys):
 def test_saved_plan_is_the_one_reported(capsys, tmp_path):
     path = tmp_path / "plan.json"
     found = plan_json(capsys, "--strategy", "lancet-dw", "--save", str(path))
-    plan = Plan.load(path, Setting("gpt2-tiny-moe", "p4de", 16).priced.program)
+    plan = Plan.load(path, Setting("gpt2-tiny-moe", "p4de", 16, dtype="bfloat16").priced.program)
     assert plan.strategy == "lancet-dw"
     assert plan.fingerprint == found["plan_fingerprint"]
     assert plan.predicted.iteration_ms == found["iteration_ms"]["lancet-dw"]
