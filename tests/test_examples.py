@@ -243,6 +243,27 @@ def test_under_torchrun(command: str) -> None:
     assert float(last) < 0.8 * float(first)
 
 
+@pytest.mark.long
+@pytest.mark.alone
+def test_transformers_expert_parallelism_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    """Ten steps and ten more are twenty; then ten on four ranks, where experts are sharded, too."""
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+
+    def last_line(folder: str, steps: int, ranks: int = 2) -> list[str]:
+        launch = [*TORCHRUN[:-1], str(ranks)]
+        command = [sys.executable, *launch, FOLDER / "transformers_expert_parallel.py"]
+        command += [tmp_path / folder, str(steps)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()[-1].split()
+
+    whole = last_line("whole", 20)
+    first, second = last_line("parts", 10), last_line("parts", 10)
+    assert (first[1], second[3:]) == (whole[1], whole[3:])
+    assert float(whole[3]) < 0.2 * float(whole[1])
+    assert float(last_line("parts", 10, ranks=4)[3]) < float(second[3])
+
+
 def losses_on_one_device() -> list[float]:
     """The example's loop without `parallelize`."""
     module = example("shard_model")

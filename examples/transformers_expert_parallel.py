@@ -1,0 +1,110 @@
+"""`transformers.Trainer` with transformers' own FSDP and expert parallelism, on the ops of this library.
+
+    torchrun --nproc-per-node 2 examples/transformers_expert_parallel.py runs/ep     # again: it goes on
+    torchrun --nproc-per-node 4 examples/transformers_expert_parallel.py runs/ep     # experts in shards, too
+
+The import that registers `ep_implementation="lancet"` and the `DistributedConfig` are all that differs from
+a model on one device, but for checkpoints: the Trainer (transformers 5.23) saves no optimizer of a model that
+was sharded when it was loaded. `Checkpoints` does, with `torch.distributed.checkpoint`.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import (
+    AutoModelForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.distributed import DistributedConfig
+
+import lancet_kernels.integrations.transformers  # noqa: F401  registers "lancet"
+
+STEPS = 10
+EXPERT_RANKS = 2
+BATCH = 8
+
+CONFIG = Qwen3MoeConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+    num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+    pad_token_id=0, eos_token_id=None,
+)  # fmt: skip
+
+
+class Counting(torch.utils.data.Dataset):
+    """Tokens that count upwards, from a given example on."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (7 * (self.first + index) + torch.arange(16)) % CONFIG.vocab_size
+        return {"input_ids": ids, "labels": ids}
+
+
+class Checkpoints(TrainerCallback):
+    """Saves model and optimizer at the end, and begins with what was saved last, on any number of ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        saved = sorted((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*"))
+        self.folder = folder
+        self.first_step, self.latest = saved[-1] if saved else (0, None)
+
+    def on_train_begin(self, args, state, control, model=None, optimizer=None, **others) -> None:
+        if self.latest is not None:
+            saved = self._states(model, optimizer)
+            dcp.load(saved, checkpoint_id=self.latest)
+            set_state_dict(
+                model,
+                optimizer.optimizer,
+                model_state_dict=saved["model"],
+                optim_state_dict=saved["optimizer"],
+            )
+
+    def on_train_end(self, args, state, control, model=None, optimizer=None, **others) -> None:
+        step = self.first_step + state.global_step
+        dcp.save(self._states(model, optimizer), checkpoint_id=self.folder / f"step-{step}")
+
+    @staticmethod
+    def _states(model, optimizer) -> dict:
+        model_state, optimizer_state = get_state_dict(model, optimizer.optimizer)  # accelerate wraps it
+        return {"model": model_state, "optimizer": optimizer_state}
+
+
+def main(folder: Path, steps: int = STEPS, implementation: str = "lancet") -> list[float]:
+    """Args: folder: the same on all ranks. steps: how many more. -> their losses."""
+    checkpoints = Checkpoints(folder)
+    arguments = TrainingArguments(
+        str(folder / "logs"), max_steps=steps, per_device_train_batch_size=BATCH,
+        learning_rate=1e-2, lr_scheduler_type="constant", train_sampling_strategy="sequential", use_cpu=True,
+        save_strategy="no", logging_steps=1, report_to=[], disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    assert arguments.device.type == "cpu"  # the property starts the process group
+    ranks = dist.get_world_size()
+    if dist.get_rank() == 0 and not (folder / "model").exists():
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(CONFIG).save_pretrained(folder / "model")
+    dist.barrier()
+    config = DistributedConfig(fsdp_size=ranks, ep_size=EXPERT_RANKS, ep_implementation=implementation)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", distributed_config=config)
+    data = Counting(checkpoints.first_step * BATCH * ranks)
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[checkpoints])
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    if dist.get_rank() == 0:
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} behind step {checkpoints.first_step + steps}")
+    return losses
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

@@ -1,0 +1,176 @@
+"""transformers' expert parallelism on our ops (`ep_implementation="lancet"`) beside its own "all_to_all":
+loss and all gradients, for each family, with FSDP, expert-FSDP and tensor parallelism."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.ranks import RankPool
+from tests.transformers_models import tiny_batch, tiny_model
+
+pytest.importorskip("transformers.distributed.expert_parallel")
+pytest.importorskip("accelerate")
+
+FAMILIES = ("Mixtral", "Qwen3-MoE", "OLMoE", "DeepSeek-V3", "GPT-OSS")
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory):
+    """family -> the folder of a saved model; made once."""
+    folders: dict[str, Path] = {}
+
+    def folder(family: str) -> Path:
+        if family not in folders:
+            folders[family] = tmp_path_factory.mktemp("models") / family
+            tiny_model(family).save_pretrained(folders[family])
+        return folders[family]
+
+    return folder
+
+
+def loaded(folder: str, implementation: str, sizes: dict[str, int], **options: Any) -> nn.Module:
+    """The model, sharded by transformers."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    import lancet_kernels.integrations.transformers  # noqa: F401  registers
+
+    config = DistributedConfig(ep_implementation=implementation, **sizes)
+    options = {"dtype": torch.float64, "experts_implementation": "eager", **options}
+    environment = {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
+    environment["WORLD_SIZE"] = str(dist.get_world_size())
+    with mock.patch.dict(os.environ, environment):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
+
+
+def loss_and_gradients(folder: str, implementation: str, sizes: dict[str, int], **options: Any) -> dict:
+    autocast = options.pop("autocast", False)
+    model = loaded(folder, implementation, sizes, **options)
+    batch = tiny_batch(dist.get_rank() // sizes.get("tp_size", 1))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(**batch).loss
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    local = {n: g.to_local() if hasattr(g, "to_local") else g for n, g in gradients.items() if g is not None}
+    return {"loss": loss.detach(), **local}
+
+
+def differences(folder: str, sizes: dict[str, int], options: dict[str, Any]) -> tuple[int, float, bool]:
+    """-> compared gradients, the largest difference relative to the largest of its tensor, and do experts
+    have gradients other than 0?"""
+    theirs = loss_and_gradients(folder, "all_to_all", sizes, **options)
+    ours = loss_and_gradients(folder, "lancet", sizes, **options)
+    assert ours.keys() == theirs.keys()
+    worst = max(
+        float((ours[n] - t).abs().max() / t.abs().max().clamp(min=1e-30))
+        for n, t in theirs.items()
+        if t.numel()
+    )
+    return len(ours) - 1, worst, any(bool(g.any()) for n, g in ours.items() if "experts" in n)
+
+
+def check(
+    pool: RankPool, folder: Path, ranks: int, sizes: dict[str, int], bound: float = 1e-9, **options
+) -> None:
+    for count, worst, experts in pool.run(
+        differences, str(folder), sizes, options, ranks=ranks, timeout_s=240
+    ):
+        assert count > 20
+        assert worst < bound
+        assert experts
+
+
+def test_equals_all_to_all(pool, saved):
+    check(pool, saved("Qwen3-MoE"), 2, {"fsdp_size": 2, "ep_size": 2})
+
+
+def names_and_kinds(folder: str) -> list[tuple[str, bool, bool]]:
+    from lancet_kernels.integrations.transformers import LancetEP, has_plain_weights, is_swiglu
+
+    loaded(folder, "all_to_all", {"fsdp_size": 2, "ep_size": 2})  # that others were built does not matter
+    model = loaded(folder, "lancet", {"fsdp_size": 2, "ep_size": 2})
+    closures = [
+        c.cell_contents for m in model.modules() for c in getattr(m.forward, "__closure__", None) or ()
+    ]
+    layers = [value for value in closures if isinstance(value, LancetEP)]
+    return [(one.name, has_plain_weights(one.experts), is_swiglu(one.experts)) for one in layers]
+
+
+@pytest.mark.parametrize(("family", "swiglu"), [("Mixtral", True), ("GPT-OSS", False)])
+def test_plain_weights_run_in_grouped_products(pool, saved, family, swiglu):
+    expected = [(f"experts {i}", True, swiglu) for i in range(2)]
+    assert pool.run(names_and_kinds, str(saved(family))) == [expected] * 2
+
+
+class OwnExperts(nn.Module):
+    """Experts that are no weights: the square of a row, times the number of the expert from 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 2
+
+    def forward(self, x: Tensor, index: Tensor, weight: Tensor) -> Tensor:
+        return (x.square().unsqueeze(1) * ((index + 1) * weight).unsqueeze(2)).sum(1)
+
+
+def own_forward(all_to_rank: int | None) -> tuple[bool, bool]:
+    """Experts with a forward of their own, four on two ranks; all tokens to the experts of one rank, or as it
+    comes. -> equals the sum over the choices, gradients of tokens and weights too?"""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    from lancet_kernels.integrations.transformers import LancetEP
+
+    mesh = init_device_mesh("cpu", (2,))
+    alone = DeviceMesh("cpu", [dist.get_rank()])
+    layer = LancetEP(OwnExperts(), mesh, alone)
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(5)])
+    if all_to_rank is not None:
+        index = 2 * all_to_rank + index % 2
+    y = layer(x, index, weight)
+    reference = (x.square().unsqueeze(1) * ((index % 2 + 1) * weight).unsqueeze(2)).sum(1)
+    y_gradients = torch.autograd.grad(y.sin().sum(), (x, weight))
+    gradients = torch.autograd.grad(reference.sin().sum(), (x, weight))
+    same = all(torch.allclose(a, b) for a, b in zip(y_gradients, gradients, strict=True))
+    return torch.allclose(y, reference), same
+
+
+@pytest.mark.parametrize("all_to_rank", [None, 1])
+def test_other_experts_run_their_own_forward(pool, all_to_rank):
+    """Also where a rank receives no row: then its experts run on a row of zeros, for their gradients."""
+    assert pool.run(own_forward, all_to_rank) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_autocast_and_lower_precision(pool, saved, dtype, bound):
+    """In float32 beside transformers' grouped products; in autocast the experts compute in bfloat16."""
+    options = {"dtype": torch.float32, "experts_implementation": "grouped_mm"}
+    options |= {"autocast": True} if dtype is torch.bfloat16 else {}
+    check(pool, saved("Qwen3-MoE"), 2, {"fsdp_size": 2, "ep_size": 2}, bound, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [
+        (2, {"fsdp_size": 2, "ep_size": 2}),
+        (2, {"tp_size": 2, "ep_size": 2}),
+        (4, {"fsdp_size": 4, "ep_size": 2}),
+        (4, {"fsdp_size": 4, "ep_size": 4}),
+        (4, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}),
+        (4, {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}),
+    ],
+)
+def test_every_family_equals_all_to_all(pool, saved, family, ranks, sizes):
+    check(pool, saved(family), ranks, sizes)
