@@ -29,7 +29,7 @@ from lancet_kernels.graph.capture.captured_graph import (
 )
 from lancet_kernels.graph.capture.garbage import without_garbage_collection
 from lancet_kernels.graph.program.from_fx import program_from_fx, tensor_names
-from lancet_kernels.graph.program.program import Program
+from lancet_kernels.graph.program.program import Program, TensorSpec
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.prediction import attention
 from lancet_kernels.simulation.fake_ranks import fake_ranks, without_contents
@@ -168,7 +168,7 @@ def on_other_ranks(parts: ModelParts, before: int, after: int) -> ModelParts:
         more = dict.fromkeys(tensors, 0)
         for t in scaled:
             first, *rest = tensors[t].shape
-            spec = replace(tensors[t], shape=(first * before // after, *rest), bytes=None)
+            spec = TensorSpec(t, (first * before // after, *rest), tensors[t].dtype)
             more[t], tensors[t] = spec.content_bytes - tensors[t].content_bytes, spec
         instructions = tuple(
             replace(i, bytes=i.bytes + sum(more[t] for t in (*i.inputs, *i.outputs)))

@@ -102,8 +102,8 @@ def search(question: Question) -> Found:
             others.append(replace(layout, why=f"not simulated; {at_least}"))
         else:
             simulated += 1
-            one = _simulated(layout, answer(layout.question))
-            (others if one.why else fitting).append(one)
+            result = _simulated(layout, answer(layout.question))
+            (others if result.why else fitting).append(result)
             fitting.sort(key=lambda one: one.step_ms)
     if not fitting:
         raise UserError(
