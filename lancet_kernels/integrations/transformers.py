@@ -1,6 +1,6 @@
 """transformers' expert parallelism on the ops of this library: registers `ep_implementation="lancet"`.
 
-    import lancet_kernels.integrations.transformers
+    import lancet_kernels.integrations.transformers  # registers it
     from transformers.distributed import DistributedConfig
 
     config = DistributedConfig(fsdp_size=8, ep_size=4, ep_implementation="lancet")
@@ -48,10 +48,10 @@ class LancetEP(EPImplementation):
     where they lie; others run their own forward.
     """
 
-    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+    def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
-        self.experts: Any = experts
-        self.local_experts = int(self.experts.num_experts)
+        self.experts = experts
+        self.local_experts: int = experts.num_experts
         self.group = group_name(ep_mesh.get_group())
         self.name = _layer_name(experts)
 
