@@ -12,3 +12,5 @@ STRATEGY_NAMES = (
     "auto",
 )
 """The strategies of `schedules.strategies`; here so that a command line can list them without that import."""
+MICROBATCHES = "microbatches"
+"""A further one for several microbatches, which run in pairs (`rewrite.pairs`)."""

@@ -30,7 +30,7 @@ from lancet_kernels.commands.planning_flags import PlanningFlags
 from lancet_kernels.errors import UserError
 from lancet_kernels.measuring import netns
 from lancet_kernels.ops.comm.link import emulate_link
-from lancet_kernels.schedules import STRATEGY_NAMES
+from lancet_kernels.schedules import MICROBATCHES, STRATEGY_NAMES
 from lancet_kernels.training.data import load_corpus
 from lancet_kernels.training.launch import launch
 from lancet_kernels.training.models import BENCH_MODEL, MODELS
@@ -53,8 +53,9 @@ _OF_MODELS = ("model", "gate", "batch", "sequence")
 def _strategies(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
-        if name not in STRATEGY_NAMES:
-            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(STRATEGY_NAMES)}")
+        if name not in (*STRATEGY_NAMES, MICROBATCHES):
+            every = ", ".join((*STRATEGY_NAMES, MICROBATCHES))
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {every}")
     return names
 
 
@@ -82,6 +83,9 @@ class BenchOptions(PlanningFlags):
         "emulated",
         "emulated: all-to-alls are paced; netns: a real wire between network namespaces (root, 2 ranks)",
         choices=("emulated", "netns"),
+    )
+    accumulate: int = option(
+        1, "microbatches of an iteration, whose gradients are summed once", parse=positive_int
     )
     rounds: int = option(12, "measured iterations of every contender, in turn", parse=positive_int)
     warmup: int = option(2, "iterations of each before the measured ones", parse=non_negative_int)
@@ -219,12 +223,15 @@ def _measure_here(options: BenchOptions, arguments: argparse.Namespace) -> int:
     # A new file of times, because old ones may be from a time with other load on the machine.
     times = Path(tempfile.gettempdir(), f"lancet-times-{os.environ.get(LAUNCHER_PID, os.getpid())}.json")
     planning = PlanningOptions(options.partition())
-    plans = step_bench.planned(step, inputs, options.strategies, times, planning)
+    strategies = options.strategies
+    if options.accumulate > 1 and strategies == STRATEGY_NAMES:
+        strategies = (*strategies, MICROBATCHES)
+    plans = step_bench.planned(step, inputs, strategies, times, planning, options.accumulate)
     if rank.rank == 0:
         times.unlink(missing_ok=True)
     contenders = {**step_bench.baselines(step, inputs), **plans}
     _say(rank, f"measuring {options.rounds} rounds of {', '.join(contenders)}")
-    measured = step_bench.measure(contenders, inputs, options.rounds, options.warmup)
+    measured = step_bench.measure(contenders, inputs, options.rounds, options.warmup, options.accumulate)
     best = min(plans, key=lambda name: measured[name].iteration_ms)
     figures = step_bench.report(measured, best, link)
     figures |= {"link_gbps": gbps, "plans": {name: _plan(module) for name, module in plans.items()}}
@@ -272,6 +279,7 @@ def _conditions(options: BenchOptions, rank: Rank) -> dict[str, object]:
     return {
         "ranks": rank.world,
         "rounds": options.rounds,
+        "accumulate": options.accumulate,
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "device": rank.device.type,

@@ -9,11 +9,12 @@ sums of gradients. The link may be slow enough that all-to-all takes a given sha
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,7 +92,9 @@ class _Summed(nn.Module):
         names = {parameter: name for name, parameter in step.named_parameters()}
         buckets = cut_into_buckets(as_backward_finishes(gradient_groups(step, groups)), BUCKET_BYTES)
         named = [(group, [names[parameter] for parameter in bucket]) for group, bucket in buckets]
-        self._sums = PlannedSums(step, groups, named, group_size(groups.data), Accumulation(), early=True)
+        accumulation = Accumulation()
+        self.no_sync = accumulation.without_sums
+        self._sums = PlannedSums(step, groups, named, group_size(groups.data), accumulation, early=True)
 
     def forward(self, *inputs: object, **by_name: object) -> object:
         return self._sums.call(self.module, inputs, by_name)
@@ -103,34 +106,40 @@ def planned(
     strategies: Iterable[str],
     times: str | Path | None = None,
     options: PlanningOptions | None = None,
+    accumulate: int = 1,
 ) -> dict[str, OptimizedModule]:
     """The step optimized with each strategy, without those that are impossible. Collective.
 
-    Args: times: file of measured op times. options: of the planner.
+    Args: times: file of measured op times. options: of the planner. accumulate: as of `optimize`.
     """
     names = list(strategies)
     optimized: dict[str, OptimizedModule] = {}
     # `auto` first, because its plan lists the impossible strategies.
     for name in sorted(names, key=lambda name: name != AUTO):
         if not any(name in module.plan.impossible for module in optimized.values()):
-            optimized[name] = optimize(step, inputs, strategy=name, times=times, options=options)
+            optimized[name] = optimize(
+                step, inputs, strategy=name, times=times, options=options, accumulate=accumulate
+            )
     return {name: optimized[name] for name in names if name in optimized}
 
 
 def measure(
-    contenders: Mapping[str, nn.Module], inputs: Inputs, rounds: int, warmup: int = 2
+    contenders: Mapping[str, nn.Module], inputs: Inputs, rounds: int, warmup: int = 2, accumulate: int = 1
 ) -> dict[str, Measured]:
-    """Run all contenders in turn, `rounds` times after `warmup` rounds. Collective."""
+    """Run all contenders in turn, `rounds` times after `warmup` rounds. Collective.
+
+    Args: accumulate: microbatches of an iteration.
+    """
     iterations: dict[str, list[Iteration]] = {name: [] for name in contenders}
     for round_number in range(warmup + rounds):
         for name, module in contenders.items():
-            one = iteration(module, inputs)
+            one = iteration(module, inputs, accumulate)
             if round_number >= warmup:
                 iterations[name].append(one)
-    return {name: _measured(module, inputs, iterations[name]) for name, module in contenders.items()}
+    return {n: _measured(module, inputs, iterations[n], accumulate) for n, module in contenders.items()}
 
 
-def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration]) -> Measured:
+def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration], accumulate: int) -> Measured:
     # Of all ranks, because the means are collective: a rank may have waited for nothing.
     waits = sorted({what for of_rank in _of_all_ranks([*iterations[-1].waited_ms]) for what in of_rank})
     times = [
@@ -138,7 +147,7 @@ def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration]) ->
         for i in iterations
     ]
     medians = [statistics.median(column) for column in zip(*times, strict=True)]
-    held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs))
+    held = peak_memory_gb(module, inputs, lambda: iteration(module, inputs, accumulate))
     *means, memory = _mean_over_ranks([*medians, held])
     iteration_ms, exposed_ms, all_to_all_ms, cpu_ms = means[:4]
     return Measured(
@@ -148,8 +157,17 @@ def _measured(module: nn.Module, inputs: Inputs, iterations: list[Iteration]) ->
         cpu_ms,
         waited_ms=dict(zip(waits, means[4:], strict=True)),
         peak_memory_gb=memory,
-        predicted=module.plan.predicted if isinstance(module, OptimizedModule) else None,
+        predicted=_predicted(module, accumulate) if isinstance(module, OptimizedModule) else None,
     )
+
+
+def _predicted(module: OptimizedModule, accumulate: int) -> Prediction:
+    """What the plan predicts for an iteration of several microbatches."""
+    one, pair_ms = module.plan.predicted, module.plan.pair_ms
+    several = one.iteration_ms * accumulate
+    if module.plan.pair:
+        several = one.iteration_ms + pair_ms * (accumulate - 1)
+    return replace(one, iteration_ms=several, exposed_ms=one.exposed_ms * accumulate)
 
 
 class Iteration(NamedTuple):
@@ -164,9 +182,9 @@ class Iteration(NamedTuple):
     waited_ms: Mapping[str, float]
 
 
-def iteration(module: nn.Module, inputs: Inputs) -> Iteration:
-    """Run one forward and backward; the backward starts at the module's first output that has one.
-    Collective.
+def iteration(module: nn.Module, inputs: Inputs, accumulate: int = 1) -> Iteration:
+    """Run one forward and backward, or those of several microbatches whose gradients are summed once; a
+    backward starts at the module's first output that has one. Collective.
 
     Raises: UserError for a module without such an output.
     """
@@ -176,7 +194,10 @@ def iteration(module: nn.Module, inputs: Inputs) -> Iteration:
             dist.barrier()
     link.read()
     begin, cpu = time.perf_counter(), time.thread_time()
-    loss_of(module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)).backward()
+    if isinstance(module, OptimizedModule) and accumulate > 1:
+        module.microbatches([inputs] * accumulate)
+    else:
+        _run(module, inputs, accumulate)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     elapsed_ms, cpu_ms = (time.perf_counter() - begin) * 1e3, (time.thread_time() - cpu) * 1e3
@@ -189,6 +210,13 @@ def iteration(module: nn.Module, inputs: Inputs) -> Iteration:
         traffic.bytes_on_wire,
         traffic.waited_ms,
     )
+
+
+def _run(module: nn.Module, inputs: Inputs, accumulate: int) -> None:
+    no_sync = getattr(module, "no_sync", contextlib.nullcontext)
+    for number in range(accumulate):
+        with no_sync() if number < accumulate - 1 else contextlib.nullcontext():
+            loss_of(module(**inputs) if isinstance(inputs, Mapping) else module(*inputs)).backward()
 
 
 def loss_of(outputs: object) -> Tensor:

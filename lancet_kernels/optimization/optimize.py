@@ -41,7 +41,7 @@ from lancet_kernels.optimization.guards import Arguments, Guards, example_argume
 from lancet_kernels.optimization.model_checks import check_model
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.optimization.outside_gradients import GradientWatch
-from lancet_kernels.optimization.paired import MICROBATCHES, PairedMicrobatches, pair_of_first_rank
+from lancet_kernels.optimization.paired import PairedMicrobatches, pair_of_first_rank
 from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
 from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
@@ -50,6 +50,7 @@ from lancet_kernels.optimization.setting import check_setting
 from lancet_kernels.optimization.stages import Progress
 from lancet_kernels.optimization.summed_gradients import PlannedSums
 from lancet_kernels.optimization.trial import milliseconds_per_step
+from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.explanation import PLAIN, WORTH
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.rewrite.buckets import buckets_in_order

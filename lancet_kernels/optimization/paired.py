@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -17,8 +18,9 @@ from lancet_kernels.graph.capture.captured_graph import (
     is_tangent,
     output_node,
     state_name,
-    with_any_strides,
 )
+from lancet_kernels.graph.capture.run import GraphRunner, Recorder
+from lancet_kernels.graph.program.program import Phase
 from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_to_all import running_a_plan
 from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
@@ -30,8 +32,6 @@ from lancet_kernels.schedules.rewrite.apply import reorder, start_early_wait_lat
 from lancet_kernels.schedules.rewrite.in_place import write_in_place
 from lancet_kernels.schedules.rewrite.pairs import pair_of, program_of_pair
 
-MICROBATCHES = "microbatches"
-"""The strategy whose microbatches run in pairs."""
 NumberOf = Callable[[tuple[object, ...]], int]
 
 
@@ -71,39 +71,44 @@ class PairedMicrobatches:
 
         Raises: UserError for a step that returns nothing to differentiate.
         """
-        forward, backward = self._alone
         before = {parameter: parameter.grad for parameter in self._parameters.values()}
         for parameter in before:
             parameter.grad = None
-        state = self._captured.state()
-        results = []
-        with running_a_plan():
-            outputs = forward(self._forward_inputs(forward.inputs, state, batches[0]))
-            for batch in (*batches[1:], None):
-                flat, saved = (
-                    outputs[: self._results],
-                    dict(zip(self._saved, outputs[self._results :], strict=True)),
-                )
-                result = pytree.tree_unflatten(flat, self._captured.result_structure)
-                results.append(result)
-                given = {**saved, **self._tangents(flat, scale)}
-                if batch is None:
-                    gradients = backward([given[name] for name in backward.inputs])
-                    continue
-                with self._accumulation.without_sums():
-                    own = {self._pair.backward_inputs[n]: given[n] for n in backward.inputs}
-                    names = forward.inputs
-                    new = self._forward_inputs(names, state, batch)
-                    own |= {self._pair.forward_inputs[n]: v for n, v in zip(names, new, strict=True)}
-                    both = self._together([own[name] for name in self._together.inputs])
-                    self._add(both[: self._backward_outputs], summed=False)
-                    self._accumulation.finished()
-                outputs = both[self._backward_outputs :]
-        self._add(gradients, summed=True)
-        self._accumulation.finished()
+        try:
+            with running_a_plan():
+                results = self._run(batches, scale)
+        except BaseException:
+            self._accumulation.forget()
+            for parameter, gradient in before.items():
+                parameter.grad = gradient
+            raise
         for parameter, gradient in before.items():
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        return results
+
+    def _run(self, batches: Sequence[Arguments], scale: float) -> list[object]:
+        forward, backward = self._alone
+        state = self._captured.state()
+        outputs = forward(self._forward_inputs(forward.inputs, state, batches[0]))
+        results = []
+        for batch in (*batches[1:], None):
+            flat, kept = outputs[: self._results], outputs[self._results :]
+            results.append(pytree.tree_unflatten(flat, self._captured.result_structure))
+            given = {**dict(zip(self._saved, kept, strict=True)), **self._tangents(flat, scale)}
+            if batch is None:
+                self._add(backward([given[name] for name in backward.inputs]), summed=True)
+                self._accumulation.finished()
+                break
+            values = {self._pair.backward_inputs[name]: given[name] for name in backward.inputs}
+            new = self._forward_inputs(forward.inputs, state, batch)
+            names = map(self._pair.forward_inputs.__getitem__, forward.inputs)
+            values |= dict(zip(names, new, strict=True))
+            with self._accumulation.without_sums():
+                both = self._together([values[name] for name in self._together.inputs])
+                self._add(both[: self._backward_outputs], summed=False)
+                self._accumulation.finished()
+            outputs = both[self._backward_outputs :]
         return results
 
     def _forward_inputs(
@@ -118,7 +123,7 @@ class PairedMicrobatches:
         return values
 
     def _tangents(self, flat: Sequence[Tensor], scale: float) -> dict[str, Tensor]:
-        """Of the loss, the first result that is one number, its scale; of other results zeros."""
+        """Gradients of the results: the scale for the loss, which is the first single number; zeros for others."""
         of_results = {
             name: flat[node.meta["desc"].output.idx]
             for name, node in self._alone[1].placeholders.items()
@@ -163,20 +168,18 @@ class _Runnable:
     def __init__(self, module: fx.GraphModule, number_of: NumberOf) -> None:
         self.placeholders = {node.name: node for node in module.graph.find_nodes(op="placeholder")}
         self.inputs = list(self.placeholders)
-        self._module = copy_of(module)
-        start_early_wait_late(self._module, (), number_of)
-        write_in_place(self._module)
-        for node in self._module.graph.nodes:
-            if not any(user.kwargs.get("out") is node for user in node.users):
-                node.target = with_any_strides(node.target)
-        self._module.recompile()
+        copied = copy_of(module)
+        start_early_wait_late(copied, (), number_of)
+        write_in_place(copied)
+        self._run = GraphRunner(copied, Phase.BACKWARD, Recorder())
 
     def __call__(self, values: list[object]) -> Sequence:
-        return fx.Interpreter(self._module).boxed_run(values)
+        """The outputs. Args: values: of the placeholders; the list is emptied."""
+        return cast(Sequence, self._run(values))
 
 
 def cannot_be_paired(captured: Captured, arguments: Arguments) -> str:
-    """Why the microbatches of a step cannot run in pairs; "" if they can."""
+    """The reason why microbatches of a step cannot run in pairs; "" if they can."""
     if not captured.returns_alone:
         return "the step changes a buffer or an input"
     if captured.plain.trained:

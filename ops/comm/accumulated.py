@@ -55,6 +55,12 @@ class Accumulation:
         """At the end of a backward."""
         self.unsummed = not self.sums
 
+    def forget(self) -> None:
+        """After a failure: drop what is held."""
+        self.unsummed = False
+        for one in self._by_key.values():
+            one.held = None
+
     def take(self, parameter: Tensor) -> Tensor | None:
         """The gradient of earlier backwards, which this one replaces."""
         if not self.unsummed:

@@ -51,6 +51,7 @@ def pair_of(forward: fx.GraphModule, backward: fx.GraphModule) -> Pair:
                 copies[node] = state[node.name]
             else:
                 copies[node] = graph.node_copy(node)
+                copies[node].target = copies[node].name  # both halves may read an input
                 if of_state:
                     state[node.name] = copies[node]
             inputs[node.name] = copies[node].name
