@@ -25,13 +25,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from transformers.activations import SiLUActivation
-from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
-from transformers.integrations.moe import _default_apply_gate
 
 from lancet_kernels import ops
 from lancet_kernels.ops.comm.groups import group_name
 from lancet_kernels.ops.comm.waiting import enter_layer
+
+try:
+    from transformers.activations import SiLUActivation
+    from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+    from transformers.integrations.moe import _default_apply_gate
+except ImportError as error:
+    raise ImportError(
+        f"lancet_kernels.integrations.transformers: got {error}, expected transformers' expert parallelism; "
+        "pip install 'transformers>=5.23' accelerate"
+    ) from error
 
 NAME = "lancet"
 _ANY_KERNEL = (None, "eager", "batched_mm", "grouped_mm")

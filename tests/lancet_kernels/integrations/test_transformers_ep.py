@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lancet_kernels.errors import UserError
 from tests.ranks import RankPool
 from tests.transformers_models import tiny_batch, tiny_model
 
@@ -149,6 +150,84 @@ def own_forward(all_to_rank: int | None) -> tuple[bool, bool]:
 def test_other_experts_run_their_own_forward(pool, all_to_rank):
     """Also where a rank receives no row: then its experts run on a row of zeros, for their gradients."""
     assert pool.run(own_forward, all_to_rank) == [(True, True)] * 2
+
+
+class Config:
+    _experts_implementation = "grouped_mm"
+
+
+def of_kind(gate: bool, bias: bool, transposed: bool, concatenated: bool) -> nn.Module:
+    """Experts as transformers' decorator describes them: four, D = 8, F = 16."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    @use_experts_implementation(
+        has_gate=gate, has_bias=bias, is_transposed=transposed, is_concatenated=concatenated
+    )
+    class Experts(nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+            self.num_experts = 4
+            self.act_fn = nn.SiLU()
+            for name, inner, outer in (("gate_up_proj" if gate else "up_proj", 8, 32), ("down_proj", 16, 8)):
+                outer = 16 if name == "up_proj" else outer
+                shape = (4, inner, outer) if transposed else (4, outer, inner)
+                self.register_parameter(name, nn.Parameter(torch.randn(shape)))
+                if bias:
+                    self.register_parameter(f"{name}_bias", nn.Parameter(torch.randn(4, outer)))
+
+        if not concatenated:
+
+            def _apply_gate(self, gate_up: Tensor) -> Tensor:
+                return torch.tanh(gate_up[..., ::2]) * gate_up[..., 1::2]
+
+        def forward(self, *args: Tensor) -> Tensor:
+            raise AssertionError("its grouped products run in place of it")
+
+    return Experts(Config())
+
+
+def grouped_on_one_rank(*kind: bool) -> float:
+    """The largest difference of results and gradients between ours and transformers' grouped products."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from lancet_kernels.integrations.transformers import LancetEP, has_plain_weights
+
+    torch.manual_seed(1)
+    experts, mesh = of_kind(*kind), init_device_mesh("cpu", (1,))
+    assert has_plain_weights(experts)
+    x, weight = torch.randn(6, 8, requires_grad=True), torch.rand(6, 2, requires_grad=True)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(6)])
+    inputs = [x, weight, *experts.parameters()]
+    results = []
+    for run in (LancetEP(experts, mesh, mesh), experts):
+        y = run(x, index, weight)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), inputs)])
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("gate", "concatenated"), [(True, True), (True, False), (False, True)])
+def test_every_layout_of_weights(pool, gate, bias, transposed, concatenated):
+    assert pool.run(grouped_on_one_rank, gate, bias, transposed, concatenated, ranks=1)[0] < 1e-5
+
+
+def other_layers(names: list[str]) -> str:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    from lancet_kernels.integrations.transformers import LancetEP
+
+    layer = LancetEP(OwnExperts(), init_device_mesh("cpu", (2,)), DeviceMesh("cpu", [dist.get_rank()]))
+    layer.name = names[dist.get_rank()]
+    with pytest.raises(UserError) as refused:
+        layer(torch.ones(3, 4), torch.tensor([[0], [1], [2]]), torch.ones(3, 1))
+    return str(refused.value)
+
+
+def test_ranks_in_other_layers_are_named(pool):
+    for message in pool.run(other_layers, ["experts 0", "experts 1"]):
+        assert "experts 0 on rank 0" in message or "experts 1 on rank 1" in message
+        assert "\n" not in message
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
