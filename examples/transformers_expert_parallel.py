@@ -33,7 +33,7 @@ BATCH = 8
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
-    num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=8, num_experts_per_tok=2,
+    num_attention_heads=2, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2,
     pad_token_id=0, eos_token_id=None,
 )  # fmt: skip
 
@@ -58,7 +58,8 @@ class Checkpoints(TrainerCallback):
     def __init__(self, folder: Path) -> None:
         saved = sorted((int(path.name.removeprefix("step-")), path) for path in folder.glob("step-*"))
         self.folder = folder
-        self.first_step, self.latest = saved[-1] if saved else (0, None)
+        self.first_step: int = saved[-1][0] if saved else 0
+        self.latest: Path | None = saved[-1][1] if saved else None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **others) -> None:
         if self.latest is not None:
@@ -107,4 +108,4 @@ def main(folder: Path, steps: int = STEPS, implementation: str = "lancet") -> li
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else STEPS)
