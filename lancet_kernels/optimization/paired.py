@@ -123,7 +123,7 @@ class PairedMicrobatches:
         return values
 
     def _tangents(self, flat: Sequence[Tensor], scale: float) -> dict[str, Tensor]:
-        """Gradients of the results: the scale for the loss, which is the first single number; zeros for others."""
+        """Gradients of the results: for the loss, the first single number, the scale; for others zeros."""
         of_results = {
             name: flat[node.meta["desc"].output.idx]
             for name, node in self._alone[1].placeholders.items()
