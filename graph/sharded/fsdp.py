@@ -99,6 +99,10 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
             # FSDP leaves the outermost module gathered after a forward without gradients.
             group.reshard()
         for held in group.fsdp_params:
+            info = held._module_info
+            if getattr(info.module, info.param_name) is not held.sharded_param:
+                # Assigned since (a checkpoint was loaded), which FSDP notices in its first forward.
+                held.reset_sharded_param()
             mesh = held.mesh_info
             name = first_name.get(held.sharded_param)
             if name is None:
