@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -172,3 +173,15 @@ def _run(function: Callable[..., Any], arguments: tuple, place: tuple, leave_tog
         emulate_link(None)
         enter_layer("")
         dist.destroy_process_group()
+        _forget_meshes()
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of DTensors, in which a mesh of the next process group is equal to one of this."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
