@@ -2,19 +2,21 @@
 
 from typing import TYPE_CHECKING
 
+from lancet_kernels.data_parallel.gradients import clip_gradients, set_gradient_group
 from lancet_kernels.errors import CommunicationError, UserError
 from lancet_kernels.layer.dropout_layer import Dropout, dropout
 from lancet_kernels.layer.model_layers import expert_parameters, moe_layers, moe_losses, set_routing_step
 from lancet_kernels.layer.moe_layer import MoELayer
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.ops.moe.losses import MoELosses, RoutingSums
-from lancet_kernels.training.gradients import clip_gradients, set_gradient_group
 
 if TYPE_CHECKING:
     from lancet_kernels.conversion.causal_lm import CausalLMStep
     from lancet_kernels.conversion.convert import ConversionReport, convert
     from lancet_kernels.conversion.export import export_state_dict
     from lancet_kernels.conversion.load import load_safetensors
+    from lancet_kernels.data_parallel.ddp import ddp, prepare_data_parallel
+    from lancet_kernels.data_parallel.fsdp import fsdp
     from lancet_kernels.graph.capture.capture import CaptureError
     from lancet_kernels.ops.fused.fused_experts import reset_exchanges
     from lancet_kernels.optimization.graphed import GraphedStep
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
     from lancet_kernels.schedules.plan import Plan
     from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
     from lancet_kernels.schedules.strategies import PlanningOptions
-    from lancet_kernels.training.data_parallel import ddp, prepare_data_parallel
-    from lancet_kernels.training.sharded_parallel import fsdp
 else:
     # Imported on first use, because they import the solver and torch's tracer.
     _HOMES = {
@@ -47,15 +47,15 @@ else:
         "ShardingStrategy": "schedules.shard.sharding_strategy",
         "SquareLinear": "parallelization.square_layer",
         "convert": "conversion.convert",
-        "ddp": "training.data_parallel",
+        "ddp": "data_parallel.ddp",
         "export_state_dict": "conversion.export",
-        "fsdp": "training.sharded_parallel",
+        "fsdp": "data_parallel.fsdp",
         "load_safetensors": "conversion.load",
         "optimize": "optimization.optimize",
         "overlap_pass": "passes.overlap",
         "parallelize": "parallelization.parallelize",
         "parallelize_linears": "parallelization.parallel_linears",
-        "prepare_data_parallel": "training.data_parallel",
+        "prepare_data_parallel": "data_parallel.ddp",
         "reset_exchanges": "ops.fused.fused_experts",
         "whole_state_dict": "parallelization.partitioned_linear",
     }

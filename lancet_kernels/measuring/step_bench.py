@@ -23,6 +23,9 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lancet_kernels.data_parallel.ddp import ddp
+from lancet_kernels.data_parallel.gradients import as_backward_finishes, gradient_groups, groups_of
+from lancet_kernels.data_parallel.summed_gradients import PlannedSums
 from lancet_kernels.errors import UserError
 from lancet_kernels.measuring.peak_memory import peak_memory_gb
 from lancet_kernels.ops.comm.accumulated import Accumulation
@@ -32,13 +35,10 @@ from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.optimization.optimize import optimize
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.optimization.summed_gradients import PlannedSums
 from lancet_kernels.schedules.explanation import PLAIN
 from lancet_kernels.schedules.plan import Prediction
 from lancet_kernels.schedules.strategies import AUTO, PlanningOptions
 from lancet_kernels.schedules.time.timeline import save_picture
-from lancet_kernels.training.data_parallel import ddp
-from lancet_kernels.training.gradients import as_backward_finishes, gradient_groups, groups_of
 
 Inputs = Sequence | Mapping[str, object]
 """The inputs of one step, by position or by name."""

@@ -14,6 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from lancet_kernels.data_parallel.gradients import gradient_groups, groups_of
 from lancet_kernels.graph.capture.capture import Captured, capture
 from lancet_kernels.graph.capture.captured_graph import copy_of, input_position, is_tangent, state_name
 from lancet_kernels.graph.capture.layer_names import layers_of
@@ -43,7 +44,6 @@ from lancet_kernels.schedules.rewrite.gathers import insert_gathers
 from lancet_kernels.schedules.rewrite.realize import GraphCutter
 from lancet_kernels.schedules.strategies import Planner, PlanningOptions, ordered
 from lancet_kernels.schedules.time.simulate import Timeline, simulate
-from lancet_kernels.training.gradients import gradient_groups, groups_of
 
 if TYPE_CHECKING:  # the kernels need Triton, which not every machine has
     from lancet_kernels.ops.fused.fused_experts import LayerExchange

@@ -20,6 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lancet_kernels.data_parallel.fsdp import fsdp
+from lancet_kernels.data_parallel.gradients import broadcast_replicated
+from lancet_kernels.data_parallel.outside_gradients import GradientWatch
+from lancet_kernels.data_parallel.replicas import Replicas
+from lancet_kernels.data_parallel.summed_gradients import PlannedSums
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.capture.capture import Captured
 from lancet_kernels.graph.capture.captured_graph import copy_of
@@ -33,6 +38,7 @@ from lancet_kernels.graph.sharded.fsdp import set_divisor
 from lancet_kernels.kernels.activation_names import check_activation
 from lancet_kernels.layer.model_layers import moe_layers, name_layers
 from lancet_kernels.layer.moe_layer import BACKENDS
+from lancet_kernels.measuring.trial import milliseconds_per_step
 from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.groups import AnyGroups, group_rank
 from lancet_kernels.optimization.captured_step import CapturedStep, CostedGraph
@@ -40,16 +46,12 @@ from lancet_kernels.optimization.fused_step import FusedChoice, fuse_layers
 from lancet_kernels.optimization.guards import Arguments, Guards, example_arguments
 from lancet_kernels.optimization.model_checks import check_model
 from lancet_kernels.optimization.optimized_module import OptimizedModule
-from lancet_kernels.optimization.outside_gradients import GradientWatch
 from lancet_kernels.optimization.paired import PairedMicrobatches, pair_of_first_rank
 from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes, PlannedStep
 from lancet_kernels.optimization.rank_agreement import capture_alike, plans_of_first_rank
-from lancet_kernels.optimization.replicas import Replicas
 from lancet_kernels.optimization.setting import check_setting
 from lancet_kernels.optimization.stages import Progress
-from lancet_kernels.optimization.summed_gradients import PlannedSums
-from lancet_kernels.optimization.trial import milliseconds_per_step
 from lancet_kernels.schedules import MICROBATCHES
 from lancet_kernels.schedules.explanation import PLAIN, WORTH
 from lancet_kernels.schedules.plan import Plan
@@ -57,8 +59,6 @@ from lancet_kernels.schedules.rewrite.buckets import buckets_in_order
 from lancet_kernels.schedules.rewrite.realize import realize, split_as_planned
 from lancet_kernels.schedules.strategies import AUTO, STRATEGY_NAMES, PlanningOptions, fastest_that_fits
 from lancet_kernels.schedules.time.simulate import Timeline
-from lancet_kernels.training.gradients import broadcast_replicated
-from lancet_kernels.training.sharded_parallel import fsdp
 
 _log = logging.getLogger(__name__)
 _STAGES = ("capturing the step", "measuring ops", "planning", "applying the plan")

@@ -14,6 +14,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from lancet_kernels.data_parallel.replicas import Replicas
+from lancet_kernels.data_parallel.summed_gradients import PlannedSums
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.run import Recorder
 from lancet_kernels.graph.program.program import Kind, Phase
@@ -25,8 +27,6 @@ from lancet_kernels.optimization.guards import Arguments, bind
 from lancet_kernels.optimization.paired import PairedMicrobatches, no_loss
 from lancet_kernels.optimization.plain_step import PlainStep
 from lancet_kernels.optimization.planned_shapes import PlannedShapes
-from lancet_kernels.optimization.replicas import Replicas
-from lancet_kernels.optimization.summed_gradients import PlannedSums
 from lancet_kernels.schedules.plan import Plan
 from lancet_kernels.schedules.time.clock import COMPUTE, LINK
 from lancet_kernels.schedules.time.simulate import Event, Timeline

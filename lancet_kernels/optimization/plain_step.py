@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from lancet_kernels.data_parallel.summed_gradients import PlannedSums
 from lancet_kernels.optimization.guards import Guards
-from lancet_kernels.optimization.summed_gradients import PlannedSums
 
 
 class PlainStep:

@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from lancet_kernels.data_parallel.gradients import set_gradient_group
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.capture.forward_program import runs_graph
 from lancet_kernels.graph.program.forms import Form
@@ -28,7 +29,6 @@ from lancet_kernels.optimization.guards import Guards, bind, hooks_of
 from lancet_kernels.optimization.optimized_module import OptimizedModule
 from lancet_kernels.parallelization.one_device_model import OneDeviceModel
 from lancet_kernels.schedules.shard.sharding_strategy import ShardingStrategy
-from lancet_kernels.training.gradients import set_gradient_group
 
 
 def sharded_module(

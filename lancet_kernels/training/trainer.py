@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from lancet_kernels.data_parallel.gradients import GradientBuckets, broadcast_replicated, clip_gradients
 from lancet_kernels.layer.model_layers import moe_layers, name_layers, set_routing_step
 from lancet_kernels.ops.comm.groups import Groups, group_of
 from lancet_kernels.ops.comm.link import emulate_link, link
 from lancet_kernels.ops.comm.waiting import waiting
 from lancet_kernels.training.data import Corpus, batch_of_rank, check_length
-from lancet_kernels.training.gradients import GradientBuckets, broadcast_replicated, clip_gradients
 from lancet_kernels.training.models import GPT2MoE
 from lancet_kernels.training.ranks import Rank
 from lancet_kernels.training.step import TrainingStep

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels import Groups, MoELayer, UserError, moe_losses, set_gradient_group, set_routing_step
 from lancet_kernels.cli import main
+from lancet_kernels.data_parallel.gradients import GradientBuckets, clip_gradients, gradient_groups, groups_of
 from lancet_kernels.ops.comm.groups import group_of
 from lancet_kernels.schedules import STRATEGY_NAMES
 from lancet_kernels.training.checkpoint import find_checkpoint, load_checkpoint, training_state
-from lancet_kernels.training.gradients import GradientBuckets, clip_gradients, gradient_groups, groups_of
 from lancet_kernels.training.models import GPT2MoE, ModelConfig, model_config
 from lancet_kernels.training.ranks import Rank
 from lancet_kernels.training.train_loop import train

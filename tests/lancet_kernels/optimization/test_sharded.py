@@ -298,6 +298,12 @@ def calls_without_the_plan() -> None:
         assert distance(step.module, reference, case, of_gradients=True) < 1e-9
         step.module.zero_grad()
     assert step.fallbacks == {"the module is in evaluation mode": 1}
+    # A batch of another size runs with the plan.
+    longer, reference = [torch.cat([batch_of(r, k) for k in range(2)]) for r in range(2)], whole()
+    reference(torch.cat(longer)).backward()
+    step(longer[dist.get_rank()]).backward()
+    assert distance(step.module, reference, case, of_gradients=True) < 1e-9
+    assert step.fallbacks.total() == 1
 
 
 def test_calls_without_the_plan(pool: RankPool) -> None:

@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
+from lancet_kernels.data_parallel.gradients import groups_of
 from lancet_kernels.errors import UserError
 from lancet_kernels.graph.sharded.fsdp import is_sharded, mesh_of_experts, placement_over, set_divisor
 from lancet_kernels.layer.model_layers import expert_parameters
 from lancet_kernels.ops.comm.groups import AnyGroups, group_of, group_size
-from lancet_kernels.training.gradients import groups_of
 
 
 def fsdp(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lancet_kernels.data_parallel.gradients import broadcast_replicated, gradient_groups, groups_of
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.groups import (
@@ -21,7 +22,6 @@ from lancet_kernels.ops.comm.groups import (
     group_of,
     group_size,
 )
-from lancet_kernels.training.gradients import broadcast_replicated, gradient_groups, groups_of
 
 
 def ddp(model: nn.Module, groups: AnyGroups | None = None, **options: Any) -> DistributedDataParallel:

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lancet_kernels.data_parallel.gradients import gradient_groups
+from lancet_kernels.data_parallel.outside_gradients import GradientWatch
 from lancet_kernels.graph.capture.captured_graph import tensors_restored
 from lancet_kernels.ops.comm.accumulated import Accumulation
 from lancet_kernels.ops.comm.all_reduce import start_all_reduce
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of, group_size, subgroup
 from lancet_kernels.ops.comm.pending import Started
 from lancet_kernels.ops.comm.waiting import waiting
-from lancet_kernels.optimization.outside_gradients import GradientWatch
-from lancet_kernels.training.gradients import gradient_groups
 
 Item = TypeVar("Item")
 

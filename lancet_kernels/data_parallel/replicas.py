@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lancet_kernels.data_parallel.gradients import gradient_groups
 from lancet_kernels.errors import UserError
 from lancet_kernels.ops.comm.groups import Groups, group_device, group_of
 from lancet_kernels.ops.comm.pending import Pending
 from lancet_kernels.ops.comm.waiting import waiting
-from lancet_kernels.training.gradients import gradient_groups
 
 _WHAT = "comparison of parameters"
 _PIECE = {"cpu": 1 << 16}

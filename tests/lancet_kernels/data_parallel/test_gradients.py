@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lancet_kernels import Groups, MoELayer, UserError
-from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
-from lancet_kernels.training.gradients import (
+from lancet_kernels.data_parallel.gradients import (
     GradientBuckets,
     as_backward_finishes,
     broadcast_replicated,
@@ -18,6 +17,7 @@ from lancet_kernels.training.gradients import (
     gradient_groups,
     set_gradient_group,
 )
+from lancet_kernels.ops.comm.all_reduce import cut_into_buckets
 from tests.grids import few_of
 
 
