@@ -52,7 +52,7 @@ def wire(gbps: float) -> Iterator[list[str]]:
         for name in names:
             _call("ip", "netns", "add", name)
         ends = [("netns", name, "type", "veth") for name in names]
-        _call("ip", "link", "add", _device(0), *ends[0], "peer", _device(1), *ends[1][:2])
+        _call("ip", "link", "add", device(0), *ends[0], "peer", device(1), *ends[1][:2])
         for end, name in enumerate(names):
             _set_up(name, end, gbps)
         yield names
@@ -64,14 +64,19 @@ def _set_up(name: str, end: int, gbps: float) -> None:
     # What passes at once after a pause: half a millisecond of traffic, but a packet fits in.
     burst = max(16_000, round(gbps * 1e9 / 8 * 0.5e-3))
     inside = ("ip", "netns", "exec", name)
-    _call(*inside, "ip", "address", "add", f"{_ADDRESS.format(end + 1)}/24", "dev", _device(end))
-    for device in ("lo", _device(end)):
-        _call(*inside, "ip", "link", "set", device, "up")
+    _call(*inside, "ip", "address", "add", f"{address(end)}/24", "dev", device(end))
+    for name_of in ("lo", device(end)):
+        _call(*inside, "ip", "link", "set", name_of, "up")
     shape = ("tbf", "rate", f"{rate}kbit", "burst", str(burst), "latency", "2s")
-    _call(*inside, "tc", "qdisc", "add", "dev", _device(end), "root", *shape)
+    _call(*inside, "tc", "qdisc", "add", "dev", device(end), "root", *shape)
 
 
-def _device(end: int) -> str:
+def address(end: int) -> str:
+    """The address of one end."""
+    return _ADDRESS.format(end + 1)
+
+
+def device(end: int) -> str:
     """The interface at one end; the kernel allows 15 characters."""
     return f"lan{os.getpid() % 100000}-{end}"
 
@@ -112,9 +117,9 @@ def _environment(rank: int) -> dict[str, str]:
         "RANK": str(rank),
         "LOCAL_RANK": "0",
         "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": _ADDRESS.format(1),
+        "MASTER_ADDR": address(0),
         "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": _device(rank),
+        "GLOO_SOCKET_IFNAME": device(rank),
     }
 
 
