@@ -235,7 +235,7 @@ def _plan(rank: Rank) -> Difference:
     model = _Step(rank).to(rank.device)
     generator = torch.Generator().manual_seed(1 + rank.rank)
     x, target = (torch.randn(4, 8, D, generator=generator).to(rank.device) for _ in range(2))
-    planned = optimize(model, (x, target), strategy="lancet", cluster=slow)
+    planned = optimize(model, (x, target), strategy="lancet", cluster=slow, reduce_gradients="sum")
     planned_loss = planned(x, target)
     planned_loss.backward()
     got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

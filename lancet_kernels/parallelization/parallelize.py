@@ -122,6 +122,8 @@ def parallelize(
         cluster=cluster,
         times=times,
         options=options,
+        # All ranks compute one loss together.
+        reduce_gradients="sum",
         groups=own,
         inner_compile=inner_compile,
         verbose=verbose,

@@ -94,7 +94,14 @@ def planned_on_rank() -> tuple[float, tuple[str, ...]]:
     y.square().sum().backward()
     expected = [y, x_plain.grad, *(p.grad for p in model.parameters())]
     model.zero_grad()
-    planned = optimize(model, (x_planned.detach().requires_grad_(),), strategy="lancet-dw", cluster="local")
+    # Each rank has a tile of the result, and so a share of the loss.
+    planned = optimize(
+        model,
+        (x_planned.detach().requires_grad_(),),
+        strategy="lancet-dw",
+        cluster="local",
+        reduce_gradients="sum",
+    )
     y = planned(x_planned)
     y.square().sum().backward()
     actual = [y, x_planned.grad, *(p.grad for p in model.parameters())]
