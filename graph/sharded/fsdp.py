@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from lancet_kernels.errors import UserError
-from lancet_kernels.ops.comm.groups import Groups, group_name, group_of
+from lancet_kernels.ops.comm.groups import EXPERT_GROUP, Groups, group_name, group_of
 from lancet_kernels.ops.comm.waiting import waiting
 
 _MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[Groups, DeviceMesh]] = WeakKeyDictionary()
@@ -109,7 +109,9 @@ def sharded_parameters(model: nn.Module) -> list[ShardedParameter]:
                 raise _refusal(
                     model, f"{held._module_info.param_name}, which FSDP holds gathered", "reshard()"
                 )
-            if held.is_dtensor or not hasattr(mesh, "shard_process_group"):
+            # Experts of this rank may be a part of a DTensor of all experts.
+            is_tensor_parallel = held.is_dtensor and EXPERT_GROUP not in info.module.__dict__
+            if is_tensor_parallel or not hasattr(mesh, "shard_process_group"):
                 raise _refusal(
                     model, f"{name} as a DTensor below FSDP (tensor parallel)", "no tensor parallelism"
                 )

@@ -30,7 +30,7 @@ from lancet_kernels.graph.sharded.fsdp import (
     sharded_parameters,
     units,
 )
-from lancet_kernels.ops.comm.groups import Groups, group_of
+from lancet_kernels.ops.comm.groups import FORWARD_OF, Groups, group_of
 
 _BEFORE, _BEHIND = "_forward_pre_hooks", "_forward_hooks"
 _WITH_KWARGS = "_forward_pre_hooks_with_kwargs"
@@ -56,6 +56,11 @@ class Twin:
         self.names = {name: first[p] for name, p in every if p in first}
         whole: dict[Tensor, nn.Parameter] = {p.parameter: _without_memory(p) for p in parameters}
         self._twins = {module: object.__new__(own_class(module)) for module in model.modules()}
+        self._forwards = {
+            module: module.__dict__[FORWARD_OF](twin)
+            for module, twin in self._twins.items()
+            if FORWARD_OF in module.__dict__
+        }
         self._of_fsdp = hook_numbers(model)
         self._casts = {module: _casts(policy) for module, policy in policies(model).items()}
         for module, twin in self._twins.items():
@@ -75,6 +80,8 @@ class Twin:
             mine.update((name, value) for name, value in theirs.items() if name not in _NOT_COPIED)
             if getattr(theirs.get("forward"), "__self__", None) is module:
                 mine["forward"] = MethodType(theirs["forward"].__func__, twin)
+            if module in self._forwards:
+                mine["forward"] = self._forwards[module]
             casts = self._casts.get(module, {})
             for kind in (_BEFORE, _BEHIND):
                 users = {n: hook for n, hook in theirs[kind].items() if n not in self._of_fsdp}

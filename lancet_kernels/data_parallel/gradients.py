@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from lancet_kernels.errors import UserError, check_name
 from lancet_kernels.graph.sharded.fsdp import copies_of_shard
-from lancet_kernels.layer.model_layers import expert_parameters, moe_layers
+from lancet_kernels.layer.model_layers import expert_groups, expert_parameters, moe_layers
 from lancet_kernels.ops.comm.all_reduce import cut_into_buckets, start_all_reduce
 from lancet_kernels.ops.comm.groups import (
     AnyGroups,
@@ -74,8 +74,8 @@ def groups_of(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
     wanted = None if groups is None else Groups.of(groups)
     layers = moe_layers(model)
     ranks = sorted({str(layer.ranks) for layer in layers})
-    expert_groups = {layer.expert_group for layer in layers}
-    if len(expert_groups) > 1 or (wanted is not None and expert_groups - {wanted.expert}):
+    present = expert_groups(model)
+    if len(present) > 1 or (wanted is not None and present - {wanted.expert}):
         raise UserError(
             "expert groups of the model's MoE layers",
             got=f"different ones, of {' and '.join(ranks)} ranks",
@@ -86,7 +86,7 @@ def groups_of(model: nn.Module, groups: AnyGroups | None = None) -> Groups:
     if wanted is not None or given:
         return wanted or given[0]
     # Without MoE layers nothing is expert-parallel: every parameter is replicated over all ranks.
-    return Groups.around(layers[0].expert_group if layers else None)
+    return Groups.around(next(iter(present), None))
 
 
 def gradient_groups(model: nn.Module, groups: Groups) -> dict[nn.Parameter, str]:

@@ -16,6 +16,7 @@ shards them: whole experts per rank of the expert group, FSDP over the ranks tha
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable
 from itertools import count
@@ -27,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lancet_kernels import ops
-from lancet_kernels.ops.comm.groups import group_name
+from lancet_kernels.errors import UserError
+from lancet_kernels.ops.comm.groups import EXPERT_GROUP, FORWARD_OF, group_name
 from lancet_kernels.ops.comm.waiting import enter_layer
 
 try:
@@ -59,7 +61,10 @@ class LancetEP(EPImplementation):
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
         self.local_experts: int = experts.num_experts
-        self.group = group_name(ep_mesh.get_group())
+        self.group, self.ranks = group_name(ep_mesh.get_group()), ep_mesh.size()
+        self.slices = tp_mesh.size()
+        setattr(experts, EXPERT_GROUP, self.group)
+        setattr(experts, FORWARD_OF, self.forward_of)
         self.name = _layer_name(experts)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -76,10 +81,9 @@ class LancetEP(EPImplementation):
         order_N = expert_TK.reshape(-1).argsort(stable=True)
         row_TK = torch.empty_like(order_N).index_copy_(0, order_N, torch.arange(choices, device=x_TD.device))
         row_TK = row_TK.view_as(expert_TK)
-        ranks = self.ep_mesh.size()
-        count_E = order_N.new_zeros(ranks * self.local_experts)
+        count_E = order_N.new_zeros(self.ranks * self.local_experts)
         count_E = count_E.index_add(0, expert_TK.reshape(-1), torch.ones_like(order_N))
-        count_WL = count_E.view(ranks, -1)
+        count_WL = count_E.view(self.ranks, -1)
         received_WL = ops.exchange_counts(count_WL, x_TD.shape[1], x_TD.dtype, self.group)
         sent_SD = ops.dispatch(x_TD, row_TK, None, choices, choices)
         rows_RD = ops.all_to_all(sent_SD, count_WL, received_WL, self.group, True)
@@ -87,6 +91,27 @@ class LancetEP(EPImplementation):
         back_SD = ops.all_to_all(rows_RD, received_WL, count_WL, self.group, False, choices)
         y_TD = ops.combine(back_SD, row_TK, weight_TK)
         return self._joined(y_TD, hidden_states.shape[0])
+
+    def forward_of(self, experts: nn.Module) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """The forward of another module with the same experts, to be captured.
+
+        Raises: UserError for experts that compute with other ops than ours: the number of their rows would
+            become a constant of the graph.
+        """
+        if not (has_plain_weights(self.experts) and is_swiglu(self.experts)):
+            raise UserError(
+                f"experts {type(self.experts).__name__}",
+                got="an activation, weights or a kernel of their own",
+                expected="plain weights and silu(gate) * up, which a plan can hold",
+                do="train without optimize()",
+            )
+        own = copy.copy(self)
+        own.experts = experts
+
+        def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            return own(hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
+
+        return forward
 
     def _run(self, rows_RD: Tensor, count_WL: Tensor) -> Tensor:
         """The experts of this rank on their rows. -> [R, D]"""
@@ -122,11 +147,11 @@ class LancetEP(EPImplementation):
     def _own(self, tensor: Tensor) -> Tensor:
         """This rank's slice of what the ranks of a tensor-parallel group all have, so that no token is sent
         twice."""
-        return self._redistributed(tensor, Replicate(), Shard(0)) if self.tp_mesh.size() > 1 else tensor
+        return self._redistributed(tensor, Replicate(), Shard(0)) if self.slices > 1 else tensor
 
     def _joined(self, tensor: Tensor, tokens: int) -> Tensor:
         """The slices of the tensor-parallel group together. -> [tokens, D]"""
-        if self.tp_mesh.size() == 1:
+        if self.slices == 1:
             return tensor
         size = torch.Size((tokens, tensor.shape[1]))
         return self._redistributed(tensor.contiguous(), Shard(0), Replicate(), size)

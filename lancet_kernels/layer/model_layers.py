@@ -8,7 +8,7 @@ from lancet_kernels import ops
 from lancet_kernels.errors import UserError
 from lancet_kernels.layer.dropout_layer import set_dropout_step
 from lancet_kernels.layer.moe_layer import MoELayer
-from lancet_kernels.ops.comm.groups import AnyGroups, data_group_name
+from lancet_kernels.ops.comm.groups import EXPERT_GROUP, AnyGroups, data_group_name
 from lancet_kernels.ops.moe.losses import RoutingSums
 
 
@@ -30,7 +30,15 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
 
     Collected from the layers: a mark on the parameter would be lost when the model is copied.
     """
-    return [getattr(layer, name) for layer in moe_layers(model) for name in layer.expert_names()]
+    own = [getattr(layer, name) for layer in moe_layers(model) for name in layer.expert_names()]
+    others = (module for module in model.modules() if EXPERT_GROUP in module.__dict__)
+    return own + [p for module in others for p in module.parameters(recurse=False)]
+
+
+def expert_groups(model: nn.Module) -> set[str]:
+    """The expert groups of a model: those of its MoE layers, and of other modules that hold experts."""
+    others = (module.__dict__[EXPERT_GROUP] for module in model.modules() if EXPERT_GROUP in module.__dict__)
+    return {layer.expert_group for layer in moe_layers(model)} | set(others)
 
 
 def set_routing_step(model: nn.Module, step: int) -> None:

@@ -33,6 +33,13 @@ AnyGroups: TypeAlias = "Groups | DeviceMesh | dist.ProcessGroup"
 that share experts, or one model."""
 
 
+EXPERT_GROUP = "lancet_expert_group"
+"""Attribute of a module that is no `MoELayer`, but whose parameters are experts: its expert group."""
+FORWARD_OF = "lancet_forward_of"
+"""Attribute of a module whose forward is a closure: gives the forward of another module with the same
+parameters."""
+
+
 @dataclass(frozen=True)
 class Groups:
     """The groups of one model on this rank, as names; "" is a group of one rank.
