@@ -110,7 +110,6 @@ def start_accumulated_scatter(summand: Tensor, dim: int, group: str, number: int
 
 
 def start_accumulated_sum(summand: Tensor, group: str, number: int) -> Started[Tensor]:
-    """As `start_all_reduce_summands`; without sums zeros."""
-    if not _SUMS[number].accumulation.sums:
-        return Here(torch.zeros_like(summand))
-    return start_all_reduce_summands(summand, group)
+    """As `start_all_reduce_summands`; without sums zeros, and the summand is held."""
+    total = _SUMS[number].add(summand)
+    return Here(torch.zeros_like(summand)) if total is None else start_all_reduce_summands(total, group)

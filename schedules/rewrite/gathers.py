@@ -224,7 +224,8 @@ class _Sharding:
         in_backward: bool,
     ) -> None:
         of_unit: dict[int, list[_Read]] = {}
-        for read in sorted(reads, key=lambda read: place[read.user]):
+        # What one rank has as it is read needs nothing.
+        for read in sorted(filter(_Read.is_gathered, reads), key=lambda read: place[read.user]):
             of_unit.setdefault(read.held.parameter.unit, []).append(read)
         before: fx.Node | None = None
         for unit, of_it in of_unit.items():
@@ -289,6 +290,13 @@ class _Read(NamedTuple):
     user: fx.Node
     source: fx.Node
     held: _Held
+
+    def is_gathered(self) -> bool:
+        """Does it read anything but what this rank has?"""
+        one = self.held.parameter
+        return (
+            bool(one.group) or one.compute_dtype is not one.dtype or self.source is not self.held.placeholder
+        )
 
 
 def _derived(held: Sequence[_Held], forward: Collection[fx.Node]) -> dict[fx.Node, _Held]:

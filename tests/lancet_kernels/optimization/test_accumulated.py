@@ -103,6 +103,22 @@ def test_several_microbatches_are_one_large_batch(pool: RankPool, shards: bool, 
     pool.run(several_equal_one, shards, strategy)
 
 
+def replicated_shards(strategy: str) -> None:
+    """HSDP whose shards are whole parameters: gradients are summed over copies alone."""
+    groups, case = groups_with(1), Case(1)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards"))
+    model = fsdp(Step(groups, balance=0.0), mesh, groups)
+    inputs = (batch_of(dist.get_rank(), 0),)
+    step = optimized(model, inputs, strategy, groups=groups, reduce_gradients="mean", accumulate=3)
+    step.microbatches(microbatches(3))
+    assert distance(model, one_large_batch(3), case, of_gradients=True) < BOUND
+
+
+@pytest.mark.parametrize("strategy", ["none", pytest.param("microbatches", marks=pytest.mark.long)])
+def test_replicated_shards(pool: RankPool, strategy: str) -> None:
+    pool.run(replicated_shards, strategy)
+
+
 def sums_and_refusals() -> list[str]:
     """With "sum", gradients are those of the sum of all losses."""
     step, case = planned(False, "none", reduction="sum"), Case(dist.get_world_size())
