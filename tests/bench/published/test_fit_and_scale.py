@@ -27,6 +27,7 @@ def test_constants_of_gemms_are_those_that_made_the_table(tmp_path, monkeypatch,
 
 
 def test_the_study_writes_its_page_and_picture(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
     (tmp_path / "reference").mkdir()
     (tmp_path / "pictures").mkdir()
     question = next(scale._layouts(str(CONFIGS / "qwen3-30b-a3b.json"), 16))

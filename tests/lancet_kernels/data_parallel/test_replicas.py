@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lancet_kernels import Groups, MoELayer, UserError
+from lancet_kernels.data_parallel import replicas
 from lancet_kernels.data_parallel.replicas import Replicas, digest
-from lancet_kernels.optimization import replicas
 from tests.grids import few_of
 from tests.ops.op_cases import QUICK
 from tests.optimized import optimized
