@@ -94,6 +94,7 @@ def fused(step: torch.nn.Module, inputs: tuple, strategy: str, cluster: Cluster)
         lowering="fused",
         cluster=cluster,
         options=PlanningOptions(memory_limit_gb=1.0),
+        reduce_gradients="sum",
     )
 
 
