@@ -200,10 +200,10 @@ def optimize(
         tried = {plan.chosen: plan.predicted for plan, _ in planned}
         best = replace(best, compared={**best.compared, **tried})
     best = replace(best, fused=step.fused)
-    if accumulate > 1 and strategy in (AUTO, MICROBATCHES) and not best.pair:
-        order, milliseconds = pair_of_first_rank(step, graph, arguments, best, strategy == MICROBATCHES)
-        if strategy == MICROBATCHES or milliseconds < (1 - WORTH) * best.predicted.iteration_ms:
-            best = replace(best, pair=tuple(order), pair_ms=milliseconds)
+    if strategy == MICROBATCHES and not best.pair:
+        # Not of `auto`, which keeps what was fastest in real steps: pairs have not been measured to be that.
+        order, milliseconds = pair_of_first_rank(step, graph, arguments, best)
+        best = replace(best, pair=tuple(order), pair_ms=milliseconds)
     build = _Builder(step, graph, arguments, inner_compile, compare_every)
     if trials and fresh and measured and strategy == AUTO:
         progress.begin("trying the plans")

@@ -190,19 +190,15 @@ def cannot_be_paired(captured: Captured, arguments: Arguments) -> str:
 
 
 def pair_of_first_rank(
-    step: CapturedStep, graph: CostedGraph, arguments: Arguments, plan: Plan, must: bool
+    step: CapturedStep, graph: CostedGraph, arguments: Arguments, plan: Plan
 ) -> tuple[list[str], float]:
     """The order of a pair that rank 0 plans within the memory limit of a plan, and its milliseconds, on every
-    rank; infinitely many where microbatches cannot run in pairs.
-
-    Args: must: this is an error. Raises: UserError on all ranks.
+    rank. Raises: UserError on all ranks where microbatches cannot run in pairs.
     """
 
     def planned() -> list:
         reason = "a fused launch" if any(group.fused for group in step.fused) else ""
         reason = reason or cannot_be_paired(step.captured, arguments)
-        if reason and not must:
-            return [[], float("inf")]
         if reason:
             raise UserError(
                 "pairs of microbatches", got=reason, expected="a step without", do="use another strategy"
