@@ -393,7 +393,8 @@ def checkpointed(use_reentrant: bool | None) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("use_reentrant", few_of([False, True]))
+@pytest.mark.long
+@pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing_keeps_no_pass_open(pool, use_reentrant) -> None:
     """Layers with one bank: checkpointed, any number of forwards may wait for their backward."""
     plain, results = (pool.run(checkpointed, each, timeout_s=200) for each in (None, use_reentrant))

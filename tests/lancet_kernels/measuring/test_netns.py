@@ -67,6 +67,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+@pytest.mark.long
 def test_the_wire_has_its_speed(script: Path) -> None:
     """Half a megabyte to the other rank at 0.05 Gbit/s: 84 ms and headers, less what passes at once."""
     netns.run_on_wire([str(script)], 0.05)

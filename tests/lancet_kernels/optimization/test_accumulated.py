@@ -90,7 +90,6 @@ def several_equal_one(shards: bool, strategy: str) -> None:
     ("shards", "strategy"),
     [
         (False, "lancet"),
-        (True, "none"),
         (True, "microbatches"),
         *(
             pytest.param(shards, strategy, marks=pytest.mark.long)
@@ -114,7 +113,8 @@ def replicated_shards(strategy: str) -> None:
     assert distance(model, one_large_batch(3), case, of_gradients=True) < BOUND
 
 
-@pytest.mark.parametrize("strategy", ["none", pytest.param("microbatches", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["none", "microbatches"])
 def test_replicated_shards(pool: RankPool, strategy: str) -> None:
     pool.run(replicated_shards, strategy)
 
@@ -133,6 +133,7 @@ def sums_and_refusals() -> list[str]:
     return [str(refused.value)]
 
 
+@pytest.mark.long
 def test_sum_of_losses(pool: RankPool) -> None:
     for (said,) in pool.run(sums_and_refusals):
         assert said == "microbatches: got none, expected one or more; give their inputs"

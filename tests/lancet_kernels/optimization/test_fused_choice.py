@@ -69,6 +69,7 @@ def test_the_formula_decides_for_a_cluster(monkeypatch, times, launch_ms, verdic
     assert len(step.layer_numbers) == group.fused
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("compiled")
 def test_both_are_measured_here(monkeypatch, times) -> None:
     """In the interpreter a launch takes longer than what it replaces; the formula has no say."""

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from lancet_kernels import MoELayer, OptimizedModule, clip_gradients, fsdp, moe_losses
 from lancet_kernels.ops.comm.groups import Groups
 from lancet_kernels.optimization.optimize import optimize
+from tests.grids import few_of
 from tests.optimized import optimized
 from tests.ranks import RankPool
 from tests.trials import with_times
@@ -244,6 +245,7 @@ def tried_sharded(folder: str, plain_ms: float) -> tuple[bool, float]:
     return ready.plan.plain, distance(step, reference, case, of_gradients=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plain_ms", [1.0, 1000.0])
 def test_sharded_model_is_tried_as_it_is_and_with_plans(
     pool: RankPool, tmp_path: Path, plain_ms: float
@@ -253,7 +255,7 @@ def test_sharded_model_is_tried_as_it_is_and_with_plans(
         assert off < 1e-9
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("reduce_dtype", few_of([None, torch.float32]))
 def test_mixed_precision_is_that_of_fsdp(pool: RankPool, reduce_dtype: torch.dtype | None) -> None:
     for differences in pool.run(mixed_precision, reduce_dtype):
         assert max(differences) < 2e-2
@@ -279,6 +281,7 @@ def memory() -> list[int]:
     return result
 
 
+@pytest.mark.long
 def test_each_rank_holds_its_share(pool: RankPool) -> None:
     for mine, all_of_it in pool.run(memory, ranks=4):
         # The last shard of 7 rows over 4 ranks has one; small weights have fewer rows than ranks.
@@ -339,9 +342,8 @@ def trained(case: Case, steps: Iterable[int], folder: Path, load: bool, plan: bo
     return losses
 
 
-@pytest.mark.parametrize(
-    ("ranks", "then"), [(2, 4), *(pytest.param(*n, marks=pytest.mark.long) for n in [(2, 2), (4, 2), (4, 4)])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "then"), [(2, 4), (2, 2), (4, 2), (4, 4)])
 def test_a_checkpoint_goes_on_without_the_plan(pool: RankPool, tmp_path: Path, ranks: int, then: int) -> None:
     def run(ranks: int, steps: range, load: bool, plan: bool) -> list[float]:
         return pool.run(trained, Case(2), steps, tmp_path, load, plan, ranks=ranks)[0]

@@ -61,7 +61,11 @@ def tried_on_a_rank(folder: str, plain_ms: float, model_type: type = Noisy) -> d
 @pytest.mark.parametrize(
     ("plain_ms", "text"),
     [
-        (100.0, "saves nothing: 100.00 ms a step, the module as it is 100.00 (measured on these ranks)"),
+        pytest.param(
+            100.0,
+            "saves nothing: 100.00 ms a step, the module as it is 100.00 (measured on these ranks)",
+            marks=pytest.mark.long,
+        ),
         (101.0, "saves 1.0%, less than 2%: 100.00 ms a step, the module as it is 101.00"),
         (103.0, "measured fastest: 100.00 ms a step ("),
     ],

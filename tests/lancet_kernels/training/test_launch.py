@@ -202,7 +202,8 @@ def test_a_rank_that_ends_while_its_peer_waits_is_named(job, capfd, mode, line):
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("mode", few_of(["timeout", "SIGSTOP"]))
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["timeout", "SIGSTOP"])
 def test_a_rank_that_never_answers_is_named(job, mode):
     """Asleep, it runs and comes too late; stopped, it shows no sign of life and takes no SIGTERM."""
     line = failure_of(job, mode)

@@ -387,6 +387,7 @@ def stop_and_resume(lancet, tmp_path: Path, number: signal.Signals, *arguments: 
 LOGGED = r"step \d+/\d+, loss \d+\.\d{3}, \d+ tokens/s, \d+\.\d ms"
 
 
+@pytest.mark.long
 def test_run_that_is_told_to_stop_saves_and_resumes_with_the_very_losses(lancet, tmp_path):
     stop_and_resume(lancet, tmp_path, signal.SIGTERM, "--ranks", 2)
 
@@ -608,6 +609,7 @@ def test_wrong_value_is_one_line(tmp_path, monkeypatch, capfd, name):
     assert not runs.exists() or list(runs.iterdir()) == [], "a run that never was left a folder"
 
 
+@pytest.mark.long
 def test_wrong_resume_is_one_line(text, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     job = ["--data", text, "--steps", 4, "--checkpoint-every", 2, "--name", "run", "--ranks", 1]
