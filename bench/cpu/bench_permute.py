@@ -5,7 +5,6 @@ import torch
 
 from lancet_kernels import ops
 from lancet_kernels.kernels.moe.permute import combine, permute
-from lancet_kernels.kernels.moe.routing import route_scores
 
 
 @pytest.mark.parametrize("contender", ["ours", "torch ops"])
@@ -14,10 +13,9 @@ def bench_rows(measure, workload, device, dtype, kernel, contender) -> None:
     w = workload
     score = torch.randn(w.tokens, w.experts, device=device)
     used = torch.zeros(w.experts, dtype=torch.int64, device=device)
-    routed = route_scores(score, used, w.choices, w.capacity)
-    weight = score.softmax(-1).gather(1, routed.expert_TK)
-    row = ops.send_rows(routed.expert_TK, routed.slot_TK, routed.kept_E[None])
-    kept = int(routed.kept_E.sum())
+    expert, slot, weight, used = ops.gate(score, used, None, None, "topk", w.choices, w.capacity)
+    counts = ops.kept_counts(used, w.capacity, 1)
+    row, kept = ops.send_rows(expert, slot, counts), int(counts.sum())
     x = torch.randn(w.tokens, w.width, dtype=dtype, device=device)
     rows = torch.randn(kept, w.width, dtype=dtype, device=device)
     out = torch.empty_like(rows)

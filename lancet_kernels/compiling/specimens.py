@@ -16,7 +16,7 @@ from lancet_kernels.compiling.specimen import FEW_SPILLED_BYTES, Specimen, once
 from lancet_kernels.kernels.hopper.config import total_warps
 from lancet_kernels.kernels.hopper.kernel import gluon_overlap_kernel
 from lancet_kernels.kernels.kernel_launch import Launch, recorded
-from lancet_kernels.kernels.moe import activation, permute, routing
+from lancet_kernels.kernels.moe import activation, permute
 from lancet_kernels.kernels.overlap import config_for_gpu, moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, Experts, Routing
@@ -78,7 +78,6 @@ FUSED = (
 def all_specimens(arch: int) -> Iterator[Specimen]:
     """Every kernel of the library, each in the configurations that sm_`arch` gets by default."""
     yield from once(_fused(arch))
-    yield from once(_routing())
     yield from once(_rows())
 
 
@@ -163,29 +162,6 @@ def specimens_of(said: str, call: Any, /, *args: Any, **options: Any) -> Iterato
         call(*args, **options)
     for launch in launches:
         yield Specimen.of(launch, said)
-
-
-def _routing() -> Iterator[Specimen]:
-    """Choosing for few and many experts, with and without groups; counting, prefix and slots."""
-    tokens = 64
-    for dtype, experts, top_k, groups, top_groups in (
-        (torch.float32, 8, 2, 1, 1),
-        (torch.float32, 64, 8, 1, 1),
-        (torch.float32, 512, 8, 1, 1),
-        (torch.float32, 256, 8, 8, 4),
-        (torch.float64, 64, 8, 1, 1),
-    ):
-        said = f"{SHORT[dtype]} E{experts} K{top_k}" + (
-            f" groups {groups}/{top_groups}" if groups > 1 else ""
-        )
-        score, used = torch.zeros(tokens, experts, dtype=dtype), torch.zeros(experts, dtype=torch.int64)
-        sizes = {"groups": groups, "top_groups": top_groups}
-        yield from specimens_of(said, routing.route_scores, score, used, top_k, 8, **sizes)
-    for experts, top_k in ((64, 2), (512, 8)):
-        used, keys = torch.zeros(experts, dtype=torch.int64), torch.zeros(tokens, dtype=torch.int64)
-        yield from specimens_of(f"E{experts} K{top_k}", routing.route_keys, keys, used, top_k, 8)
-    chosen = torch.zeros(tokens, 2, dtype=torch.int64)
-    yield from specimens_of("E8 K2", routing.route_choices, chosen, torch.zeros(8, dtype=torch.int64), 8)
 
 
 def _rows() -> Iterator[Specimen]:

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from lancet_kernels import symmetric
-from lancet_kernels.kernels.moe.routing import route_scores
 from lancet_kernels.kernels.overlap import moe_backward, moe_forward
 from lancet_kernels.kernels.overlap_config import OverlapConfig
 from lancet_kernels.kernels.overlap_data import DenseGemm, ExpertGradients, Experts, Routing, SavedPass
 from lancet_kernels.kernels.protocol.exchange import Exchange
+from lancet_kernels.ops.moe.gate import gate
+from lancet_kernels.ops.moe.kept_counts import kept_counts
 from lancet_kernels.ops.moe.send_rows import send_rows
 from lancet_kernels.symmetric import SymmetricMemory
 from lancet_kernels.tuning.workloads import Workload
@@ -61,10 +62,11 @@ class FusedPasses:
         )
         score = make(workload.tokens, workload.experts).float()
         used = torch.zeros(workload.experts, dtype=torch.int64, device=device)
-        routed = route_scores(score, used, workload.choices, workload.capacity)
-        weight = score.softmax(-1).gather(1, routed.expert_TK).contiguous()
-        row = send_rows(routed.expert_TK, routed.slot_TK, routed.kept_E)
-        self.routing = Routing.of(routed.expert_TK, row, weight, routed.kept_E)
+        expert, slot, weight, used = gate(
+            score, used, None, None, "topk", workload.choices, workload.capacity
+        )
+        kept = kept_counts(used, workload.capacity, 1).view(-1)
+        self.routing = Routing.of(expert, send_rows(expert, slot, kept), weight, kept)
         self._exchanges: dict[int, tuple[Exchange, Exchange]] = {}
 
     def exchanges(self, config: OverlapConfig) -> tuple[Exchange, Exchange]:

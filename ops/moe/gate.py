@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lancet_kernels.ops.moe.gates import parse_gate
-from lancet_kernels.ops.moe.gates.in_kernels import route_in_kernels
 
 
 @torch.library.custom_op("lancet::gate", mutates_args=())
@@ -41,11 +40,8 @@ def gate(
     that is not finite either, so that it reaches the loss and the gradients.
     """
     chosen = parse_gate(spec)
-    routing = route_in_kernels(chosen, logits_TE, used_E, key_T, bias_E, top_k, capacity)
-    if routing is None:
-        expert_TK = chosen.select(logits_TE, key_T, bias_E, used_E.numel(), top_k)
-        routing = expert_TK, *chosen.assign_slots(logits_TE, expert_TK, used_E, capacity)
-    expert_TK, slot_TK, used_out_E = routing
+    expert_TK = chosen.select(logits_TE, key_T, bias_E, used_E.numel(), top_k)
+    slot_TK, used_out_E = chosen.assign_slots(logits_TE, expert_TK, used_E, capacity)
     weight_TK = chosen.weights(logits_TE, expert_TK, torch.float32)
     return expert_TK, slot_TK, weight_TK, used_out_E
 

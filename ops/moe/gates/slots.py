@@ -6,8 +6,6 @@ T tokens, K choices per token, N = T * K choices, E experts
 import torch
 from torch import Tensor
 
-from lancet_kernels.ops.fused.kernel_path import runs_in_kernels
-
 
 def slots_in_order(expert_N: Tensor, used_E: Tensor) -> tuple[Tensor, Tensor]:
     """Number the choices of each expert in the order given, starting after `used`.
@@ -17,20 +15,13 @@ def slots_in_order(expert_N: Tensor, used_E: Tensor) -> tuple[Tensor, Tensor]:
     Args: expert_N, int64, choices by falling priority; used_E, int64.
     Returns: slot_N and used'_E, int64. Slots may exceed the capacity: those are the dropped ones.
     """
-    if runs_in_kernels(expert_N, (torch.int64,)):
-        from lancet_kernels.kernels.moe.routing import route_choices
-
-        # Capacity 0, because the tables of the tokens in each slot are not needed here.
-        routed = route_choices(expert_N[:, None].contiguous(), used_E, 0)
-        return routed.slot_TK[:, 0], routed.used_E
-    count_E = torch.bincount(expert_N, minlength=used_E.numel())
-    start_E = count_E.cumsum(0) - count_E
-    order_N = torch.argsort(expert_N, stable=True)
-    sorted_N = expert_N[order_N]
-    rank_N = torch.arange(expert_N.numel(), device=expert_N.device) - start_E[sorted_N]
-    slot_N = torch.empty_like(expert_N)
-    slot_N[order_N] = rank_N + used_E[sorted_N]
-    return slot_N, used_E + count_E
+    # Not bincount, for which the host waits for a GPU.
+    count_E = torch.zeros_like(used_E).scatter_add_(0, expert_N, torch.ones_like(expert_N))
+    first_E = count_E.cumsum(0) - count_E
+    sorted_N, order_N = torch.sort(expert_N, stable=True)
+    place_N = torch.arange(expert_N.numel(), device=expert_N.device)
+    slot_N = place_N + (used_E - first_E)[sorted_N]
+    return torch.empty_like(expert_N).scatter_(0, order_N, slot_N), used_E + count_E
 
 
 def slots_in_token_order(expert_TK: Tensor, used_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -58,15 +49,20 @@ def slots_in_choice_order(
 
 
 def top_k_stable(score_TE: Tensor, k: int) -> Tensor:
-    """Indices of the k largest of each row, best first; of equal scores the lower index wins.
+    """Indices of the k largest of each row, best first; of equal scores the lower index wins, NaN is largest.
 
     torch.topk leaves the order of ties open, and a tie that differs between two ranks or two parts is a
-    different routing; a stable sort does not.
+    different routing. So float32 is compared as integers in which the index is the lowest digit: no two are
+    equal (0.6 of the time of a stable sort for 4096 tokens and 256 experts, 2-core CPU, 2026-11-24).
     """
-    if score_TE.ndim == 2 and runs_in_kernels(score_TE, (torch.float32, torch.float64)):
-        from lancet_kernels.kernels.moe.topk import choose_by_score
-
-        return choose_by_score(score_TE.contiguous(), k)[0]
     if k == 1:
         return score_TE.argmax(-1, keepdim=True)
-    return torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+    if score_TE.dtype != torch.float32:
+        return torch.sort(score_TE, dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+    experts = score_TE.shape[-1]
+    bits_TE = score_TE.contiguous().view(torch.int32).long()
+    magnitude_TE = bits_TE & 0x7FFFFFFF  # of a negative number: the largest is the smallest
+    order_TE = torch.where(bits_TE < 0, -magnitude_TE, magnitude_TE)
+    order_TE = order_TE.masked_fill(score_TE.isnan(), 0x7FFFFFFF)
+    index_E = torch.arange(experts, device=score_TE.device)
+    return (order_TE * experts - index_E).topk(k, dim=-1).indices

@@ -93,3 +93,14 @@ def test_slots_of_a_long_batch_keep_their_order() -> None:
     choices = (torch.arange(20_000) % 2).tolist()
     slot_N, _ = slots_in_order(torch.tensor(choices), torch.zeros(2, dtype=torch.int64))
     assert slot_N.tolist() == [i // 2 for i in range(20_000)]
+
+
+def test_special_values_rank_as_in_a_stable_sort() -> None:
+    """Zeros of both signs are equal, NaN of either sign is the largest, subnormal numbers are told apart."""
+    special = [0.0, -0.0, 1.0, -1.0, torch.inf, -torch.inf, torch.nan, -torch.nan, 1e-45, -1e-45, 3e38, -3e38]
+    picked = torch.randint(len(special), (400, 9), generator=generator(1))
+    for dtype in (torch.float32, torch.float64):
+        score_TE = torch.tensor(special, dtype=dtype)[picked]
+        expected = torch.sort(score_TE, dim=-1, descending=True, stable=True).indices
+        for k in (1, 4, 9):
+            assert torch.equal(top_k_stable(score_TE, k), expected[:, :k])
